@@ -1,5 +1,5 @@
-"""What went wrong and where: advice with its metric, failures of the reward with their inputs, stages in time, and the
-memory that was planned for each stage."""
+"""The health of a run: advice with its metric, failures of the reward with their inputs, stages in time, planned memory
+of each stage."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from posttrain.view.catalogue import Catalogue
 from posttrain.view.sample_file import SampleFile
 from posttrain.view.samples import preview
 
-# What an advice speaks about, by its words: lines of diagnosis.jsonl may be texts alone.
+# The metric of an advice by its words, for lines of diagnosis.jsonl that have only texts.
 METRIC_OF = {
     r"rewards are (all )?0": "reward_mean",
     r"reward failed": "reward/failures",
@@ -102,7 +102,7 @@ def timeline(folder: Path, last: int | None = None) -> dict[str, Any]:
 
 
 def _spans(stages: Any) -> list[list[Any]]:
-    """[stage, when it began, its seconds, perhaps the worker] of those that are of this kind."""
+    # [stage, start, seconds, perhaps the worker]; anything else in the file is ignored.
     return [span[:4] for span in stages if _is_span(span)] if isinstance(stages, list) else []
 
 
@@ -114,7 +114,7 @@ def _is_span(span: Any) -> bool:
     )
 
 
-# The stages of a run that a stage of the plan stands for.
+# Stage of the plan -> the stages of a run that it covers.
 MEASURED = {
     "generate": ("gen",),
     "log-probs": ("old_log_prob", "ref", "values", "reward_model"),
@@ -123,7 +123,7 @@ MEASURED = {
 
 
 class NoPlan(LookupError):
-    """The settings cannot be planned for here; the text says why."""
+    """These settings cannot be planned for here; the message says why."""
 
 
 def planned_memory(folder: Path) -> dict[str, Any]:
@@ -154,7 +154,7 @@ def planned_memory(folder: Path) -> dict[str, Any]:
 
 
 def _without_model_code(tree: Any) -> Any:
-    """Looking at a run, which may be somebody else's, must not run the code that comes with its model."""
+    # Looking at somebody else's run must not execute the code that comes with its model.
     if not isinstance(tree, dict):
         return tree
     return {key: False if key == "trust_remote_code" else _without_model_code(value) for key, value in tree.items()}
