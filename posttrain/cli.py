@@ -12,8 +12,8 @@ from typing import Any
 from posttrain.config.options import OptionParser
 from posttrain.errors import working_folder
 from posttrain.interrupts import one_interrupt
-from posttrain.tracking.console import exit_status, keep_going, prepare_streams
-from posttrain.tracking.terminal_text import tell, tell_page
+from posttrain.tracking.console import exit_status, prepare_streams, protect_console
+from posttrain.tracking.terminal_text import print_page, print_text
 from posttrain.tracking.waiting import waiting
 
 Arguments = Sequence[str]
@@ -22,9 +22,9 @@ Arguments = Sequence[str]
 def train(args: Arguments) -> int:
     """Train as `train.sh` does."""
     from posttrain import launch, launch_flags
-    from posttrain.tracking.own_console import take_voice
+    from posttrain.tracking.console import split_output_mode
 
-    args, voice = take_voice(args)
+    args, mode = split_output_mode(args)
     request = launch.parse(args)
     if request.help:
         print(launch_flags.help_text(os.environ))
@@ -35,8 +35,8 @@ def train(args: Arguments) -> int:
         return 0
     from posttrain.trainer.main_ppo import exit_status, run_command
 
-    keep_going()
-    return exit_status(run_command(resolved, voice))
+    protect_console()
+    return exit_status(run_command(resolved, mode))
 
 
 def sft(args: Arguments) -> int:
@@ -88,7 +88,7 @@ def explain(args: Arguments) -> int:
     parser.add_argument("name", nargs="*", help=help_)
     from posttrain.explain import explain as page
 
-    tell_page(page(" ".join(parser.parse_args(args).name) or None))
+    print_page(page(" ".join(parser.parse_args(args).name) or None))
     return 0
 
 
@@ -96,7 +96,7 @@ def reward(args: Arguments) -> int:
     if args and args[0] == "try":
         from posttrain.rewards import try_command
 
-        return try_command.main(args[1:], sample=_sample, tell=tell)
+        return try_command.main(args[1:], sample=_sample, print_text=print_text)
     parser = _parser("reward", "Rewards outside a run.")
     parser.add_argument("job", choices=["try"], help="score a data file: `posttrain reward try --help`")
     parser.parse_args(args)
@@ -272,8 +272,8 @@ def _dispatch(args: list[str]) -> int:
 
     near = closest(args[0], VERBS)
     hint = f" Did you mean `posttrain {near}`?" if near else ""
-    tell(f"posttrain has no verb `{args[0]}`.{hint}", sys.stderr)
-    tell(f"Known verbs: {', '.join(VERBS)}. `posttrain --help` says what each does.", sys.stderr)
+    print_text(f"posttrain has no verb `{args[0]}`.{hint}", sys.stderr)
+    print_text(f"Known verbs: {', '.join(VERBS)}. `posttrain --help` says what each does.", sys.stderr)
     return 2
 
 

@@ -105,7 +105,7 @@ class Child:
 
 
 @contextmanager
-def running(
+def start_runner(
     system: System, module: str, job: Mapping[str, Any], name: str, *, threads: int, kind: str = "cpu"
 ) -> Iterator[Child]:
     """The system's runner with this job, its words in NAME.log among the bench's; it ends with the block."""
@@ -121,7 +121,7 @@ def running(
             child.close()
 
 
-class UsedByOthers:
+class OtherLoad:
     """Counts from its making: `share()` is the part of all cores that processes outside that session used."""
 
     def __init__(self, session: int) -> None:

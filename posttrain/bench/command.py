@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
 
-from posttrain.bench.place import DEVICES, default_threads
+from posttrain.bench.device import DEVICES, default_threads
 from posttrain.bench.presets import PRESETS
 from posttrain.bench.workload import LENGTHS, WORKS
 
@@ -19,12 +19,12 @@ from posttrain.bench.workload import LENGTHS, WORKS
 def main(args: Sequence[str]) -> int:
     """`posttrain bench rollout|step|train|sync|sweep|algorithms ...`."""
     options = parser().parse_args(args)
-    with ended_in_order():
+    with exit_on_sigterm():
         return importlib.import_module(f"posttrain.bench.{options.job}").main(options)
 
 
 @contextmanager
-def ended_in_order() -> Iterator[None]:
+def exit_on_sigterm() -> Iterator[None]:
     """SIGTERM (`timeout`, a queue's limit) ends the systems under way too: one that is left behind keeps its device."""
 
     def end(number: int, frame: object) -> NoReturn:

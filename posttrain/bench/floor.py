@@ -84,7 +84,7 @@ def update_flops(shape: Shape, lengths: list[int], *, frozen: bool = False) -> f
     return tokens * ((4 if frozen else 6) * shape.weights + 6 * shape.layers * shape.heads * shape.width * mean)
 
 
-def better(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+def higher_rates(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
     """The higher of two measurements of each limit: a neighbour's work can only lower them."""
     rates = {int(size): max(rate, other["bandwidth"][size]) for size, rate in one["bandwidth"].items()}
     return {"peak_flops": max(one["peak_flops"], other["peak_flops"]), "bandwidth": rates}

@@ -30,7 +30,7 @@ print(os.path.realpath(os.path.dirname(found.origin)) if found and found.origin 
 """
 
 
-def of_this_bench() -> dict[str, str]:
+def own_code_variables() -> dict[str, str]:
     """Variables with which `python -m` runs the code that runs here, whatever stands in the working folder, where it
     would look first."""
     root, given = str(HERE.parent), os.environ.get("PYTHONPATH")
@@ -118,13 +118,7 @@ ENVIRONMENTS = {
 }
 
 
-def environment(name: str) -> Environment:
-    return ENVIRONMENTS[name]
-
-
 PEERS = Path(__file__).parent / "peers"
-OURS = {"rollout": "engines", "sweep": "engines", "sync": "engines", "step": "training", "train": "training"}
-"""Job -> which of our runners does it, if not one of its name."""
 _THREADING = ("OMP_", "KMP_", "GOMP_", "MKL_", "LD_PRELOAD", "PYTHONPATH")
 
 
@@ -136,22 +130,19 @@ class System:
     what: str
     engine: str | None = None
     script: str | None = None
-    part: str | None = None
-    """Which of a script's systems, where it has several for one job."""
+    part: str | None = None  # which of a script's systems, where it has several for one job
     installs: str | None = None
     variables: dict[str, str] = field(default_factory=dict)
     preload: str | None = None
     settings: dict[str, Any] = field(default_factory=dict)
-    needs: str | None = None
-    """The package without which a peer cannot run."""
-    cuda: dict[str, str] | None = None
-    """Variables on a CUDA device, in place of `variables`."""
+    needs: str | None = None  # the package without which a peer cannot run
+    cuda: dict[str, str] | None = None  # variables on a CUDA device, in place of `variables`
+    # The Python of an environment made by somebody else, in place of the one that `--install` makes.
     python: str | None = None
-    """The Python of an environment made by somebody else, in place of the one that `--install` makes."""
 
     @property
     def environment(self) -> Environment | None:
-        return environment(self.installs) if self.installs else None
+        return ENVIRONMENTS[self.installs] if self.installs else None
 
     @property
     def ours(self) -> bool:
@@ -184,14 +175,16 @@ class System:
         return kind == "cpu" and self.python is None and self.environment is not None and self.environment.installed()
 
     def interpreter(self, kind: str) -> str:
-        if self.python is None and self._own_environment(kind):
-            return str(environment(str(self.installs)).python)
+        if self._own_environment(kind):
+            return str(ENVIRONMENTS[str(self.installs)].python)
         return self.python or sys.executable
 
     def command(self, job: Path, module: str, kind: str = "cpu") -> list[str]:
         """How the runner is started; ours for `module` (rollout, step, train, sync)."""
         if self.ours:
-            return [sys.executable, "-m", f"posttrain.bench.ours.{OURS.get(module, module)}", str(job), module]
+            # `--env native:PYTHONPATH=...` runs another checkout by these names: keep them.
+            runner = "training" if module in ("step", "train") else "engines"
+            return [sys.executable, "-m", f"posttrain.bench.ours.{runner}", str(job), module]
         return [self.interpreter(kind), str(PEERS / str(self.script)), str(job), self.part or module]
 
     def variables_for(self, threads: int, kind: str = "cpu") -> dict[str, str]:
@@ -206,7 +199,7 @@ class System:
         chosen = self.variables if kind == "cpu" or self.cuda is None else self.cuda
         parallel = "true" if threads > 1 else "false"
         mine |= {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": parallel}
-        mine |= {**(of_this_bench() if self.ours else {}), **chosen}
+        mine |= {**(own_code_variables() if self.ours else {}), **chosen}
         if kind == "cpu" and self.preload and self.environment:
             library = self.environment.folder / self.preload
             if library.is_file():

@@ -1,4 +1,4 @@
-"""Finding and Report: what the doctor found, where, what to do; as a page for people and as JSON for scripts."""
+"""Finding and Report: the problems that the doctor found, as text for people and as JSON for scripts."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ from dataclasses import asdict, dataclass, field
 
 from posttrain.config.problem import Problem
 
+# The run would stop or could not learn; it would do something probably not intended; worth knowing.
 ERROR, WARNING, NOTE = "error", "warning", "note"
-"""The run would stop or could not learn; it would do something that is hardly meant; worth knowing."""
 CONFIGURATION = "configuration"
 _MISSING = re.compile(r"the (?:file|folder) (.+?) does not exist\.")
+# How the checks of the settings, which come first, name a missing path and a broken file of a model.
 _BROKEN = re.compile(r": in (?P<folder>\S+), (?P<words>.+)\.$")
-"""As the checks of the settings say it, first of all: a path that is not there, a model's file that is broken."""
-STATUS = {ERROR: 2, WARNING: 1, NOTE: 0}
-"""Level -> exit status of the command."""
+STATUS = {ERROR: 2, WARNING: 1, NOTE: 0}  # level -> exit status of the command
 
 
 @dataclass(frozen=True)
@@ -42,7 +41,7 @@ class Finding:
 
 @dataclass
 class Report:
-    """What is so (`facts`, by area) and what is found."""
+    """Facts by area, and findings."""
 
     facts: dict[str, list[str]] = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)
@@ -51,7 +50,7 @@ class Report:
         self.facts.setdefault(area, []).extend(sentences)
 
     def add(self, findings: Iterable[Finding]) -> None:
-        """New ones; the same words twice say nothing more, and what is missing is named once."""
+        """Add those that are new. A missing or broken file, which many checks stumble over, is reported once."""
         for finding in findings:
             if cause := self._known_cause(finding):
                 self._not_looked_at(finding.area, cause)
@@ -59,7 +58,7 @@ class Report:
                 self.findings.append(finding)
 
     def _known_cause(self, finding: Finding) -> str | None:
-        """What the settings' check has named before, if this error stumbled over it: a path, or a broken file."""
+        # The missing path or broken file behind this error, if the settings' check has already reported it.
         if finding.level != ERROR or (finding.area == CONFIGURATION and finding.where):
             return None
         for known in (known.what for known in self.findings if known.area == CONFIGURATION):
@@ -97,8 +96,8 @@ class Report:
         lines: list[str] = []
         for area, sentences in self.facts.items():
             lines += [area, *(f"  {line}" for sentence in sentences for line in sentence.splitlines()), ""]
-        told = {finding.what for finding in self.serious}
-        notes = [finding for finding in self.findings if finding.level == NOTE and finding.what not in told]
+        shown = {finding.what for finding in self.serious}
+        notes = [finding for finding in self.findings if finding.level == NOTE and finding.what not in shown]
         if notes:
             lines += ["notes", *(f"  {note.area}: {note.what}" + f" ({note.do})" * bool(note.do) for note in notes), ""]
         lines.append(self.verdict())

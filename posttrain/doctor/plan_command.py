@@ -1,4 +1,4 @@
-"""`posttrain plan`: the memory plan as text, after the checks by which the run itself would be rejected."""
+"""`posttrain plan`: the memory plan as text, after the checks that the run itself makes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from posttrain.planning.remedies import Remedy, find_remedies
 from posttrain.planning.supervised import ROLE
 from posttrain.rollout.engines import check_engine_name
 from posttrain.rollout.native.build import check_can_cut
-from posttrain.tracking.terminal_text import tell
+from posttrain.tracking.terminal_text import print_text
 
 PARTS = ("weights", "gradients", "optimizer", "activations")
 ROWS = (
@@ -62,21 +62,20 @@ def main(args: Sequence[str]) -> int:
     _check_as_the_run_does(resolved, device, planner)
     chosen = apply_plan(config, device, resolved.explicit, planner)
     plan = planner.plan(config, device)
-    tell(report(config, plan, find_remedies(config, plan, planner), chosen))
+    print_text(report(config, plan, find_remedies(config, plan, planner), chosen))
     if gpu_gb is None:
-        _tell_what_is_missing_here(resolved, tree or PPO)
+        _print_missing_here(resolved, tree or PPO)
     return 0 if plan.fits else 1
 
 
-def _tell_what_is_missing_here(resolved: Resolved, tree: Tree) -> None:
-    """A plan without a size is for this machine, which may lack what the run needs."""
+def _print_missing_here(resolved: Resolved, tree: Tree) -> None:
+    # Without --gpu_gb the plan is for this machine, which may lack what the run needs.
     problems = tree.environment(resolved, working_folder())
     if problems:
-        tell(f"On this machine the run is refused. {ConfigError(dict.fromkeys(problems))}")
+        print_text(f"On this machine the run is refused. {ConfigError(dict.fromkeys(problems))}")
 
 
 def _gpu_size(args: Sequence[str]) -> tuple[list[str], float | None]:
-    """(the other arguments, GiB of `--gpu_gb`)."""
     rest, size = list(args), None
     for place, argument in enumerate(rest):
         name, equals, value = argument.partition("=")
@@ -94,7 +93,7 @@ def _gpu_size(args: Sequence[str]) -> tuple[list[str], float | None]:
 
 
 def _check_as_the_run_does(resolved: Resolved, device: Device, planner: Planner) -> None:
-    """Raise the error that the run itself would raise: a plan of a run that is rejected is of no use."""
+    # A plan for a run that would be rejected is of no use: raise the same error.
     config = resolved.config
     if not isinstance(config, PPOConfig):
         layout = layout_of(config, SUPERVISED, "model")
@@ -117,8 +116,7 @@ def _check_model(config: Any, layout: EngineLayout, packed: bool, module: Any) -
 
 
 class _ActorChecks:
-    """Checks of the actor's model by the settings of its engines; a class, so that the planner can keep its result."""
-
+    # A class and not a closure, so that the planner can cache its result.
     def __init__(self, config: PPOConfig) -> None:
         self.config = config
 

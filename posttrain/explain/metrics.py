@@ -1,8 +1,7 @@
-"""Every metric that a run writes, name -> what it is and what to make of it; `METRICS` of `topics` and
-`supervised` say more of the most useful ones. Algorithms declare their own metrics.
+"""Every metric that a run writes: name -> what it is and what to make of it.
 
-A name may stand for several: `{mean,max,min}` for each of these words, a word in capitals for any text
-(`timing_s/STAGE`), `K` for a number.
+`texts/metrics.md` says more on the most useful ones. Algorithms declare their own metrics. A name may stand for
+several: `{mean,max,min}` for each of these words, a word in capitals for any text (`timing_s/STAGE`), `K` for a number.
 """
 
 from __future__ import annotations
@@ -144,7 +143,7 @@ def _patterns() -> list[tuple[re.Pattern[str], str]]:
 
 
 def family_text(metric: str) -> str | None:
-    """What a metric is, by the first family that it belongs to; None without an explanation."""
+    """What a metric is, from the first family that matches; None without one."""
     return next((text for pattern, text in _patterns() if pattern.fullmatch(metric)), None)
 
 

@@ -14,8 +14,8 @@ import torch
 from posttrain.kernels import train
 from posttrain.kernels.decode import silu_mul
 
+# (T, R) and (R, I), whose product is added; None adds nothing.
 Factors = tuple[torch.Tensor, torch.Tensor] | None
-"""(T, R) and (R, I), whose product is added; None adds nothing."""
 
 
 def forward(gate_up_T2I: torch.Tensor, gate: Factors, up: Factors) -> torch.Tensor:

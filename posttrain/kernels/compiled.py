@@ -30,8 +30,8 @@ FOLDER = Path(__file__).parent / "cpu"
 SOURCES = ("decode.cpp", "step.cpp", "train.cpp")
 # No flag here lets the compiler reorder a sum, except where the source asks for it.
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros")
+# Seconds after which waiting for somebody else's compiler is told of, and given up; it takes a few.
 TELL_S, WAIT_S = 10.0, 180.0
-"""Seconds after which waiting for somebody else's compiler is told of, and given up; it takes a few."""
 _POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
 _SIGNATURES = {
     "paged_attention": [_POINTER] * 16,

@@ -39,8 +39,8 @@ class LayerWeights:
     query_norm: torch.Tensor | None
     key_norm: torch.Tensor | None
     window: int | None
+    # Matrices (by name) that are packed otherwise than the model holds them: with adapters folded in.
     changed: Mapping[str, Callable[[], torch.Tensor]] = field(default_factory=dict)
-    """Matrices (by name) that are packed otherwise than the model holds them: with adapters folded in."""
 
     def to_pack(self, name: str) -> torch.Tensor:
         return self.changed[name]() if name in self.changed else getattr(self, name)

@@ -1,7 +1,7 @@
-"""Reading files of a run folder that anyone may have written: copied, cut off, replaced, or made to do harm.
+"""Safe reading of a run folder's files, which may be copied, cut off, replaced or malicious.
 
-A named pipe, a device, a link that leads nowhere or a file of many gigabytes must not hang or fill the process that
-looks at runs, and YAML of a few lines can stand for billions of values. Each of these is a DamagedFile with a sentence.
+A named pipe, a device, a broken link or a file of many gigabytes must not hang or fill the process that reads them, and
+a few lines of YAML can expand to billions of values. All of these raise DamagedFile with one sentence.
 """
 
 from __future__ import annotations
@@ -17,13 +17,11 @@ import yaml
 
 from posttrain.errors import UserError, first_line
 
+# Of a status or of settings: ten times what a run writes. YAML is parsed at about 100 KB a second.
 MOST_BYTES = 256 * 1024
-"""Of a status or of settings: ten times what a run writes. YAML is read at some 100 KB a second."""
-MOST_VALUES = 50_000
-"""Of a file of settings, every alias counted as all that it stands for."""
+MOST_VALUES = 50_000  # of a file of settings, every alias counted as all that it stands for
 LONGEST_LINE = 4 * 1024 * 1024
-MOST_LINE_BYTES = 512 * 1024 * 1024
-"""Of a file with one line per step: a hundred thousand steps."""
+MOST_LINE_BYTES = 512 * 1024 * 1024  # of a file with one line per step: a hundred thousand steps
 _KINDS = (
     (stat.S_ISDIR, "a folder"),
     (stat.S_ISFIFO, "a named pipe"),
@@ -41,7 +39,7 @@ def open_stored(path: Path) -> BinaryIO:
     """The file, open for reading. FileNotFoundError where there is none, DamagedFile where it is no plain file."""
     try:
         _require_plain(path, os.stat(path).st_mode)
-        # O_NONBLOCK: what became a pipe since then must not be waited for
+        # O_NONBLOCK: if the file was replaced by a pipe since the check, opening it would wait for a writer.
         number = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
         if os.path.islink(path):
@@ -58,7 +56,7 @@ def open_stored(path: Path) -> BinaryIO:
 
 
 def is_plain(path: Path) -> bool:
-    """Whether there is a file that can be opened without waiting for anybody."""
+    """Whether this is a regular file, which opens without waiting."""
     try:
         return stat.S_ISREG(os.stat(path).st_mode)
     except OSError:
@@ -123,8 +121,7 @@ def _require_plain(path: Path, mode: int) -> None:
 
 
 class _BoundedLoader(yaml.SafeLoader):
-    """Counts values as they would be without aliases: lists of aliases of lists of aliases grow tenfold per line."""
-
+    # Counts values as they would be without aliases: lists of aliases of lists of aliases grow tenfold per line.
     def __init__(self, stream: str) -> None:
         super().__init__(stream)
         self._count, self._size_of = 0, {}
@@ -133,7 +130,7 @@ class _BoundedLoader(yaml.SafeLoader):
         is_alias = self.check_event(yaml.AliasEvent)
         event, before = self.peek_event(), self._count
         node = super().compose_node(parent, index)
-        # an alias of what it stands inside of has no end, and no size yet
+        # An alias of a node that contains it is endless and has no size yet: count it as too many.
         self._count += self._size_of.get(event.anchor, MOST_VALUES) if is_alias else 1
         if self._count > MOST_VALUES:
             raise yaml.YAMLError(f"it stands for more than {MOST_VALUES:,} values")

@@ -88,11 +88,10 @@ def _source_metrics(
 
 
 def _ks(n: int) -> list[int]:
-    """1, 2, 4, ... below n, and n."""
     return [*(2**power for power in range(n.bit_length()) if 2**power < n), n]
 
 
-def says_answer(part: Mapping[str, Any]) -> bool:
+def has_answer(part: Mapping[str, Any]) -> bool:
     """Whether a reward's parts say what was read, be it nothing."""
     return any(part.get(name) is not None for name in ANSWER_PARTS)
 

@@ -65,7 +65,7 @@ def test_in_every_table_that_was_published_the_default_engine_is_above_generate(
 
 
 def test_distances_from_the_truth_are_those_of_single_tokens():
-    from posttrain.bench.ours.truth import distance
+    from posttrain.bench.ours.engines import distance
     from posttrain.bench.peers.wire import sampled
 
     found = distance([[-1.0, -2.0], [-3.0]], [[-1.0, -2.5], [-2.0]])

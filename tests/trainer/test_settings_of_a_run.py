@@ -23,8 +23,7 @@ from posttrain.errors import UserError
 from posttrain.protocol import DataProto
 from posttrain.rewards import resolve_reward
 from posttrain.tracking.rundir import TIMELINE, read_lines
-from posttrain.tracking.samples import sample_files, validation_files
-from posttrain.tracking.vocabulary import read_vocabulary
+from posttrain.tracking.samples import read_vocabulary, sample_files, validation_files
 from posttrain.trainer.ppo import runner
 from posttrain.trainer.ppo.first_batch import MismatchError, compare_log_probs, tolerance
 from posttrain.trainer.ppo.recorder import Recorder

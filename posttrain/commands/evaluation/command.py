@@ -20,7 +20,7 @@ from posttrain.commands.generation.settings import (
 )
 from posttrain.config.options import OptionParser
 from posttrain.errors import UserError
-from posttrain.tracking.terminal_text import tell
+from posttrain.tracking.terminal_text import print_text
 from posttrain.tracking.waiting import waiting
 from posttrain.trainer.constants_ppo import apply_environment
 
@@ -91,7 +91,7 @@ def _score_model(model: str, options: argparse.Namespace, settings: Settings, ou
         from posttrain.commands.evaluation.report import table as lines
 
     report = evaluate_model(model, table, settings, out, overwrite=options.overwrite)
-    tell(lines(report))
+    print_text(lines(report))
     print(f"{out}: report.json, samples/")
     return 0
 
@@ -103,7 +103,7 @@ def _score_file(options: argparse.Namespace, settings: Settings, out: Path) -> i
         from posttrain.data.rows import load_rows
 
     rows = load_rows(options.responses, limit=settings.config.data.val_max_samples, setting="--responses")
-    tell(lines(evaluate_responses(rows, settings, out)))
+    print_text(lines(evaluate_responses(rows, settings, out)))
     print(f"{out}: report.json, samples/")
     return 0
 
@@ -132,5 +132,5 @@ def _compare(args: Sequence[str]) -> int:
     options = parser.parse_args(list(args))
     from posttrain.commands.evaluation.report import compare_files
 
-    tell(compare_files([options.first, options.second]))
+    print_text(compare_files([options.first, options.second]))
     return 0

@@ -12,7 +12,7 @@ import numpy as np
 
 from posttrain.commands.evaluation.statistics import estimate, majority_at_k
 from posttrain.tracking.metrics import mean, right_answers
-from posttrain.tracking.validation import pass_at_k, says_answer
+from posttrain.tracking.validation import has_answer, pass_at_k
 from posttrain.trainer.answers import given_answer
 
 ALL = "all"  # name of the row over all data sources
@@ -97,7 +97,7 @@ def _numbers(prompts: list[ScoredPrompt], values: dict[str, list[float]], rows: 
     reasons = [reason for prompt in prompts for reason in prompt.finish_reasons if reason is not None]
     answers = [answer for prompt in prompts for answer in prompt.answers]
     # A reward that never says what it read, on responses in which nothing can be found, tells nothing about answers.
-    known = any(map(says_answer, (part for prompt in prompts for part in prompt.parts))) or any(answers)
+    known = any(map(has_answer, (part for prompt in prompts for part in prompt.parts))) or any(answers)
     lengths = [tokens for prompt in prompts for tokens in prompt.tokens if tokens is not None]
     return {
         "prompts": len(prompts),

@@ -33,7 +33,7 @@ from posttrain.data.rows import DataError, RowTable
 from posttrain.errors import UserError
 from posttrain.texts import utf8
 from posttrain.tracking.atomic import replace_file
-from posttrain.tracking.lock import RunDirectoryError, RunLock
+from posttrain.tracking.rundir import RunDirectoryError, RunLock
 
 ROWS, SECONDS = 512, 30.0  # a part is written when it holds this many prompts, or when so much time has passed
 SCHEMA = pa.schema(

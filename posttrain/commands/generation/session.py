@@ -42,14 +42,14 @@ from posttrain.models.loading import (
 from posttrain.rollout.base import Sampling
 from posttrain.rollout.engines import build_engine
 from posttrain.rollout.outside import check_installed
-from posttrain.tracking.terminal_text import tell
+from posttrain.tracking.terminal_text import print_text
 from posttrain.trainer.run.memory import is_out_of_memory
 from posttrain.workers.roles import pick_device
 
 
 def say(text: str) -> None:
     """A note to the user; standard output is for results."""
-    tell(text, sys.stderr)
+    print_text(text, sys.stderr)
 
 
 @dataclass

@@ -26,7 +26,7 @@ from posttrain.rewards.programs import check_programs, code_settings
 from posttrain.rewards.scorers import check_sources
 from posttrain.rewards.types import RewardError, RewardList, RewardSpec
 from posttrain.rollout.engines import check_engine_name
-from posttrain.tracking.console import hang_up_is_no_end
+from posttrain.tracking.console import ignore_hangup
 from posttrain.tracking.progress import say
 from posttrain.tracking.rundir import RunDirectory
 from posttrain.tracking.tee import tee_output
@@ -68,7 +68,7 @@ def opened_training(
     """The trainer of a run, with everything around it; what was opened for it is closed behind it."""
     config = copy.deepcopy(resolved.config)  # sizes and paths are filled in below; the caller's stays as it was
     with ExitStack() as stack:
-        stack.enter_context(hang_up_is_no_end())
+        stack.enter_context(ignore_hangup())
         stack.enter_context(restore_determinism())
         run, _ = open_run_directory(config, say)
         stack.callback(run.close)

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Concatenate, ParamSpec
 
 from posttrain.config.resolved import Resolved
-from posttrain.tracking.console import hang_up_is_no_end
-from posttrain.tracking.lock import RunTaken
+from posttrain.tracking.console import ignore_hangup
 from posttrain.tracking.progress import say
+from posttrain.tracking.rundir import RunTaken
 from posttrain.trainer.run.result import RunResult
 
 SERVED = "served"
@@ -47,7 +47,7 @@ def _served(resolved: Resolved) -> RunResult:
     shared = Path(resolved.config.trainer.default_local_dir)
     address, token = torchrun.wait_for_address(shared) if torchrun.is_meeting() else (given_address(), "")
     assert address is not None  # checked with the settings
-    with hang_up_is_no_end():
+    with ignore_hangup():
         serve(address, say, token)
     return _nothing_of_its_own(resolved)
 

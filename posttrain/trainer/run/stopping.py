@@ -9,7 +9,7 @@ from collections.abc import Callable
 from types import FrameType
 
 from posttrain import interrupts
-from posttrain.tracking.own_console import active
+from posttrain.tracking.console import active
 
 
 class GracefulStop:

@@ -6,7 +6,7 @@ from typing import Any
 
 from posttrain.models.places import is_adapter
 from posttrain.tracking.curve import text_plot
-from posttrain.tracking.diagnosis import fitted
+from posttrain.tracking.diagnosis import join_within
 from posttrain.tracking.loggers import read_metrics
 from posttrain.tracking.progress import say
 from posttrain.tracking.rundir import RunDirectory
@@ -35,7 +35,7 @@ class SupervisedRecorder(RunWriter):
         logged |= {"perf/time_per_step": seconds, "perf/throughput": metrics["tokens"] / seconds if seconds else 0.0}
         self.timing = {}
         quiet = "console" not in self.config.trainer.logger
-        self.progress.step(fitted(self.task.pieces(logged), self.progress.room), loss=metrics["loss"], quiet=quiet)
+        self.progress.step(join_within(self.task.pieces(logged), self.progress.room), loss=metrics["loss"], quiet=quiet)
         self.write_timeline(step)
         self.loggers.log(step, logged)
         self.history.append({"step": step, **logged})

@@ -13,7 +13,7 @@ import torch
 from posttrain.config.resolved import Resolved
 from posttrain.models.loading import check_positions, load_tokenizer
 from posttrain.planning.batch_sizes import count_steps
-from posttrain.tracking.console import hang_up_is_no_end
+from posttrain.tracking.console import ignore_hangup
 from posttrain.tracking.progress import say
 from posttrain.tracking.tee import tee_output
 from posttrain.trainer.embedded import ensure_embedded
@@ -47,7 +47,7 @@ def run_supervised(
     """One whole run. `words(train, val, steps)` describes it at the start; `data` and `val_data` stand in for files."""
     config = copy.deepcopy(resolved.config)
     with ExitStack() as stack:
-        stack.enter_context(hang_up_is_no_end())
+        stack.enter_context(ignore_hangup())
         stack.enter_context(restore_determinism())
         run, _ = open_run_directory(config, say, stem=stem)
         stack.callback(run.close)

@@ -43,14 +43,14 @@ CHIPS = (  # the first whose words all stand in the device's name
 )
 
 
-def chip_called(name: str) -> Chip | None:
+def find_chip(name: str) -> Chip | None:
     """The chip of a device of this name; None for one that is not in the table."""
     words = name.replace("-", " ").upper().split()
     return next((chip for chip in CHIPS if all(word.upper() in words for word in chip.name.split())), None)
 
 
 @dataclass(frozen=True)
-class Place:
+class Device:
     """The device of a bench: `kind` is cpu or cuda."""
 
     kind: str
@@ -59,7 +59,7 @@ class Place:
 
     @property
     def chip(self) -> Chip | None:
-        return chip_called(self.name) if self.kind == "cuda" else None
+        return find_chip(self.name) if self.kind == "cuda" else None
 
     def as_json(self) -> dict[str, Any]:
         if self.kind == "cpu":
@@ -71,21 +71,21 @@ class Place:
         return f"{cpu}; {threads} threads" if self.kind == "cpu" else f"{self.name}, {self.memory / 2**30:.0f} GiB"
 
 
-def find_place(device: str) -> Place:
+def find_device(device: str) -> Device:
     """What `--device` names; `auto` is CUDA where there is one."""
     if device == "cpu":
-        return Place("cpu")
+        return Device("cpu")
     import torch
 
     if torch.cuda.is_available():
         found = torch.cuda.get_device_properties(0)
-        return Place("cuda", found.name, found.total_memory)
+        return Device("cuda", found.name, found.total_memory)
     if device == "cuda":
         raise UserError("--device cuda: torch sees no CUDA device here; give --device cpu")
-    return Place("cpu")
+    return Device("cpu")
 
 
-def circumstances(threads: int, place: Place | None = None) -> dict[str, Any]:
+def describe_machine(threads: int, place: Device | None = None) -> dict[str, Any]:
     """Everything about here and now that a reader of the figures needs."""
     return {
         "command": " ".join(["posttrain", *sys.argv[1:]]),
@@ -98,7 +98,7 @@ def circumstances(threads: int, place: Place | None = None) -> dict[str, Any]:
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "system": platform.platform(),
         "load_before": [round(value, 2) for value in os.getloadavg()],
-        **(place or Place("cpu")).as_json(),
+        **(place or Device("cpu")).as_json(),
     }
 
 
@@ -106,7 +106,7 @@ def default_threads() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def writable(path: Path | None) -> Path | None:
+def check_writable(path: Path | None) -> Path | None:
     """Refuse a place that cannot be written before anything is measured."""
     if path is None:
         return None
