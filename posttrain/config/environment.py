@@ -199,7 +199,7 @@ def _rollout_engine(resolved: Resolved, cwd: Path) -> Iterator[Problem]:
 
 def _engine_over_devices(resolved: Resolved, cwd: Path) -> Iterator[Problem]:
     engine, key = OUTSIDE.get(resolved.value(f"{_ROLLOUT}.name")), f"{_ROLLOUT}.tensor_model_parallel_size"
-    if engine is not None and (size := resolved.value(key)) > 1:
+    if engine is not None and not engine.by_teams and (size := resolved.value(key)) > 1:
         what = f"`{key}={size}`: a {engine.title} engine over several devices is not built; every worker has one of "
         what += "its own, with the whole model in it."
         do = f"set {key}=1 (`posttrain plan` says whether a device holds the model), or {_ROLLOUT}.name=native"
@@ -250,8 +250,8 @@ def check_parallel_rollout(resolved: Resolved, cwd: Path) -> Iterator[Problem]:
     keys = (ROLLOUT_WORKERS,) if rollout_workers_of(resolved.config) else training
     counts = [resolved.value(key) for key in keys]
     size, workers = resolved.value(f"{_ROLLOUT}.tensor_model_parallel_size"), math.prod(counts)
-    outside = resolved.value(f"{_ROLLOUT}.name") in OUTSIDE  # whatever the size, it is 1 there
-    if size > 0 and workers % size and not outside:
+    engine = OUTSIDE.get(resolved.value(f"{_ROLLOUT}.name"))
+    if size > 0 and workers % size and (engine is None or engine.by_teams):  # else only size 1 is allowed
         parallel = f"{_ROLLOUT}.tensor_model_parallel_size"
         product = f"{' x '.join(map(str, counts))} = {workers}" if len(counts) > 1 else str(workers)
         what = f"`{parallel}={size}` does not divide the {product} worker(s)."
