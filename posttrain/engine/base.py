@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from posttrain.config.optim import OptimConfig
-from posttrain.config.train_engines import RL, EngineKeys
 from posttrain.engine.facts import EngineFacts
 from posttrain.engine.pass_plan import Unit
+from posttrain.engine.settings import RL, EngineKeys
 from posttrain.protocol import DataProto
 
 if TYPE_CHECKING:

@@ -6,12 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-from posttrain.config.engine_kwargs import OUTSIDE
 from posttrain.config.lora import ADAPTER_CONFIG
 from posttrain.config.model import ModelConfig
 from posttrain.engine.facts import EngineFacts
 from posttrain.models.adapter_targets import stacked_note
 from posttrain.models.identity import fingerprint
+from posttrain.rollout.engine_kwargs import OUTSIDE
 
 
 def lora_state(facts: EngineFacts, model: ModelConfig, path: str | None = None) -> dict[str, Any] | None:

@@ -12,9 +12,9 @@ import torch
 
 from posttrain.config import needs_reference
 from posttrain.config.root import PPOConfig
-from posttrain.config.turns import turn_settings
 from posttrain.controller.dispatch import all_of, delegate, register, to_all, to_first
 from posttrain.conversations.conversation import Key, TurnRequest
+from posttrain.conversations.settings import turn_settings
 from posttrain.engine.ranks import team_of
 from posttrain.models.loading import check_positions, end_token_ids, end_token_note, model_end_ids, positions_of
 from posttrain.protocol import DataProto

@@ -13,11 +13,11 @@ import torch
 
 from posttrain.algorithms.bradley_terry import bradley_terry_loss
 from posttrain.config.lora import SCORE_HEADS
-from posttrain.config.train_engines import SUPERVISED
 from posttrain.controller.dispatch import Calls, register, to_all, to_first
 from posttrain.engine.base import EngineSettings, Passes, TrainEngine
 from posttrain.engine.heads import Head, ScoreHead
 from posttrain.engine.registry import build_train_engine, layout_of, loading_device
+from posttrain.engine.settings import SUPERVISED
 from posttrain.models.loading import load_causal_lm, resolve_dtype
 from posttrain.models.lora import with_adapters
 from posttrain.models.scorer_loading import load_scorer

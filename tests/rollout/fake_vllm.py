@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from posttrain.config.vllm import VLLM
 from posttrain.rollout.vllm.build import VARIABLES
+from posttrain.rollout.vllm.settings import VLLM
 
 ENDED = object()  # what ending torch's process group gives
 ARGUMENTS = (

@@ -36,9 +36,7 @@ def command(model: Path, sums: dict[str, Path], folder: Path, **more: object) ->
         **{key.replace("__", "."): value for key, value in more.items()},
     }
     given |= {"custom_reward_function.path": light_rewards.__file__, "custom_reward_function.name": "even_share"}
-    written = [
-        f"{key}={json.dumps(value) if isinstance(value, bool | list) else value}" for key, value in given.items()
-    ]
+    written = [f"{key}={value}" for key, value in given.items()]
     return [sys.executable, "-m", "posttrain.trainer.main_ppo", *written]
 
 

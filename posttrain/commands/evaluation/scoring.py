@@ -6,8 +6,8 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import ExitStack
 from typing import Any, Self
 
-from posttrain.config.agent import agent_settings
 from posttrain.config.root import PPOConfig
+from posttrain.conversations.settings import agent_settings
 from posttrain.rewards.all_failed import all_failed
 from posttrain.rewards.functions import asks_sources, named_sources
 from posttrain.rewards.loading import check_columns, resolve_reward

@@ -19,7 +19,7 @@ from posttrain.checkpoint.export import refuse_run
 from posttrain.config.problem import ConfigError, Problem
 from posttrain.config.root import PPOConfig
 from posttrain.config.schema import assign
-from posttrain.config.turns import TurnSettings, turn_settings
+from posttrain.conversations.settings import TurnSettings, turn_settings
 from posttrain.errors import UserError
 from posttrain.models.places import local_or_hub
 from posttrain.tracking.redact import redact

@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
-from posttrain.config.megatron import SECTION, megatron_settings
-from posttrain.config.train_engines import RL, EngineKeys
 from posttrain.engine.base import EngineLayout
+from posttrain.engine.megatron.settings import SECTION, megatron_settings
 from posttrain.engine.ranks import RanksError, world_size
+from posttrain.engine.settings import RL, EngineKeys
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 
 from posttrain.config.rollout import RolloutConfig
-from posttrain.config.vllm import VLLM
 from posttrain.errors import UserError
 from posttrain.kernels.tensor_parallel import Team
 from posttrain.models.forward import without_adapters
@@ -34,6 +33,7 @@ from posttrain.rollout.outside import (
 )
 from posttrain.rollout.vllm.engine import VLLMEngine
 from posttrain.rollout.vllm.inside import executor_over
+from posttrain.rollout.vllm.settings import VLLM
 
 NAME = "actor_rollout_ref.rollout.name=vllm"
 VARIABLES = {

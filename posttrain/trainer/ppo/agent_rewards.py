@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from posttrain.config.agent import KEY
 from posttrain.conversations.batch import reward_info
 from posttrain.conversations.conversation import Conversation
 from posttrain.conversations.loop import ConversationLoop
+from posttrain.conversations.settings import AGENT_KEY as KEY
 from posttrain.protocol import DataProto
 from posttrain.rewards.all_failed import FailureWatch
 from posttrain.rewards.outcomes import read_result

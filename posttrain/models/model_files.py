@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from posttrain.config.hub import why_not_from_hub
+from posttrain.models.hub import why_not_from_hub
 
 OBJECTS = (
     "config.json",

@@ -9,25 +9,25 @@ with the setting that decides it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from posttrain.config.checked import Checked, Finding, nearest_name
 from posttrain.config.choices import ROLLOUT_ENGINES
 from posttrain.config.devices import runs_on_cpu
-from posttrain.config.outside import KEY, ROLLOUT, OutsideEngine, given_for, is_count
+from posttrain.config.parallel import ROLLOUT_WORKERS, rollout_workers_of
 from posttrain.config.problem import Problem
-from posttrain.config.sglang import SGLANG
-from posttrain.config.vllm import VLLM
+from posttrain.config.resolved import Resolved
+from posttrain.rollout.outside_engine import KEY, ROLLOUT, OutsideEngine, given_for, is_count
+from posttrain.rollout.sglang.settings import SGLANG
+from posttrain.rollout.vllm.settings import VLLM
 
 OUTSIDE: dict[str, OutsideEngine] = {engine.name: engine for engine in (VLLM, SGLANG)}
+_NAME = f"{ROLLOUT}.name"
 ELSEWHERE = ("trtllm", "dynamo")
 """Engines that verl has, too."""
-
-
-def can_generate(engine: str) -> bool:
-    """Whether an engine of this name is built, and what it needs is installed."""
-    return engine in ROLLOUT_ENGINES and (engine not in OUTSIDE or OUTSIDE[engine].is_installed())
 
 
 def longest_row(engine: str, engine_kwargs: Mapping[str, Any], longest: int) -> int:
@@ -36,7 +36,22 @@ def longest_row(engine: str, engine_kwargs: Mapping[str, Any], longest: int) -> 
     return known.given(engine_kwargs).get(known.length) or longest
 
 
-def check_engine_kwargs(checked: Checked) -> Iterator[Finding]:
+def check(checked: Checked) -> Iterator[Finding]:
+    """`engine_kwargs`, and settings that only one engine follows."""
+    if hasattr(checked.config, "actor_rollout_ref"):  # supervised training has no rollout
+        yield from _check_quantization(checked)
+        yield from _check_engine_kwargs(checked)
+
+
+def _check_quantization(checked: Checked) -> Iterator[Finding]:
+    rollout, key = checked.config.actor_rollout_ref.rollout, f"{ROLLOUT}.quantization"
+    others = [name for name in ROLLOUT_ENGINES if name != "native"]  # an engine of the user's own may read it
+    if rollout.quantization is not None and rollout.name in others:
+        what = f"`{key}={rollout.quantization}` is built for the engine native, and rollout.name={rollout.name}."
+        yield checked.problem(what, f"set {ROLLOUT}.name=native, or remove it", key)
+
+
+def _check_engine_kwargs(checked: Checked) -> Iterator[Finding]:
     """Names of engines; for the one that generates, what it takes; for others a note."""
     rollout, idle = checked.config.actor_rollout_ref.rollout, []
     for engine, given in rollout.engine_kwargs.items():
@@ -74,6 +89,49 @@ def _of_outside(checked: Checked, engine: OutsideEngine, given: Mapping[str, Any
             if given[name] != engine.on_cpu[name]:
                 so = f"on a CPU {engine.title} runs with {engine.on_cpu[name]}"
                 yield f"{engine.key}.{name}={given[name]} has no effect: {so}."
+
+
+def check_environment(resolved: Resolved, folder: Path) -> Iterator[Problem]:
+    """An engine that is not installed or has no such argument, and devices that it cannot be spread over."""
+    if hasattr(resolved.config, "actor_rollout_ref"):
+        yield from _check_installed(resolved)
+        yield from check_on_any_machine(resolved)
+
+
+def _check_installed(resolved: Resolved) -> Iterator[Problem]:
+    engine = OUTSIDE.get(resolved.value(_NAME))
+    if engine is None:
+        return
+    if not engine.is_installed():
+        what = f"`{_NAME}={engine.name}`: the package {engine.name} is not installed in this environment."
+        yield Problem(what, resolved.where(_NAME), engine.install)
+    elif (given := engine.given(resolved.value(KEY))) and (known := engine.installed_arguments()) is not None:
+        yield from (Problem(what, source_of(resolved.where(KEY)), do) for what, do in engine.unknown(given, known))
+
+
+def check_on_any_machine(resolved: Resolved) -> Iterator[Problem]:
+    """How engines are spread over workers; `posttrain plan` may ask this for another machine than this one."""
+    name, parallel = resolved.value(_NAME), f"{ROLLOUT}.tensor_model_parallel_size"
+    size, where = resolved.value(parallel), resolved.where(parallel)
+    if name in OUTSIDE and not OUTSIDE[name].by_teams:  # whatever the size, it is 1 there
+        if size > 1:
+            what = (
+                f"`{parallel}={size}`: a {OUTSIDE[name].title} engine over several devices is not built; every worker "
+            )
+            what += "has one of its own, with the whole model in it."
+            do = f"set {parallel}=1 (`posttrain plan` says whether a device holds the model), or {_NAME}=native"
+            yield Problem(what, where, do)
+        return
+    training = ("trainer.n_gpus_per_node", "trainer.nnodes")
+    keys = (ROLLOUT_WORKERS,) if rollout_workers_of(resolved.config) else training
+    counts = [resolved.value(key) for key in keys]
+    if size > 0 and math.prod(counts) % size:
+        product = f"{' x '.join(map(str, counts))} = {math.prod(counts)}" if len(counts) > 1 else str(counts[0])
+        what = f"`{parallel}={size}` does not divide the {product} worker(s)."
+        yield Problem(what, where, f"set a divisor of {' x '.join(keys)}")
+    elif size > 1 and name == "hf":
+        what = f"`{parallel}={size}`: an engine `hf` cannot be held by several workers; each has one of its own."
+        yield Problem(what, where, f"set {parallel}=1, or {_NAME}=native")
 
 
 def source_of(where: str) -> str:

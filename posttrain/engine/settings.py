@@ -1,12 +1,12 @@
 """Train engines by the name in `actor_rollout_ref.actor.strategy` (RL) or `fsdp.strategy` (supervised training).
 
 An entry says what a run must know of an engine before torch is imported and a model is loaded: which settings it reads
-and rejects, and how the memory plan counts it. The classes of the built-in ones are in `engine/registry.py`, which is
-above this package.
+and rejects, and how the memory plan counts it. The classes of the built-in ones are in `engine/registry.py`,
+imported when a run chooses one.
 
 A train engine of your own, in the file that `model.external_lib` names:
 
-    from posttrain.config.train_engines import register_train_engine
+    from posttrain.engine.settings import register_train_engine
 
     @register_train_engine("counting")
     class CountingEngine(TrainEngine): ...
@@ -17,14 +17,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from posttrain.config.checked import Checked, Finding, check_choice
+from posttrain.config.problem import Problem
+from posttrain.config.resolved import Resolved
+from posttrain.config.schema import lookup
 from posttrain.errors import UserError
-
-if TYPE_CHECKING:
-    from posttrain.config.checked import Checked, Finding
-    from posttrain.config.problem import Problem
-    from posttrain.config.resolved import Resolved
 
 
 @dataclass(frozen=True)
@@ -63,6 +62,15 @@ RL = EngineKeys(
         "critic": RoleKeys("critic.model", "critic.ulysses_sequence_parallel_size", "critic.fsdp_config.fsdp_size"),
     },
 )
+_NOT_BUILT: dict[tuple[str, str], str] = {
+    (RL.strategy, "deepspeed"): "DeepSpeed is not used here: `fsdp2` shards the same state (weights, gradients, "
+    "optimizer); set actor_rollout_ref.actor.strategy=fsdp2",
+    **{
+        (RL.strategy, name): "this engine is not built in this version; set actor_rollout_ref.actor.strategy=fsdp2"
+        for name in ("veomni", "torchtitan", "automodel", "mindspeed", "fsdp_turbo")
+    },
+}
+"""(setting, engine of another system) -> the answer that it gets here."""
 SUPERVISED = EngineKeys("fsdp", {"model": RoleKeys("model", "fsdp.ulysses_sequence_parallel_size", "fsdp.fsdp_size")})
 
 
@@ -116,28 +124,24 @@ def train_engine(name: str, keys: EngineKeys) -> TrainEngineEntry:
     return ENGINES[name]
 
 
-def engine_names(keys: EngineKeys, config: Any) -> dict[str, tuple[str, ...]]:
-    """The setting that chooses an engine and the names that it takes: any where the user's module is still to come."""
-    section, model = _at(config, keys.section), _at(config, keys.model)
-    own = () if model.external_lib is None else (section.strategy,)
-    return {keys.strategy: tuple(dict.fromkeys((*ENGINES, *own)))}
+def keys_of(config: Any) -> EngineKeys:
+    """Where this tree chooses its train engine."""
+    return RL if hasattr(config, "actor_rollout_ref") else SUPERVISED
 
 
-def check_train_engines(checked: Checked, keys: EngineKeys = RL) -> Iterator[Finding]:
-    """What engines say of the settings of a run."""
+def check(checked: Checked) -> Iterator[Finding]:
+    """The engine's name, and what all engines say of the settings of a run."""
+    keys = keys_of(checked.config)
+    if lookup(checked.config, keys.model).external_lib is None:  # a module of the user's may register any name
+        yield from check_choice(checked, keys.strategy, tuple(ENGINES), _NOT_BUILT)
     for entry in ENGINES.values():
         if entry.check is not None:
             yield from entry.check(checked, keys)
 
 
-def check_engine_environment(resolved: Resolved, cwd: Path, keys: EngineKeys = RL) -> Iterator[Problem]:
+def check_environment(resolved: Resolved, folder: Path) -> Iterator[Problem]:
     """What the chosen engine misses on this machine."""
+    keys = keys_of(resolved.config)
     entry = ENGINES.get(resolved.value(keys.strategy))
     if entry is not None and entry.check_environment is not None:
-        yield from entry.check_environment(resolved, cwd, keys)
-
-
-def _at(config: Any, key: str) -> Any:
-    for name in key.split("."):
-        config = getattr(config, name)
-    return config
+        yield from entry.check_environment(resolved, folder, keys)

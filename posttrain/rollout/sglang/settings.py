@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from posttrain.config.outside import MODEL, ROLLOUT, OutsideEngine
+from posttrain.rollout.outside_engine import MODEL, ROLLOUT, OutsideEngine
 
 SAMPLER = "pytorch"
 """The one of SGLang's samplers, there on every device, whose place posttrain's own takes."""

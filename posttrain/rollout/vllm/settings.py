@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from posttrain.config.outside import MODEL, ROLLOUT, OutsideEngine
+from posttrain.rollout.outside_engine import MODEL, ROLLOUT, OutsideEngine
 
 _PATH = ("model", "model_weights", "tokenizer", "tokenizer_mode", "hf_config_path", "config_format", "revision")
 

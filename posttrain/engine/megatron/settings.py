@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from posttrain.config.checked import Checked, Finding
-from posttrain.config.free_dict import Fault, settings_of, typed_entry
-from posttrain.config.model_files import model_type_of
+from posttrain.config.checked import Checked, Finding, check_dict, settings_of
 from posttrain.config.parallel import workers_of
 from posttrain.config.problem import Problem
 from posttrain.config.resolved import Resolved
 from posttrain.config.schema import lookup
-from posttrain.config.train_engines import ENGINES, EngineKeys, TrainEngineEntry
+from posttrain.engine.settings import ENGINES, EngineKeys, TrainEngineEntry
+from posttrain.models.model_files import model_type_of
+from posttrain.settings import ONE_OR_MORE, setting
 
 NAME, SECTION = "megatron", "megatron_config"
 DENSE, EXPERTS = ("llama", "mistral", "qwen2", "qwen3"), ("mixtral", "qwen3_moe")
@@ -35,11 +35,11 @@ def install_words(strategy: str) -> str:
 class MegatronSettings:
     """Sizes also have `model_` in their names (`tensor_model_parallel_size`)."""
 
-    tensor_parallel_size: int = 1
+    tensor_parallel_size: int = setting(1, range=ONE_OR_MORE)
     """Ranks that share every matrix of a layer."""
-    pipeline_parallel_size: int = 1
+    pipeline_parallel_size: int = setting(1, range=ONE_OR_MORE)
     """Stages, each on ranks of its own, that share the layers."""
-    expert_parallel_size: int = 1
+    expert_parallel_size: int = setting(1, range=ONE_OR_MORE)
     """Ranks that share the experts of a layer of a mixture of experts."""
 
 
@@ -68,20 +68,10 @@ def check_megatron(checked: Checked, keys: EngineKeys) -> Iterator[Finding]:
         else:
             yield checked.problem(f"{idle}.", f"set {keys.strategy}=megatron, or remove them", key)
         return
-    wrong = False
-    for name, value in given.items():
-        for what, do in _faults(key, name, value):
-            wrong = True
-            yield checked.problem(what, do, key)
-    if chosen and not wrong:
-        yield from _sizes(checked, key, megatron_settings(given))
+    settings = yield from check_dict(checked, key, MegatronSettings, "give the number of ranks, or leave it out")
+    if chosen and settings is not None:
+        yield from _sizes(checked, key, settings)
         yield from _not_together(checked, keys)
-
-
-def _faults(key: str, name: str, value: Any) -> Iterator[Fault]:
-    typed = yield from typed_entry(key, name, value, MegatronSettings)
-    if typed is not None and typed < 1:
-        yield f"`{key}.{name}={typed}` must be 1 or more.", "give the number of ranks, or leave it out"
 
 
 def _sizes(checked: Checked, key: str, settings: MegatronSettings) -> Iterator[Finding]:
@@ -128,7 +118,7 @@ def _not_together(checked: Checked, keys: EngineKeys) -> Iterator[Finding]:
                 yield checked.problem(what, f"remove {key}, or set {keys.strategy}=fsdp2", key)
 
 
-def check_environment(resolved: Resolved, cwd: Path, keys: EngineKeys) -> Iterator[Problem]:
+def check_megatron_environment(resolved: Resolved, cwd: Path, keys: EngineKeys) -> Iterator[Problem]:
     """The package that a run needs, and models of a kind that the engine does not train, known from their config.json
     alone: the weights of a large one take an hour to load."""
     if not is_installed():
@@ -146,7 +136,7 @@ def check_environment(resolved: Resolved, cwd: Path, keys: EngineKeys) -> Iterat
 ENGINES[NAME] = TrainEngineEntry(
     own_settings=SECTION,
     check=check_megatron,
-    check_environment=check_environment,
+    check_environment=check_megatron_environment,
     loads_on_host=True,
     plan_note="Counted as FSDP shares it: what Megatron's ranks hold by their sizes, and its buffers, are not.",
 )
