@@ -97,3 +97,30 @@ def test_a_name_is_registered_once():
     with pytest.raises(ValueError, match="there is a train engine called 'fsdp2' already"):
         register_train_engine("fsdp2")(object)
     assert train_engine("fsdp2", RL).engine is None, "which engine/registry.py has the class of"
+
+
+MEASURING = """
+from posttrain.config.train_engines import register_train_engine
+from posttrain.engine.torch_engine import TorchEngine
+
+
+@register_train_engine("measuring")
+class MeasuringEngine(TorchEngine):
+    def update(self, data, loss, **options):
+        return {**super().update(data, loss, **options), "rows_seen": float(len(data))}
+"""
+
+
+def test_further_numbers_that_an_engine_returns_from_an_update_are_metrics_of_its_role(tiny_model, sums, tmp_path):
+    file = tmp_path / "measuring_engine.py"
+    file.write_text(MEASURING)
+    try:
+        more = {"actor_rollout_ref__actor__strategy": "measuring", "actor_rollout_ref__model__external_lib": str(file)}
+        rl = metrics_of(run(tiny_model, sums, tmp_path / "rl", **more).path)
+        supervised = supervised_metrics(
+            sft(tiny_model, tmp_path / "sft", fsdp__strategy="measuring", model__external_lib=str(file)).path
+        )
+    finally:
+        ENGINES.pop("measuring", None)
+    assert rl[0]["actor/rows_seen"] > 0 and "actor/grad_norm" in rl[0]
+    assert supervised[0]["train/rows_seen"] > 0

@@ -24,10 +24,10 @@ from posttrain.trainer.ppo.ray_trainer import RayPPOTrainer
 from posttrain.trainer.ppo.worker_groups import TrainingGroups, WorkerClasses
 from posttrain.trainer.run.workers import open_workers
 from posttrain.workers import buckets
-from posttrain.workers.buckets import SyncError, in_buckets, without_tied_copies
 from posttrain.workers.fsdp_workers import ActorRolloutRefWorker, PolicyWorker, ReferenceWorker, RolloutWorker
 from posttrain.workers.groups import DisaggregatedGroup, PolicyGroup, RolloutGroup
 from posttrain.workers.row_dispatch import in_row_order
+from posttrain.workers.weight_sync import SyncError, in_buckets, without_tied_copies
 
 SETTINGS = {f"{ACTOR}.optim.lr": 1e-2}
 

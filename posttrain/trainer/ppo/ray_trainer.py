@@ -36,9 +36,9 @@ from posttrain.trainer.ppo.validate import Validator
 from posttrain.trainer.ppo.worker_groups import TrainingGroups, WorkerClasses
 from posttrain.trainer.run.memory import named_stage, settle_memory
 from posttrain.trainer.run.result import GracefulStop, RunResult, TrainingStopped
-from posttrain.workers.actor.importance import can_weight_in_update
+from posttrain.workers.actor.objective import can_weight_in_update
 from posttrain.workers.groups import ActorRolloutGroup, CriticGroup, RewardModelGroup, RolloutGroup
-from posttrain.workers.token_stats import ROW
+from posttrain.workers.measures import ROW
 
 
 class RayPPOTrainer(WorkerClasses):

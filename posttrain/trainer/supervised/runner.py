@@ -20,7 +20,7 @@ from posttrain.trainer.run.result import RunResult
 from posttrain.trainer.run.workers import driven_by_one_machine, keep_worker_logs, open_workers
 from posttrain.trainer.supervised.loop import SupervisedTrainer
 from posttrain.trainer.supervised.tasks import Task
-from posttrain.workers.lora_state import adapter_notes
+from posttrain.workers.engine_worker import adapter_notes
 from posttrain.workers.roles import pick_device
 
 # (files or rows, tokenizer, config.data, split) -> a data set with `notes`.
@@ -70,7 +70,7 @@ def run_supervised(
 
 
 def _say_model(config: Any, task: Task, device: torch.device, longest: int) -> None:
-    facts = task.group.once("engine_facts")
+    facts = task.group.engine_facts.once()
     share = f", {facts.trained:,} of them trained" * (facts.trained < facts.parameters)
     packed = "packed rows" if facts.packed else "padded rows"
     held = f", its base in 4 bits ({config.model.quantization})" if config.model.quantization else ""
