@@ -114,7 +114,8 @@ class TrainEngine(ABC):
     def update(
         self, data: DataProto, loss: LossFn, *, temperature: float = 1.0, passes: Passes | None = None
     ) -> dict[str, float]:
-        """One optimizer step on one mini-batch. Metrics: `grad_norm`, `lr`, `skipped` (1 if not finite)."""
+        """One optimizer step on one mini-batch. Returns `grad_norm`, `lr`, `skipped` (1 if not finite), and metrics of
+        the engine's own, the same on all ranks: they are logged as `actor/NAME`, `critic/NAME` or `train/NAME`."""
 
     @abstractmethod
     def trial_pass(self, data: DataProto, loss: LossFn, *, passes: Passes | None = None) -> None:

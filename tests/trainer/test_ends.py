@@ -150,7 +150,12 @@ HOST_IS_FULL = RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate 
     [
         ("workers.policy.actor_engine", CUDA_IS_FULL, "load", "The largest in load by the memory plan: actor w"),
         ("workers.rollout.advance", CUDA_IS_FULL, "gen", r"rollout.n=3: with 2, generate takes [\d.]+ MiB less"),
-        ("workers.probe.WeightProbe.dry_run", CUDA_IS_FULL, "check", "gradient_checkpointing=False: with True, update"),
+        (
+            "workers.weight_sync.WeightProbe.dry_run",
+            CUDA_IS_FULL,
+            "check",
+            "gradient_checkpointing=False: with True, update",
+        ),
         ("workers.actor.dp_actor.DataParallelPPOActor.execute", HOST_IS_FULL, "update_actor", "update by the memory"),
     ],
     ids=["load", "gen", "check", "update"],

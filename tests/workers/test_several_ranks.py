@@ -38,7 +38,7 @@ from posttrain.protocol import DataProto
 from posttrain.trainer.main_ppo import run_ppo
 from posttrain.trainer.ppo import runner as rl
 from posttrain.trainer.ppo.ray_trainer import RayPPOTrainer
-from posttrain.workers.buckets import SyncError
+from posttrain.workers.weight_sync import SyncError
 
 ray = pytest.importorskip("ray")
 from posttrain.controller.ray_cluster import RayCluster  # noqa: E402

@@ -13,7 +13,6 @@ import numpy as np
 from posttrain.commands.evaluation.statistics import estimate, majority_at_k
 from posttrain.tracking.metrics import mean, right_answers
 from posttrain.tracking.validation import has_answer, pass_at_k
-from posttrain.trainer.answers import given_answer
 
 ALL = "all"  # name of the row over all data sources
 
@@ -48,6 +47,8 @@ class ScoredPrompt:
     @property
     def answers(self) -> list[str | None]:
         """What each response answered: as the reward read it, or, if it does not say, as answers usually stand."""
+        from posttrain.trainer.ppo.validate import given_answer  # imports torch, which `eval compare` does without
+
         rows = zip(self.own_words or self.responses, self.parts, self.errors, strict=True)
         return [given_answer(self.data_source, *row) for row in rows]
 

@@ -1,21 +1,16 @@
-"""Scores for an evaluation: the reward that the settings name, in the worker processes that training uses."""
+"""Scores for an evaluation: the reward that the settings name, in worker processes as in training."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import ExitStack
 from typing import Any, Self
 
 from posttrain.config.root import PPOConfig
 from posttrain.conversations.settings import agent_settings
 from posttrain.rewards.all_failed import all_failed
-from posttrain.rewards.functions import asks_sources, named_sources
 from posttrain.rewards.loading import check_columns, resolve_reward
-from posttrain.rewards.pool import RewardPool
-from posttrain.rewards.prints import Prints
-from posttrain.rewards.programs import check_programs, code_settings
-from posttrain.rewards.scorers import check_sources
 from posttrain.rewards.types import RewardItem, RewardResult
+from posttrain.trainer.ppo.reward import make_reward_pool
 
 UNKNOWN = "unknown"
 
@@ -28,14 +23,8 @@ class Scoring:
         self._default = config.data.data_source
         self._spec = resolve_reward(config.custom_reward_function, functions=limits.functions)
         found = {source or self._default for source in sources}
-        by_source = asks_sources(self._spec)
-        if by_source and not agent_settings(config.actor_rollout_ref.rollout.agent).enable:
-            check_sources(found)  # an agent may give all rewards itself
-        self._spec.code = code_settings(limits)
-        named = named_sources(self._spec)
-        for note in check_programs(found | named, limits.sandbox, must_run=by_source or bool(named)):
-            say(f"note: {note}")
-        self._limits, self._say, self._stack = limits, say, ExitStack()
+        by_agent = agent_settings(config.actor_rollout_ref.rollout.agent).enable
+        self._pool = make_reward_pool(self._spec, limits, found, say, check=not by_agent)
         self._failed, self._given = limits.failure_score, dict[Any, RewardResult]()
 
     @property
@@ -43,19 +32,11 @@ class Scoring:
         return self._spec.label
 
     def __enter__(self) -> Self:
-        limits = self._limits
-        pool = RewardPool(
-            self._spec,
-            num_workers=limits.num_workers,
-            timeout_s=limits.timeout_s,
-            failure_score=limits.failure_score,
-            on_print=Prints(self._say),
-        )
-        self._pool = self._stack.enter_context(pool)
+        self._pool.__enter__()
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._stack.close()
+        self._pool.__exit__(*exc)
 
     def check_columns(self, known: Collection[str]) -> None:
         """RewardError where the reward takes a column of the rows that there is not."""

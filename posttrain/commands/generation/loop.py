@@ -15,7 +15,7 @@ from posttrain.rollout.base import Output, Request, RolloutEngine, Sampling
 from posttrain.rollout.generate import advance
 from posttrain.rollout.sampling import row_seeds
 from posttrain.texts import own_words
-from posttrain.trainer.ppo.agent_rewards import score_by_agent
+from posttrain.trainer.ppo.reward import score_by_agent
 
 
 class Requests:

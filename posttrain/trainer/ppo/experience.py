@@ -31,12 +31,13 @@ from posttrain.rewards.types import RewardResult
 from posttrain.rollout.base import Output
 from posttrain.rollout.generate import no_garbage_collection, to_batch
 from posttrain.rollout.sampling import sample_seeds
-from posttrain.trainer.ppo.agent_rewards import AgentWatch, feed_turns
 from posttrain.trainer.ppo.model_reward import ModelReward
 from posttrain.trainer.ppo.reward import (
+    AgentWatch,
     Key,
     RewardManager,
     add_overlong_penalty,
+    feed_turns,
     keys_of,
     on_last_token,
 )
