@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from posttrain.rewards.read_answer import read_answer
+from posttrain.rewards.answers import read_answer
 from posttrain.tracking.validation import answer_of, says_answer
 
 

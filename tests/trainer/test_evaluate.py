@@ -12,7 +12,7 @@ from runs import run
 
 from posttrain import cli
 from posttrain.data.rows import load_rows
-from posttrain.rewards.files import read_rows
+from posttrain.rewards.try_command import read_rows
 from posttrain.trainer import main_eval
 from posttrain.trainer.evaluation.compare import compare, notes
 from posttrain.trainer.evaluation.report import read_report

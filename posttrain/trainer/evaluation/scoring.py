@@ -8,13 +8,12 @@ from typing import Any, Self
 
 from posttrain.config.agent import agent_settings
 from posttrain.config.root import PPOConfig
-from posttrain.rewards.all_failed import all_failed
-from posttrain.rewards.functions import asks_sources, named_sources
+from posttrain.rewards.combined import asks_sources, named_sources
 from posttrain.rewards.loading import check_columns, resolve_reward
-from posttrain.rewards.pool import RewardPool
-from posttrain.rewards.prints import Prints
-from posttrain.rewards.programs import check_programs, code_settings
+from posttrain.rewards.outcomes import all_failed_error
+from posttrain.rewards.pool import PrintLimiter, RewardPool
 from posttrain.rewards.scorers import check_sources
+from posttrain.rewards.scorers.code import check_programs, code_settings
 from posttrain.rewards.types import RewardItem, RewardResult
 
 UNKNOWN = "unknown"
@@ -49,7 +48,7 @@ class Scoring:
             num_workers=limits.num_workers,
             timeout_s=limits.timeout_s,
             failure_score=limits.failure_score,
-            on_print=Prints(self._say),
+            on_print=PrintLimiter(self._say),
         )
         self._pool = self._stack.enter_context(pool)
         return self
@@ -114,5 +113,5 @@ class Scoring:
         results = {**self._given, **self._pool.wait_all()}
         errors = [result.error for result in results.values() if result.error is not None]
         if results and len(errors) == len(results):
-            raise all_failed(errors, "reward", self.label)
+            raise all_failed_error(errors, "reward", self.label)
         return results

@@ -12,8 +12,7 @@ from posttrain.conversations.batch import reward_info
 from posttrain.conversations.conversation import Conversation
 from posttrain.conversations.loop import ConversationLoop
 from posttrain.protocol import DataProto
-from posttrain.rewards.all_failed import FailureWatch
-from posttrain.rewards.outcomes import read_result
+from posttrain.rewards.outcomes import FailureWatch, read_result
 from posttrain.rewards.types import RewardResult
 from posttrain.rollout.base import Output
 from posttrain.trainer.ppo.reward import RewardManager
@@ -63,7 +62,7 @@ class AgentWatch:
 
     def look(self, records: Sequence[Conversation], rows: DataProto, tokenizer: Any) -> list[list[int]]:
         """The prompts of a batch, as agents left them; rows whose prompt is another have its text."""
-        self._watch.look([record.error and f"agent: {record.error}" for record in records])
+        self._watch.check([record.error and f"agent: {record.error}" for record in records])
         fields = rows.non_tensor_batch
         if "prompt" in fields:
             changed = [n for n, record in enumerate(records) if record.own_prompt]

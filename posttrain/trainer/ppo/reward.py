@@ -14,7 +14,7 @@ import torch
 from posttrain.algorithms import overlong_penalty
 from posttrain.config.reward import OverlongBufferConfig
 from posttrain.protocol import DataProto
-from posttrain.rewards.all_failed import FailureWatch
+from posttrain.rewards.outcomes import FailureWatch
 from posttrain.rewards.pool import RewardPool
 from posttrain.rewards.types import RewardItem, RewardPart, RewardResult
 from posttrain.texts import own_words, texts_of
@@ -100,7 +100,7 @@ class RewardManager:
         for key, _ in scored:
             uid, size, *_ = self._expected.pop(key)
             if self.pool is not None:
-                self.pool.leave_out(uid, size)
+                self.pool.shrink_group(uid, size)
         self._unscored += scored
 
     def _written(
@@ -133,7 +133,7 @@ class RewardManager:
     def fields(self, results: Sequence[RewardResult]) -> DataProto:
         """`reward_score`, `reward_parts` and `reward_error` of each row of a batch."""
         if self.watch is not None:
-            self.watch.look([result.error for result in results])
+            self.watch.check([result.error for result in results])
         return DataProto.from_dict(
             non_tensors={
                 "reward_score": [result.score for result in results],

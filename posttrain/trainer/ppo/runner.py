@@ -17,13 +17,12 @@ from posttrain.data.dataset import PromptDataset
 from posttrain.data.held_out import held_out_words, hold_out
 from posttrain.data.rows import read_table
 from posttrain.models.loading import load_tokenizer
-from posttrain.rewards.functions import asks_sources, named_sources
+from posttrain.rewards.combined import asks_sources, named_sources
 from posttrain.rewards.loading import check_columns, resolve_reward
-from posttrain.rewards.pool import RewardPool
-from posttrain.rewards.prints import Prints
+from posttrain.rewards.pool import PrintLimiter, RewardPool
 from posttrain.rewards.process import WorkerProcess
-from posttrain.rewards.programs import check_programs, code_settings
 from posttrain.rewards.scorers import check_sources
+from posttrain.rewards.scorers.code import check_programs, code_settings
 from posttrain.rewards.types import RewardError, RewardList, RewardSpec
 from posttrain.rollout.engines import check_engine_name
 from posttrain.tracking.console import hang_up_is_no_end
@@ -171,7 +170,7 @@ def _reward_pool(
         num_workers=limits.num_workers,
         timeout_s=limits.timeout_s,
         failure_score=limits.failure_score,
-        on_print=Prints(say),
+        on_print=PrintLimiter(say),
         first=looker.pop() if looker else None,
     )
 
