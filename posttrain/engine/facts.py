@@ -9,11 +9,11 @@ import torch
 
 from posttrain.kernels.train import can_train, on_cuda
 from posttrain.models.adapter_files import adapter_settings
-from posttrain.models.adapter_targets import stacked_words
+from posttrain.models.adapter_targets import describe_stacked
+from posttrain.models.forward import forward_mode_of
 from posttrain.models.loading import Positions, model_end_ids, positions_of
 from posttrain.models.lora import has_adapters
 from posttrain.models.quantized import numbers_in
-from posttrain.models.ways import way_of
 
 JOINING = 0.16  # tokens that it costs a token of a model that is WIDTH wide, measured on an H200
 WIDTH = 896
@@ -50,7 +50,7 @@ class EngineFacts:
     adapters: dict[str, Any] | None
     """Settings of the adapters, without their base's name; None for a model without adapters."""
     stacked: str | None
-    """Matrices that lie in one tensor, in words (`stacked_words`)."""
+    """Matrices that lie in one tensor, in words (`describe_stacked`)."""
     pairs: bool = False
     """Whether rows come in pairs that are computed in the same pass."""
     note: str | None = None
@@ -97,9 +97,9 @@ def facts_of(
         max_rows=max_rows,
         sequence_parallel=sequence_parallel,
         adapters=_adapters(module),
-        stacked=stacked_words(module),
+        stacked=describe_stacked(module),
         pairs=pairs,
-        note=way_of(module).note,
+        note=forward_mode_of(module).note,
         pipeline=pipeline,
         engine=engine,
     )

@@ -191,15 +191,13 @@ class Crew:
             return False
         task = worker.pending.popleft()
         task.seconds = end - start
-        worker.deadline = (
-            end + self._timeout
-        )  # by the worker's clock, which is also ours: the answer may have waited in the channel
+        # By the worker's clock, which is also ours: the answer may have waited in the channel.
+        worker.deadline = end + self._timeout
         if worker.warm:  # the first task may have imported something, so its time says nothing about the next
             seconds = end - start
             known = seconds if self._task_s is None else self._task_s
-            self._task_s = 0.9 * known + 0.1 * min(
-                seconds, 10 * known
-            )  # capped, because a task may only have been interrupted
+            # Capped, because a task may only have been interrupted.
+            self._task_s = 0.9 * known + 0.1 * min(seconds, 10 * known)
         worker.warm = True
         self._finish(task, outcomes)
         return True

@@ -64,9 +64,8 @@ class _Table:
 
     def changed(self) -> list[str]:
         try:
-            if (
-                self._get(self.entries) == self._values
-            ):  # compares identities first, so it calls no `__eq__` of the user's
+            # Compares identities first, so it calls no `__eq__` of the user's.
+            if self._get(self.entries) == self._values:
                 return []
         except _Exception:  # an entry is gone, or cannot be compared
             pass

@@ -166,9 +166,8 @@ class RewardPool:
 
     def _enqueue(self, members: list[tuple[Any, Payload]]) -> None:
         if len(members) > 1:
-            with contextlib.suppress(
-                TypeError
-            ):  # keys that cannot be compared: the group stays in the order of submission
+            # Keys that cannot be compared: the group stays in the order of submission.
+            with contextlib.suppress(TypeError):
                 members = sorted(members, key=lambda member: member[0])
         self._queue.append(Task(self._next, [key for key, _ in members], [payload for _, payload in members]))
         self._next += 1

@@ -87,9 +87,8 @@ def examine(
         results = pool.wait_all()
         found.seconds = [result.seconds for result in results.values() if result.seconds is not None]
         for _ in range(0 if _hopeless(results) else times - 1):
-            pool.submit_many(
-                list(reversed(asked.items()))
-            )  # in another order, to find scores that depend on earlier ones
+            # In another order, to find scores that depend on earlier ones.
+            pool.submit_many(list(reversed(asked.items())))
             _note_flaky(found, results, pool.wait_all())
     if times > 1 and asked and not (found.flaky or _hopeless(results)):
         # Workers seed random numbers by the response, which hides that a reward draws some. Another seed shows it.

@@ -80,11 +80,12 @@ def _score_chunk(
     shared_state: SharedState,
 ) -> bool:
     # False if a score damaged what the next one needs: another worker gets the rest of the chunk.
+    # Bound now, because a function may replace those of the modules.
     process, own_process, now = (
         os.getpid(),
         os.getpid,
         time.monotonic,
-    )  # bound now, because a function may replace those of the modules
+    )
     begin = start = now()
     for place, (number, payloads) in enumerate(chunk):
         if start > begin + CHUNK_S:  # slower than the pool expected: other workers may be idle

@@ -12,8 +12,7 @@ from posttrain.checkpoint.manager import CheckpointManager
 from posttrain.config.lora import SCORE_HEADS
 from posttrain.config.model import ModelConfig
 from posttrain.errors import UserError
-from posttrain.models.adapter_files import SCORER, Weights, fill_adapters, stored_name
-from posttrain.models.identity import fingerprint
+from posttrain.models.adapter_files import SCORER, Weights, fill_adapters, fingerprint, stored_name
 from posttrain.models.loading import load_causal_lm
 from posttrain.models.lora import add_adapters
 from posttrain.models.scorer_loading import load_scorer

@@ -10,8 +10,8 @@ from posttrain.config.engine_kwargs import OUTSIDE
 from posttrain.config.lora import ADAPTER_CONFIG
 from posttrain.config.model import ModelConfig
 from posttrain.engine.facts import EngineFacts
+from posttrain.models.adapter_files import fingerprint
 from posttrain.models.adapter_targets import stacked_note
-from posttrain.models.identity import fingerprint
 
 
 def lora_state(facts: EngineFacts, model: ModelConfig, path: str | None = None) -> dict[str, Any] | None:

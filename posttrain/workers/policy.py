@@ -12,7 +12,7 @@ from posttrain.controller.dispatch import delegate, register, to_all, to_first
 from posttrain.controller.group import Calls, WorkerGroup
 from posttrain.engine.base import Passes
 from posttrain.engine.ranks import this_rank
-from posttrain.models.finite import not_finite
+from posttrain.models.completeness import not_finite
 from posttrain.protocol import DataProto
 from posttrain.workers.actor.dp_actor import DataParallelPPOActor, actor_objective, actor_schedule
 from posttrain.workers.actor.importance import finish_importance_metrics

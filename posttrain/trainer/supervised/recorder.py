@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from posttrain.models.places import is_adapter
+from posttrain.models.paths import is_adapter
 from posttrain.tracking.curve import text_plot
 from posttrain.tracking.diagnosis import fitted
 from posttrain.tracking.loggers import read_metrics

@@ -16,11 +16,10 @@ from posttrain.config.model import ModelConfig
 from posttrain.config.root import PPOConfig
 from posttrain.controller.dispatch import register, to_all, to_first
 from posttrain.errors import UserError
-from posttrain.models.forward import without_adapters
+from posttrain.models.forward import forward_mode_of, without_adapters
 from posttrain.models.loading import load_tokenizer, resolve_dtype
 from posttrain.models.scorer import score_rows
 from posttrain.models.scorer_loading import load_scorer
-from posttrain.models.ways import way_of
 from posttrain.protocol import DataProto
 from posttrain.workers.reward_model.conversations import Conversations, Unreadable
 from posttrain.workers.row_dispatch import by_groups, in_row_order
@@ -71,7 +70,7 @@ class RewardModelWorker:
         limit = (
             "" if math.isinf(self.longest) else f"; more than {self.longest} tokens are cut ({self.config.truncation})"
         )
-        about_rows = way_of(self.module).note
+        about_rows = forward_mode_of(self.module).note
         summary = f"Reward model: {kind} of {self.config.model.path}; conversations are {how}{limit}."
         return [summary, *([about_rows] if about_rows else [])]
 
