@@ -19,7 +19,7 @@ from posttrain.engine.settings import RL as RL_KEYS
 from posttrain.engine.settings import SUPERVISED, train_engine
 from posttrain.errors import UserError, working_folder
 from posttrain.launch import resolve_arguments
-from posttrain.models import cut
+from posttrain.models import shards
 from posttrain.models.decoder import can_decode_fast
 from posttrain.models.loading import check_positions, positions_of
 from posttrain.planning.batch_sizes import check_group_size
@@ -125,7 +125,7 @@ class _ActorChecks:
         _check_model(self.config, layout_of(self.config, RL_KEYS, "actor"), packed, module)
         if rollout.name == "native" and rollout.tensor_model_parallel_size > 1:
             check_can_cut(module, can_decode_fast(module), rollout.tensor_model_parallel_size)
-            cut.check_heads(module.config.get_text_config(), rollout.tensor_model_parallel_size)
+            shards.check_heads(module.config.get_text_config(), rollout.tensor_model_parallel_size)
         check_positions(positions_of(module), data.max_prompt_length + data.max_response_length)
 
 
