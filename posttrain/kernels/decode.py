@@ -11,6 +11,8 @@ block table, N blocks of a row.
 from __future__ import annotations
 
 import ctypes
+import math
+import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,7 +24,6 @@ import torch.nn.functional as F
 
 from posttrain.kernels import cuda
 from posttrain.kernels.compiled import AttentionLayout, kernel
-from posttrain.kernels.pages import zeros_in_large_pages
 
 BLOCK = 32  # tokens in a block; decode.cpp holds the same number
 FAR = 2**31 - 1  # where a block that is not there starts
@@ -265,3 +266,16 @@ def _half_turn(x: torch.Tensor) -> torch.Tensor:
 def _threads(elements: int) -> int:
     """Small work is done sooner by one thread than it is handed to several."""
     return torch.get_num_threads() if elements > 16384 else 1
+
+
+LARGE = 2**21
+
+
+def zeros_in_large_pages(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Zeros on the host; memory is taken when it is first written."""
+    size = math.prod(shape) * dtype.itemsize
+    if size < LARGE or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.zeros(tuple(shape), dtype=dtype)
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=dtype).view(tuple(shape))

@@ -30,10 +30,10 @@ def can_multiply(weight: torch.Tensor) -> bool:
 
 def product(x_TE: Quantized, weight_FE: Quantized, bias_F: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
     """x times the transposed weight, by the device's own product or a kernel for few rows."""
-    from posttrain.kernels.cuda import few_rows
+    from posttrain.kernels.cuda import fp8
 
-    if few_rows.takes(len(x_TE.values), x_TE.values.device):
-        return few_rows.product(x_TE, weight_FE, bias_F, dtype)
+    if fp8.takes_few_rows(len(x_TE.values), x_TE.values.device):
+        return fp8.multiply_few_rows(x_TE, weight_FE, bias_F, dtype)
     # Sums stay in the matrix unit's accumulator, which keeps about 14 bits of a number: far more than fp8 has, and a
     # tenth faster than to move them out every 128 numbers. vLLM's fp8 products do the same.
     how = {"scale_a": x_TE.scales[:, None], "scale_b": weight_FE.scales[None, :], "use_fast_accum": True}

@@ -20,6 +20,7 @@ import torch
 
 from posttrain.kernels import cuda
 from posttrain.kernels.compiled import kernel, why_not
+from posttrain.kernels.decode import silu_mul
 
 _POINTER, _LONG = ctypes.c_void_p, ctypes.c_int64
 
@@ -180,9 +181,9 @@ def norm_backward(
 def column_sums(x_TC: torch.Tensor) -> torch.Tensor:
     """The sum over all rows."""
     if on_cuda(x_TC):
-        from posttrain.kernels.cuda import column_sums as kernels
+        from posttrain.kernels.cuda import layers
 
-        return kernels.column_sums(x_TC, x_TC.dtype)
+        return layers.column_sums(x_TC, x_TC.dtype)
     return x_TC.sum(0)
 
 
@@ -239,3 +240,35 @@ class PackedAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_THD):  # pyright: ignore[reportIncompatibleMethodOverride]
         return (*attention_backward(grad_THD, *ctx.saved_tensors, sight=ctx.sight, scale=ctx.scale), None, None)
+
+
+# -- adapters beside the gated layer -----------------------------------------------------------------------------------
+# (T, R) and (R, I), whose product is added; None adds nothing.
+Factors = tuple[torch.Tensor, torch.Tensor] | None
+
+
+def adapted_gate_forward(gate_up_T2I: torch.Tensor, gate: Factors, up: Factors) -> torch.Tensor:
+    """(T, I). `backward` must be given the same `gate_up`, whatever this did to it."""
+    if gate is None and up is None:
+        return silu_mul(gate_up_T2I)
+    if on_cuda(gate_up_T2I):
+        from posttrain.kernels.cuda import adapted_gate
+
+        return adapted_gate.forward(gate_up_T2I, gate, up)
+    for half, factors in zip(gate_up_T2I.chunk(2, 1), (gate, up), strict=True):
+        if factors is not None:
+            half.addmm_(*factors)
+    return silu_mul(gate_up_T2I)
+
+
+def adapted_gate_backward(
+    grad_TI: torch.Tensor, gate_up_T2I: torch.Tensor, gate: Factors, up: Factors, added: Factors
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(the product once more, gradient of gate and up); `added` comes to the gradient of the product."""
+    if on_cuda(grad_TI) and any(factors is not None for factors in (gate, up, added)):
+        from posttrain.kernels.cuda import adapted_gate
+
+        return adapted_gate.backward(grad_TI, gate_up_T2I, gate, up, added)
+    if added is not None:
+        grad_TI = grad_TI.addmm_(*added)
+    return gate_backward(grad_TI, gate_up_T2I)

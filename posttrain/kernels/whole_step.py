@@ -16,9 +16,7 @@ import numpy as np
 import torch
 
 from posttrain.kernels.compiled import AttentionLayout, kernel
-from posttrain.kernels.decode import LayerCache, StepTokens
-from posttrain.kernels.first_tokens import FirstTokens
-from posttrain.kernels.pages import zeros_in_large_pages
+from posttrain.kernels.decode import LayerCache, StepTokens, zeros_in_large_pages
 
 COLUMNS, ROWS = 32, 64  # tiles of a product; step.cpp holds the same numbers
 MATRICES = ("qkv", "out", "gate_up", "down")
@@ -280,3 +278,31 @@ class WholeStep:
         if not self.work or len(self.work["x"]) < rows:
             self.work = {name: self.like.new_zeros(rows, width) for name, width in widths.items()}
         return _Workspace(residual_TE.data_ptr(), *(x.data_ptr() for x in self.work.values()))
+
+
+def places_of(wanted: np.ndarray, held: np.ndarray) -> np.ndarray:
+    """Where each of `wanted` is in `held`; -1 for those that are not there."""
+    if not len(held):
+        return np.full(len(wanted), -1)
+    order = np.argsort(held)
+    place = order[np.minimum(np.searchsorted(held, wanted, sorter=order), len(held) - 1)]
+    return np.where(held[place] == wanted, place, -1)
+
+
+@dataclass
+class FirstTokens:
+    """(B,) each, by the rows' numbers."""
+
+    numbers: np.ndarray
+    tokens: torch.Tensor
+    log_probs: torch.Tensor
+
+    @classmethod
+    def joined(cls, parts: Sequence[FirstTokens]) -> FirstTokens:
+        numbers = np.concatenate([part.numbers for part in parts])
+        columns = ([part.tokens for part in parts], [part.log_probs for part in parts])
+        return cls(numbers, *(torch.cat(column) for column in columns))
+
+    def places(self, numbers: np.ndarray) -> np.ndarray:
+        """Where these rows' tokens are; -1 for rows that began earlier."""
+        return places_of(numbers, self.numbers)

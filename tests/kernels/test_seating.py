@@ -4,7 +4,7 @@ import numpy as np
 
 from posttrain.kernels.cuda import bucket
 from posttrain.kernels.cuda.ahead import NOBODY, Order
-from posttrain.kernels.first_tokens import places_of
+from posttrain.kernels.whole_step import places_of
 
 
 def test_places_of_numbers():

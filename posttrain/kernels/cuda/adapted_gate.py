@@ -1,4 +1,4 @@
-"""The gated part of a layer with adapters; `posttrain.kernels.adapted_gate` chooses.
+"""The gated part of a layer with adapters; `posttrain.kernels.train` chooses.
 
 A program takes a block of tokens and columns. What an adapter adds there is a product of two thin blocks, rounded into
 the sum as a product of its own would be.

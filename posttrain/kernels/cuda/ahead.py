@@ -12,8 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from posttrain.kernels.first_tokens import places_of
-from posttrain.kernels.whole_step import DecodeRows
+from posttrain.kernels.whole_step import DecodeRows, places_of
 
 NOBODY = -1
 

@@ -16,8 +16,7 @@ import numpy as np
 import torch
 
 from posttrain.kernels.cuda import long_rows, to_device
-from posttrain.kernels.cuda.add_parts import add_copies, add_rows
-from posttrain.kernels.cuda.join_parts import join_parts
+from posttrain.kernels.cuda.attention_parts import add_copies, add_rows, join_parts
 
 _aten = torch.ops.aten
 

@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from posttrain.kernels.cuda import DEPTH, FINE
 from posttrain.kernels.cuda.early import _wait, comes_early
-from posttrain.kernels.cuda.sizes import DEPTH, FINE
 
 LEAST_GATED = 512  # rows; below them torch's products are as fast
 NARROW, WIDE = 1024, 3072  # widths up to which, and from which on, gating inside pays; each has its own tiles

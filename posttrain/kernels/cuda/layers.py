@@ -12,8 +12,6 @@ import torch
 import triton
 import triton.language as tl
 
-from posttrain.kernels.cuda.column_sums import column_sums
-
 
 @triton.jit
 def _norm_forward(X, WEIGHT, OUT, INVERSE, COPY, size, epsilon, COPIED: tl.constexpr, BLOCK: tl.constexpr):
@@ -179,3 +177,35 @@ def gate_backward(grad_TI: torch.Tensor, gate_up_T2I: torch.Tensor) -> tuple[tor
         grad_TI.contiguous(), gate_up_T2I, product, grad, size, 1024, num_warps=4
     )
     return product, grad
+
+
+MOST_PARTS = 256  # at most; rows of each are summed up by one program
+
+
+@triton.jit(do_not_specialize=["rows", "each"])
+def _sum_rows(X, OUT, rows, columns, each, BN: tl.constexpr, BC: tl.constexpr):
+    """Row `part` of OUT is the sum of `each` rows of X."""
+    part = tl.program_id(0).to(tl.int64)
+    c = tl.program_id(1) * BC + tl.arange(0, BC)
+    total = tl.zeros([BN, BC], tl.float32)
+    first = part * each
+    for start in range(0, each, BN):
+        n = start + tl.arange(0, BN)
+        real = ((n < each) & (first + n < rows))[:, None] & (c < columns)[None, :]
+        total += tl.load(X + (first + n)[:, None] * columns + c[None, :], mask=real, other=0.0).to(tl.float32)
+    tl.store(OUT + part * columns + c, tl.sum(total, 0).to(OUT.dtype.element_ty), mask=c < columns)
+
+
+def column_sums(x_NC: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """(C,) in `dtype`. Many rows are summed up in two steps."""
+    rows, columns = x_NC.shape
+    if rows > 4 * MOST_PARTS:
+        each = triton.cdiv(rows, MOST_PARTS)
+        parts_PC = x_NC.new_empty(triton.cdiv(rows, each), columns, dtype=torch.float32)
+        _sum_rows[(len(parts_PC), triton.cdiv(columns, 128))](
+            x_NC.contiguous(), parts_PC, rows, columns, each, 16, 128, num_warps=4
+        )
+        x_NC, rows = parts_PC, len(parts_PC)
+    out = x_NC.new_empty(columns, dtype=dtype)
+    _sum_rows[(1, triton.cdiv(columns, 32))](x_NC.contiguous(), out, rows, columns, max(1, rows), 256, 32, num_warps=8)
+    return out

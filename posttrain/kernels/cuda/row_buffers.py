@@ -10,11 +10,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from posttrain.kernels.cuda import to_device
+from posttrain.kernels.cuda import FINE, MOST_TOKENS, to_device
 from posttrain.kernels.cuda.sampling import chunk_room
-from posttrain.kernels.cuda.sizes import FINE, MOST_TOKENS
-from posttrain.kernels.first_tokens import FirstTokens
-from posttrain.kernels.whole_step import DecodeRows
+from posttrain.kernels.whole_step import DecodeRows, FirstTokens
 
 _INTS = ("position", "prompt", "count", "limit", "stops", "greedy", "temperature", "ended", "made")
 _LONGS = ("token", "seed")

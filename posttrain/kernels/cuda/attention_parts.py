@@ -89,3 +89,34 @@ def _sizes(x: torch.Tensor) -> tuple[int, int]:
     """Numbers of a row, and how many of them a program takes."""
     size = x.shape[1:].numel()
     return size, min(triton.next_power_of_2(size), 4096)
+
+
+@triton.jit(do_not_specialize=["tokens", "parts"])
+def _join_parts(OUT, LOGSUM, OVER, OVER_LOGSUM, PLACES, tokens, parts, H: tl.constexpr, HP: tl.constexpr,
+                D: tl.constexpr, DP: tl.constexpr):  # fmt: skip
+    part = tl.program_id(0).to(tl.int64)
+    place = tl.load(PLACES + part)
+    h, d = tl.arange(0, HP), tl.arange(0, DP)
+    mine = tl.load(LOGSUM + h * tokens + place, mask=h < H, other=0.0)
+    other = tl.load(OVER_LOGSUM + h * parts + part, mask=h < H, other=0.0)
+    most = tl.maximum(mine, other)
+    both = most + tl.log(tl.exp(mine - most) + tl.exp(other - most))
+    tl.debug_barrier()  # every warp reads what one of them is about to replace
+    tl.store(LOGSUM + h * tokens + place, both, mask=h < H)
+    at = h[:, None] * D + d[None, :]
+    real = (h < H)[:, None] & (d < D)[None, :]
+    x = tl.load(OUT + place * (H * D) + at, mask=real, other=0.0)
+    y = tl.load(OVER + part * (H * D) + at, mask=real, other=0.0)
+    joined = x.to(tl.float32) * tl.exp(mine - both)[:, None] + y.to(tl.float32) * tl.exp(other - both)[:, None]
+    tl.store(OUT + place * (H * D) + at, joined.to(x.dtype), mask=real)
+
+
+def join_parts(out_THD, logsum_HT, over_RHD, over_HR, places_R: torch.Tensor) -> None:
+    """Put into `out` and its logarithms of sums what the tokens at `places` saw elsewhere, `over`."""
+    heads, size = out_THD.shape[1:]
+    assert all(x.is_contiguous() for x in (out_THD, logsum_HT, over_RHD, over_HR))
+    two = triton.next_power_of_2
+    _join_parts[(len(places_R),)](
+        out_THD, logsum_HT, over_RHD, over_HR, places_R, logsum_HT.shape[1], over_HR.shape[1], heads, two(heads),
+        size, two(size), num_warps=4,
+    )  # fmt: skip
