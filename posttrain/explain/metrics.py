@@ -1,6 +1,6 @@
 """Every metric that a run writes: name -> what it is and what to make of it.
 
-`texts/metrics.md` says more on the most useful ones. Algorithms declare their own metrics. A name may stand for
+`prose/metrics.md` says more on the most useful ones. Algorithms declare their own metrics. A name may stand for
 several: `{mean,max,min}` for each of these words, a word in capitals for any text (`timing_s/STAGE`), `K` for a number.
 """
 

@@ -1,7 +1,8 @@
 """Decoding that runs ahead of the host: which row is at which place of the buffers, and results that are on their way.
 
-A round is a number of steps that the device takes alone. While it computes one, the host deals with what the round
-before it made: rows that have ended there are still at their places, standing still, and nobody else knows it yet.
+A round is a number of steps that the device takes without the host. While it computes one, the host reads the results
+of the round before, finishes rows and admits new ones: otherwise the device would wait 5 to 15 ms after each 50 ms of a
+0.5B model. Rows that ended in that round stay at their places, idle, until the host knows it.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ NOBODY = -1
 
 @dataclass
 class Seating:
-    """What must be done to the buffers before a round, in this order."""
+    """Changes to the buffers before a round, in this order."""
 
-    gone: np.ndarray  # places whose rows have left
-    moved: np.ndarray | None  # places of those that stay, if they must move to the front
-    joined: np.ndarray  # which of the rows are new
-    places: np.ndarray  # and where they sit
+    gone: np.ndarray  # places whose rows are removed
+    moved: np.ndarray | None  # places of the remaining rows, if they must move to the front
+    joined: np.ndarray  # indices of the new rows
+    places: np.ndarray  # and their places
 
 
 class Order:
@@ -41,12 +42,12 @@ class Order:
         self.numbers[:] = NOBODY
 
     def seat(self, rows: np.ndarray, size: int) -> Seating:
-        """Have exactly these rows, all of them at the first `size` places."""
+        """Assign exactly these rows to the first `size` places."""
         numbers = self.numbers
         gone = np.flatnonzero((numbers != NOBODY) & ~np.isin(numbers, rows))
         numbers[gone] = NOBODY
         stay, moved = np.flatnonzero(numbers != NOBODY), None
-        if len(stay) and stay[-1] >= size:
+        if len(stay) and stay[-1] >= size:  # a smaller graph serves the rest, once all are in front
             moved, staying = stay, numbers[stay]
             self.clear()
             numbers[: len(stay)] = staying
@@ -57,7 +58,7 @@ class Order:
 
 
 class Flight:
-    """What a round made, on its way to the host: the copies are queued behind it, and the next round behind them."""
+    """The results of a round, on their way to the host: copies are queued after it, and the next round after them."""
 
     def __init__(self, numbers: np.ndarray, results: Sequence[torch.Tensor]) -> None:
         self.numbers = numbers.copy()
@@ -70,7 +71,7 @@ class Flight:
         return [tensor.numpy() for tensor in self.results]
 
     def give(self, rows: DecodeRows) -> None:
-        """Write what these rows made into their arrays; a row that was not in the round made nothing."""
+        """Write the results into the arrays of these rows; a row that was not in the round made nothing."""
         place = places_of(rows.numbers, self.numbers)
         there = place >= 0
         made, ended, last, tokens, log_probs = (array[place] for array in self.wait())
@@ -78,14 +79,14 @@ class Flight:
         rows.ended[:] = np.where(there, ended, 0)
         rows.last = np.where(there, last, rows.last)
         rows.tokens, rows.log_probs = tokens, log_probs
-        first = (rows.counts == 0) & (made > 0)  # of each of these one token came from the prompt
+        first = (rows.counts == 0) & (made > 0)  # their first token came from prefill, and is no new history
         rows.next_history += int(made.sum() - first.sum())
         rows.positions = rows.positions + made.astype(rows.positions.dtype)
         rows.counts = rows.counts + made
 
 
 def _leave_for_host(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy in host memory, which is there once the device has come so far."""
+    # An asynchronous copy needs pinned memory; it is complete once the event behind it has passed.
     if not tensor.is_cuda:
         return tensor.clone()
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)

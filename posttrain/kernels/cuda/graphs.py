@@ -1,8 +1,8 @@
-"""Many steps of decoding on a CUDA device without the host: one graph per number of rows, replayed step after step.
+"""Many decode steps on a CUDA device without the host: one CUDA graph per batch size, replayed step after step.
 
-A graph holds a whole step: embedding, layers, head, sampling, and the ends of rows (`row_buffers.py` holds the rows).
-A round is some replays, and the host is a round behind: it queues the next one before it reads what the last one made
-(`ahead.py`), so that the device never waits for it. Rows join at free places without the others being touched.
+A graph holds a whole step: embedding, layers, head, sampling, and the end of rows (`row_buffers.py` holds the rows). A
+round is some replays. The host is one round behind: it queues the next round before it reads the results of the last
+(`ahead.py`), so that the device never waits for it. Rows join at free places without touching the others.
 
 Shapes: B rows, N blocks of a row, V vocabulary, S steps of a round.
 """
@@ -32,8 +32,8 @@ def _begin(
     POSITION, PROMPT, ENDED, TABLE, SEEN_POSITION, SLOT, LENGTH, SEEN_PROMPT, rows, width,
     BLOCK: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """Where each row's newest token stands and goes and how many places it reads; rows that have ended write nothing,
-    and stand at the beginning: where they stood there may be no rotation any more."""
+    # The position and slot of each row's newest token, and how many places it reads. Ended rows write nothing (slot -1)
+    # and get position 0: the rotation table may have become too short for their own.
     row = tl.program_id(0) * N + tl.arange(0, N)
     real = row < rows
     live = real & (tl.load(ENDED + row, mask=real, other=1) == 0)
@@ -49,7 +49,7 @@ def _begin(
 
 
 class Stepping(Protocol):
-    """What a step asks of the model; all of it is captured."""
+    """What a captured step needs of the model."""
 
     def next_hidden(self, tokens_B: torch.Tensor, rows: StepRows) -> torch.Tensor:
         """Final hidden states of each row's newest token, which enters the cache."""
@@ -83,17 +83,17 @@ class GraphedSteps:
         self.order, self.flight = Order(0), None
 
     def forget(self) -> None:
-        """Tensors that the graphs use are gone, or have moved. What rows are and where stays."""
+        """Drop all graphs, because tensors that they use have moved. The rows stay."""
         if self.flight is not None:
             self.flight.wait()
         self.replays, self.memory = {}, None
 
     def decode(self, rows: DecodeRows) -> None:
-        """Let the rows decode for `rows.steps` steps more, and give what they made in the round before this one."""
+        """Start `rows.steps` more steps of the rows, and return the results of the round before."""
         rows.steps = min(rows.steps, MOST_STEPS)
         self._make_room(len(rows.last), rows.table.shape[1])
         self._know_stops(rows.stop_sets)
-        if self.order.empty:  # all rows are written anew, so that what the host knows of them must be the newest
+        if self.order.empty:  # all rows are written again, so the host must know their newest state
             self._give(rows)
         before, self.flight = self.flight, None
         under_way = self._launch(rows)
@@ -102,7 +102,7 @@ class GraphedSteps:
         rows.under_way = under_way
 
     def collect(self, rows: DecodeRows) -> None:
-        """Give what the rows made, and let nobody go on; afterwards nothing is under way, and rows may be changed."""
+        """Return all results and start nothing; afterwards nothing is under way, and rows may be changed."""
         self._give(rows)
         self.order.clear()
         self.rows.empty()
@@ -114,7 +114,7 @@ class GraphedSteps:
         rows.under_way = rows.only_begun()
 
     def _launch(self, rows: DecodeRows) -> np.ndarray:
-        """Queue a round of the rows that have not ended, and its results; how many tokens each may make in it."""
+        # Queues a round of the rows that have not ended. Returns how many tokens each may get in it.
         which = np.flatnonzero(rows.ended == 0)
         coming = np.zeros_like(rows.under_way)
         if not len(which):
@@ -151,7 +151,7 @@ class GraphedSteps:
             self.order = Order(capacity)
 
     def _know_stops(self, stop_sets: Sequence[Sequence[int]]) -> None:
-        """Have the sets of stop tokens on the device; there are only ever more of them."""
+        # The table only grows: graphs hold its address, and a new one means capturing them again.
         if self.stop_sets == stop_sets:
             return
         self.stop_sets = list(stop_sets)
@@ -165,7 +165,7 @@ class GraphedSteps:
         self.stop_ids.copy_(to_device(torch.from_numpy(table), self.device))
 
     def _capture(self, size: int, splits: int) -> Replay:
-        """A graph of one step of `size` rows. All of them have ended while it is made, so that it writes nothing."""
+        # Capturing runs the step once before. All rows are marked as ended meanwhile, so that it writes nothing.
         if self.device.type != "cuda":  # Triton's interpreter has no graphs: the step itself is run each time
             self.replays[size, splits] = lambda: self._whole_step(size, splits)
             return self.replays[size, splits]
@@ -174,11 +174,11 @@ class GraphedSteps:
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            self._whole_step(size, splits)
+            self._whole_step(size, splits)  # a warm-up: kernels are compiled now and not during capture
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         if self.memory is None:
-            self.memory = torch.cuda.graph_pool_handle()
+            self.memory = torch.cuda.graph_pool_handle()  # all graphs share one pool: only one runs at a time
         with torch.cuda.graph(graph, pool=self.memory):
             self._whole_step(size, splits)
         self.rows.ended[:size].copy_(ended)
