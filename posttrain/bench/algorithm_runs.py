@@ -225,6 +225,7 @@ def run_all(missing: Sequence[Run], *, jobs: int, threads: int) -> Iterator[dict
                     done, ended = done + process.run.steps, ended + 1
                     line.begin(f"{_summary(process.run, result)}; {ended} of {len(missing)} runs")
                     yield result
+                # The time left is estimated from all steps so far, those of unfinished runs included.
                 now = done + sum(process.steps_done() for process in going.values())
                 left = (time.monotonic() - started) / now * (total - now) if now else 0.0
                 words = f"{ended} of {len(missing)} runs done, {len(going)} going on, step {now} of {total}"

@@ -12,7 +12,7 @@ from posttrain.bench.peers.wire import rollout_answer, rows_of, sampled, serve, 
 from posttrain.bench.workload import make_workload
 from posttrain.trainer.constants_ppo import apply_environment
 
-CACHE = 0.6  # of the device's memory, in a sweep: there is no trainer beside it
+CACHE = 0.6  # share of the device's memory in a sweep, where no trainer needs the rest
 
 
 def load(job: dict[str, Any]) -> tuple[Any, str]:
@@ -39,7 +39,7 @@ def rollout(job: dict[str, Any]):
     engine, name = load(job)
 
     def batch(prompts: list[list[int]], samplings: list[Sampling], seed: int) -> list[Any]:
-        engine.wake()
+        engine.wake()  # inside the timed part
         outputs = generate(engine, prompts, samplings, [seed * 1_000_003 + row for row in range(len(samplings))])
         engine.sleep()
         return outputs
@@ -69,8 +69,8 @@ def sweep(job: dict[str, Any]):
         return {"peak_flops": peak_flops(DTYPES[job["dtype"]], device=where), "bandwidth": bandwidths(device=where)}
 
     def point(rows: int, tokens: int, seed: int, prefix: int | None) -> dict[str, Any]:
-        """Seconds and tokens of `rows` responses; after a `prefix` they count from when all of them are known to have
-        begun. An engine that runs ahead tells of its first round then (256 tokens at most), and has begun the next."""
+        # With a `prefix` only tokens after the moment at which all rows are known to have begun are timed. An engine
+        # that runs ahead reports its first round then (256 tokens at most), and has already begun the next.
         prompt = prefix or job["prompt_tokens"]
         work = make_workload(
             prompts=rows, n=1, prompt_tokens=prompt, tokens=tokens, kind="fixed", vocab_size=job["vocab_size"]
@@ -101,7 +101,7 @@ def sweep(job: dict[str, Any]):
 
 
 def _drawn(job: dict[str, Any]) -> tuple[Any, str]:
-    """As `load`, over random weights that are drawn here instead of being read."""
+    # Random weights are drawn here, which is faster than reading them from a disk.
     import torch
 
     from posttrain.bench.presets import draw
@@ -118,8 +118,8 @@ def _drawn(job: dict[str, Any]) -> tuple[Any, str]:
 
 
 def sync(job: dict[str, Any]):
-    """New weights, as after an update. The time runs until the engine has scored four tokens with them: one that only
-    notes that weights are new must read them within it."""
+    """New weights, as after an update, until the engine has scored four tokens with them."""
+    # Scoring is timed too: an engine that only notes that weights are new must read them within the time.
     import torch
 
     from posttrain.config.model import ModelConfig
