@@ -84,7 +84,7 @@ def _describe(name: str, folder: Path) -> Model:
 
 
 def find_shape(name: str) -> Model:
-    """As `find_model`, but a preset has no weights: `draw` makes them where they are used, and no disk is waited for."""
+    """As `find_model`, but a preset has no weights: `draw` makes them where they are used; no disk is waited for."""
     if name not in PRESETS:
         return find_model(name)
     preset = PRESETS[name]
