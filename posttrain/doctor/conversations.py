@@ -20,7 +20,7 @@ from posttrain.conversations.loop import tool_arguments
 from posttrain.conversations.opening import check_agent_names, open_conversations
 from posttrain.conversations.tools.base import Tool, ToolCall
 from posttrain.doctor.case import Case
-from posttrain.doctor.finding import ERROR, NOTE, WARNING, Finding
+from posttrain.doctor.report import ERROR, NOTE, WARNING, Finding
 from posttrain.errors import UserError
 
 AREA = "tools"

@@ -19,7 +19,7 @@ from posttrain.config.engine_kwargs import OUTSIDE
 from posttrain.config.loggers import missing_packages
 from posttrain.config.parallel import rollout_workers_of, workers_of
 from posttrain.doctor.case import Case
-from posttrain.doctor.finding import ERROR, NOTE, WARNING, Finding
+from posttrain.doctor.report import ERROR, NOTE, WARNING, Finding
 from posttrain.errors import UserError
 from posttrain.planning.budgets import apply_plan
 from posttrain.planning.counting import ModelBytes

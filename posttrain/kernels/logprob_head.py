@@ -180,9 +180,3 @@ def logprob_head(
         keep = _may_keep(chunks, weight_VE) if backward else 0
         return _CudaHead.apply(hidden_NE, weight_VE, labels_N, temperature, chunks, keep)  # pyright: ignore
     return _LogProbHead.apply(hidden_NE, weight_VE, bias_V, labels_N, temperature, chunks)  # pyright: ignore
-
-
-def plain_logprob_head(hidden_NE, weight_VE, labels_N, *, temperature: float = 1.0, bias_V=None):
-    """The reference for tests: all logits at once, derived by autograd."""
-    logp_NV = torch.log_softmax(torch.nn.functional.linear(hidden_NE, weight_VE, bias_V) / temperature, -1)
-    return logp_NV.gather(1, labels_N[:, None]).squeeze(1), -(logp_NV.exp() * logp_NV).sum(-1)

@@ -14,7 +14,7 @@ import torch
 ENOUGH = 64  # rows and columns: smaller products are not given to oneDNN
 
 
-def settle_products() -> None:
+def fix_product_library() -> None:
     """Make the first bfloat16 product of the process now. If it fails, BLAS is used from here on, which is as fast."""
     ones = torch.ones(ENOUGH, ENOUGH, dtype=torch.bfloat16)
     with warnings.catch_warnings():

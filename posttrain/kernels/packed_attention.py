@@ -205,23 +205,6 @@ def packed_attention(
     return _FromSlots.apply(torch.cat(pieces) if len(pieces) > 1 else pieces[0], layout)  # pyright: ignore
 
 
-def plain_attention(
-    query_THD: torch.Tensor, key_THD: torch.Tensor, value_THD: torch.Tensor, lengths: Sequence[int], scale: float
-) -> torch.Tensor:
-    """The reference for tests: one row at a time, written out."""
-    repeats = query_THD.shape[1] // key_THD.shape[1]
-    outputs, start = [], 0
-    for length in lengths:
-        row = slice(start, start + length)
-        query, key, value = (x[row].transpose(0, 1) for x in (query_THD, key_THD, value_THD))
-        key, value = key.repeat_interleave(repeats, 0), value.repeat_interleave(repeats, 0)
-        scores = query @ key.transpose(1, 2) * scale
-        future = torch.ones(length, length, dtype=torch.bool, device=scores.device).triu(1)
-        outputs.append((scores.masked_fill(future, float("-inf")).softmax(-1) @ value).transpose(0, 1))
-        start += length
-    return torch.cat(outputs)
-
-
 _active_layout: PackedLayout | None = None
 
 

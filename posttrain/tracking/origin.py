@@ -20,7 +20,7 @@ from typing import Any
 from posttrain.errors import working_folder
 from posttrain.tracking.atomic import replace_file
 from posttrain.tracking.redact import HIDDEN, redact
-from posttrain.tracking.stored import DamagedFile, read_object
+from posttrain.tracking.safe_files import DamagedFile, read_object
 
 NAME = "run.json"
 # Packages whose versions change what a run computes or how fast.

@@ -15,8 +15,8 @@ from typing import Any
 
 from posttrain.errors import UserError, first_line
 from posttrain.tracking.rundir import ROOT, find_run, is_run, runs_under
+from posttrain.tracking.safe_files import DamagedFile, open_stored
 from posttrain.tracking.status import age, load_status, run_state
-from posttrain.tracking.stored import DamagedFile, open_stored
 from posttrain.view.metrics import number
 from posttrain.view.settings import family, settings_problem
 

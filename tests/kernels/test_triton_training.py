@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from references import plain_logprob_head, plain_sums
 from triton_tools import DEVICE, ON_CUDA, D, H, K, draw, each_dtype, near
 
 from posttrain.kernels.train import Sight
@@ -133,7 +134,7 @@ def test_the_head_gives_the_same_whether_logits_wait_or_are_computed_again(keep)
     results = []
     for found in (
         head._CudaHead.apply(hidden, weight, labels, 0.7, chunks, keep),
-        head.plain_logprob_head(hidden, weight, labels, temperature=0.7),
+        plain_logprob_head(hidden, weight, labels, temperature=0.7),
     ):
         results.append([*found, *torch.autograd.grad((found[0] - 0.3 * found[1]).sum(), [hidden, weight])])
     for ours, wanted in zip(*results, strict=True):
@@ -194,7 +195,7 @@ def test_a_warp_that_comes_late_joins_the_same_parts():
 @pytest.mark.parametrize("shape", [(2, 64), (4, 128), (14, 64), (28, 128), (3, 40), (33, 128), (1, 8)], ids=str)
 def test_gradients_of_tokens_in_two_parts_are_added_where_they_stand(dtype, shape):
     """Against the plain formula, and to the bit against the twin: ragged prompts, of one response and of twelve."""
-    from posttrain.kernels.cuda.attention_parts import add_copies, add_rows, plain_sums
+    from posttrain.kernels.cuda.attention_parts import add_copies, add_rows
     from posttrain.kernels.cuda.flash import Pieces
 
     units = [(5, [3, 1, 4]), (1, [2] * 12), (4, []), (3, [2]), (2, [1, 6])]  # a prompt, its responses

@@ -19,15 +19,20 @@ def load(job: dict[str, Any]) -> tuple[Any, str]:
     """(the engine `job["engine"]` over the job's model, its name and version)."""
     import torch
 
+    from posttrain.bench.presets import draw
     from posttrain.config.model import ModelConfig
     from posttrain.config.rollout import RolloutConfig
-    from posttrain.models.loading import DTYPES, load_causal_lm, load_tokenizer
+    from posttrain.models.loading import DTYPES, load_causal_lm, load_tokenizer, proved
     from posttrain.rollout.engines import build_engine
 
     torch.set_num_threads(job["threads"])
-    model = ModelConfig(path=job["model"])
-    module = load_causal_lm(model, dtype=DTYPES[job["dtype"]], device=torch.device(job["device"]))
-    given = {"max_num_seqs": job.get("slots") or 1024, **job["settings"]}
+    model, dtype, memory = ModelConfig(path=job["model"]), DTYPES[job["dtype"]], {}
+    if job.get("drawn"):  # in a sweep presets have no weights on disk: drawing them here is faster than reading them
+        module = proved(draw(job["model"], dtype, job["device"]).eval(), f"--model {job['model']}")
+        memory = {"gpu_memory_utilization": CACHE} if job["device"] == "cuda" else {}
+    else:
+        module = load_causal_lm(model, dtype=dtype, device=torch.device(job["device"]))
+    given = {"max_num_seqs": job.get("slots") or 1024, **memory, **job["settings"]}
     return build_engine(RolloutConfig(name=job["engine"], **given), module, load_tokenizer(model))
 
 
@@ -62,7 +67,7 @@ def sweep(job: dict[str, Any]):
     from posttrain.rollout.base import Request, Sampling
     from posttrain.rollout.generate import advance
 
-    engine, name = _drawn(job) if job["drawn"] else load(job)
+    engine, name = load(job)
 
     def machine() -> dict[str, Any]:
         where = job["device"]
@@ -98,23 +103,6 @@ def sweep(job: dict[str, Any]):
         return point(request["rows"], request["tokens"], request["seed"], request["prefix"])
 
     return {"engine": name}, run
-
-
-def _drawn(job: dict[str, Any]) -> tuple[Any, str]:
-    # Random weights are drawn here, which is faster than reading them from a disk.
-    import torch
-
-    from posttrain.bench.presets import draw
-    from posttrain.config.model import ModelConfig
-    from posttrain.config.rollout import RolloutConfig
-    from posttrain.models.loading import DTYPES, load_tokenizer, proved
-    from posttrain.rollout.engines import build_engine
-
-    torch.set_num_threads(job["threads"])
-    module = proved(draw(job["model"], DTYPES[job["dtype"]], job["device"]).eval(), f"--model {job['model']}")
-    memory = {"gpu_memory_utilization": CACHE} if job["device"] == "cuda" else {}
-    settings = RolloutConfig(name=job["engine"], max_num_seqs=job["slots"], **{**memory, **job["settings"]})
-    return build_engine(settings, module, load_tokenizer(ModelConfig(path=job["model"])))
 
 
 def sync(job: dict[str, Any]):

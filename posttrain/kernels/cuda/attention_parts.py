@@ -79,17 +79,6 @@ def add_copies(own: Sequence[torch.Tensor], more: Sequence[torch.Tensor], copies
     return [key, value]
 
 
-def plain_sums(own_TC: torch.Tensor, more_RC: torch.Tensor, copies_N4: torch.Tensor) -> torch.Tensor:
-    """The reference for tests, bitwise identical: a new tensor, summed one token after the other."""
-    found = own_TC.clone()
-    for place, first, step, count in copies_N4.tolist():
-        total = own_TC[place].float()
-        for number in range(count):
-            total = total + more_RC[first + number * step].float()
-        found[place] = total.to(own_TC.dtype)
-    return found
-
-
 def _sizes(x: torch.Tensor) -> tuple[int, int]:
     # Numbers of a row, and how many of them one program takes.
     size = x.shape[1:].numel()

@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from posttrain.kernels.cuda.early import _wait, comes_early
+from posttrain.kernels.cuda.dependent_launch import _wait, comes_early
 from posttrain.kernels.cuda.elementwise import _heads
 
 PROGRAMS = 1024  # programs that keep the device busy; with fewer, rows are split into pieces

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from posttrain.kernels.cuda.early import _wait, comes_early
+from posttrain.kernels.cuda.dependent_launch import _wait, comes_early
 
 
 @triton.jit

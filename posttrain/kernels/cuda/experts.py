@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from posttrain.kernels.cuda.early import _wait, comes_early
+from posttrain.kernels.cuda.dependent_launch import _wait, comes_early
 from posttrain.kernels.cuda.fp8 import quantize_rows
 from posttrain.kernels.cuda.fused_products import _gate
 from posttrain.kernels.quantized import FP8, Quantized, round_rows

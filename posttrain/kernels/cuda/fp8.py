@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from posttrain.kernels.cuda.early import _wait, comes_early
+from posttrain.kernels.cuda.dependent_launch import _wait, comes_early
 from posttrain.kernels.cuda.fused_products import _gate, _processors
 from posttrain.kernels.quantized import LARGEST, SMALLEST_SCALE, Quantized
 

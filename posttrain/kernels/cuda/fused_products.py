@@ -14,7 +14,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from posttrain.kernels.cuda import DEPTH, FINE
-from posttrain.kernels.cuda.early import _wait, comes_early
+from posttrain.kernels.cuda.dependent_launch import _wait, comes_early
 
 LEAST_GATED = 512  # rows; with fewer, torch's products are as fast
 NARROW, WIDE = 1024, 3072  # gating inside pays for models up to NARROW and from WIDE on, each with its own tiles

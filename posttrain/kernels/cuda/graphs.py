@@ -2,7 +2,7 @@
 
 A graph holds a whole step: embedding, layers, head, sampling, and the end of rows (`row_buffers.py` holds the rows). A
 round is some replays. The host is one round behind: it queues the next round before it reads the results of the last
-(`ahead.py`), so that the device never waits for it. Rows join at free places without touching the others.
+(`async_rounds.py`), so that the device never waits for it. Rows join at free places without touching the others.
 
 Shapes: B rows, N blocks of a row, V vocabulary, S steps of a round.
 """
@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from posttrain.kernels.cuda import FINE, LEAST_ROWS, MOST_STEPS, MOST_TOKENS, bucket, fused_products, to_device
-from posttrain.kernels.cuda.ahead import Flight, Order
+from posttrain.kernels.cuda.async_rounds import PendingResults, RowPlaces
 from posttrain.kernels.cuda.decode_attention import StepRows, splits_for
 from posttrain.kernels.cuda.row_buffers import RowBuffers
 from posttrain.kernels.cuda.sampling import CHUNK, _pick, sum_chunks
@@ -48,7 +48,7 @@ def _begin(
     tl.store(SEEN_PROMPT + row, prompt, mask=real)
 
 
-class Stepping(Protocol):
+class StepModel(Protocol):
     """What a captured step needs of the model."""
 
     def next_hidden(self, tokens_B: torch.Tensor, rows: StepRows) -> torch.Tensor:
@@ -67,7 +67,7 @@ class GraphedSteps:
 
     def __init__(
         self,
-        model: Stepping,
+        model: StepModel,
         *,
         vocabulary: int,
         key_heads: int,
@@ -80,22 +80,22 @@ class GraphedSteps:
         self.memory = None
         self.stop_ids, self.stop_sets = torch.full((1, 1), -1, dtype=torch.int32, device=device), []
         self.rows = RowBuffers(0, 0, vocabulary, device)
-        self.order, self.flight = Order(0), None
+        self.order, self.pending = RowPlaces(0), None
 
     def forget(self) -> None:
         """Drop all graphs, because tensors that they use have moved. The rows stay."""
-        if self.flight is not None:
-            self.flight.wait()
+        if self.pending is not None:
+            self.pending.wait()
         self.replays, self.memory = {}, None
 
     def decode(self, rows: DecodeRows) -> None:
         """Start `rows.steps` more steps of the rows, and return the results of the round before."""
         rows.steps = min(rows.steps, MOST_STEPS)
         self._make_room(len(rows.last), rows.table.shape[1])
-        self._know_stops(rows.stop_sets)
+        self._load_stops(rows.stop_sets)
         if self.order.empty:  # all rows are written again, so the host must know their newest state
             self._give(rows)
-        before, self.flight = self.flight, None
+        before, self.pending = self.pending, None
         under_way = self._launch(rows)
         if before is not None:
             before.give(rows)
@@ -108,9 +108,9 @@ class GraphedSteps:
         self.rows.empty()
 
     def _give(self, rows: DecodeRows) -> None:
-        flight, self.flight = self.flight, None
-        if flight is not None:
-            flight.give(rows)
+        pending, self.pending = self.pending, None
+        if pending is not None:
+            pending.give(rows)
         rows.under_way = rows.only_begun()
 
     def _launch(self, rows: DecodeRows) -> np.ndarray:
@@ -121,18 +121,18 @@ class GraphedSteps:
             return coming
         size = bucket(len(which))
         self.rows.made.zero_()
-        self._seat(rows, which, size)
+        self._place_rows(rows, which, size)
         splits = splits_for(size, self.key_heads, rows.longest)
         replay = self.replays.get((size, splits)) or self._capture(size, splits)
         for _ in range(rows.steps):
             replay()
-        self.flight = Flight(self.order.numbers[:size], self.rows.results(size, rows.steps))
+        self.pending = PendingResults(self.order.numbers[:size], self.rows.results(size, rows.steps))
         left = rows.limits - rows.counts - rows.under_way
         coming[which] = (np.clip(left, 0, rows.steps) + rows.only_begun())[which]
         return coming
 
-    def _seat(self, rows: DecodeRows, which: np.ndarray, size: int) -> None:
-        todo = self.order.seat(rows.numbers[which], size)
+    def _place_rows(self, rows: DecodeRows, which: np.ndarray, size: int) -> None:
+        todo = self.order.assign(rows.numbers[which], size)
         if len(todo.gone):
             self.rows.end(todo.gone)
         if todo.moved is not None:
@@ -148,9 +148,9 @@ class GraphedSteps:
         if capacity > self.rows.capacity or width > held:
             self.forget()
             self.rows = RowBuffers(capacity, max(triton.next_power_of_2(width), held), self.vocabulary, self.device)
-            self.order = Order(capacity)
+            self.order = RowPlaces(capacity)
 
-    def _know_stops(self, stop_sets: Sequence[Sequence[int]]) -> None:
+    def _load_stops(self, stop_sets: Sequence[Sequence[int]]) -> None:
         # The table only grows: graphs hold its address, and a new one means capturing them again.
         if self.stop_sets == stop_sets:
             return

@@ -17,7 +17,7 @@ import torch
 from posttrain.checkpoint.errors import disk_words
 from posttrain.config.trainer import RunConfig
 from posttrain.errors import UserError
-from posttrain.kernels.onednn import settle_products
+from posttrain.kernels.onednn import fix_product_library
 from posttrain.tracking.progress import say
 from posttrain.tracking.rundir import RunDirectory
 from posttrain.trainer.run.memory import is_out_of_memory, out_of_memory_words
@@ -35,7 +35,7 @@ def seed_and_determinism(settings: RunConfig, device: torch.device) -> None:
     """In every process that computes."""
     seed_all(settings.seed)
     if device.type == "cpu":
-        settle_products()
+        fix_product_library()
     if settings.deterministic:
         if device.type == "cuda":
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

@@ -15,11 +15,11 @@ import torch
 
 from posttrain.kernels.whole_step import DecodeRows, places_of
 
-NOBODY = -1
+FREE = -1
 
 
 @dataclass
-class Seating:
+class Reassignment:
     """Changes to the buffers before a round, in this order."""
 
     gone: np.ndarray  # places whose rows are removed
@@ -28,46 +28,46 @@ class Seating:
     places: np.ndarray  # and their places
 
 
-class Order:
+class RowPlaces:
     """The number of the row at each place."""
 
     def __init__(self, capacity: int) -> None:
-        self.numbers = np.full(capacity, NOBODY, np.int64)
+        self.numbers = np.full(capacity, FREE, np.int64)
 
     @property
     def empty(self) -> bool:
-        return not (self.numbers != NOBODY).any()
+        return not (self.numbers != FREE).any()
 
     def clear(self) -> None:
-        self.numbers[:] = NOBODY
+        self.numbers[:] = FREE
 
-    def seat(self, rows: np.ndarray, size: int) -> Seating:
+    def assign(self, rows: np.ndarray, size: int) -> Reassignment:
         """Assign exactly these rows to the first `size` places."""
         numbers = self.numbers
-        gone = np.flatnonzero((numbers != NOBODY) & ~np.isin(numbers, rows))
-        numbers[gone] = NOBODY
-        stay, moved = np.flatnonzero(numbers != NOBODY), None
+        gone = np.flatnonzero((numbers != FREE) & ~np.isin(numbers, rows))
+        numbers[gone] = FREE
+        stay, moved = np.flatnonzero(numbers != FREE), None
         if len(stay) and stay[-1] >= size:  # a smaller graph serves the rest, once all are in front
             moved, staying = stay, numbers[stay]
             self.clear()
             numbers[: len(stay)] = staying
         joined = np.flatnonzero(places_of(rows, numbers) < 0)
-        places = np.flatnonzero(numbers[:size] == NOBODY)[: len(joined)]
+        places = np.flatnonzero(numbers[:size] == FREE)[: len(joined)]
         numbers[places] = rows[joined]
-        return Seating(gone, moved, joined, places)
+        return Reassignment(gone, moved, joined, places)
 
 
-class Flight:
+class PendingResults:
     """The results of a round, on their way to the host: copies are queued after it, and the next round after them."""
 
     def __init__(self, numbers: np.ndarray, results: Sequence[torch.Tensor]) -> None:
         self.numbers = numbers.copy()
-        self.results = [_leave_for_host(tensor) for tensor in results]
-        self.landed = _after_all_that_is_queued(results[0].device)
+        self.results = [_copy_to_host(tensor) for tensor in results]
+        self.finished = _record_event(results[0].device)
 
     def wait(self) -> list[np.ndarray]:
-        if self.landed is not None:
-            self.landed.synchronize()
+        if self.finished is not None:
+            self.finished.synchronize()
         return [tensor.numpy() for tensor in self.results]
 
     def give(self, rows: DecodeRows) -> None:
@@ -85,14 +85,14 @@ class Flight:
         rows.counts = rows.counts + made
 
 
-def _leave_for_host(tensor: torch.Tensor) -> torch.Tensor:
+def _copy_to_host(tensor: torch.Tensor) -> torch.Tensor:
     # An asynchronous copy needs pinned memory; it is complete once the event behind it has passed.
     if not tensor.is_cuda:
         return tensor.clone()
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
 
 
-def _after_all_that_is_queued(device: torch.device) -> torch.cuda.Event | None:
+def _record_event(device: torch.device) -> torch.cuda.Event | None:
     if device.type != "cuda":
         return None
     event = torch.cuda.Event()
