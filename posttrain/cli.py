@@ -115,7 +115,7 @@ def tool(args: Arguments) -> int:
 
 
 def _sample(options: argparse.Namespace, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    from posttrain.trainer.generation.sampled import sample_rows
+    from posttrain.commands.generation.command import sample_rows
 
     return sample_rows(options, rows)
 
@@ -134,14 +134,14 @@ def export(args: Arguments) -> int:
     refuse_other_folders(options.checkpoint)
     free_folder(options.out)
     with waiting():
-        from posttrain.trainer.export import export_checkpoint
+        from posttrain.commands.export import export_checkpoint
 
     print(f"written: {export_checkpoint(options.checkpoint, options.out, adapter=options.adapter, base=options.base)}")
     return 0
 
 
 def push(args: Arguments) -> int:
-    from posttrain.trainer import push as command
+    from posttrain.commands import push as command
 
     return command.main(args)
 
@@ -153,13 +153,13 @@ def data(args: Arguments) -> int:
 
 
 def generate(args: Arguments) -> int:
-    from posttrain.trainer.generation import command
+    from posttrain.commands.generation import command
 
     return command.main(args)
 
 
 def evaluate(args: Arguments) -> int:
-    from posttrain.trainer.evaluation import command
+    from posttrain.commands.evaluation import command
 
     return command.main(args)
 
@@ -201,7 +201,7 @@ def view(args: Arguments) -> int:
 
 
 def replay(args: Arguments) -> int:
-    from posttrain.trainer.replay import command
+    from posttrain.commands import replay as command
 
     return command.main(args)
 

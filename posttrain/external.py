@@ -57,6 +57,10 @@ def _import_file(path: Path, key: str) -> ModuleType:
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        sys.modules.pop(path.stem, None)  # half a module: an import by its name would take it for a whole one
+        raise
     _loaded[path.resolve()] = (state.st_mtime_ns, state.st_size, module)
     return module

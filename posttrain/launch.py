@@ -29,8 +29,8 @@ from posttrain.tracking.terminal_text import print_text
 if TYPE_CHECKING:
     from posttrain.config import Resolved
 
+# Source of what train.sh sets itself; what begins with "default" does not count as set by the user.
 DEFAULT = "default of train.sh"
-"""Source of what train.sh sets itself; what begins with "default" does not count as set by the user."""
 
 Labelled = list[tuple[str, str]]
 

@@ -4,3 +4,5 @@ from __future__ import annotations
 
 dialect: str | None = None
 """The package with `dialect(program)` and `pages()`, what other systems call the settings: see `config/dialect.py`."""
+checks: tuple[str, ...] = ()
+"""Modules with checks of settings that only their package understands: see `config/checked.py`."""

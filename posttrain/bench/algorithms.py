@@ -42,12 +42,11 @@ def main(options: argparse.Namespace) -> int:
         seeds = range(1, options.seeds + 1)
         wanted = [Run(algorithm, seed, options.steps) for seed in seeds for algorithm in chosen]
         failed = train(wanted, record, path, jobs=options.jobs, threads=threads)
-    rows = gains(all_algorithms(), record)
-    found = [row for row in rows if row.runs]
+    found = [row for row in gains(all_algorithms(), record) if row.runs]
     if found:
         print("\n" + render(HEAD, lines([row for row in found if row.algorithm in chosen]), left=(0, 1)))
         if options.markdown:
-            fill_page(options.markdown, markdown(rows, record))
+            fill_page(options.markdown, markdown(found, record))
         if svg is not None:
             curves = {row.algorithm.name: row.curves for row in found}
             write_panels(svg, curves, f"Accuracy on held-out sums over {record['steps']} steps")

@@ -7,9 +7,8 @@ from typing import Any
 
 from posttrain.algorithms.aggregation import AGGREGATION_MODES
 from posttrain.algorithms.kl import KL_TYPES
-from posttrain.config.base import Section
-from posttrain.config.declared import LOSS_KIND, holds_settings_of
 from posttrain.config.optim import FSDPConfig, OptimConfig, RefFSDPConfig
+from posttrain.config.schema import LOSS_KIND, Section, holds_settings_of
 from posttrain.settings import ABOVE_ONE_OR_INFINITE, ONE_OR_MORE, POSITIVE, POSITIVE_OR_INFINITE, ZERO_OR_MORE, setting
 
 

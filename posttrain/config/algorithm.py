@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from posttrain.algorithms.kl import KL_TYPES
-from posttrain.config.base import Section
-from posttrain.config.declared import ESTIMATOR_KIND, holds_settings_of
+from posttrain.config.schema import ESTIMATOR_KIND, Section, holds_settings_of
 from posttrain.settings import ONE_OR_MORE, POSITIVE, SHARE, ZERO_OR_MORE, setting
 
 

@@ -8,16 +8,15 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from posttrain.config.base import Section
 from posttrain.config.closest import closest, longer_or_shorter, same_key, slips
 from posttrain.config.dialect import Dialect, dialect
 from posttrain.config.parallel import AS_THE_ACTOR, OF_THE_COMMAND, ROLLOUT_EACH, ROLLOUT_MACHINES, TOGETHER
 from posttrain.config.reward_trainer import RewardTrainerConfig
 from posttrain.config.root import PPOConfig
-from posttrain.config.schema import Leaf, leaf_of, leaves, sections
+from posttrain.config.schema import Leaf, Section, leaf_of, leaves, sections
 from posttrain.config.sft import SFTConfig
 from posttrain.config.values import NULLS
-from posttrain.config.yaml_text import parse_yaml
+from posttrain.yaml_text import parse_yaml
 
 _ACTOR, _ROLLOUT, _MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 

@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
-import posttrain.config.megatron  # noqa: F401 - it registers its engine
-from posttrain.config.agent import check_agent
 from posttrain.config.algorithm_checks import ALGORITHM_CHECKS
-from posttrain.config.checked import Checked, Finding, nearest_name
-from posttrain.config.choices import CRITIC_ESTIMATORS, LOGGERS, NOT_BUILT_VALUES, ROLLOUT_ENGINES
-from posttrain.config.engine_kwargs import check_engine_kwargs
+from posttrain.config.checked import Checked, Finding, check_choice, checks_of_packages, nearest_name
+from posttrain.config.choices import CRITIC_ESTIMATORS, LOGGERS, NOT_BUILT_VALUES
 from posttrain.config.lora import check_quantization, check_quantized_offload
 from posttrain.config.parallel import check_one_step_off, check_sizes, one_worker
-from posttrain.config.problem import Problem
 from posttrain.config.root import PPOConfig
 from posttrain.config.schema import leaves, lookup
-from posttrain.config.train_engines import RL, check_train_engines, engine_names
-from posttrain.config.turns import check_turns
 from posttrain.config.values import split_hint
 from posttrain.settings import Range
 
@@ -32,27 +26,17 @@ def needs_reference(config: PPOConfig) -> bool:
     return config.algorithm.use_kl_in_reward or (actor.use_kl_loss and actor.kl_loss_coef != 0)
 
 
-def check(checked: Checked) -> tuple[list[Problem], list[str]]:
-    """(problems, notes) of all checks."""
-    findings = [finding for examine in _CHECKS for finding in examine(checked)]
-    return [f for f in findings if isinstance(f, Problem)], [f for f in findings if isinstance(f, str)]
+def check(checked: Checked) -> Iterator[Finding]:
+    """All checks of a run of the PPO family."""
+    for examine in (*_CHECKS, *checks_of_packages("check"), one_process):
+        yield from examine(checked)
 
 
-def check_choices(
-    checked: Checked, elsewhere: Mapping[tuple[str, str], str], registered: Mapping[str, tuple[str, ...]]
-) -> Iterator[Finding]:
-    """Names that are not among those that a field declares or that are registered for it; `elsewhere` answers names
-    that other systems know."""
-    declared = {key: leaf.choices for key, leaf in leaves(type(checked.config)).items() if leaf.choices}
-    for key, known in {**declared, **registered}.items():
-        value = lookup(checked.config, key)
-        if value is None or value in known:
-            continue
-        if (key, value) in elsewhere:
-            yield checked.problem(f"`{key}={value}` cannot be used.", elsewhere[key, value], key)
-        else:
-            what = f"`{key}={value}` is not known; known: {', '.join(known)}."
-            yield checked.problem(what, nearest_name(value, known), key)
+def check_choices(checked: Checked) -> Iterator[Finding]:
+    """Names that are not among those that a field declares."""
+    for key, leaf in leaves(type(checked.config)).items():
+        if leaf.choices:
+            yield from check_choice(checked, key, leaf.choices, NOT_BUILT_VALUES)
     for name in checked.config.trainer.logger:
         if name not in LOGGERS:
             what = f"The logger `{name}` is not known; known: {', '.join(LOGGERS)}."
@@ -137,14 +121,6 @@ def check_resume(checked: Checked) -> Iterator[Finding]:
         yield checked.problem(what, do, "trainer.resume_mode")
 
 
-def _quantized_rollout(checked: Checked) -> Iterator[Finding]:
-    rollout, key = checked.config.actor_rollout_ref.rollout, "actor_rollout_ref.rollout.quantization"
-    others = [name for name in ROLLOUT_ENGINES if name != "native"]  # an engine of the user's own may read it
-    if rollout.quantization is not None and rollout.name in others:
-        what = f"`{key}={rollout.quantization}` is built for the engine native, and rollout.name={rollout.name}."
-        yield checked.problem(what, "set actor_rollout_ref.rollout.name=native, or remove it", key)
-
-
 RAYS_PLACE = {
     "address": "set RAY_ADDRESS=HOST:6379 before the command",
     "_temp_dir": "set TMPDIR before the command: Ray's folder is made there, and removed with the run",
@@ -167,7 +143,7 @@ def one_process(checked: Checked) -> Iterator[Finding]:
 
 
 _CHECKS: list[Callable[[Checked], Iterator[Finding]]] = [
-    lambda checked: check_choices(checked, NOT_BUILT_VALUES, engine_names(RL, checked.config)),
+    check_choices,
     check_ranges,
     _batches,
     *ALGORITHM_CHECKS,
@@ -179,11 +155,5 @@ _CHECKS: list[Callable[[Checked], Iterator[Finding]]] = [
     check_quantized_offload,
     check_sizes,
     check_one_step_off,
-    _quantized_rollout,
     check_ray,
-    check_train_engines,
-    check_turns,
-    check_engine_kwargs,
-    check_agent,
-    one_process,
 ]

@@ -26,16 +26,9 @@ LOGGER_PACKAGES = tuple(name for name in LOGGERS if name not in ("console", "det
 """Each is a logger, a package on the index and an extra of posttrain by the same name."""
 
 NOT_BUILT_VALUES: dict[tuple[str, str], str] = {
-    ("actor_rollout_ref.actor.strategy", "deepspeed"): "DeepSpeed is not used here: `fsdp2` shards the same state "
-    "(weights, gradients, optimizer); set actor_rollout_ref.actor.strategy=fsdp2",
     **{
         ("actor_rollout_ref.rollout.name", name): "this engine is not built; set actor_rollout_ref.rollout.name=native"
         for name in ("trtllm", "dynamo")
-    },
-    **{
-        ("actor_rollout_ref.actor.strategy", name): "this engine is not built in this version; set "
-        "actor_rollout_ref.actor.strategy=fsdp2"
-        for name in ("veomni", "torchtitan", "automodel", "mindspeed", "fsdp_turbo")
     },
     ("trainer.device", "npu"): "Ascend devices need the torch_npu plug-in, which this version does not use; "
     "set trainer.device=auto, cpu or cuda",

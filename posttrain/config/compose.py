@@ -16,7 +16,7 @@ from posttrain.config.closest import closest
 from posttrain.config.commandline import CommandLine
 from posttrain.config.defaults_list import ConfigFile, ConfigFiles, DefaultsList, merge_trees, placed
 from posttrain.config.problem import ConfigError, Problem
-from posttrain.config.yaml_text import read_yaml
+from posttrain.yaml_text import read_yaml
 
 if TYPE_CHECKING:
     from posttrain.config.aliases import Spellings
@@ -41,13 +41,6 @@ class Layer:
     own_section: str = ""
     """The group's name, for a group of the user's that lies outside the known sections."""
 
-    def __post_init__(self) -> None:
-        self._sections = frozenset(section for key in self.values for section in _around(key))
-
-    def sets(self, key: str) -> bool:
-        """Whether it sets this key, something inside it, or something that it lies in."""
-        return key in self.values or key in self._sections or any(whole in self.values for whole in _around(key))
-
 
 @dataclass
 class Composed:
@@ -57,12 +50,15 @@ class Composed:
     layers: list[Layer] = field(default_factory=list)
     main_file: str = ""
 
-    def layer_of(self, key: str) -> int:
-        """Index of the last file that sets this key (or something inside it)."""
-        for index in range(len(self.layers) - 1, -1, -1):
-            if self.layers[index].sets(key):
-                return index
-        return 0
+    def ranks(self) -> dict[str, int]:
+        """Key -> index of the last file that sets it, something inside it, or something that it lies in."""
+        last: dict[str, int] = {}
+        for index, layer in enumerate(self.layers):
+            for key in layer.values:
+                last[key] = index
+                last |= dict.fromkeys(_around(key), index)
+        set_whole = {key: index for index, layer in enumerate(self.layers) for key in layer.values}
+        return {key: max(last.get(key, 0), *(set_whole.get(one, 0) for one in _around(key)), 0) for key in self.values}
 
 
 def _around(key: str) -> list[str]:

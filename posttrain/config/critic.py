@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from posttrain.algorithms.aggregation import AGGREGATION_MODES
-from posttrain.config.base import Section
 from posttrain.config.optim import FSDPConfig, OptimConfig
+from posttrain.config.schema import Section
 from posttrain.settings import ONE_OR_MORE, POSITIVE, POSITIVE_OR_INFINITE, ZERO_OR_MORE, setting
 
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from posttrain.config.yaml_text import read_yaml
+from posttrain.yaml_text import read_yaml
 
 _HEADER_BYTES = 512
 _REFERENCE = re.compile(r"\$\{([^}]*)\}")

@@ -13,13 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.config import dialect
-from posttrain.config.base import Section
-from posttrain.config.docs import heading_of
 from posttrain.config.presets import PRESETS
 from posttrain.config.root import PPOConfig
-from posttrain.config.schema import Leaf, leaves, sections
+from posttrain.config.schema import Leaf, Section, heading_of, leaves, sections
 from posttrain.config.supervised_tree import REWARD_MODEL, SFT
 from posttrain.config.tree import Tree
+from posttrain.yaml_text import dump_yaml
 
 PACKAGE_TREE = Path(__file__).resolve().parents[1] / "trainer" / "config"
 DOCS_PAGE = Path(__file__).resolve().parents[2] / "docs" / "settings.md"
@@ -102,7 +101,7 @@ def _group_text(group: str, section: str) -> str:
 
 def _preset_text(sentence: str, values: Mapping[str, Any]) -> str:
     table = leaves(PPOConfig)
-    chosen = [Leaf(key, table[key].hint, value, "") for key, value in values.items()]
+    chosen = [Leaf(key, table[key].hint, value, object) for key, value in values.items()]  # without sentences
     order = list(table)
     chosen.sort(key=lambda leaf: order.index(leaf.key))
     made = "# Made by `python -m posttrain.config.generate` from posttrain/config/presets.py: change values there."
@@ -137,9 +136,7 @@ def _shared(left: list[str], right: list[str]) -> int:
 
 def scalar(value: Any) -> str:
     """A value as YAML on one line."""
-    import yaml
-
-    text = yaml.safe_dump(value, default_flow_style=True, width=1000, sort_keys=False).strip()
+    text = dump_yaml(value, default_flow_style=True, width=1000).strip()
     return text.removesuffix("...").strip()
 
 

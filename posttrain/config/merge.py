@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from posttrain.config.problem import Problem
 from posttrain.config.values import NULLS, WrongValue, convert, shown, split_hint
-from posttrain.config.yaml_text import parse_yaml
+from posttrain.yaml_text import parse_yaml
 
 if TYPE_CHECKING:
     from posttrain.config.aliases import Spellings
@@ -72,6 +72,8 @@ class Merged:
     notes: list[str] = field(default_factory=list)
     bad: set[str] = field(default_factory=set)
     """Keys whose value could not be read; checks of them are skipped."""
+    undeclared: tuple[str, ...] = ()
+    """Prefixes under which a file that could not be imported may have declared settings."""
     node_rank: int = 0
     """Which machine of the run this is."""
     dry_run: bool = False
@@ -120,8 +122,9 @@ class Merged:
     # -- values as they are written -------------------------------------------------------------------------------
     def add_files(self, composed: Composed) -> None:
         """Take in what the files say."""
+        ranks = composed.ranks()
         for key, value in composed.values.items():
-            rank = composed.layer_of(key)
+            rank = ranks[key]
             layer = composed.layers[rank] if composed.layers else None
             found = self.names.canonical(key)
             if found.key is None and found.answer is None and self._keep_own_section(key, value, layer):
@@ -268,7 +271,7 @@ class Merged:
             why, _, do = reason.partition("; ")
             if reason:
                 self.refuse(f"`{key}` cannot be used: {why}.", entry.source, do or "remove the key")
-            else:
+            elif not (self.undeclared and key.startswith(self.undeclared)):
                 self.refuse(f"Unknown key `{key}`.", entry.source, self.names.nearest(key))
         elif isinstance(value, str) and value.startswith("{"):
             try:

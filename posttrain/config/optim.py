@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from posttrain.config.base import Section
+from posttrain.config.schema import Section
 from posttrain.settings import BETAS, COUNT_OR_ALL, COUNT_OR_UNSET, POSITIVE, SCHEDULES, SHARE, ZERO_OR_MORE, setting
 
 

@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from posttrain.config.aliases import PPO_SPELLINGS
 from posttrain.config.check import check
 from posttrain.config.commandline import no_arguments
 from posttrain.config.derived import derive
 from posttrain.config.effects import idle_settings_of_ppo
 from posttrain.config.names import check_names
-from posttrain.config.problem import Problem
-from posttrain.config.resolved import Resolved
 from posttrain.config.root import PPOConfig
 from posttrain.config.tree import Tree
-
-
-def _environment(resolved: Resolved, cwd: Path | None) -> list[Problem]:
-    from posttrain.config.environment import check_environment
-
-    return check_environment(resolved, cwd)
-
 
 PPO = Tree(
     main="ppo_trainer",
@@ -32,5 +21,4 @@ PPO = Tree(
     check_names=check_names,
     check=check,
     idle=idle_settings_of_ppo,
-    environment=_environment,
 )

@@ -8,6 +8,7 @@ from typing import Any
 from posttrain.config.schema import leaves, lookup
 from posttrain.config.values import is_secret
 from posttrain.masking import MASK, mask_urls
+from posttrain.yaml_text import dump_yaml
 
 
 @dataclass
@@ -69,8 +70,6 @@ def masked(value: Any, key: str = "") -> Any:
 
 def _to_yaml(resolved: Resolved) -> str:
     """The tree as YAML."""
-    import yaml
-
     tree = masked(resolved.config.to_dict())
     for key, value in resolved.extra.items():
         *path, name = key.split(".")
@@ -78,7 +77,7 @@ def _to_yaml(resolved: Resolved) -> str:
         for part in path:
             section = section.setdefault(part, {})
         section[name] = masked(value, name)
-    return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
+    return dump_yaml(tree, allow_unicode=True)
 
 
 def show(resolved: Resolved, *, prefix: str = "", changed_only: bool = False, sentences: bool = True) -> str:
@@ -100,7 +99,5 @@ def show(resolved: Resolved, *, prefix: str = "", changed_only: bool = False, se
 
 
 def _one_line(value: Any) -> str:
-    import yaml
-
-    text = yaml.safe_dump(value, default_flow_style=True, width=100_000, sort_keys=False, allow_unicode=True)
+    text = dump_yaml(value, default_flow_style=True, width=100_000, allow_unicode=True)
     return text.strip().removesuffix("...").strip()

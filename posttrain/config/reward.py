@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from posttrain.config.base import Section
 from posttrain.config.sandbox import SandboxConfig
+from posttrain.config.schema import Section
 from posttrain.settings import ONE_OR_MORE, PROCESSES, SECONDS, Range, setting
 
 LARGEST_SCORE = 1e18

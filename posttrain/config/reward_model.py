@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from posttrain.config.base import Section
+from posttrain.config.schema import Section
 from posttrain.settings import DTYPES, ONE_OR_MORE, at_least, setting
 
 

@@ -6,13 +6,13 @@ from dataclasses import dataclass, field
 
 from posttrain.config.actor import ActorConfig, RefConfig
 from posttrain.config.algorithm import AlgorithmConfig
-from posttrain.config.base import Section
 from posttrain.config.critic import CriticConfig
 from posttrain.config.data import DataConfig
 from posttrain.config.model import ModelConfig
 from posttrain.config.reward import CustomRewardConfig, RewardConfig
 from posttrain.config.reward_model import RewardModelConfig
 from posttrain.config.rollout import RolloutConfig
+from posttrain.config.schema import Section
 from posttrain.config.trainer import TrackingConfig, TrainerConfig
 
 

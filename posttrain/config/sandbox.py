@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from posttrain.config.base import Section
+from posttrain.config.schema import Section
 from posttrain.settings import ONE_OR_MORE, SECONDS, at_least, setting
 
 

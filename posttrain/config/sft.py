@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from posttrain.config.base import Section
 from posttrain.config.model import ModelConfig
+from posttrain.config.schema import Section
 from posttrain.config.supervised import EngineConfig, RowsConfig, SupervisedOptimConfig, SupervisedTrainerConfig
 
 

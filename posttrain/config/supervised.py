@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from posttrain.config.base import Section
 from posttrain.config.optim import OptimConfig
+from posttrain.config.schema import Section
 from posttrain.config.trainer import RunConfig
 from posttrain.settings import (
     COUNT_OR_ALL,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from posttrain.config.base import Section
+from posttrain.config.schema import Section
 from posttrain.settings import (
     COUNT_OR_ALL,
     ONE_OR_MORE,

@@ -7,14 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from posttrain.config.base import Section
-from posttrain.config.checked import Checked
+from posttrain.config.checked import Checked, Finding
 from posttrain.config.problem import Problem
+from posttrain.config.schema import Section
 
 if TYPE_CHECKING:
     from posttrain.config.aliases import Spellings
     from posttrain.config.merge import Merged
-    from posttrain.config.resolved import Resolved
 
 
 @dataclass(frozen=True)
@@ -33,11 +32,9 @@ class Tree:
     """Settings that follow from others; gets the keys that a Python caller hands over as objects."""
     check_names: Callable[[Merged, Path], None]
     """Names that a file of the user's may register."""
-    check: Callable[[Checked], tuple[list[Problem], list[str]]]
-    """(problems, notes) about the meaning of the values."""
+    check: Callable[[Checked], Iterable[Finding]]
+    """Problems and notes about the meaning of the values."""
     idle: Callable[[Any, set[str]], Iterable[str]]
     """Notes about settings that were set and can have no effect."""
-    environment: Callable[[Resolved, Path | None], list[Problem]]
-    """Problems with files, packages and devices of this machine."""
     heads: tuple[str, ...] = ()
     """Modules that are trained whole beside adapters, so that an adapter folder may hold them."""

@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
-from posttrain.config.agent import agent_settings
 from posttrain.config.closest import closest
-from posttrain.config.turns import KEY, turn_settings
 from posttrain.conversations.chat import Setup
 from posttrain.conversations.formats.base import FORMATS
 from posttrain.conversations.loop import tool_arguments
 from posttrain.conversations.opening import check_agent_names, open_conversations
+from posttrain.conversations.settings import TURNS_KEY as KEY
+from posttrain.conversations.settings import agent_settings, turn_settings
 from posttrain.conversations.tools.base import Tool, ToolCall
 from posttrain.doctor.case import Case
 from posttrain.doctor.report import ERROR, NOTE, WARNING, Finding

@@ -8,16 +8,14 @@ from typing import Any
 
 from posttrain.algorithms import get_adv_estimator
 from posttrain.config import PPOConfig, Resolved, load_config
-from posttrain.config.base import Section
-from posttrain.config.environment import check_on_any_machine
 from posttrain.config.parallel import workers_of
 from posttrain.config.ppo_tree import PPO
 from posttrain.config.problem import ConfigError
-from posttrain.config.schema import lookup
+from posttrain.config.schema import Section, lookup
 from posttrain.config.supervised_tree import command_tree
-from posttrain.config.train_engines import RL as RL_KEYS
-from posttrain.config.train_engines import SUPERVISED, train_engine
 from posttrain.engine.registry import EngineLayout, engine_class, layout_of
+from posttrain.engine.settings import RL as RL_KEYS
+from posttrain.engine.settings import SUPERVISED, train_engine
 from posttrain.errors import UserError, working_folder
 from posttrain.launch import resolve_arguments
 from posttrain.models import cut
@@ -28,6 +26,7 @@ from posttrain.planning.budgets import apply_plan, planner_for
 from posttrain.planning.memory_plan import GIB, Device, Plan, Planner, find_device, shown
 from posttrain.planning.remedies import Remedy, find_remedies
 from posttrain.planning.supervised import ROLE
+from posttrain.rollout.engine_kwargs import check_on_any_machine
 from posttrain.rollout.engines import check_engine_name
 from posttrain.rollout.native.build import check_can_cut
 from posttrain.tracking.terminal_text import print_text
@@ -92,7 +91,7 @@ def _check_as_the_run_does(resolved: Resolved, device: Device, planner: Planner)
         layout = layout_of(config, SUPERVISED, "model")
         planner.count(config, device, ROLE, partial(_check_model, config, layout, config.model.use_remove_padding))
         return
-    if problems := check_on_any_machine(resolved):
+    if problems := list(check_on_any_machine(resolved)):
         raise ConfigError(problems)
     check_engine_name(config.actor_rollout_ref.rollout.name)
     planner.count(config, device, "actor", _ActorChecks(config))

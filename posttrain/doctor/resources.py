@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from posttrain import cores
-from posttrain.config.engine_kwargs import OUTSIDE
 from posttrain.config.loggers import missing_packages
 from posttrain.config.parallel import rollout_workers_of, workers_of
 from posttrain.doctor.case import Case
@@ -26,6 +25,7 @@ from posttrain.planning.counting import ModelBytes
 from posttrain.planning.memory_plan import shown
 from posttrain.planning.remedies import find_remedies
 from posttrain.planning.supervised import ROLE
+from posttrain.rollout.engine_kwargs import OUTSIDE
 from posttrain.tracking.rundir import RunDirectory
 from posttrain.tracking.status import read_status
 

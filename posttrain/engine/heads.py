@@ -24,14 +24,11 @@ from posttrain.protocol import DataProto
 class Head(ABC):
     """Outputs of a model, and how they are read off a pass over packed or padded rows."""
 
-    outputs: tuple[str, ...]
-    """Names of the numbers that a pass gives."""
+    outputs: tuple[str, ...]  # names of the numbers that a pass gives
+    # The linear module from a hidden state to one number; None for logits of a vocabulary.
     projection: str | None = None
-    """The linear module from a hidden state to one number; None for logits of a vocabulary."""
-    decoder = "model"
-    """Where the decoder's weights lie in a model with this head."""
-    pairs = False
-    """Whether rows come in pairs that must be computed in the same pass."""
+    decoder = "model"  # where the decoder's weights lie in a model with this head
+    pairs = False  # whether rows come in pairs that must be computed in the same pass
 
     @abstractmethod
     def torch_pass(self, module: torch.nn.Module, *, packed: bool) -> torch.nn.Module:

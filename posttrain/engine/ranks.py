@@ -87,10 +87,8 @@ def this_rank() -> int:
 class Ranks:
     """Groups of the ranks, for one engine."""
 
-    mesh: DeviceMesh
-    """(groups that are copies, ranks of a group) or only the latter."""
-    sequence: dist.ProcessGroup | None = None
-    """The ranks that compute the same rows as this one."""
+    mesh: DeviceMesh  # (groups that are copies, ranks of a group) or only the latter
+    sequence: dist.ProcessGroup | None = None  # the ranks that compute the same rows as this one
 
     @property
     def sequence_size(self) -> int:

@@ -140,5 +140,4 @@ class TorchEngine(ComposedEngine):
         return [(name, w) for name, w in self.module.named_parameters() if w.requires_grad or not adapters_only]
 
 
-FSDPEngine = TorchEngine
-"""The name that verl's users know."""
+FSDPEngine = TorchEngine  # the name that verl's users know

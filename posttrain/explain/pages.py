@@ -17,7 +17,7 @@ from posttrain.algorithms.aggregation import AGGREGATION_MODES
 from posttrain.algorithms.kl import KL_TYPES
 from posttrain.algorithms.losses import value
 from posttrain.algorithms.registry import ADV_ESTIMATORS, ESTIMATOR_KEY, LOSS_KEY, POLICY_LOSSES
-from posttrain.config.declared import load_own_algorithms
+from posttrain.config.names import load_own_algorithms
 from posttrain.config.problem import ConfigError, Problem
 from posttrain.config.root import PPOConfig
 from posttrain.config.schema import Leaf, leaves

@@ -46,6 +46,10 @@ class Team:
         edges = [columns * rank // self.size for rank in range(self.size + 1)]
         return torch.cat([parts[rank, :, : edges[rank + 1] - edges[rank]] for rank in range(self.size)], 1)
 
+    def first(self, number: int) -> int:
+        """The number that the first rank gives."""
+        return self._all(number)[0]
+
     def smallest(self, number: int) -> int:
         """Of the numbers that all ranks give."""
         return min(self._all(number))

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from posttrain.config.hub import why_not_from_hub
 from posttrain.config.lora import ADAPTER_CONFIG
-from posttrain.config.model_files import broken_files
 from posttrain.models.errors import ModelError
+from posttrain.models.hub import why_not_from_hub
+from posttrain.models.model_files import broken_files
 
 
 def is_adapter(folder: Path) -> bool:

@@ -36,14 +36,10 @@ class ModelBytes:
     """What a model and its optimizer hold, whatever the batch."""
 
     weights: int
-    gradients: int
-    """Sums over the micro-batches, in the masters' precision."""
-    optimizer: int
-    """AdamW's two moments, and float32 masters of weights in lower precision."""
-    largest: int
-    """The largest trained tensor, in the masters' precision."""
-    masters: int
-    """Float32 copies of trained weights in lower precision, a part of `optimizer`."""
+    gradients: int  # sums over the micro-batches, in the masters' precision
+    optimizer: int  # AdamW's two moments, and float32 masters of weights in lower precision
+    largest: int  # the largest trained tensor, in the masters' precision
+    masters: int  # float32 copies of trained weights in lower precision, a part of `optimizer`
 
     @classmethod
     def of(cls, model: torch.nn.Module) -> ModelBytes:

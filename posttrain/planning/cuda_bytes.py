@@ -42,10 +42,8 @@ class Sizes:
     vocabulary: int
     itemsize: int
     normed_heads: bool
-    ranks: int = 0
-    """Ranks of a layer's adapters, added up; with adapters the head has no gradient."""
-    bare_head: bool = True
-    """Logits are one matrix product, and no more."""
+    ranks: int = 0  # ranks of a layer's adapters, added up; with adapters the head has no gradient
+    bare_head: bool = True  # logits are one matrix product, and no more
 
     @property
     def columns(self) -> int:

@@ -8,8 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from posttrain.config.base import Section
-from posttrain.config.schema import assign, lookup
+from posttrain.config.schema import Section, assign, lookup
 from posttrain.planning.memory_plan import Plan, Planner, shown
 
 

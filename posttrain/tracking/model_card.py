@@ -14,6 +14,7 @@ from posttrain.tracking.redact import redact
 from posttrain.tracking.rundir import flatten
 from posttrain.tracking.safe_files import DamagedFile, read_settings
 from posttrain.tracking.svg import write_chart
+from posttrain.yaml_text import dump_yaml
 
 CURVE = "curve.svg"
 _MODEL_KEYS = ("actor_rollout_ref.model.path", "model.path", "model.partial_pretrain")
@@ -37,9 +38,7 @@ def write_card(folder: Path, repo: str, run: Path, step: int) -> Path:
         series = {metric: ([x for x, _ in points], [y for _, y in points])}
         write_chart(folder / CURVE, series, title=f"{metric} by step", y_label=metric)
     if settings:
-        import yaml
-
-        (folder / "posttrain_config.yaml").write_text(yaml.safe_dump(settings, sort_keys=False), encoding="utf-8")
+        (folder / "posttrain_config.yaml").write_text(dump_yaml(settings), encoding="utf-8")
     card = folder / "README.md"
     parts = (_front_matter(settings), _summary(repo, settings, step), _results(lines, metric), _usage(repo, folder))
     card.write_text("\n".join((*parts, _origin(run, flatten(settings)))), encoding="utf-8")

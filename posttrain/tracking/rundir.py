@@ -31,6 +31,7 @@ from posttrain.texts import utf8
 from posttrain.tracking.atomic import clear_leftovers, replace_file
 from posttrain.tracking.redact import redact
 from posttrain.tracking.safe_files import DamagedFile, stored_lines
+from posttrain.yaml_text import dump_yaml
 
 _SAMPLES = re.compile(r"(?:step|val)_(\d+)\.parquet")
 _BY_STEP = ("metrics.jsonl", "diagnosis.jsonl", "timeline.jsonl")
@@ -120,8 +121,7 @@ class RunDirectory:
 
     def write_config(self, config: Mapping[str, Any]) -> None:
         """Store the resolved settings, without secrets."""
-        text = yaml.safe_dump(redact(config), sort_keys=False, allow_unicode=True)
-        replace_file(self.config, text.encode())
+        replace_file(self.config, dump_yaml(redact(config), allow_unicode=True).encode())
 
     def read_config(self) -> dict[str, Any] | None:
         """The stored settings, None if there are none."""

@@ -159,6 +159,7 @@ def test_sync_times_weights_that_are_shared_and_weights_that_are_copied(tiny: Pa
     assert shared["moved"] == 0 and copied["moved"] == copied["bytes"] == shared["bytes"] > 0
 
 
+@pytest.mark.slow
 def test_sweep_writes_points_and_a_picture(tmp_path: Path, capsys):
     """Of long rows tokens in the middle are measured, after a given prefix, and there are fewer of them; models are
     compared at one point, which is measured once."""

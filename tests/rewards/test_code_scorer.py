@@ -409,12 +409,12 @@ def test_reward_try_shows_why_programs_failed():
 
 
 def test_the_settings_of_a_run_reach_the_sandbox_and_the_scorer():
-    from posttrain.trainer.ppo.runner import _reward_pool
+    from posttrain.trainer.ppo.reward import make_reward_pool
 
     limits = RewardConfig(code_partial_credit=True, num_workers=1, sandbox=SandboxConfig(output_kb=4))
     half = "def f(x):\n    return x if x < 2 else 0"
     programs = {"half": half, "loud": "print('x' * 9000)\n" + half}
-    with _reward_pool(RewardSpec(), limits, {"code"}) as pool:
+    with make_reward_pool(RewardSpec(), limits, {"code"}, print) as pool:
         for name, program in programs.items():
             truth = [f"assert f({i}) == {i}" for i in range(4)]
             pool.submit(name, RewardItem("code", fenced(program), truth))

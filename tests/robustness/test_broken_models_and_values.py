@@ -71,7 +71,7 @@ def test_a_broken_file_of_a_model_is_named_before_and_at_loading(place, name):
 
 
 def test_a_good_model_folder_has_no_broken_files(tiny_model):
-    from posttrain.config.model_files import broken_files
+    from posttrain.models.model_files import broken_files
 
     assert broken_files(tiny_model) == []
 

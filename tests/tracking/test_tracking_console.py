@@ -20,7 +20,7 @@ from posttrain.tracking.console import Console, as_console
 from posttrain.tracking.progress import Progress, say
 from posttrain.tracking.tee import tee_output
 from posttrain.trainer import fsdp_sft_trainer, main_generation, main_ppo
-from posttrain.trainer.run.stopping import GracefulStop
+from posttrain.trainer.run.result import GracefulStop
 
 PROGRAM = """
 import sys, time
@@ -98,7 +98,7 @@ def test_a_terminal_that_goes_away_does_not_take_the_run_with_it(tmp_path):
 HAMMERED = """
 import sys, time
 from posttrain import cli
-from posttrain.trainer.run.stopping import GracefulStop
+from posttrain.trainer.run.result import GracefulStop
 
 def slow(args):
     if "loop" in args:

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from posttrain.config.train_engines import EngineKeys
 from posttrain.engine.base import EngineLayout, EngineSettings
 from posttrain.engine.export import host_copies
 from posttrain.engine.facts import facts_of
@@ -28,6 +27,7 @@ from posttrain.engine.megatron.weights import CUT, exported, own_part, stage_mat
 from posttrain.engine.pipeline import Pipeline
 from posttrain.engine.ranks import this_rank, world_size
 from posttrain.engine.runner import ComposedEngine, PassRunner
+from posttrain.engine.settings import EngineKeys
 from posttrain.engine.state import EngineState
 from posttrain.models.lora import has_adapters, save_model
 from posttrain.models.ways import way_of

@@ -7,7 +7,7 @@ from functools import cache
 from posttrain.other_systems.verl.actor import ACTOR_RULES
 from posttrain.other_systems.verl.algorithm import ALGORITHM_RULES
 from posttrain.other_systems.verl.rollout import ROLLOUT_RULES
-from posttrain.other_systems.verl.rule import Rule
+from posttrain.other_systems.verl.rule import Rule, Rules
 from posttrain.other_systems.verl.run import RUN_RULES
 from posttrain.other_systems.verl.supervised import SUPERVISED_RULES
 
@@ -15,6 +15,11 @@ PPO_RULES: tuple[Rule, ...] = (*ACTOR_RULES, *ROLLOUT_RULES, *ALGORITHM_RULES, *
 
 
 @cache
+def _rules(supervised: bool) -> Rules:
+    return Rules(SUPERVISED_RULES if supervised else PPO_RULES)
+
+
+@cache
 def find_rule(key: str, *, supervised: bool = False) -> Rule | None:
     """The first rule that knows the key."""
-    return next((rule for rule in (SUPERVISED_RULES if supervised else PPO_RULES) if rule.matches(key)), None)
+    return _rules(supervised).find(key)

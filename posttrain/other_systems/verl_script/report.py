@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from posttrain.config import ConfigError, load_config
-from posttrain.config.engine_kwargs import can_generate
 from posttrain.config.ppo_tree import PPO
 from posttrain.config.supervised_tree import SFT
 from posttrain.config.tree import Tree
@@ -15,7 +14,7 @@ from posttrain.config.truncated_command import cut_short
 from posttrain.other_systems.verl.answers import answer
 from posttrain.other_systems.verl.mains import MAINS, as_ours
 from posttrain.other_systems.verl.rule import HONOURED, KINDS, NOT_NEEDED, NOT_SUPPORTED, TRANSLATED
-from posttrain.other_systems.verl.script import UNKNOWN, Answered, answer_all
+from posttrain.other_systems.verl.script import UNKNOWN, Answered, answer_all, can_generate
 from posttrain.other_systems.verl_script.program import Call
 
 ENGINE = "actor_rollout_ref.rollout.name"

@@ -20,8 +20,7 @@ from posttrain.rewards.scorers.code_compare import same_text, same_value
 from posttrain.rewards.scorers.code_tests import Tests, read_tests
 from posttrain.rewards.scorers.code_text import complete, extract_program
 from posttrain.rewards.types import RewardError
-from posttrain.sandbox.results import LIMITS, Result, TestReport
-from posttrain.sandbox.sandbox import Sandbox
+from posttrain.sandbox.sandbox import LIMITS, Result, Sandbox, TestReport
 from posttrain.sandbox.values import decode
 
 _SHOWN = 60
