@@ -180,7 +180,9 @@ class Process:
     def result(self) -> dict[str, Any]:
         """What is kept of a finished run; `problem` instead of figures where it failed."""
         if self.process.returncode:
-            return {**self.run.identity, "problem": f"status {self.process.returncode}: {_last_line(self.log)}"}
+            lines = [line.strip() for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
+            said = f"{lines[-1] if lines else 'no message'} (see {self.log})"
+            return {**self.run.identity, "problem": f"status {self.process.returncode}: {said}"}
         lines = list(self._lines())
         curve = [[line["step"], line[METRIC]] for line in lines if METRIC in line]
         seconds = [line["timing_s/step"] - line.get("timing_s/validation", 0.0) for line in lines if line["step"] > 0]
@@ -196,11 +198,6 @@ class Process:
         with suppress(FileNotFoundError):
             return [json.loads(line) for line in self.metrics.read_text().splitlines() if line.endswith("}")]
         return []
-
-
-def _last_line(log: Path) -> str:
-    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    return f"{lines[-1] if lines else 'no message'} (see {log})"
 
 
 def run_all(missing: Sequence[Run], *, jobs: int, threads: int) -> Iterator[dict[str, Any]]:
@@ -225,6 +222,7 @@ def run_all(missing: Sequence[Run], *, jobs: int, threads: int) -> Iterator[dict
                     done, ended = done + process.run.steps, ended + 1
                     line.begin(f"{_summary(process.run, result)}; {ended} of {len(missing)} runs")
                     yield result
+                # The time left is estimated from all steps so far, those of unfinished runs included.
                 now = done + sum(process.steps_done() for process in going.values())
                 left = (time.monotonic() - started) / now * (total - now) if now else 0.0
                 words = f"{ended} of {len(missing)} runs done, {len(going)} going on, step {now} of {total}"

@@ -80,7 +80,7 @@ def train(wanted: list[Run], record: Record, path: Path | None, *, jobs: int, th
 
 
 def without_folders(command: str) -> str:
-    """Absolute paths as the names of their files: the rest says nothing on another machine."""
+    """The command with file names in place of absolute paths, which mean nothing on another machine."""
     return re.sub(r" (?:/[^/\s]+)*/", " ", command)
 
 
@@ -118,7 +118,7 @@ def as_text(record: Record) -> str:
 
 
 def find_missing(record: Record, wanted: list[Run]) -> list[Run]:
-    """The runs that the record does not hold; older ones in their place, of other settings or length, are dropped."""
+    """The runs that the record lacks; runs of the same name with other settings or length are dropped from it."""
     same = lambda run, kept: all(kept.get(key) == value for key, value in run.identity.items())  # noqa: E731
     missing = [run for run in wanted if not any(same(run, kept) for kept in record["runs"])]
     replaced = {(run.algorithm.name, run.seed) for run in missing}
@@ -129,7 +129,7 @@ def find_missing(record: Record, wanted: list[Run]) -> list[Run]:
 
 @dataclass(frozen=True)
 class Gain:
-    """One row; without runs a row of dashes. The gain is accuracy after the last step minus that before the first."""
+    """One row of the table. The gain is accuracy after the last step minus accuracy before the first."""
 
     algorithm: Algorithm
     runs: Sequence[dict[str, Any]]

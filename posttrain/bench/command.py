@@ -1,4 +1,4 @@
-"""The arguments of `posttrain bench`; nothing heavy is imported before they are known to be right."""
+"""The arguments of `posttrain bench`; torch is imported only after they have been checked."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def main(args: Sequence[str]) -> int:
 
 @contextmanager
 def exit_on_sigterm() -> Iterator[None]:
-    """SIGTERM (`timeout`, a queue's limit) ends the systems under way too: one that is left behind keeps its device."""
+    """Let SIGTERM (`timeout`, a queue's limit) close the systems too: one that is left behind keeps its device."""
 
     def end(number: int, frame: object) -> NoReturn:
         raise SystemExit(128 + number)

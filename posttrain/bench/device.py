@@ -1,7 +1,7 @@
-"""Where a bench runs: the device (`--device`) with what its chip can do by its maker's data sheet; and what is worth
-keeping of a measurement: machine, versions, command, date, in a JSON file.
+"""The device of a bench (`--device`) with the rates of its chip's data sheet, and the JSON file of a measurement with
+machine, versions, command and date.
 
-A chip's rates are the ends of the scale in the tables: dense bfloat16 matrix units, and the memory's bandwidth.
+The floors of the tables follow from a chip's rates: of dense bfloat16 products, and of the memory.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Chip:
     bandwidth: float
 
 
-CHIPS = (  # the first whose words all stand in the device's name
+CHIPS = (  # the first whose words are all in the device's name counts
     Chip("H200", 989e12, 4.8e12),
     Chip("H100 PCIe", 756e12, 2.0e12),
     Chip("H100 NVL", 835e12, 3.9e12),
@@ -44,7 +44,7 @@ CHIPS = (  # the first whose words all stand in the device's name
 
 
 def find_chip(name: str) -> Chip | None:
-    """The chip of a device of this name; None for one that is not in the table."""
+    """The chip of a device of this name; None if it is not in the table."""
     words = name.replace("-", " ").upper().split()
     return next((chip for chip in CHIPS if all(word.upper() in words for word in chip.name.split())), None)
 
@@ -72,7 +72,7 @@ class Device:
 
 
 def find_device(device: str) -> Device:
-    """What `--device` names; `auto` is CUDA where there is one."""
+    """The device that `--device` names; `auto` is CUDA if there is one."""
     if device == "cpu":
         return Device("cpu")
     import torch
@@ -86,7 +86,7 @@ def find_device(device: str) -> Device:
 
 
 def describe_machine(threads: int, place: Device | None = None) -> dict[str, Any]:
-    """Everything about here and now that a reader of the figures needs."""
+    """Everything about machine and moment that a reader of the figures needs."""
     return {
         "command": " ".join(["posttrain", *sys.argv[1:]]),
         "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -107,7 +107,7 @@ def default_threads() -> int:
 
 
 def check_writable(path: Path | None) -> Path | None:
-    """Refuse a place that cannot be written before anything is measured."""
+    """Reject a path that cannot be written before anything is measured."""
     if path is None:
         return None
     folder = path.resolve().parent
@@ -121,7 +121,7 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def read_json(path: Path, job: str, parts: Sequence[str]) -> dict[str, Any]:
-    """What the `write_json` of a job wrote, which has these parts."""
+    """A file that the `write_json` of this job wrote; it must have these parts."""
     try:
         found = json.loads(path.read_text())
         if not isinstance(found, dict) or any(part not in found for part in parts):

@@ -1,7 +1,7 @@
-"""Pictures as SVG by hand: a sweep (time per token against rows, length and model, all axes logarithmic), and what many
-algorithms learn (a small panel each, accuracy over steps, a thin line per seed and their mean).
+"""SVG pictures: a sweep (time per token by rows, length and model, all axes logarithmic), and what algorithms learn (a
+small panel each: accuracy over steps, a thin line per seed and their mean).
 
-Below a sweep's floor no machine can go: that area is shaded. Each point says how many times the floor it is.
+The area below a sweep's floor is shaded. Each point is labelled with its multiple of the floor.
 """
 
 from __future__ import annotations
@@ -89,6 +89,7 @@ def _axis(left: float, panel: Panel, lines: Sequence[float]) -> str:
     def y(value: float) -> float:
         return bottom - math.log10(value / lines[0]) / high * (bottom - TOP)
 
+    # Both axes are logarithmic: rows, lengths and parameters double, times span decades.
     engine, floor = ([(x(p[key]), y(p[what])) for p in points] for what in ("us_per_token", "floor_us"))
     under = f"{_path(floor)}L{floor[-1][0]:.1f} {bottom}L{floor[0][0]:.1f} {bottom}Z"
     parts = [f'<path d="{under}" fill="{SHADE}"/>']
@@ -119,7 +120,6 @@ def _path(points: Sequence[tuple[float, float]]) -> str:
 
 
 def _legend(names: Sequence[str], *, hollow: bool) -> str:
-    """Under the title: the two lines, and what is written at the points."""
     looks = (f'stroke="{COLOURS[0]}" stroke-width="2"', f'stroke="{LIGHT}" stroke-width="1.5" stroke-dasharray="5 4"')
     parts, left = [], LEFT
     for name, look in zip(names, looks, strict=True):

@@ -62,6 +62,7 @@ def main(options: argparse.Namespace) -> int:
     for other in given[1:]:
         fill_in_sizes(other, bench.place)
     works = [make_work(bench, sizes) for sizes in given]
+    # Several works share one loading of each system, which has one number of slots.
     slots = {work.options.slots or len(work.rows.lengths) for work in works}
     if len(slots) > 1 and any(work.options.slots for work in works):
         raise UserError(f"--work {options.work}: their slots differ ({slots}), and a system is loaded with one number")

@@ -19,7 +19,7 @@ from posttrain.bench.systems import STEP, STEP_CUDA, System
 from posttrain.errors import UserError
 
 FIRST_COUNTED = 5
-FRAME = 3  # tokens that the chat template puts around a prompt of the presets
+FRAME = 3  # tokens that the presets' chat template adds to a prompt
 LR, WEIGHT_DECAY = 1e-5, 0.0
 SIZES = ("work", "prompts", "n", "prompt_tokens", "tokens", "lengths", "steps", "repeat")
 SIZES += ("budget", "lora_rank", "checkpointing")
@@ -50,8 +50,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def floor(bench: Prepared) -> float | None:
-    """Seconds of decoding and of the update below which the chip cannot go, with rows of full length; the responses of
-    a group share one pass over their prompt."""
+    """Seconds of decoding and update below which the chip cannot go, for rows of full length."""
     chip, shape, options = bench.place.chip, bench.shape, bench.options
     if chip is None or shape is None or options.lengths != "fixed":
         return None
@@ -60,6 +59,7 @@ def floor(bench: Prepared) -> float | None:
     decoding = decoding_floor(
         shape, prompts, [options.tokens] * rows, slots=None, peak=chip.flops, bandwidth=chip.bandwidth
     )
+    # The responses of a group share one pass over their prompt: n - 1 of each n prompts are subtracted.
     frozen, again = bool(options.lora_rank), [options.prompt_tokens] * (rows - options.prompts)
     update = update_flops(shape, [options.prompt_tokens + options.tokens] * rows, frozen=frozen)
     return decoding + (update - update_flops(shape, again, frozen=frozen)) / chip.flops
@@ -94,13 +94,12 @@ def make_job(bench: Prepared, system: System, folder: str) -> dict[str, Any]:
 
 
 def model_with_end_tokens(model: Model, tokens: int, folder: Path) -> Path:
-    """The model with so many end tokens that random weights end a response after a quarter of `tokens` on average.
-
-    Both trainers read them from `generation_config.json`, so lengths come about in the same way in each.
-    """
+    """The model with so many end tokens that random weights end a response after a quarter of `tokens` on average."""
+    # All trainers read them from `generation_config.json`, so lengths arise in the same way in each.
     for file in model.folder.iterdir():
         if file.name != "generation_config.json":
             (folder / file.name).symlink_to(file)
+    # Random weights sample nearly uniformly: each step hits an end token with probability ends / vocabulary.
     ends = list(range(max(1, round(model.vocab_size * 4 / tokens))))
     found = json.loads((model.folder / "generation_config.json").read_text())
     (folder / "generation_config.json").write_text(json.dumps({**found, "eos_token_id": ends}))

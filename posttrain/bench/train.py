@@ -1,8 +1,8 @@
 """`posttrain bench train`: seconds of one GRPO update on packed rows, and its share of the chip's arithmetic.
 
 The share (MFU) counts (6 N + 6 L H T) floating-point operations for every token of every row (`floor.update_flops`;
-4 N beside adapters, as the base has no gradient). `counted` takes the tokens that were really computed, as a prompt
-that its responses share is computed once.
+4 N with adapters, as the base has no gradient). `counted` takes only the tokens that were computed: a prompt that
+responses share is computed once.
 """
 
 from __future__ import annotations

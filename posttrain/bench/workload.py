@@ -1,7 +1,7 @@
-"""The work that every system is given: sizes by name (`--work`), prompts as token ids, and the tokens of each response.
+"""The work of all systems: sizes by name (`--work`), prompts as token ids, and the length of each response.
 
-`small` is what a CPU is given by default, `group` what a CUDA device is; whatever size is given beside a
-name counts before it. All is drawn once from a seed, before any system is started, so that all get the same rows.
+`small` is the default on a CPU, `group` on a CUDA device; sizes that are given explicitly override those of the name.
+Everything is drawn from a seed before any system is started, so that all get the same rows.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ OTHERWISE = {"lengths": "fixed", "mean_tokens": None, "slots": None, "budget": N
 
 
 def fill_in_sizes(options: argparse.Namespace, place: Device) -> None:
-    """Write the sizes that were not given into `options`, from the work that was named or that suits the device."""
+    """Write the sizes that were not given into `options`, from the named work or the device's default."""
     known = WORKS[options.job]
     name = options.work or ("small" if place.kind == "cpu" else "group")
     if name not in known:
@@ -109,8 +109,8 @@ def workload_of(sizes: argparse.Namespace, vocab_size: int) -> Workload:
 
 
 def response_lengths(rows: int, tokens: int, kind: str, seed: int = 0, mean: float | None = None) -> list[int]:
-    """`fixed`: all `tokens`. `long-tail`: lognormal with a median of a quarter of `tokens`, or this `mean` after the
-    cut; at most `tokens`."""
+    """`fixed`: all `tokens`. `long-tail`: lognormal with a median of `tokens` / 4, or with this `mean`, cut at
+    `tokens`."""
     if kind == "fixed":
         return [tokens] * rows
     draw = random.Random(seed + 1)
@@ -123,6 +123,7 @@ def centre_for(mean: float, most: int) -> float:
     """The logarithm of the lognormal's median with which lengths cut at `most` have this mean."""
     if not 1 <= mean < most:
         raise UserError(f"--mean-tokens {mean:g}: give at least 1 and less than --tokens, which is {most}")
+    # The mean after the cut grows with the centre, so bisection finds it.
     low, high = math.log(mean) - SPREAD**2, math.log(most) + 10.0
     for _ in range(60):
         middle = (low + high) / 2
@@ -131,8 +132,7 @@ def centre_for(mean: float, most: int) -> float:
 
 
 def _mean_after_cut(centre: float, most: int) -> float:
-    """E[min(X, most)] of a lognormal X."""
-
+    # E[min(X, most)] of a lognormal X.
     def below(x: float) -> float:
         return 0.5 * (1 + math.erf(x / math.sqrt(2)))
 

@@ -18,7 +18,7 @@ import torch
 from posttrain.algorithms import get_adv_estimator
 from posttrain.config import needs_reference
 from posttrain.doctor.case import Case, Run
-from posttrain.doctor.finding import ERROR, NOTE, WARNING, Finding
+from posttrain.doctor.report import ERROR, NOTE, WARNING, Finding
 from posttrain.errors import UserError
 from posttrain.models.loading import resolve_dtype
 from posttrain.planning.batch_sizes import count_steps, critic_updates, fit_sizes

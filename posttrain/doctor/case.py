@@ -12,7 +12,7 @@ from posttrain.config.ppo_tree import PPO
 from posttrain.config.resolved import Resolved
 from posttrain.config.schema import lookup
 from posttrain.config.tree import Tree
-from posttrain.doctor.finding import Report
+from posttrain.doctor.report import Report
 from posttrain.planning.budgets import planner_for
 from posttrain.planning.memory_plan import Device, Planner, find_device
 from posttrain.rewards.pool import pool_size

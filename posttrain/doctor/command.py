@@ -15,7 +15,7 @@ from posttrain.config import ConfigError, Resolved, load_config
 from posttrain.config.ppo_tree import PPO
 from posttrain.config.supervised_tree import COMMANDS, command_tree
 from posttrain.config.tree import Tree
-from posttrain.doctor.finding import ERROR, WARNING, Finding, Report
+from posttrain.doctor.report import ERROR, WARNING, Finding, Report
 from posttrain.launch import resolve_arguments
 from posttrain.tracking.console import JSON, active
 from posttrain.tracking.terminal_text import print_text

@@ -20,7 +20,7 @@ from posttrain.conversations.settings import TURNS_KEY as KEY
 from posttrain.conversations.settings import agent_settings, turn_settings
 from posttrain.conversations.tools.base import Tool, ToolCall
 from posttrain.doctor.case import Case
-from posttrain.doctor.finding import ERROR, NOTE, WARNING, Finding
+from posttrain.doctor.report import ERROR, NOTE, WARNING, Finding
 from posttrain.errors import UserError
 
 AREA = "tools"
@@ -35,7 +35,10 @@ def check_tools(case: Case) -> Iterator[Finding]:
     key = f"{_ROLLOUT}.agent" if agent_settings(rollout.agent).enable else KEY
     try:
         with open_conversations(
-            case.config, case.tokenizer, torch.device("cpu"), say=lambda text: _add_fact(case, text)
+            case.config,
+            case.tokenizer,
+            torch.device("cpu"),
+            say=lambda text: case.report.fact(AREA, text.removeprefix("note: ")),
         ) as turns:
             case.turns = turns
             case.schemas = list(turns.schemas) if turns else []
@@ -89,10 +92,6 @@ def _enabled(case: Case) -> bool:
     return turn_settings(rollout.multi_turn).enable or agent_settings(rollout.agent).enable
 
 
-def _add_fact(case: Case, text: str) -> None:
-    case.report.fact(AREA, text.removeprefix("note: "))
-
-
 def _tokens(case: Case, **shown: Any) -> int:
     options = {**case.config.data.apply_chat_template_kwargs, **shown}
     text = case.tokenizer.apply_chat_template([{"role": "user", "content": "?"}], tokenize=False, **options)
@@ -108,7 +107,8 @@ def _room(case: Case, setup: Setup, tools: Sequence[Tool]) -> Iterator[Finding]:
     settings = setup.settings
     limit, most = case.config.data.max_response_length, settings.max_assistant_turns
     call = min(len(_ids(case, _shortest_call(tool, settings.format))) for tool in tools)
-    frame = len(setup.template.ids([{"role": "tool", "content": ""}], _end_token(case)))
+    end = case.tokenizer.eos_token_id
+    frame = len(setup.template.ids([{"role": "tool", "content": ""}], end if isinstance(end, int) else -1))
     least = call + frame
     prose = json.dumps(case.schemas)
     full = least + math.ceil(settings.max_tool_response_length * len(_ids(case, prose)) / len(prose))
@@ -143,8 +143,3 @@ def _shortest_call(tool: Tool, style: str) -> str:
     function: Mapping[str, Any] = tool.schema["function"]
     required = (function.get("parameters") or {}).get("required") or []
     return FORMATS[style].write(ToolCall(function["name"], {name: "" for name in required}))
-
-
-def _end_token(case: Case) -> int:
-    found = case.tokenizer.eos_token_id
-    return found if isinstance(found, int) else -1

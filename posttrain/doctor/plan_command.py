@@ -13,7 +13,6 @@ from posttrain.config.ppo_tree import PPO
 from posttrain.config.problem import ConfigError
 from posttrain.config.schema import Section, lookup
 from posttrain.config.supervised_tree import command_tree
-from posttrain.config.tree import Tree
 from posttrain.engine.registry import EngineLayout, engine_class, layout_of
 from posttrain.engine.settings import RL as RL_KEYS
 from posttrain.engine.settings import SUPERVISED, train_engine
@@ -62,16 +61,10 @@ def main(args: Sequence[str]) -> int:
     chosen = apply_plan(config, device, resolved.explicit, planner)
     plan = planner.plan(config, device)
     print_text(report(config, plan, find_remedies(config, plan, planner), chosen))
-    if gpu_gb is None:
-        _print_missing_here(resolved, tree or PPO)
-    return 0 if plan.fits else 1
-
-
-def _print_missing_here(resolved: Resolved, tree: Tree) -> None:
     # Without --gpu_gb the plan is for this machine, which may lack what the run needs.
-    problems = tree.environment(resolved, working_folder())
-    if problems:
+    if gpu_gb is None and (problems := (tree or PPO).environment(resolved, working_folder())):
         print_text(f"On this machine the run is refused. {ConfigError(dict.fromkeys(problems))}")
+    return 0 if plan.fits else 1
 
 
 def _gpu_size(args: Sequence[str]) -> tuple[list[str], float | None]:

@@ -18,7 +18,7 @@ from posttrain import cores
 from posttrain.config.loggers import missing_packages
 from posttrain.config.parallel import rollout_workers_of, workers_of
 from posttrain.doctor.case import Case
-from posttrain.doctor.finding import ERROR, NOTE, WARNING, Finding
+from posttrain.doctor.report import ERROR, NOTE, WARNING, Finding
 from posttrain.errors import UserError
 from posttrain.planning.budgets import apply_plan
 from posttrain.planning.counting import ModelBytes
@@ -38,7 +38,8 @@ def check_resources(case: Case) -> Iterator[Finding]:
     _versions(case)
     yield from check_packages(case)
     yield from _run_directory(case)
-    yield from _loggers(case)
+    for problem in missing_packages(case.resolved):  # of loggers
+        yield Finding.of(problem, AREA, WARNING)
     yield from _weights(case)
     yield from _disk(case)
     yield from _ports(case)
@@ -67,11 +68,6 @@ def _versions(case: Case) -> None:
         except importlib.metadata.PackageNotFoundError:
             found.append(f"{name} not installed")
     case.report.fact(AREA, f"{', '.join(found)}.", f"The run would be on {case.device.words}.")
-
-
-def _loggers(case: Case) -> Iterator[Finding]:
-    for problem in missing_packages(case.resolved):
-        yield Finding.of(problem, AREA, WARNING)
 
 
 def _run_directory(case: Case) -> Iterator[Finding]:

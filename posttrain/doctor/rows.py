@@ -24,7 +24,7 @@ from posttrain.data.supervised import SFTDataset
 from posttrain.doctor import template
 from posttrain.doctor.case import SPLITS, Case
 from posttrain.doctor.conversations import check_named_in_rows
-from posttrain.doctor.finding import ERROR, NOTE, WARNING, Finding
+from posttrain.doctor.report import ERROR, NOTE, WARNING, Finding
 from posttrain.errors import UserError
 
 AREA = "data"

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from posttrain.algorithms import get_adv_estimator
 from posttrain.config.loggers import missing_notes
 from posttrain.doctor.case import Case
-from posttrain.doctor.finding import ERROR, NOTE, WARNING, Finding
+from posttrain.doctor.report import ERROR, NOTE, WARNING, Finding
 
 AREA = "configuration"
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"

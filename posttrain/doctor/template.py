@@ -9,7 +9,7 @@ from typing import Any
 
 from posttrain.data.chat import ignored_template_settings
 from posttrain.doctor.case import Case
-from posttrain.doctor.finding import ERROR, NOTE, WARNING, Finding
+from posttrain.doctor.report import ERROR, NOTE, WARNING, Finding
 from posttrain.errors import UserError
 from posttrain.models.loading import end_token_ids
 
@@ -31,7 +31,9 @@ def check_template(case: Case) -> Iterator[Finding]:
         return
     where = template_name(case)
     yield from _generation_prompt(case, where)
-    yield from _ignored_settings(case, where)
+    data = case.config.data
+    for what in ignored_template_settings(tokenizer, data.system_prompt, data.apply_chat_template_kwargs):
+        yield Finding(WARNING, AREA, what, where, "take the setting out, or take a template that reads it")
     yield from _clock(case, where)
     yield from _ends(case, tokenizer, where)
     yield from _prefix(case, where)
@@ -70,12 +72,6 @@ def _generation_prompt(case: Case, where: str) -> Iterator[Finding]:
     else:
         added = asked[len(plain) :] if asked.startswith(plain) else asked[-40:]
         case.report.fact(AREA, f"A prompt ends with {added!r}, where the model's answer begins.")
-
-
-def _ignored_settings(case: Case, where: str) -> Iterator[Finding]:
-    data = case.config.data
-    for what in ignored_template_settings(case.tokenizer, data.system_prompt, data.apply_chat_template_kwargs):
-        yield Finding(WARNING, AREA, what, where, "take the setting out, or take a template that reads it")
 
 
 def _clock(case: Case, where: str) -> Iterator[Finding]:

@@ -1,6 +1,6 @@
 """`posttrain explain NAME`: what an algorithm, setting or metric is, its source, when to use it, what to watch.
 
-The pages are the docstrings of the algorithm files, which are imported without torch, and `texts/*.md`; every settings
+The pages are the docstrings of the algorithm files, which are imported without torch, and `prose/*.md`; every settings
 key has at least its own sentence.
 """
 

@@ -1,4 +1,4 @@
-"""The prose of `posttrain explain`, from the Markdown files in `texts/`: a `##` heading is the name of a page.
+"""The prose of `posttrain explain`, from the Markdown files in `prose/`: a `##` heading is the name of a page.
 
 `WORDS` are words of the field and of the lines that a run prints; `TOPICS` have no algorithm file of their own; a page
 says what the thing means, what to make of it, where it is set and which page says more.
@@ -7,11 +7,11 @@ says what the thing means, what to make of it, where it is set and which page sa
 from __future__ import annotations
 
 import re
-from importlib import resources
+from pathlib import Path
 
 
 def _read(file: str) -> dict[str, str]:
-    text = (resources.files("posttrain.explain") / "texts" / file).read_text(encoding="utf-8")
+    text = (Path(__file__).parent / "prose" / file).read_text(encoding="utf-8")
     _, *parts = re.split(r"^## (.+)\n", text, flags=re.M)
     return {name: body.strip("\n") for name, body in zip(parts[::2], parts[1::2], strict=True)}
 

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import torch
 import torch.nn.functional as F
 
-from posttrain.kernels import adapted_gate, train
+from posttrain.kernels import train
 from posttrain.kernels.packed_attention import PackedLayout, active_layout
 from posttrain.kernels.sequence_parallel import sequence_group
 from posttrain.models.arena import join_products
@@ -106,7 +106,8 @@ class _FusedLayer(torch.autograd.Function):
         gated_TE, middle_inverse_T = train.norm_forward(middle_TE, weights.between, epsilon, copy_TE=result_TE)
         gate_up_T2I = weights.gate_up.product(gated_TE)
         low_gate_up = by_gate_up.down(gated_TE)
-        product_TI = adapted_gate.forward(gate_up_T2I, *(by_gate_up.factors(part, low_gate_up) for part in (4, 5)))
+        factors = (by_gate_up.factors(part, low_gate_up) for part in (4, 5))
+        product_TI = train.adapted_gate_forward(gate_up_T2I, *factors)
         result_TE.addmm_(product_TI, weights.down.weights[0].T)
         low_down = by_down.add(result_TE, product_TI)
         ctx.weights, ctx.sight, ctx.scale, ctx.wanted = weights, sight, scale, wanted
@@ -130,7 +131,7 @@ class _FusedLayer(torch.autograd.Function):
         found: Grads = [None] * (2 * PARTS)
         grad_TE = grad_1TE[0].contiguous()
         grad_low = by_down.back(grad_TE)
-        product_TI, grad_gate_up = adapted_gate.backward(
+        product_TI, grad_gate_up = train.adapted_gate_backward(
             weights.down.back(grad_TE),
             gate_up_T2I,
             *(by_gate_up.factors(part, low_gate_up) for part in (4, 5)),

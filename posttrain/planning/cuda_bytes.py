@@ -17,8 +17,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from posttrain.kernels.cuda import bucket
-from posttrain.kernels.cuda.sizes import DEPTH, FINE, LEAST_ROWS, MOST_TOKENS
+from posttrain.kernels.cuda import DEPTH, FINE, LEAST_ROWS, MOST_TOKENS, bucket
 from posttrain.kernels.decode import BLOCK
 from posttrain.kernels.logprob_head import CHUNK_ELEMENTS, DEVICE_SHARE, KEPT_SHARE, kept_chunks
 from posttrain.models.decoder import KNOWN

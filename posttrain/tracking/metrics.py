@@ -50,7 +50,7 @@ def step_metrics(
         raise KeyError("a step's batch needs response_mask and token_level_scores")
     scores = _row_sums(scores_BT)
     lengths = mask.sum(axis=1)
-    parts = _parts_of(fields, len(scores))
+    parts: list[Mapping[str, Any]] = [part or {} for part in fields.objects("reward_parts") or [{}] * len(scores)]
     right = right_answers(scores, parts)
     metrics = _score_metrics(fields, scores)
     metrics |= _group_metrics(fields, scores, right)
@@ -237,11 +237,6 @@ def _time_metrics(
     if generating > 0:
         metrics["perf/generated_tokens_per_s"] = float(lengths.sum()) / generating
     return metrics
-
-
-def _parts_of(fields: Fields, rows: int) -> list[Mapping[str, Any]]:
-    parts = fields.objects("reward_parts")
-    return [part or {} for part in parts] if parts is not None else [{}] * rows
 
 
 def _prompt_lengths(fields: Fields) -> np.ndarray | None:

@@ -12,7 +12,7 @@ from posttrain.tracking.loggers import read_metrics
 from posttrain.tracking.origin import read_origin
 from posttrain.tracking.redact import redact
 from posttrain.tracking.rundir import flatten
-from posttrain.tracking.stored import DamagedFile, read_settings
+from posttrain.tracking.safe_files import DamagedFile, read_settings
 from posttrain.tracking.svg import write_chart
 from posttrain.yaml_text import dump_yaml
 

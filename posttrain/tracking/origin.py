@@ -20,7 +20,7 @@ from typing import Any
 from posttrain.errors import working_folder
 from posttrain.tracking.atomic import replace_file
 from posttrain.tracking.redact import HIDDEN, redact
-from posttrain.tracking.stored import DamagedFile, read_object
+from posttrain.tracking.safe_files import DamagedFile, read_object
 
 NAME = "run.json"
 # Packages whose versions change what a run computes or how fast.
@@ -64,7 +64,8 @@ def command(arguments: Sequence[str]) -> str:
     kept, secret_next = [], False
     for argument in arguments:
         name, equals, value = argument.partition("=")
-        is_secret = _is_secret(name.lstrip("+-").replace("-", "_"))
+        plain = name.lstrip("+-").replace("-", "_")
+        is_secret = redact({plain: "x"})[plain] == HIDDEN
         if secret_next and not argument.startswith("-"):
             kept.append(HIDDEN)
         elif is_secret and equals and value:
@@ -73,10 +74,6 @@ def command(arguments: Sequence[str]) -> str:
             kept.append(redact(argument))
         secret_next = is_secret and not equals and argument.startswith("-")
     return shlex.join(kept)
-
-
-def _is_secret(name: str) -> bool:
-    return redact({name: "x"})[name] == HIDDEN
 
 
 def cpu_name() -> str:

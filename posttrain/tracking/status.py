@@ -13,7 +13,7 @@ from typing import Any
 
 from posttrain.tracking.atomic import replace_file
 from posttrain.tracking.row import Moment
-from posttrain.tracking.stored import DamagedFile, read_object
+from posttrain.tracking.safe_files import DamagedFile, read_object
 
 FRESH_S = 2.0  # a running run writes its status this often
 NAME = "status.json"

@@ -107,14 +107,18 @@ def join_within(pieces: Sequence[tuple[int, str | None]], width: int) -> str:
 
 
 def summary(known: StepFacts) -> list[tuple[int, str | None]]:
+    """(importance, text) of each part of the line; None where there is nothing to say."""
+    total, _ = _times(known)
+    share, kl, clipped = (known.get(name) for name in ("groups/no_signal", "kl_loss", "actor/pg_clipfrac"))
+    speed = known.get("perf/throughput")
     return [
         (9, _reward(known)),
-        (7, _signal(known)),
-        (6, _kl(known)),
-        (2, _clipping(known)),
+        (7, f"{share:.0%} no signal" if share is not None and known.run.grouped else None),
+        (6, f"KL {kl:.2g}" if kl is not None and known.run.kl_on else None),
+        (2, None if clipped is None else f"clip {clipped:.1%}"),
         (5, _length(known)),
-        (4, _speed(known)),
-        (8, _seconds(known)),
+        (4, None if speed is None else f"{speed:,.0f} tok/s"),
+        (8, f"{total:.1f} s" if total > 0 else None),
         (3, _bound(known)),
     ]
 
@@ -127,21 +131,6 @@ def _reward(known: StepFacts) -> str | None:
     return f"reward {reward:.3f}{trend}"
 
 
-def _signal(known: StepFacts) -> str | None:
-    share = known.get("groups/no_signal")
-    return None if share is None or not known.run.grouped else f"{share:.0%} no signal"
-
-
-def _kl(known: StepFacts) -> str | None:
-    kl = known.get("kl_loss")
-    return f"KL {kl:.2g}" if kl is not None and known.run.kl_on else None
-
-
-def _clipping(known: StepFacts) -> str | None:
-    clipped = known.get("actor/pg_clipfrac")
-    return None if clipped is None else f"clip {clipped:.1%}"
-
-
 def _length(known: StepFacts) -> str | None:
     length, change = known.get("response_length"), known.change("response_length")
     if length is None:
@@ -151,21 +140,11 @@ def _length(known: StepFacts) -> str | None:
     return f"length {length:.0f}{drift}"
 
 
-def _speed(known: StepFacts) -> str | None:
-    speed = known.get("perf/throughput")
-    return None if speed is None else f"{speed:,.0f} tok/s"
-
-
 def _times(known: StepFacts) -> tuple[float, dict[str, float]]:
     prefix = "timing_s/"
     times = {name.removeprefix(prefix): value for name, value in known.now.items() if name.startswith(prefix)}
     total = times.pop("step", None) or math.fsum(times.values())
     return total, times
-
-
-def _seconds(known: StepFacts) -> str | None:
-    total, _ = _times(known)
-    return f"{total:.1f} s" if total > 0 else None
 
 
 def _bound(known: StepFacts) -> str | None:

@@ -59,7 +59,8 @@ def redirect_libraries(folder: Path, consoles: tuple[Any, ...]) -> Iterator[None
         log.write(warnings.formatwarning(message, category, filename, lineno, line))
 
     def emit(self: Any, record: logging.LogRecord) -> None:
-        if not _is_console(self.stream, consoles):
+        known = (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__, *consoles)
+        if not any(self.stream is console for console in known):
             return emitted(self, record)
         try:
             log.write(self.format(record) + self.terminator)
@@ -75,11 +76,6 @@ def redirect_libraries(folder: Path, consoles: tuple[Any, ...]) -> Iterator[None
         if logging.StreamHandler.emit is emit:
             logging.StreamHandler.emit = emitted
         log.close()
-
-
-def _is_console(stream: Any, consoles: tuple[Any, ...]) -> bool:
-    known = (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__, *consoles)
-    return any(stream is one for one in known)
 
 
 class Bar(Protocol):
@@ -125,7 +121,8 @@ class Tee:
 
     def _write(self, text: str, shown: str) -> None:
         with self._lock:
-            self._to_log(lambda: self._log.write(_for_log(text)))
+            if not _is_bar(text):  # a bar that is redrawn would fill the log
+                self._to_log(lambda: self._log.write(plain(text)))
             if not self._hides(text):
                 self._show(shown)
             if self._lost and text.endswith("\n"):
@@ -216,11 +213,6 @@ def tee_output(path: Path) -> Iterator[None]:
             tee.finish()
         with suppress(OSError):  # what a full disk did not take was said when it was written
             log.close()
-
-
-def _for_log(text: str) -> str:
-    # Without colours and without redrawn bars.
-    return "" if _is_bar(text) else plain(text)
 
 
 def _is_bar(text: str) -> bool:

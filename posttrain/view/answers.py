@@ -123,7 +123,9 @@ class Answers:
             for kind in ("val", "step"):
                 catalogue = self._catalogue({"run": run, "kind": kind})
                 catalogue.refresh()
-                self._learn(catalogue)
+                # The index for searches is built after the catalogue, which filters need first.
+                files = list(reversed(samples.KINDS[kind](catalogue.folder / "samples")))
+                self._trigrams_of(catalogue.folder, kind).learn(files, catalogue.wait)
 
     def _catalogue(self, query: Query) -> Catalogue:
         key = (self._folder(query), _kind(query))
@@ -136,11 +138,6 @@ class Answers:
 
     def _trigrams_of(self, folder: Path, kind: str) -> TrigramIndex:
         return self._trigrams.setdefault((folder, kind), TrigramIndex())
-
-    def _learn(self, catalogue: Catalogue) -> None:
-        # The index for searches is built after the catalogue, which filters need first.
-        files = list(reversed(samples.KINDS[catalogue.kind](catalogue.folder / "samples")))
-        self._trigrams_of(catalogue.folder, catalogue.kind).learn(files, catalogue.wait)
 
 
 def _kind(query: Query) -> str:

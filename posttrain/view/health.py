@@ -11,8 +11,8 @@ from typing import Any
 import pyarrow as pa
 
 from posttrain.tracking.rundir import DIAGNOSIS, TIMELINE, read_lines
+from posttrain.tracking.safe_files import read_settings
 from posttrain.tracking.step_line import error_kind
-from posttrain.tracking.stored import read_settings
 from posttrain.view.catalogue import Catalogue
 from posttrain.view.sample_file import SampleFile
 from posttrain.view.samples import preview

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from posttrain.tracking.stored import DamagedFile, stored_lines
+from posttrain.tracking.safe_files import DamagedFile, stored_lines
 
 # Significant digits of a number in an answer: more than a chart can show.
 DIGITS = 7

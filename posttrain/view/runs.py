@@ -15,8 +15,8 @@ from typing import Any
 
 from posttrain.errors import UserError, first_line
 from posttrain.tracking.rundir import ROOT, find_run, is_run, runs_under
+from posttrain.tracking.safe_files import DamagedFile, open_stored
 from posttrain.tracking.status import age, load_status, run_state
-from posttrain.tracking.stored import DamagedFile, open_stored
 from posttrain.view.metrics import number
 from posttrain.view.settings import family, settings_problem
 
@@ -127,7 +127,8 @@ def _reached(path: Path, version: tuple[int, int, int]) -> dict[str, Any]:
         end = end.partition(b"\n")[2]  # it begins within a line
     first, lines = _lines(start)[:1], _lines(end)
     found: dict[str, Any] = {column: _last(lines, pattern) for column, pattern in COLUMNS.items()}
-    times = [_time(line) for line in (*first, *lines[-1:])]
+    times = [line.get("time") for line in (*first, *lines[-1:])]
+    times = [None if isinstance(time, bool) else number(time) for time in times]
     return {name: value for name, value in found.items() if value} | {
         "started": times[0] if times else None,
         "written": times[-1] if times else None,
@@ -152,8 +153,3 @@ def _last(lines: list[dict[str, Any]], pattern: re.Pattern[str]) -> dict[str, An
             if pattern.fullmatch(name) and not isinstance(value, bool) and number(value) is not None:
                 return {"metric": name, "value": number(value)}
     return None
-
-
-def _time(line: dict[str, Any]) -> float | None:
-    time = line.get("time")
-    return None if isinstance(time, bool) else number(time)

@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.compute
 import pyarrow.parquet as pq
 
-from posttrain.tracking.stored import is_plain
+from posttrain.tracking.safe_files import is_plain
 
 MOST_ROWS = 4_000_000  # responses of one step
 pc: Any = pyarrow.compute  # its functions are created at run time, unseen by type checkers

@@ -13,7 +13,7 @@ from typing import Any
 from posttrain.tracking.origin import read_origin
 from posttrain.tracking.redact import redact
 from posttrain.tracking.rundir import flatten
-from posttrain.tracking.stored import DamagedFile, read_settings
+from posttrain.tracking.safe_files import DamagedFile, read_settings
 
 FILE = "config.yaml"
 _SEED_OR_NAME = re.compile(

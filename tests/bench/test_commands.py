@@ -218,7 +218,7 @@ def test_tokens_after_a_prefix_are_timed_without_those_that_came_with_the_prompt
             ended = [row for row, count in self.rows.items() if count == 4]
             return [Output(row, [0] * self.rows.pop(row), [0.0], "length") for row in ended]
 
-    monkeypatch.setattr(engines, "_drawn", lambda job: (Engine(), "an engine"))
+    monkeypatch.setattr(engines, "load", lambda job: (Engine(), "an engine"))
     _, ask = engines.sweep({"drawn": True, "prompt_tokens": 2, "vocab_size": 9, "device": "cpu", "dtype": "float32"})
     assert ask({"rows": 2, "tokens": 4, "seed": 0, "prefix": 5})["tokens"] == 2 * 3
     all_at_once = lambda engine: 8 * (len(engine.rows) == 2)  # noqa: E731

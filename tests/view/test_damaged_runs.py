@@ -14,8 +14,8 @@ import yaml
 from viewing import STEPS, Client
 
 from posttrain.cli import main
+from posttrain.tracking.safe_files import DamagedFile, read_settings
 from posttrain.tracking.status import load_status, read_status, run_state, write_status
-from posttrain.tracking.stored import DamagedFile, read_settings
 
 BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 10)

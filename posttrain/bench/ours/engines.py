@@ -12,22 +12,27 @@ from posttrain.bench.peers.wire import rollout_answer, rows_of, sampled, serve, 
 from posttrain.bench.workload import make_workload
 from posttrain.trainer.constants_ppo import apply_environment
 
-CACHE = 0.6  # of the device's memory, in a sweep: there is no trainer beside it
+CACHE = 0.6  # share of the device's memory in a sweep, where no trainer needs the rest
 
 
 def load(job: dict[str, Any]) -> tuple[Any, str]:
     """(the engine `job["engine"]` over the job's model, its name and version)."""
     import torch
 
+    from posttrain.bench.presets import draw
     from posttrain.config.model import ModelConfig
     from posttrain.config.rollout import RolloutConfig
-    from posttrain.models.loading import DTYPES, load_causal_lm, load_tokenizer
+    from posttrain.models.loading import DTYPES, load_causal_lm, load_tokenizer, proved
     from posttrain.rollout.engines import build_engine
 
     torch.set_num_threads(job["threads"])
-    model = ModelConfig(path=job["model"])
-    module = load_causal_lm(model, dtype=DTYPES[job["dtype"]], device=torch.device(job["device"]))
-    given = {"max_num_seqs": job.get("slots") or 1024, **job["settings"]}
+    model, dtype, memory = ModelConfig(path=job["model"]), DTYPES[job["dtype"]], {}
+    if job.get("drawn"):  # in a sweep presets have no weights on disk: drawing them here is faster than reading them
+        module = proved(draw(job["model"], dtype, job["device"]).eval(), f"--model {job['model']}")
+        memory = {"gpu_memory_utilization": CACHE} if job["device"] == "cuda" else {}
+    else:
+        module = load_causal_lm(model, dtype=dtype, device=torch.device(job["device"]))
+    given = {"max_num_seqs": job.get("slots") or 1024, **memory, **job["settings"]}
     return build_engine(RolloutConfig(name=job["engine"], **given), module, load_tokenizer(model))
 
 
@@ -39,7 +44,7 @@ def rollout(job: dict[str, Any]):
     engine, name = load(job)
 
     def batch(prompts: list[list[int]], samplings: list[Sampling], seed: int) -> list[Any]:
-        engine.wake()
+        engine.wake()  # inside the timed part
         outputs = generate(engine, prompts, samplings, [seed * 1_000_003 + row for row in range(len(samplings))])
         engine.sleep()
         return outputs
@@ -62,15 +67,15 @@ def sweep(job: dict[str, Any]):
     from posttrain.rollout.base import Request, Sampling
     from posttrain.rollout.generate import advance
 
-    engine, name = _drawn(job) if job["drawn"] else load(job)
+    engine, name = load(job)
 
     def machine() -> dict[str, Any]:
         where = job["device"]
         return {"peak_flops": peak_flops(DTYPES[job["dtype"]], device=where), "bandwidth": bandwidths(device=where)}
 
     def point(rows: int, tokens: int, seed: int, prefix: int | None) -> dict[str, Any]:
-        """Seconds and tokens of `rows` responses; after a `prefix` they count from when all of them are known to have
-        begun. An engine that runs ahead tells of its first round then (256 tokens at most), and has begun the next."""
+        # With a `prefix` only tokens after the moment at which all rows are known to have begun are timed. An engine
+        # that runs ahead reports its first round then (256 tokens at most), and has already begun the next.
         prompt = prefix or job["prompt_tokens"]
         work = make_workload(
             prompts=rows, n=1, prompt_tokens=prompt, tokens=tokens, kind="fixed", vocab_size=job["vocab_size"]
@@ -100,26 +105,9 @@ def sweep(job: dict[str, Any]):
     return {"engine": name}, run
 
 
-def _drawn(job: dict[str, Any]) -> tuple[Any, str]:
-    """As `load`, over random weights that are drawn here instead of being read."""
-    import torch
-
-    from posttrain.bench.presets import draw
-    from posttrain.config.model import ModelConfig
-    from posttrain.config.rollout import RolloutConfig
-    from posttrain.models.loading import DTYPES, load_tokenizer, proved
-    from posttrain.rollout.engines import build_engine
-
-    torch.set_num_threads(job["threads"])
-    module = proved(draw(job["model"], DTYPES[job["dtype"]], job["device"]).eval(), f"--model {job['model']}")
-    memory = {"gpu_memory_utilization": CACHE} if job["device"] == "cuda" else {}
-    settings = RolloutConfig(name=job["engine"], max_num_seqs=job["slots"], **{**memory, **job["settings"]})
-    return build_engine(settings, module, load_tokenizer(ModelConfig(path=job["model"])))
-
-
 def sync(job: dict[str, Any]):
-    """New weights, as after an update. The time runs until the engine has scored four tokens with them: one that only
-    notes that weights are new must read them within it."""
+    """New weights, as after an update, until the engine has scored four tokens with them."""
+    # Scoring is timed too: an engine that only notes that weights are new must read them within the time.
     import torch
 
     from posttrain.config.model import ModelConfig

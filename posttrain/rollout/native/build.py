@@ -12,7 +12,7 @@ from posttrain.config.rollout import RolloutConfig
 from posttrain.errors import UserError
 from posttrain.kernels import cuda
 from posttrain.kernels.compiled import why_not
-from posttrain.kernels.cuda.sizes import MOST_STEPS, STEPS_UNSEEN
+from posttrain.kernels.cuda import MOST_STEPS, STEPS_UNSEEN
 from posttrain.kernels.fp8 import OLDEST
 from posttrain.kernels.quantized import FP8
 from posttrain.kernels.tensor_parallel import Team

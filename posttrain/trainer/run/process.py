@@ -20,7 +20,7 @@ from posttrain.config.resolved import Resolved
 from posttrain.config.trainer import RunConfig
 from posttrain.errors import UserError
 from posttrain.external import KEY, import_external
-from posttrain.kernels.onednn import settle_products
+from posttrain.kernels.onednn import fix_product_library
 from posttrain.tracking.console import ignore_hangup
 from posttrain.tracking.progress import say
 from posttrain.tracking.rundir import RunDirectory
@@ -70,7 +70,7 @@ def seed_and_determinism(settings: RunConfig, device: torch.device) -> None:
     """In every process that computes."""
     seed_all(settings.seed)
     if device.type == "cpu":
-        settle_products()
+        fix_product_library()
     if settings.deterministic:
         if device.type == "cuda":
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

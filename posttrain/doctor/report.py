@@ -53,7 +53,9 @@ class Report:
         """Add those that are new. A missing or broken file, which many checks stumble over, is reported once."""
         for finding in findings:
             if cause := self._known_cause(finding):
-                self._not_looked_at(finding.area, cause)
+                sentence = f"Not looked at, as {cause}."
+                if sentence not in self.facts.get(finding.area, []):
+                    self.fact(finding.area, sentence)
             elif not any((known.level, known.what) == (finding.level, finding.what) for known in self.findings):
                 self.findings.append(finding)
 
@@ -68,11 +70,6 @@ class Report:
             elif (found := _BROKEN.search(known)) and all(part in finding.what for part in found.groups()):
                 return found["words"]
         return None
-
-    def _not_looked_at(self, area: str, cause: str) -> None:
-        words = f"Not looked at, as {cause}."
-        if words not in self.facts.get(area, []):
-            self.fact(area, words)
 
     @property
     def serious(self) -> list[Finding]:

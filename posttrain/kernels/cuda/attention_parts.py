@@ -1,9 +1,10 @@
-"""Gradients of tokens that stand in two parts of an attention, added up where they stand, and always in one order.
+"""Attention in two parts, over different keys: their outputs joined, and the gradients of shared tokens added.
 
-`index_add_` adds up by atomics, in any order, and sorts its rows first where torch is asked for one order. Here every
-token has a program of its own, and nobody else writes there. Sums are in float32 and rounded once.
+Responses that share a prompt attend to themselves and to their prompt in two calls (`flash.py`). Each part counts by
+its share of the exponentials' sum.
 
-Shapes: T packed tokens, R rows of the other part, C numbers of a row, N tokens that have copies among those rows.
+Shapes: T packed tokens, R rows of the other part, C numbers of a row, N tokens that have copies among those rows, H
+heads, D head size.
 """
 
 from __future__ import annotations
@@ -14,7 +15,11 @@ import torch
 import triton
 import triton.language as tl
 
-TOGETHER = tl.constexpr(8)  # copies that are read before the first of them is added
+TOGETHER = tl.constexpr(8)  # copies that are loaded before the first of them is added
+
+
+# Gradients are added by one program per token, in float32 and in a fixed order, and rounded once. torch's `index_add_`
+# adds by atomics, in any order, and sorts its rows first under `trainer.deterministic`.
 
 
 @triton.jit
@@ -29,7 +34,7 @@ def _add_rows(OWN, MORE, PLACES, size, BLOCK: tl.constexpr):
 
 
 def add_rows(own_TC: torch.Tensor, more_RC: torch.Tensor, places_R: torch.Tensor) -> torch.Tensor:
-    """`own` with every row of the other part added at its place, in place; no two rows have the same one."""
+    """Add every row of the other part at its place, in place; no two rows have the same place."""
     own, size, block = own_TC.contiguous(), *_sizes(own_TC)
     grid = (len(places_R), triton.cdiv(size, block))
     _add_rows[grid](own, more_RC.contiguous(), places_R, size, block, num_warps=1 if block <= 256 else 4)
@@ -74,18 +79,40 @@ def add_copies(own: Sequence[torch.Tensor], more: Sequence[torch.Tensor], copies
     return [key, value]
 
 
-def plain_sums(own_TC: torch.Tensor, more_RC: torch.Tensor, copies_N4: torch.Tensor) -> torch.Tensor:
-    """The twin of both, and equal to the bit: a new tensor, its sums one token after the other."""
-    found = own_TC.clone()
-    for place, first, step, count in copies_N4.tolist():
-        total = own_TC[place].float()
-        for number in range(count):
-            total = total + more_RC[first + number * step].float()
-        found[place] = total.to(own_TC.dtype)
-    return found
-
-
 def _sizes(x: torch.Tensor) -> tuple[int, int]:
-    """Numbers of a row, and how many of them a program takes."""
+    # Numbers of a row, and how many of them one program takes.
     size = x.shape[1:].numel()
     return size, min(triton.next_power_of_2(size), 4096)
+
+
+@triton.jit(do_not_specialize=["tokens", "parts"])
+def _join_parts(OUT, LOGSUM, OVER, OVER_LOGSUM, PLACES, tokens, parts, H: tl.constexpr, HP: tl.constexpr,
+                D: tl.constexpr, DP: tl.constexpr):  # fmt: skip
+    part = tl.program_id(0).to(tl.int64)
+    place = tl.load(PLACES + part)
+    h, d = tl.arange(0, HP), tl.arange(0, DP)
+    mine = tl.load(LOGSUM + h * tokens + place, mask=h < H, other=0.0)
+    other = tl.load(OVER_LOGSUM + h * parts + part, mask=h < H, other=0.0)
+    most = tl.maximum(mine, other)
+    both = most + tl.log(tl.exp(mine - most) + tl.exp(other - most))
+    # The sum is replaced in place. Without the barrier one warp could store it before another has read the old one,
+    # which weighed some heads wrongly, differently in every process.
+    tl.debug_barrier()
+    tl.store(LOGSUM + h * tokens + place, both, mask=h < H)
+    at = h[:, None] * D + d[None, :]
+    real = (h < H)[:, None] & (d < D)[None, :]
+    x = tl.load(OUT + place * (H * D) + at, mask=real, other=0.0)
+    y = tl.load(OVER + part * (H * D) + at, mask=real, other=0.0)
+    joined = x.to(tl.float32) * tl.exp(mine - both)[:, None] + y.to(tl.float32) * tl.exp(other - both)[:, None]
+    tl.store(OUT + place * (H * D) + at, joined.to(x.dtype), mask=real)
+
+
+def join_parts(out_THD, logsum_HT, over_RHD, over_HR, places_R: torch.Tensor) -> None:
+    """Join into `out` and its log-sums what the tokens at `places` saw in the other part, `over`."""
+    heads, size = out_THD.shape[1:]
+    assert all(x.is_contiguous() for x in (out_THD, logsum_HT, over_RHD, over_HR))
+    two = triton.next_power_of_2
+    _join_parts[(len(places_R),)](
+        out_THD, logsum_HT, over_RHD, over_HR, places_R, logsum_HT.shape[1], over_HR.shape[1], heads, two(heads),
+        size, two(size), num_warps=4,
+    )  # fmt: skip
