@@ -42,11 +42,11 @@ class TurnSettings:
     """What is kept of a longer answer: its beginning (`left`), both ends (`middle`) or its end (`right`)."""
     tool_timeout_s: float = 30.0
     """Seconds that a call may take; the model is told of one that takes longer."""
-    format: str = "hermes"
-    """How the model writes calls: `hermes` (`<tool_call>{...}</tool_call>`) or `llama3_json` (`{...}` alone)."""
+    format: str = "auto"
+    """How the model writes calls; `auto` finds the format that reads what the chat template writes."""
 
 
-_CHOICES = {"tool_response_truncate_side": SIDES, "format": FORMATS}
+_CHOICES = {"tool_response_truncate_side": SIDES, "format": ("auto", *FORMATS)}
 _AT_LEAST = {"max_assistant_turns": 1, "max_parallel_calls": 1, "max_tool_response_length": 1, "tool_timeout_s": 0.001}
 
 
