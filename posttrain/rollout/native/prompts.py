@@ -149,7 +149,7 @@ class Queue:
         for prompt in [prompt for prompt in self.opened if prompt.ready]:
             while prompt.waiting and room > 0:
                 own = prompt.own_blocks(prompt.waiting[0])
-                # Only running rows count here. Ended ones may be evicted by `_fits`, which would change the sum halfway:
+                # Only running rows count. `_fits` may evict ended ones, which would change the sum halfway:
                 # it became negative, and rows were given fewer blocks than they write to.
                 kept -= 0 if prompt.running else own
                 if not self._fits(kept + own):
