@@ -12,8 +12,8 @@ from typing import Any
 from posttrain.config.options import OptionParser
 from posttrain.errors import working_folder
 from posttrain.interrupts import one_interrupt
-from posttrain.tracking.console import exit_status, keep_going, prepare_streams
-from posttrain.tracking.terminal_text import tell, tell_page
+from posttrain.tracking.console import exit_status, prepare_streams, protect_console
+from posttrain.tracking.terminal_text import print_page, print_text
 from posttrain.tracking.waiting import waiting
 
 Arguments = Sequence[str]
@@ -22,9 +22,9 @@ Arguments = Sequence[str]
 def train(args: Arguments) -> int:
     """Train as `train.sh` does."""
     from posttrain import launch, launch_flags
-    from posttrain.tracking.own_console import take_voice
+    from posttrain.tracking.console import split_output_mode
 
-    args, voice = take_voice(args)
+    args, mode = split_output_mode(args)
     request = launch.parse(args)
     if request.help:
         print(launch_flags.help_text(os.environ))
@@ -35,8 +35,8 @@ def train(args: Arguments) -> int:
         return 0
     from posttrain.trainer.main_ppo import exit_status, run_command
 
-    keep_going()
-    return exit_status(run_command(resolved, voice))
+    protect_console()
+    return exit_status(run_command(resolved, mode))
 
 
 def sft(args: Arguments) -> int:
@@ -88,7 +88,7 @@ def explain(args: Arguments) -> int:
     parser.add_argument("name", nargs="*", help=help_)
     from posttrain.explain import explain as page
 
-    tell_page(page(" ".join(parser.parse_args(args).name) or None))
+    print_page(page(" ".join(parser.parse_args(args).name) or None))
     return 0
 
 
@@ -96,7 +96,7 @@ def reward(args: Arguments) -> int:
     if args and args[0] == "try":
         from posttrain.rewards import try_command
 
-        return try_command.main(args[1:], sample=_sample, tell=tell)
+        return try_command.main(args[1:], sample=_sample, tell=print_text)
     parser = _parser("reward", "Rewards outside a run.")
     parser.add_argument("job", choices=["try"], help="score a data file: `posttrain reward try --help`")
     parser.parse_args(args)
@@ -115,7 +115,7 @@ def tool(args: Arguments) -> int:
 
 
 def _sample(options: argparse.Namespace, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    from posttrain.trainer.generation.sampled import sample_rows
+    from posttrain.commands.generation.command import sample_rows
 
     return sample_rows(options, rows)
 
@@ -134,14 +134,14 @@ def export(args: Arguments) -> int:
     refuse_other_folders(options.checkpoint)
     free_folder(options.out)
     with waiting():
-        from posttrain.trainer.export import export_checkpoint
+        from posttrain.commands.export import export_checkpoint
 
     print(f"written: {export_checkpoint(options.checkpoint, options.out, adapter=options.adapter, base=options.base)}")
     return 0
 
 
 def push(args: Arguments) -> int:
-    from posttrain.trainer import push as command
+    from posttrain.commands import push as command
 
     return command.main(args)
 
@@ -153,13 +153,13 @@ def data(args: Arguments) -> int:
 
 
 def generate(args: Arguments) -> int:
-    from posttrain.trainer.generation import command
+    from posttrain.commands.generation import command
 
     return command.main(args)
 
 
 def evaluate(args: Arguments) -> int:
-    from posttrain.trainer.evaluation import command
+    from posttrain.commands.evaluation import command
 
     return command.main(args)
 
@@ -201,7 +201,7 @@ def view(args: Arguments) -> int:
 
 
 def replay(args: Arguments) -> int:
-    from posttrain.trainer.replay import command
+    from posttrain.commands import replay as command
 
     return command.main(args)
 
@@ -272,8 +272,8 @@ def _dispatch(args: list[str]) -> int:
 
     near = closest(args[0], VERBS)
     hint = f" Did you mean `posttrain {near}`?" if near else ""
-    tell(f"posttrain has no verb `{args[0]}`.{hint}", sys.stderr)
-    tell(f"Known verbs: {', '.join(VERBS)}. `posttrain --help` says what each does.", sys.stderr)
+    print_text(f"posttrain has no verb `{args[0]}`.{hint}", sys.stderr)
+    print_text(f"Known verbs: {', '.join(VERBS)}. `posttrain --help` says what each does.", sys.stderr)
     return 2
 
 

@@ -65,7 +65,7 @@ class RolloutConfig(Section):
     do both."""
     tensor_model_parallel_size: int = setting(1, range=ONE_OR_MORE)
     """Neighbouring workers that hold one rollout engine, each a part of the model's heads and feed-forward columns and
-    its cache (`native`)."""
+    its cache (`native`, `vllm`)."""
     gpu_memory_utilization: float | None = setting(None, range=POSITIVE_SHARE)
     """Share of the device's memory for the engine; null lets the memory plan choose."""
     multi_turn: dict[str, Any] = field(default_factory=dict)

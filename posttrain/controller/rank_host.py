@@ -19,8 +19,7 @@ from posttrain.controller.stalls import Process, this_process
 from posttrain.controller.wire import Parcel, pack, unpack
 from posttrain.errors import UserError
 
-NEIGHBOURS_S = 0.05
-"""Calls of one method with less than this between them are one span of work."""
+NEIGHBOURS_S = 0.05  # calls of one method with less than this between them are one span of work
 SHORTEST_S = 0.001
 
 
@@ -61,8 +60,7 @@ class RankHost:
         self.workers: dict[str, Any] = {}
         self.profiler: Any = None
         self.peaks: Any = None
-        self.spans: list[list[Any]] = []
-        """[method, when it began, its seconds] of the calls since they were last taken."""
+        self.spans: list[list[Any]] = []  # [method, when it began, its seconds] of the calls since they were last taken
 
     def programs(self) -> Parcel:
         """What this process runs."""

@@ -17,8 +17,7 @@ class RayFuture(Future[Any]):
 
     def __init__(self, refs: list[Any], join: Callable[[list[Any]], Any], watch: RankWatch) -> None:
         self.refs, self.join, self._watch = refs, join, watch
-        self.waiting = list(refs)
-        """Of ranks that have not answered, as far as was looked."""
+        self.waiting = list(refs)  # of ranks that have not answered, as far as was looked
         self._found: dict[Any, Any] = {}
         self._error: Exception | None = None
         self._value: Any = None

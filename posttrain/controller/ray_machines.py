@@ -16,10 +16,8 @@ from posttrain import cores
 from posttrain.errors import UserError
 
 ITSELF = "127.0.0.1"
-WAIT_S = 60.0
-"""For machines that join late."""
-COMING_S = 300.0
-"""For machines that join a head that has only just been started."""
+WAIT_S = 60.0  # for machines that join late
+COMING_S = 300.0  # for machines that join a head that has only just been started
 
 
 class TooFewMachines(UserError):
@@ -120,8 +118,7 @@ def _machine(node: Mapping[str, Any]) -> Machine:
     return Machine(node["NodeID"], node["NodeManagerAddress"], max(1, int(node["Resources"].get("CPU", 1))))
 
 
-PLACE = "in"
-"""Where posttrain lies: told, and free to differ."""
+PLACE = "in"  # where posttrain lies: told, and free to differ
 
 
 class DifferentPrograms(UserError):

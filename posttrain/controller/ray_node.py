@@ -87,8 +87,7 @@ class RayNode:
             self._process.wait(CLOSE_S)
 
 
-PORT = 6379
-"""Of a head whose address the user types on the other machines."""
+PORT = 6379  # of a head whose address the user types on the other machines
 _OF_A_NODE = ("num_cpus", "num_gpus", "resources", "labels", "object_store_memory")
 _OF_A_HEAD = ("include_dashboard", "dashboard_host", "dashboard_port")
 

@@ -163,8 +163,8 @@ class RayWorkers(Workers):
             self.cluster.stop()
 
 
+# (the machine's name, the process's own GPUs there, its id, its threads), as `RankHost.place` tells.
 Place = tuple[str, list[int], int, int]
-"""(the machine's name, the process's own GPUs there, its id, its threads), as `RankHost.place` tells."""
 
 
 def places_words(places: Sequence[Place]) -> str:

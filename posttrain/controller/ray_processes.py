@@ -19,8 +19,7 @@ from pathlib import Path
 
 MARK = "POSTTRAIN_RAY"
 LONGEST_FOLDER = 40  # a socket's path may have 107 bytes, and Ray adds its own names
-CLOSE_S = 30.0
-"""For the watcher; Ray's processes are gone within two seconds."""
+CLOSE_S = 30.0  # for the watcher; Ray's processes are gone within two seconds
 _WATCHER = Path(__file__).with_name("watcher.py")
 _TORCHRUNS = (
     *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),

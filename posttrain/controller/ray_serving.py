@@ -9,11 +9,9 @@ from posttrain.controller.ray_address import connection_error, no_ray, shown_by_
 from posttrain.controller.ray_node import RayNode
 from posttrain.errors import UserError
 
-HEAD_S = 300.0
-"""For the head, which the first machine starts when it has read its data."""
+HEAD_S = 300.0  # for the head, which the first machine starts when it has read its data
 EVERY_S = 0.5
-SILENCES = 3
-"""Times in a row that nothing is found before it is believed."""
+SILENCES = 3  # times in a row that nothing is found before it is believed
 
 
 class RunNeverCame(UserError):

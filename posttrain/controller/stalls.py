@@ -15,8 +15,7 @@ from pathlib import Path
 
 from posttrain.controller.worker_died import CONTINUES, WorkerDied
 
-STOPPED, TRACED = "T", "t"
-"""By a signal (SIGSTOP, Ctrl-Z); by a debugger."""
+STOPPED, TRACED = "T", "t"  # by a signal (SIGSTOP, Ctrl-Z); by a debugger
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -76,14 +75,11 @@ def _with_those_below(pid: int) -> Iterator[int]:
             yield from _with_those_below(int(child))
 
 
-EVERY_S = 2.0
-"""Between two looks."""
-TELL_S = 10.0
-"""A process that is stopped for longer is reported."""
+EVERY_S = 2.0  # between two looks
+TELL_S = 10.0  # a process that is stopped for longer is reported
+# Workers that neither answer nor compute for longer are reported; then again after twice that time, and so on.
 IDLE_S = 300.0
-"""Workers that neither answer nor compute for longer are reported; then again after twice that time, and so on."""
-IDLE_SHARE = 0.05
-"""Of a core: a worker's own threads use less than that while it waits."""
+IDLE_SHARE = 0.05  # of a core: a worker's own threads use less than that while it waits
 LIMIT = "trainer.stopped_worker_timeout_s"
 
 

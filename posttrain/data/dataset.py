@@ -7,11 +7,11 @@ from typing import Any, TypedDict
 
 from tqdm import tqdm
 
+from posttrain.batch.saving import Unsavable, to_json
 from posttrain.config.data import DataConfig
 from posttrain.data.chat import ChatRenderer
 from posttrain.data.fields import Messages, PromptFields, fields_of
 from posttrain.data.rows import DataError, RowTable, read_table
-from posttrain.protocol_values import Unsavable, to_json
 
 SPLITS = ("train", "val")
 TRUNCATIONS = ("error", "left", "right", "middle")

@@ -12,8 +12,7 @@ import torch
 
 from posttrain.pulse import Work
 
-BACKWARD = 2
-"""Work of a layer's backward pass, in forward passes."""
+BACKWARD = 2  # work of a layer's backward pass, in forward passes
 
 
 class LayerProgress:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from posttrain.engine.interface import name_interface
 from posttrain.errors import UserError
-from posttrain.kernels.onednn import settle_products
+from posttrain.kernels.onednn import fix_product_library
 from posttrain.kernels.tensor_parallel import Team
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def join_ranks(
     if device.type == "cuda":
         torch.cuda.set_device(device.index or 0)  # Ray shows a rank one GPU, its own
     else:
-        settle_products()
+        fix_product_library()
     name_interface(address.rpartition(":")[0])
     timeout = timedelta(seconds=timeout_s)
     dist.init_process_group(
@@ -87,10 +87,8 @@ def this_rank() -> int:
 class Ranks:
     """Groups of the ranks, for one engine."""
 
-    mesh: DeviceMesh
-    """(groups that are copies, ranks of a group) or only the latter."""
-    sequence: dist.ProcessGroup | None = None
-    """The ranks that compute the same rows as this one."""
+    mesh: DeviceMesh  # (groups that are copies, ranks of a group) or only the latter
+    sequence: dist.ProcessGroup | None = None  # the ranks that compute the same rows as this one
 
     @property
     def sequence_size(self) -> int:

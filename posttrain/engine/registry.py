@@ -15,8 +15,8 @@ from posttrain.engine.ranks import world_size
 from posttrain.engine.settings import EngineKeys, train_engine
 
 _TORCH = ("posttrain.engine.torch_engine", "TorchEngine")
+# Strategy -> (module, class), imported when a run chooses it. `engine/settings.py` has what settings know.
 BUILT_IN = {"fsdp": _TORCH, "fsdp2": _TORCH, "megatron": ("posttrain.engine.megatron.engine", "MegatronEngine")}
-"""Strategy -> (module, class), imported when a run chooses it. `engine/settings.py` has what settings know."""
 
 
 def layout_of(config: Any, keys: EngineKeys, role: str) -> EngineLayout:

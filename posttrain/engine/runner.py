@@ -61,8 +61,7 @@ class _Call:
     def __init__(self, runner: PassRunner, data: DataProto, passes: Passes) -> None:
         self.runner, self.passes = runner, passes
         self.order = [row for units in passes for unit in units for row in unit.rows]
-        self.data = data[self.order]
-        """The rows in the order in which they are computed: those of a pass lie together."""
+        self.data = data[self.order]  # the rows in the order in which they are computed: those of a pass lie together
         self.spans: list[slice] = []
         for units in passes:
             start = self.spans[-1].stop if self.spans else 0
@@ -111,8 +110,8 @@ class PassRunner:
         self.stage, self.head, self.facts, self.settings = stage, head, facts, settings
         self.optimizer = optimizer
         alone = world_size() == 1 and settings.device.type == "cpu"
+        # Counts layers inside a pass, where one process computes on a CPU; None counts whole passes.
         self.progress = LayerProgress(stage.module) if alone else None
-        """Counts layers inside a pass, where one process computes on a CPU; None counts whole passes."""
 
     def plan(self, data: DataProto) -> Passes:
         """The passes over a batch that this process computes alone."""

@@ -21,8 +21,8 @@ from posttrain.planning.rl import RLPlanner
 from posttrain.planning.supervised import SupervisedPlanner
 from posttrain.rollout.engine_kwargs import OUTSIDE
 
+# Token budgets that are tried, below the default. Few, because each costs a plan.
 TOKENS = (12288, 8192, 6144, 4096, 3072, 2048, 1536, 1024, 768, 512)
-"""Token budgets that are tried, below the default. Few, because each costs a plan."""
 KV_KEY, SHARE_KEY = (f"actor_rollout_ref.rollout.{name}" for name in ("kv_cache_gb", "gpu_memory_utilization"))
 DOES_NOT_FIT = "By the memory plan this run does not fit"
 

@@ -35,8 +35,8 @@ class Device:
     kind: str
     bytes: int
     words: str
+    # Captured steps multiply by its matrix units. Not so of a GPU that is not here: others need more memory.
     hopper: bool = False
-    """Captured steps multiply by its matrix units. Not so of a GPU that is not here: others need more memory."""
 
     @property
     def offloads(self) -> bool:
@@ -74,12 +74,10 @@ class Planner(ABC):
     `find_remedies`, share most of them.
     """
 
-    model_section: str
-    """Where the settings of the trained model lie."""
+    model_section: str  # where the settings of the trained model lie
+    # Settings that memory depends on -> the next lower value, or None where there is none.
     lower: Mapping[str, Callable[[Any, Plan], Any]]
-    """Settings that memory depends on -> the next lower value, or None where there is none."""
-    always_named: Sequence[str]
-    """Settings that are named with their values even where they change nothing."""
+    always_named: Sequence[str]  # settings that are named with their values even where they change nothing
 
     def __init__(self) -> None:
         self._kept: dict[Any, Any] = {}
@@ -127,11 +125,9 @@ class Plan:
     """Bytes of every part in every stage, on one worker's device."""
 
     device: Device
-    shape: Any
-    """Rows and tokens that meet in one worker's memory, with `workers` and `longest`."""
+    shape: Any  # rows and tokens that meet in one worker's memory, with `workers` and `longest`
     stages: dict[str, Parts] = field(default_factory=dict)
-    host: Parts = field(default_factory=dict)
-    """What offloading moves to host memory while it is not used."""
+    host: Parts = field(default_factory=dict)  # what offloading moves to host memory while it is not used
 
     def peak(self, stage: str | None = None) -> int:
         """Bytes at the worst moment of a stage, or of the whole step."""

@@ -52,12 +52,9 @@ class Shape:
     prompt: int
     batch_rows: int
     mini_rows: int
-    wave: int
-    """Responses decoded at once: `max_num_seqs`, or all of an engine's share of the batch."""
-    prefill: int
-    """Prompts computed at once: the distinct ones of a wave."""
-    generating: int = 0
-    """Workers that only generate; 0 where the others do."""
+    wave: int  # responses decoded at once: `max_num_seqs`, or all of an engine's share of the batch
+    prefill: int  # prompts computed at once: the distinct ones of a wave
+    generating: int = 0  # workers that only generate; 0 where the others do
 
     @classmethod
     def of(cls, config: PPOConfig) -> Shape:

@@ -34,12 +34,9 @@ class RowShape:
 
     workers: int
     longest: int
-    together: int
-    """Sequences that are always computed in one pass: the two of a pair."""
-    batch_rows: int
-    """Of an optimizer step."""
-    pass_rows: int
-    """Sequences of full length in the largest pass."""
+    together: int  # sequences that are always computed in one pass: the two of a pair
+    batch_rows: int  # of an optimizer step
+    pass_rows: int  # sequences of full length in the largest pass
 
     @classmethod
     def of(cls, config: SupervisedConfig) -> RowShape:

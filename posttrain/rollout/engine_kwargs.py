@@ -112,7 +112,7 @@ def check_on_any_machine(resolved: Resolved) -> Iterator[Problem]:
     """How engines are spread over workers; `posttrain plan` may ask this for another machine than this one."""
     name, parallel = resolved.value(_NAME), f"{ROLLOUT}.tensor_model_parallel_size"
     size, where = resolved.value(parallel), resolved.where(parallel)
-    if name in OUTSIDE:  # whatever the size, it is 1 there
+    if name in OUTSIDE and not OUTSIDE[name].by_teams:  # whatever the size, it is 1 there
         if size > 1:
             what = (
                 f"`{parallel}={size}`: a {OUTSIDE[name].title} engine over several devices is not built; every worker "

@@ -39,6 +39,8 @@ class OutsideEngine:
     """The class whose fields its arguments are ..."""
     files: tuple[str, ...]
     """... and where it may lie, as patterns within the package. In a folder of groups every class is one of it."""
+    by_teams: bool = False
+    """Whether several workers can hold one engine together."""
     on_cpu: Mapping[str, Any] = field(default_factory=dict)
     """Arguments that are so on a CPU."""
     gone: Mapping[str, str] = field(default_factory=dict)

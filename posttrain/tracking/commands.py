@@ -14,7 +14,7 @@ from posttrain.tracking.loggers import read_metrics
 from posttrain.tracking.progress import console_width
 from posttrain.tracking.row import STAGE_WORDS, clock
 from posttrain.tracking.rundir import ROOT, RunDirectory, find_run, runs_under
-from posttrain.tracking.status import age, read_status, stands
+from posttrain.tracking.status import age, read_status, run_state
 
 _WATCHED = ("reward_mean", "val/loss", "train/loss")
 
@@ -42,7 +42,7 @@ def runs(args: Sequence[str]) -> int:
 
 def _row(folder: Path, root: Path) -> tuple[str, str, str, str, str]:
     known = read_status(folder)
-    status = stands(folder)
+    status = run_state(folder)
     stage = known.get("stage")
     if status == "running" and stage:
         status = f"running ({STAGE_WORDS.get(stage, stage)})"
@@ -155,7 +155,7 @@ def _lines(folder: Path) -> list[dict[str, Any]]:
 
 
 def _watched(lines: list[dict[str, Any]]) -> str:
-    """What a run is judged by: a validation's mean, else the reward, else the loss."""
+    # What a run is judged by: a validation's mean, else the reward, else the loss.
     names = list(dict.fromkeys(key for line in lines for key in line))
     means = [name for name in names if name.startswith("val/") and "/mean@" in name]
     return next(iter([*means, *(name for name in _WATCHED if name in names)]), "reward_mean")

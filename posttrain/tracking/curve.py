@@ -8,8 +8,8 @@ import unicodedata
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+# Bit of the braille dot at (row, column) of a character's 4 x 2 dots.
 _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
-"""Bit of the braille dot at (row, column) of a character's 4 x 2 dots."""
 
 
 def text_plot(
@@ -113,7 +113,7 @@ def _wrapped(text: str, width: int, most: int) -> list[str]:
 
 
 def _columns(text: str) -> int:
-    """Terminal columns: wide characters (Chinese, Japanese, ...) take two, combining ones none."""
+    # Terminal columns: wide characters (Chinese, Japanese, ...) take two, combining ones none.
     return sum(0 if unicodedata.combining(c) else 2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in text)
 
 

@@ -13,15 +13,15 @@ from typing import Any
 
 import numpy as np
 
-from posttrain.tracking.failures import failing_tools
 from posttrain.tracking.fields import Fields, groups_of
+from posttrain.tracking.step_line import failing_tools
 
+# A response whose score reaches this counts as right, unless its reward gave an `acc` part.
 RIGHT_FROM = 0.5
-"""A response whose score reaches this counts as right, unless its reward gave an `acc` part."""
+# A variance below this share of the mean square is float32 rounding of equal numbers.
 ROUNDING = 1e-10
-"""A variance below this share of the mean square is what float32 leaves of equal numbers."""
+# Key of `meta_info`: seconds of a generation that ran beside other work.
 GENERATED_S = "generated_s"
-"""In a batch's `meta_info`: seconds of its generation where other work was done meanwhile."""
 _CORRECTNESS_PARTS = ("acc", "accuracy", "correct")
 
 
@@ -40,7 +40,7 @@ def step_metrics(
     `token_level_rewards`, `advantages`, `returns`, `values`, `attention_mask`, `data_source`, `finish_reason`,
     `reward_parts` (a dict per row) and `reward_error` (text or None per row).
     `timing` maps stages (`gen`, `reward`, ..., and `step` for all of it) to seconds.
-    `generated_s` are the seconds from the first token to the last, where `gen` is only what was waited for.
+    `generated_s` are the seconds from the first token to the last; with one-step-off `gen` is only the waiting time.
     `update` holds the update's metrics by their names (`actor/policy_loss`, ...): numbers, or one per mini-batch.
     """
     fields = Fields(batch)
@@ -50,7 +50,7 @@ def step_metrics(
         raise KeyError("a step's batch needs response_mask and token_level_scores")
     scores = _row_sums(scores_BT)
     lengths = mask.sum(axis=1)
-    parts = _parts_of(fields, len(scores))
+    parts: list[Mapping[str, Any]] = [part or {} for part in fields.objects("reward_parts") or [{}] * len(scores)]
     right = right_answers(scores, parts)
     metrics = _score_metrics(fields, scores)
     metrics |= _group_metrics(fields, scores, right)
@@ -127,7 +127,7 @@ def _token_metrics(fields: Fields, mask: np.ndarray) -> dict[str, float]:
 
 
 def _explained_variance(fields: Fields, mask: np.ndarray) -> dict[str, float]:
-    """1 - variance(returns - values) / variance(returns): 1 is a perfect critic, 0 one that knows the mean alone."""
+    # 1 - variance(returns - values) / variance(returns): 1 is a perfect critic, 0 one that knows the mean alone.
     returns, values = fields.numbers("returns"), fields.numbers("values")
     if returns is None or values is None or not mask.any():
         return {}
@@ -160,7 +160,6 @@ def _length_metrics(fields: Fields, lengths: np.ndarray, right: np.ndarray, limi
 
 
 def _turn_metrics(fields: Fields) -> dict[str, float]:
-    """Of responses of several turns."""
     turns, calls = fields.objects("num_turns"), fields.objects("tool_calls")
     if turns is None or calls is None:
         return {}
@@ -204,7 +203,7 @@ def _part_metrics(fields: Fields, parts: list[Mapping[str, Any]]) -> dict[str, f
 
 
 def _reward_model_metrics(scores: list[float], truncated: Sequence[Any]) -> dict[str, float]:
-    """Of the rows that the reward model could score; it failed on the others."""
+    # `scores` has only the rows that the reward model could score.
     metrics = {
         "reward_model/failures": float(len(truncated) - len(scores)),
         "reward_model/truncated": float(sum(map(bool, truncated))),
@@ -238,11 +237,6 @@ def _time_metrics(
     if generating > 0:
         metrics["perf/generated_tokens_per_s"] = float(lengths.sum()) / generating
     return metrics
-
-
-def _parts_of(fields: Fields, rows: int) -> list[Mapping[str, Any]]:
-    parts = fields.objects("reward_parts")
-    return [part or {} for part in parts] if parts is not None else [{}] * rows
 
 
 def _prompt_lengths(fields: Fields) -> np.ndarray | None:

@@ -17,22 +17,21 @@ from typing import TextIO
 from posttrain import pulse
 from posttrain.tracking.background import Every
 from posttrain.tracking.row import Moment, progress_row
-from posttrain.tracking.tee import Tee, active, console_of, set_active
-from posttrain.tracking.terminal_text import columns, folded, has_colour, is_terminal, painted
+from posttrain.tracking.tee import Tee, active, console_of, set_active_bar
+from posttrain.tracking.terminal_text import add_colours, columns, fold_lines, has_colour, is_terminal
 from posttrain.tracking.waiting import DRAW_EVERY, LiveRow
 
-ADVICE_EVERY = 10
-"""The same advice is printed again after this many steps."""
+ADVICE_EVERY = 10  # the same advice is printed again after this many steps
 LINE_COLUMNS = 100
+# Without a terminal, a stage that takes longer than this logs its progress, this often.
 WORD_EVERY = 60.0
-"""Without a terminal a stage that takes longer than this says how far it is, this often."""
 
 
 def say(text: str) -> None:
-    """Print one note, without tearing the live row apart; a running tee writes it to the log too."""
+    """Print a message above the live row; a tee also writes it to the log."""
     bar, stream = active(), console_of(sys.stdout)
-    shown = folded(text, columns(stream)) if is_terminal(stream) else text
-    shown = painted(shown) if has_colour(stream) else shown
+    shown = fold_lines(text, columns(stream)) if is_terminal(stream) else text
+    shown = add_colours(shown) if has_colour(stream) else shown
     if isinstance(sys.stdout, Tee):  # it moves the bar itself
         sys.stdout.say(text, shown)
     elif bar is None or not bar.has_bar:
@@ -79,11 +78,11 @@ class Progress:
             self._ticker = Every(DRAW_EVERY, self._row.draw)
         else:
             self._ticker = Every(1.0, self._speak_if_long)
-        set_active(self)
+        set_active_bar(self)
         return self
 
     def __exit__(self, *exc: object) -> None:
-        set_active(None)
+        set_active_bar(None)
         if self._ticker is not None:
             self._ticker.close()
         if self._row is not None:
@@ -159,7 +158,7 @@ class Progress:
             say(f"  ... {moment.label} {moment.step}/{moment.total}: {moment.sentence()}")
 
     def _is_news(self, sentence: str) -> bool:
-        # With other numbers, or another error behind its colon, a sentence is the same advice.
+        # Sentences that differ only in numbers, or in the error after a colon, are the same advice.
         kind = re.sub(r"[\d.,]+", "#", sentence.partition(": ")[0])
         if self._done - self._advised.get(kind, -ADVICE_EVERY) < ADVICE_EVERY:
             return False
@@ -168,7 +167,7 @@ class Progress:
 
 
 def _is_pipe(stream: TextIO) -> bool:
-    """Whether another program reads this stream: if it shows it on the same terminal, a row would be torn."""
+    # Another program reads this stream. If it prints to the same terminal (`| tee`), it would tear the row.
     try:
         return stat.S_ISFIFO(os.fstat(stream.fileno()).st_mode)
     except (OSError, ValueError, AttributeError):  # closed, or no stream at all

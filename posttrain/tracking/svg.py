@@ -63,8 +63,6 @@ def ticks(low: float, high: float, about: int = 6) -> list[float]:
 
 
 class _Plane:
-    """Where a point of the data lies in the picture."""
-
     def __init__(self, x_ticks: list[float], y_ticks: list[float], width: int, height: int) -> None:
         self.x_ticks, self.y_ticks = x_ticks, y_ticks
         self.right, self.bottom = width - _RIGHT, height - _BOTTOM

@@ -1,5 +1,5 @@
-"""LiveRow, one row at the bottom of a terminal that steps aside for whole lines; `waiting()` shows one while a command
-loads libraries or does something else that takes seconds."""
+"""LiveRow, one row at the bottom of a terminal; `waiting()` shows one while a command does something that takes
+seconds, such as loading libraries."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from typing import TextIO
 
 from posttrain.tracking.background import Every
-from posttrain.tracking.tee import active, console_of, set_active
+from posttrain.tracking.tee import active, console_of, set_active_bar
 from posttrain.tracking.terminal_text import columns, is_terminal
 
 CLEAR = "\r\x1b[K"
@@ -19,7 +19,7 @@ DRAW_EVERY = 0.2  # seconds, of a run's progress
 
 
 class LiveRow:
-    """Draws `text(width)` on `stream`; a terminal that went away is left alone."""
+    """Draws `text(width)` on `stream`; a closed terminal is ignored."""
 
     def __init__(self, stream: TextIO, text: Callable[[int], str]) -> None:
         self.stream, self._text = stream, text
@@ -73,11 +73,11 @@ def waiting(what: str = LIBRARIES) -> Iterator[None]:
         return
     since = time.monotonic()
     row = Waiting(stream, lambda width: f"{what} … {time.monotonic() - since:.0f} s"[:width])
-    set_active(row)
+    set_active_bar(row)
     ticker = Every(COUNT_EVERY, row.draw)
     try:
         yield
     finally:
-        set_active(None)
+        set_active_bar(None)
         ticker.close()
         row.clear()

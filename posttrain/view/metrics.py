@@ -1,4 +1,4 @@
-"""metrics.jsonl as columns, read on as it grows."""
+"""metrics.jsonl as columns; only what was appended is read again."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from posttrain.tracking.stored import DamagedFile, stored_lines
+from posttrain.tracking.safe_files import DamagedFile, stored_lines
 
+# Significant digits of a number in an answer: more than a chart can show.
 DIGITS = 7
-"""Significant digits of a number in an answer: more than a chart or a person can tell apart."""
 
 
 class Metrics:
-    """The lines of one run. What was read is kept; a file that was cut and written anew is read from its start."""
+    """The lines of one run. A file that was replaced or truncated (by a resumed run) is read from its start."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._lock = path, threading.Lock()
@@ -65,7 +65,7 @@ class Metrics:
             self.names += new
 
     def columns(self, names: Iterable[str], *, after: int = 0, identity: str = "") -> dict[str, Any]:
-        """`steps` and one list per name, from line `after` on; all of it where `identity` tells of another file."""
+        """`steps` and one list per name, from line `after` on, or all if `identity` is that of another file."""
         self.refresh()
         now = str(self._identity)
         first = after if identity == now and after <= len(self.lines) else 0
@@ -82,14 +82,14 @@ class Metrics:
         }
 
     def _meant(self, names: Iterable[str]) -> list[str]:
-        """Those that there are; `val/*` means all that begin so."""
+        # `val/*` means all that begin so.
         asked = list(names)
         begun = tuple(name[:-1] for name in asked if name.endswith("*"))
         exact = {name for name in asked if name in self._known}
         return [name for name in self.names if name in exact or (begun and name.startswith(begun))]
 
     def _column(self, name: str) -> list[Any]:
-        """The numbers of all lines, made once."""
+        # Columns are made at the first request and extended afterwards.
         column = self._columns.setdefault(name, [])
         with self._lock:
             column += [number(line.get(name)) for line in self.lines[len(column) :]]

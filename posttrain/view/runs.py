@@ -1,6 +1,6 @@
-"""Which runs a viewer shows, each under a name of its own, and what each reached. Requests name runs, never paths.
+"""The runs that a viewer shows, each under a unique name, and what each reached. Requests name runs, never paths.
 
-Of metrics.jsonl only both ends are read: a table of many runs must not read them all.
+Only the two ends of metrics.jsonl are read: a table of many runs must not read whole files.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import Any
 
 from posttrain.errors import UserError, first_line
 from posttrain.tracking.rundir import ROOT, find_run, is_run, runs_under
-from posttrain.tracking.status import age, load_status, stands
-from posttrain.tracking.stored import DamagedFile, open_stored
+from posttrain.tracking.safe_files import DamagedFile, open_stored
+from posttrain.tracking.status import age, load_status, run_state
 from posttrain.view.metrics import number
 from posttrain.view.settings import family, settings_problem
 
 
 class Runs:
-    """Runs that were named, and those below folders that were named; new ones of the latter appear by themselves."""
+    """The given runs, and the runs below the given folders, where new ones appear by themselves."""
 
     def __init__(self, places: Sequence[str]) -> None:
         self._single: list[Path] = []
@@ -39,7 +39,7 @@ class Runs:
             )
 
     def folders(self) -> dict[str, Path]:
-        """By name, oldest first: the last part of the path, and as many more as tell it from others."""
+        """By name, oldest first. A name is the end of the path, as short as it is unique."""
         found = [folder for root in self._roots for folder in runs_under(root)] + self._single
         unique = [Path(path) for path in dict.fromkeys(os.path.realpath(folder) for folder in found)]
         return {_name(folder, unique): folder for folder in unique}
@@ -56,15 +56,15 @@ def _name(folder: Path, others: Sequence[Path]) -> str:
 
 
 def _readable(name: str) -> str:
-    """Escapes what folder names may hold besides text, and tabs, which separate names in addresses."""
+    # Escapes control characters, among them tabs, which separate names in addresses.
     return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in name)
 
 
 def about(name: str, folder: Path) -> dict[str, Any]:
-    """How a run stands and what it reached. Of one that is damaged `problem` says what cannot be read."""
+    """The state of a run and what it reached; `problem` says what cannot be read of a damaged one."""
     problems: list[str] = []
     known, ends = (_or_problem(read, folder, problems) for read in (load_status, reached))
-    status = "damaged" if problems and not known else stands(folder)
+    status = "damaged" if problems and not known else run_state(folder)
     settings_wrong = settings_problem(folder)
     wanted = ("step", "total_steps", "stage", "stage_seconds", "unit", "done", "of", "tokens_per_s", "seconds_left")
     return {
@@ -80,19 +80,20 @@ def about(name: str, folder: Path) -> dict[str, Any]:
 
 
 def _or_problem(read: Callable[[Path], dict[str, Any]], folder: Path, problems: list[str]) -> dict[str, Any]:
-    """What `read` gives; one run that cannot be read must not keep all the others from being listed."""
+    # One damaged run must not keep the others from being listed.
     try:
         return read(folder)
     except DamagedFile as error:
         problems.append(str(error))
-    except Exception as error:  # whatever else a folder that anyone may have written brings about
+    except Exception as error:  # a folder may hold anything
         problems.append(f"{folder.name} cannot be read: {first_line(error)}.")
     return {}
 
 
+# At the end of the file: about fifty steps, which usually include the newest validation.
 END_BYTES = 256 * 1024
-"""Of the end of the file: some fifty steps, among which the newest validation mostly is."""
 START_BYTES = 64 * 1024
+# Column of the table -> the metrics that it may show, of which a run usually has one; the last value counts.
 COLUMNS = {
     "reward": re.compile(r"reward_mean"),
     "accuracy": re.compile(r"right/mean|train/accuracy"),
@@ -100,7 +101,6 @@ COLUMNS = {
     "loss": re.compile(r"train/loss"),
     "throughput": re.compile(r"perf/throughput"),
 }
-"""Of the table -> the metrics that it may show, of which a run mostly has one; the last recorded value counts."""
 
 
 def reached(folder: Path) -> dict[str, Any]:
@@ -110,7 +110,7 @@ def reached(folder: Path) -> dict[str, Any]:
         facts = os.stat(path)
     except FileNotFoundError:
         if path.is_symlink():
-            open_stored(path)  # says what is wrong with it
+            open_stored(path)  # raises the right error
         return {}
     except OSError as error:
         raise DamagedFile(f"{path.name} cannot be opened: {error.strerror}.") from error
@@ -127,7 +127,8 @@ def _reached(path: Path, version: tuple[int, int, int]) -> dict[str, Any]:
         end = end.partition(b"\n")[2]  # it begins within a line
     first, lines = _lines(start)[:1], _lines(end)
     found: dict[str, Any] = {column: _last(lines, pattern) for column, pattern in COLUMNS.items()}
-    times = [_time(line) for line in (*first, *lines[-1:])]
+    times = [line.get("time") for line in (*first, *lines[-1:])]
+    times = [None if isinstance(time, bool) else number(time) for time in times]
     return {name: value for name, value in found.items() if value} | {
         "started": times[0] if times else None,
         "written": times[-1] if times else None,
@@ -152,8 +153,3 @@ def _last(lines: list[dict[str, Any]], pattern: re.Pattern[str]) -> dict[str, An
             if pattern.fullmatch(name) and not isinstance(value, bool) and number(value) is not None:
                 return {"metric": name, "value": number(value)}
     return None
-
-
-def _time(line: dict[str, Any]) -> float | None:
-    time = line.get("time")
-    return None if isinstance(time, bool) else number(time)

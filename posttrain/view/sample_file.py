@@ -1,6 +1,6 @@
 """One file of samples: its columns, and single rows without reading the others.
 
-Columns that an older version did not write are there nevertheless, made of others or empty.
+Columns that older versions did not write are computed from others, or empty.
 """
 
 from __future__ import annotations
@@ -16,12 +16,10 @@ import pyarrow as pa
 import pyarrow.compute
 import pyarrow.parquet as pq
 
-from posttrain.tracking.stored import is_plain
+from posttrain.tracking.safe_files import is_plain
 
-MOST_ROWS = 4_000_000
-"""Responses of one step."""
-pc: Any = pyarrow.compute
-"""Its functions are made at run time, so that no type checker knows them."""
+MOST_ROWS = 4_000_000  # responses of one step
+pc: Any = pyarrow.compute  # its functions are created at run time, unseen by type checkers
 LIGHT = ("uid", "sample", "score", "length", "advantage", "mismatch", "finish_reason", "error", "data_row")
 TEXTS = (
     "prompt",
@@ -49,13 +47,13 @@ class SampleFile:
     """A step's responses. Opening reads the file's footer alone."""
 
     def __init__(self, path: Path) -> None:
-        if not is_plain(path):  # opening a named pipe would wait for ever
+        if not is_plain(path):  # opening a named pipe would wait forever
             raise FileNotFoundError(f"{path.name} is not a file")
         self._file, self._lock = pq.ParquetFile(path, memory_map=True), threading.Lock()
         self._uids: Any = None
         self.names = set(self._file.schema_arrow.names)
         self.rows = self._file.metadata.num_rows
-        if self.rows > MOST_ROWS:  # a file of a few bytes can stand for any number of equal rows
+        if self.rows > MOST_ROWS:  # a few bytes of parquet can encode any number of equal rows
             raise pa.ArrowInvalid(f"{path.name} holds {self.rows:,} responses; at most {MOST_ROWS:,} are read")
 
     def columns(self, names: Iterable[str], groups: list[int] | None = None) -> pa.Table:
@@ -64,7 +62,7 @@ class SampleFile:
         made_of = {name: _MADE[name][0] for name in names if name in _MADE and name not in self.names}
         sources = [source for needed in made_of.values() for source in needed]
         wanted = [name for name in dict.fromkeys([*names, *sources]) if name in self.names]
-        with self._lock:  # several questions may be about one file
+        with self._lock:  # requests in several threads may read the same file
             if groups is None:
                 table = self._file.read(columns=wanted, use_threads=False)
             else:

@@ -14,14 +14,13 @@ import numpy as np
 import pyarrow as pa
 
 from posttrain.errors import first_line
-from posttrain.tracking.samples import sample_files, step_of, validation_files
-from posttrain.tracking.vocabulary import NAME, read_vocabulary
+from posttrain.tracking.samples import NAME, read_vocabulary, sample_files, step_of, validation_files
 from posttrain.view.metrics import number
 from posttrain.view.sample_file import LIGHT, TEXTS, TOKENS, SampleFile
 
 
 def token_texts(ids: Sequence[int], vocabulary: Sequence[bytes]) -> list[str]:
-    """One text per token, which join to the response: a character that is spread over tokens goes to the last of them.
+    """One text per token, which join to the response. A character of several tokens belongs to the last of them.
 
     Bytes that are no UTF-8 become U+FFFD, ids without bytes their number.
     """
@@ -39,14 +38,12 @@ def token_texts(ids: Sequence[int], vocabulary: Sequence[bytes]) -> list[str]:
 
 
 KINDS = {"step": sample_files, "val": validation_files}
-PREVIEW = 160
-"""Characters of a prompt or response in a list."""
-SAME = 40
-"""Characters with which the prompts of a step may all begin before a list leaves them out."""
+PREVIEW = 160  # characters of a prompt or response in a list
+SAME = 40  # a common beginning of all prompts of a step is omitted from this many characters on
 
 
 class NoSamples(LookupError):
-    """Nothing was written, or it was thinned since."""
+    """Nothing was written, or it has been thinned since."""
 
 
 def steps(folder: Path) -> dict[str, list[int]]:
@@ -71,7 +68,7 @@ def open_step(folder: Path, kind: str, step: int) -> SampleFile:
 
 @lru_cache(maxsize=8)
 def _opened(path: Path, changed: int) -> SampleFile:
-    """Kept for the next question, which is mostly about the same step."""
+    # Cached: the next question is usually about the same step.
     return SampleFile(path)
 
 
@@ -87,7 +84,7 @@ def groups(folder: Path, kind: str, step: int) -> list[dict[str, Any]]:
 
 
 def _beginning(prompts: list[str]) -> int:
-    """Characters with which all prompts begin, where they would fill a list: system prompt, tools, instruction."""
+    # The common beginning of all prompts (system prompt, tools, instruction) would fill every line of the list.
     first, last = min(prompts, default=""), max(prompts, default="")  # what these share, all do
     length = next((place for place, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), 0)
     while length and first[length - 1].isalnum():  # whole words
@@ -114,7 +111,7 @@ def _group(uid: Any, rows: list[int], column: dict[str, list[Any]], same: int) -
 
 
 def group(folder: Path, kind: str, step: int, uid: str) -> dict[str, Any]:
-    """A prompt with everything that is known of it and of its responses, but for their tokens."""
+    """A prompt and its responses with all columns except tokens."""
     file = open_step(folder, kind, step)
     found = file.take(file.rows_of(uid), (*LIGHT, *TEXTS, "seed"))
     if not found:

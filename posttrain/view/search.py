@@ -1,8 +1,8 @@
 """Full-text search over samples: newest step first, hits are given as they are found.
 
-Two threads read ahead (reading and comparing happen outside Python). Files that cannot hold the words are skipped:
-`TrigramIndex` keeps, for every file, which three bytes follow each other anywhere in its texts, as a bitmap of 32 KiB.
-It is built in the background as soon as samples are viewed, newest file first, and kept in memory.
+Two threads read ahead (Arrow reads and compares outside of Python's lock). Files that cannot contain the words are
+skipped: `TrigramIndex` holds the trigrams (three consecutive bytes) of each file's texts as a bitmap of 32 KiB. It is
+built in the background as soon as samples are viewed, newest file first, and kept in memory.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import numpy as np
 import pyarrow as pa
 
 from posttrain.tracking.samples import step_of
+from posttrain.view.catalogue import give_way
 from posttrain.view.metrics import number
-from posttrain.view.priority import give_way
 from posttrain.view.sample_file import SampleFile, pc
 from posttrain.view.samples import KINDS
 
@@ -27,7 +27,7 @@ BITS = 18  # 2**18 bits are 32 KiB a file
 
 
 class TrigramIndex:
-    """The maps of one run's files. `learn` makes the missing ones; until then nothing is ruled out."""
+    """The bitmaps of one run's files. `learn` makes missing ones; a file without one is not ruled out."""
 
     def __init__(self) -> None:
         self._maps: dict[Path, tuple[int, np.ndarray]] = {}
@@ -66,7 +66,7 @@ class TrigramIndex:
             try:
                 changed = path.stat().st_mtime_ns
                 self._maps[path] = (changed, bitmap(path))
-            except Exception:  # thinned away, or damaged in any way: nothing is ruled out there
+            except Exception:  # removed by thinning, or damaged: it is not ruled out
                 continue
 
 
@@ -79,7 +79,8 @@ def bitmap(path: Path) -> np.ndarray:
             continue
         for chunk in column.chunks:
             data = pc.utf8_lower(chunk).buffers()[2]
-            if data is not None and data.size >= 3:  # rows stand end to end: what spans two of them does no harm
+            # Rows lie end to end. Trigrams that span two of them only make the index less strict.
+            if data is not None and data.size >= 3:
                 marks[_codes(np.frombuffer(data, np.uint8))] = True
     return np.packbits(marks, bitorder="little")
 
@@ -92,8 +93,7 @@ def _codes(data: np.ndarray) -> np.ndarray:
 
 
 MOST = 200
-AROUND = 60
-"""Characters on either side of a hit."""
+AROUND = 60  # characters on either side of a hit
 _COLUMNS = ("prompt", "response")
 _AHEAD = 6
 
@@ -128,7 +128,7 @@ def search(
 def _ahead(
     pool: ThreadPoolExecutor, paths: list[Path], words: str, index: TrigramIndex
 ) -> Iterator[tuple[Path, list[Any]]]:
-    """(path, hits) in order, some files being searched ahead."""
+    # In order, with up to _AHEAD files being searched in advance.
     waiting: deque[tuple[Path, Future[list[Any]]]] = deque()
     for path in paths:
         if index.rules_out(path, words):
@@ -150,7 +150,7 @@ def _search_file(path: Path, words: str) -> list[dict[str, Any]]:
         if not rows:
             return []
         about = file.take(rows, ("uid", "sample", "score"))
-    except Exception:  # thinned away meanwhile, or damaged in any way: the others are searched nevertheless
+    except Exception:  # removed meanwhile, or damaged: search the others
         return []
     hits = []
     for row, one in zip(rows, about, strict=True):
@@ -168,7 +168,6 @@ def _contains(column: Any, words: str) -> np.ndarray:
 
 
 def _around(text: str, words: str) -> list[str]:
-    """What stands before the hit, the hit, and what follows it."""
     place = text.lower().find(words.lower())
     if place < 0 or len(text.lower()) != len(text):
         return ["", "", text[: 2 * AROUND]]

@@ -43,8 +43,7 @@ class MiniBatch:
 class UpdatePlan:
     """The optimizer steps of one rank on a batch, made one by one as they are asked for; between processes a list."""
 
-    rows: int
-    """Rows that are computed with, those of every pass over the batch counted."""
+    rows: int  # rows that are computed with, those of every pass over the batch counted
     make: Callable[[], Iterator[MiniBatch]] | None = None
     steps: list[MiniBatch] = field(default_factory=list)
 

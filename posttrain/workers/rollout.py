@@ -22,12 +22,11 @@ from posttrain.rollout.base import Output, Request, RolloutEngine, Sampling
 from posttrain.rollout.engines import build_engine
 from posttrain.rollout.generate import advance, generate, to_batch
 from posttrain.rollout.settings import sampling_for
-from posttrain.workers.buckets import Bucket, checksum_of_all
-from posttrain.workers.lora_state import policy_notes
+from posttrain.workers.engine_worker import policy_notes
 from posttrain.workers.policy import PolicyWorker
-from posttrain.workers.probe import WeightProbe
 from posttrain.workers.roles import engine_ranks, rollout_model
 from posttrain.workers.row_dispatch import by_groups, in_row_order
+from posttrain.workers.weight_sync import Bucket, WeightProbe, checksum_of_all
 
 
 class RolloutWorker:
@@ -35,8 +34,7 @@ class RolloutWorker:
 
     engine: RolloutEngine
     awake = False
-    conversations: dict[Key, Hashable]
-    """Of several turns: the request that came last in each."""
+    conversations: dict[Key, Hashable]  # of several turns: the request that came last in each
 
     def __init__(
         self, config: PPOConfig, tokenizer: Any, device: torch.device, policy: PolicyWorker | None = None

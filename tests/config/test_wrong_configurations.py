@@ -207,7 +207,8 @@ def test_a_mistake_is_answered_with(problems, args, part):
     [
         (["data.train_files=$HOME/data/gsm8k/train.parquet"], "posttrain data gsm8k"),
         ([f"{ROLLOUT}.name=sglang"], "pip install --no-deps sglang"),
-        ([f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.tensor_model_parallel_size=2"], "over several devices is not built"),
+        ([f"{ROLLOUT}.name=sglang", f"{ROLLOUT}.tensor_model_parallel_size=2"], "over several devices is not built"),
+        ([f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.tensor_model_parallel_size=2"], "does not divide the 1 x 1 = 1"),
         (["trainer.n_gpus_per_node=8"], "asks for 8 workers"),
         (["trainer.nnodes=4"], "RAY_HEAD_ADDRESS"),
         ([f"{ROLLOUT}.tensor_model_parallel_size=2"], "does not divide the 1 x 1 = 1"),

@@ -13,7 +13,7 @@ from posttrain.config.presets import PRESETS
 from posttrain.config.schema import leaves
 from posttrain.config.supervised_tree import REWARD_MODEL, SFT
 from posttrain.explain.pages import _pages
-from posttrain.explain.topics import METRICS
+from posttrain.explain.texts import METRICS
 from posttrain.rewards.scorers import known_sources
 from posttrain.trainer import main_eval, main_generation
 

@@ -198,9 +198,9 @@ def test_a_run_tells_the_plan_which_settings_were_given(monkeypatch, capsys):
 
 def test_a_model_that_only_generates_leaves_its_cache_what_is_free(model, monkeypatch):
     """Where a training run would have optimizer and gradients; the free memory counts, not all of the device."""
+    from posttrain.commands.generation import session as generating
+    from posttrain.commands.generation.settings import Settings
     from posttrain.config.model import ModelConfig
-    from posttrain.trainer.generation import memory as generating
-    from posttrain.trainer.generation.settings import Settings
 
     def settled_for(**rollout) -> float | None:
         config = resolved(model, **rollout).config
@@ -221,10 +221,10 @@ def test_a_model_that_only_generates_leaves_its_cache_what_is_free(model, monkey
 
 
 def test_generation_goes_on_where_no_plan_can_be_made_and_on_a_cpu_nothing_is_asked(monkeypatch):
+    from posttrain.commands.generation import session as generating
+    from posttrain.commands.generation.settings import Settings
     from posttrain.config.model import ModelConfig
     from posttrain.config.root import PPOConfig
-    from posttrain.trainer.generation import memory as generating
-    from posttrain.trainer.generation.settings import Settings
 
     said, settings = [], Settings(PPOConfig(), 1, 0.0, False, frozenset())
     monkeypatch.setattr(generating, "free_bytes", lambda device: 16 * GIB)
@@ -236,9 +236,9 @@ def test_generation_goes_on_where_no_plan_can_be_made_and_on_a_cpu_nothing_is_as
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("x"), RuntimeError("DefaultCPUAllocator: y"), MemoryError()])
 def test_generation_that_runs_out_of_any_memory_says_what_lowers_it(error):
+    from posttrain.commands.generation.session import memory_words
     from posttrain.config.rollout import RolloutConfig
     from posttrain.errors import UserError
-    from posttrain.trainer.generation.memory import memory_words
 
     with pytest.raises(UserError, match="max_num_seqs=7"), memory_words(RolloutConfig(max_num_seqs=7), 5):
         raise error
@@ -250,12 +250,12 @@ def test_errors_without_words_are_told_by_their_names(tmp_path, monkeypatch):
     """A model's own code may raise anything."""
     from transformers import AutoConfig
 
+    from posttrain.commands.generation.model import ModelSource, fit_lengths
+    from posttrain.commands.generation.settings import Settings
     from posttrain.config.model import ModelConfig
     from posttrain.config.root import PPOConfig
     from posttrain.errors import UserError
     from posttrain.models.loading import ModelError
-    from posttrain.trainer.generation.model import ModelSource, fit_lengths
-    from posttrain.trainer.generation.settings import Settings
 
     def fail(error):
         raise error

@@ -20,6 +20,8 @@ from test_ranks import furthest
 
 from posttrain.engine.settings import ENGINES
 
+pytestmark = pytest.mark.slow
+
 HERE = Path(__file__).parent
 CUT = [case for case in CASES if case[1] != FSDP]
 WHOLE = [case for case in CUT if case[0] in MODELS]

@@ -15,7 +15,7 @@ from posttrain.algorithms import AGGREGATION_MODES, call_policy_loss, prepare_po
 from posttrain.algorithms.registry import POLICY_LOSSES
 from posttrain.config.algorithm import RolloutCorrectionConfig
 from posttrain.config.root import PolicyLossConfig
-from posttrain.workers.actor.importance import finish_importance_metrics
+from posttrain.workers.actor.objective import finish_importance_metrics
 
 LIMITS = {torch.float32: 1e-6, torch.float64: 1e-12}
 EXACT = {torch.float32: 1e-5, torch.float64: 1e-7}

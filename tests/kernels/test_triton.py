@@ -49,9 +49,9 @@ HALF = (
 
 def test_sums_of_the_heads_product_and_tokens_from_logits_computed_again():
     """Rows and columns beyond the last whole tile; rows of all temperatures, sampled and greedy."""
+    from posttrain.kernels.cuda import FINE
     from posttrain.kernels.cuda.fused_products import head_sums
     from posttrain.kernels.cuda.sampling import _pick, chunk_room
-    from posttrain.kernels.cuda.sizes import FINE
 
     rows, size, width = 130, 300, 128
     hidden, weight = draw(rows, width, dtype=HALF, seed=8), draw(size, width, dtype=HALF) / 4

@@ -12,7 +12,7 @@ import pytest
 
 from posttrain.config.reward import SandboxConfig
 from posttrain.sandbox import Sandbox, SandboxError, mounts, process
-from posttrain.sandbox.refusal import refused
+from posttrain.sandbox.process import isolation_error
 
 START = "from posttrain.sandbox import Sandbox\nSandbox().start()"
 
@@ -39,7 +39,7 @@ def test_a_kernel_without_user_namespaces_is_named_with_the_sysctl_to_set(box):
     ],
 )
 def test_every_refusal_says_what_was_refused_and_what_to_do(step, number, words):
-    text = str(refused(step, number))
+    text = str(isolation_error(step, number))
     assert text.startswith(f"the kernel does not let programs be isolated: {step}: {os.strerror(number)}")
     assert "to do:" in text and "reward.sandbox.mode=unsafe" in text
     assert [word for word in words if word not in text] == []

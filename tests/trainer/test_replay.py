@@ -9,9 +9,9 @@ import torch
 
 import posttrain
 from posttrain.cli import main
+from posttrain.commands.replay import ReplayError, replayable
+from posttrain.commands.replay_updates import replay
 from posttrain.tracking.batches import kept_steps
-from posttrain.trainer.replay.steps import ReplayError, replayable
-from posttrain.trainer.replay.updates import replay
 
 
 def right(data_source, solution_str, ground_truth, extra_info=None):

@@ -11,8 +11,8 @@ import pytest
 from viewing import STEPS, Client, small_run
 
 from posttrain.explain.pages import metric_text
-from posttrain.view.page import static_file
 from posttrain.view.runs import END_BYTES, reached
+from posttrain.view.server import static_file
 
 
 @pytest.fixture(scope="module")

@@ -8,10 +8,9 @@ import torch
 
 from posttrain.controller.dispatch import Calls
 from posttrain.protocol import DataProto
-from posttrain.workers.measures import Measures, over_ranks, over_steps
+from posttrain.workers.measures import ROW, Measures, TokenStats, join_token_stats, over_ranks, over_steps
 from posttrain.workers.plan import Schedule, mini_batches
 from posttrain.workers.row_dispatch import in_row_order, split_rows
-from posttrain.workers.token_stats import ROW, TokenStats, join_token_stats
 
 
 def batch_of(*groups: int) -> DataProto:

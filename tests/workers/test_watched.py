@@ -49,9 +49,9 @@ def test_a_node_that_its_watcher_does_not_find_is_ended_by_its_own_process(monke
     made, plain = [], subprocess.Popen.__init__
 
     def unmarked(self, command, **given):
-        stands = command if "watcher.py" in str(command) else ["sleep", "60"]
+        run_state = command if "watcher.py" in str(command) else ["sleep", "60"]
         made.append(self)
-        plain(self, stands, **{**given, "env": {"PATH": os.environ["PATH"]}})
+        plain(self, run_state, **{**given, "env": {"PATH": os.environ["PATH"]}})
 
     monkeypatch.setattr(subprocess.Popen, "__init__", unmarked)
     with pytest.raises(ray_node.NoNode):

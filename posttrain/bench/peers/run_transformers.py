@@ -18,8 +18,7 @@ def loaded(job: dict[str, Any]) -> Any:
 
 
 def generate(job: dict[str, Any]):
-    """One padded batch, decoded until its longest row is done: it takes one length per batch, so that rows which need
-    less run on; only the tokens asked for are counted."""
+    """One padded batch, decoded until its longest row is done; only the requested tokens are counted."""
     import torch
     from transformers import GenerationConfig
 
@@ -90,7 +89,7 @@ def continuous(job: dict[str, Any]):
     sampling = GenerationConfig(
         do_sample=True, temperature=job["temperature"], top_k=0, top_p=1.0, max_new_tokens=longest
     )
-    sampling.eos_token_id = -1
+    sampling.eos_token_id = -1  # responses end at their length only
     manager = model.init_continuous_batching(
         generation_config=sampling,
         continuous_batching_config=ContinuousBatchingConfig(return_logprobs=True, **settings),
@@ -142,6 +141,7 @@ def update(job: dict[str, Any]):
         if job["checkpointing"]:
             model.enable_input_require_grads()
     trained = [weight for weight in model.parameters() if weight.requires_grad]
+    # Float32 masters and moments beside weights of the job's type: posttrain's precision.
     masters = [weight.detach().float().clone() for weight in trained]
     optimizer = torch.optim.AdamW(masters, lr=1e-5, weight_decay=0.0, fused=True)
     rows = [prompt + answer for prompt, answer in zip(job["prompts"], job["responses"], strict=True)]
@@ -150,7 +150,7 @@ def update(job: dict[str, Any]):
     mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows])
     first = len(job["prompts"][0])
     advantages = torch.randn(len(rows), 1, generator=torch.Generator().manual_seed(0))
-    micro = max(1, job["budget"] // width)
+    micro = max(1, job["budget"] // width)  # rows of a pass, padded to the longest of all
     settings = {"attn_implementation": "sdpa", "rows_per_pass": micro, **job["settings"]}
 
     def update() -> None:

@@ -43,6 +43,7 @@ def start(job: dict[str, Any]):
     }
     llm = LLM(model=job["model"], seed=0, **settings)
 
+    # `logprobs=0` gives the sampled token's log-prob alone; text is not needed, so nothing is detokenized.
     def sampling(tokens: int) -> Any:
         return SamplingParams(
             temperature=job["temperature"],

@@ -1,4 +1,4 @@
-"""How a runner and the bench speak: a JSON job in a file, then one JSON line out for each JSON line in.
+"""The protocol of runner and bench: a JSON job in a file, then one JSON line out for each JSON line in.
 
 The first line out is `{"ready": facts}`. What libraries print goes to stderr, which the bench keeps as a log.
 """
@@ -24,6 +24,7 @@ Run = Callable[[dict[str, Any]], dict[str, Any]]
 def serve(start: Callable[[Job], tuple[dict[str, Any], Run]]) -> None:
     """`start(job)` loads the system and gives (its settings, what one request runs); serves until stdin closes."""
     job = json.loads(Path(sys.argv[1]).read_text())
+    # Descriptor 1 leads to stderr from here on, so that nothing a library prints can mix with the answers.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 
@@ -45,7 +46,7 @@ def serve(start: Callable[[Job], tuple[dict[str, Any], Run]]) -> None:
 
 
 def error_words(error: BaseException) -> str:
-    """One line: the first of the message (and what a colon announces), with the kind of error where that tells more."""
+    """One line: the first line of the message (two after a colon), with the class of an error not meant for users."""
     if isinstance(error, ModuleNotFoundError) and error.name:
         return f"needs {error.name.partition('.')[0]}, which {sys.executable} does not find"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]

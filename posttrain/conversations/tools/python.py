@@ -12,7 +12,7 @@ from posttrain.conversations.tools.threads import Threads
 from posttrain.cores import usable
 from posttrain.errors import UserError
 from posttrain.sandbox import Result, Sandbox, SandboxError
-from posttrain.sandbox.results import LIMITS
+from posttrain.sandbox.sandbox import LIMITS
 
 
 class PythonTool(Tool):

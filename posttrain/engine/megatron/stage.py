@@ -42,8 +42,7 @@ class PackedAttention(torch.nn.Module):
 class MegatronStage(Stage):
     """Megatron-Core's modules of one stage, called one after another on packed rows."""
 
-    module: Any
-    """A `GPTModel` of megatron.core, which has no types."""
+    module: Any  # a `GPTModel` of megatron.core, which has no types
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
-"""Attention of prompts over the paged cache, which holds their keys already: tiles of queries.
+"""Prefill attention: tiles of queries over the paged cache, which already holds their keys.
 
 The cache of a layer is two pools of blocks, (blocks, key heads, BLOCK, D). A row reads its blocks in the order of its
-table. Only what is there is read. `decode_attention.py` is for one query a row.
+table. Only live keys are read. `decode_attention.py` is for one query per row.
 
 Shapes: T tokens, H query heads, K key heads, D head size, N blocks of a row.
 """
@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-KEYS_AT_ONCE = 32
+KEYS_AT_ONCE = 32  # places of the cache in one iteration
 
 
 @triton.jit
@@ -33,7 +33,7 @@ def _prefill(
 ):  # fmt: skip
     tile, head = tl.program_id(0), tl.program_id(1)
     first, past = tl.load(TILES + tile), tl.load(TILES + tile + 1)
-    row = tl.load(ROWS + first)
+    row = tl.load(ROWS + first)  # a tile has tokens of one row only
     token = first + tl.arange(0, M)
     real = token < past
     d = tl.arange(0, DP)
@@ -46,7 +46,7 @@ def _prefill(
     acc = tl.zeros([M, DP], tl.float32)
     every = tl.arange(0, WIDTH)
     starts = tl.load(STARTS + row * width + every, mask=every < width, other=far)
-    columns = tl.sum((starts <= newest).to(tl.int32), 0)
+    columns = tl.sum((starts <= newest).to(tl.int32), 0)  # blocks that begin at or before the newest query
     for start in range(0, columns * BLOCK, N):
         place = start + tl.arange(0, N)
         column = place // BLOCK
@@ -55,6 +55,7 @@ def _prefill(
         after = tl.load(STARTS + row * width + column + 1, mask=column + 1 < width, other=far)
         there = inside & (begin <= newest)
         key_position = begin + place % BLOCK
+        # A block may end early: the next block's start says where (rows share a prompt's last block).
         there = there & (key_position < after) & (key_position <= newest)
         block = tl.load(TABLE + row * width + column, mask=there, other=0).to(tl.int64)
         at = (block * KV + head // (H // KV)) * (BLOCK * D) + (place % BLOCK) * D
@@ -64,7 +65,7 @@ def _prefill(
             seen = seen & (position[:, None] - key_position[None, :] < window)
         scores = tl.where(seen, scores, float("-inf"))
         higher = tl.maximum(best, tl.max(scores, 1))
-        safe = tl.where(higher == float("-inf"), 0.0, higher)
+        safe = tl.where(higher == float("-inf"), 0.0, higher)  # a query that has seen no key yet: -inf - -inf is NaN
         p = tl.exp(scores - safe[:, None])
         fade = tl.exp(best - safe)
         total = total * fade + tl.sum(p, 1)
@@ -74,7 +75,7 @@ def _prefill(
         else:
             acc = acc * fade[:, None] + tl.dot(p.to(v.dtype), v)
         best = higher
-    out = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    out = acc / tl.where(total == 0.0, 1.0, total)[:, None]  # the padding of a tile sees nothing
     tl.store(OUT + q_at, out.to(OUT.dtype.element_ty), mask=real[:, None] & (d < D)[None, :])
 
 

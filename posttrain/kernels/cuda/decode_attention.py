@@ -1,8 +1,8 @@
 """Attention in a decode step: the newest token of every row, over the paged cache and itself.
 
-One program takes a head of keys of a row and all the queries that share it. It rotates them, puts the newest key and
-value into the cache, and goes on from the newest token to the blocks of the row: first those of its prompt, whose last
-one may have empty places, then its own. Only what is there is read.
+One program takes one key head of a row and all the queries that share it, so that keys are read once for a group. It
+rotates the newest token itself, writes its key and value into the cache, and then reads the blocks of the row: first
+those of its prompt, whose last one may have empty places because rows share it, then its own. Only live keys are read.
 
 Shapes: B rows, C = (H + 2 K) D columns of the product, H query heads, K key heads, G = H / K, D head size, N blocks of
 a row.
@@ -16,13 +16,13 @@ import torch
 import triton
 import triton.language as tl
 
-from posttrain.kernels.cuda.early import _wait, comes_early
+from posttrain.kernels.cuda.dependent_launch import _wait, comes_early
 from posttrain.kernels.cuda.elementwise import _heads
 
-PROGRAMS = 1024  # programs that keep the device busy; fewer rows than that are cut into pieces
-SHORTEST = 256  # keys of a piece
-NONE = tl.constexpr(-1e30)  # the score of a place that nobody sees; finite, and any real score makes its weight 0
-LOG2_E = tl.constexpr(1.4426950408889634)
+PROGRAMS = 1024  # programs that keep the device busy; with fewer, rows are split into pieces
+SHORTEST = 256  # keys of a piece, at least
+NONE = tl.constexpr(-1e30)  # the score of a masked place: finite, so that no NaN arises, and its weight becomes 0
+LOG2_E = tl.constexpr(1.4426950408889634)  # scores are scaled by it, since exponentials are taken to the base 2
 
 
 @dataclass
@@ -51,7 +51,7 @@ def _decode(
     row, head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     g, d, n = tl.arange(0, GP)[:, None], tl.arange(0, DP)[None, :], tl.arange(0, BLOCK)
     real, one = (g < G) & (d < D), d < D
-    position = tl.load(POSITIONS + row).to(tl.int64)  # what follows waits for all of these at once
+    position = tl.load(POSITIONS + row).to(tl.int64)  # loaded together with the next line: one wait for all
     slot, length, prompt = tl.load(SLOTS + row), tl.load(LENGTHS + row) - 1, tl.load(PROMPTS + row)
     first = d < D // 2
     d_other = tl.where(first, d + D // 2, d - D // 2)
@@ -66,14 +66,15 @@ def _decode(
     key = _heads(QKV, K_NORM, cos, sin, key_at + d, key_at + d_other, first, one, d, d_other, epsilon, D, NORMED,
                  ROTATED)  # fmt: skip
     value = tl.load(QKV + key_at + KV * D + d, mask=one, other=0.0)
-    newest = split == 0
+    newest = split == 0  # the first piece of a row also has the newest token, and writes it to the cache
     into = ((slot // BLOCK) * KV + head) * (BLOCK * D) + (slot % BLOCK) * D + d
     tl.store(KEYS + into, key, mask=one & newest & (slot >= 0))
     tl.store(VALUES + into, value, mask=one & newest & (slot >= 0))
+    # The running softmax starts with the newest token itself, whose key and value are in registers.
     best = tl.where(newest, tl.sum(q.to(tl.float32) * key.to(tl.float32), 1) * factor, NONE)
     total = tl.full([GP], 1.0, tl.float32)
     acc = tl.zeros([GP, DP], tl.float32) + value.to(tl.float32)
-    full = (prompt + BLOCK - 1) // BLOCK * BLOCK
+    full = (prompt + BLOCK - 1) // BLOCK * BLOCK  # places from `prompt` to here are empty
     each = (length + SPLITS * BLOCK - 1) // (SPLITS * BLOCK) * BLOCK
     begin = split * each
     end = tl.minimum(begin + each, length)
@@ -86,13 +87,13 @@ def _decode(
         block = tl.load(TABLE + row * width + start // BLOCK).to(tl.int64)
         at = (block * KV + head) * (BLOCK * D) + inside
         k = tl.load(KEYS + at, mask=one, other=0.0)
-        if EXACT:
+        if EXACT:  # float32 inputs: no TF32, which keeps 10 bits
             scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         else:
             scores = tl.dot(q, tl.trans(k))
         scores = tl.where(live[None, :], scores * factor, NONE)
         higher = tl.maximum(best, tl.max(scores, 1))
-        p = tl.exp2(scores - higher[:, None])
+        p = tl.exp2(scores - higher[:, None])  # online softmax: earlier sums fade when a larger score appears
         fade = tl.exp2(best - higher)
         total = total * fade + tl.sum(p, 1)
         v = tl.load(VALUES + at, mask=live[:, None] & one, other=0.0)
@@ -111,6 +112,7 @@ def _decode(
         tl.store(PART_SUM + part, total, mask=tl.arange(0, GP) < G)
 
 
+# Pieces of a row are joined like parts of any softmax: each counts by its sum, scaled to the largest maximum.
 @triton.jit
 def _join(PART, PART_MAX, PART_SUM, OUT, H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, SPLITS: tl.constexpr):
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -125,7 +127,7 @@ def _join(PART, PART_MAX, PART_SUM, OUT, H: tl.constexpr, D: tl.constexpr, DP: t
 
 
 def splits_for(rows: int, key_heads: int, longest: int) -> int:
-    """Pieces that each row's keys are cut into: more where rows are few and long."""
+    """Pieces that each row's keys are split into: more if rows are few and long."""
     splits = 1
     while rows * key_heads * splits < PROGRAMS and splits < 32 and longest // (2 * splits) >= SHORTEST:
         splits *= 2
@@ -133,8 +135,8 @@ def splits_for(rows: int, key_heads: int, longest: int) -> int:
 
 
 def _how(size: int, exact: bool) -> dict[str, int]:
-    """Threads and registers of a program. One warp each, and of small heads all of 1,024 rows beside each other: more
-    registers than these, and the last ones wait for the first to end."""
+    # One warp per program, and few enough registers that all programs of 1,024 rows run at the same time: with more
+    # registers the last ones would wait for the first to end.
     if exact or size > 128:
         return {"num_warps": 4, "num_stages": 1}
     return {"num_warps": 1, "num_stages": 2, "maxnreg": 128 if size <= 64 else 168}

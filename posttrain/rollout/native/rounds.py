@@ -13,8 +13,7 @@ import numpy as np
 import torch
 
 from posttrain.kernels import cuda
-from posttrain.kernels.first_tokens import FirstTokens
-from posttrain.kernels.whole_step import DecodeRows
+from posttrain.kernels.whole_step import DecodeRows, FirstTokens
 from posttrain.rollout.native.decoder import Decoder
 from posttrain.rollout.native.pool import Pool
 from posttrain.rollout.native.slots import Slots

@@ -16,6 +16,7 @@ VLLM = OutsideEngine(
     ),
     tried=("0.24", "0.32"),
     length="max_model_len",
+    by_teams=True,
     # Weights come from the trainer, requests are token ids with seeds of their own, a step has ended when it gives its
     # tokens.
     fixed={

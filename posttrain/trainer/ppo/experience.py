@@ -31,12 +31,13 @@ from posttrain.rewards.types import RewardResult
 from posttrain.rollout.base import Output
 from posttrain.rollout.generate import no_garbage_collection, to_batch
 from posttrain.rollout.sampling import sample_seeds
-from posttrain.trainer.ppo.agent_rewards import AgentWatch, feed_turns
 from posttrain.trainer.ppo.model_reward import ModelReward
 from posttrain.trainer.ppo.reward import (
+    AgentWatch,
     Key,
     RewardManager,
     add_overlong_penalty,
+    feed_turns,
     keys_of,
     on_last_token,
 )
@@ -66,8 +67,8 @@ class Experience:
         self._scores: dict[Key, RewardResult] = {}
         self._advancing: dict[int, Future[tuple[list[Output], bool]]] = {}
         self._busy: set[int] = set()
+        # Ranks that got requests while they were at work: that they had none left, as they say next, is no news.
         self._asked_while_busy: set[int] = set()
-        """Ranks that got requests while they were at work: that they had none left, as they say next, is no news."""
         self._pending_calls: list[Future[None]] = []
         self._watch = AgentWatch()
 

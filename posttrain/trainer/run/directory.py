@@ -7,8 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from posttrain.tracking.lock import RunDirectoryError
-from posttrain.tracking.rundir import RunDirectory
+from posttrain.tracking.rundir import RunDirectory, RunDirectoryError
 from posttrain.tracking.status import read_status
 
 Say = Callable[[str], object]

@@ -11,6 +11,7 @@ import torch
 from posttrain.errors import first_line
 from posttrain.tracking.progress import say
 
+# Stages of a run -> those of the plan.
 PLANNED = {
     "load": "load",
     **dict.fromkeys(("gen", "greedy", "validation", "sync"), "generate"),
@@ -21,14 +22,13 @@ PLANNED = {
     "update": "update",
     "update_critic": "critic update",
 }
-"""Stages of a run -> those of the plan."""
 TENANTS, REMEDIES = 4, 4  # named when memory ran out
+# Of a run on a GPU, whose memory alone the plan counts.
 HOST = (
     "This is the host's memory, not the GPU's (`free -g` shows it). There lie what settings move off the GPU "
     "(param_offload, optimizer_offload), reward workers (reward.num_workers), and the model while it is read; "
     "each worker of a machine (trainer.n_gpus_per_node) has its own."
 )
-"""Of a run on a GPU, whose memory alone the plan counts."""
 _STAGE = "stage_of_the_run"  # of an error
 
 

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from posttrain import pulse
-from posttrain.controller.group import WorkerGroup
 from posttrain.controller.pool import LocalWorkers, Workers
 from posttrain.data.pairs import Pair, PairDataset
 from posttrain.data.sampler import sequential_batches
@@ -21,18 +20,18 @@ from posttrain.protocol import DataProto
 from posttrain.rollout.base import Output
 from posttrain.rollout.generate import to_batch
 from posttrain.trainer.sft import sft_batch
-from posttrain.workers.supervised import PairWorker, SFTWorker, pair_losses
+from posttrain.workers.supervised import PairGroup, PairWorker, SFTGroup, SFTWorker, SupervisedGroup, pair_losses
 
 Metrics = dict[str, float]
+# Of the workers, and the folder of a checkpoint that holds their weights and optimizer state.
 ROLE = "model"
-"""Of the workers, and the folder of a checkpoint that holds their weights and optimizer state."""
 
 
 class Task(ABC):
     """Data, a model and a loss. `rows` is the number of training rows, `curve` the metric that is drawn at the end."""
 
-    worker: type
-    """Holds the model, its optimizer and its loss; here are the rows."""
+    worker: type  # holds the model, its optimizer and its loss; here are the rows
+    group_type: type[SupervisedGroup]  # the calls of these workers
     curve: str
 
     def __init__(
@@ -48,10 +47,10 @@ class Task(ABC):
     ) -> None:
         self.config, self.tokenizer, self.train, self.val, self.rows = config, tokenizer, train, val, len(train)
         made = (workers or LocalWorkers()).create(ROLE, self.worker, config, tokenizer, device, total_steps=total_steps)
-        self.group: WorkerGroup = made
+        self.group = self.group_type(made)
         self.group.init_model()
+        # What a checkpoint says of the adapters and their base; None where all weights are trained.
         self.adapters: dict[str, Any] | None = self.group.lora_state()
-        """What a checkpoint says of the adapters and their base; None where all weights are trained."""
 
     @abstractmethod
     def train_step(self, rows: list[int]) -> Metrics:
@@ -77,7 +76,8 @@ class Task(ABC):
 class SFTTask(Task):
     """A causal language model that learns the assistant's turns."""
 
-    worker, curve = SFTWorker, "val/loss"
+    worker, group_type, curve = SFTWorker, SFTGroup, "val/loss"
+    group: SFTGroup
     train: SFTDataset
     val: SFTDataset | None
 
@@ -146,7 +146,8 @@ def _common(left: list[int], right: list[int]) -> int:
 class PairTask(Task):
     """A scorer with one score per row, from a causal LM (with a new head) or from a sequence-classification folder."""
 
-    worker, curve = PairWorker, "val/accuracy"
+    worker, group_type, curve = PairWorker, PairGroup, "val/accuracy"
+    group: PairGroup
     train: PairDataset
     val: PairDataset | None
 

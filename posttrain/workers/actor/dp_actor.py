@@ -9,8 +9,7 @@ from posttrain.config.algorithm import RolloutCorrectionConfig
 from posttrain.config.root import ActorConfig, PPOConfig
 from posttrain.engine.base import Passes, TrainEngine
 from posttrain.protocol import DataProto
-from posttrain.workers.actor.importance import finish_importance_metrics
-from posttrain.workers.actor.objective import ActorObjective
+from posttrain.workers.actor.objective import ActorObjective, finish_importance_metrics
 from posttrain.workers.measures import Measures, over_steps
 from posttrain.workers.plan import MiniBatch, Schedule, UpdatePlan, one_rank_plan
 
@@ -46,10 +45,7 @@ class DataParallelPPOActor:
     def _step(self, mini: MiniBatch) -> Measures:
         measures = self.objective.begin(mini.data)
         made = self.engine.update(mini.data, self.objective, temperature=self.temperature, passes=mini.passes)
-        measures.tell("actor/grad_norm", made["grad_norm"])
-        measures.tell("actor/lr", made["lr"])
-        measures.tell("actor/bad_steps", made["skipped"], steps="sum")
-        measures.tell("actor/optimizer_steps", 1.0, steps="sum")
+        measures.tell_update("actor", made)
         return measures.read_values()
 
     def compute_log_prob(self, data: DataProto, passes: Passes | None = None) -> dict[str, torch.Tensor]:

@@ -54,10 +54,7 @@ class DataParallelPPOCritic:
     def _step(self, mini: MiniBatch) -> Measures:
         self.measures = measures = Measures()
         made = self.engine.update(mini.data, self._loss, passes=mini.passes)
-        measures.tell("critic/grad_norm", made["grad_norm"])
-        measures.tell("critic/lr", made["lr"])
-        measures.tell("critic/bad_steps", made["skipped"], steps="sum")
-        measures.tell("critic/optimizer_steps", 1.0, steps="sum")
+        measures.tell_update("critic", made)
         return measures.read_values()
 
     def _loss(self, micro: DataProto, outputs: dict[str, torch.Tensor]) -> torch.Tensor:
