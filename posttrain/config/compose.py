@@ -116,7 +116,7 @@ def compose(folders: list[Path], name: str, groups: list[str], cwd: Path, names:
 
     chosen = next(folder / f"{name}.yaml" for folder in folders if (folder / f"{name}.yaml").is_file())
     try:
-        own = _read(chosen)
+        own = read_yaml(chosen)
         if not isinstance(own, dict):
             what = f"{_label(chosen, cwd)} holds no keys."
             raise ConfigError([Problem(what, "command line, --config-name", "write `section:` and keys under it")])
@@ -139,18 +139,7 @@ def compose(folders: list[Path], name: str, groups: list[str], cwd: Path, names:
     return composed
 
 
-_files: dict[tuple[object, ...], Any] = {}
 _built_in: dict[tuple[object, ...], Composed] = {}
-
-
-def _read(file: Path) -> Any:
-    """What the file itself says; one of the built-in tree is read once per process as long as it does not change."""
-    if PACKAGE_TREE not in file.parents:
-        return read_yaml(file)
-    key = _stamp(file)
-    if key not in _files:
-        _files[key] = read_yaml(file)
-    return copy.deepcopy(_files[key])
 
 
 def _stamp(file: Path) -> tuple[object, ...]:
@@ -212,7 +201,7 @@ def _copied(values: dict[str, Any], model: Path, package: str, names: Spellings)
     """
     if not model.is_file():
         return frozenset()
-    own = _read(model)
+    own = read_yaml(model)
     kept = {str(key): value for key, value in own.items() if key != "defaults"} if isinstance(own, dict) else {}
     there = names.flatten(kept, f"{package}." if package else "")
     shared = frozenset(there).intersection(values)

@@ -49,7 +49,14 @@ class Resolved:
 
     def to_yaml(self) -> str:
         """The tree as YAML, secrets masked."""
-        return _to_yaml(self)
+        tree = masked(self.config.to_dict())
+        for key, value in self.extra.items():
+            *path, name = key.split(".")
+            section = tree
+            for part in path:
+                section = section.setdefault(part, {})
+            section[name] = masked(value, name)
+        return dump_yaml(tree, allow_unicode=True)
 
     def describe(self) -> str:
         """The tree with value, source and sentence of every key, secrets masked."""
@@ -65,18 +72,6 @@ def masked(value: Any, key: str = "") -> Any:
     if is_secret(key) and value not in (None, ""):
         return MASK
     return mask_urls(value) if isinstance(value, str) else value
-
-
-def _to_yaml(resolved: Resolved) -> str:
-    """The tree as YAML."""
-    tree = masked(resolved.config.to_dict())
-    for key, value in resolved.extra.items():
-        *path, name = key.split(".")
-        section = tree
-        for part in path:
-            section = section.setdefault(part, {})
-        section[name] = masked(value, name)
-    return dump_yaml(tree, allow_unicode=True)
 
 
 def show(resolved: Resolved, *, prefix: str = "", changed_only: bool = False, sentences: bool = True) -> str:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
-from posttrain.config.schema import Section
+from posttrain.config.schema import Section, section
 from posttrain.settings import DTYPES, ONE_OR_MORE, PROCESSES, SECONDS, Range, at_least, setting
 
 LARGEST_SCORE = 1e18
@@ -14,7 +14,7 @@ SCORE = Range(lambda value: abs(value) <= LARGEST_SCORE, f"between -{LARGEST_SCO
 FACTOR = Range(lambda value: 0 < value <= LARGEST_SCORE, f"above 0 and at most {LARGEST_SCORE:g}")
 
 
-@dataclass
+@section
 class SandboxConfig(Section):
     """Limits of one program. Example: `reward.sandbox.timeout_s=2 reward.sandbox.memory_mb=256`."""
 
@@ -32,7 +32,7 @@ class SandboxConfig(Section):
     """What a program may write to its standard output and error before it is ended."""
 
 
-@dataclass
+@section
 class CustomRewardConfig(Section):
     """Your own reward. Example: `custom_reward_function.path=my_reward.py`."""
 
@@ -44,7 +44,7 @@ class CustomRewardConfig(Section):
     """Further keyword arguments of the function."""
 
 
-@dataclass
+@section
 class OverlongBufferConfig(Section):
     """A penalty on training responses that come near the length limit (DAPO)."""
 
@@ -56,7 +56,7 @@ class OverlongBufferConfig(Section):
     """Penalty of a response at the limit."""
 
 
-@dataclass
+@section
 class RewardPartConfig(Section):
     """One of several rewards. Example: `+reward.functions.form.tags=[think,answer] +reward.functions.form.weight=0.2`.
 
@@ -88,7 +88,7 @@ class RewardPartConfig(Section):
     """Responses of this length or longer score 0."""
 
 
-@dataclass
+@section
 class RewardConfig(Section):
     """Several rewards, and limits on scoring, which runs in worker processes."""
 
@@ -106,7 +106,7 @@ class RewardConfig(Section):
     overlong_buffer: OverlongBufferConfig = field(default_factory=OverlongBufferConfig)
 
 
-@dataclass
+@section
 class RewardModelModelConfig(Section):
     """Which model scores, and how conversations reach it."""
 
@@ -123,7 +123,7 @@ class RewardModelModelConfig(Section):
     """Compute type of its weights, as for the policy."""
 
 
-@dataclass
+@section
 class RewardModelFSDPConfig(Section):
     """Where the reward model's weights lie between its passes."""
 
@@ -131,7 +131,7 @@ class RewardModelFSDPConfig(Section):
     """Keep its weights in host memory outside its pass."""
 
 
-@dataclass
+@section
 class RewardModelConfig(Section):
     """A reward model. Example: `reward_model.enable=True reward_model.model.path=weqweasdas/RM-Gemma-2B`."""
 

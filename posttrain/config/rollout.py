@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
-from posttrain.config.schema import Section
+from posttrain.config.schema import Section, section
 from posttrain.settings import COUNT_OR_ALL, GROUP, ONE_OR_MORE, POSITIVE, POSITIVE_SHARE, SHARE, ZERO_OR_MORE, setting
 
 
-@dataclass
+@section
 class ValSamplingConfig(Section):
     """Sampling in validation."""
 
@@ -25,7 +25,7 @@ class ValSamplingConfig(Section):
     """Sample from this many most likely tokens; -1 takes all."""
 
 
-@dataclass
+@section
 class RolloutConfig(Section):
     """Generation of responses. Example: `actor_rollout_ref.rollout.n=5`."""
 

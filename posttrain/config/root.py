@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 from posttrain.algorithms.aggregation import AGGREGATION_MODES
@@ -13,13 +13,13 @@ from posttrain.config.model import ModelConfig
 from posttrain.config.optim import FSDPConfig, OptimConfig, RefFSDPConfig
 from posttrain.config.reward import CustomRewardConfig, RewardConfig, RewardModelConfig
 from posttrain.config.rollout import RolloutConfig
-from posttrain.config.schema import LOSS_KIND, Section, holds_settings_of
+from posttrain.config.schema import LOSS_KIND, Section, holds_settings_of, section
 from posttrain.config.trainer import TrackingConfig, TrainerConfig
 from posttrain.settings import ABOVE_ONE_OR_INFINITE, ONE_OR_MORE, POSITIVE, POSITIVE_OR_INFINITE, ZERO_OR_MORE, setting
 
 
 @holds_settings_of(LOSS_KIND, after="loss_mode")
-@dataclass
+@section
 class PolicyLossConfig(Section):
     """Which policy loss is used, and the settings that only one of them has."""  # its file declares them
 
@@ -27,7 +27,7 @@ class PolicyLossConfig(Section):
     """Name of the policy loss (`posttrain explain` lists them), or one registered by your own file."""
 
 
-@dataclass
+@section
 class ActorConfig(Section):
     """The policy's update. Example: `actor_rollout_ref.actor.ppo_mini_batch_size=256`."""
 
@@ -81,14 +81,14 @@ class ActorConfig(Section):
     docs/megatron.md says how."""
 
 
-@dataclass
+@section
 class RefConfig(Section):
     """The frozen reference policy that KL is measured against."""
 
     fsdp_config: RefFSDPConfig = field(default_factory=RefFSDPConfig)
 
 
-@dataclass
+@section
 class ActorRolloutRefConfig(Section):
     """The policy in its three roles: trained actor, rollout, frozen reference."""
 
@@ -98,7 +98,7 @@ class ActorRolloutRefConfig(Section):
     ref: RefConfig = field(default_factory=RefConfig)
 
 
-@dataclass
+@section
 class CriticModelConfig(Section):
     """Which model the critic starts from."""
 
@@ -118,7 +118,7 @@ class CriticModelConfig(Section):
     """Recompute activations in the backward pass; null does as the actor."""
 
 
-@dataclass
+@section
 class CriticConfig(Section):
     """The critic's update; built only under an estimator that needs values."""
 
@@ -145,7 +145,7 @@ class CriticConfig(Section):
     fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
 
 
-@dataclass
+@section
 class PPOConfig(Section):
     """Everything that `posttrain.trainer.main_ppo` can be told."""
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 from posttrain.config.model import ModelConfig
 from posttrain.config.optim import OptimConfig
-from posttrain.config.schema import Section
+from posttrain.config.schema import Section, section
 from posttrain.config.trainer import RunConfig
 from posttrain.settings import (
     COUNT_OR_ALL,
@@ -22,7 +22,7 @@ from posttrain.settings import (
 )
 
 
-@dataclass
+@section
 class RowsConfig(Section):
     """Which rows are learnt from, and how many at a time."""
 
@@ -56,7 +56,7 @@ class RowsConfig(Section):
     """Put before prompts that are plain strings, as a system message."""
 
 
-@dataclass
+@section
 class SupervisedOptimConfig(OptimConfig):
     """AdamW and its schedule. Example: `optim.lr=2e-5`."""
 
@@ -70,7 +70,7 @@ class SupervisedOptimConfig(OptimConfig):
     """Largest gradient norm; larger gradients are scaled down to it."""
 
 
-@dataclass
+@section
 class EngineConfig(Section):
     """The train engine. Example: `fsdp.strategy=fsdp2`."""
 
@@ -86,7 +86,7 @@ class EngineConfig(Section):
     docs/megatron.md says how."""
 
 
-@dataclass
+@section
 class SupervisedTrainerConfig(RunConfig):
     """The run. Example: `trainer.total_epochs=3 trainer.save_freq=100`."""
 
@@ -98,7 +98,7 @@ class SupervisedTrainerConfig(RunConfig):
     """What that folder holds under LoRA: the `merged` model, or the `adapter` alone."""
 
 
-@dataclass
+@section
 class MultiturnConfig(Section):
     """Rows that are whole conversations. Example: `data.multiturn.enable=true`."""
 
@@ -110,7 +110,7 @@ class MultiturnConfig(Section):
     """Column with the tools that the chat template is to show, if rows have one: a list, or JSON text."""
 
 
-@dataclass
+@section
 class SFTDataConfig(RowsConfig):
     """Prompts with the responses to learn, or conversations. Example: `data.train_files=data/train.parquet`."""
 
@@ -125,7 +125,7 @@ class SFTDataConfig(RowsConfig):
     multiturn: MultiturnConfig = field(default_factory=MultiturnConfig)
 
 
-@dataclass
+@section
 class SFTConfig(Section):
     """Everything that `posttrain.trainer.fsdp_sft_trainer` can be told."""
 
@@ -136,7 +136,7 @@ class SFTConfig(Section):
     trainer: SupervisedTrainerConfig = field(default_factory=SupervisedTrainerConfig)
 
 
-@dataclass
+@section
 class PairDataConfig(RowsConfig):
     """Pairs of a better and a worse answer. Example: `data.train_files=data/pairs.parquet`."""
 
@@ -155,7 +155,7 @@ class PairDataConfig(RowsConfig):
     """Most pairs in one forward pass of a worker; null fills `max_token_len_per_gpu`. Results do not depend on it."""
 
 
-@dataclass
+@section
 class PairLossConfig(Section):
     """The Bradley-Terry loss: -log sigmoid(chosen - rejected - margin)."""
 
@@ -163,7 +163,7 @@ class PairLossConfig(Section):
     """Adds this times (chosen + rejected)^2, which keeps scores near 0; 0.01 is usual."""
 
 
-@dataclass
+@section
 class RewardTrainerConfig(Section):
     """Everything that `posttrain.trainer.reward_model_trainer` can be told."""
 
