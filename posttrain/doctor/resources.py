@@ -23,8 +23,7 @@ from posttrain.doctor.finding import ERROR, NOTE, WARNING, Finding
 from posttrain.errors import UserError
 from posttrain.planning.budgets import apply_plan
 from posttrain.planning.counting import ModelBytes
-from posttrain.planning.memory_plan import shown
-from posttrain.planning.remedies import find_remedies
+from posttrain.planning.memory_plan import find_remedies, shown
 from posttrain.planning.supervised import ROLE
 from posttrain.tracking.rundir import RunDirectory
 from posttrain.tracking.status import read_status

@@ -63,8 +63,7 @@ def out_of_memory_words(config: Any, error: BaseException) -> str:
 
 def _by_the_plan(config: Any, stage: str | None, *, of_host: bool) -> list[str]:
     from posttrain.planning.budgets import planner_for
-    from posttrain.planning.memory_plan import find_device, shown
-    from posttrain.planning.remedies import find_remedies
+    from posttrain.planning.memory_plan import find_device, find_remedies, shown
 
     device = find_device(config)
     if of_host and device.kind == "cuda":
