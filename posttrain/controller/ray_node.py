@@ -169,7 +169,7 @@ class RayHead(RayNode):
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         met = torchrun.is_meeting()
-        host, port = (_facing(torchrun.master()), _free_port()) if met else (_facing(), PORT)
+        host, port = (_own_address(torchrun.master()), _free_port()) if met else (_own_address(), PORT)
         self.address, self.token = f"{host}:{port}", OWN if met and not users_secret() else ""
         self.secret = {"RAY_AUTH_TOKEN": self.token} if self.token else {}
         if connection_error(self.address) is None:
@@ -204,7 +204,7 @@ def _option(name: str, value: Any) -> str:
     return f"--{name.replace('_', '-')}={text}"
 
 
-def _facing(host: str = "") -> str:
+def _own_address(host: str = "") -> str:
     """The address under which this machine is seen from `host`; from the network, without one."""
     from ray.util import get_node_ip_address
 

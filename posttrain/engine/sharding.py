@@ -87,7 +87,7 @@ def sharded_parts(forward_pass: Any) -> list[FSDPModule]:
     return [*parts[1:], parts[0]]
 
 
-def last_backward(forward_pass: torch.nn.Module, last: bool) -> None:
+def set_last_backward(forward_pass: torch.nn.Module, last: bool) -> None:
     """Whether copies of the model (HSDP) sum their gradients in the next pass: once per update, in its last pass, since
     the sum over passes travels as easily as that of one."""
     assert isinstance(forward_pass, FSDPModule)

@@ -17,7 +17,7 @@ from posttrain.engine.optim import EngineState, Optimizer
 from posttrain.engine.packing import Rows, with_a_prediction
 from posttrain.engine.ranks import check_heads, group_ranks
 from posttrain.engine.runner import ComposedEngine, PassRunner, Stage
-from posttrain.engine.sharding import drop_whole_weights, export_from_ranks, last_backward, shard, whole_state
+from posttrain.engine.sharding import drop_whole_weights, export_from_ranks, set_last_backward, shard, whole_state
 from posttrain.kernels.packed_attention import packed_rows
 from posttrain.kernels.sequence_parallel import shared_sequence
 from posttrain.models.fused_layer import join_weights
@@ -63,7 +63,7 @@ class TorchStage(Stage):
 
     def before_backward(self, *, last: bool) -> None:
         if self.ranks is not None:
-            last_backward(self.forward_pass, last)
+            set_last_backward(self.forward_pass, last)
 
 
 class TorchEngine(ComposedEngine):

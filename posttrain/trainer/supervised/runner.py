@@ -12,7 +12,7 @@ from posttrain.models.loading import check_positions, load_tokenizer
 from posttrain.planning.batch_sizes import count_steps
 from posttrain.tracking.progress import say
 from posttrain.trainer.embedded import ensure_embedded
-from posttrain.trainer.run.memory import named_stage, settle_memory
+from posttrain.trainer.run.memory import named_stage, plan_memory
 from posttrain.trainer.run.process import load_external, opened_run, prepare_torch
 from posttrain.trainer.run.result import RunResult
 from posttrain.trainer.run.workers import driven_by_one_machine, keep_worker_logs, open_workers
@@ -40,7 +40,7 @@ def run_supervised(resolved: Resolved, task_class: type[Task], *, data: Any = No
         batch, steps = count_steps(config, len(train))
         if batch < config.data.train_batch_size:
             say(f"note: data.train_batch_size is lowered to the {batch} training rows that there are.")
-        settle_memory(config, device, resolved.explicit)
+        plan_memory(config, device, resolved.explicit)
         workers = stack.enter_context(open_workers(config, device, config.model.external_lib, run.logs))
         stack.callback(keep_worker_logs, workers, run.logs)
         parts = {"tokenizer": tokenizer, "train": train, "val": val, "device": device, "workers": workers}

@@ -13,7 +13,7 @@ from posttrain.config.critic import CriticConfig
 from posttrain.config.root import PPOConfig
 from posttrain.engine.base import Passes, TrainEngine
 from posttrain.protocol import DataProto
-from posttrain.workers.measures import Measures, over_steps
+from posttrain.workers.measures import Measures, reduce_over_steps
 from posttrain.workers.plan import MiniBatch, Schedule, UpdatePlan, one_rank_plan
 
 
@@ -46,7 +46,7 @@ class DataParallelPPOCritic:
     def update_critic(self, data: DataProto) -> dict[str, float]:
         """All optimizer steps on a batch that this rank has to itself; gives their metrics."""
         prepare = partial(prepare_values, loss_agg_mode=self.config.loss_agg_mode, longest=self.longest)
-        return over_steps(self.execute(one_rank_plan(data, self.schedule, prepare)))
+        return reduce_over_steps(self.execute(one_rank_plan(data, self.schedule, prepare)))
 
     def execute(self, plan: UpdatePlan) -> list[Measures]:
         """The optimizer steps of a plan; gives the metrics of each."""
