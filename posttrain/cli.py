@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -39,24 +40,6 @@ def train(args: Arguments) -> int:
     return exit_status(run_command(resolved, mode))
 
 
-def sft(args: Arguments) -> int:
-    from posttrain.trainer import fsdp_sft_trainer
-
-    return fsdp_sft_trainer.main(args)
-
-
-def reward_model(args: Arguments) -> int:
-    from posttrain.trainer import reward_model_trainer
-
-    return reward_model_trainer.main(args)
-
-
-def config(args: Arguments) -> int:
-    from posttrain import launch
-
-    return launch.show_config(args)
-
-
 def plan(args: Arguments) -> int:
     if "-h" in args or "--help" in args:
         print(PLAN_USAGE)
@@ -65,12 +48,6 @@ def plan(args: Arguments) -> int:
         from posttrain.doctor import plan_command
 
     return plan_command.main(args)
-
-
-def doctor(args: Arguments) -> int:
-    from posttrain.doctor import command
-
-    return command.main(args)
 
 
 PLAN_USAGE = """usage: posttrain plan [--gpu_gb N] [key=value] ...              as posttrain.trainer.main_ppo reads it
@@ -140,72 +117,6 @@ def export(args: Arguments) -> int:
     return 0
 
 
-def push(args: Arguments) -> int:
-    from posttrain.commands import push as command
-
-    return command.main(args)
-
-
-def data(args: Arguments) -> int:
-    from posttrain.data.recipes import command
-
-    return command.main(args)
-
-
-def generate(args: Arguments) -> int:
-    from posttrain.commands.generation import command
-
-    return command.main(args)
-
-
-def evaluate(args: Arguments) -> int:
-    from posttrain.commands.evaluation import command
-
-    return command.main(args)
-
-
-def bench(args: Arguments) -> int:
-    from posttrain.bench import command
-
-    return command.main(args)
-
-
-def compat(args: Arguments) -> int:
-    from posttrain.other_systems.verl_script import command
-
-    return command.main(args)
-
-
-def runs(args: Arguments) -> int:
-    from posttrain.tracking import commands
-
-    return commands.runs(args)
-
-
-def samples(args: Arguments) -> int:
-    from posttrain.tracking import commands
-
-    return commands.samples(args)
-
-
-def plot(args: Arguments) -> int:
-    from posttrain.tracking import commands
-
-    return commands.plot(args)
-
-
-def view(args: Arguments) -> int:
-    from posttrain.view import command
-
-    return command.main(args)
-
-
-def replay(args: Arguments) -> int:
-    from posttrain.commands import replay as command
-
-    return command.main(args)
-
-
 def version(args: Arguments) -> int:
     from posttrain.version import __version__
 
@@ -214,29 +125,51 @@ def version(args: Arguments) -> int:
     return 0
 
 
-VERBS: dict[str, tuple[Callable[[Arguments], int], str]] = {
+# Verb -> (its function, or "module:function", which is imported when the verb is used; its line of the help).
+VERBS: dict[str, tuple[Callable[[Arguments], int] | str, str]] = {
     "train": (train, "train with the flags of train.sh and any key=value"),
-    "sft": (sft, "fine-tune on prompts with responses, or on conversations"),
-    "reward-model": (reward_model, "train a reward model on pairs of a better and a worse answer"),
-    "config": (config, "print every setting that a run would use, and where it came from"),
-    "doctor": (doctor, "look at a run before it starts: settings, data, template, reward, memory, disk"),
-    "compat": (compat, "say what becomes of each key of a run script of verl"),
+    "sft": ("posttrain.trainer.fsdp_sft_trainer:main", "fine-tune on prompts with responses, or on conversations"),
+    "reward-model": (
+        "posttrain.trainer.reward_model_trainer:main",
+        "train a reward model on pairs of a better and a worse answer",
+    ),
+    "config": ("posttrain.launch:show_config", "print every setting that a run would use, and where it came from"),
+    "doctor": (
+        "posttrain.doctor.command:main",
+        "look at a run before it starts: settings, data, template, reward, memory, disk",
+    ),
+    "compat": (
+        "posttrain.other_systems.verl_script.command:main",
+        "say what becomes of each key of a run script of verl",
+    ),
     "plan": (plan, "predict the memory of a run, without loading weights"),
     "explain": (explain, "explain an algorithm, a setting or a metric"),
-    "runs": (runs, "list runs: how each stands, and what it reached"),
-    "samples": (samples, "show what a model answered at a step: `samples RUN --step N`"),
-    "plot": (plot, "draw a metric of one or more runs: `plot RUN ... --metric NAME`"),
-    "view": (view, "look at runs in a browser: curves, samples token by token, health; `view RUN --export FILE`"),
-    "replay": (replay, "make the update of a past step again, to the bit: `replay RUN STEP`"),
+    "runs": ("posttrain.tracking.commands:runs", "list runs: how each stands, and what it reached"),
+    "samples": ("posttrain.tracking.commands:samples", "show what a model answered at a step: `samples RUN --step N`"),
+    "plot": ("posttrain.tracking.commands:plot", "draw a metric of one or more runs: `plot RUN ... --metric NAME`"),
+    "view": (
+        "posttrain.view.command:main",
+        "look at runs in a browser: curves, samples token by token, health; `view RUN --export FILE`",
+    ),
+    "replay": ("posttrain.commands.replay:main", "make the update of a past step again, to the bit: `replay RUN STEP`"),
     "reward": (reward, "`reward try FN DATA`: score a data file before a run; `--model M` samples responses"),
     "tool": (tool, "`tool try NAME ARGUMENTS`: a tool's schema, what a model would read, and its answer"),
     "export": (export, "write a checkpoint as a Hugging Face folder"),
-    "push": (push, "publish a checkpoint on the Hugging Face hub, with a model card of its run"),
-    "data": (data, "`data gsm8k`, `data convert FILE`, ...: prepare a data set"),
-    "generate": (generate, "answer prompts: `generate MODEL --prompt TEXT`, or a data file into a file"),
-    "eval": (evaluate, "score a model on data, with intervals; `eval compare A B` compares two reports"),
+    "push": (
+        "posttrain.commands.push:main",
+        "publish a checkpoint on the Hugging Face hub, with a model card of its run",
+    ),
+    "data": ("posttrain.data.recipes.command:main", "`data gsm8k`, `data convert FILE`, ...: prepare a data set"),
+    "generate": (
+        "posttrain.commands.generation.command:main",
+        "answer prompts: `generate MODEL --prompt TEXT`, or a data file into a file",
+    ),
+    "eval": (
+        "posttrain.commands.evaluation.command:main",
+        "score a model on data, with intervals; `eval compare A B` compares two reports",
+    ),
     "bench": (
-        bench,
+        "posttrain.bench.command:main",
         "`bench rollout`, `step`, `train`, `sync`, `sweep`: speed beside peers; `bench algorithms`: what is learnt",
     ),
     "version": (version, "print the version"),
@@ -267,7 +200,11 @@ def _dispatch(args: list[str]) -> int:
     if args[0] == "--version":
         return version([])
     if args[0] in VERBS:
-        return VERBS[args[0]][0](args[1:])
+        work = VERBS[args[0]][0]
+        if isinstance(work, str):
+            module, _, name = work.partition(":")
+            work = getattr(importlib.import_module(module), name)
+        return work(args[1:])
     from posttrain.config.closest import closest
 
     near = closest(args[0], VERBS)

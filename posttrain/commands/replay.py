@@ -40,12 +40,12 @@ def main(args: Sequence[str]) -> int:
         if not found:
             print(f"No step of {run} can be replayed: tracking.keep_batches keeps the batches that it takes.")
         return 0 if found else 1
-    start_of(run, options.step)
+    start = find_start(run, options.step)
     watch, same = _watch(options), True
     with waiting():
         from posttrain.commands.replay_updates import COMPARED, replay
 
-    for made in replay(run, options.step, watch):
+    for made in replay(run, start, options.step, watch):
         losses = ", ".join(f"{name} {made.metrics[name]!r}" for name in COMPARED if name in made.metrics)
         differing = "; ".join(f"{name} was {a!r}, is {b!r}" for name, (a, b) in made.differing.items())
         print(f"step {made.step}: {losses}; " + (differing or "the recorded values, to the bit"))
@@ -96,7 +96,7 @@ def replayable(run: Path) -> dict[int, int]:
     return found
 
 
-def start_of(run: Path, step: int) -> int:
+def find_start(run: Path, step: int) -> int:
     """The step of the checkpoint from which a step can be replayed (0: the first weights), or a ReplayError."""
     possible = replayable(run)
     if read_facts(run / "batches") is None or step not in possible:

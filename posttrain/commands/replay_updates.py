@@ -17,7 +17,6 @@ import torch
 from posttrain.algorithms import get_adv_estimator
 from posttrain.checkpoint.manager import CheckpointManager
 from posttrain.checkpoint.rng import restore_rng
-from posttrain.commands.replay import start_of
 from posttrain.config import load_config
 from posttrain.models.loading import load_tokenizer
 from posttrain.protocol import DataProto
@@ -50,9 +49,8 @@ class Replayed:
         return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
 
-def replay(run: Path, step: int, watch: Watch | None = None) -> Iterator[Replayed]:
-    """The updates from the nearest earlier checkpoint up to `step`; only the last one is watched."""
-    start = start_of(run, step)
+def replay(run: Path, start: int, step: int, watch: Watch | None = None) -> Iterator[Replayed]:
+    """The updates from the checkpoint of step `start` (0: the first weights) up to `step`; only the last is watched."""
     facts = read_facts(run / "batches")
     assert facts is not None
     with ExitStack() as stack:

@@ -22,8 +22,7 @@ from posttrain.controller.ray_address import (
     wrong_secret,
 )
 from posttrain.controller.ray_machines import ITSELF
-from posttrain.controller.ray_node import RayHead
-from posttrain.controller.ray_processes import Watched
+from posttrain.controller.ray_node import RayHead, Watched
 from posttrain.errors import UserError
 
 

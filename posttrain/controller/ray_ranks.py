@@ -142,7 +142,7 @@ class RankWatch:
             if isinstance(error, RayActorError) and not isinstance(error, ActorUnavailableError):
                 raise self._death(error) from error
             cause = self._word_of_peers()
-            raise cause or _out_of_reach(error) from error
+            raise cause or _unreachable(error) from error
 
     def _states(self) -> dict[str, State | None]:
         known = [(rank, rank.identity.process) for rank in self.ranks if rank.identity is not None]
@@ -220,5 +220,5 @@ class RankWatch:
             return []
 
 
-def _out_of_reach(error: Exception) -> WorkerDied:
+def _unreachable(error: Exception) -> WorkerDied:
     return WorkerDied(f"A worker could not be reached: {str(error).strip().splitlines()[0]} {CONTINUES}")

@@ -24,7 +24,7 @@ def serve(address: str, tell: Callable[[str], None], token: str = "") -> None:
     node = RayNode([f"--address={address}"], shown_by_a_node(token))
     try:
         tell(f"This machine has joined the Ray at {address}. It serves machine 0's run until that ends.")
-        _stay(node, address)
+        _serve_until_end(node, address)
     finally:
         node.close()
     tell("The run has left this machine.")
@@ -41,7 +41,7 @@ def _wait_for_head(address: str, tell: Callable[[str], None]) -> None:
         time.sleep(EVERY_S)
 
 
-def _stay(node: RayNode, address: str) -> None:
+def _serve_until_end(node: RayNode, address: str) -> None:
     """Until ranks were at work here and are gone, or the head is."""
     worked, idle, silent = False, 0, 0
     while idle < SILENCES and silent < SILENCES and not node.ended():

@@ -47,7 +47,7 @@ def state_of(process: Process) -> State | None:
     fields = _stat(process.pid)
     if not fields or int(fields[19]) != process.started:
         return None
-    used = sum(_ticks(pid) for pid in _with_those_below(process.pid))
+    used = sum(_ticks(pid) for pid in _process_tree(process.pid))
     return State(fields[0], used / _TICKS)
 
 
@@ -64,7 +64,7 @@ def _ticks(pid: int) -> int:
     return sum(map(int, fields[11:15])) if fields else 0  # its own, and those of children that have ended
 
 
-def _with_those_below(pid: int) -> Iterator[int]:
+def _process_tree(pid: int) -> Iterator[int]:
     yield pid
     for children in Path(f"/proc/{pid}/task").glob("*/children"):
         try:
@@ -72,7 +72,7 @@ def _with_those_below(pid: int) -> Iterator[int]:
         except OSError:  # that thread has ended
             continue
         for child in below:
-            yield from _with_those_below(int(child))
+            yield from _process_tree(int(child))
 
 
 EVERY_S = 2.0  # between two looks

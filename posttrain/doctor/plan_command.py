@@ -23,8 +23,7 @@ from posttrain.models.decoder import can_decode_fast
 from posttrain.models.loading import check_positions, positions_of
 from posttrain.planning.batch_sizes import check_group_size
 from posttrain.planning.budgets import apply_plan, planner_for
-from posttrain.planning.memory_plan import GIB, Device, Plan, Planner, find_device, shown
-from posttrain.planning.remedies import Remedy, find_remedies
+from posttrain.planning.memory_plan import GIB, Device, Plan, Planner, Remedy, find_device, find_remedies, shown
 from posttrain.planning.supervised import ROLE
 from posttrain.rollout.engine_kwargs import check_on_any_machine
 from posttrain.rollout.engines import check_engine_name

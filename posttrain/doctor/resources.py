@@ -22,8 +22,7 @@ from posttrain.doctor.report import ERROR, NOTE, WARNING, Finding
 from posttrain.errors import UserError
 from posttrain.planning.budgets import apply_plan
 from posttrain.planning.counting import ModelBytes
-from posttrain.planning.memory_plan import shown
-from posttrain.planning.remedies import find_remedies
+from posttrain.planning.memory_plan import find_remedies, shown
 from posttrain.planning.supervised import ROLE
 from posttrain.rollout.engine_kwargs import OUTSIDE
 from posttrain.tracking.rundir import RunDirectory

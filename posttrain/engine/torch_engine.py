@@ -11,15 +11,13 @@ from typing import Any
 import torch
 
 from posttrain.engine.base import EngineLayout, EngineSettings
-from posttrain.engine.export import export_from_ranks, whole_state
 from posttrain.engine.facts import facts_of
 from posttrain.engine.heads import Head, head_of
-from posttrain.engine.optim import Optimizer
+from posttrain.engine.optim import EngineState, Optimizer
 from posttrain.engine.packing import Rows, with_a_prediction
 from posttrain.engine.ranks import check_heads, group_ranks
 from posttrain.engine.runner import ComposedEngine, PassRunner, Stage
-from posttrain.engine.sharding import drop_whole_weights, last_backward, shard
-from posttrain.engine.state import EngineState
+from posttrain.engine.sharding import drop_whole_weights, export_from_ranks, set_last_backward, shard, whole_state
 from posttrain.kernels.packed_attention import packed_rows
 from posttrain.kernels.sequence_parallel import shared_sequence
 from posttrain.models.forward import forward_mode_of
@@ -64,7 +62,7 @@ class TorchStage(Stage):
 
     def before_backward(self, *, last: bool) -> None:
         if self.ranks is not None:
-            last_backward(self.forward_pass, last)
+            set_last_backward(self.forward_pass, last)
 
 
 class TorchEngine(ComposedEngine):

@@ -3,19 +3,24 @@
 A plan adds up what lies in memory at the worst moment of each stage. Weights, gradients and optimizer state are exact;
 activations and temporary tensors come from the model's own code on the meta device (`counting.py`), for the largest
 micro-batch that the settings allow.
+
+`find_remedies` names settings that would lower a peak. Each is tried by planning again with it, because their effects
+depend on each other: with LoRA, say, offloading the optimizer saves little.
 """
 
 from __future__ import annotations
 
+import copy
 import math
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from posttrain.config.schema import Section, assign, lookup
 from posttrain.errors import UserError, first_line
 from posttrain.planning.counting import ModelBytes
 
@@ -195,3 +200,42 @@ def step_parts(role: str, device: Device, held: ModelBytes, *, workers: int) -> 
         f"{role} gradients": math.ceil(held.gradients / workers),
         "temporary tensors": math.ceil(temporary / workers),
     }
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """One setting, its present value, and what another value would do to a stage."""
+
+    key: str
+    present: Any
+    value: Any
+    stage: str
+    saves: int
+
+    def words(self) -> str:
+        if self.saves <= 0:
+            return f"{self.key}={self.present}: changes nothing here"
+        return f"{self.key}={self.present}: with {self.value}, {self.stage} takes {shown(self.saves)} less"
+
+
+def find_remedies(config: Section, plan: Plan, planner: Planner, stage: str | None = None) -> list[Remedy]:
+    """What lowers this stage (or the worst) first, then what lowers others; settings without effect are left out."""
+    first = stage or plan.worst
+    found = list(_try_all(config, plan, planner, first))
+    return sorted(found, key=lambda remedy: (remedy.stage != first, -remedy.saves))
+
+
+def _try_all(config: Section, plan: Plan, planner: Planner, first: str) -> Iterator[Remedy]:
+    for key, lower in planner.lower.items():
+        present = lookup(config, key)
+        value = lower(present, plan)
+        saves: dict[str, int] = {}
+        if value is not None and value != present:
+            changed = copy.deepcopy(config)
+            assign(changed, key, value)
+            other = planner.plan(changed, plan.device)
+            saves = {stage: plan.peak(stage) - other.peak(stage) for stage in plan.stages}
+        helped = {stage: saved for stage, saved in saves.items() if saved > 0}
+        if helped or key in planner.always_named:
+            stage = first if first in helped or not helped else max(helped, key=lambda name: helped[name])
+            yield Remedy(key, present, value, stage, helped.get(stage, 0))

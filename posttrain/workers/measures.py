@@ -35,11 +35,11 @@ class Measures(dict[str, Measure]):
 
     def add(self, name: str, share: float | torch.Tensor, steps: Steps = "mean") -> None:
         """A share of a sum or of a mean over the whole mini-batch."""
-        self._join(name, Measure(_gathered(share), "sum", steps))
+        self._join(name, Measure(_without_waiting(share), "sum", steps))
 
     def most(self, name: str, value: float | torch.Tensor, steps: Steps = "mean") -> None:
         """The largest of all passes and ranks."""
-        self._join(name, Measure(_gathered(value), "max", steps))
+        self._join(name, Measure(_without_waiting(value), "max", steps))
 
     def tell(self, name: str, value: float, steps: Steps = "mean") -> None:
         """What every rank knows alike."""
@@ -84,14 +84,14 @@ def _larger(one: float | torch.Tensor, other: float | torch.Tensor) -> Any:
     return max(one, other)
 
 
-def _gathered(value: float | torch.Tensor) -> Any:
+def _without_waiting(value: float | torch.Tensor) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     # On a CUDA device the sum stays there: a float would wait for the device at every metric of every micro-batch.
     return value.detach().double() if value.is_cuda else float(value.detach())
 
 
-def over_ranks(parts: Sequence[Measures]) -> Measures:
+def reduce_over_ranks(parts: Sequence[Measures]) -> Measures:
     """One optimizer step's metrics from those of its ranks."""
     whole = Measures(parts[0])
     for part in parts[1:]:
@@ -100,7 +100,7 @@ def over_ranks(parts: Sequence[Measures]) -> Measures:
     return whole
 
 
-def over_steps(steps: Sequence[Measures]) -> dict[str, float]:
+def reduce_over_steps(steps: Sequence[Measures]) -> dict[str, float]:
     """The metrics of a batch from those of its optimizer steps."""
     out: dict[str, float] = {}
     for name in dict.fromkeys(name for step in steps for name in step):

@@ -14,7 +14,7 @@ import torch
 
 from posttrain.controller.group import Calls, WorkerGroup
 from posttrain.protocol import DataProto
-from posttrain.workers.measures import Measures, over_ranks, over_steps
+from posttrain.workers.measures import Measures, reduce_over_ranks, reduce_over_steps
 from posttrain.workers.row_dispatch import parts_by_rank, reporting_ranks
 
 Prepare = Callable[[DataProto], DataProto]
@@ -104,4 +104,4 @@ def plan_updates(group: WorkerGroup, batch: DataProto, schedule: Schedule, prepa
 def join_updates(results: list[list[Measures]], calls: Calls) -> dict[str, float]:
     """Metrics of a batch's optimizer steps, from those that every rank gave for each of them; ranks that computed the
     same rows count once."""
-    return over_steps([over_ranks(parts) for parts in zip(*calls.reported(results), strict=True)])
+    return reduce_over_steps([reduce_over_ranks(parts) for parts in zip(*calls.reported(results), strict=True)])

@@ -23,7 +23,7 @@ from posttrain.workers.measures import Kept, Measures, join_token_stats
 from posttrain.workers.plan import UpdatePlan, join_updates, plan_updates
 from posttrain.workers.roles import actor_engine, reference_engine
 from posttrain.workers.row_dispatch import batch_of, by_passes, in_row_order
-from posttrain.workers.weight_sync import Bucket, WeightProbe, in_buckets, without_tied_copies
+from posttrain.workers.weight_sync import Bucket, WeightProbe, split_into_buckets, without_tied_copies
 
 
 def plan_actor_updates(group: WorkerGroup, batch: DataProto) -> Calls:
@@ -100,12 +100,12 @@ class PolicyWorker(ExportingWorker):
     def next_bucket(self, first: bool) -> Bucket:
         """The next of the weights, from the beginning with `first`; all ranks must be asked, rank 0 gives them."""
         if first:
-            self._leaving = self._buckets()
+            self._outgoing = self._buckets()
         self._was_last = True  # an error below must end the caller's loop over buckets, on every rank
-        bucket = next(self._leaving)
+        bucket = next(self._outgoing)
         self._was_last = bucket.last
         if bucket.last:
-            self._leaving.close()  # weights go back to where they rest
+            self._outgoing.close()  # weights go back to where they rest
         return bucket
 
     def _buckets(self) -> Generator[Bucket]:
@@ -114,7 +114,7 @@ class PolicyWorker(ExportingWorker):
             # Tied weights share memory only in a whole live model. Gathered layers are copies whose memory is reused,
             # so that an address says nothing there.
             whole = self.engine.live_model() is not None
-            yield from in_buckets(without_tied_copies(weights) if whole else weights, keep=this_rank() == 0)
+            yield from split_into_buckets(without_tied_copies(weights) if whole else weights, keep=this_rank() == 0)
 
     @register(to_first)
     def was_last_bucket(self) -> bool:
@@ -192,7 +192,7 @@ class ReferenceWorker:
         return self.engine.facts()
 
     @contextmanager
-    def _frozen(self) -> Iterator[TrainEngine]:
+    def _reference_engine(self) -> Iterator[TrainEngine]:
         """The engine that holds the reference, its weights where they are computed with."""
         if self.engine is not None:
             with self.engine.on_device():
@@ -206,7 +206,7 @@ class ReferenceWorker:
     def compute_ref_log_prob(self, data: DataProto, passes: Passes | None = None) -> DataProto:
         """`ref_log_prob`: of the frozen copy, or of the base with its adapters off."""
         temperature = self.config.actor_rollout_ref.rollout.temperature
-        with self._frozen() as engine:
+        with self._reference_engine() as engine:
             out = engine.log_probs(data, temperature=temperature, passes=passes)
         return batch_of(ref_log_prob=out.get("log_probs"))
 

@@ -186,7 +186,7 @@ class RewardModelWorker:
             with self._on_device():
                 scores_B[readable] = score_rows(
                     self.module,
-                    [self._fit(row) for row in whole],
+                    [self._truncate(row) for row in whole],
                     token_budget=self.config.forward_max_token_len_per_gpu,
                     max_rows=self.config.micro_batch_size_per_gpu,
                 )
@@ -197,7 +197,7 @@ class RewardModelWorker:
         tensors = {"rm_scores": _on_last_token(scores_B.nan_to_num(0.0, 0.0, 0.0), data)}
         return DataProto.from_dict(tensors=tensors, non_tensors={"rm_error": errors, "rm_truncated": truncated})
 
-    def _fit(self, row: list[int]) -> list[int]:
+    def _truncate(self, row: list[int]) -> list[int]:
         if len(row) <= self.longest:
             return row
         limit = int(self.longest)

@@ -121,14 +121,14 @@ class RolloutWorker:
     def end_conversations(self, conversations: Sequence[Key]) -> None:
         """These have had their last turn."""
         self.engine.release([self.conversations.pop(key) for key in conversations])
-        self._rest()
+        self._sleep_if_idle()
 
     @register(to_all, team=engine_ranks)
     def advance(self) -> tuple[list[Output], bool]:
         """(responses that ended, whether others are under way): decodes until there is news, or nothing to do."""
         ended = advance(self.engine)
         self._check_lock_step(ended)
-        self._rest()
+        self._sleep_if_idle()
         return ended, self.engine.has_work()
 
     def _check_lock_step(self, outputs: Sequence[Output]) -> None:
@@ -143,7 +143,7 @@ class RolloutWorker:
             self._made = zlib.crc32(b"".join((said, *(array.tobytes() for array in made))), self._made)
         self.team.check_same(self._made, "what it has sampled")
 
-    def _rest(self) -> None:
+    def _sleep_if_idle(self) -> None:
         """Sleep when nothing is left to do and no conversation goes on."""
         if self.awake and not self.engine.has_work() and not self.conversations:
             self.sleep()

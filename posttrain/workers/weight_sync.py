@@ -58,7 +58,7 @@ class Bucket:
                 )
 
 
-def in_buckets(weights: Iterable[tuple[str, torch.Tensor]], *, keep: bool = True) -> Iterator[Bucket]:
+def split_into_buckets(weights: Iterable[tuple[str, torch.Tensor]], *, keep: bool = True) -> Iterator[Bucket]:
     """All weights, cut the same way on every rank. With `keep` off the buckets are empty: ranks that only help to
     gather the weights have nothing to send."""
     bucket, size = Bucket(first=True), 0

@@ -179,10 +179,10 @@ def test_out_of_memory_names_the_stage_its_tenants_and_the_settings(
 
 def test_a_full_host_is_not_told_of_as_a_full_gpu(monkeypatch):
     from posttrain.planning import memory_plan as plans
-    from posttrain.trainer.run.memory import out_of_memory_words
+    from posttrain.trainer.run.memory import explain_out_of_memory
 
     monkeypatch.setattr(plans, "find_device", lambda config: plans.Device("cuda", 80 * plans.GIB, "a GPU"))
-    said = out_of_memory_words(None, HOST_IS_FULL).splitlines()
+    said = explain_out_of_memory(None, HOST_IS_FULL).splitlines()
     assert len(said) == 2 and said[1].startswith("  This is the host's memory, not the GPU's")
 
 

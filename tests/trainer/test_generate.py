@@ -27,7 +27,7 @@ KILLED = """
     from posttrain.commands.generation import files
     from posttrain import cli
 
-    parts.ROWS, plain, seen = 2, parts.Parts.add, []
+    files.ROWS, plain, seen = 2, files.Parts.add, []
 
     def add(self, answers):
         seen.append(answers)
@@ -35,7 +35,7 @@ KILLED = """
             os.kill(os.getpid(), signal.SIGKILL)
         plain(self, answers)
 
-    parts.Parts.add = add
+    files.Parts.add = add
     cli.main({args!r})
 """
 

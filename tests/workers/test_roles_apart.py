@@ -27,7 +27,7 @@ from posttrain.workers import weight_sync
 from posttrain.workers.fsdp_workers import ActorRolloutRefWorker, PolicyWorker, ReferenceWorker, RolloutWorker
 from posttrain.workers.groups import DisaggregatedGroup, PolicyGroup, RolloutGroup
 from posttrain.workers.row_dispatch import in_row_order
-from posttrain.workers.weight_sync import SyncError, in_buckets, without_tied_copies
+from posttrain.workers.weight_sync import SyncError, split_into_buckets, without_tied_copies
 
 SETTINGS = {f"{ACTOR}.optim.lr": 1e-2}
 
@@ -147,7 +147,7 @@ def test_workers_that_were_given_different_weights_stop_the_run(apart, monkeypat
 def test_a_bucket_is_no_larger_than_it_may_be_and_all_weights_are_in_one(monkeypatch):
     monkeypatch.setattr(weight_sync, "BUCKET_BYTES", 100)
     weights = {f"w{size}-{n}": torch.full((size,), float(n)) for n, size in enumerate((5, 12, 12, 40, 1, 25, 3))}
-    made = list(in_buckets(weights.items()))
+    made = list(split_into_buckets(weights.items()))
     assert [[len(tensor) for tensor in bucket.tensors.values()] for bucket in made] == [
         [5, 12],
         [12],
@@ -160,7 +160,7 @@ def test_a_bucket_is_no_larger_than_it_may_be_and_all_weights_are_in_one(monkeyp
     assert joined.keys() == weights.keys() and all(torch.equal(joined[name], weights[name]) for name in weights)
     assert [bucket.first for bucket in made] == [True] + [False] * 5
     assert [bucket.last for bucket in made] == [False] * 5 + [True]
-    empty = list(in_buckets(weights.items(), keep=False))  # another rank, which only helps to gather
+    empty = list(split_into_buckets(weights.items(), keep=False))  # another rank, which only helps to gather
     assert len(empty) == len(made) and not any(bucket.tensors for bucket in empty) and empty[-1].last
 
 

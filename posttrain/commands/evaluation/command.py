@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from posttrain.commands.generation.command import rows_of, settings_folder
+from posttrain.commands.generation.command import read_rows, settings_folder
 from posttrain.commands.generation.settings import (
     CHECKED,
     USED,
@@ -16,7 +16,7 @@ from posttrain.commands.generation.settings import (
     add_arguments,
     check_model,
     read_settings,
-    read_words,
+    split_words,
 )
 from posttrain.config.options import OptionParser
 from posttrain.errors import UserError
@@ -66,7 +66,7 @@ def main(args: Sequence[str]) -> int:
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="folder to write (default: outputs/eval/NAME)")
     add_arguments(parser)
     options = parser.parse_intermixed_args(list(args))
-    model, overrides = read_words(options.words, "eval")
+    model, overrides = split_words(options.words, "eval")
     if bool(options.responses) == bool(model):
         parser.error("give a MODEL with --data, or --responses (one of the two)")
     if not model and (idle := [flag for flag in GENERATES if getattr(options, flag) not in (None, False)]):
@@ -85,7 +85,7 @@ def main(args: Sequence[str]) -> int:
 
 
 def _score_model(model: str, options: argparse.Namespace, settings: Settings, out: Path) -> int:
-    table = rows_of(options, settings)
+    table = read_rows(options, settings)
     with waiting():
         from posttrain.commands.evaluation.evaluate import evaluate_model
         from posttrain.commands.evaluation.report import table as lines

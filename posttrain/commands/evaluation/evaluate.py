@@ -51,7 +51,7 @@ def evaluate_model(model: str, table: RowTable, settings: Settings, out: Path, *
             feed(row)
         session.run(parts, lambda item, answers: feed(vars(answers)))
         results = scoring.finish()
-        prompts = [_of_row(row, items[row["index"]], scoring, results) for row in parts.table().to_pylist()]
+        prompts = [_scored_prompt(row, items[row["index"]], scoring, results) for row in parts.table().to_pylist()]
     about = {
         "model": model,
         "engine": session.engine_name,
@@ -81,7 +81,7 @@ def _facts(row: dict[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-def _of_row(row: dict[str, Any], item: Any, scoring: Scoring, results: dict[Any, RewardResult]) -> ScoredPrompt:
+def _scored_prompt(row: dict[str, Any], item: Any, scoring: Scoring, results: dict[Any, RewardResult]) -> ScoredPrompt:
     found = [results[row["index"], number] for number in range(len(row["responses"]))]
     return ScoredPrompt(
         messages=item["raw_prompt"],
@@ -218,8 +218,8 @@ def answered_prompts(table: RowTable, config: DataConfig, response_key: str | No
             and all(isinstance(words, str) for words in written)
         ):
             one.own_words += written
-        one.finish_reasons += _listed(row, "finish_reasons", "finish_reason", len(texts))
-        lengths = _listed(row, "response_tokens", "response_ids" if not whole else "", len(texts))
+        one.finish_reasons += _column(row, "finish_reasons", "finish_reason", len(texts))
+        lengths = _column(row, "response_tokens", "response_ids" if not whole else "", len(texts))
         one.tokens += [len(ids) if isinstance(ids, list) else ids for ids in lengths]
     for one in groups.values():
         if len(one.own_words) < len(one.responses):  # rows of several runs, some without tools
@@ -236,7 +236,7 @@ def _fields(table: RowTable, number: int, config: DataConfig, response_key: str)
     return fields_of(one, 0, prompt_key=config.prompt_key, data_source=config.data_source)
 
 
-def _listed(row: dict[str, Any], name: str, single: str, count: int) -> list[Any]:
+def _column(row: dict[str, Any], name: str, single: str, count: int) -> list[Any]:
     value = row.get(name)
     if isinstance(value, list) and len(value) == count:
         return value

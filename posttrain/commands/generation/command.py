@@ -17,10 +17,10 @@ from posttrain.commands.generation.settings import (
     Settings,
     add_arguments,
     check_model,
+    find_run_of,
     is_checkpoint,
     read_settings,
-    read_words,
-    run_of,
+    split_words,
 )
 from posttrain.commands.generation.workers import Share, run_workers, shares
 from posttrain.config.options import OptionParser
@@ -57,7 +57,7 @@ def main(args: Sequence[str]) -> int:
     parser.add_argument("--share", help=argparse.SUPPRESS)  # of a worker: K/N
     add_arguments(parser)
     options = parser.parse_intermixed_args(list(args))
-    model, overrides = read_words(options.words, "generate")
+    model, overrides = split_words(options.words, "generate")
     if model is None:
         parser.error("MODEL is missing: a folder, a hub id, `embedded` or a checkpoint")
     if bool(options.prompt) == bool(options.data):
@@ -69,7 +69,7 @@ def main(args: Sequence[str]) -> int:
     apply_environment()
     check_model(model)
     settings = read_settings(options, overrides, settings_folder(model))
-    table = rows_of(options, settings)
+    table = read_rows(options, settings)
     if options.out is None:
         return _print_answers(model, table, settings)
     if options.workers > 1:
@@ -80,10 +80,10 @@ def main(args: Sequence[str]) -> int:
 
 def settings_folder(model: str) -> Path | None:
     """The run whose settings a checkpoint brings with it."""
-    return run_of(Path(os.path.expandvars(os.path.expanduser(model)))) if is_checkpoint(model) else None
+    return find_run_of(Path(os.path.expandvars(os.path.expanduser(model)))) if is_checkpoint(model) else None
 
 
-def rows_of(options: argparse.Namespace, settings: Settings) -> RowTable:
+def read_rows(options: argparse.Namespace, settings: Settings) -> RowTable:
     """The rows of --data, or of --prompt."""
     from posttrain.data.rows import load_rows, table_of_rows
 
@@ -146,12 +146,12 @@ def generate_file(
 _ENDS = {"length": " [cut off by --max-tokens]", "turns": " [no further turn is allowed]"}
 
 
-def _shown(answers: Answers, number: int, tokenizer: Any) -> str:
+def _format_response(answers: Answers, number: int, tokenizer: Any) -> str:
     """A response as it is printed: turn by turn where tools were called, each answer marked as what it is."""
     if answers.marks is None or answers.tool_calls is None:
         return answers.responses[number]
     if answers.agent_scores is not None:
-        return _led(answers, number, tokenizer)
+        return _format_agent_turns(answers, number, tokenizer)
     (turns,) = own_turns([answers.response_ids[number]], [answers.marks[number]], tokenizer)
     calls, lines = json.loads(answers.tool_calls[number]), list[str]()
     for turn, text in enumerate(turns, start=1):
@@ -160,7 +160,7 @@ def _shown(answers: Answers, number: int, tokenizer: Any) -> str:
     return "\n".join(lines)
 
 
-def _led(answers: Answers, number: int, tokenizer: Any) -> str:
+def _format_agent_turns(answers: Answers, number: int, tokenizer: Any) -> str:
     """A conversation that an agent led: what it told the model is marked, and its reward or its error stands behind."""
     marked, lines = zip(answers.response_ids[number], (answers.marks or [])[number], strict=True), list[str]()
     for own, stretch in groupby(marked, lambda one: one[1]):
@@ -187,7 +187,7 @@ def _print_answers(model: str, table: RowTable, settings: Settings) -> int:
         for number, reason in enumerate(answers.finish_reasons):
             if settings.n > 1:
                 print(f"--- {number + 1} of {settings.n}")
-            print(_shown(answers, number, session.tokenizer) + _ENDS.get(reason, ""))
+            print(_format_response(answers, number, session.tokenizer) + _ENDS.get(reason, ""))
     if session.dropped:
         raise UserError(f"{session.dropped} prompts are longer than the model allows and were not answered.")
     return 0

@@ -56,7 +56,7 @@ class Parts:
     """The parts of one result. Use `with`: leaving it, for whatever reason, writes what is finished."""
 
     def __init__(self, target: Path, settings: dict[str, Any], *, overwrite: bool = False) -> None:
-        self.folder = folder_of(target)
+        self.folder = parts_folder(target)
         self._settings, self._overwrite = settings, overwrite
         self._lock = RunLock(self.folder / "lock")
         self._open: list[Answers] = []
@@ -140,28 +140,28 @@ class Parts:
     def table(self) -> pa.Table:
         """Everything finished, in the order of the data's rows."""
         self.flush()
-        return _joined(self._files())
+        return _read_parts(self._files())
 
     def remove(self) -> None:
         """The result is written: the parts are not needed any more."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def folder_of(target: Path) -> Path:
+def parts_folder(target: Path) -> Path:
     return target.with_name(f"{target.name}.parts")
 
 
 def finished_table(targets: Sequence[Path]) -> pa.Table:
     """What several workers finished, in the order of the data's rows."""
-    return _joined([path for target in targets for path in sorted(folder_of(target).glob("part_*.parquet"))])
+    return _read_parts([path for target in targets for path in sorted(parts_folder(target).glob("part_*.parquet"))])
 
 
 def remove_parts(targets: Sequence[Path]) -> None:
     for target in targets:
-        shutil.rmtree(folder_of(target), ignore_errors=True)
+        shutil.rmtree(parts_folder(target), ignore_errors=True)
 
 
-def _joined(files: Sequence[Path]) -> pa.Table:
+def _read_parts(files: Sequence[Path]) -> pa.Table:
     tables = [pq.read_table(path, schema=SCHEMA) for path in files]
     return pa.concat_tables([SCHEMA.empty_table(), *tables]).sort_by("index")
 
@@ -182,7 +182,7 @@ def check_rows(table: RowTable, path: Path, *, tools: bool = False) -> None:
     if taken:
         raise DataError(f"{table.files[0]} has a column `{taken[0]}` already; rename it, or remove it from the rows.")
     if path.suffix == ".parquet":
-        _arrow(table.rows, path)
+        _to_arrow(table.rows, path)
 
 
 def write_results(path: Path, table: RowTable, answers: pa.Table) -> int:
@@ -196,7 +196,7 @@ def write_results(path: Path, table: RowTable, answers: pa.Table) -> int:
         rows.append({**table.rows[index], **made})
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".parquet":
-        made_table = _arrow(rows, path)
+        made_table = _to_arrow(rows, path)
         replace_file(path, lambda temporary: pq.write_table(made_table, temporary, compression="zstd"))
     else:
         lines = (json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
@@ -204,7 +204,7 @@ def write_results(path: Path, table: RowTable, answers: pa.Table) -> int:
     return len(rows)
 
 
-def _arrow(rows: list[dict[str, Any]], path: Path) -> pa.Table:
+def _to_arrow(rows: list[dict[str, Any]], path: Path) -> pa.Table:
     names = list(dict.fromkeys(name for row in rows for name in row))
     try:
         return pa.table({name: pa.array([row.get(name) for row in rows]) for name in names})

@@ -14,7 +14,7 @@ from posttrain.checkpoint.export import HUGGINGFACE, refuse_run
 from posttrain.checkpoint.manager import CheckpointManager
 from posttrain.checkpoint.verify import read_manifest, verify
 from posttrain.commands.export import adapted_model, stored_lora
-from posttrain.commands.generation.settings import Settings, is_checkpoint, run_of
+from posttrain.commands.generation.settings import Settings, find_run_of, is_checkpoint
 from posttrain.config.model import ModelConfig
 from posttrain.errors import first_line
 from posttrain.models.loading import ModelError, load_causal_lm, load_tokenizer, local_or_hub, resolve_dtype
@@ -48,12 +48,12 @@ def find_model(name: str, settings: Settings, say: Any) -> ModelSource:
         return ModelSource(name, replace(model, path=str(ensure_embedded(say) / "model")))
     path = Path(os.path.expandvars(os.path.expanduser(name)))
     if is_checkpoint(name):
-        return _of_checkpoint(name, path, model, say)
+        return _find_checkpoint(name, path, model, say)
     refuse_run(path)
     return ModelSource(name, replace(model, path=local_or_hub(name)))
 
 
-def _of_checkpoint(name: str, path: Path, model: ModelConfig, say: Any) -> ModelSource:
+def _find_checkpoint(name: str, path: Path, model: ModelConfig, say: Any) -> ModelSource:
     problems = verify(path)
     if problems:
         raise CheckpointError(f"The checkpoint {path} is damaged and is not loaded: {problems[0]}.")
@@ -61,7 +61,7 @@ def _of_checkpoint(name: str, path: Path, model: ModelConfig, say: Any) -> Model
     if f"{HUGGINGFACE}/config.json" in files:  # adapters are folded in there, overrides are in its config
         whole = replace(model, path=str(path / HUGGINGFACE), tokenizer_path=None, lora_rank=0, override_config={})
         return ModelSource(name, whole)
-    if run_of(path) is None or not any(file.startswith("actor/") for file in files):
+    if find_run_of(path) is None or not any(file.startswith("actor/") for file in files):
         raise CheckpointError(
             f"The checkpoint {path} holds no Hugging Face model, and without its run's config.yaml (two folders above) "
             "and an actor's tensors it cannot be loaded. A run writes one with trainer.export_hf=last or all; "
@@ -81,7 +81,7 @@ def load_tokenizer_of(source: ModelSource, *, raw: bool) -> Any:
     return tokenizer
 
 
-def fit_lengths(source: ModelSource, settings: Settings) -> None:
+def set_lengths(source: ModelSource, settings: Settings) -> None:
     """Fill in the lengths that nobody set: responses take at most half of the model's positions, prompts the rest."""
     from transformers import AutoConfig
 
@@ -115,12 +115,12 @@ def load_module(source: ModelSource, device: torch.device) -> torch.nn.Module:
         adapted = adapted_model(manager, source.checkpoint, lora, model, **place, advice=advice)
         return adapted if lora["base"]["quantization"] else adapted.merge_and_unload()
     module = load_causal_lm(model, **place)
-    _lay_over(module, manager, source.checkpoint)
+    _copy_checkpoint_weights(module, manager, source.checkpoint)
     return module
 
 
 @torch.no_grad()
-def _lay_over(module: torch.nn.Module, manager: CheckpointManager, checkpoint: Path) -> None:
+def _copy_checkpoint_weights(module: torch.nn.Module, manager: CheckpointManager, checkpoint: Path) -> None:
     stored = manager.describe(checkpoint, "actor")
     weights = {f"model.{name}": weight for name, weight in module.named_parameters()}
     missing = [name for name, weight in weights.items() if stored.get(name, (None,))[0] != weight.shape]

@@ -20,9 +20,9 @@ from posttrain.commands.generation.loop import Answers, Requests, answer
 from posttrain.commands.generation.model import (
     ModelSource,
     find_model,
-    fit_lengths,
     load_module,
     load_tokenizer_of,
+    set_lengths,
 )
 from posttrain.commands.generation.settings import Settings, described
 from posttrain.commands.generation.workers import Share
@@ -75,7 +75,7 @@ class Session:
         check_installed(self.config.actor_rollout_ref.rollout.name)
         self.source: ModelSource = find_model(name, settings, say)
         self.tokenizer = load_tokenizer_of(self.source, raw=settings.raw)
-        fit_lengths(self.source, settings)
+        set_lengths(self.source, settings)
         self.device = pick_device(self.config.trainer.device)
         with ExitStack() as opened:
             self.turns = opened.enter_context(open_conversations(self.config, self.tokenizer, self.device, say))
@@ -132,7 +132,7 @@ class Session:
         if not todo:
             return
         rollout, data = self.config.actor_rollout_ref.rollout, self.config.data
-        with memory_words(rollout, data.max_response_length):
+        with explain_out_of_memory(rollout, data.max_response_length):
             self._answer(todo, parts, on_prompt)
         say(str(self.speed))
 
@@ -140,7 +140,7 @@ class Session:
         self, todo: list[PromptItem], parts: Parts | None, on_prompt: Callable[[PromptItem, Answers], None]
     ) -> None:
         device, settings = self.device, self.settings
-        settle_generation(settings, self.source.config, device, len(todo), say)
+        plan_cache(settings, self.source.config, device, len(todo), say)
         module = load_module(self.source, device).requires_grad_(False)
         rollout, data = self.config.actor_rollout_ref.rollout, self.config.data
         longest = data.max_prompt_length + data.max_response_length
@@ -205,7 +205,7 @@ def check_target(path: Path, suffixes: tuple[str, ...], *, overwrite: bool) -> N
 Say = Callable[[str], None]
 
 
-def settle_generation(settings: Settings, model: ModelConfig, device: torch.device, prompts: int, say: Say) -> None:
+def plan_cache(settings: Settings, model: ModelConfig, device: torch.device, prompts: int, say: Say) -> None:
     """On a CUDA device: where nobody has set it, the cache may grow to what the model and its passes leave of the
     memory that is free before they are loaded, as another process (a run, say) may hold the rest. What is sampled does
     not depend on it, and rows that need less take less."""
@@ -238,7 +238,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 @contextmanager
-def memory_words(rollout: RolloutConfig, max_tokens: int) -> Iterator[None]:
+def explain_out_of_memory(rollout: RolloutConfig, max_tokens: int) -> Iterator[None]:
     """Running out of memory, with what lowers it."""
     try:
         yield

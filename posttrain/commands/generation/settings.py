@@ -114,7 +114,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--overwrite", action="store_true", help="replace the output, and begin anew")
 
 
-def read_words(words: Sequence[str], verb: str) -> tuple[str | None, list[str]]:
+def split_words(words: Sequence[str], verb: str) -> tuple[str | None, list[str]]:
     """(MODEL, the key=value settings) among a command's words."""
     settings = [word for word in words if "=" in word and not Path(word).exists()]
     models = [word for word in words if word not in settings]
@@ -190,7 +190,7 @@ def _refuse_idle(keys: set[str], used: Sequence[str]) -> None:
         )
 
 
-def run_of(checkpoint: Path) -> Path | None:
+def find_run_of(checkpoint: Path) -> Path | None:
     """The folder of the run that wrote a checkpoint, if it holds the settings of such a run."""
     import yaml
 

@@ -48,7 +48,7 @@ def shares(workers: int) -> list[Share]:
 
 def run_workers(args: Sequence[str], workers: int, *, on_gpu: bool) -> None:
     """Start `posttrain generate ARGS` once per share and wait; UserError if one fails, after the others were ended."""
-    places = _places(workers, on_gpu=on_gpu)
+    places = _worker_environments(workers, on_gpu=on_gpu)
     running = [
         subprocess.Popen(
             [sys.executable, "-m", "posttrain", "generate", *args, "--workers=1", f"--share={share.worker}/{workers}"],
@@ -75,7 +75,7 @@ def run_workers(args: Sequence[str], workers: int, *, on_gpu: bool) -> None:
         )
 
 
-def _places(workers: int, *, on_gpu: bool) -> list[dict[str, str]]:
+def _worker_environments(workers: int, *, on_gpu: bool) -> list[dict[str, str]]:
     """The environment of each worker: one GPU, or its share of the cores."""
     if not on_gpu:
         return [{"OMP_NUM_THREADS": str(max(1, cores.usable() // workers))}] * workers

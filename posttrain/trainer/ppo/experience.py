@@ -39,7 +39,7 @@ from posttrain.trainer.ppo.reward import (
     add_overlong_penalty,
     feed_turns,
     keys_of,
-    on_last_token,
+    place_on_last_token,
 )
 from posttrain.workers.groups import RolloutGroup
 
@@ -162,7 +162,7 @@ class Experience:
 
     def with_token_scores(self, rows: DataProto) -> DataProto:
         """The rows with `token_level_scores`: each score on its response's last token, too long ones punished."""
-        scores = on_last_token(rows.non_tensor_batch["reward_score"], rows)
+        scores = place_on_last_token(rows.non_tensor_batch["reward_score"], rows)
         add_overlong_penalty(scores, rows, self.config.reward.overlong_buffer, self.config.data.max_response_length)
         rows.batch["token_level_scores"] = rows.batch["token_level_rewards"] = scores
         return rows
@@ -209,7 +209,7 @@ class Experience:
     @property
     def _no_reward(self) -> bool:
         """Whether only an agent could give a reward."""
-        return self.rewards.gives_none and self.model_reward is None
+        return self.rewards.has_no_function and self.model_reward is None
 
     def _continue_conversations(self, turns: ConversationLoop) -> list[Output]:
         """Submit the next turns of conversations; gives responses that are whole because no tokens are left."""

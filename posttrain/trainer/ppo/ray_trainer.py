@@ -34,7 +34,7 @@ from posttrain.trainer.ppo.recorder import Recorder
 from posttrain.trainer.ppo.reward import RewardManager
 from posttrain.trainer.ppo.validate import Validator
 from posttrain.trainer.ppo.worker_groups import TrainingGroups, WorkerClasses
-from posttrain.trainer.run.memory import named_stage, settle_memory
+from posttrain.trainer.run.memory import named_stage, plan_memory
 from posttrain.trainer.run.result import GracefulStop, RunResult, TrainingStopped
 from posttrain.workers.actor.objective import can_weight_in_update
 from posttrain.workers.groups import ActorRolloutGroup, CriticGroup, RewardModelGroup, RolloutGroup
@@ -98,7 +98,7 @@ class RayPPOTrainer(WorkerClasses):
         self.sizes, notes = fit_sizes(self.config, explicit, len(self.train_dataset), critic=self.use_critic)
         for sentence in (*notes, self.sizes.words()):
             say(sentence)
-        settle_memory(self.config, self.device, explicit)
+        plan_memory(self.config, self.device, explicit)
         self.sampler: PromptSampler = make_sampler(
             self.train_dataset, self.config.data, batch_size=self.sizes.prompts, seed=self.config.trainer.seed
         )
@@ -193,13 +193,13 @@ class RayPPOTrainer(WorkerClasses):
                         self._train_step()
                 self.recorder.wait_until_written()
                 status = "finished" if not stop.requested or self.step >= self.sizes.total_steps else "stopped"
-                self._leave(stop)
+                self._save_if_stopped(stop)
         except KeyboardInterrupt:
             status = "stopped"
             raise
         finally:
             self.recorder.close(status)
-        self.recorder.farewell()
+        self.recorder.print_summary()
         validation = [(step, metrics) for step, metrics, _ in self.recorder.validations]
         return RunResult(self.run.path, status, self.step, self.recorder.history, validation, stop.requested)
 
@@ -421,7 +421,7 @@ class RayPPOTrainer(WorkerClasses):
         if (progress := self.checkpoints.restore()) is not None:
             self.step, self.bad_steps = progress.step, progress.bad_steps
 
-    def _leave(self, stop: GracefulStop) -> None:
+    def _save_if_stopped(self, stop: GracefulStop) -> None:
         if stop.requested and self.step < self.sizes.total_steps:
             if self.step and not self._save_is_due():
                 self._save_checkpoint()

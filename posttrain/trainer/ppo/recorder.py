@@ -92,7 +92,7 @@ class Recorder(RunWriter):
         if self.samples_are_due(step):
             # The table is built here, as the batch's tensors are about to be freed; compressing it is left to a thread.
             table = self._samples(step, batch, sampling_words(self.config))
-            self._write_behind(lambda: write_step(self.run.samples, step, table))
+            self._write_in_background(lambda: write_step(self.run.samples, step, table))
         quiet = "console" not in self.config.trainer.logger
         self.progress.step(line, advice, reward=metrics.get("reward_mean"), quiet=quiet)
         self.write_timeline(step)
@@ -134,9 +134,9 @@ class Recorder(RunWriter):
     def write_validation_samples(self, step: int, tables: Sequence[pa.Table | None]) -> None:
         wanted = [table for table in tables if table is not None]
         if wanted:
-            self._write_behind(lambda: write_validation(self.run.samples, step, wanted))
+            self._write_in_background(lambda: write_validation(self.run.samples, step, wanted))
 
-    def _write_behind(self, write: Callable[[], object]) -> None:
+    def _write_in_background(self, write: Callable[[], object]) -> None:
         """Write a file of samples while the next step is computed."""
         most = self.config.tracking.samples_max_gb * 1e9
 
@@ -168,7 +168,7 @@ class Recorder(RunWriter):
             return latest.get(wanted)
         return next((value for name, value in latest.items() if "/mean@" in name), None)
 
-    def farewell(self) -> None:
+    def print_summary(self) -> None:
         """The curve, samples from before and after, and where everything lies."""
         name, points = self._curve()
         if len(points) > 1:

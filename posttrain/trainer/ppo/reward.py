@@ -86,7 +86,7 @@ class RewardManager:
         self.pool, self.tokenizer, self.default_source, self.named = pool, tokenizer, default_source, named
         self._expected: dict[Key, tuple[Any, ...]] = {}
         self._unscored: list[tuple[Key, RewardResult]] = []
-        self.gives_none = pool is None  # whether there is no function that could score
+        self.has_no_function = pool is None  # whether there is no function that could score
         # Ends the run when no response can be scored; None where another reward gives the scores.
         self.watch: FailureWatch | None = FailureWatch("reward", _WHERE) if pool is not None else None
 
@@ -159,13 +159,13 @@ class RewardManager:
 
     def poll(self) -> list[tuple[Any, RewardResult]]:
         """What was scored since the last call, without waiting."""
-        return self._settled() + ([] if self.pool is None else self.pool.poll())
+        return self._take_results() + ([] if self.pool is None else self.pool.poll())
 
     def wait(self) -> list[tuple[Any, RewardResult]]:
         """As `poll`, but at least one if any is being scored."""
-        return self._settled() or ([] if self.pool is None else self.pool.wait_some())
+        return self._take_results() or ([] if self.pool is None else self.pool.wait_some())
 
-    def _settled(self) -> list[tuple[Any, RewardResult]]:
+    def _take_results(self) -> list[tuple[Any, RewardResult]]:
         found, self._unscored = self._unscored, []
         return found
 
@@ -196,7 +196,7 @@ class RewardManager:
 
     def __call__(self, data: DataProto) -> torch.Tensor:
         """(B, R): each row's score on its last response token, 0 elsewhere."""
-        return on_last_token(self.score(data).non_tensor_batch["reward_score"], data)
+        return place_on_last_token(self.score(data).non_tensor_batch["reward_score"], data)
 
 
 def keys_of(rows: DataProto) -> list[Key]:
@@ -216,7 +216,7 @@ def _real_responses(data: DataProto) -> torch.Tensor:
     return data.batch["attention_mask"][:, -data.batch["responses"].shape[1] :].bool()
 
 
-def on_last_token(scores: Any, data: DataProto) -> torch.Tensor:
+def place_on_last_token(scores: Any, data: DataProto) -> torch.Tensor:
     """(B, R) token-level scores: each score on the last real token of its response."""
     out = torch.zeros(data.batch["responses"].shape, dtype=torch.float32)
     out[_last_token(data)] = torch.tensor([float(score) for score in scores], dtype=torch.float32)

@@ -113,7 +113,7 @@ def _open_data(
     train = PromptDataset(trained, tokenizer, config.data, tools=tools)
     val = None if held_out is None else PromptDataset(held_out, tokenizer, config.data, split="val", tools=tools)
     check_agent_names(turns, [name for rows in (train, val) if rows for name in rows.column("agent_name")])
-    if settings := _keep_rows(config):
+    if settings := _settings_that_keep_rows(config):
         train.check_savable(settings)
     for note in dict.fromkeys([*train.notes, *(val.notes if val else [])]):
         say(f"note: {note}")
@@ -166,7 +166,7 @@ def _rows(settings: DataConfig, explicit: set[str], data: Any, val_data: Any) ->
     return trained, held_out
 
 
-def _keep_rows(config: PPOConfig) -> str:
+def _settings_that_keep_rows(config: PPOConfig) -> str:
     """The settings because of which checkpoints hold rows of the data; empty where they hold none."""
     named = {
         "algorithm.filter_groups.enable": config.algorithm.filter_groups.enable,

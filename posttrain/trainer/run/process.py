@@ -26,7 +26,7 @@ from posttrain.tracking.progress import say
 from posttrain.tracking.rundir import RunDirectory
 from posttrain.tracking.tee import tee_output
 from posttrain.trainer.run.directory import open_run_directory
-from posttrain.trainer.run.memory import is_out_of_memory, out_of_memory_words
+from posttrain.trainer.run.memory import explain_out_of_memory, is_out_of_memory
 
 
 @contextmanager
@@ -118,7 +118,7 @@ def explain_errors(run: RunDirectory, config: Any) -> Iterator[None]:
 
 def _words(error: Exception, run: RunDirectory, config: Any) -> str | None:
     if is_out_of_memory(error):
-        return out_of_memory_words(config, error)
+        return explain_out_of_memory(config, error)
     return disk_words(error, run.path) if isinstance(error, OSError) else None
 
 

@@ -90,19 +90,19 @@ def driven_by_one_machine(run: Run[Named]) -> Run[Named]:
     @wraps(run)
     def driven(resolved: Resolved, *arguments: Named.args, **named: Named.kwargs) -> RunResult:
         if resolved.node_rank:
-            return _served(resolved)
+            return _serve(resolved)
         try:
             return run(resolved, *arguments, **named)
         except RunTaken as taken:
             if resolved.config.trainer.nnodes == 1:
                 raise
             say(f"{taken} If that is the same command on another machine: it drives the run, and this one leaves.")
-            return _nothing_of_its_own(resolved)
+            return _empty_result(resolved)
 
     return driven
 
 
-def _served(resolved: Resolved) -> RunResult:
+def _serve(resolved: Resolved) -> RunResult:
     """Join the Ray of machine 0 until its run has ended."""
     from posttrain.controller import torchrun
     from posttrain.controller.ray_address import given_address
@@ -114,8 +114,8 @@ def _served(resolved: Resolved) -> RunResult:
     assert address is not None  # checked with the settings
     with ignore_hangup():
         serve(address, say, token)
-    return _nothing_of_its_own(resolved)
+    return _empty_result(resolved)
 
 
-def _nothing_of_its_own(resolved: Resolved) -> RunResult:
+def _empty_result(resolved: Resolved) -> RunResult:
     return RunResult(Path(resolved.config.trainer.default_local_dir), SERVED, 0)

@@ -87,7 +87,7 @@ class RunWriter:
         self.traces.check(step + 1, self.total_steps)
         self.run.truncate_after(step if step else -1)  # steps after the checkpoint are made again, bit-for-bit
         if step and step >= self.total_steps:
-            self._nothing_left(step)
+            self._say_nothing_left(step)
         else:
             self.run.write_config(self.stored_config)
             write_origin(self.run.path, step)
@@ -100,9 +100,9 @@ class RunWriter:
         self._stack.callback(self.loggers.close)
         self.progress = self._stack.enter_context(Progress(self.total_steps, done=step))
         write_status(self.run.path, "running", step, self.total_steps)
-        self._stack.callback(Every(FRESH_S, self._keep_fresh).close)
+        self._stack.callback(Every(FRESH_S, self._refresh_status).close)
 
-    def _nothing_left(self, step: int) -> None:
+    def _say_nothing_left(self, step: int) -> None:
         """All steps were made before. The settings on the disk stay those that made them, whatever is asked for now."""
         if not getattr(self.config.trainer, "val_only", False):
             say(
@@ -112,7 +112,7 @@ class RunWriter:
             )
         self.total_steps = step
 
-    def _keep_fresh(self) -> None:
+    def _refresh_status(self) -> None:
         with suppress(OSError):  # a full disk is reported where something that matters is written
             write_status(self.run.path, "running", self.step, self.total_steps, self.progress.moment())
 

@@ -55,7 +55,7 @@ class SupervisedRecorder(RunWriter):
         latest = next((metrics for at, metrics in reversed(self.validations) if at == step), None)
         return None if latest is None else self.task.goodness(latest)
 
-    def farewell(self) -> None:
+    def print_summary(self) -> None:
         """The curve, the change by training, and where everything lies."""
         logged = list(read_metrics(self.run.metrics))
         name = self.task.curve if any(self.task.curve in line for line in logged) else "train/loss"
@@ -97,13 +97,13 @@ class SupervisedTrainer:
                     with self.recorder.traces.of(self.step + 1):
                         self._train_step()
                 status = "finished" if self.step >= self.total_steps else "stopped"
-                self._leave(stop)
+                self._save_if_stopped(stop)
         except KeyboardInterrupt:
             status = "stopped"
             raise
         finally:
             self.recorder.close(status)
-        self.recorder.farewell()
+        self.recorder.print_summary()
         result = RunResult(self.run.path, status, self.step, self.recorder.history, self.recorder.validations)
         result.stopped_by = stop.requested
         return result
@@ -182,7 +182,7 @@ class SupervisedTrainer:
         self.recorder.continue_from(path, self.step)
         say(f"Resumed from {path}: {self.step} of {self.total_steps} steps are done.")
 
-    def _leave(self, stop: GracefulStop) -> None:
+    def _save_if_stopped(self, stop: GracefulStop) -> None:
         if stop.requested and self.step < self.total_steps:
             if self.step and not self._is_due(self.config.trainer.save_freq):
                 self._save()

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from posttrain.models.scorer import without_trailing_padding
 from posttrain.protocol import DataProto
 from posttrain.rollout.base import Output
 from posttrain.rollout.generate import to_batch
+from posttrain.trainer.embedded import embedded_pairs
 from posttrain.trainer.sft import sft_batch
 from posttrain.workers.supervised import PairGroup, PairWorker, SFTGroup, SFTWorker, SupervisedGroup, pair_losses
 
@@ -30,6 +32,8 @@ ROLE = "model"
 class Task(ABC):
     """Data, a model and a loss. `rows` is the number of training rows, `curve` the metric that is drawn at the end."""
 
+    stem: str  # begins the names of runs that have none of their own
+    dataset: type[SFTDataset] | type[PairDataset]
     worker: type  # holds the model, its optimizer and its loss; here are the rows
     group_type: type[SupervisedGroup]  # the calls of these workers
     curve: str
@@ -51,6 +55,16 @@ class Task(ABC):
         self.group.init_model()
         # What a checkpoint says of the adapters and their base; None where all weights are trained.
         self.adapters: dict[str, Any] | None = self.group.lora_state()
+
+    @staticmethod
+    @abstractmethod
+    def embedded_files(folder: Path) -> dict[str, Path]:
+        """`train` and `test` of the embedded data, which lie in this folder or are made from what does."""
+
+    @staticmethod
+    @abstractmethod
+    def describe(train: Any, val: Any | None, steps: int) -> str:
+        """The run in one sentence, for its start."""
 
     @abstractmethod
     def train_step(self, rows: list[int]) -> Metrics:
@@ -76,10 +90,25 @@ class Task(ABC):
 class SFTTask(Task):
     """A causal language model that learns the assistant's turns."""
 
-    worker, group_type, curve = SFTWorker, SFTGroup, "val/loss"
+    stem, dataset, curve = "sft", SFTDataset, "val/loss"
+    worker, group_type = SFTWorker, SFTGroup
     group: SFTGroup
     train: SFTDataset
     val: SFTDataset | None
+
+    @staticmethod
+    def embedded_files(folder: Path) -> dict[str, Path]:
+        return {"train": folder / "train.json", "test": folder / "test.json"}
+
+    @staticmethod
+    def describe(train: SFTDataset, val: SFTDataset | None, steps: int) -> str:
+        trained, total = train.tokens
+        kind = "conversations" if train.multiturn else "prompts with responses"
+        held_out = f"{len(val)} rows are held out" if val is not None else "no rows are held out"
+        return (
+            f"SFT: {steps} optimizer steps on {len(train)} rows ({kind}); an epoch has {total} tokens, {trained} of "
+            f"them the assistant's, which are trained; {held_out}."
+        )
 
     def train_step(self, rows: list[int]) -> Metrics:
         batch = sft_batch([self.train[row] for row in rows], self.tokenizer.pad_token_id)
@@ -146,10 +175,20 @@ def _common(left: list[int], right: list[int]) -> int:
 class PairTask(Task):
     """A scorer with one score per row, from a causal LM (with a new head) or from a sequence-classification folder."""
 
-    worker, group_type, curve = PairWorker, PairGroup, "val/accuracy"
+    stem, dataset, curve = "reward-model", PairDataset, "val/accuracy"
+    worker, group_type = PairWorker, PairGroup
     group: PairGroup
     train: PairDataset
     val: PairDataset | None
+
+    @staticmethod
+    def embedded_files(folder: Path) -> dict[str, Path]:
+        return embedded_pairs(folder)
+
+    @staticmethod
+    def describe(train: PairDataset, val: PairDataset | None, steps: int) -> str:
+        held_out = f"{len(val)} pairs are held out" if val is not None else "no pairs are held out"
+        return f"Reward model: {steps} optimizer steps on {len(train)} pairs; {held_out}."
 
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)

@@ -10,7 +10,7 @@ from posttrain.config.root import ActorConfig, PPOConfig
 from posttrain.engine.base import Passes, TrainEngine
 from posttrain.protocol import DataProto
 from posttrain.workers.actor.objective import ActorObjective, finish_importance_metrics
-from posttrain.workers.measures import Measures, over_steps
+from posttrain.workers.measures import Measures, reduce_over_steps
 from posttrain.workers.plan import MiniBatch, Schedule, UpdatePlan, one_rank_plan
 
 
@@ -35,7 +35,7 @@ class DataParallelPPOActor:
         """All optimizer steps on a batch that this rank has to itself; gives their metrics."""
         schedule = actor_schedule(self.config.actor_rollout_ref.actor, self.config.trainer.seed)
         plan = one_rank_plan(data, schedule, self.objective.prepare)
-        return finish_importance_metrics(over_steps(self.execute(plan)))
+        return finish_importance_metrics(reduce_over_steps(self.execute(plan)))
 
     def execute(self, plan: UpdatePlan) -> list[Measures]:
         """The optimizer steps of a plan; gives the metrics of each."""

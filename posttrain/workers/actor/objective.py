@@ -160,7 +160,7 @@ class ActorObjective:
         share = share + self._kl(log_prob, batch, weights) + self._entropy(outputs["entropy"], weights, means)
         self._add("actor/loss", share)
         self._measure(result.metrics, means)
-        self._agreement(log_prob.detach(), old, batch)
+        self._measure_agreement(log_prob.detach(), old, batch)
         self.seen.add(batch, outputs)
         return share
 
@@ -186,7 +186,7 @@ class ActorObjective:
         weights, facts = compute_rollout_correction(
             batch["old_log_probs"], sampled_from(batch), batch["response_mask"], self.correction
         )
-        facts.pop("mismatch/logp_max")  # measured against the policy being trained, in `_agreement`
+        facts.pop("mismatch/logp_max")  # measured against the policy being trained, in `_measure_agreement`
         assert weights is not None
         return {"rollout_is_weights": weights}, facts
 
@@ -195,7 +195,7 @@ class ActorObjective:
         known = micro.batch.get("rollout_is_weights")
         return importance_weights(log_prob, micro, self.correction, self.measures) if known is None else known
 
-    def _agreement(self, log_prob: torch.Tensor, old: torch.Tensor, batch: Any) -> None:
+    def _measure_agreement(self, log_prob: torch.Tensor, old: torch.Tensor, batch: Any) -> None:
         """How far the policy moved from the old one, and how well rollout and trainer agree: of a batch's first
         optimizer step, before the weights moved."""
         real = batch["response_mask"].bool()

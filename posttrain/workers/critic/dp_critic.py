@@ -11,7 +11,7 @@ from posttrain.algorithms import aggregation_weights, compute_value_loss
 from posttrain.config.root import ActorConfig, CriticConfig, PPOConfig
 from posttrain.engine.base import Passes, TrainEngine
 from posttrain.protocol import DataProto
-from posttrain.workers.measures import Measures, over_steps
+from posttrain.workers.measures import Measures, reduce_over_steps
 from posttrain.workers.plan import MiniBatch, Schedule, UpdatePlan, one_rank_plan
 
 
@@ -44,7 +44,7 @@ class DataParallelPPOCritic:
     def update_critic(self, data: DataProto) -> dict[str, float]:
         """All optimizer steps on a batch that this rank has to itself; gives their metrics."""
         prepare = partial(prepare_values, loss_agg_mode=self.config.loss_agg_mode, longest=self.longest)
-        return over_steps(self.execute(one_rank_plan(data, self.schedule, prepare)))
+        return reduce_over_steps(self.execute(one_rank_plan(data, self.schedule, prepare)))
 
     def execute(self, plan: UpdatePlan) -> list[Measures]:
         """The optimizer steps of a plan; gives the metrics of each."""
