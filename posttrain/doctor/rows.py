@@ -15,9 +15,8 @@ from typing import Any
 from posttrain.config.data import HELD_OUT
 from posttrain.config.schema import lookup
 from posttrain.data.chat import TemplateError
-from posttrain.data.dataset import PromptDataset
+from posttrain.data.dataset import PromptDataset, describe_held_out, hold_out
 from posttrain.data.fields import is_missing
-from posttrain.data.held_out import held_out_words, hold_out
 from posttrain.data.pairs import PairDataset
 from posttrain.data.rows import RowTable, read_table
 from posttrain.data.supervised import SFTDataset
@@ -51,7 +50,7 @@ def check_rows(case: Case) -> Iterator[Finding]:
         if split == "train" and data.val_files == HELD_OUT:
             batch = data.train_batch_size if "data.train_batch_size" in case.resolved.explicit else 1
             table, held_out = hold_out(table, data.prompt_key, most=data.val_max_samples, batch=batch)
-            yield Finding(NOTE, AREA, held_out_words(len(table), len(held_out or ())))
+            yield Finding(NOTE, AREA, describe_held_out(len(table), len(held_out or ())))
         case.rows[split] = table.rows
         yield from _tokenized(case, split, table)
         yield from _prompts(case, split)

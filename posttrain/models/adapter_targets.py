@@ -73,8 +73,7 @@ def linear_modules(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
 
 
 def stacked_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return weights that stack several matrices, such as a layer's experts: they are no modules, so they get no
-    adapters."""
+    """Return weights that stack several matrices, such as experts: they are no modules, so they get no adapters."""
     homes = (
         (name, part) for name, part in model.named_modules() if not isinstance(part, torch.nn.modules.conv._ConvNd)
     )

@@ -78,8 +78,7 @@ class Projection:
 
     @torch.no_grad()
     def copy_adapters(self) -> None:
-        # In the weight's dtype, as the trainer multiplies them on CUDA. Always to the same addresses, which captured
-        # graphs hold.
+        # In the weight's dtype, as the trainer multiplies them on CUDA; at fixed addresses, which captured graphs hold.
         if self.adapters and self.weight.is_cuda and self.weight.dtype in (torch.bfloat16, torch.float16):
             adapters = [(columns, Adapter.of(layer)) for columns, layer in self.adapters]
             self.low = self.low or LowRank.like(adapters, len(self.weight), self.weight)

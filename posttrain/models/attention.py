@@ -1,5 +1,4 @@
-"""Plugs our attention into transformers: models loaded with `ATTENTION` accept packed sequences, paged steps or
-padding.
+"""Plugs our attention into transformers: models loaded with `ATTENTION` take packed sequences, paged steps or padding.
 
 `PagedDecoder` is the general way to decode with a paged cache: it runs transformers' own module, whatever its layers do
 (experts, post-norms, learned positions), if its attention goes through transformers' attention interface. `decoder.py`
@@ -52,8 +51,7 @@ class PagedDecoder:
     def hidden(
         self, step: StepTokens, caches: Callable[[int, int, int], LayerCache], wanted_N: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Return final hidden states of the wanted tokens (all, if None); keys and values of all tokens enter the
-        caches."""
+        """Return final hidden states of the wanted tokens (all, if None); all keys and values enter the caches."""
 
         def answer(layer: Any, query, key, value, scale: float | None, window: int | None) -> torch.Tensor:
             query, key, value = (_last_dense(x[0].transpose(0, 1)) for x in (query, key, value))

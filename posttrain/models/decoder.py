@@ -148,8 +148,7 @@ class FastDecoder:
         self.copies_old, self.is_released = True, False
 
     def use_fp8(self) -> None:
-        """From now on, compute the products of all layers with fp8 copies of weights and inputs; not embedding, router,
-        head."""
+        """Compute the products of all layers with fp8 copies of weights and inputs; not embedding, router and head."""
         self.fp8, self.copies_old = True, True
         for layer in self.layers:
             layer.hold_in_fp8()
@@ -271,8 +270,7 @@ class FastDecoder:
     captured_caches: list[LayerCache]
 
     def next_hidden(self, tokens_B: torch.Tensor, rows: Any) -> torch.Tensor:
-        """Return final hidden states of each row's newest token, which enters the cache; everything called here is
-        captured."""
+        """Return final hidden states of each row's newest token, which enters the cache; all calls are captured."""
         from posttrain.kernels.cuda.decode_attention import decode_attention
 
         residual_BE, added_BE = F.embedding(tokens_B, self.embedding), None

@@ -58,8 +58,7 @@ class Gated:
 
 @dataclass
 class Mixture:
-    """The experts that a router chooses for each token, weighted; some models add one shared expert with a sigmoid
-    weight."""
+    """The experts that a router chooses for each token, weighted; some models add a shared expert for all tokens."""
 
     router_XE: torch.Tensor
     gate_up_X2IE: torch.Tensor

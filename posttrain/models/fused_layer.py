@@ -1,5 +1,4 @@
-"""A decoder layer of Qwen2, Qwen3, Llama or Mistral as one differentiable operation: float32 on a CPU, half precision
-on CUDA.
+"""A Qwen2, Qwen3, Llama or Mistral layer as one differentiable operation: float32 on a CPU, half precision on CUDA.
 
 transformers' layer over packed sequences takes about thirty operations forward and fifty backward; each reads and
 writes memory and is called from Python. Here the matrix products are torch's, a few compiled kernels do the rest, and

@@ -1,5 +1,4 @@
-"""The weights of a decoder layer for the fused training pass, with LoRA adapters on a frozen base: y = x W' + s (x A')
-B'.
+"""The weights of a decoder layer for the fused training pass, with LoRA: y = x W' + s (x A') B', with W frozen.
 
 peft's linear layers take five operations each; here an adapter is two small products, added to the large one in place,
 and parts with the same input share the first of them. Adapters are float32. With a base in half precision they are

@@ -179,8 +179,7 @@ def positions_of(model: Any) -> Positions:
 
 
 def check_positions(positions: Positions, longest: int, setting: str | None = None) -> str | None:
-    """Return a warning if sequences of `longest` tokens exceed what the model was trained for; raise if it cannot
-    compute them."""
+    """Return a warning if sequences of `longest` tokens exceed what the model was trained for; raise if it cannot."""
     limit = positions.limit
     if not limit or longest <= limit:
         return None

@@ -10,9 +10,10 @@ Shapes: T packed tokens, N predicted tokens of one or of all sequences.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -46,12 +47,15 @@ class ProofError(UserError):
     """No forward pass of the model is right; the text says why."""
 
 
+Compute = Callable[[Any, list[list[int]]], Sequence[torch.Tensor]]
+
+
 @dataclass
 class Plain:
-    """The model's log-probs before anything of ours was installed: per sequence, by window width."""
+    """What the model computed for the rows before anything of ours was installed, by window width."""
 
     rows: list[list[int]]
-    log_probs: dict[int | None, list[torch.Tensor]]
+    results: dict[int | None, Sequence[torch.Tensor]]
 
 
 def proof_rows(config: Any) -> list[list[int]]:
@@ -68,40 +72,49 @@ def proof_rows(config: Any) -> list[list[int]]:
 
 
 @torch.no_grad()
-def plain_pass(model: Any, what: str) -> Plain:
-    """Return log-probs as transformers computes them, one sequence at a time; `what` names the model in errors."""
+def compute_plain(model: Any, what: str, compute: Compute) -> Plain:
+    """Compute the proof rows as transformers does; `what` names the model in errors."""
     rows, found = proof_rows(model.config), {}
     try:
         for window in windows(model):
             with narrow_window(model, window):
-                found[window] = _own_each(model, rows)
+                found[window] = compute(model, rows)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
         raise ProofError(f"{what}: transformers' own forward pass fails on plain tokens: {error}") from error
-    first, second = (log_probs[: COMMON - 1] for log_probs in found[None])
+    return Plain(rows, found)
+
+
+def plain_pass(model: Any, what: str) -> Plain:
+    """Return log-probs as transformers computes them, one sequence at a time."""
+    plain = compute_plain(model, what, _own_each)
+    first, second = (log_probs[: COMMON - 1] for log_probs in plain.results[None])
     if not agree(first, second, model):
         raise ProofError(
             f"{what}: in this model ({model.config.model_type}) tokens see those that come after them, so it gives no "
             "log-probs of next tokens; give a decoder-only language model"
         )
-    return Plain(rows, found)
+    return plain
 
 
 @torch.no_grad()
 def find_forward_mode(model: Any, plain: Plain, what: str) -> ForwardMode:
     """Find the passes that agree with transformers'. If packed ones do, the model keeps our attention."""
+
+    def why_not(compute: Compute) -> str | None:
+        return disagreement(model, plain, compute, lambda ours_N, theirs_N: agree(ours_N, theirs_N, model))
+
     own = model.config._attn_implementation
     if layer_kinds(model) <= PACKABLE:
         set_attention(model, ATTENTION)
-        reason = _why_not(model, plain, _packed) or _why_not(model, plain, _padded)
-        if reason is None:
+        if why_not(_packed) is None and why_not(_padded) is None:
             return ForwardMode(packed=True, padded=True)
         set_attention(model, own)
-    split = _why_not(model, plain, _alone) is None
-    if not split and (reason := _why_not(model, plain, _own_each)):
+    split = why_not(_alone) is None
+    if not split and (reason := why_not(_own_each)):
         raise ProofError(f"{what}: the model's own forward pass does not give the same twice: {reason}")
-    padded = _why_not(model, plain, _padded if split else _own) is None
+    padded = why_not(_padded if split else _own) is None
     return ForwardMode(padded=padded, split_head=split, note=_words(model, padded, split))
 
 
@@ -114,16 +127,14 @@ def _words(model: Any, padded: bool, split: bool) -> str:
     )
 
 
-Compute = Callable[[Any, list[list[int]]], list[torch.Tensor]]
-
-
-def _why_not(model: Any, plain: Plain, compute: Compute) -> str | None:
+def disagreement(model: Any, plain: Plain, compute: Compute, near: Callable[..., bool]) -> str | None:
+    """Return why a way to compute the rows cannot be used; None if it gives the plain results."""
     try:
-        for window, expected in plain.log_probs.items():
+        for window, expected in plain.results.items():
             with narrow_window(model, window):
                 found = compute(model, plain.rows)
-            expected = expected * (len(found) // len(expected))
-            if not all(agree(mine, theirs, model) for mine, theirs in zip(found, expected, strict=True)):
+            # A packed pass computes the rows twice; others may leave out some of the results.
+            if not all(map(near, found, cycle(expected))):
                 return "the log-probs differ"
     except torch.OutOfMemoryError:
         raise
@@ -199,8 +210,7 @@ def _packed(model: Any, rows: list[list[int]]) -> list[torch.Tensor]:
 
 
 def checked_hidden(model: Any, ids_T: torch.Tensor, position_T: torch.Tensor, layout: PackedLayout) -> torch.Tensor:
-    # Also checks that every layer used the layout: with small weights, attention that ignores it would hardly show in
-    # numbers.
+    # Also checks that every layer used the layout: with small weights, ignoring it would hardly change the numbers.
     with packed_rows(layout):
         hidden_TE = hidden_states(model, ids_T[None], position_T[None])[0]
     if layout.answered < model.config.get_text_config().num_hidden_layers:

@@ -6,7 +6,6 @@ reads are compared too.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,65 +13,46 @@ import torch
 from posttrain.kernels.packed_attention import PackedLayout
 from posttrain.models.attention import ATTENTION, set_attention
 from posttrain.models.forward import ForwardMode, hidden_states
-from posttrain.models.proof import PACKABLE, ProofError, checked_hidden, layer_kinds, narrow_window, proof_rows, windows
+from posttrain.models.proof import (
+    PACKABLE,
+    Compute,
+    Plain,
+    ProofError,
+    checked_hidden,
+    compute_plain,
+    disagreement,
+    layer_kinds,
+)
 from posttrain.models.scorer import packed_scores, padded_scores
 
 # Scores (2,) of the sequences, and the hidden states (2, E) at their ends.
 Numbers = tuple[torch.Tensor, torch.Tensor]
 
 
-@dataclass
-class PlainScores:
-    """The model's scores before anything of ours was installed, by window width."""
-
-    rows: list[list[int]]
-    found: dict[int | None, Numbers]
-
-
-@torch.no_grad()
-def plain_scores(model: Any, what: str) -> PlainScores:
+def plain_scores(model: Any, what: str) -> Plain:
     """Return scores as transformers computes them, one sequence at a time; `what` names the model in errors."""
-    rows, found = proof_rows(model.config), {}
-    try:
-        for window in windows(model):
-            with narrow_window(model, window):
-                found[window] = _alone(model, rows)
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:
-        raise ProofError(f"{what}: transformers' own forward pass fails on plain tokens: {error}") from error
-    return PlainScores(rows, found)
+    return compute_plain(model, what, _alone)
 
 
 @torch.no_grad()
-def find_scorer_mode(model: Any, plain: PlainScores, what: str) -> ForwardMode:
+def find_scorer_mode(model: Any, plain: Plain, what: str) -> ForwardMode:
     """Choose packing for a decoder with a linear head if it agrees, else padding, else one sequence at a time."""
+
+    def holds(compute: Compute) -> bool:
+        return disagreement(model, plain, compute, _near) is None
+
     own = model.config._attn_implementation
     if layer_kinds(model) <= PACKABLE and type(getattr(model, "score", None)) is torch.nn.Linear:
         set_attention(model, ATTENTION)
-        if _holds(model, plain, _packed) and _holds(model, plain, _padded):
+        if holds(_packed) and holds(_padded):
             return ForwardMode(packed=True, padded=True)
         set_attention(model, own)
-    if not _holds(model, plain, _alone):
+    if not holds(_alone):
         raise ProofError(f"{what}: the model does not give a row the same score twice")
-    if _holds(model, plain, _padded):
+    if holds(_padded):
         return ForwardMode(padded=True)
     kind = model.config.model_type
     return ForwardMode(note=f"{kind}: a row's score depends on the padding beside it; rows are scored one at a time.")
-
-
-def _holds(model: Any, plain: PlainScores, compute: Any) -> bool:
-    try:
-        for window, expected in plain.found.items():
-            with narrow_window(model, window):
-                found = compute(model, plain.rows)
-            if not all(_near(mine, theirs) for mine, theirs in zip(found, expected[: len(found)], strict=True)):
-                return False
-    except torch.OutOfMemoryError:
-        raise
-    except Exception:  # a model's own code may raise anything on inputs that it was not written for
-        return False
-    return True
 
 
 def _near(ours: torch.Tensor, theirs: torch.Tensor) -> bool:

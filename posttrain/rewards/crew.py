@@ -79,8 +79,7 @@ class Crew:
 
     def work(self, wake: int) -> list[tuple[Task, list[Outcome]]]:
         """Hand out tasks, and wait until a worker sends something, a deadline passes or `wake` can be read."""
-        # A worker that died idle (the kernel picks one when memory is short) is replaced only when there is work for
-        # it.
+        # A worker that died idle (the kernel picks one when memory is short) is replaced when there is work for it.
         while len(self._workers) < self._size and (self.backlog or not self._lost_idle):
             self._workers.append(_Worker(WorkerProcess(self._spec), time.monotonic() + IMPORT_S))
         self._lost_idle = self._lost_idle and len(self._workers) < self._size
@@ -140,8 +139,7 @@ class Crew:
                 self._replace_worker(worker, reason, blame=not (worker.damaged or self._gets_second_try(worker)))
 
     def _gets_second_try(self, worker: _Worker) -> bool:
-        # The kernel may have killed an idle worker at the moment it got work. If the task is at fault, the second try
-        # shows it.
+        # The kernel may have killed an idle worker just when it got work. A faulty task fails again.
         if not worker.pending or not worker.handle.was_killed() or worker.pending[0].killed_once:
             return False
         worker.pending[0].killed_once = True

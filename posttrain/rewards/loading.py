@@ -45,8 +45,7 @@ def resolve_reward(
     told: Mapping[str, Any] | None = None,
     kept: list[WorkerProcess] | None = None,
 ) -> RewardSpec:
-    """Describe the reward that the settings (or function objects) name, checked without calling it; RewardError if
-    unusable.
+    """Describe the reward that the settings (or function objects) name, checked without calling it.
 
     With `functions`, those of the setting `reward.functions`, the reward is their weighted sum. `told` are set
     on the spec, so that the worker which checks the reward could also score. That worker is appended to `kept`, to

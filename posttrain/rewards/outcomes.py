@@ -1,5 +1,4 @@
-"""Reads what a reward function returned (a finite number, or a dict with `score` and named parts), and reports
-failures."""
+"""Reads what a reward function returned (a finite number, or a dict with `score` and parts), and reports failures."""
 
 from __future__ import annotations
 

@@ -92,8 +92,7 @@ def check_call(function: Callable[..., Any], kwargs: dict[str, Any]) -> str:
 
 
 def make_caller(function: Callable[..., Any], form: str, kwargs: dict[str, Any]) -> Callable[[Sequence[Fields]], Any]:
-    """Return `call(items)` for one item (source, pair) or a group (list): by keyword, with only what the function
-    takes."""
+    """Return `call(items)` for one item (source, pair) or a group (list); it passes only what the function takes."""
     if form == "list":
         return lambda items: wait_for_result(
             function(completions=[i[1] for i in items], ground_truths=[i[2] for i in items], **kwargs)

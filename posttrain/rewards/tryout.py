@@ -188,8 +188,7 @@ def _item(row: dict[str, Any], text: str, default_source: str | None) -> RewardI
 
 
 def extra_info_of(row: dict[str, Any]) -> Any:
-    """Return what training passes to rewards besides the ground truth: other columns, overridden by the row's
-    `extra_info`."""
+    """Return what training passes to rewards as `extra_info`: other columns, under the row's own `extra_info`."""
     taken = ("prompt", "ground_truth", "data_source", "extra_info", "response", "own_words", GROUP)
     others = {name: value for name, value in row.items() if name not in taken and value is not None}
     own = row.get("extra_info")

@@ -40,8 +40,7 @@ class RewardItem:
     tokens: int | None = None
     # What the model wrote itself, one line per turn, if `solution_str` also holds observations.
     own_words: str | None = None
-    # For functions of TRL's form: the row's prompt (messages or a text), the response's tokens, and finished and all
-    # steps.
+    # For functions of TRL's form: the row's prompt, the response's tokens, and (finished steps, all steps).
     prompt: Any = None
     token_ids: Sequence[int] | None = None
     progress: tuple[int, int] | None = None

@@ -93,8 +93,7 @@ def _run_import(action: Callable[[], Any], what: str, absent_ok: str | None = No
 
 
 def choose_function(module: types.ModuleType, name: str | None, module_name: str | None = None) -> Callable[..., Any]:
-    """Return the named function, the one named like the module (dotted paths), `compute_score`, or the only suitable
-    one."""
+    """Return the named function, the one named like the module (dotted paths), `compute_score`, or the only one."""
     if name is not None:
         if callable(getattr(module, name, None)):
             return instantiate(getattr(module, name))

@@ -75,8 +75,7 @@ def _isolate(config: dict[str, Any]) -> None:
     for name, flag in _NAMESPACES.items():
         kernel.unshare(flag, name)
     trees = clone_trees(config["paths"])
-    # Give up the user's own ids. If root started us we are `nobody` outside: a limit such as RLIMIT_NPROC does not bind
-    # root.
+    # Give up the user's own ids. If root started us we are `nobody` outside: RLIMIT_NPROC does not bind root.
     os.setresgid(0, 0, 0)
     os.setresuid(0, 0, 0)
     kernel.prctl(kernel.PR_SET_DUMPABLE, 1, "dumpable")  # otherwise /proc/self/uid_map belongs to root

@@ -113,7 +113,7 @@ class Link(Peer):
 
     def _note_class(self, name: str, value: Any) -> None:
         if isinstance(value, StandInType):
-            self.trust.name(value, name)
+            self.trust.note_class(value, name)
             if name[:1].isupper():
                 self._named_classes.add(value)
 
@@ -358,8 +358,7 @@ def _may_use(target: Any, name: str, operation: str) -> bool:
 
 
 def _raisable(error: BaseException, may_stop: bool) -> BaseException:
-    # Nothing that would end the judge, nor a loop of the tests: `all(map(right, cases))` is True if `right` raises
-    # StopIteration.
+    # Nothing that would end the judge or a loop of the tests: `all(map(right, cases))` is True after StopIteration.
     if isinstance(error, GeneratorExit) or (isinstance(error, _STOPS) and not may_stop):
         return ProgramError(f"{type(error).__name__}: {error}")
     if isinstance(error, SystemExit) and not isinstance(error, ProgramExit):

@@ -1,5 +1,4 @@
-"""The file system that jobs see: a small read-only root with what Python needs, and /box, which each job has for
-itself.
+"""The file system that jobs see: a small read-only root with what Python needs, and /box, which each job owns.
 
 Of the host it shows only the interpreter, its libraries, the system's programs and four devices: no home, no checkout,
 no run outputs, no /proc and no /sys.

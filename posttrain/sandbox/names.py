@@ -42,8 +42,7 @@ class Names:
 
 
 def classify_names(tree: ast.AST, entry: str | None, replaced: set[str]) -> Names:
-    """Sort the names of a test. `entry` names the function under test, if known; `replaced` are the builtins under
-    test."""
+    """Sort the names of a test. `entry` names the function under test, if known; `replaced` are tested builtins."""
     called = called_names(tree)
     own = _defined_names(tree)
     program, modules = set(), set()

@@ -82,8 +82,7 @@ def importable(value: Any) -> list[str] | None:
 
 
 def known_class(place: Any) -> type | None:
-    """Return our class for one that the other process names, if that is safe: plain data, or an exception of Python's
-    own."""
+    """Return our class for one that the other process names, if that is safe: plain data, or Python's exceptions."""
     if not isinstance(place, list) or len(place) != 2:
         return None
     module, name = place

@@ -97,8 +97,7 @@ class SandboxProcess:
         self._control, theirs = socket.socketpair()
         start = f"import sys; sys.path.insert(0, {_CODE!r}); from posttrain.sandbox.launcher import main; "
         start += f"main({theirs.fileno()}, {os.getpid()})"
-        # A bare interpreter with an empty environment: jobs are forks of it and can read its memory, so it holds no
-        # secret.
+        # A bare interpreter with an empty environment: jobs are forks of it and can read all that it holds.
         self._process = subprocess.Popen(
             [sys.executable, "-S", "-s", "-P", "-c", start],
             pass_fds=[theirs.fileno()],
@@ -129,8 +128,7 @@ class SandboxProcess:
             raise isolation_error(answer["refused"], answer["errno"])
 
     def run(self, limits: dict[str, Any], *messages: Any) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-        """Run one job: return its messages, and the template's report on its end. Raises Lost if the processes are
-        gone."""
+        """Run one job: return its messages, and the template's report on its end. Raises Lost if the processes died."""
         end = time.monotonic() + limits["seconds"] + _PATIENCE_S
         ours, theirs = socket.socketpair()
         answers: list[dict[str, Any]] = []

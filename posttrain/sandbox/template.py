@@ -75,8 +75,7 @@ def _fork_job(channel: int, limits: dict[str, Any], proc: int, own: int, isolate
 
 
 def _watch(pid: int, limits: dict[str, Any], proc: int, isolated: bool) -> dict[str, Any]:
-    # Some limits can only be enforced from outside the job: memory of all processes together, and their number for
-    # root.
+    # Some limits can only be enforced from outside: memory of all processes together, and their number for root.
     reason, most, end = None, 0, time.monotonic() + limits["seconds"] + _GRACE_S
     poll = select.poll()
     fd = os.pidfd_open(pid)

@@ -43,7 +43,7 @@ class Trust:
         self._expected: set[type] = set()
         self._unproven: dict[type, str] = {}
 
-    def name(self, kind: Any, name: str) -> None:
+    def note_class(self, kind: Any, name: str) -> None:
         """Note that the tests use a class by this name. With a capital letter, they expect a class."""
         if name[:1].isupper() and name != _SOLUTION_CLASS:
             self._named.add(kind)
@@ -59,18 +59,15 @@ class Trust:
             self._expected.add(type(stand_in))
 
     def trusts(self, stand_in: Any) -> bool:
-        if isinstance(stand_in, StandInType) or object.__getattribute__(stand_in, "_StandIn__made"):
-            return True
-        return any(kind in self._expected for kind in type(stand_in).__mro__)
+        """Whether an object may answer for itself: if the tests made it, or have shown that they expect its class."""
+        return _is_trusted(stand_in, self._expected)
 
     def trusts_value(self, stand_in: Any) -> bool:
         """Whether an object that inherits from plain data may redefine it: only if the tests name its class.
 
         Otherwise a tuple with the right fields could be equal to all others.
         """
-        if isinstance(stand_in, StandInType) or object.__getattribute__(stand_in, "_StandIn__made"):
-            return True
-        return any(kind in self._named for kind in type(stand_in).__mro__)
+        return _is_trusted(stand_in, self._named)
 
     def require_proof(self, stand_in: Any, what: str) -> None:
         """Note that an answer of an object was used. It counts only if the tests turn out to expect such an object."""
@@ -87,6 +84,12 @@ class Trust:
         return next(
             (what for kind, what in unproven.items() if not any(one in self._expected for one in kind.__mro__)), None
         )
+
+
+def _is_trusted(stand_in: Any, classes: set[type]) -> bool:
+    if isinstance(stand_in, StandInType) or object.__getattribute__(stand_in, "_StandIn__made"):
+        return True
+    return any(kind in classes for kind in type(stand_in).__mro__)
 
 
 def is_solution_object(stand_in: Any) -> bool:

@@ -32,8 +32,7 @@ def send(fd: int, message: Any) -> None:
 
 
 def receive(fd: int, longest: int = LONGEST, wait: Callable[[], None] = lambda: None) -> Any:
-    """Read a whole message. `wait` is called before every read and may raise. Raises ValueError for an oversized
-    message."""
+    """Read a whole message. `wait` is called before every read and may raise. An oversized one is a ValueError."""
     size = _LENGTH.unpack(_read_exactly(fd, _LENGTH.size, wait))[0]
     if size > longest:
         raise ValueError(f"a message of {size} bytes")

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from posttrain.data.supervised import look_at_row
+from posttrain.data.supervised import check_row
 from posttrain.doctor import dry_run
 from posttrain.interrupts import one_interrupt
 from posttrain.tracking.waiting import waiting
@@ -26,7 +26,7 @@ def run_sft(config: Sequence[str] | Mapping[str, Any] | Any, *, data: Any = None
 
     resolved = settings_of(config, SFT, data=data, val_data=val_data)
     if data is None and val_data is None:
-        check_inputs(resolved, look_at_row)
+        check_inputs(resolved, check_row)
     with waiting():
         from posttrain.trainer.supervised.runner import run_supervised
         from posttrain.trainer.supervised.tasks import SFTTask

@@ -84,10 +84,10 @@ class TaskRunner:
         resolved = as_resolved(config)
         if resolved.dry_run:
             return dry_run(resolved)
-        from posttrain.data.fields import look_at_prompt
+        from posttrain.data.fields import check_prompt
         from posttrain.trainer.run.preflight import check_inputs
 
-        check_inputs(resolved, look_at_prompt)
+        check_inputs(resolved, check_prompt)
         if one_process(resolved.config):
             print("One worker: Ray is not needed, the run works in this process.")
         with waiting():

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from posttrain.data.pairs import look_at_pair
+from posttrain.data.pairs import check_pair
 from posttrain.doctor import dry_run
 from posttrain.interrupts import one_interrupt
 from posttrain.tracking.waiting import waiting
@@ -27,7 +27,7 @@ def run_reward_model(config: Sequence[str] | Mapping[str, Any] | Any, *, data: A
 
     resolved = settings_of(config, REWARD_MODEL, data=data, val_data=val_data)
     if data is None and val_data is None:
-        check_inputs(resolved, look_at_pair)
+        check_inputs(resolved, check_pair)
     with waiting():
         from posttrain.trainer.supervised.runner import run_supervised
         from posttrain.trainer.supervised.tasks import PairTask

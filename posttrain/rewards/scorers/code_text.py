@@ -31,8 +31,7 @@ def extract_program(response: str) -> str | None:
 
 
 def complete_program(response: str, prompt: str, entry: str) -> str | None:
-    """Return the program for a prompt that ends inside a function (HumanEval); the response may hold only the rest of
-    it."""
+    """Return the program for a prompt that ends inside a function (HumanEval), which the response may only continue."""
     program = extract_program(response)
     if program is not None and defines(program, entry):
         # The prompt's imports and helpers are part of the task, even if the response does not repeat them.

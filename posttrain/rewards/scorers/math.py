@@ -132,8 +132,7 @@ def _elements(answer: str) -> list[str]:
 
 def _verified(answer: str, truth: str) -> bool:
     parse, verify = _math_verify()
-    # math-verify limits itself with SIGALRM, which only works in the main thread; elsewhere the pool's deadline
-    # applies.
+    # math-verify limits itself with SIGALRM, which needs the main thread; elsewhere the pool's deadline applies.
     seconds: Any = _SECONDS if threading.current_thread() is threading.main_thread() else None
     try:
         sides = [parse(f"${side.strip().strip('$')}$", parsing_timeout=seconds) for side in (truth, answer)]

@@ -13,8 +13,7 @@ from posttrain.config.reward import RewardModelConfig
 from posttrain.config.root import PPOConfig
 from posttrain.conversations.loop import ConversationLoop
 from posttrain.conversations.opening import check_agent_names, open_conversations
-from posttrain.data.dataset import PromptDataset
-from posttrain.data.held_out import held_out_words, hold_out
+from posttrain.data.dataset import PromptDataset, describe_held_out, hold_out
 from posttrain.data.rows import read_table
 from posttrain.models.loading import load_tokenizer
 from posttrain.rewards.loading import check_columns, resolve_reward
@@ -162,7 +161,7 @@ def _rows(settings: DataConfig, explicit: set[str], data: Any, val_data: Any) ->
     table = read_table(train, limit=settings.train_max_samples)
     batch = settings.train_batch_size if "data.train_batch_size" in explicit else 1
     trained, held_out = hold_out(table, settings.prompt_key, most=settings.val_max_samples, batch=batch)
-    say(f"note: {held_out_words(len(trained), len(held_out or ()))}")
+    say(f"note: {describe_held_out(len(trained), len(held_out or ()))}")
     return trained, held_out
 
 
