@@ -93,7 +93,7 @@ def explain(name: str | None = None) -> str:
     given = name.strip().strip("`").strip()
     if given not in _pages():  # perhaps the user's own algorithm, in a file of the working folder
         load_own_algorithms({ESTIMATOR_KEY: given, LOSS_KEY: given}, (), working_folder())
-    wanted = _spelled(given)
+    wanted = _resolve_name(given)
     page = _page(wanted) or _page(given)  # names of data sources are case-sensitive
     settings = _settings(wanted, leaves(PPOConfig))
     elsewhere = _supervised(wanted, page, exact=bool(page or settings))
@@ -161,7 +161,7 @@ def _by_plain_name() -> dict[str, str]:
     return table | {_plain(word): name for word, name in SPELLINGS.items()} | {_plain(word): word for word in WORDS}
 
 
-def _spelled(given: str) -> str:
+def _resolve_name(given: str) -> str:
     # Tried in this order: lower case, other blanks, without the numbers of a printed line (`38% no signal`), as a
     # singular, and as the stage that bounds a step.
     wanted, table = given.lower(), _by_plain_name()

@@ -205,7 +205,7 @@ def runs_under(root: str | os.PathLike[str]) -> list[Path]:
     """Runs in `root` and in its projects, oldest first."""
     folders = [*Path(root).glob("*/*"), *Path(root).glob("*")]
     found = {os.path.realpath(folder): folder for folder in folders if os.path.isdir(folder) and is_run(folder)}
-    return sorted(found.values(), key=_changed)
+    return sorted(found.values(), key=_modified_at)
 
 
 def find_run(name: str, root: str | os.PathLike[str] = ROOT) -> Path:
@@ -222,7 +222,7 @@ def find_run(name: str, root: str | os.PathLike[str] = ROOT) -> Path:
     raise NoSuchRun(f"{what}. Give the path of its folder, or its name. {where}")
 
 
-def _changed(folder: Path) -> tuple[float, str]:
+def _modified_at(folder: Path) -> tuple[float, str]:
     times = [0.0]
     for name in _FILES:
         with suppress(OSError):  # absent, removed a moment ago, or a link that leads nowhere

@@ -57,12 +57,12 @@ def load_status(folder: Path) -> dict[str, Any]:
         return {}
     for key, kind in KINDS.items():
         value = found.get(key)
-        if value is not None and not _is_of(value, kind):
+        if value is not None and not _has_type(value, kind):
             raise DamagedFile(f"{NAME}: `{key}` is {str(value)[:40]!r}, not a {'text' if kind is str else 'number'}.")
     return found
 
 
-def _is_of(value: Any, kind: type) -> bool:
+def _has_type(value: Any, kind: type) -> bool:
     if isinstance(value, float) and not math.isfinite(value):
         return False
     return isinstance(value, str) if kind is str else isinstance(value, (int, kind)) and not isinstance(value, bool)

@@ -84,7 +84,7 @@ class Bar(Protocol):
     @property
     def has_bar(self) -> bool: ...
 
-    def moved_away(self, stream: TextIO) -> AbstractContextManager[None]:
+    def hidden_while_writing(self, stream: TextIO) -> AbstractContextManager[None]:
         """Take the row off the screen while `stream` is written to."""
         ...
 
@@ -157,7 +157,7 @@ class Tee:
         self._pending += text
         if "\n" in self._pending:
             lines, _, self._pending = self._pending.rpartition("\n")
-            with bar.moved_away(self.stream):
+            with bar.hidden_while_writing(self.stream):
                 self.stream.write(lines + "\n")
 
     def lost_console(self, other: TextIO, path: Path, text: str) -> None:
@@ -219,6 +219,6 @@ def _is_bar(text: str) -> bool:
     return "\r" in text and not text.endswith("\n")
 
 
-def console_of(stream: TextIO) -> TextIO:
+def underlying_console(stream: TextIO) -> TextIO:
     """The stream below a tee, for a row that is redrawn and must not fill the log."""
     return stream.stream if isinstance(stream, Tee) else stream

@@ -60,10 +60,10 @@ def _readable(name: str) -> str:
     return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in name)
 
 
-def about(name: str, folder: Path) -> dict[str, Any]:
+def describe_run(name: str, folder: Path) -> dict[str, Any]:
     """The state of a run and what it reached; `problem` says what cannot be read of a damaged one."""
     problems: list[str] = []
-    known, ends = (_or_problem(read, folder, problems) for read in (load_status, reached))
+    known, ends = (_or_problem(read, folder, problems) for read in (load_status, read_progress))
     status = "damaged" if problems and not known else run_state(folder)
     settings_wrong = settings_problem(folder)
     wanted = ("step", "total_steps", "stage", "stage_seconds", "unit", "done", "of", "tokens_per_s", "seconds_left")
@@ -103,7 +103,7 @@ COLUMNS = {
 }
 
 
-def reached(folder: Path) -> dict[str, Any]:
+def read_progress(folder: Path) -> dict[str, Any]:
     """{column: {metric, value}}, and when the first and the last line were written. DamagedFile if it is no file."""
     path = folder / "metrics.jsonl"
     try:
@@ -114,11 +114,11 @@ def reached(folder: Path) -> dict[str, Any]:
         return {}
     except OSError as error:
         raise DamagedFile(f"{path.name} cannot be opened: {error.strerror}.") from error
-    return _reached(path, (facts.st_ino, facts.st_mtime_ns, facts.st_size))
+    return _read_version(path, (facts.st_ino, facts.st_mtime_ns, facts.st_size))
 
 
 @lru_cache(maxsize=2000)
-def _reached(path: Path, version: tuple[int, int, int]) -> dict[str, Any]:
+def _read_version(path: Path, version: tuple[int, int, int]) -> dict[str, Any]:
     with open_stored(path) as file:
         start = file.read(START_BYTES)
         file.seek(max(0, version[2] - END_BYTES))

@@ -57,7 +57,7 @@ def open_step(folder: Path, kind: str, step: int) -> SampleFile:
         raise NoSamples(f"There are samples of steps and of validations (val), not of `{kind}`.")
     path = folder / "samples" / f"{kind}_{int(step)}.parquet"
     try:
-        return _opened(path, path.stat().st_mtime_ns)
+        return _open_cached(path, path.stat().st_mtime_ns)
     except OSError as error:
         raise NoSamples(
             f"{folder} has no samples of step {step} (tracking.samples_freq, tracking.samples_max_gb)."
@@ -67,7 +67,7 @@ def open_step(folder: Path, kind: str, step: int) -> SampleFile:
 
 
 @lru_cache(maxsize=8)
-def _opened(path: Path, changed: int) -> SampleFile:
+def _open_cached(path: Path, changed: int) -> SampleFile:
     # Cached: the next question is usually about the same step.
     return SampleFile(path)
 
@@ -79,11 +79,11 @@ def groups(folder: Path, kind: str, step: int) -> list[dict[str, Any]]:
     rows: dict[Any, list[int]] = {}
     for row, uid in enumerate(column["uid"]):
         rows.setdefault(uid, []).append(row)
-    same = _beginning([column["prompt"][members[0]] or "" for members in rows.values()])
+    same = _common_prefix([column["prompt"][members[0]] or "" for members in rows.values()])
     return [_group(uid, members, column, same) for uid, members in rows.items()]
 
 
-def _beginning(prompts: list[str]) -> int:
+def _common_prefix(prompts: list[str]) -> int:
     # The common beginning of all prompts (system prompt, tools, instruction) would fill every line of the list.
     first, last = min(prompts, default=""), max(prompts, default="")  # what these share, all do
     length = next((place for place, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), 0)

@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 
 from posttrain.tracking.samples import step_of
-from posttrain.view.catalogue import give_way
+from posttrain.view.catalogue import yield_to_answers
 from posttrain.view.metrics import number
 from posttrain.view.sample_file import SampleFile, pc
 from posttrain.view.samples import KINDS
@@ -62,7 +62,7 @@ class TrigramIndex:
     def _make(self, paths: list[Path], wait: Callable[[], object]) -> None:
         wait()
         for path in paths:
-            give_way()
+            yield_to_answers()
             try:
                 changed = path.stat().st_mtime_ns
                 self._maps[path] = (changed, bitmap(path))

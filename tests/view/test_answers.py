@@ -68,14 +68,14 @@ def test_work_in_the_background_gives_way_to_answers_and_not_to_those_that_wait_
     clock = iter(range(100))
     monkeypatch.setattr(catalogue.time, "sleep", naps.append)
     monkeypatch.setattr(catalogue.time, "monotonic", lambda: 0.1 * next(clock))
-    catalogue.give_way()
+    catalogue.yield_to_answers()
     assert naps == []
     with catalogue.answering():
-        catalogue.give_way()
+        catalogue.yield_to_answers()
         assert 0 < len(naps) < 10  # half a second at most
-        with catalogue.waiting_for_it():
+        with catalogue.while_waiting():
             before = len(naps)
-            catalogue.give_way()
+            catalogue.yield_to_answers()
             assert len(naps) == before
     assert catalogue._asked == 0
 

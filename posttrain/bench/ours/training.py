@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.bench.peers import reward
-from posttrain.bench.peers.wire import serve, timed
+from posttrain.bench.peers.wire import serve, time_call
 from posttrain.trainer.constants_ppo import apply_environment
 
 
@@ -146,7 +146,7 @@ def train(job: dict[str, Any]):
             torch.cuda.synchronize()
 
     def run(request: dict[str, Any]) -> dict[str, Any]:
-        seconds, _ = timed(update)
+        seconds, _ = time_call(update)
         peak = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else None
         return {"seconds": seconds, "computed": computed, "passes": len(passes), "peak_gib": peak}
 

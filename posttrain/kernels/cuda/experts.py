@@ -287,7 +287,7 @@ def gate_up_pairs(
     experts, both, width = weights.shape
     size = both // 2
     out = x.new_empty(len(order_P), size, dtype=dtype or x.dtype)
-    weight, even = _as_read(weights, tile), size % tile.columns == 0 and width % tile.depth == 0
+    weight, even = _describe(weights, tile), size % tile.columns == 0 and width % tile.depth == 0
     early = comes_early(x.device)
     _gate_up[(triton.cdiv(size, tile.columns), experts)](
         x, weight, *scales, out, order_P, ends_X, width, size, len(order_P) // len(x), tile.rows, tile.columns,
@@ -309,7 +309,7 @@ def down_pairs(
     x, weights, scales = _parts(x_PI, weight_XEI)
     experts, width, size = weights.shape
     out = x.new_empty(len(order_P), width, dtype=dtype or x.dtype)
-    weight, even = _as_read(weights, tile), width % tile.columns == 0 and size % tile.depth == 0
+    weight, even = _describe(weights, tile), width % tile.columns == 0 and size % tile.depth == 0
     early = comes_early(x.device)
     _down[(triton.cdiv(width, tile.columns), experts)](
         x, weight, *scales, out, order_P, ends_X, width, size, tile.rows, tile.columns, tile.depth,
@@ -327,7 +327,7 @@ def _parts(x: Rows, weight: Rows) -> tuple[torch.Tensor, torch.Tensor, tuple[Any
     return x, weight, (None, None)
 
 
-def _as_read(weight: torch.Tensor, tile: Tile) -> torch.Tensor | TensorDescriptor:
+def _describe(weight: torch.Tensor, tile: Tile) -> torch.Tensor | TensorDescriptor:
     # The weights of all experts as one matrix for the copy engine, whose rows must begin at multiples of 16 bytes. A
     # tile may reach into the next expert's rows; results of those are not stored.
     if not tile.described or weight.shape[2] * weight.element_size() % 16:
