@@ -83,7 +83,7 @@ class Algorithm:
 
 
 def all_algorithms() -> list[Algorithm]:
-    """All rows; what is registered anew is among them."""
+    """All rows, newly registered algorithms included."""
     presets = {name.removeprefix(_GROUP): values for name, (_, values) in PRESETS.items() if name.startswith(_GROUP)}
     covered = {values.get(key) for values in presets.values() for key in (_ESTIMATOR, _LOSS)} | {"vanilla"}
     rows = [Algorithm(name, "preset", (f"algorithm={name}",)) for name in presets]
@@ -201,7 +201,7 @@ class Process:
 
 
 def run_all(missing: Sequence[Run], *, jobs: int, threads: int) -> Iterator[dict[str, Any]]:
-    """Yields the result of each run as it ends; at most `jobs` go on at a time."""
+    """Yields the result of each run as it ends; at most `jobs` run at a time."""
     line, started, waiting = StatusLine(), time.monotonic(), list(missing)
     total, done, finished = sum(run.steps for run in missing), 0, 0
     logs = bench_folder() / "logs"

@@ -116,7 +116,7 @@ def counted_steps(steps: int) -> str:
 
 
 def seconds(entry: Entry) -> dict[str, float]:
-    """Best and median seconds per step by the wall clock; the median without what lies between steps."""
+    """Best and median seconds per step by the wall clock; and the median without the time between steps."""
     wall = [value for answer in entry.answers for value in counted_times(answer)]
     if not wall:
         return {}

@@ -136,7 +136,7 @@ class System:
     settings: dict[str, Any] = field(default_factory=dict)
     needs: str | None = None  # the package without which a peer cannot run
     cuda: dict[str, str] | None = None  # variables on a CUDA device, in place of `variables`
-    # The Python of an environment made by somebody else, in place of the one that `--install` makes.
+    # The Python of an existing environment, in place of the one that `--install` makes.
     python: str | None = None
 
     @property

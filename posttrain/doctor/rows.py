@@ -267,7 +267,7 @@ def _role(message: Any) -> str | None:
 
 # How the chat templates of well-known model families begin a turn.
 MARKERS = ("<|im_start|>", "<|start_header_id|>", "<start_of_turn>", "[INST]", "<|user|>", "<|assistant|>", "<|turn>")
-# Characters at the end of a prompt, where an appended truth stands, and seldom one inside a quoted text.
+# Characters at the end of a prompt, where an appended truth is, and seldom one that is part of a quoted text.
 END = 40
 ENOUGH = 10  # with so many rows, one truth for all is no coincidence
 

@@ -155,7 +155,7 @@ def _plain(name: str) -> str:
 
 
 def _by_plain_name() -> dict[str, str]:
-    # Names of pages and settings as somebody may write them -> as they are.
+    # Normalised spelling -> name, of pages and settings.
     table = {_plain(key.rpartition(".")[2]): key.rpartition(".")[2] for key in leaves(PPOConfig)}
     table |= {_plain(name): name for name in (*leaves(PPOConfig), *ALIASES, *_pages())}
     return table | {_plain(word): name for word, name in SPELLINGS.items()} | {_plain(word): word for word in WORDS}

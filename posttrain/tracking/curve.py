@@ -1,4 +1,4 @@
-"""Pictures of a run for a terminal: a metric over the steps in braille, and samples from before beside samples now."""
+"""A run on a terminal: a metric over its steps in braille, and samples of its start next to those of now."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _draw(points: list[tuple[float, float]], span: tuple[float, float], columns:
 
 
 def before_after(rows: Sequence[tuple[str, str, float, str, float]], *, width: int = 100, lines: int = 4) -> str:
-    """Prompts with a response (and its score) from the start of a run beside one from now.
+    """Prompts with a response (and its score) from the start of a run next to one from now.
 
     `rows` are (prompt, response before, score before, response now, score now).
     """

@@ -20,7 +20,7 @@ from posttrain.tracking.step_line import failing_tools
 RIGHT_FROM = 0.5
 # A variance below this share of the mean square is float32 rounding of equal numbers.
 ROUNDING = 1e-10
-# Key of `meta_info`: seconds of a generation that ran beside other work.
+# Key of `meta_info`: seconds of a generation that overlapped other work.
 GENERATED_S = "generated_s"
 _CORRECTNESS_PARTS = ("acc", "accuracy", "correct")
 

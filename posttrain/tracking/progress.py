@@ -1,6 +1,6 @@
 """What a run shows: a live row with its progress, one line per step, and notes.
 
-`say` prints a message from anywhere in posttrain: above the row where there is one, as a plain line elsewhere.
+`say` prints a message from anywhere in posttrain: above the row if there is one, otherwise as a plain line.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class Progress:
             self._stage, self._stage_since = before
 
     def moment(self) -> Moment:
-        """Where the run stands now."""
+        """The present state of the run."""
         now = time.monotonic()
         made = self._done - self._first
         left = None
@@ -138,7 +138,7 @@ class Progress:
         loss: float | None = None,
         quiet: bool = False,
     ) -> None:
-        """One step is done: print its line and its advice (unless `quiet`), reward or loss go beside the bar."""
+        """One step is done: print its line and its advice (unless `quiet`), and show reward or loss next to the bar."""
         self._done += 1
         self._step_since = self._spoke = time.monotonic()
         for name, value in (("reward", reward), ("loss", loss)):

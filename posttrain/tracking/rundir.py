@@ -189,7 +189,7 @@ def _is_up_to(line: bytes, step: int) -> bool:
 
 # -- finding runs ------------------------------------------------------------------------------------------------------
 _FILES = ("metrics.jsonl", "config.yaml")
-ROOT = "outputs"  # where runs lie unless trainer.default_local_dir says otherwise
+ROOT = "outputs"  # the default of trainer.default_local_dir
 
 
 class NoSuchRun(UserError):
@@ -243,7 +243,7 @@ def write_before(folder: Path, step: int, samples: list[dict[str, Any]]) -> None
 
 
 def read_before(folder: Path) -> Before | None:
-    """What was kept; None where there is nothing, or nothing readable."""
+    """What was kept; None if nothing readable is there."""
     path = folder / BEFORE
     try:
         known = json.loads(path.read_bytes()) if path.is_file() else {}

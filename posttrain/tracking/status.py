@@ -42,7 +42,7 @@ def write_status(folder: Path, status: str, step: int, total_steps: int, moment:
 
 
 def read_status(folder: Path) -> dict[str, Any]:
-    """What a run wrote last; empty where there is nothing readable."""
+    """What a run wrote last; empty if nothing is readable."""
     try:
         return load_status(folder)
     except DamagedFile:

@@ -52,7 +52,7 @@ def steps(folder: Path) -> dict[str, list[int]]:
 
 
 def open_step(folder: Path, kind: str, step: int) -> SampleFile:
-    """The file of a step; a run that goes on may have thinned it away."""
+    """The file of a step; a running run may have thinned it."""
     if kind not in KINDS:
         raise NoSamples(f"There are samples of steps and of validations (val), not of `{kind}`.")
     path = folder / "samples" / f"{kind}_{int(step)}.parquet"

@@ -103,7 +103,7 @@ def search(
 ) -> Iterator[dict[str, Any]]:
     """Lines `{"hits": [...]}` and `{"at": step, "done": files, "files": all}`; the last has `end`.
 
-    A hit is (step, uid, sample, score, column, text around). `before`: only steps before this one, to go on with.
+    A hit is (step, uid, sample, score, column, text around). `before`: only steps before this one, to continue.
     """
     paths = [path for path in reversed(KINDS[kind](folder / "samples")) if before is None or step_of(path) < before]
     words, found, at = words.strip(), 0, None

@@ -92,7 +92,7 @@ _NO_TOKEN = (
 
 
 class Viewer(ThreadingHTTPServer):
-    """Serves `answers` on 127.0.0.1:`port`, or on the next free port where that is the default and taken."""
+    """Serves `answers` on 127.0.0.1:`port`, or on the next free port if no port was given and the default is taken."""
 
     daemon_threads = True
 

@@ -51,8 +51,9 @@ class Tile:
         return f"{self.rows}x{self.columns}x{self.depth} w{self.warps} s{self.stages}{kind}"
 
 
-# (mean tokens of an expert up to which they serve, the tile of gate and up, the tile of down): the fastest of 36 on an
-# H200 for 128 experts of 2048 x 768, at 4, 16, 32, 64 and 512 tokens an expert (`scripts/measure_mixture.py --sweep`).
+# (mean tokens of an expert up to which they are used, the tile of gate and up, the tile of down): the fastest of 36 on
+# an H200 for 128 experts of 2048 x 768, at 4, 16, 32, 64 and 512 tokens an expert (`scripts/measure_mixture.py
+# --sweep`).
 TILES: tuple[tuple[float, Tile, Tile], ...] = (
     (8, Tile(16, 64, 128, 4, 3, True, True), Tile(16, 64, 128, 4, 3, True, True)),
     (23, Tile(32, 64, 64, 4, 3, True, True), Tile(32, 64, 128, 4, 3, True, True)),
@@ -72,7 +73,7 @@ FP8_TILES: tuple[tuple[float, Tile, Tile], ...] = (
 
 
 def tiles_for(pairs: int, experts: int, dtype: torch.dtype) -> tuple[Tile, Tile]:
-    """The tiles of a step of so many pairs. They follow from sizes alone: a captured step must serve any routing."""
+    """The tiles of a step of so many pairs. They follow from sizes alone, since a captured step must fit any routing."""
     table = FP8_TILES if dtype is FP8 else TILES
     gate_up, down = next((one, other) for most, one, other in table if pairs <= most * experts)
     if dtype is torch.float32:  # twice the bytes, and no matrix units of its precision
