@@ -53,7 +53,6 @@ class Child:
         return self._answer(show, deadline)["ready"]
 
     def ask(self, request: Mapping[str, Any], show: Callable[[float], None], deadline: float) -> dict[str, Any]:
-        """One request, one answer."""
         assert self.process.stdin is not None
         try:
             self.process.stdin.write(json.dumps(request) + "\n")

@@ -211,7 +211,6 @@ class Bench:
             return None
 
     def job(self, system: System, **more: Any) -> dict[str, Any]:
-        """What a runner reads."""
         return {
             "model": str(self.model.folder),
             "dtype": self.model.dtype,

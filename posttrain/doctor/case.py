@@ -61,7 +61,6 @@ class Case:
 
     @property
     def model(self) -> Any:
-        """The settings of the trained model."""
         return lookup(self.config, self.tree.model)
 
     @property

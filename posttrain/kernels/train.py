@@ -179,7 +179,6 @@ def norm_backward(
 
 
 def column_sums(x_TC: torch.Tensor) -> torch.Tensor:
-    """The sum over all rows."""
     if on_cuda(x_TC):
         from posttrain.kernels.cuda import layers
 

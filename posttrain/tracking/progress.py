@@ -109,7 +109,6 @@ class Progress:
             self._stage, self._stage_since = before
 
     def moment(self) -> Moment:
-        """The present state of the run."""
         now = time.monotonic()
         made = self._done - self._first
         left = None

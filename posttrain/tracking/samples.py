@@ -163,7 +163,6 @@ def validation_files(folder: str | os.PathLike[str]) -> list[Path]:
 
 
 def step_of(path: Path) -> int:
-    """The step of a sample file."""
     return int(path.stem.rpartition("_")[2])
 
 

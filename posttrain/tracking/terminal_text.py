@@ -53,7 +53,6 @@ def _trend(found: re.Match[str]) -> str:
 
 
 def plain(text: str) -> str:
-    """The text without colours."""
     return _SGR.sub("", text) if "\x1b" in text else text
 
 

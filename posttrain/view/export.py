@@ -53,7 +53,6 @@ STEPS, GROUPS = 12, 16
 
 
 def export(answers: Answers, path: Path) -> Path:
-    """Write the file and give its path."""
     names = list(answers.runs.folders())
     held: dict[str, Any] = {"runs": answers.answer("runs", {})}
     for name in names:

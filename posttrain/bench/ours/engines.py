@@ -37,7 +37,6 @@ def load(job: dict[str, Any]) -> tuple[Any, str]:
 
 
 def rollout(job: dict[str, Any]):
-    """The batches of a job."""
     from posttrain.rollout.base import Sampling
     from posttrain.rollout.generate import generate
 

@@ -19,7 +19,6 @@ from posttrain.trainer.constants_ppo import apply_environment
 
 
 def settings_of(job: dict[str, Any], folder: str, seed: int) -> dict[str, Any]:
-    """The run's configuration."""
     return {
         "algorithm.adv_estimator": "grpo",
         "actor_rollout_ref.model.path": job["model"],
@@ -56,7 +55,6 @@ def peak(lines: list[dict[str, float]]) -> float:
 
 
 def step(job: dict[str, Any]):
-    """Whole steps."""
     import torch
 
     import posttrain

@@ -73,7 +73,7 @@ FP8_TILES: tuple[tuple[float, Tile, Tile], ...] = (
 
 
 def tiles_for(pairs: int, experts: int, dtype: torch.dtype) -> tuple[Tile, Tile]:
-    """The tiles of a step of so many pairs. They follow from sizes alone, since a captured step must fit any routing."""
+    """The tiles for so many pairs. They follow from sizes alone, since a captured step must fit any routing."""
     table = FP8_TILES if dtype is FP8 else TILES
     gate_up, down = next((one, other) for most, one, other in table if pairs <= most * experts)
     if dtype is torch.float32:  # twice the bytes, and no matrix units of its precision
