@@ -86,7 +86,7 @@ class StepTokens:
     @cached_property
     def wide_tiles(self) -> torch.Tensor:
         """The same for Triton's tiles, on the device."""
-        from posttrain.kernels.cuda.attention import TILE as WIDE
+        from posttrain.kernels.cuda.paged_attention import TILE as WIDE
 
         starts = [at for start, end in self.runs for at in range(start, end, WIDE)]
         return cuda.to_device(torch.tensor([*starts, len(self.rows_T)], dtype=torch.int32), self.device)
@@ -209,8 +209,8 @@ def attention(
 
 
 def _attention_cuda(query, key, value, cache, step, scale, window, rotation, norms, epsilon) -> torch.Tensor:
-    from posttrain.kernels.cuda.attention import prefill_attention
     from posttrain.kernels.cuda.elementwise import rotate_and_store
+    from posttrain.kernels.cuda.paged_attention import prefill_attention
 
     query_THD = rotate_and_store(
         query, key, value, cache, step.positions_T, step.slots_T, rotation=rotation, norms=norms, epsilon=epsilon

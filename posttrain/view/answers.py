@@ -13,8 +13,7 @@ import pyarrow as pa
 from posttrain.errors import first_line
 from posttrain.view import health, samples
 from posttrain.view.catalogue import Catalogue, answering, previews
-from posttrain.view.metrics import Metrics
-from posttrain.view.runs import Runs, describe_run
+from posttrain.view.runs import Metrics, Runs, describe_run
 from posttrain.view.search import TrigramIndex, search
 from posttrain.view.settings import details, differences, settings
 

@@ -17,9 +17,8 @@ import numpy as np
 import pyarrow as pa
 
 from posttrain.tracking.samples import step_of
-from posttrain.view.metrics import number
-from posttrain.view.sample_file import LIGHT, SampleFile, pc
-from posttrain.view.samples import KINDS, preview
+from posttrain.view.runs import number
+from posttrain.view.samples import KINDS, LIGHT, SampleFile, pc, preview
 
 REFRESH_S = 2.0
 MOST = 500  # responses in one answer

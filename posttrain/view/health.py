@@ -14,8 +14,7 @@ from posttrain.tracking.rundir import DIAGNOSIS, TIMELINE, read_lines
 from posttrain.tracking.safe_files import read_settings
 from posttrain.tracking.step_line import error_kind
 from posttrain.view.catalogue import Catalogue
-from posttrain.view.sample_file import SampleFile
-from posttrain.view.samples import preview
+from posttrain.view.samples import SampleFile, preview
 
 # The metric of an advice by its words, for lines of diagnosis.jsonl that have only texts.
 METRIC_OF = {

@@ -19,9 +19,8 @@ import pyarrow as pa
 
 from posttrain.tracking.samples import step_of
 from posttrain.view.catalogue import yield_to_answers
-from posttrain.view.metrics import number
-from posttrain.view.sample_file import SampleFile, pc
-from posttrain.view.samples import KINDS
+from posttrain.view.runs import number
+from posttrain.view.samples import KINDS, SampleFile, pc
 
 BITS = 18  # 2**18 bits are 32 KiB a file
 
