@@ -13,8 +13,8 @@ from types import ModuleType
 from posttrain.errors import UserError
 
 KEY = "actor_rollout_ref.model.external_lib"
+# File -> (time of its last change, size, module): configuration and trainer import the same file.
 _loaded: dict[Path, tuple[int, int, ModuleType]] = {}
-"""File -> (time of its last change, size, module): configuration and trainer import the same file."""
 
 
 def import_external(name: str, key: str = KEY) -> ModuleType:

@@ -91,11 +91,11 @@ def resolve_arguments(args: Sequence[str], *, environment: bool = False) -> Reso
 def _taken(rest: Sequence[str], given: Labelled) -> dict[str, str]:
     """Canonical key -> source of everything that the user set, in whatever spelling, in files and groups too."""
     from posttrain.config import load_config
-    from posttrain.config.aliases import PPO_SPELLINGS
+    from posttrain.config.ppo_tree import PPO
 
     written = [*given, *((text, "command line") for text in rest if "=" in text)]
     keys = {text.partition("=")[0].lstrip("+"): source for text, source in written}
-    by_key = {PPO_SPELLINGS.canonical(key).key or key: source for key, source in keys.items()}
+    by_key = {PPO.spellings.canonical(key).key or key: source for key, source in keys.items()}
     if all("." in text.partition("=")[0] and not text.startswith("-") for text in rest):
         return by_key
     try:  # an option or a group choice: only a first reading of the files tells

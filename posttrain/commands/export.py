@@ -20,8 +20,7 @@ from posttrain.checkpoint.verify import read_manifest
 from posttrain.config.lora import SCORE_HEADS
 from posttrain.config.model import ModelConfig
 from posttrain.errors import UserError
-from posttrain.models.adapter_files import SCORER, Weights, fill_adapters, stored_name, write_adapter
-from posttrain.models.identity import fingerprint
+from posttrain.models.adapter_files import SCORER, Weights, fill_adapters, fingerprint, stored_name, write_adapter
 from posttrain.models.loading import DTYPES, load_causal_lm, load_tokenizer
 from posttrain.models.lora import add_adapters, save_merged
 from posttrain.models.scorer_loading import load_scorer

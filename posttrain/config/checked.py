@@ -23,8 +23,8 @@ from posttrain.config.schema import lookup
 from posttrain.config.values import WrongValue, convert
 from posttrain.settings import choices_of, range_of
 
+# A problem, or a note.
 Finding = Problem | str
-"""A problem, or a note."""
 Settings = TypeVar("Settings")
 
 
@@ -33,10 +33,10 @@ class Checked:
     """A typed configuration under examination."""
 
     config: Any
+    # Canonical keys that the user set.
     explicit: set[str]
-    """Canonical keys that the user set."""
+    # Key -> where it was set.
     where: Callable[[str], str]
-    """Key -> where it was set."""
 
     def problem(self, what: str, do: str, *keys: str) -> Problem:
         return Problem(what, ", and ".join(dict.fromkeys(self.where(key) for key in keys)), do, keys)

@@ -6,9 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from posttrain.algorithms.registry import ADV_ESTIMATORS, POLICY_LOSSES, critic_estimators
-from posttrain.config.devices import runs_on_cpu
-from posttrain.config.parallel import SHARD_SIZES, one_worker
-from posttrain.config.root import PPOConfig
+from posttrain.config.parallel import SHARD_SIZES, one_worker, runs_on_cpu
 from posttrain.config.schema import ESTIMATOR_KIND, LOSS_KIND, leaves, lookup
 
 _ACTOR, _ROLLOUT, _MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
@@ -46,16 +44,16 @@ def without_validation(*keys: str) -> Effect:
     return Effect(keys, "there is no validation file (data.val_files)", lambda c: c.data.val_files is None)
 
 
+# Setting of `algorithm` that several estimators read -> what they do with it.
 SHARED_BY_ESTIMATORS = {
     "gamma": ("discounts", "discount", ""),
     "norm_adv_by_std_in_grpo": ("divides", "divide", "by the deviation of a group"),
 }
-"""Setting of `algorithm` that several estimators read -> what they do with it."""
+# Settings of the actor that several policy losses read.
 SHARED_BY_LOSSES = ("clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c")
-"""Settings of the actor that several policy losses read."""
 
 
-def _estimator_effects(config: PPOConfig) -> Iterator[Effect]:
+def _estimator_effects(config: Any) -> Iterator[Effect]:
     """Settings that the chosen estimator does not read, by its declaration; one that declares nothing may read all."""
     chosen = ADV_ESTIMATORS.get(config.algorithm.adv_estimator)
     if chosen is None or chosen.reads is None:
@@ -76,7 +74,7 @@ def _estimator_effects(config: PPOConfig) -> Iterator[Effect]:
             yield _idle(*ESTIMATOR_KIND.own_keys(one), reason=reason)
 
 
-def _loss_effects(config: PPOConfig) -> Iterator[Effect]:
+def _loss_effects(config: Any) -> Iterator[Effect]:
     """The same for the chosen policy loss."""
     chosen = POLICY_LOSSES.get(config.actor_rollout_ref.actor.policy_loss.loss_mode)
     if chosen is None or chosen.reads is None:
@@ -200,7 +198,7 @@ EFFECTS: tuple[Effect, ...] = (
 )
 
 
-def idle_settings_of_ppo(config: PPOConfig, explicit: set[str]) -> Iterator[str]:
+def idle_settings_of_ppo(config: Any, explicit: set[str]) -> Iterator[str]:
     """One sentence for each set key that does nothing in a run of the PPO family."""
     return idle_settings(config, explicit, (*_estimator_effects(config), *_loss_effects(config), *EFFECTS))
 

@@ -1,19 +1,27 @@
-"""Checks against this machine: files, folders, packages, devices. Run before torch is imported."""
+"""Checks against this machine: files, folders, packages, devices, loggers. Run before torch is imported."""
 
 from __future__ import annotations
 
 import importlib.util
 import math
 import os
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from posttrain import cores
 from posttrain.config.checked import checks_of_packages
+from posttrain.config.choices import LOGGER_PACKAGES
 from posttrain.config.data import HELD_OUT
-from posttrain.config.devices import gpus_present, runs_on_cpu
-from posttrain.config.parallel import ROLLOUT_WORKERS, TORCHRUN, rollout_workers_of, workers_of
-from posttrain.config.problem import Problem
+from posttrain.config.parallel import (
+    ROLLOUT_WORKERS,
+    TORCHRUN,
+    gpus_present,
+    rollout_workers_of,
+    runs_on_cpu,
+    workers_of,
+)
+from posttrain.config.problem import ConfigError, Problem
 from posttrain.config.resolved import Resolved
 
 _SUFFIXES = (".parquet", ".json", ".jsonl", ".json.gz", ".jsonl.gz")
@@ -23,14 +31,14 @@ _HOW_TO_GIVE_A_CLUSTER = (
     "--master_addr=HOST; or once, on a running Ray cluster (ray start --head on one machine, ray start "
     "--address=HOST:6379 on the others), with RAY_ADDRESS=HOST:6379"
 )
+# Data sets, besides gsm8k, that `posttrain data NAME` makes in a folder of their name.
 RECIPES = ("math", "math500", "mbpp", "humaneval", "nq_open", "hotpotqa", "banking77", "hh_rlhf", "hh_rlhf_sft")
-"""Data sets, besides gsm8k, that `posttrain data NAME` makes in a folder of their name."""
 
 
 def check_environment(resolved: Resolved, cwd: Path | None = None) -> list[Problem]:
     """Everything on this machine that would stop the run."""
     folder = cwd or Path.cwd()
-    checks = [_data_files, *checks_of_packages("check_environment"), _own_code, _workers, _folders]
+    checks = [_data_files, *checks_of_packages("check_environment"), _own_code, _check_workers, _folders]
     return [problem for examine in checks for problem in examine(resolved, folder)]
 
 
@@ -96,7 +104,7 @@ def _module_exists(name: str, cwd: Path) -> bool:
         return False
 
 
-def _workers(resolved: Resolved, cwd: Path) -> Iterator[Problem]:
+def _check_workers(resolved: Resolved, cwd: Path) -> Iterator[Problem]:
     key, nodes = "trainer.n_gpus_per_node", resolved.value("trainer.nnodes")
     on_cpu, present = runs_on_cpu(resolved.config), gpus_present()
     generating = rollout_workers_of(resolved.config)
@@ -146,3 +154,70 @@ def _folders(resolved: Resolved, cwd: Path) -> Iterator[Problem]:
     if resume is not None and resolved.value("trainer.resume_mode") == "resume_path" and not (cwd / resume).is_dir():
         what = f"`trainer.resume_from_path`: the folder {resume} does not exist."
         yield Problem(what, resolved.where("trainer.resume_from_path"), "give a folder .../checkpoints/global_step_N")
+
+
+def missing_packages(resolved: Resolved) -> list[Problem]:
+    """One problem per logger of `trainer.logger` whose package is not installed; a run goes on without that logger."""
+    found = []
+    names = resolved.value("trainer.logger")
+    for name in sorted(set(names) - set(installed(names)), key=names.index):
+        what = f"`trainer.logger` names {name}, but the package {name} is not installed: the run goes on without it."
+        do = f'pip install "posttrain[{name}]" (or pip install {name}), or leave it out of trainer.logger'
+        found.append(Problem(what, resolved.where("trainer.logger"), do, ("trainer.logger",)))
+    return found
+
+
+def missing_notes(resolved: Resolved) -> list[str]:
+    """The same in one line each, for the notes that a run prints first."""
+    return [f"{problem.what} What to do: {problem.do}." for problem in missing_packages(resolved)]
+
+
+def installed(names: Sequence[str]) -> list[str]:
+    """The loggers among `names` that need no package, or whose package is there."""
+    return [name for name in names if name not in LOGGER_PACKAGES or _is_there(name)]
+
+
+def _is_there(name: str) -> bool:
+    if name in sys.modules:
+        return sys.modules[name] is not None
+    return importlib.util.find_spec(name) is not None
+
+
+_WORKERS, _MACHINES = "trainer.n_gpus_per_node", "trainer.nnodes"
+
+
+def torchruns_settings() -> dict[str, int]:
+    """Settings that follow from what torchrun has started. The first process of each machine goes on: on the first one
+    it trains, on the others it lends the machine to that. All further ones leave here; torchrun waits for those that
+    stay, and has their status."""
+    count, here = _number("WORLD_SIZE", 1), _number("LOCAL_WORLD_SIZE", 0)
+    if count < 2:
+        return {}
+    first = os.environ.get("LOCAL_RANK", "0") == "0"
+    if here < 1 or count % here:
+        if not first:
+            raise SystemExit(2)  # the first process of each machine speaks
+        what = f"torchrun started {count} processes in all and {here} on this machine."
+        do = "give all machines the same --nproc_per_node"
+        raise ConfigError([Problem(what, "environment variable WORLD_SIZE", do)])
+    if not first:
+        raise SystemExit(0)
+    found = {_WORKERS: here}
+    if count > here:
+        found |= {_MACHINES: count // here, "trainer.node_rank": _number("GROUP_RANK", 0)}
+    return found
+
+
+def check_torchrun(resolved: Resolved, started: dict[str, int]) -> None:
+    """Refuses another number of workers or machines than torchrun has started."""
+    words = {_WORKERS: ("processes", "--nproc_per_node"), _MACHINES: ("machines", "--nnodes")}
+    for key, (kind, flag) in words.items():
+        if key in started and resolved.value(key) != started[key]:
+            what = f"`{key}={resolved.value(key)}`, but torchrun started {started[key]} {kind}."
+            do = f"use torchrun {flag}={resolved.value(key)}, or leave {key} out"
+            raise ConfigError([Problem(what, resolved.where(key), do)])
+
+
+def _number(name: str, default: int) -> int:
+    text = os.environ.get(name, "")
+    return int(text) if text.isdigit() else default

@@ -25,6 +25,7 @@ DOCS_PAGE = Path(__file__).resolve().parents[2] / "docs" / "settings.md"
 _MADE = "# Made by `python -m posttrain.config.generate` from posttrain/config/*.py: change defaults there, not here."
 _FSDP_KEYS = ("actor_rollout_ref.actor.strategy", "actor_rollout_ref.actor.fsdp_config.")
 
+# Group file -> the section that the main file's defaults list places it at.
 GROUPS: dict[str, str] = {
     "data/legacy_data": "data",
     "model/hf_model": "actor_rollout_ref.model",
@@ -34,13 +35,12 @@ GROUPS: dict[str, str] = {
     "critic/dp_critic": "critic",
     "algorithm/rollout_correction": "algorithm.rollout_correction",
 }
-"""Group file -> the section that the main file's defaults list places it at."""
 
+# (tree, its command, its page in docs/).
 SUPERVISED: tuple[tuple[Tree, str, str], ...] = (
     (SFT, "posttrain sft", "settings_sft.md"),
     (REWARD_MODEL, "posttrain reward-model", "settings_reward_model.md"),
 )
-"""(tree, its command, its page in docs/)."""
 
 _MAIN_HEAD = f"""{_MADE}
 # The main file of every PPO-family run. Settings of the policy lie in the group files beside it; write them here,

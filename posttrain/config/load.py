@@ -10,10 +10,9 @@ from typing import Any
 from posttrain.config import references
 from posttrain.config.checked import Checked
 from posttrain.config.commandline import CommandLine, add_override, parse_options
-from posttrain.config.compose import PACKAGE_TREE, Composed, compose, find_folders, known_choices
-from posttrain.config.environment import check_environment
-from posttrain.config.loggers import missing_notes
-from posttrain.config.lora import take_adapter
+from posttrain.config.compose import PACKAGE_TREE, Composed, add_files, compose, find_folders, known_choices
+from posttrain.config.derived import take_adapter
+from posttrain.config.environment import check_environment, check_torchrun, missing_notes, torchruns_settings
 from posttrain.config.merge import Merged, Source
 from posttrain.config.names import EXTERNAL, load_own_algorithms
 from posttrain.config.parallel import TORCHRUN
@@ -21,14 +20,13 @@ from posttrain.config.ppo_tree import PPO
 from posttrain.config.problem import ConfigError, Problem
 from posttrain.config.resolved import Resolved
 from posttrain.config.schema import KINDS, assign, place_declared_settings
-from posttrain.config.torchrun import check_torchrun, torchruns_settings
 from posttrain.config.tree import Tree
 from posttrain.config.truncated_command import find_lost_lines
 from posttrain.errors import working_folder
 
 _NOT_THE_USERS = ("default", "preset")
+# The highest rank.
 _COMMAND_LINE = 10**6
-"""The highest rank."""
 
 
 def load_config(
@@ -96,7 +94,7 @@ def _load(
 
     merged = Merged(names, problems=list(line.problems))
     merged.undeclared = tuple(kind.prefix for kind in KINDS) if failed else ()
-    merged.add_files(composed)
+    add_files(merged, composed)
     rank = len(composed.layers)
     for key, text, source in _last_words(line.values):
         rank += source != "command line"  # each flag and variable has its own rank; the command line is one

@@ -21,20 +21,20 @@ from posttrain.external import import_external, is_external
 from posttrain.registry import registered_by
 
 EXTERNAL = "actor_rollout_ref.model.external_lib"
+# Key -> (what it names, the function that registers such a name, names known).
 _REGISTRIES = {
     "algorithm.adv_estimator": ("advantage estimator", "register_adv_est", ESTIMATORS),
     "actor_rollout_ref.actor.policy_loss.loss_mode": ("policy loss", "register_policy_loss", POLICY_LOSSES),
     "data.sampler": ("sampler", "register_sampler", SAMPLERS),
     "actor_rollout_ref.rollout.name": ("rollout engine", "register_engine", ROLLOUT_ENGINES),
 }
-"""Key -> (what it names, the function that registers such a name, names known)."""
+# (key, name that others use) -> ours.
 _OFTEN_MEANT = {
     ("algorithm.adv_estimator", "ppo"): "gae",
     ("algorithm.adv_estimator", "reinforce++"): "reinforce_plus_plus",
     ("actor_rollout_ref.actor.policy_loss.loss_mode", "ppo"): "vanilla",
     ("actor_rollout_ref.actor.policy_loss.loss_mode", "gmpo"): "geo_mean",
 }
-"""(key, name that others use) -> ours."""
 
 
 def check_names(merged: Merged, cwd: Path) -> None:

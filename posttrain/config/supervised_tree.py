@@ -7,8 +7,15 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from posttrain.config.aliases import Spellings
-from posttrain.config.check import check_choices, check_ranges, check_ray, check_resume, one_process
+from posttrain.config.check import (
+    check_choices,
+    check_quantization,
+    check_ranges,
+    check_ray,
+    check_resume,
+    check_sizes,
+    one_process,
+)
 from posttrain.config.checked import Checked, Finding, checks_of_packages
 from posttrain.config.commandline import CUT_SHORT
 from posttrain.config.derived import derive_command
@@ -19,12 +26,12 @@ from posttrain.config.effects import (
     idle_settings,
     without_validation,
 )
-from posttrain.config.lora import SCORE_HEADS, check_quantization
-from posttrain.config.merge import Merged
-from posttrain.config.parallel import OF_THE_COMMAND, check_sizes, one_worker
+from posttrain.config.lora import SCORE_HEADS
+from posttrain.config.merge import Merged, Spellings
+from posttrain.config.parallel import OF_THE_COMMAND, one_worker
+from posttrain.config.ppo_tree import PROGRAMS
 from posttrain.config.problem import Problem
-from posttrain.config.reward_trainer import RewardTrainerConfig
-from posttrain.config.sft import SFTConfig
+from posttrain.config.supervised import RewardTrainerConfig, SFTConfig
 from posttrain.config.tree import Tree
 from posttrain.errors import UserError
 
@@ -174,7 +181,9 @@ SFT = Tree(
     main="sft_trainer",
     root=SFTConfig,
     model="model",
-    spellings=Spellings(SFTConfig, "sft_trainer", {}, _SFT_RENAMED, {**_DERIVED, "data.multiturn": bool}, _NOT_BUILT),
+    spellings=Spellings(
+        SFTConfig, "sft_trainer", {}, _SFT_RENAMED, {**_DERIVED, "data.multiturn": bool}, _NOT_BUILT, programs=PROGRAMS
+    ),
     nothing_given=_nothing_given("posttrain sft", "columns prompt and response, or messages"),
     derive=_derive_sft,
     check_names=_no_names,
@@ -185,7 +194,9 @@ REWARD_MODEL = Tree(
     main="reward_model_trainer",
     root=RewardTrainerConfig,
     model="model",
-    spellings=Spellings(RewardTrainerConfig, "reward_model_trainer", {}, _RENAMED, _DERIVED, _NOT_BUILT),
+    spellings=Spellings(
+        RewardTrainerConfig, "reward_model_trainer", {}, _RENAMED, _DERIVED, _NOT_BUILT, programs=PROGRAMS
+    ),
     nothing_given=_nothing_given("posttrain reward-model", "columns prompt, chosen and rejected"),
     derive=_derive,
     check_names=_no_names,
@@ -193,8 +204,8 @@ REWARD_MODEL = Tree(
     idle=lambda config, explicit: idle_settings(config, explicit, _EFFECTS),
     heads=SCORE_HEADS,
 )
+# Verb of `posttrain` -> its tree.
 COMMANDS: dict[str, Tree] = {"sft": SFT, "reward-model": REWARD_MODEL}
-"""Verb of `posttrain` -> its tree."""
 
 
 def command_tree(verb: str, args: Sequence[str]) -> Tree | None:

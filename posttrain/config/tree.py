@@ -12,29 +12,28 @@ from posttrain.config.problem import Problem
 from posttrain.config.schema import Section
 
 if TYPE_CHECKING:
-    from posttrain.config.aliases import Spellings
-    from posttrain.config.merge import Merged
+    from posttrain.config.merge import Merged, Spellings
 
 
 @dataclass(frozen=True)
 class Tree:
     """One tree of settings and the rules that belong to it."""
 
+    # Name of the main file in `trainer/config/`.
     main: str
-    """Name of the main file in `trainer/config/`."""
     root: type[Section]
+    # The section of the model that is trained.
     model: str
-    """The section of the model that is trained."""
     spellings: Spellings
+    # The answer to a start with no argument at all.
     nothing_given: Callable[[], Problem]
-    """The answer to a start with no argument at all."""
+    # Settings that follow from others; gets the keys that a Python caller hands over as objects.
     derive: Callable[[Merged, frozenset[str]], None]
-    """Settings that follow from others; gets the keys that a Python caller hands over as objects."""
+    # Names that a file of the user's may register.
     check_names: Callable[[Merged, Path], None]
-    """Names that a file of the user's may register."""
+    # Problems and notes about the meaning of the values.
     check: Callable[[Checked], Iterable[Finding]]
-    """Problems and notes about the meaning of the values."""
+    # Notes about settings that were set and can have no effect.
     idle: Callable[[Any, set[str]], Iterable[str]]
-    """Notes about settings that were set and can have no effect."""
+    # Modules that are trained whole beside adapters, so that an adapter folder may hold them.
     heads: tuple[str, ...] = ()
-    """Modules that are trained whole beside adapters, so that an adapter folder may hold them."""

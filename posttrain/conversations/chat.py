@@ -23,6 +23,9 @@ from posttrain.conversations.tools.base import ToolAnswer, ToolCall
 from posttrain.rollout.base import Output
 from posttrain.texts import texts_of
 
+_OPENING = 16  # tokens at the end of a prompt that show whether it opens the model's thinking
+_LONGEST_NAME = 80  # a model may invent a tool's name, and the template shows it
+
 
 class ChatFull(Exception):
     """The response has no room for a further turn. An agent that does not catch it ends its conversation."""
@@ -68,6 +71,7 @@ class Chat:
         self._ids: list[int] = []
         self._observation: list[int] | None = None
         self._generating = False
+        self._opening_ids: Sequence[int] = ()
 
     @property
     def prompt_ids(self) -> list[int]:
@@ -113,15 +117,16 @@ class Chat:
         if self.turns or self._generating or self._ids:
             raise ChatError("chat.start: the conversation has begun; chat.tell puts messages behind it")
 
-    def tell(self, text: str, role: str = "user") -> None:
-        """A message that the model reads before its next turn: of the user, or of a tool (`role="tool"`)."""
+    def tell(self, text: str, role: str = "user", name: str | None = None) -> None:
+        """A message that the model reads before its next turn: of the user, or of a tool (`role="tool"` and its
+        name, which some chat templates show)."""
         if not isinstance(text, str):
             raise ChatError(f"chat.tell: a text is told, not a {type(text).__name__}")
         if not self.turns:
             raise ChatError("chat.tell: the model has not spoken yet; chat.start(messages) makes another prompt")
         if self._ids:
             raise ChatError("chat.tell: messages come before token ids")
-        self._messages.append({"role": role, "content": text})
+        self._messages.append({"role": role, "content": text} | ({"name": name} if name else {}))
         self._observation = None
 
     def tell_ids(self, ids: Sequence[int]) -> None:
@@ -176,6 +181,11 @@ class Chat:
         if self.last is None or self.last.finish_reason != "stop":
             return []
         text = self.tokenizer.decode(self.last.token_ids, skip_special_tokens=False)
+        # Some templates open the model's thinking for it, so that its turn has the closing mark alone. A call that the
+        # model quotes while it thinks is none.
+        opening = self.tokenizer.decode(self._opening_ids, skip_special_tokens=False).rstrip()
+        if opening.endswith("<think>"):
+            text = f"<think>{text}"
         return self.call_format.read(text)
 
     @property
@@ -189,8 +199,9 @@ class Chat:
         most = self._settings.max_parallel_calls
         answers = iter(await self._ask([call for call in calls[:most] if isinstance(call, ToolCall)]))
         for number, call in enumerate(calls):
+            name = call.name[:_LONGEST_NAME] if isinstance(call, ToolCall) else None
             if number >= most:
-                self.tell(f"Only {most} call(s) in a turn are answered; this one was not.", role="tool")
+                self.tell(f"Only {most} call(s) in a turn are answered; this one was not.", role="tool", name=name)
                 continue
             if isinstance(call, Unreadable):
                 answer = ToolAnswer(str(call), error="unreadable")
@@ -198,7 +209,7 @@ class Chat:
             else:
                 answer = next(answers)
                 self._conversation.add_call(call, answer)
-            self.tell(answer.text, role="tool")
+            self.tell(answer.text, role="tool", name=name)
 
     def end(self, finish_reason: str) -> None:
         """Sets the response's finish reason to another than that of the model's last turn."""
@@ -210,6 +221,7 @@ class Chat:
         self._generating = True  # and stays so where the await is cancelled: what the model wrote is not known then
         output: Output = await self._ask(wanted)
         self.last, self._generating = output, False
+        self._opening_ids = wanted.prompt_ids[-_OPENING:]
         return output
 
     def _observation_ids(self) -> list[int]:

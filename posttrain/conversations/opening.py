@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from posttrain.config.root import PPOConfig
 from posttrain.conversations.agents import Agents
 from posttrain.conversations.chat import Setup
 from posttrain.conversations.conversation import Limits
+from posttrain.conversations.format_proof import FALLBACK, choose_format
 from posttrain.conversations.loop import ConversationLoop
 from posttrain.conversations.runner import Runner
 from posttrain.conversations.settings import AGENT_KEY as KEY
@@ -45,12 +47,17 @@ def open_conversations(
     ):
         template = MessageTemplate(tokenizer, data.apply_chat_template_kwargs)
         schemas = [tool.schema for tool in tools.values()]
+        call_format = FALLBACK
         if tools:
+            call_format, note = choose_format(template, turns.format)
             template.check_tools(schemas)
+            if note:
+                say(note)
             limit = f"up to {turns.max_assistant_turns}" if turns.max_assistant_turns else "any number of"
             say(f"Tools: {', '.join(tools)}; a response has {limit} turns.")
         if agents.enable:
             say(f"Agent: {agents.default or 'by the rows (agent_name)'}; it leads each conversation.")
+        turns = replace(turns, format=call_format)  # `auto` is known now
         limits = Limits(data.max_prompt_length, data.max_response_length)
         in_rounds = device.type == "cpu" or config.trainer.deterministic
         yield ConversationLoop(by_row, runner, Setup(template, limits, turns, schemas), in_rounds=in_rounds)

@@ -41,8 +41,8 @@ class TurnSettings:
     """What is kept of a longer answer: its beginning (`left`), both ends (`middle`) or its end (`right`)."""
     tool_timeout_s: float = setting(30.0, range=at_least(0.001))
     """Seconds that a call may take; the model is told of one that takes longer."""
-    format: str = setting("hermes", choices=FORMATS)
-    """How the model writes calls: `hermes` (`<tool_call>{...}</tool_call>`) or `llama3_json` (`{...}` alone)."""
+    format: str = setting("auto", choices=("auto", *FORMATS))
+    """How the model writes calls; `auto` finds the format that reads what the chat template writes."""
 
 
 @dataclass(frozen=True)

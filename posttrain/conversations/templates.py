@@ -8,15 +8,19 @@ they spell (`untrusted_text.py`).
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from posttrain.conversations.formats.base import CallFormat
 from posttrain.conversations.untrusted_text import Message, untrusted_text
 from posttrain.errors import UserError
 
 _PLACEHOLDER = "1f6a9c27e4"
 _QUESTION = {"role": "user", "content": "?"}
 _TURN = {"role": "assistant", "content": _PLACEHOLDER}
+_UNNAMED = "tool"
 
 
 class NoTemplate(UserError):
@@ -27,21 +31,49 @@ class NoToolsInTemplate(UserError):
     """A chat template that tools cannot be used with."""
 
 
+@dataclass(frozen=True)
+class CallMessages:
+    """Assistant messages with tool calls, in the form that a chat template accepts; templates differ in it."""
+
+    format: CallFormat
+    content: str | None = ""
+    as_text: bool = False
+    """Whether arguments are JSON text, as in OpenAI's API, instead of a mapping."""
+    several: bool = True
+    """Whether a message may have several calls."""
+
+    def message(self, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> Message:
+        """The message of these calls: (name, arguments) of each."""
+        made = [
+            {
+                "id": self.format.call_id(name, number),
+                "type": "function",
+                "function": {"name": name, "arguments": json.dumps(given) if self.as_text else dict(given)},
+            }
+            for number, (name, given) in enumerate(calls)
+        ]
+        return {"role": "assistant", "content": self.content, "tool_calls": made}
+
+
 class MessageTemplate:
     """Token ids of messages. Example: `MessageTemplate(tokenizer).ids([{"role": "tool", "content": "4"}], last)`."""
 
     def __init__(self, tokenizer: Any, template_kwargs: Mapping[str, Any] | None = None) -> None:
         self.tokenizer, self.options = tokenizer, dict(template_kwargs or {})
         self.untrusted = untrusted_text(tokenizer)
+        self._special_ids = {number: text for text, number in self.untrusted.special.items()}
+        self.calls: CallMessages | None = None
+        """How the template takes tool calls, once that is proved (`format_proof.py`). Tool results are then rendered
+        behind a turn with calls: some templates reject, or write differently, results that no call precedes."""
 
     def prompt(self, messages: Sequence[Message], tools: Any = None) -> list[int]:
         """Messages as a prompt, up to where the model's answer begins."""
         more = {"tools": tools} if tools else {}
-        return self.untrusted.ids(messages, lambda those: self._rendered(those, opens=True, **more))
+        return self.untrusted.ids(messages, lambda given: self.render(given, opens=True, **more))
 
     def ids(self, messages: Sequence[Message], last_token: int) -> list[int]:
         """What follows a turn of the model that has this last token: the messages, and the opening of its next turn."""
-        return self.untrusted.ids(messages, lambda those: self._after(those, last_token))
+        return self.untrusted.ids(messages, lambda given: self._after(given, last_token))
 
     def check_tools(self, schemas: Sequence[Mapping[str, Any]]) -> None:
         """Rejects a template that hides tools or their answers, or that rewrites earlier turns once a tool answered."""
@@ -50,24 +82,22 @@ class MessageTemplate:
                 "rollout.multi_turn.enable=True: the tokenizer has no chat template, so nothing says how a tool's "
                 "answer is shown to the model. Use an instruct model's tokenizer (model.tokenizer_path)."
             )
+        shown = [{"role": "tool", "content": _PLACEHOLDER[::-1]}]
         try:
-            before = self._rendered([_QUESTION, _TURN], opens=False, tools=None)
-            after = self._rendered(
-                [_QUESTION, _TURN, {"role": "tool", "content": _PLACEHOLDER}], opens=True, tools=None
-            )
+            end, after = self._tails(shown)
         except NoTemplate as error:
             raise NoToolsInTemplate(
                 "rollout.multi_turn.enable=True: the chat template refuses messages of the role `tool`: "
                 f"{error.__cause__}. Use an instruct model that was made for tools, or give the tokenizer another "
                 "template."
             ) from error
-        if not after.startswith(before):
+        if not after.startswith(end):
             raise NoToolsInTemplate(
-                "rollout.multi_turn.enable=True: the chat template writes earlier turns in another way once a tool "
+                "rollout.multi_turn.enable=True: the chat template ends the model's turn in another way once a tool "
                 "has answered, so that turns cannot be put behind each other as tokens. Give the tokenizer a template "
                 "that only adds to what stands there."
             )
-        if _PLACEHOLDER not in after[len(before) :]:
+        if shown[0]["content"] not in after:
             raise NoToolsInTemplate(
                 "rollout.multi_turn.enable=True: the chat template leaves out what a tool answers (messages of the "
                 "role `tool`). Use an instruct model that was made for tools, or give the tokenizer another template."
@@ -83,31 +113,48 @@ class MessageTemplate:
             )
 
     def _after(self, messages: Sequence[Message], last_token: int) -> str:
-        end = self._behind([], opens=False)
-        text = self._behind(messages, opens=True)
+        end, text = self._tails(messages)
         if not text.startswith(end):
             raise NoTemplate("The chat template ends a model's turn in another way once somebody has answered.")
+        for message in messages:
+            if str(message["content"]).strip() not in text and not self._shows(message):
+                raise NoTemplate(f"The chat template leaves out messages of the role `{message['role']}`.")
         # The model usually samples the token that ends its turn; the template's own copy of it is dropped then. A turn
         # that was cut by a stop text or by its budget has none, and gets it here.
-        if last_token in self.tokenizer.all_special_ids:
-            ends = [one for one in self.tokenizer.all_special_tokens if one and one in end]
+        if last_token in self._special_ids:
+            ends = [one for one in self.untrusted.special if one in end]
             text = text[max((end.rindex(one) + len(one) for one in ends), default=0) :]
+            # GLM's turns end with the token that begins the next message, <|observation|> or <|user|>.
+            text = text.removeprefix(self._special_ids[last_token])
         return text
 
-    def _behind(self, messages: Sequence[Message], *, opens: bool) -> str:
-        text = self._rendered([_QUESTION, _TURN, *messages], opens=opens, tools=None)
-        behind = text[text.index(_PLACEHOLDER) + len(_PLACEHOLDER) :]
-        for message in messages:
-            if str(message["content"]).strip() not in behind and not self._shows(message["role"]):
-                raise NoTemplate(f"The chat template leaves out messages of the role `{message['role']}`.")
-        return behind
+    def _tails(self, messages: Sequence[Message]) -> tuple[str, str]:
+        """What the template writes behind the model's turn: (its end, its end with the messages and the opening of the
+        next turn). A placeholder stands for the turn."""
+        turn, mark, shown = _TURN, _PLACEHOLDER, list(messages)
+        names = [one.get("name") or _UNNAMED for one in messages if one["role"] == "tool"]
+        if self.calls and names:
+            names = names if self.calls.several else names[:1]
+            mark = f"{_PLACEHOLDER}{len(names) - 1}"  # stands in the last call
+            turn = self.calls.message([(name, {"text": f"{_PLACEHOLDER}{n}"}) for n, name in enumerate(names)])
+            shown = _with_ids(messages, [one["id"] for one in turn["tool_calls"]])
+        alone, text = (
+            rendered[rendered.index(mark) + len(mark) :]
+            for rendered in (
+                self.render([_QUESTION, turn], opens=False, tools=None),
+                self.render([_QUESTION, turn, *shown], opens=True, tools=None),
+            )
+        )
+        end = self.calls.format.turn_end(alone) if self.calls and names else 0
+        return alone[end:], text[end:]
 
-    def _shows(self, role: str) -> bool:
+    def _shows(self, message: Message) -> bool:
         """Whether the template shows such messages at all: it may quote them, and so spell them differently."""
-        said = [_QUESTION, {"role": "assistant", "content": "?"}, {"role": role, "content": _PLACEHOLDER}]
-        return _PLACEHOLDER in self._rendered(said, opens=True, tools=None)
+        shown = [{**message, "content": _PLACEHOLDER[::-1]}]
+        return _PLACEHOLDER[::-1] in self._tails(shown)[1]
 
-    def _rendered(self, messages: Sequence[Message], *, opens: bool, **more: Any) -> str:
+    def render(self, messages: Sequence[Message], *, opens: bool, **more: Any) -> str:
+        """The messages as text; `opens` begins the model's next turn behind them."""
         if not getattr(self.tokenizer, "chat_template", None):
             raise NoTemplate(
                 "The tokenizer has no chat template, so that nothing says how a message is shown to the model. Use an "
@@ -120,3 +167,14 @@ class MessageTemplate:
             raise
         except Exception as error:  # templates raise errors of their own making, such as an unsupported role
             raise NoTemplate(f"The chat template refuses these messages: {error}") from error
+
+
+def _with_ids(messages: Sequence[Message], ids: Sequence[str]) -> list[Message]:
+    """Tool results with the names and ids of the calls that they answer."""
+    left = iter(ids)
+    return [
+        {**one, "name": one.get("name") or _UNNAMED, "tool_call_id": next(left, ids[-1])}
+        if one["role"] == "tool"
+        else one
+        for one in messages
+    ]

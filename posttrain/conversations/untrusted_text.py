@@ -30,8 +30,8 @@ class UntrustedText:
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
-        self._special, self._added = _control_tokens(tokenizer)
-        self._all = {**self._added, **self._special}
+        self.special, self._added = _control_tokens(tokenizer)
+        self._all = {**self._added, **self.special}
         self._normalizes = any(one.normalized for one in tokenizer.added_tokens_decoder.values())
         self._mark = secrets.token_hex(16)
         self._copies: dict[frozenset[str], _Renamed] = {}
@@ -45,7 +45,7 @@ class UntrustedText:
         written = render([_map_texts(message, lambda _: "?", keep=_READ) for message in messages])
         around = {text for text in self._added if text in written}
         text = render([self._broken(message, around) for message in messages])
-        return self._encode_broken(text, frozenset(around | self._special.keys()))
+        return self._encode_broken(text, frozenset(around | self.special.keys()))
 
     def encode(self, text: str) -> list[int]:
         return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
@@ -58,7 +58,7 @@ class UntrustedText:
 
     def _broken(self, message: Message, around: set[str]) -> Message:
         # An assistant's message may have a part that its template looks for, such as </think>.
-        found = self._special.keys() if message.get("role") == "assistant" else self._special.keys() | around
+        found = self.special.keys() if message.get("role") == "assistant" else self.special.keys() | around
         pattern = _any_of(found)
         return _map_texts(message, lambda text: pattern.sub(lambda m: m[0][:1] + self._mark + m[0][1:], text))
 

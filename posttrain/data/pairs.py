@@ -13,7 +13,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from posttrain.config.reward_trainer import PairDataConfig
+from posttrain.config.supervised import PairDataConfig
 from posttrain.data.chat import HINT, ChatRenderer, TemplateError
 from posttrain.data.fields import Messages, is_missing, prompt_of, refuse_media
 from posttrain.data.limits import Limit

@@ -8,7 +8,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from posttrain.config.sft import SFTDataConfig
+from posttrain.config.supervised import SFTDataConfig
 from posttrain.data.chat import HINT, ChatRenderer
 from posttrain.data.fields import Messages, is_messages, is_missing, prompt_of, refuse_media
 from posttrain.data.limits import Limit

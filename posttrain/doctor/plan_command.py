@@ -8,8 +8,8 @@ from typing import Any
 
 from posttrain.algorithms import get_adv_estimator
 from posttrain.config import PPOConfig, Resolved, load_config
+from posttrain.config.environment import check_environment
 from posttrain.config.parallel import workers_of
-from posttrain.config.ppo_tree import PPO
 from posttrain.config.problem import ConfigError
 from posttrain.config.schema import Section, lookup
 from posttrain.config.supervised_tree import command_tree
@@ -18,7 +18,7 @@ from posttrain.engine.settings import RL as RL_KEYS
 from posttrain.engine.settings import SUPERVISED, train_engine
 from posttrain.errors import UserError, working_folder
 from posttrain.launch import resolve_arguments
-from posttrain.models import cut
+from posttrain.models import shards
 from posttrain.models.decoder import can_decode_fast
 from posttrain.models.loading import check_positions, positions_of
 from posttrain.planning.batch_sizes import check_group_size
@@ -62,7 +62,7 @@ def main(args: Sequence[str]) -> int:
     plan = planner.plan(config, device)
     print_text(report(config, plan, find_remedies(config, plan, planner), chosen))
     # Without --gpu_gb the plan is for this machine, which may lack what the run needs.
-    if gpu_gb is None and (problems := (tree or PPO).environment(resolved, working_folder())):
+    if gpu_gb is None and (problems := check_environment(resolved, working_folder())):
         print_text(f"On this machine the run is refused. {ConfigError(dict.fromkeys(problems))}")
     return 0 if plan.fits else 1
 
@@ -118,7 +118,7 @@ class _ActorChecks:
         _check_model(self.config, layout_of(self.config, RL_KEYS, "actor"), packed, module)
         if rollout.name == "native" and rollout.tensor_model_parallel_size > 1:
             check_can_cut(module, can_decode_fast(module), rollout.tensor_model_parallel_size)
-            cut.check_heads(module.config.get_text_config(), rollout.tensor_model_parallel_size)
+            shards.check_heads(module.config.get_text_config(), rollout.tensor_model_parallel_size)
         check_positions(positions_of(module), data.max_prompt_length + data.max_response_length)
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain import cores
-from posttrain.config.loggers import missing_packages
+from posttrain.config.environment import missing_packages
 from posttrain.config.parallel import rollout_workers_of, workers_of
 from posttrain.doctor.case import Case
 from posttrain.doctor.report import ERROR, NOTE, WARNING, Finding

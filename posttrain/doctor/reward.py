@@ -9,12 +9,12 @@ from typing import Any
 from posttrain.doctor.case import Case
 from posttrain.doctor.report import ERROR, NOTE, WARNING, Finding
 from posttrain.errors import UserError
-from posttrain.rewards.findings import EMPTY, Findings, timing
-from posttrain.rewards.functions import asks_sources, named_sources
+from posttrain.rewards.combined import asks_sources, named_sources
 from posttrain.rewards.loading import resolve_reward
 from posttrain.rewards.pool import pool_size
-from posttrain.rewards.programs import check_programs, code_settings
 from posttrain.rewards.scorers import check_sources
+from posttrain.rewards.scorers.code import check_programs, code_settings
+from posttrain.rewards.try_report import EMPTY, Findings, timing
 from posttrain.rewards.tryout import ANSWER, TRUTH, examine
 from posttrain.rewards.types import RewardSpec
 
@@ -81,10 +81,10 @@ def _try_reward(case: Case, spec: RewardSpec, items: Sequence[Any]) -> Iterator[
     yield from _failures(found, where, limits.timeout_s)
     if found.best and not found.errors:
         best = sum(found.best) / len(found.best)
-        told = sum(gap > 0 for gap in found.told_apart)
+        told = sum(gap > 0 for gap in found.score_gaps)
         case.report.fact(
             AREA,
-            f"{len(found.best)} rows tried: truths score {best:.3g} on average; in {told} of {len(found.told_apart)} "
+            f"{len(found.best)} rows tried: truths score {best:.3g} on average; in {told} of {len(found.score_gaps)} "
             "rows the truth scores above another row's truth.",
         )
     if found.flaky:
@@ -101,13 +101,13 @@ def _random(found: Findings, where: str) -> Finding:
     # Its scores of right and wrong answers are chance, so no other finding is reported.
     row, form, first, second = found.flaky[0]
     asked = sum(len(scores) for scores in found.by_form.values())
-    above = sum(gap > 0 for gap in found.told_apart)
+    above = sum(gap > 0 for gap in found.score_gaps)
     what = f"The reward is random: the same response scores {first:g} at first and {second:g} when it is scored again "
     what += f"(row {row}, {form}; so do {len(found.flaky)} of {asked} responses)."
     level = WARNING
-    if len(found.flaky) > RANDOM * asked and above < TOLD_APART * len(found.told_apart):
+    if len(found.flaky) > RANDOM * asked and above < TOLD_APART * len(found.score_gaps):
         level = ERROR
-        what += f" Right answers score above wrong ones in {above} of {len(found.told_apart)} rows: nothing to learn."
+        what += f" Right answers score above wrong ones in {above} of {len(found.score_gaps)} rows: nothing to learn."
     do = "let it depend on its arguments alone (no random numbers, no clock, no state that calls share)"
     return Finding(level, AREA, what, where, do)
 
@@ -131,13 +131,13 @@ def _failures(found: Findings, where: str, timeout_s: float) -> Iterator[Finding
 
 
 def _judgement(found: Findings, where: str) -> Iterator[Finding]:
-    if not found.told_apart:
+    if not found.score_gaps:
         return
-    above, below = sum(gap > 0 for gap in found.told_apart), sum(gap < 0 for gap in found.told_apart)
-    if above >= 0.5 * len(found.told_apart):
+    above, below = sum(gap > 0 for gap in found.score_gaps), sum(gap < 0 for gap in found.score_gaps)
+    if above >= 0.5 * len(found.score_gaps):
         return
     best = sum(found.best) / len(found.best)
-    rows = len(found.told_apart)
+    rows = len(found.score_gaps)
     if below > above:
         what = f"A wrong answer scores above the right one in {below} of {rows} rows (the truth of another row as the "
         what += "response): right and wrong seem exchanged."

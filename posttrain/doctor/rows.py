@@ -137,9 +137,8 @@ def _prompts(case: Case, split: str) -> Iterator[Finding]:
 
 
 def _truths(case: Case, split: str, where: str) -> Iterator[Finding]:
-    from posttrain.rewards.answers import is_prose
-    from posttrain.rewards.programs import is_code
-    from posttrain.rewards.read_answer import read_answer
+    from posttrain.rewards.answers import is_prose, read_answer
+    from posttrain.rewards.scorers import is_code
 
     if split not in case.datasets:
         return

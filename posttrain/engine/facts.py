@@ -9,11 +9,11 @@ import torch
 
 from posttrain.kernels.train import can_train, on_cuda
 from posttrain.models.adapter_files import adapter_settings
-from posttrain.models.adapter_targets import stacked_words
+from posttrain.models.adapter_targets import describe_stacked
+from posttrain.models.forward import forward_mode_of
 from posttrain.models.loading import Positions, model_end_ids, positions_of
 from posttrain.models.lora import has_adapters
 from posttrain.models.quantized import numbers_in
-from posttrain.models.ways import way_of
 
 JOINING = 0.16  # tokens that it costs a token of a model that is WIDTH wide, measured on an H200
 WIDTH = 896
@@ -41,7 +41,7 @@ class EngineFacts:
     sequence_parallel: int
     # Settings of the adapters, without their base's name; None for a model without adapters.
     adapters: dict[str, Any] | None
-    stacked: str | None  # matrices that lie in one tensor, in words (`stacked_words`)
+    stacked: str | None  # matrices that lie in one tensor, in words (`describe_stacked`)
     pairs: bool = False  # whether rows come in pairs that are computed in the same pass
     note: str | None = None  # what of the model is not used, and why
     # Stages of a pipeline, each on ranks of its own, one behind the other; all of them are given the same rows.
@@ -86,9 +86,9 @@ def facts_of(
         max_rows=max_rows,
         sequence_parallel=sequence_parallel,
         adapters=_adapters(module),
-        stacked=stacked_words(module),
+        stacked=describe_stacked(module),
         pairs=pairs,
-        note=way_of(module).note,
+        note=forward_mode_of(module).note,
         pipeline=pipeline,
         engine=engine,
     )

@@ -14,10 +14,8 @@ from typing import Any
 import torch
 
 from posttrain.engine.packing import Rows
-from posttrain.models.forward import TokenPass
+from posttrain.models.forward import TokenPass, ValueModel, forward_mode_of
 from posttrain.models.scorer import PaddedScorePass, ScorePass
-from posttrain.models.value import ValueModel
-from posttrain.models.ways import way_of
 from posttrain.protocol import DataProto
 
 
@@ -57,7 +55,7 @@ class LanguageModelHead(Head):
     outputs = ("log_probs", "entropy")
 
     def torch_pass(self, module: torch.nn.Module, *, packed: bool) -> torch.nn.Module:
-        return TokenPass(module, split_head=way_of(module).split_head)
+        return TokenPass(module, split_head=forward_mode_of(module).split_head)
 
     def inputs(self, rows: Rows, temperature: float) -> tuple[Any, ...]:
         positions = None if rows.layout is None else rows.position_ids  # models count padded rows themselves

@@ -22,11 +22,10 @@ from posttrain.engine.sharding import drop_whole_weights, last_backward, shard
 from posttrain.engine.state import EngineState
 from posttrain.kernels.packed_attention import packed_rows
 from posttrain.kernels.sequence_parallel import shared_sequence
-from posttrain.models.fused_layer import join_weights
+from posttrain.models.forward import forward_mode_of
+from posttrain.models.fused_layer import join_weights, weights_unchanged
 from posttrain.models.lora import base_only, has_adapters, merged_state, save_model
 from posttrain.models.recompute import recompute_layers
-from posttrain.models.unchanged import weights_unchanged
-from posttrain.models.ways import way_of
 
 
 class TorchStage(Stage):
@@ -73,7 +72,7 @@ class TorchEngine(ComposedEngine):
 
     def __init__(self, module: torch.nn.Module, settings: EngineSettings, head: Head | None = None) -> None:
         self.module, self.settings, head = module, settings, head or head_of(module)
-        way = way_of(module)
+        way = forward_mode_of(module)
         packed = settings.pack and way.packed
         alone = not packed and not way.padded  # such a model gives other numbers beside padding
         facts = facts_of(

@@ -11,7 +11,7 @@ from posttrain.config.closest import closest
 from posttrain.config.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, SCORE_HEADS, read_adapter_config
 from posttrain.config.problem import Problem
 from posttrain.config.resolved import Resolved
-from posttrain.config.reward_trainer import RewardTrainerConfig
+from posttrain.config.supervised import RewardTrainerConfig
 from posttrain.models.hub import why_not_from_hub
 from posttrain.models.model_files import broken_files
 

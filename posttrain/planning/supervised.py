@@ -9,8 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from posttrain.config.reward_trainer import RewardTrainerConfig
-from posttrain.config.sft import SFTConfig
+from posttrain.config.supervised import RewardTrainerConfig, SFTConfig
 from posttrain.models.loading import resolve_dtype
 from posttrain.planning import counting, cuda_bytes, meta_models
 from posttrain.planning.counting import ModelBytes

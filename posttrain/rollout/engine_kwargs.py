@@ -16,8 +16,7 @@ from typing import Any
 
 from posttrain.config.checked import Checked, Finding, nearest_name
 from posttrain.config.choices import ROLLOUT_ENGINES
-from posttrain.config.devices import runs_on_cpu
-from posttrain.config.parallel import ROLLOUT_WORKERS, rollout_workers_of
+from posttrain.config.parallel import ROLLOUT_WORKERS, rollout_workers_of, runs_on_cpu
 from posttrain.config.problem import Problem
 from posttrain.config.resolved import Resolved
 from posttrain.rollout.outside_engine import KEY, ROLLOUT, OutsideEngine, given_for, is_count

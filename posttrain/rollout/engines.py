@@ -19,9 +19,9 @@ from posttrain.config.model import ModelConfig
 from posttrain.config.rollout import RolloutConfig
 from posttrain.errors import UserError
 from posttrain.kernels.tensor_parallel import Team
-from posttrain.models.cut import KEY
 from posttrain.models.decoder import FastDecoder
 from posttrain.models.loading import load_causal_lm, resolve_dtype
+from posttrain.models.shards import KEY
 from posttrain.registry import Registry
 from posttrain.rollout.base import RolloutEngine
 from posttrain.rollout.hf import MODES, HFEngine
@@ -128,7 +128,7 @@ def make_native(order: Order) -> Made | str:
     engine, name = build_native(order.module, order.config, decode=order.decode, device=order.device, team=order.team)
     problem = why_wrong(engine, order.module)
     if problem is None and isinstance(engine.decoder, FastDecoder) and order.team is not None:
-        engine.decoder.forget_whole()
+        engine.decoder.drop_unsharded_weights()
     if problem is None and order.config.quantization == "fp8":  # proved first: rounding would hide an error
         name = use_fp8(engine, name)
     return problem or (engine, name)

@@ -60,8 +60,8 @@ def judge(program: Program, tests: list[dict[str, Any]], free: Any, *, until_fai
             yield waiting.pop(0)[0]
         if link.broken or (until_failure and outcome.get("passed") is False):
             break
-    for outcome, owed in waiting:
-        why = link.trust.first_unproven(owed)
+    for outcome, unproven in waiting:
+        why = link.trust.first_unproven(unproven)
         if why and outcome.get("passed"):
             why = f"{why}, and the tests do not show that they expect such an object"
             outcome = {"test": outcome["test"], "passed": False, "error": why, "unproven": True}
@@ -171,8 +171,8 @@ def _parsed(code: str) -> ast.Module:
 
 def _describe(error: BaseException) -> str:
     # Looks like `AssertionError in: assert f(1) == 2`.
-    said = _text(error)
-    text = f"{type(error).__name__}: {said}" if said else type(error).__name__
+    words = _text(error)
+    text = f"{type(error).__name__}: {words}" if words else type(error).__name__
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == _FILE]
     line = (frames[-1].line or "").strip() if frames else ""
     return f"{text[:_TEXT]} in: {line[:_TEXT]}" if line else text[:_TEXT]

@@ -75,9 +75,8 @@ def enter_root(trees: dict[str, int]) -> None:
     os.mkdir(_STAGE + BOX)
     for path, target in targets.items():
         os.symlink(target, _STAGE + path)
-    if not os.path.lexists(
-        _STAGE + "/tmp"
-    ):  # it exists if Python itself lies below /tmp; TMPDIR then points into the box
+    # It exists if Python itself lies below /tmp; TMPDIR then points into the box.
+    if not os.path.lexists(_STAGE + "/tmp"):
         os.symlink(TMP, _STAGE + "/tmp")
     os.symlink(TMP, _STAGE + "/dev/shm")
     _write(_STAGE + "/etc/passwd", f"user:x:1000:1000::{WORK}:/bin/sh\n")

@@ -140,8 +140,8 @@ class Peer:
             value = self._perform(request)
             self._post({}, lambda: {"value": self.write(value)})
         except BaseException as error:
-            said = error
-            self._post({}, lambda: {"error": self.error(said)})
+            raised = error
+            self._post({}, lambda: {"error": self.error(raised)})
 
     def _perform(self, request: dict[str, Any]) -> Any:
         operation, target = request["do"], self._target(request["of"])
@@ -227,14 +227,17 @@ class Peer:
         form = form_of(value)
         if form == "class":
             return {"mine": {"form": "class", **self._class_reference(value)}}
-        said: dict[str, Any] = {"id": self.register(value), "form": form}
+        reference: dict[str, Any] = {"id": self.register(value), "form": form}
         if form == "exception":
-            said |= {"args": [self._write_or_repr(one) for one in value.args], "cause": self.write(value.__cause__)}
-            said["fields"] = {key: self.write(one) for key, one in vars(value).items() if isinstance(key, str)}
-            said["fields"].pop("__notes__", None)
+            reference |= {
+                "args": [self._write_or_repr(one) for one in value.args],
+                "cause": self.write(value.__cause__),
+            }
+            reference["fields"] = {key: self.write(one) for key, one in vars(value).items() if isinstance(key, str)}
+            reference["fields"].pop("__notes__", None)
         if "function" not in form and form != "method":
-            said["of"] = self._class_reference(type(value))
-        return {"mine": said}
+            reference["of"] = self._class_reference(type(value))
+        return {"mine": reference}
 
     def _write_or_repr(self, value: Any) -> Any:
         try:
@@ -246,12 +249,12 @@ class Peer:
         if is_stand_in(value):
             return {"yours": locate(value)[1]}
         number = self.register(value)
-        said = {"id": number, "form": "object", "of": self._class_reference(type(value))}
+        reference = {"id": number, "form": "object", "of": self._class_reference(type(value))}
         if isinstance(value, MUTABLE):
             if id(value) in self._watched:
-                return {"mine": said}
+                return {"mine": reference}
             self._watch(value, True, number)
-        return {"mine": {**said, "holds": content()}}
+        return {"mine": {**reference, "holds": content()}}
 
     def _refer_shared(self, value: Any, content: Callable[[], Any]) -> Any:
         if id(value) in self._remote_numbers:
@@ -294,11 +297,11 @@ class Peer:
         ]
 
     def error(self, error: BaseException) -> dict[str, Any]:
-        said = describe_error(error)
+        described = describe_error(error)
         try:
-            return {**said, "exception": self.write(error)}
+            return {**described, "exception": self.write(error)}
         except Exception:
-            return said
+            return described
 
     # Decoding.
 
@@ -314,34 +317,34 @@ class Peer:
             return _CONSTANTS[content]
         raise ValueError(f"unknown tag {tag!r}")
 
-    def _read_theirs(self, said: dict[str, Any]) -> Any:
-        form = said.get("form", "container")
+    def _read_theirs(self, reference: dict[str, Any]) -> Any:
+        form = reference.get("form", "container")
         if form == "class":
-            return self._read_class(said)
-        number = _number(said["id"])
+            return self._read_class(reference)
+        number = _number(reference["id"])
         found = self._remote_objects.get(number)
         if form == "container":
-            return self._read_container(number, found, said)
+            return self._read_container(number, found, reference)
         if found is None:
-            found = self._remote_objects[number] = self._stand_in(number, form, said)
-        elif "holds" in said and isinstance(found, MUTABLE):
-            assign(found, self.read(said["holds"]))
+            found = self._remote_objects[number] = self._stand_in(number, form, reference)
+        elif "holds" in reference and isinstance(found, MUTABLE):
+            assign(found, self.read(reference["holds"]))
         return found
 
-    def _read_container(self, number: int, found: Any, said: dict[str, Any]) -> Any:
-        if "holds" not in said:
+    def _read_container(self, number: int, found: Any, reference: dict[str, Any]) -> Any:
+        if "holds" not in reference:
             if found is None:
                 raise ValueError("a container without content")
             return found
         if found is None:
-            tag = next(iter(said["holds"])) if isinstance(said["holds"], dict) else None
+            tag = next(iter(reference["holds"])) if isinstance(reference["holds"], dict) else None
             if tag == "default":
                 found = _Default(self, number)
             else:
                 found = EMPTY_CONTAINERS[tag]() if tag else []
             self._remote_objects[number] = found
             self._remote_numbers[id(found)] = number
-        assign(found, self.read(said["holds"]))
+        assign(found, self.read(reference["holds"]))
         self._watch(found, False, number)
         return found
 
@@ -351,17 +354,17 @@ class Peer:
         if id(container) in self._watched:
             self._watched[id(container)].changed()
 
-    def _stand_in(self, number: int, form: str, said: dict[str, Any]) -> Any:
+    def _stand_in(self, number: int, form: str, reference: dict[str, Any]) -> Any:
         place = (self, number)
         if form.endswith("function") or form == "method":
             return new_stand_in(FunctionStandIn, place, form)
-        kind: Any = self._read_class(said["of"])
+        kind: Any = self._read_class(reference["of"])
         if form == "exception":
-            return self._read_exception(kind, place, said)
+            return self._read_exception(kind, place, reference)
         if type(kind) is not StandInType:
             kind = self._class_over(kind)
         if form == "object" and plain_base(kind) is not None:
-            found = new_stand_in(kind, place, form, self.read(said["holds"]))
+            found = new_stand_in(kind, place, form, self.read(reference["holds"]))
             if isinstance(found, MUTABLE):
                 self._watch(found, False, number)
             return found
@@ -372,13 +375,13 @@ class Peer:
             self._remote_numbers[id(found)] = number
         return found
 
-    def _read_class(self, said: dict[str, Any]) -> type:
-        if "yours" in said:
-            return self._own_objects[said["yours"]]
-        known = known_class(said.get("known"))
+    def _read_class(self, reference: dict[str, Any]) -> type:
+        if "yours" in reference:
+            return self._own_objects[reference["yours"]]
+        known = known_class(reference.get("known"))
         if known is not None:
             return known
-        number = _number(said["id"])
+        number = _number(reference["id"])
         if number not in self._remote_objects:
             description = self._exchange("describe", number, (), {})["value"]
             bases = tuple(self._read_class(base) for base in description["bases"])
@@ -398,18 +401,18 @@ class Peer:
             self._known[known] = stand_in_class(self, 0, known.__name__, (known,), description, {})
         return self._known[known]
 
-    def _read_exception(self, kind: Any, place: tuple[Any, int], said: dict[str, Any]) -> BaseException:
+    def _read_exception(self, kind: Any, place: tuple[Any, int], reference: dict[str, Any]) -> BaseException:
         if not issubclass(kind, BaseException):
             raise TypeError("no exception")
-        args = tuple(self.read(arg) for arg in said["args"])
+        args = tuple(self.read(arg) for arg in reference["args"])
         if type(kind) is not StandInType and kind.__module__ == "builtins":
             error = _builtin_exception(kind, args)
             self._remote_numbers[id(error)] = place[1]
-            vars(error).update({str(key): self.read(one) for key, one in said["fields"].items()})
+            vars(error).update({str(key): self.read(one) for key, one in reference["fields"].items()})
         else:
             error = new_stand_in(kind if type(kind) is StandInType else self._class_over(kind), place, "exception")
             object.__setattr__(error, "args", args)
-        cause = self.read(said["cause"])
+        cause = self.read(reference["cause"])
         if isinstance(cause, BaseException):
             error.__cause__ = cause
         return error

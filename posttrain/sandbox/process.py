@@ -133,29 +133,28 @@ class SandboxProcess:
         gone."""
         end = time.monotonic() + limits["seconds"] + _PATIENCE_S
         ours, theirs = socket.socketpair()
-        said: list[dict[str, Any]] = []
+        answers: list[dict[str, Any]] = []
         try:
             with ours:
                 with theirs:
                     socket.send_fds(self._control, [b"J"], [theirs.fileno()])
                 self._control.sendall(wire.pack(limits))
                 ours.settimeout(limits["seconds"] + _PATIENCE_S)
-                with contextlib.suppress(
-                    BrokenPipeError, ConnectionResetError
-                ):  # it ended before it had read everything
+                # It ended before it had read everything.
+                with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                     for message in messages:
                         ours.sendall(wire.pack(message))
                 with contextlib.suppress(wire.Closed):
                     while True:
-                        said.append(self._receive(ours, end))
+                        answers.append(self._receive(ours, end))
             verdict = self._receive(self._control, end)
         except (OSError, Lost, wire.Closed) as error:
             self.kill()
             raise Lost(str(error)) from None
-        if "refused" in verdict or (said and "refused" in said[0]):
-            answer = verdict if "refused" in verdict else said[0]
+        if "refused" in verdict or (answers and "refused" in answers[0]):
+            answer = verdict if "refused" in verdict else answers[0]
             raise isolation_error(answer["refused"], answer["errno"])
-        return said, verdict
+        return answers, verdict
 
     @property
     def alive(self) -> bool:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from posttrain.config.sandbox import SandboxConfig
+from posttrain.config.reward import SandboxConfig
 from posttrain.sandbox.process import Lost, SandboxProcess, platform_error
 
 # What to say of a program that was ended. The other statuses are `ok` (exit code 0) and `error`.
@@ -102,10 +102,10 @@ class Sandbox:
         """Run a program once per standard input, within one deadline; fewer results if it exceeds a limit."""
         if (code is None) == (argv is None):
             raise ValueError("give code or argv")
-        said, verdict = self._job(
+        messages, verdict = self._job(
             {"source": code, "argv": list(argv or []), "stdins": list(stdins)}, files, until_failure
         )
-        results = [_result(message, verdict) for message in said]
+        results = [_result(message, verdict) for message in messages]
         if verdict["reason"] and len(results) < len(stdins) and (not results or results[-1].ok):
             results.append(_result({"status": verdict["reason"]}, verdict))
         elif verdict["reason"] and results:
@@ -121,14 +121,14 @@ class Sandbox:
         until_failure: bool = False,
     ) -> TestReport:
         """Load a program as a module and run tests against it from another process; judge.py describes their form."""
-        said, verdict = self._job({"source": code, "tests": True}, files, until_failure, list(tests))
-        loaded = next((message for message in said if "loaded" in message), None)
-        last = next((message for message in said if "status" in message), {"status": "lost"})
+        messages, verdict = self._job({"source": code, "tests": True}, files, until_failure, list(tests))
+        loaded = next((message for message in messages if "loaded" in message), None)
+        last = next((message for message in messages if "status" in message), {"status": "lost"})
         report = TestReport(**vars(_result(last, verdict)))
         report.status = verdict["reason"] or report.status
         report.load_error = loaded["loaded"] if loaded else None
         report.loaded = loaded is not None and report.load_error is None
-        report.outcomes = [message for message in said if "test" in message]
+        report.outcomes = [message for message in messages if "test" in message]
         return report
 
     def close(self) -> None:

@@ -110,14 +110,16 @@ def assemble(machine: str) -> bytes:
     ]
     for low, high in _ranges(allowed_numbers(column)):
         code += [_op(_JGE, low, 0, 2), _op(_JGT, high, 1, 0), _op(_RETURN, _ALLOW)]
+    # Its flags are in memory, which a filter cannot read; the C library falls back to clone.
     code += [
         _op(_JEQ, _CLONE3, 0, 1),
         _op(_RETURN, _ABSENT),
-    ]  # its flags are in memory, which a filter cannot read; the C library falls back to clone
+    ]
+    # A job stays one session, for usage.lower_priorities.
     code += [
         _op(_JEQ, _SETSID[column], 0, 1),
         _op(_RETURN, _PRETEND),
-    ]  # a job stays one session, for usage.lower_priorities
+    ]
     code += [
         _op(_JEQ, _CLONE[column], 0, 4),
         _op(_LOAD, _ARGUMENT),

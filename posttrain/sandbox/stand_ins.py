@@ -197,19 +197,24 @@ class FunctionStandIn(StandIn):
 
 
 def stand_in_class(
-    peer: OtherSide, number: int, name: str, bases: tuple[type, ...], said: dict[str, Any], space: dict[str, Any]
+    peer: OtherSide, number: int, name: str, bases: tuple[type, ...], description: dict[str, Any], space: dict[str, Any]
 ) -> type:
-    """Create the class that stands for one of the other side. `said` comes from `objects.describe`."""
+    """Create the class that stands for one of the other side. `description` comes from `objects.describe`."""
     bases = tuple(dict.fromkeys(StandIn if base is object else base for base in bases))
     if not any(issubclass(base, StandIn) for base in bases):
         bases = (StandIn, *bases)
-    space = {**space, "_place": (peer, number), "__qualname__": said["qualname"], "__module__": said["module"]}
-    space["__doc__"] = _Doc(said["doc"])
+    space = {
+        **space,
+        "_place": (peer, number),
+        "__qualname__": description["qualname"],
+        "__module__": description["module"],
+    }
+    space["__doc__"] = _Doc(description["doc"])
     base = next((kind for one in bases if (kind := plain_base(one)) is not None), None)
-    for special in said["special"]:
+    for special in description["special"]:
         if special in SPECIAL:
             space[special] = _awaits if special == "__await__" else _special(special)
-    for special in said["none"]:
+    for special in description["none"]:
         if special in SPECIAL:
             space[special] = None
     if base is not None:
@@ -217,7 +222,7 @@ def stand_in_class(
             # StandIn precedes the content's type among the bases; methods that were not redefined must use the content.
             if attribute not in space and StandIn in bases and hasattr(base, attribute):
                 space[attribute] = getattr(base, attribute)
-        for attribute in said["redefined"]:
+        for attribute in description["redefined"]:
             if hasattr(base, attribute) and not attribute.startswith("__"):
                 space[attribute] = _redefined(attribute, base)
     else:

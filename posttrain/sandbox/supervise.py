@@ -173,9 +173,8 @@ def _become_program(source: int, out: int, err: int, channel: int, body: Callabl
     code = 1
     try:
         os.setpgid(0, 0)  # so that killpg reaches all of it; the session stays the job's
-        kernel.prctl(
-            kernel.PR_SET_DUMPABLE, 1, "dumpable"
-        )  # so that the template can read how much of the memory is its own
+        # So that the template can read how much of the memory is its own.
+        kernel.prctl(kernel.PR_SET_DUMPABLE, 1, "dumpable")
         for fd, place in ((source, 0), (out, 1), (err, 2)):
             os.dup2(fd, place)
         kernel.close_all_but([0, 1, 2, channel])

@@ -79,13 +79,13 @@ class Trust:
 
     def take_unproven(self) -> dict[type, str]:
         """Return, and forget, what was noted since the last call."""
-        owed, self._unproven = self._unproven, {}
-        return owed
+        unproven, self._unproven = self._unproven, {}
+        return unproven
 
-    def first_unproven(self, owed: dict[type, str]) -> str | None:
+    def first_unproven(self, unproven: dict[type, str]) -> str | None:
         """Return the first answer that no test has justified."""
         return next(
-            (what for kind, what in owed.items() if not any(one in self._expected for one in kind.__mro__)), None
+            (what for kind, what in unproven.items() if not any(one in self._expected for one in kind.__mro__)), None
         )
 
 

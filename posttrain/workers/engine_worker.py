@@ -12,8 +12,8 @@ from posttrain.controller.dispatch import register, to_all, to_first
 from posttrain.engine.base import TrainEngine
 from posttrain.engine.facts import EngineFacts
 from posttrain.engine.ranks import this_rank
+from posttrain.models.adapter_files import fingerprint
 from posttrain.models.adapter_targets import stacked_note
-from posttrain.models.identity import fingerprint
 from posttrain.rollout.engine_kwargs import OUTSIDE
 
 

@@ -14,7 +14,7 @@ from posttrain.controller.group import Calls, WorkerGroup
 from posttrain.engine.base import Passes, TrainEngine
 from posttrain.engine.facts import EngineFacts
 from posttrain.engine.ranks import this_rank
-from posttrain.models.finite import not_finite
+from posttrain.models.completeness import not_finite
 from posttrain.protocol import DataProto
 from posttrain.workers.actor.dp_actor import DataParallelPPOActor, actor_objective, actor_schedule
 from posttrain.workers.actor.objective import finish_importance_metrics

@@ -17,11 +17,10 @@ from posttrain.config.root import PPOConfig
 from posttrain.controller.dispatch import register, to_all, to_first
 from posttrain.conversations.untrusted_text import untrusted_text
 from posttrain.errors import UserError
-from posttrain.models.forward import without_adapters
+from posttrain.models.forward import forward_mode_of, without_adapters
 from posttrain.models.loading import ModelError, load_tokenizer, resolve_dtype
 from posttrain.models.scorer import score_rows
 from posttrain.models.scorer_loading import load_scorer
-from posttrain.models.ways import way_of
 from posttrain.protocol import DataProto
 from posttrain.texts import texts_of
 from posttrain.workers.row_dispatch import by_groups, in_row_order
@@ -158,7 +157,7 @@ class RewardModelWorker:
         limit = (
             "" if math.isinf(self.longest) else f"; more than {self.longest} tokens are cut ({self.config.truncation})"
         )
-        about_rows = way_of(self.module).note
+        about_rows = forward_mode_of(self.module).note
         summary = f"Reward model: {kind} of {self.config.model.path}; conversations are {how}{limit}."
         return [summary, *([about_rows] if about_rows else [])]
 

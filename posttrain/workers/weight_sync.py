@@ -17,7 +17,7 @@ import torch
 
 from posttrain.engine.base import TrainEngine
 from posttrain.errors import UserError
-from posttrain.models.finite import few, not_finite
+from posttrain.models.completeness import few, not_finite
 from posttrain.models.proof import beyond_rounding
 from posttrain.protocol import DataProto
 from posttrain.rollout.base import Output, RolloutEngine

@@ -132,8 +132,8 @@ def test_of_a_model_on_the_hub_the_config_alone_is_fetched(tmp_path, monkeypatch
         return str(tmp_path / "config.json")
 
     monkeypatch.setattr("huggingface_hub.hf_hub_download", fetch)
-    for module in ("environment", "model_files"):
-        monkeypatch.setattr(f"posttrain.config.{module}.why_not_from_hub", lambda name: None)
+    for module in ("folders", "model_files"):
+        monkeypatch.setattr(f"posttrain.models.{module}.why_not_from_hub", lambda name: None)
     resolved = load_config([BY_MEGATRON, "actor_rollout_ref.model.path=deepseek-ai/DeepSeek-V3"])
     found = [problem.what for problem in check_environment(resolved, tmp_path) if "deepseek_v3" in problem.what]
     assert len(found) == 1 and asked == [("deepseek-ai/DeepSeek-V3", "config.json")]

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.config.aliases import DERIVED, PPO_SPELLINGS, RENAMED
 from posttrain.config.choices import ESTIMATORS, POLICY_LOSSES
-from posttrain.config.ppo_tree import PPO
+from posttrain.config.ppo_tree import DERIVED, PPO, RENAMED
 from posttrain.config.presets import PRESETS
 from posttrain.config.schema import leaves
 from posttrain.config.supervised_tree import REWARD_MODEL, SFT
@@ -39,10 +38,10 @@ def is_known(key: str) -> bool:
 def test_every_setting_that_a_page_gives_a_value_is_known(page):
     unknown = [key for key in KEY.findall(PAGES[page]) if not is_known(whole(key))]
     unknown = [
-        key for key in unknown if PPO_SPELLINGS.canonical(key.rpartition(".")[0]).key is None
+        key for key in unknown if PPO.spellings.canonical(key.rpartition(".")[0]).key is None
     ]  # entries of a free dict
     if page in ("coming_from_verl.md", "verl_keys.md"):
-        unknown = [key for key in unknown if PPO_SPELLINGS.dialect.answer(key) is None]  # keys of verl
+        unknown = [key for key in unknown if PPO.spellings.dialect.answer(key) is None]  # keys of verl
     assert set(unknown) <= SLIPS | (VERL if page == "evaluation.md" else set())
 
 

@@ -125,7 +125,8 @@ def test_tokens_behind_a_turn_are_those_of_the_whole_conversation_rendered_at_on
         (CHATML.replace("m['content'] + '\n</tool_response>'", "'</tool_response>'"), "leaves out what a tool answers"),
         ("{% for m in messages %}{% if m['role'] == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
          "{{ m['content'] }}{% endfor %}", "refuses messages of the role `tool`"),
-        ("{{ messages | length }}" + CHATML, "in another way once a tool has answered"),
+        (CHATML.replace("m['content'] + '<|im_end|>\n'", "m['content'] + '<|im_end|>' + messages | length | string"),
+         "in another way once a tool has answered"),
     ],
     ids=["none", "deaf", "refuses", "rewrites"],
 )  # fmt: skip

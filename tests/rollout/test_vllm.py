@@ -18,9 +18,9 @@ from posttrain.config.problem import ConfigError
 from posttrain.config.rollout import RolloutConfig
 from posttrain.errors import UserError
 from posttrain.kernels.tensor_parallel import Team
+from posttrain.models.forward import row_log_probs
 from posttrain.models.loading import load_causal_lm, load_tokenizer
 from posttrain.models.lora import merged_state, with_adapters
-from posttrain.models.plain_rows import row_log_probs
 from posttrain.rollout import engines
 from posttrain.rollout.base import Request, Sampling
 from posttrain.rollout.engines import build_engine

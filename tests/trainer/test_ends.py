@@ -207,7 +207,7 @@ def fails_always(data_source, solution_str, ground_truth, extra_info=None):
 
 @pytest.mark.parametrize("validates", [False, True])
 def test_a_run_whose_rewards_all_fail_stops_at_its_first_batch_and_says_why(tiny_model, sums, tmp_path, validates):
-    from posttrain.rewards.all_failed import AllFailed
+    from posttrain.rewards.outcomes import AllFailed
 
     more = {"data__val_files": str(sums["test"])} if validates else {}
     with pytest.raises(AllFailed, match=r"(?s)failed on all 12 responses.*no key in the environment.*reward try"):
@@ -232,17 +232,17 @@ def test_an_unknown_data_source_under_the_default_reward_file_stops_the_run(tiny
 
 
 def test_a_reward_that_worked_before_has_three_batches_to_come_back():
-    from posttrain.rewards.all_failed import AllFailed, FailureWatch
+    from posttrain.rewards.outcomes import AllFailed, FailureWatch
 
     watch, bad = FailureWatch(), ["away", "away"]
-    watch.look(["away", None])
-    watch.look(bad)
-    watch.look(bad)
-    watch.look([None, None])
-    watch.look(bad)
-    watch.look(bad)
+    watch.check(["away", None])
+    watch.check(bad)
+    watch.check(bad)
+    watch.check([None, None])
+    watch.check(bad)
+    watch.check(bad)
     with pytest.raises(AllFailed, match=r"all 2 responses of each of the last 3 batches(.|\n)*away"):
-        watch.look(bad)
+        watch.check(bad)
 
 
 def test_scores_out_of_range_are_failures_and_the_run_goes_on(tiny_model, sums, tmp_path):

@@ -14,7 +14,7 @@ from posttrain import cli
 from posttrain.commands.evaluation.report import compare, notes, read_report
 from posttrain.commands.generation import files as parts_module
 from posttrain.data.rows import load_rows
-from posttrain.rewards.files import read_rows
+from posttrain.rewards.try_command import read_rows
 from posttrain.trainer import main_eval
 from posttrain.trainer.main_generation import cli as entry
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 import time
 from pathlib import Path
 
@@ -46,6 +48,19 @@ def add():
         return str(a + b)
 
     return asked
+
+
+@pytest.fixture
+def llama_model(tiny_model, tmp_path) -> Path:
+    """The tiny model with a chat template that writes calls as Llama's does."""
+    folder = Path(shutil.copytree(tiny_model, tmp_path / "llama"))
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = re.sub(
+        r"'<tool_call>' \+ (.*?)'arguments'(.*?) \+ '</tool_call>'", r"\1'parameters'\2", tokenizer.chat_template
+    )
+    assert "tool_call>" not in tokenizer.chat_template
+    tokenizer.save_pretrained(folder)
+    return folder
 
 
 def asks_once(read: str, seed: int) -> str:
@@ -154,7 +169,7 @@ def test_arguments_that_are_nested_too_deep_are_an_error_told_to_the_model_and_c
 
 
 def test_thousands_of_calls_in_a_turn_end_a_response_that_has_no_room_for_their_answers(
-    tiny_model, sums, tmp_path, monkeypatch
+    llama_model, sums, tmp_path, monkeypatch
 ):
     rendered = []
     plain = MessageTemplate.ids
@@ -167,9 +182,9 @@ def test_thousands_of_calls_in_a_turn_end_a_response_that_has_no_room_for_their_
 
     scripted.use(script)
     more = {"actor_rollout_ref__rollout__multi_turn__format": "llama3_json", "data__max_response_length": 299}
-    for row in samples(run(tiny_model, sums, tmp_path, **TOOLS | more)):
+    for row in samples(run(llama_model, sums, tmp_path, **TOOLS | more)):
         assert (row["num_turns"], row["finish_reason"]) == ((1, "length") if row["seed"] % 2 else (2, "stop"))
-    assert set(rendered) == {1}
+    assert set(rendered[2:]) == {1}, "behind the proof of the format"
 
 
 def test_no_response_has_more_turns_than_allowed_and_one_that_wanted_more_is_marked(tiny_model, sums, tmp_path):
@@ -215,15 +230,18 @@ def test_calls_that_cannot_be_answered_are_told_to_the_model_and_the_run_goes_on
     assert metrics_of(result.path)[0]["tools/errors"] > 0.5
 
 
-@pytest.mark.parametrize("format", ["hermes", "llama3_json"])
-def test_calls_are_read_in_the_format_that_the_settings_name(tiny_model, sums, tmp_path, add, format):
+def test_calls_are_read_in_the_format_of_the_chat_template_and_another_is_refused(
+    tiny_model, llama_model, sums, tmp_path, add
+):
     made = '{"name": "add", "parameters": {"a": 2, "b": 3}}'
     scripted.use(lambda read, seed: "5" if "<tool_response>" in read else made)
-    more = {"actor_rollout_ref__rollout__multi_turn__format": format, "trainer__total_training_steps": 1}
-    rows = samples(run(tiny_model, sums, tmp_path, **TOOLS | more))
-    is_a_call = format == "llama3_json"
-    assert {row["num_turns"] for row in rows} == {1 + is_a_call} and add == [(2, 3)] * len(rows) * is_a_call
-    assert all(row["response"].endswith("</tool_response>5") == is_a_call for row in rows)
+    more = TOOLS | {"trainer__total_training_steps": 1}
+    for model, turns in ((tiny_model, 1), (llama_model, 2)):
+        rows = samples(run(model, sums, tmp_path / str(turns), **more))
+        assert {row["num_turns"] for row in rows} == {turns} and add == [(2, 3)] * len(rows) * (turns - 1)
+        assert all(row["response"].endswith("</tool_response>5") == (turns == 2) for row in rows)
+    with pytest.raises(UserError, match=r"format=hermes does not read .*(?s:.*)set .*format=llama3_json"):
+        run(llama_model, sums, tmp_path / "wrong", **more, actor_rollout_ref__rollout__multi_turn__format="hermes")
 
 
 def test_a_tool_that_answers_no_call_is_told_of_after_the_first_step_once_with_its_commonest_error(

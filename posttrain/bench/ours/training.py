@@ -98,10 +98,10 @@ def train(job: dict[str, Any]):
     import numpy as np
     import torch
 
-    from posttrain.config.actor import ActorConfig
     from posttrain.config.algorithm import RolloutCorrectionConfig
     from posttrain.config.model import ModelConfig
     from posttrain.config.optim import OptimConfig
+    from posttrain.config.root import ActorConfig
     from posttrain.engine.base import EngineSettings
     from posttrain.engine.pass_plan import plan_passes
     from posttrain.engine.torch_engine import TorchEngine

@@ -7,8 +7,8 @@ from typing import Any, Self
 
 from posttrain.config.root import PPOConfig
 from posttrain.conversations.settings import agent_settings
-from posttrain.rewards.all_failed import all_failed
 from posttrain.rewards.loading import check_columns, resolve_reward
+from posttrain.rewards.outcomes import all_failed_error
 from posttrain.rewards.types import RewardItem, RewardResult
 from posttrain.trainer.ppo.reward import make_reward_pool
 
@@ -95,5 +95,5 @@ class Scoring:
         results = {**self._given, **self._pool.wait_all()}
         errors = [result.error for result in results.values() if result.error is not None]
         if results and len(errors) == len(results):
-            raise all_failed(errors, "reward", self.label)
+            raise all_failed_error(errors, "reward", self.label)
         return results

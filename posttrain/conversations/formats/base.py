@@ -1,14 +1,23 @@
-"""The interface of a call format, and what formats of JSON calls share."""
+"""The interface of a call format, and what formats share."""
 
 from __future__ import annotations
 
 import json
+import re
 from abc import ABC, abstractmethod
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, ClassVar
 
 from posttrain.conversations.tools.arguments import MOST_NESTED, is_shallow
 from posttrain.conversations.tools.base import ToolCall
 from posttrain.registry import Registry
+
+AUTO = "auto"
+"""The setting that leaves the choice of a format to the chat template."""
+_DECODER = json.JSONDecoder()
+# Models quote calls while they think about them; only what stands outside of these marks is a call.
+_THINKING = {"<think>": "</think>", "[THINK]": "[/THINK]"}
+_THINKS = "|".join(re.escape(mark) for mark in _THINKING)
 
 
 class Unreadable(ValueError):
@@ -18,19 +27,81 @@ class Unreadable(ValueError):
 class CallFormat(ABC):
     """How one family of models writes tool calls. Example: `FORMATS["hermes"].read(text)`."""
 
+    models: ClassVar[str]
+    """The families that write calls like this, for the documentation."""
+    closing: ClassVar[str]
+    """The text that ends the calls of a turn. What a chat template writes behind it ends the turn itself."""
     stop: tuple[str, ...] = ()
     """Texts that end a turn, besides those of the settings: for models that do not end it behind a call themselves."""
 
     @abstractmethod
     def read(self, text: str) -> list[ToolCall | Unreadable]:
-        """The calls of a turn, in order; special tokens are in the text."""
+        """The calls of a turn, in order; special tokens are in the text. It never raises."""
 
     @abstractmethod
     def write(self, call: ToolCall) -> str:
         """A call as the model would write it."""
 
+    def turn_end(self, rendered: str) -> int:
+        """Where the calls of a turn that a chat template wrote end; what follows ends the turn."""
+        return rendered.rindex(self.closing) + len(self.closing)
+
+    def call_id(self, name: str, number: int) -> str:
+        """The id of a call in messages. Mistral's templates require nine letters and digits."""
+        return f"call{number:05d}"
+
+    def read_json(self, name: str, arguments: str) -> ToolCall | Unreadable:
+        """A call whose arguments are a JSON object, with its name beside them."""
+        try:
+            return read_call({"name": name.strip(), "arguments": json.loads(arguments)}, "arguments")
+        except (ValueError, RecursionError):
+            return self.explain()
+
+    def explain(self) -> Unreadable:
+        """Tells the model how a call is written."""
+        return Unreadable(f"A tool call must be written like this: {self.write(ToolCall('NAME', {'KEY': 'VALUE'}))}")
+
 
 FORMATS: Registry[CallFormat] = Registry("format of tool calls", package="posttrain.conversations.formats")
+
+
+def find_blocks(text: str, opening: str, closing: str | None) -> Iterator[str]:
+    """What stands between these marks outside of thinking. The last block may lack its closing mark; without any, a
+    block is the rest of the turn."""
+    marks, place = re.compile(f"{re.escape(opening)}|{_THINKS}"), 0
+    while found := marks.search(text, place):
+        if found[0] in _THINKING:
+            place = _end_of(text, _THINKING[found[0]], found.end())
+            continue
+        # A string of a JSON block may spell the closing mark, so the search for it starts behind the block's object.
+        end = text.find(closing, _skip_object(text, found.end())) if closing else -1
+        yield text[found.end() : end if end >= 0 else len(text)]
+        place = end + len(closing) if closing and end >= 0 else len(text)
+
+
+def skip_thinking(text: str) -> str:
+    """The turn without the thinking that it begins with."""
+    text = text.lstrip()
+    while found := re.match(_THINKS, text):
+        text = text[_end_of(text, _THINKING[found[0]], found.end()) :].lstrip()
+    return text
+
+
+def _end_of(text: str, mark: str, place: int) -> int:
+    """Where a mark ends; the end of the text if it is not there: unfinished thinking has no calls behind it."""
+    found = text.find(mark, place)
+    return found + len(mark) if found >= 0 else len(text)
+
+
+def _skip_object(text: str, place: int) -> int:
+    """The end of the JSON object that stands here; this place if there is none."""
+    begin = re.compile(r"\s*").match(text, place).end()  # pyright: ignore (it always matches)
+    if not text.startswith("{", begin):
+        return place
+    try:
+        return _DECODER.raw_decode(text, begin)[1]
+    except (ValueError, RecursionError):
+        return place
 
 
 def read_call(found: Any, key: str) -> ToolCall | Unreadable:
@@ -50,6 +121,11 @@ def read_call(found: Any, key: str) -> ToolCall | Unreadable:
 
 def write_call(call: ToolCall, key: str) -> str:
     return json.dumps({"name": call.name, key: call.arguments}, ensure_ascii=False)
+
+
+def write_value(value: Any) -> str:
+    """An argument in formats that write texts as they are, and everything else as JSON."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def no_object(key: str) -> Unreadable:

@@ -8,19 +8,27 @@
 from __future__ import annotations
 
 import json
-import re
 
-from posttrain.conversations.formats.base import FORMATS, CallFormat, Unreadable, no_object, read_call, write_call
+from posttrain.conversations.formats.base import (
+    FORMATS,
+    CallFormat,
+    Unreadable,
+    find_blocks,
+    no_object,
+    read_call,
+    write_call,
+)
 from posttrain.conversations.tools.base import ToolCall
-
-_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 
 
 class Hermes(CallFormat):
     """Calls in tags, anywhere in a turn; a call without its closing tag is read as far as it goes."""
 
+    models = "Qwen2.5, Qwen3, Hermes, SmolLM3"
+    closing = "</tool_call>"
+
     def read(self, text: str) -> list[ToolCall | Unreadable]:
-        return [_read(inner.strip()) for inner in _CALL.findall(text)]
+        return [_read(inner) for inner in find_blocks(text, "<tool_call>", self.closing)]
 
     def write(self, call: ToolCall) -> str:
         return f"<tool_call>\n{write_call(call, 'arguments')}\n</tool_call>"

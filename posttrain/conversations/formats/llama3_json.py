@@ -8,7 +8,15 @@ from __future__ import annotations
 import json
 import re
 
-from posttrain.conversations.formats.base import FORMATS, CallFormat, Unreadable, no_object, read_call, write_call
+from posttrain.conversations.formats.base import (
+    FORMATS,
+    CallFormat,
+    Unreadable,
+    no_object,
+    read_call,
+    skip_thinking,
+    write_call,
+)
 from posttrain.conversations.tools.base import ToolCall
 
 _PYTHON_TAG, _CALL = "<|python_tag|>", re.compile(r'\{\s*"name"\s*:')
@@ -18,7 +26,11 @@ _DECODER, _SEPARATOR = json.JSONDecoder(), re.compile(r"[; \n]*")
 class Llama3Json(CallFormat):
     """Calls at the beginning of a turn. JSON without a name and parameters is an answer, not a call."""
 
+    models = "Llama 3.1, 3.2, 3.3"
+    closing = "}"
+
     def read(self, text: str) -> list[ToolCall | Unreadable]:
+        text = skip_thinking(text)
         tagged, turn = _PYTHON_TAG in text, (text.partition(_PYTHON_TAG)[2] or text).strip()
         meant = tagged or _CALL.match(turn) is not None
         calls, place = list[ToolCall | Unreadable](), 0

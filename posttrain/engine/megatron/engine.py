@@ -29,8 +29,8 @@ from posttrain.engine.ranks import this_rank, world_size
 from posttrain.engine.runner import ComposedEngine, PassRunner
 from posttrain.engine.settings import EngineKeys
 from posttrain.engine.state import EngineState
+from posttrain.models.forward import forward_mode_of
 from posttrain.models.lora import has_adapters, save_model
-from posttrain.models.ways import way_of
 
 
 class MegatronEngine(ComposedEngine):
@@ -175,7 +175,7 @@ def _check(module: torch.nn.Module, settings: EngineSettings, keys: EngineKeys) 
     elif not settings.pack:
         key = f"{keys.model}.use_remove_padding"
         problem = f"rows are always packed in it, but {key}=false asks for padded ones"
-    elif not way_of(module).packed:
+    elif not forward_mode_of(module).packed:
         problem = "rows of this model cannot be packed, and this engine computes no others"
     if problem is not None:
         raise MegatronError(f"{keys.strategy}=megatron: {problem}; set strategy=fsdp2")

@@ -14,32 +14,32 @@ from functools import cache
 HONOURED, TRANSLATED = "honoured", "translated"
 NOT_NEEDED, NOT_SUPPORTED = "not needed", "not supported"
 KINDS = (HONOURED, TRANSLATED, NOT_NEEDED, NOT_SUPPORTED)
+# Values that ask for nothing, whatever the key.
 NOTHING = ("null", "none", "", "{}", "[]")
-"""Values that ask for nothing, whatever the key."""
+# Of keys of verl's asynchronous trainers.
 ASYNC = "a step trains on whole batches, which are one update old at most"
-"""Of keys of verl's asynchronous trainers."""
 
 
 @dataclass(frozen=True)
 class Rule:
     """One row of the tables."""
 
+    # A key; `*` stands for anything in it, `{a,b}` for either.
     pattern: str
-    """A key; `*` stands for anything in it, `{a,b}` for either."""
     kind: str
+    # Why it is not needed or not supported, or what it is translated into.
     says: str
-    """Why it is not needed or not supported, or what it is translated into."""
+    # What to use instead of an unsupported key.
     do: str = ""
-    """What to use instead of an unsupported key."""
+    # Values with which an unsupported key asks for nothing: it is then only noted.
     off: tuple[str, ...] = ("false",)
-    """Values with which an unsupported key asks for nothing: it is then only noted."""
+    # Key (or its end, from the name where both keys part) that switches the feature on in verl; where it is not on, an
+    # unsupported key is only noted.
     switch: str = ""
-    """Key (or its end, from the name where both keys part) that switches the feature on in verl; where it is not on, an
-    unsupported key is only noted."""
+    # Name of the condition (`translations.py`) under which an unsupported key does nothing in verl either.
     idle: str = ""
-    """Name of the condition (`conditions.py`) under which an unsupported key does nothing in verl either."""
+    # Name of the translation (`translations.py`).
     how: str = ""
-    """Name of the translation (`translations.py`)."""
 
     def switch_of(self, key: str) -> str:
         """The key that switches this one's feature on: `qat.enable` is `critic.qat.enable` for `critic.qat.mode`."""

@@ -6,9 +6,8 @@ import importlib.util
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from posttrain.config.aliases import Spellings
 from posttrain.config.choices import ROLLOUT_ENGINES
-from posttrain.config.merge import Merged, Source
+from posttrain.config.merge import Merged, Source, Spellings
 from posttrain.config.tree import Tree
 from posttrain.other_systems.verl.apply import apply_answers
 from posttrain.other_systems.verl.rule import HONOURED, NOT_SUPPORTED, TRANSLATED
@@ -22,8 +21,8 @@ _ADDED = (
 )
 
 
+# Rollout engines that are packages of the same name -> what they call themselves.
 PACKAGES = {"vllm": "vLLM", "sglang": "SGLang"}
-"""Rollout engines that are packages of the same name -> what they call themselves."""
 
 
 def is_installed(package: str) -> bool:

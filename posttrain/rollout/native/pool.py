@@ -86,6 +86,7 @@ class Pool:
 
     def take(self, blocks: int) -> list[int]:
         self.reserve(blocks)
+        assert len(self.free) >= blocks, f"{blocks} blocks were wanted, and {len(self.free)} are free"
         taken = self.free[-blocks:][::-1] if blocks else []
         del self.free[len(self.free) - blocks :]
         return taken

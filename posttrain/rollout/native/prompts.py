@@ -25,7 +25,8 @@ class Prompt:
     waiting: deque[Request] = field(default_factory=deque)
     blocks: list[int] = field(default_factory=list)
     computed: int = 0  # tokens whose keys and values are in the cache
-    rows: int = 0  # running rows that read its blocks
+    rows: int = 0  # rows that read its blocks: those that run, and ended ones that left their cache behind
+    running: int = 0
     logits_V: torch.Tensor | None = None  # after its last token, kept while requests wait
     history: int = -1  # the number of its rows' common past; given when the first of them starts
     place: int = -1  # of its logits among those of the step that is being computed
@@ -126,7 +127,7 @@ class Queue:
 
     def _kept_aside(self) -> int:
         """Blocks that the first rows of open prompts must still find."""
-        return sum(p.own_blocks(p.waiting[0]) for p in self.opened if p.waiting and not p.rows)
+        return sum(p.own_blocks(p.waiting[0]) for p in self.opened if p.waiting and not p.running)
 
     def next_pieces(self, budget: int) -> list[Piece]:
         """(prompt, start, end) of what this step computes of open prompts."""
@@ -148,15 +149,22 @@ class Queue:
         for prompt in [prompt for prompt in self.opened if prompt.ready]:
             while prompt.waiting and room > 0:
                 own = prompt.own_blocks(prompt.waiting[0])
-                kept -= 0 if prompt.rows else own
+                # Only running rows count. `_fits` may evict ended ones, which would change the sum halfway:
+                # it became negative, and rows were given fewer blocks than they write to.
+                kept -= 0 if prompt.running else own
                 if not self._fits(kept + own):
+                    kept += 0 if prompt.running else own
                     break
-                prompt.rows, room = prompt.rows + 1, room - 1
+                prompt.rows, prompt.running, room = prompt.rows + 1, prompt.running + 1, room - 1
                 yield prompt.waiting.popleft(), prompt, self.pool.take(own)
             self._retire(prompt)
 
     def row_done(self, prompt: Prompt, own: list[int]) -> None:
         """A row has ended: its blocks are free, and its prompt's if it was the last to need them."""
+        prompt.running -= 1
+        self._free(prompt, own)
+
+    def _free(self, prompt: Prompt, own: list[int]) -> None:
         self.pool.give_back(own)
         prompt.rows -= 1
         if not prompt.rows:
@@ -165,12 +173,13 @@ class Queue:
     def leave(self, id: Hashable, left: Left) -> None:
         """A row has ended, and what it wrote is kept for the next turn."""
         self.release([id])
+        left.prompt.running -= 1
         self.left[id] = left
 
     def release(self, ids: Iterable[Hashable]) -> None:
         for id in ids:
             if (left := self.left.pop(id, None)) is not None:
-                self.row_done(left.prompt, left.own)
+                self._free(left.prompt, left.own)
 
     def _fits(self, blocks: int) -> bool:
         """Whether there is room; what was left behind makes place, the oldest first."""

@@ -19,14 +19,12 @@ from posttrain.conversations.conversation import Conversation
 from posttrain.conversations.loop import ConversationLoop
 from posttrain.conversations.settings import AGENT_KEY as KEY
 from posttrain.protocol import DataProto
-from posttrain.rewards.all_failed import FailureWatch
-from posttrain.rewards.functions import asks_sources, named_sources
-from posttrain.rewards.outcomes import read_result
-from posttrain.rewards.pool import RewardPool
-from posttrain.rewards.prints import Prints
+from posttrain.rewards.combined import asks_sources, named_sources
+from posttrain.rewards.outcomes import FailureWatch, read_result
+from posttrain.rewards.pool import PrintLimiter, RewardPool
 from posttrain.rewards.process import WorkerProcess
-from posttrain.rewards.programs import check_programs, code_settings
 from posttrain.rewards.scorers import check_sources
+from posttrain.rewards.scorers.code import check_programs, code_settings
 from posttrain.rewards.types import RewardItem, RewardPart, RewardResult, RewardSpec
 from posttrain.rollout.base import Output
 from posttrain.texts import own_words, texts_of
@@ -61,7 +59,7 @@ def make_reward_pool(
         num_workers=limits.num_workers,
         timeout_s=limits.timeout_s,
         failure_score=limits.failure_score,
-        on_print=Prints(say),
+        on_print=PrintLimiter(say),
         first=first,
     )
 
@@ -141,7 +139,7 @@ class RewardManager:
         for key, _ in scored:
             uid, size, *_ = self._expected.pop(key)
             if self.pool is not None:
-                self.pool.leave_out(uid, size)
+                self.pool.shrink_group(uid, size)
         self._unscored += scored
 
     def _written(
@@ -174,7 +172,7 @@ class RewardManager:
     def fields(self, results: Sequence[RewardResult]) -> DataProto:
         """`reward_score`, `reward_parts` and `reward_error` of each row of a batch."""
         if self.watch is not None:
-            self.watch.look([result.error for result in results])
+            self.watch.check([result.error for result in results])
         return DataProto.from_dict(
             non_tensors={
                 "reward_score": [result.score for result in results],
@@ -286,7 +284,7 @@ class AgentWatch:
 
     def look(self, records: Sequence[Conversation], rows: DataProto, tokenizer: Any) -> list[list[int]]:
         """The prompts of a batch, as agents left them; rows whose prompt is another have its text."""
-        self._watch.look([record.error and f"agent: {record.error}" for record in records])
+        self._watch.check([record.error and f"agent: {record.error}" for record in records])
         fields = rows.non_tensor_batch
         if "prompt" in fields:
             changed = [n for n, record in enumerate(records) if record.own_prompt]

@@ -9,7 +9,7 @@ from typing import Any
 
 from posttrain.config.data import HELD_OUT, DataConfig
 from posttrain.config.resolved import Resolved
-from posttrain.config.reward_model import RewardModelConfig
+from posttrain.config.reward import RewardModelConfig
 from posttrain.config.root import PPOConfig
 from posttrain.conversations.loop import ConversationLoop
 from posttrain.conversations.opening import check_agent_names, open_conversations
@@ -19,8 +19,8 @@ from posttrain.data.rows import read_table
 from posttrain.models.loading import load_tokenizer
 from posttrain.rewards.loading import check_columns, resolve_reward
 from posttrain.rewards.process import WorkerProcess
-from posttrain.rewards.programs import code_settings
 from posttrain.rewards.scorers import check_sources
+from posttrain.rewards.scorers.code import code_settings
 from posttrain.rewards.types import RewardError, RewardList, RewardSpec
 from posttrain.rollout.engines import check_engine_name
 from posttrain.tracking.progress import say

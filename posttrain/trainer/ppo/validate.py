@@ -13,7 +13,7 @@ from posttrain.data.collate import collate
 from posttrain.data.dataset import PromptDataset
 from posttrain.data.sampler import sequential_batches
 from posttrain.protocol import DataProto
-from posttrain.rewards.read_answer import read_answer
+from posttrain.rewards.answers import read_answer
 from posttrain.texts import own_words, texts_of
 from posttrain.tracking.validation import answer_of, has_answer, validation_metrics
 from posttrain.trainer.ppo.experience import Experience

@@ -13,7 +13,7 @@ import torch
 from posttrain.checkpoint.errors import CheckpointError
 from posttrain.checkpoint.manager import CheckpointManager, WriteRole
 from posttrain.checkpoint.rng import capture_rng, restore_rng
-from posttrain.config.loggers import installed
+from posttrain.config.environment import installed
 from posttrain.controller.pool import Workers
 from posttrain.controller.profiling import StagePeaks, begin_trace, end_trace
 from posttrain.tracking.background import Background, Every

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.data.sampler import PromptSampler
-from posttrain.models.places import is_adapter
+from posttrain.models.paths import is_adapter
 from posttrain.planning.batch_sizes import count_steps
 from posttrain.tracking.curve import text_plot
 from posttrain.tracking.diagnosis import join_within

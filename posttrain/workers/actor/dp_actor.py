@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 
 from posttrain import pulse
-from posttrain.config.actor import ActorConfig
 from posttrain.config.algorithm import RolloutCorrectionConfig
-from posttrain.config.root import PPOConfig
+from posttrain.config.root import ActorConfig, PPOConfig
 from posttrain.engine.base import Passes, TrainEngine
 from posttrain.protocol import DataProto
 from posttrain.workers.actor.objective import ActorObjective, finish_importance_metrics

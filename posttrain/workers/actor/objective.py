@@ -31,8 +31,8 @@ from posttrain.algorithms import (
 from posttrain.algorithms.common import keep_masked
 from posttrain.algorithms.correction import importance
 from posttrain.algorithms.kl import MAX_LOG_RATIO
-from posttrain.config.actor import ActorConfig
 from posttrain.config.algorithm import RolloutCorrectionConfig
+from posttrain.config.root import ActorConfig
 from posttrain.protocol import DataProto
 from posttrain.workers.measures import Measures, TokenStats
 

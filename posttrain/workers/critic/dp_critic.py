@@ -8,9 +8,7 @@ import torch
 
 from posttrain import pulse
 from posttrain.algorithms import aggregation_weights, compute_value_loss
-from posttrain.config.actor import ActorConfig
-from posttrain.config.critic import CriticConfig
-from posttrain.config.root import PPOConfig
+from posttrain.config.root import ActorConfig, CriticConfig, PPOConfig
 from posttrain.engine.base import Passes, TrainEngine
 from posttrain.protocol import DataProto
 from posttrain.workers.measures import Measures, over_steps

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from posttrain.errors import UserError
 from posttrain.kernels.tensor_parallel import Team
-from posttrain.models.cut import Cut, check_heads, own_key_heads
+from posttrain.models.shards import WeightShards, check_heads, own_key_heads
 
 WIDTH, HIDDEN, TOKENS, HEAD = 8, 13, 11, 4
 
@@ -22,10 +22,10 @@ def config(heads: int, keys: int) -> Any:
     )
 
 
-def cuts(size: int, heads: int, keys: int) -> list[Cut]:
+def cuts(size: int, heads: int, keys: int) -> list[WeightShards]:
     groups = [SimpleNamespace(rank=lambda rank=rank: rank, size=lambda: size) for rank in range(size)]
     cpu = torch.device("cpu")
-    return [Cut(Team(group, cpu), config(heads, keys), HEAD) for group in groups]  # pyright: ignore
+    return [WeightShards(Team(group, cpu), config(heads, keys), HEAD) for group in groups]  # pyright: ignore
 
 
 @pytest.mark.parametrize("size, keys", [(2, 4), (2, 2), (4, 2), (4, 1)])

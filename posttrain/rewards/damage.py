@@ -1,15 +1,13 @@
-"""What all scores of a worker share, and one score may damage: builtins, modules, signals, the working folder.
+"""Finds damage to the state that all scores of a worker share: builtins, modules, signals, the working folder.
 
-After each score a worker compares it with what it was when the reward had been imported:
+After each score a worker compares that state with the one after the reward was imported:
 
     replaced or removed builtins, functions of `os` and others, entries of `sys.modules`; file descriptors 0 to 2 closed
-        the worker ends behind this score: what was computed with them meanwhile, and cached, cannot be put back
+        the worker ends after this score: what was computed with them in the meantime may be cached
     working folder, signal handlers and timers, sys.stdin, sys.stdout, sys.stderr
-        put back: functions with a timeout set alarms, and those that run programs change the folder
+        restored: functions with a timeout set alarms, and those that run programs change the folder
 
-What the reward's file changes when it is imported is part of what is compared with: every worker imports it.
-
-`check` begins while builtins may be damaged. Until it has put them back, it uses none but those bound below.
+Changes that the reward's file makes when it is imported are not damage: every worker imports it.
 """
 
 from __future__ import annotations
@@ -19,11 +17,13 @@ import contextlib
 import operator
 import signal
 import sys
-from _signal import getsignal  # pyright: ignore[reportMissingImports]  # ten times as quick as that of `signal`, which makes it an enum's member
+from _signal import getsignal  # pyright: ignore[reportMissingImports]  # ten times as quick as `signal.getsignal`, which converts to an enum
 from collections.abc import Iterable
 from os import chdir, fstat, getcwd
 from typing import Any, NamedTuple
 
+# Names that functions are known to replace (`reliability_guard` of HumanEval's evaluation sets many to None), and what
+# a worker needs itself. Not all names of these modules, because they are compared after every score.
 _GUARDED = {
     "os": (
         "chdir chmod chown environ fchdir fork forkpty getcwd getpid kill killpg listdir lstat makedirs mkdir open "
@@ -35,28 +35,26 @@ _GUARDED = {
     "time": "monotonic perf_counter sleep time",
     "pickle": "dumps loads",
 }
-"""Names that functions are known to replace (`reliability_guard` of HumanEval's evaluation sets many to None), and what
-a worker needs itself. Not all names of these modules, because they are compared after every score."""
 _SIGNALS = ("SIGINT", "SIGTERM", "SIGALRM", "SIGCHLD", "SIGPIPE", "SIGHUP", "SIGUSR1", "SIGUSR2")
+# Most names in a message.
 _SHOWN = 3
-"""Names that a message lists."""
 _Exception, _OSError, _missing = Exception, OSError, object()
 
 
 class Damage(NamedTuple):
-    """What a score changed; empty where nothing."""
+    """What a score changed; empty if nothing."""
 
+    # What cannot be restored, so that the worker must end.
     lasting: str = ""
-    """Because of which the worker must end."""
+    # What was restored; reported only for the first score that changed something.
     repaired: str = ""
-    """Which was put back; of the first score that changed something alone."""
 
 
 _NONE = Damage()
 
 
 class _Table:
-    """Entries of a dict that must stay: names of a module, or modules of `sys.modules`."""
+    """Entries of a dict that must not change: names of a module, or modules of `sys.modules`."""
 
     def __init__(self, prefix: str, entries: dict[str, Any], names: Iterable[str]) -> None:
         self.prefix, self.entries = prefix, entries
@@ -65,11 +63,11 @@ class _Table:
         self._values = self._get(entries)
 
     def changed(self) -> list[str]:
-        """Names of entries that are gone or are another object."""
         try:
-            if self._get(self.entries) == self._values:  # compares addresses first, so that it looks into no object
+            # Compares identities first, so it calls no `__eq__` of the user's.
+            if self._get(self.entries) == self._values:
                 return []
-        except _Exception:  # one is gone, or cannot be compared
+        except _Exception:  # an entry is gone, or cannot be compared
             pass
         get, found = self.entries.get, []
         for name, value in self.wanted:
@@ -82,11 +80,10 @@ class _Table:
             self.entries[name] = value
 
 
-class Surroundings:
-    """Remembers them when it is made. Example: `Surroundings(out).check()` gives `Damage("builtins.len", "")`."""
+class SharedState:
+    """Records the shared state when created. Example: `SharedState(out).check()` gives `Damage("builtins.len", "")`."""
 
     def __init__(self, out: Any) -> None:
-        """`out` is what sys.stdout and sys.stderr are."""
         top = [name for name in sys.modules if "." not in name]
         self._tables = [
             _Table("builtins.", builtins.__dict__, builtins.__dict__),
@@ -99,21 +96,22 @@ class Surroundings:
         self._folder = _folder()
         numbers = [getattr(signal, name) for name in _SIGNALS if hasattr(signal, name)]
         self._handlers = [(number, getsignal(number)) for number in numbers]
-        self._out, self._in, self._told = out, sys.stdin, False
+        self._out, self._in, self._reported = out, sys.stdin, False
 
+    # Builtins may be damaged when this begins. Until they are restored, it uses only names bound at the top.
     def check(self) -> Damage:
-        """What was changed since; afterwards all is as it was, except file descriptors."""
+        """Return what has changed, and restore everything except file descriptors."""
         found: list[str] = []
         for table in self._tables:
             if changed := table.changed():
                 found += changed
                 table.put_back()
-        # From here on builtins are whole.
+        # From here on builtins are restored and may be used.
         found += [f"{name} (file descriptor {number})" for name, number, file in self._files if _file(number) != file]
         repaired = self._repair()
-        if not found and (not repaired or self._told):
+        if not found and (not repaired or self._reported):
             return _NONE
-        self._told = self._told or bool(repaired)
+        self._reported = self._reported or bool(repaired)
         return Damage(_listed(found), _listed(repaired))
 
     def _repair(self) -> list[str]:
@@ -122,13 +120,13 @@ class Surroundings:
         found: list[str] = []
         if self._folder is not None and _folder() != self._folder:
             found.append("the working folder")
-            with contextlib.suppress(OSError):  # it was removed, which is no score's fault
+            with contextlib.suppress(OSError):  # the folder was removed, which is not the score's fault
                 chdir(self._folder)
         if hasattr(signal, "setitimer"):
             signal.setitimer(signal.ITIMER_REAL, 0)
         for number, handler in self._handlers:
             if handler is not None and getsignal(number) is not handler:
-                if number.name != "SIGALRM":  # what a timeout leaves behind is no news
+                if number.name != "SIGALRM":  # a timeout leaves this behind routinely
                     found.append(f"the handler of {number.name}")
                 signal.signal(number, handler)
         return found

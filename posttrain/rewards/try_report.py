@@ -1,4 +1,4 @@
-"""What `posttrain reward try` found: the numbers, the problems among them, and both as a page of text."""
+"""What `posttrain reward try` found: the numbers, the problems, and both as a page of text."""
 
 from __future__ import annotations
 
@@ -10,68 +10,67 @@ from typing import Any
 from posttrain.rewards.scorers import known_sources
 from posttrain.rewards.types import RewardSpec
 
+# Uninformed responses: no word, the right answer among wrong ones, and the question itself.
 EMPTY, LISTED, REPEATED = "empty response", "many answers listed", "the question repeated"
-"""Responses that know nothing: no word, the right answer among wrong ones, and what was asked."""
+# Form -> (share of rows above which it is no coincidence that it scores like the ground truth, what it does in words).
 UNEARNED = {LISTED: (0.5, "lists many answers, one of them right,"), REPEATED: (0.25, "only repeats the question")}
-"""Form -> (share of rows from which it is no chance that it scores as much as the truth, in words what it does)."""
 WHOSE = ("truth", "another's truth", "responses")
+# Examples shown of each problem.
 EXAMPLES = 3
-"""Examples shown of each finding."""
 LEAST_SIGNAL = 0.3
+# How many reasons are shown why programs failed.
 FAILURES = 10
-"""Reasons shown why programs failed."""
 
 
 @dataclass
 class Findings:
-    """What came out of a try: problems (worth a look before a run) and the numbers behind them."""
+    """The result of a try: problems to look at before a run, and the numbers behind them."""
 
     rows: int = 0
+    # Data sources without a scorer, and how many rows have them.
     unmatched: Counter[str] = field(default_factory=Counter)
-    """Data sources without a scorer, and how many rows have them."""
+    # Ground truths that do not score 1 against themselves: row, ground truth, best score.
     unscored: list[tuple[int, str, float]] = field(default_factory=list)
-    """Truths that do not score 1 against themselves: row, truth, best score."""
     by_form: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     best: list[float] = field(default_factory=list)
     responses: list[float] = field(default_factory=list)
+    # Responses from which no answer was extracted: row, response.
     unanswered: list[tuple[int, str]] = field(default_factory=list)
-    """Responses from which no answer was extracted: row, response."""
+    # Part -> whose (truth, another's truth, responses) -> values.
     parts: dict[str, dict[str, list[float]]] = field(default_factory=lambda: defaultdict(lambda: defaultdict(list)))
-    """Part -> whose (truth, another's truth, responses) -> values."""
+    # For responses sampled together: score, and whether the reward counts it as right.
     groups: dict[Any, list[tuple[float, bool]]] = field(default_factory=lambda: defaultdict(list))
-    """Of responses that were sampled together: score, and whether the reward takes it for right."""
+    # The model that the responses were sampled from.
     model: str = ""
-    """What the responses were sampled from, in words."""
+    # (whether the reward counts the response as right, whether its answer is the ground truth) -> how many.
     agrees: Counter[tuple[bool, bool]] = field(default_factory=Counter)
-    """(the reward takes the response for right, its answer is the truth) -> how many."""
     errors: Counter[str] = field(default_factory=Counter)
+    # Forms of the response on which the reward failed.
     failed_forms: Counter[str] = field(default_factory=Counter)
-    """Forms of the response that the reward failed on."""
+    # Rows for which no spelling of the ground truth could be scored.
     failed_rows: int = 0
-    """Rows of which no spelling of the truth could be scored."""
+    # Why programs failed their tests, if the scorer reports it; not a problem by itself.
     failures: Counter[str] = field(default_factory=Counter)
-    """Why programs failed their tests, where a scorer says so; no problem by itself."""
     prints: list[str] = field(default_factory=list)
+    # The time of each call that returned.
     seconds: list[float] = field(default_factory=list)
-    """Of each call that came back."""
+    # Responses with another score the second time: row, form, both scores.
     flaky: list[tuple[int, str, float, float]] = field(default_factory=list)
-    """Responses that got another score the second time: row, form, both scores."""
-    told_apart: list[float] = field(default_factory=list)
-    """By row: the truth's best score less the best of another row's truth."""
+    # Per row: the best score of the ground truth minus the best of another row's ground truth.
+    score_gaps: list[float] = field(default_factory=list)
 
+    # Form of an uninformed response -> per row, whether it scores as much as the ground truth.
     unearned: dict[str, list[bool]] = field(default_factory=lambda: defaultdict(list))
-    """Form of a response that knows nothing -> by row, whether it scores as much as the truth."""
 
     @property
     def ok(self) -> bool:
         """Whether nothing was found that would spoil a run."""
         found = self.unmatched or self.unscored or self.errors or self.flaky
-        return not (found or self.blind or self.silent or self.mute or self.loopholes())
+        return not (found or self.ignores_answers or self.lacks_signal or self.lacks_answers or self.loopholes())
 
     def loopholes(self) -> list[str]:
-        """In words, how a response that knows nothing earns what the truth does; of a reward that tells answers
-        apart, as any other pays everything."""
-        if self.blind:
+        # A reward that ignores answers pays everything, so loopholes are only listed for others.
+        if self.ignores_answers:
             return []
         return [
             f"A response that {UNEARNED[form][1]} scores as much as the right answer in {sum(paid)} of {len(paid)} rows"
@@ -80,29 +79,28 @@ class Findings:
         ]
 
     @property
-    def mute(self) -> bool:
-        """Whether answers are missing; of what a model sampled one in ten may be."""
+    def lacks_answers(self) -> bool:
+        """Whether answers are missing; a sampling model may miss one in ten."""
         return len(self.unanswered) > (0.1 * len(self.responses) if self.groups else 0)
 
     @property
-    def blind(self) -> bool:
+    def ignores_answers(self) -> bool:
         """Whether right and wrong answers score alike (or the wrong ones higher) in most rows."""
-        return sum(gap > 0 for gap in self.told_apart) < len(self.told_apart) / 2
+        return sum(gap > 0 for gap in self.score_gaps) < len(self.score_gaps) / 2
 
     @property
     def signal(self) -> float | None:
-        """The share of groups whose scores differ: the others would teach nothing."""
+        """The share of groups whose scores differ; the others would teach nothing."""
         several = [group for group in self.groups.values() if len(group) > 1]
         return sum(len({score for score, _ in group}) > 1 for group in several) / len(several) if several else None
 
     @property
-    def silent(self) -> bool:
-        """Whether most groups would teach nothing (the diagnosis of a run draws the line at the same place)."""
+    def lacks_signal(self) -> bool:
+        """Whether most groups would teach nothing (a run's diagnosis uses the same threshold)."""
         return self.signal is not None and self.signal < LEAST_SIGNAL
 
 
 def report(found: Findings, spec: RewardSpec) -> str:
-    """The findings as a page of text."""
     lines = [f"reward: {spec.label}", f"rows:   {found.rows}"]
     for source, count in found.unmatched.most_common():
         lines.append(
@@ -143,7 +141,6 @@ def report(found: Findings, spec: RewardSpec) -> str:
 
 
 def timing(seconds: Sequence[float]) -> str:
-    """How long a call takes, and how many a second one worker makes."""
     ordered, mean = sorted(seconds), _mean(seconds)
     late = ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))]
     return (
@@ -157,25 +154,23 @@ def _span(seconds: float) -> str:
 
 
 def _agreement(found: Findings) -> list[str]:
-    """How often the truth scores above another row's truth: what a group can learn from."""
-    if not found.told_apart:
+    if not found.score_gaps:
         return []
-    above = sum(gap > 0 for gap in found.told_apart)
-    below = sum(gap < 0 for gap in found.told_apart)
-    mark = "! " if found.blind else ""
-    text = f"{mark}the truth scores above another row's truth in {above} of {len(found.told_apart)} rows"
+    above = sum(gap > 0 for gap in found.score_gaps)
+    below = sum(gap < 0 for gap in found.score_gaps)
+    mark = "! " if found.ignores_answers else ""
+    text = f"{mark}the truth scores above another row's truth in {above} of {len(found.score_gaps)} rows"
     return [text + (f", and below it in {below}" if below else "")]
 
 
 def distribution(scores: Sequence[float]) -> str:
-    """`mean 0.900, min 0, max 1; 1: 90, 0: 10` (the eight most frequent values)."""
+    """Return `mean 0.900, min 0, max 1; 1: 90, 0: 10` (the eight most frequent values)."""
     counts = Counter(round(score, 4) for score in scores).most_common()
     shown = ", ".join(f"{score:g}: {count}" for score, count in counts[:8]) + (", ..." if len(counts) > 8 else "")
     return f"mean {_mean(scores):.3f}, min {min(scores):g}, max {max(scores):g}; {shown}"
 
 
 def _part_lines(found: Findings) -> list[str]:
-    """A table of means, a column for each kind of response; beside it how the responses' values are spread."""
     if not found.parts:
         return []
     whose = [one for one in WHOSE if any(values[one] for values in found.parts.values())]
@@ -191,25 +186,23 @@ def _part_lines(found: Findings) -> list[str]:
 
 
 def _group_lines(found: Findings) -> list[str]:
-    """What a run would have to learn from, were its rollouts these."""
     if found.signal is None:
         return []
     groups = [group for group in found.groups.values() if len(group) > 1]
     right = sum(all(is_right for _, is_right in group) for group in groups)
     wrong = sum(not any(is_right for _, is_right in group) for group in groups)
-    mark, with_signal = "! " if found.silent else "", round(found.signal * len(groups))
+    mark, with_signal = "! " if found.lacks_signal else "", round(found.signal * len(groups))
     lines = [
         f"{mark}groups that would carry signal: {with_signal} of {len(groups)} ({found.signal:.0%}); all right "
         f"{right}, all wrong {wrong}"
     ]
-    if found.silent:
+    if found.lacks_signal:
         cause = "harder prompts" if right > wrong else "easier prompts, a model that was fine-tuned on the task first"
         lines.append(f"    the others have equal scores and teach nothing: take {cause}, a finer reward or a larger -k")
     return lines
 
 
 def _agreement_of_responses(found: Findings) -> list[str]:
-    """Where the reward and the truth part ways; what a reward counts besides may be meant."""
     if not found.agrees:
         return []
     total, same = sum(found.agrees.values()), found.agrees[True, True] + found.agrees[False, False]
@@ -228,7 +221,7 @@ def _response_lines(found: Findings) -> list[str]:
     lines = [f"responses: {len(found.responses)}{whose}, " + distribution(found.responses)]
     lines += _group_lines(found) + _agreement_of_responses(found)
     if found.unanswered:
-        mark, count = "! " if found.mute else "", len(found.unanswered)
+        mark, count = "! " if found.lacks_answers else "", len(found.unanswered)
         lines.append(f"{mark}{count} of {len(found.responses)} responses gave no extracted answer, for example:")
         lines += [f"    row {row}: {_short(response)}" for row, response in found.unanswered[:EXAMPLES]]
     return lines

@@ -1,4 +1,4 @@
-"""Where a model lies: a folder or a hub id, told apart and checked without torch."""
+"""Locates a model: distinguishes and checks folders and hub ids, without torch."""
 
 from __future__ import annotations
 
@@ -6,9 +6,13 @@ import os
 from pathlib import Path
 
 from posttrain.config.lora import ADAPTER_CONFIG
-from posttrain.models.errors import ModelError
+from posttrain.errors import UserError
 from posttrain.models.hub import why_not_from_hub
 from posttrain.models.model_files import broken_files
+
+
+class ModelError(UserError):
+    """A model or tokenizer could not be loaded; the text says what to do."""
 
 
 def is_adapter(folder: Path) -> bool:
@@ -16,7 +20,7 @@ def is_adapter(folder: Path) -> bool:
 
 
 def local_or_hub(path: str, setting: str = "model.path", holds: tuple[str, ...] = ("config.json",)) -> str:
-    """The path with ~ and $VARS expanded; a folder that does not exist is told apart from a hub id.
+    """Expand ~ and $VARS in a path. A missing folder is distinguished from a hub id.
 
     A folder must hold one of the files `holds`.
     """

@@ -1,9 +1,8 @@
-"""A rank's part of a decoder's weights, by their Hugging Face names: heads, feed-forward columns, tokens of the
-vocabulary; norms are whole everywhere.
+"""A rank's shard of a decoder's weights (tensor parallelism): heads, feed-forward columns, vocabulary; norms are whole.
 
-A product that spreads out (queries, keys, values, gate, up, the head) is cut by what it gives, one that gathers (out,
-down) by what it takes, and its sums over ranks are those of the whole. Where heads of keys are fewer than ranks, a head
-is held by several.
+Column-parallel products (queries, keys, values, gate, up, the head) are split by output, row-parallel ones (out, down)
+by input; their partial sums are added over ranks. If there are fewer key heads than ranks, several ranks hold the same
+head.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ from posttrain.kernels.tensor_parallel import Team
 KEY = "actor_rollout_ref.rollout.tensor_model_parallel_size"
 
 
-class Cut:
-    """Parts of a model with these settings; `heads` and `key_heads` are this rank's own."""
+class WeightShards:
+    """Which part of each weight a rank holds; `heads` and `key_heads` are this rank's own."""
 
     def __init__(self, team: Team, config: Any, head_size: int) -> None:
         check_heads(config, team.size)
@@ -36,20 +35,20 @@ class Cut:
         self.columns = {"o_proj": wide, "down_proj": hidden}
 
     def part(self, name: str, weight: torch.Tensor) -> torch.Tensor:
-        """A view of what this rank holds of a weight."""
+        """Return a view of this rank's part of a weight."""
         module, _, kind = name.rpartition(".")
         module = module.rpartition(".")[2]
         if module in self.rows:
             return weight[self.rows[module]]
         if module not in self.columns:
             return weight
-        if kind == "bias":  # it is added once
+        if kind == "bias":  # the ranks' products are summed, so only one adds it
             return weight if self.team.rank == 0 else torch.zeros_like(weight)
         return weight[:, self.columns[module]]
 
 
 def check_heads(config: Any, size: int) -> None:
-    """Refuses models whose heads the ranks cannot share out."""
+    """Reject models whose heads cannot be divided among the ranks."""
     heads, keys = config.num_attention_heads, config.num_key_value_heads
     if heads % size or (keys % size and size % keys):
         fitting = [one for one in range(1, heads + 1) if not (heads % one or (keys % one and one % keys))]
@@ -60,7 +59,7 @@ def check_heads(config: Any, size: int) -> None:
 
 
 def own_key_heads(keys: int, size: int) -> int:
-    """Heads of keys that each of `size` ranks holds."""
+    """Return the number of key heads that each of `size` ranks holds."""
     return max(1, keys // size)
 
 

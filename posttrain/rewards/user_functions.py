@@ -1,4 +1,4 @@
-"""In a worker: the user's function in its file or behind a dotted path; of several, the one that is meant."""
+"""In a worker: finds the user's function in a file or behind a dotted path, and chooses among several."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from posttrain.rewards.failures import explain_import_failure
+from posttrain.rewards.outcomes import explain_import_failure
 from posttrain.rewards.signatures import FORMS, form_of
 from posttrain.rewards.types import RewardError, RewardSpec
 
 
 def import_file(path: Path) -> types.ModuleType:
-    """The user's file as a module."""
+    """Import the user's file as a module."""
     if not path.is_file():
         near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.py")], n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
@@ -27,7 +27,7 @@ def import_file(path: Path) -> types.ModuleType:
             f"reward file {path} does not exist{hint}",
             todo="give the path of a Python file, relative to the working folder",
         )
-    # Neighbours of the file can be imported by it, as when it is run as a script.
+    # The file can import its neighbours, as when it is run as a script.
     sys.path.insert(0, str(path.parent))
     module_spec = importlib.util.spec_from_file_location(f"reward_file_{path.stem}", path)
     loader = module_spec.loader if module_spec is not None else None
@@ -40,7 +40,7 @@ def import_file(path: Path) -> types.ModuleType:
 
 
 def find_dotted(spec: RewardSpec) -> Callable[..., Any]:
-    """The function of a dotted path that ends at a function or at a module."""
+    """Find the function of a dotted path, which ends at a function or at a module."""
     sys.path.insert(0, spec.folder)
     parts = spec.path.split(".")
     _prefer_folder(Path(spec.folder), parts)
@@ -50,7 +50,7 @@ def find_dotted(spec: RewardSpec) -> Callable[..., Any]:
         if module is None:
             continue
         if not rest:
-            return choose(module, spec.name, module_name=parts[-1])
+            return choose_function(module, spec.name, module_name=parts[-1])
         if spec.name and spec.name != rest[-1]:
             raise RewardError(
                 f"custom_reward_function.path={spec.path} names {rest[-1]}, but .name is {spec.name}",
@@ -60,7 +60,7 @@ def find_dotted(spec: RewardSpec) -> Callable[..., Any]:
         for attribute in rest:
             target = getattr(target, attribute, None)
         if callable(target):
-            return made(target)
+            return instantiate(target)
         raise _no_such_function(module, rest[-1])
     hint = "; names under `verl.` need the package posttrain-verl" if parts[0] == "verl" else ""
     raise RewardError(
@@ -70,7 +70,7 @@ def find_dotted(spec: RewardSpec) -> Callable[..., Any]:
 
 
 def _prefer_folder(folder: Path, parts: list[str]) -> None:
-    """Let a folder without __init__.py that holds the module win over an installed package of the same name."""
+    # A folder without __init__.py that holds the module takes precedence over an installed package of the same name.
     first = folder / parts[0]
     if not first.is_dir() or (first / "__init__.py").exists() or parts[0] in sys.modules:
         return
@@ -92,21 +92,22 @@ def _run_import(action: Callable[[], Any], what: str, absent_ok: str | None = No
         raise explain_import_failure(error, what) from error
 
 
-def choose(module: types.ModuleType, name: str | None, module_name: str | None = None) -> Callable[..., Any]:
-    """The function of that name, of the module's (dotted paths), `compute_score`, or the only one that fits."""
+def choose_function(module: types.ModuleType, name: str | None, module_name: str | None = None) -> Callable[..., Any]:
+    """Return the named function, the one named like the module (dotted paths), `compute_score`, or the only suitable
+    one."""
     if name is not None:
         if callable(getattr(module, name, None)):
-            return made(getattr(module, name))
+            return instantiate(getattr(module, name))
         raise _no_such_function(module, name)
     for usual in (module_name, "compute_score"):
         if usual and callable(getattr(module, usual, None)):
-            return made(getattr(module, usual))
+            return instantiate(getattr(module, usual))
     public = _public_functions(module)
     fitting = [function for function in public.values() if form_of(function)]
     if len(fitting) == 1:
         return fitting[0]
     if len(public) == 1:
-        return next(iter(public.values()))  # its signature is refused with its own message
+        return next(iter(public.values()))  # its signature is rejected with its own message
     if not public:
         raise RewardError(
             f"{module.__file__} defines no public function",
@@ -131,7 +132,7 @@ def _public_functions(module: types.ModuleType) -> dict[str, Callable[..., Any]]
 
 
 def _is_own_function(value: Any, module: types.ModuleType) -> bool:
-    """Whether it is a function of this file, a partial one, or an object of a class of this file that can be called."""
+    # A function of this file, a partial one, or a callable object of a class of this file.
     if inspect.isclass(value) or not callable(value):
         return False
     return isinstance(value, partial) or getattr(value, "__module__", None) == module.__name__
@@ -144,8 +145,8 @@ def _signature(function: Callable[..., Any]) -> str:
         return "(unknown)"
 
 
-def made(function: Any) -> Any:
-    """The reward itself: of a class whose objects can be called, one object."""
+def instantiate(function: Any) -> Any:
+    """Return the reward itself; for a class with callable objects, one object."""
     if not inspect.isclass(function) or "__call__" not in dir(function):
         return function
     try:

@@ -1,0 +1,91 @@
+"""`llama_pythonic`: what Llama 3.2 and 4 write: a turn that is a Python list of calls. It is parsed, never evaluated.
+
+[search(query="..."), add(a=1, b=2)]
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import warnings
+from typing import Any
+
+from posttrain.conversations.formats.base import FORMATS, CallFormat, Unreadable, read_call, skip_thinking
+from posttrain.conversations.tools.base import ToolCall
+
+_CALLS = re.compile(r"\[\s*[A-Za-z_][\w.]{0,200}\s*\(")
+_START = "<|python_start|>"
+_END = re.compile(r"<[^<>\s]{1,40}>\Z")  # a special token behind the list
+_NAMES = {"true": True, "false": False, "null": None}  # JSON's words, which models mix in
+_LONGEST = 100_000
+
+
+class LlamaPythonic(CallFormat):
+    """A list at the beginning of a turn. A list of anything but calls is an answer."""
+
+    models = "Llama 3.2, Llama 4"
+    closing = "]"
+
+    def read(self, text: str) -> list[ToolCall | Unreadable]:
+        text = skip_thinking(text)
+        turn = (text.partition(_START)[2] if _START in text else text).strip()
+        if not _CALLS.match(turn):
+            return []
+        if len(turn) > _LONGEST:
+            return [self.explain()]
+        while found := _END.search(turn, max(0, len(turn) - 50)):
+            turn = turn[: found.start()].rstrip()
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # invalid escapes in a string that a model wrote
+                tree = ast.parse(turn, mode="eval").body
+            elements = tree.elts if isinstance(tree, ast.List) else []
+            return [self._read(one) for one in elements] or [self.explain()]
+        except (SyntaxError, ValueError, RecursionError, MemoryError):  # MemoryError: nested too deeply to be parsed
+            return [self.explain()]
+
+    def _read(self, node: ast.expr) -> ToolCall | Unreadable:
+        if not isinstance(node, ast.Call) or node.args or any(one.arg is None for one in node.keywords):
+            return self.explain()
+        try:
+            return read_call(
+                {"name": _dotted(node.func), "arguments": {str(one.arg): _value(one.value) for one in node.keywords}},
+                "arguments",
+            )
+        except ValueError:
+            return self.explain()
+
+    def write(self, call: ToolCall) -> str:
+        given = ", ".join(f"{key}={value!r}" for key, value in call.arguments.items())
+        return f"[{call.name}({given})]"
+
+
+FORMATS.add("llama_pythonic", LlamaPythonic())
+
+
+def _dotted(node: ast.expr) -> str:
+    names = list[str]()
+    while isinstance(node, ast.Attribute):
+        names.append(node.attr)
+        node = node.value
+    if not isinstance(node, ast.Name):
+        raise ValueError("not a name")
+    return ".".join([node.id, *reversed(names)])
+
+
+def _value(node: ast.expr) -> Any:
+    """A literal as JSON has it; ValueError for anything else."""
+    match node:
+        case ast.Constant(value=value) if value is None or isinstance(value, str | int | float):
+            return value
+        case ast.Name(id=name) if name in _NAMES:
+            return _NAMES[name]
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int(value) | float(value))):
+            return -value
+        case ast.List(elts=elements) | ast.Tuple(elts=elements):
+            return [_value(one) for one in elements]
+        case ast.Dict(keys=keys, values=values) if all(
+            isinstance(key, ast.Constant) and isinstance(key.value, str) for key in keys
+        ):
+            return {key.value: _value(one) for key, one in zip(keys, values, strict=True)}  # pyright: ignore
+    raise ValueError("not a literal")
