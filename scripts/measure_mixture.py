@@ -30,9 +30,9 @@ from transformers import Qwen3MoeConfig
 
 from posttrain.config.rollout import RolloutConfig
 from posttrain.kernels.cuda import FINE, LEAST_ROWS, experts, fused_products
-from posttrain.kernels.cuda.decode_attention import StepRows, decode_attention, splits_for
 from posttrain.kernels.cuda.experts import Tile
 from posttrain.kernels.cuda.fp8 import quantize_rows
+from posttrain.kernels.cuda.paged_attention import StepRows, decode_attention, splits_for
 from posttrain.kernels.cuda.sampling import chunk_room
 from posttrain.kernels.decode import BLOCK, add_rms_norm
 from posttrain.kernels.quantized import FP8, Quantized

@@ -83,7 +83,7 @@ class Algorithm:
 
 
 def all_algorithms() -> list[Algorithm]:
-    """All rows; what is registered anew is among them."""
+    """All rows, newly registered algorithms included."""
     presets = {name.removeprefix(_GROUP): values for name, (_, values) in PRESETS.items() if name.startswith(_GROUP)}
     covered = {values.get(key) for values in presets.values() for key in (_ESTIMATOR, _LOSS)} | {"vanilla"}
     rows = [Algorithm(name, "preset", (f"algorithm={name}",)) for name in presets]
@@ -171,7 +171,7 @@ class Process:
                 preexec_fn=end_with_parent,
             )
 
-    def ended(self) -> bool:
+    def has_ended(self) -> bool:
         return self.process.poll() is not None
 
     def steps_done(self) -> int:
@@ -201,9 +201,9 @@ class Process:
 
 
 def run_all(missing: Sequence[Run], *, jobs: int, threads: int) -> Iterator[dict[str, Any]]:
-    """Yields the result of each run as it ends; at most `jobs` go on at a time."""
+    """Yields the result of each run as it ends; at most `jobs` run at a time."""
     line, started, waiting = StatusLine(), time.monotonic(), list(missing)
-    total, done, ended = sum(run.steps for run in missing), 0, 0
+    total, done, finished = sum(run.steps for run in missing), 0, 0
     logs = bench_folder() / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     going: dict[Path, Process] = {}
@@ -214,18 +214,18 @@ def run_all(missing: Sequence[Run], *, jobs: int, threads: int) -> Iterator[dict
                     run = waiting.pop(0)
                     own = Path(folder) / f"{run.algorithm.name}-{run.seed}"
                     going[own] = Process(run, own, logs / f"algorithms-{own.name}.log", threads)
-                for own, process in [item for item in going.items() if item[1].ended()]:
+                for own, process in [item for item in going.items() if item[1].has_ended()]:
                     del going[own]
                     result = process.result()
                     process.end()
                     shutil.rmtree(own, ignore_errors=True)
-                    done, ended = done + process.run.steps, ended + 1
-                    line.begin(f"{_summary(process.run, result)}; {ended} of {len(missing)} runs")
+                    done, finished = done + process.run.steps, finished + 1
+                    line.begin(f"{_summary(process.run, result)}; {finished} of {len(missing)} runs")
                     yield result
                 # The time left is estimated from all steps so far, those of unfinished runs included.
                 now = done + sum(process.steps_done() for process in going.values())
                 left = (time.monotonic() - started) / now * (total - now) if now else 0.0
-                words = f"{ended} of {len(missing)} runs done, {len(going)} going on, step {now} of {total}"
+                words = f"{finished} of {len(missing)} runs done, {len(going)} going on, step {now} of {total}"
                 line.wait(f"{words}, about {left / 60:.0f} min left,", time.monotonic() - started)
                 time.sleep(0.5)
         finally:

@@ -1,7 +1,7 @@
 """`posttrain bench algorithms`: what every algorithm learns on the embedded task, by several seeds.
 
-Runs are processes side by side. `--json FILE` is written after every run, and what it holds already is not run again:
-the same command goes on where it was stopped, on another machine too. `--markdown PAGE` puts the table between two
+Runs are processes side by side. `--json FILE` is written after every run, and runs that it holds are not repeated: the
+same command continues where it was stopped, on another machine too. `--markdown PAGE` puts the table between two
 markers of a page.
 """
 
@@ -98,7 +98,7 @@ Record = dict[str, Any]
 
 
 def read_record(path: Path | None, *, required: bool) -> Record:
-    """The record so far; empty where there is no file yet."""
+    """The record so far; empty without a file."""
     if path is None or (not path.exists() and not required):
         return {"steps": 0, "sessions": [], "runs": []}
     try:
@@ -166,12 +166,12 @@ _BETWEEN = re.compile(rf"({re.escape(BEGIN)}\n).*?({re.escape(END)})", re.S)
 
 
 def fill_page(path: Path, text: str) -> None:
-    """Replace what stands between the markers."""
+    """Replace the text between the markers."""
     replace_file(path, _BETWEEN.sub(lambda found: f"{found[1]}{text}{found[2]}", _page(path)).encode())
 
 
 def between(text: str) -> str:
-    """What stands between the markers of a page."""
+    """The text between the markers of a page."""
     found = _BETWEEN.search(text)
     return found[0].removeprefix(found[1]).removesuffix(found[2]) if found else ""
 
@@ -184,7 +184,7 @@ def _page(path: Path) -> str:
 
 
 def markdown(found: Sequence[Gain], record: dict[str, Any]) -> str:
-    """How it was made, the table, and what was set beside the presets."""
+    """How it was made, the table, and settings that differ from the presets."""
     parts = [_made(found, record), table(HEAD, lines(found))]
     tuned = [(gain.algorithm.name, *gain.algorithm.tuned) for gain in found if gain.algorithm.tuned[0]]
     if tuned:

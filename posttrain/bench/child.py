@@ -53,7 +53,6 @@ class Child:
         return self._answer(show, deadline)["ready"]
 
     def ask(self, request: Mapping[str, Any], show: Callable[[float], None], deadline: float) -> dict[str, Any]:
-        """One request, one answer."""
         assert self.process.stdin is not None
         try:
             self.process.stdin.write(json.dumps(request) + "\n")
@@ -84,7 +83,7 @@ class Child:
         """Stop it and its processes: threads that spin for a while after their work would slow the next system."""
         self._signal(signal.SIGSTOP)
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         self._signal(signal.SIGCONT)
 
     def _signal(self, number: int) -> None:
@@ -94,7 +93,7 @@ class Child:
     def close(self) -> None:
         """Let it end by itself, or kill it, with all processes that it left behind in its group."""
         assert self.process.stdin is not None and self.process.stdout is not None
-        self.go_on()
+        self.resume()
         try:
             self.process.stdin.close()
             self.process.wait(timeout=10)

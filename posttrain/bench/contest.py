@@ -141,7 +141,7 @@ class Contest:
             loaded: list[tuple[Entry, Child]] = []
             for entry in entries:
                 system, kind = entry.system, self.place.kind
-                entry.problem = system.missing(kind)
+                entry.problem = system.why_missing(kind)
                 if entry.problem is not None:
                     continue
                 job, name = {**make_job(system), "device": kind}, f"{self.module}-{system.name}"
@@ -155,7 +155,7 @@ class Contest:
             for number in range(self.repeat):
                 for entry, child in loaded:
                     text = f"{entry.system.name}: run {number + 1} of {self.repeat}"
-                    child.go_on()
+                    child.resume()
                     for request in self.requests:
                         self._ask(entry, child, {"seed": number + self.warm_ups, **request}, text)
                     child.pause()
@@ -191,7 +191,7 @@ class Contest:
 
 
 @dataclass
-class Prepared:
+class Bench:
     """A comparison that is ready to be measured."""
 
     options: argparse.Namespace
@@ -211,7 +211,6 @@ class Prepared:
             return None
 
     def job(self, system: System, **more: Any) -> dict[str, Any]:
-        """What a runner reads."""
         return {
             "model": str(self.model.folder),
             "dtype": self.model.dtype,
@@ -255,7 +254,7 @@ def prepare(
     cpu: tuple[System, ...],
     cuda: tuple[System, ...] | None = None,
     check: Callable[[argparse.Namespace], None] = lambda options: None,
-) -> Prepared:
+) -> Bench:
     """Reject wrong options (`check` has a job's own rules) before anything slow, then find device, model, systems."""
     path = check_writable(options.json)
     place, line = find_device(options.device), StatusLine()
@@ -272,9 +271,9 @@ def prepare(
     model = find_model(options.model, place.kind)
     record = describe_machine(options.threads, place)
     for system in systems if options.install else ():
-        if (environment := system.environment) is not None and not environment.installed():
+        if (environment := system.environment) is not None and not environment.is_installed():
             environment.install(line.begin)
-    return Prepared(options, place, systems, model, record, path, line)
+    return Bench(options, place, systems, model, record, path, line)
 
 
 def apply_options(

@@ -76,8 +76,8 @@ def decoding_floor(
 
 def update_flops(shape: Shape, lengths: list[int], *, frozen: bool = False) -> float:
     """Of an update over rows of these lengths: (6 N + 6 L H T) a token, N the weights in matrices with the head, H the
-    width of all query heads, T the mean length seen by a token; look-up and recomputation are not counted. Of weights
-    that are `frozen` beside adapters there is no gradient: 4 N, and what the adapters take is not counted."""
+    width of all query heads, T the mean length seen by a token; look-up and recomputation are not counted. `frozen`
+    weights under adapters have no gradient: 4 N; the adapters themselves are not counted."""
     tokens = sum(lengths)
     mean = sum(n * n for n in lengths) / max(1, tokens)
     return tokens * ((4 if frozen else 6) * shape.weights + 6 * shape.layers * shape.heads * shape.width * mean)

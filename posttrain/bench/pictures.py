@@ -49,7 +49,7 @@ class Panel:
     key: str
     label: str
     marks: Sequence[str]  # words over the points
-    names: Sequence[str] | None = None  # what stands under the points in place of their numbers
+    names: Sequence[str] | None = None  # labels under the points, in place of their numbers
 
 
 def write_plot(path: Path, engine: str, model: str, panels: Sequence[Panel]) -> None:

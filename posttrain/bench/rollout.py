@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from posttrain.bench.child import ChildFailed, start_runner
-from posttrain.bench.contest import LOAD_S, RUN_S, Entry, Prepared, comparison, prepare
+from posttrain.bench.contest import LOAD_S, RUN_S, Bench, Entry, comparison, prepare
 from posttrain.bench.floor import decoding_floor
 from posttrain.bench.systems import ROLLOUT, System
 from posttrain.bench.table import render
@@ -34,7 +34,7 @@ class Work:
     rows: Workload
     floor_s: float | None
 
-    def of(self, entries: Sequence[Entry], number: int) -> list[Entry]:
+    def answers_to(self, entries: Sequence[Entry], number: int) -> list[Entry]:
         """The entries with their answers to this work alone, the `number`th that was asked for."""
         return [replace(entry, answers=[a for a in entry.answers if a["work"] == number]) for entry in entries]
 
@@ -73,7 +73,7 @@ def main(options: argparse.Namespace) -> int:
         return bench.job(system, temperature=1.0, works=rows, slots=max(slots))
 
     def content(entries: list[Entry]) -> dict[str, Any]:
-        found = [work.as_json(work.of(entries, number)) for number, work in enumerate(works)]
+        found = [work.as_json(work.answers_to(entries, number)) for number, work in enumerate(works)]
         against = {"truth": truth} if options.truth else {}
         return {**(found[0] if len(found) == 1 else {"works": dict(zip(names, found, strict=True))}), **against}
 
@@ -86,7 +86,7 @@ def main(options: argparse.Namespace) -> int:
     )
     entries = contest.measure(bench.systems, job)
     for number, work in enumerate(works):
-        mine = work.of(entries, number)
+        mine = work.answers_to(entries, number)
         bench.print_results(mine, work.describe(), table(mine, work.floor_s and work.rows.tokens / work.floor_s))
     if options.truth:
         truth.update(compare_with_float32(bench, works[0].rows, entries))
@@ -96,7 +96,7 @@ def main(options: argparse.Namespace) -> int:
     return 0 if any(entry.answers for entry in entries) else 1
 
 
-def make_work(bench: Prepared, sizes: argparse.Namespace) -> Work:
+def make_work(bench: Bench, sizes: argparse.Namespace) -> Work:
     """The rows of a work and its floor; None where the chip's rates are not known (`bench sweep` measures a CPU's)."""
     rows = workload_of(sizes, bench.model.vocab_size)
     chip, shape, least = bench.place.chip, bench.shape, None
@@ -137,7 +137,7 @@ LINES = {
 }
 
 
-def compare_with_float32(bench: Prepared, rows: Workload, entries: Sequence[Entry]) -> dict[str, Found]:
+def compare_with_float32(bench: Bench, rows: Workload, entries: Sequence[Entry]) -> dict[str, Found]:
     """System -> the distances of the log-probs of its last run (`float32` in `ours/engines.py`), or a problem."""
     asked = {entry.system.name: [a["sampled"] for a in entry.answers if "sampled" in a] for entry in entries}
     sampled = {name: answers[-1] for name, answers in asked.items() if answers}

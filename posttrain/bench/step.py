@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from posttrain.bench.contest import Entry, Prepared, comparison, prepare
+from posttrain.bench.contest import Bench, Entry, comparison, prepare
 from posttrain.bench.floor import decoding_floor, update_flops
 from posttrain.bench.presets import PRESETS, Model
 from posttrain.bench.systems import STEP, STEP_CUDA, System
@@ -49,7 +49,7 @@ def main(options: argparse.Namespace) -> int:
     return bench.print_results(entries, work, table(entries, floor(bench)))
 
 
-def floor(bench: Prepared) -> float | None:
+def floor(bench: Bench) -> float | None:
     """Seconds of decoding and update below which the chip cannot go, for rows of full length."""
     chip, shape, options = bench.place.chip, bench.shape, bench.options
     if chip is None or shape is None or options.lengths != "fixed":
@@ -77,7 +77,7 @@ def _check(options: argparse.Namespace) -> None:
         )
 
 
-def make_job(bench: Prepared, system: System, folder: str) -> dict[str, Any]:
+def make_job(bench: Bench, system: System, folder: str) -> dict[str, Any]:
     """What a runner reads: a fresh set of prompts for every step, the same for all systems."""
     options, draw = bench.options, random.Random(0)
     rows, size = options.prompts * options.steps, options.prompt_tokens - FRAME
@@ -116,7 +116,7 @@ def counted_steps(steps: int) -> str:
 
 
 def seconds(entry: Entry) -> dict[str, float]:
-    """Best and median seconds per step by the wall clock; the median without what lies between steps."""
+    """Best and median seconds per step by the wall clock; and the median without the time between steps."""
     wall = [value for answer in entry.answers for value in counted_times(answer)]
     if not wall:
         return {}

@@ -79,7 +79,7 @@ def point_of_length(options: argparse.Namespace, tokens: int) -> Point:
     """Rows up to `--whole` tokens are decoded from end to end, of longer ones only `--tail` tokens in the middle."""
     if tokens <= options.whole:
         return {"rows": options.length_rows, "tokens": tokens}
-    # A token's time grows linearly with what lies before it, so the middle token of a row takes the row's mean time.
+    # A token's time grows linearly with the tokens before it, so the middle token of a row takes the row's mean time.
     # Only the second half of the tail is timed (the first shows that all rows have begun), hence 3/4 of it.
     prefix = max(1, options.prompt_tokens + tokens // 2 - 3 * options.tail // 4)
     rows = max(1, min(options.length_rows, options.most_tokens // (prefix + options.tail)))

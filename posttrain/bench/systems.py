@@ -32,8 +32,8 @@ print(os.path.realpath(os.path.dirname(found.origin)) if found and found.origin 
 def own_code_variables() -> dict[str, str]:
     """Variables with which `python -m` runs this very code, even if the working folder holds another checkout."""
     root, given = str(HERE.parent), os.environ.get("PYTHONPATH")
-    installed = root in (*site.getsitepackages(), site.getusersitepackages())  # on the path anyway
-    paths = [path for path in (None if installed else root, given) if path]
+    is_installed = root in (*site.getsitepackages(), site.getusersitepackages())  # on the path anyway
+    paths = [path for path in (None if is_installed else root, given) if path]
     return {"PYTHONSAFEPATH": "1", **({"PYTHONPATH": os.pathsep.join(paths)} if paths else {})}
 
 
@@ -68,7 +68,7 @@ class Environment:
     def recipe(self) -> dict[str, object]:
         return {"torch": TORCH, "package": self.package, "without": list(self.without), "also": list(self.also)}
 
-    def installed(self) -> bool:
+    def is_installed(self) -> bool:
         """Whether an installation with the same recipe was completed."""
         marker = self.folder / "installed.json"
         return marker.is_file() and json.loads(marker.read_text()) == self.recipe and self.python.exists()
@@ -136,7 +136,7 @@ class System:
     settings: dict[str, Any] = field(default_factory=dict)
     needs: str | None = None  # the package without which a peer cannot run
     cuda: dict[str, str] | None = None  # variables on a CUDA device, in place of `variables`
-    # The Python of an environment made by somebody else, in place of the one that `--install` makes.
+    # The Python of an existing environment, in place of the one that `--install` makes.
     python: str | None = None
 
     @property
@@ -152,7 +152,7 @@ class System:
         """The distribution whose version a table shows."""
         return "posttrain" if self.ours else self.needs or "transformers"
 
-    def missing(self, kind: str) -> str | None:
+    def why_missing(self, kind: str) -> str | None:
         """Why it cannot run, or None."""
         if not self.needs or self._own_environment(kind):
             return None
@@ -171,7 +171,9 @@ class System:
 
     def _own_environment(self, kind: str) -> bool:
         # The environment of `--install` has a torch for the CPU only.
-        return kind == "cpu" and self.python is None and self.environment is not None and self.environment.installed()
+        return (
+            kind == "cpu" and self.python is None and self.environment is not None and self.environment.is_installed()
+        )
 
     def interpreter(self, kind: str) -> str:
         if self._own_environment(kind):

@@ -52,5 +52,4 @@ def render(head: Sequence[str], rows: Sequence[Sequence[str]], *, left: Sequence
 
 
 def factor(value: float, ours: float | None) -> str:
-    """`value` as a multiple of ours."""
     return "-" if not ours else f"{value / ours:.2f}x"

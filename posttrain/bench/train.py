@@ -12,7 +12,7 @@ import random
 import statistics
 from typing import Any
 
-from posttrain.bench.contest import Entry, Prepared, comparison, prepare
+from posttrain.bench.contest import Bench, Entry, comparison, prepare
 from posttrain.bench.floor import update_flops
 from posttrain.bench.systems import TRAIN, System
 from posttrain.bench.workload import Workload, workload_of
@@ -66,7 +66,7 @@ def total(work: Workload) -> int:
     return sum(row_lengths(work))
 
 
-def floor(bench: Prepared, work: Workload) -> float | None:
+def floor(bench: Bench, work: Workload) -> float | None:
     """Seconds of the update's arithmetic at the chip's rate."""
     chip, shape = bench.place.chip, bench.shape
     if chip is None or shape is None:
@@ -74,7 +74,7 @@ def floor(bench: Prepared, work: Workload) -> float | None:
     return update_flops(shape, row_lengths(work), frozen=bool(bench.options.lora_rank)) / chip.flops
 
 
-def figures(bench: Prepared, work: Workload, entry: Entry) -> dict[str, float]:
+def figures(bench: Bench, work: Workload, entry: Entry) -> dict[str, float]:
     """Best and median seconds, peak memory, and the shares of the chip's rate at the best."""
     times = [answer["seconds"] for answer in entry.answers]
     if not times:

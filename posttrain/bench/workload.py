@@ -96,7 +96,6 @@ def make_workload(
 
 
 def workload_of(sizes: argparse.Namespace, vocab_size: int) -> Workload:
-    """The rows that the options of a job ask for."""
     return make_workload(
         prompts=sizes.prompts,
         n=sizes.n,

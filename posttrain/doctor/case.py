@@ -61,7 +61,6 @@ class Case:
 
     @property
     def model(self) -> Any:
-        """The settings of the trained model."""
         return lookup(self.config, self.tree.model)
 
     @property
@@ -111,7 +110,7 @@ class Case:
 
     @property
     def model_folder(self) -> Path | None:
-        """Where the weights lie, if that is a folder here."""
+        """The folder of the weights, if it is a local one."""
         folder = Path(str(self.model.path)).expanduser()
         return folder if folder.is_dir() else None
 

@@ -43,7 +43,7 @@ def check_tools(case: Case) -> Iterator[Finding]:
             case.turns = turns
             case.schemas = list(turns.schemas) if turns else []
     except UserError as error:
-        if _enabled(case):  # otherwise it is an error of the tokenizer, which another check reports
+        if _has_turns(case):  # otherwise it is an error of the tokenizer, which another check reports
             yield Finding(ERROR, AREA, str(error), case.where(key))
         return
     if turns and turns.schemas:
@@ -61,12 +61,12 @@ def check_named_in_rows(case: Case) -> Iterator[Finding]:
     rows = [item for data in case.datasets.values() for item in data]
     names = [(item["extra_info"] or {}).get("agent_name") for item in rows]
     where = case.where("data.train_files")
-    if case.turns is not None or not _enabled(case):  # otherwise what the rows name is not to blame
+    if case.turns is not None or not _has_turns(case):  # otherwise what the rows name is not to blame
         try:
             check_agent_names(case.turns, names)
         except UserError as error:
             yield Finding(ERROR, AREA, str(error), where)
-    if case.turns is None and not _enabled(case) and (count := names.count("tool_agent")):
+    if case.turns is None and not _has_turns(case) and (count := names.count("tool_agent")):
         what = (
             f"{count} of {len(rows)} rows name the agent tool_agent (column agent_name), but no tool would be called: "
         )
@@ -87,7 +87,7 @@ def check_named_in_rows(case: Case) -> Iterator[Finding]:
         yield Finding(WARNING if near else NOTE, AREA, what, where, do)
 
 
-def _enabled(case: Case) -> bool:
+def _has_turns(case: Case) -> bool:
     rollout = case.config.actor_rollout_ref.rollout
     return turn_settings(rollout.multi_turn).enable or agent_settings(rollout.agent).enable
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from posttrain.algorithms import get_adv_estimator
 from posttrain.config import PPOConfig, Resolved, load_config
+from posttrain.config.environment import check_environment
 from posttrain.config.parallel import workers_of
-from posttrain.config.ppo_tree import PPO
 from posttrain.config.problem import ConfigError
 from posttrain.config.schema import Section, lookup
 from posttrain.config.supervised_tree import command_tree
@@ -61,7 +61,7 @@ def main(args: Sequence[str]) -> int:
     plan = planner.plan(config, device)
     print_text(report(config, plan, find_remedies(config, plan, planner), chosen))
     # Without --gpu_gb the plan is for this machine, which may lack what the run needs.
-    if gpu_gb is None and (problems := (tree or PPO).environment(resolved, working_folder())):
+    if gpu_gb is None and (problems := check_environment(resolved, working_folder())):
         print_text(f"On this machine the run is refused. {ConfigError(dict.fromkeys(problems))}")
     return 0 if plan.fits else 1
 

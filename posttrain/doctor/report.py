@@ -20,8 +20,6 @@ STATUS = {ERROR: 2, WARNING: 1, NOTE: 0}  # level -> exit status of the command
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was found."""
-
     level: str
     area: str
     what: str

@@ -25,7 +25,7 @@ SLOW_STEP_S = 30.0  # seconds of scoring in a step from which it is worth a look
 # A reward is pure chance if more than RANDOM of the responses score differently the second time, and fewer than
 # TOLD_APART of the rows have the right answer above a wrong one (dice reach that for 24 rows once in a hundred times).
 RANDOM, TOLD_APART = 0.25, 0.75
-# Spelling of `posttrain reward try` -> what a prompt that asks for it holds.
+# Spelling of `posttrain reward try` -> text in prompts that ask for it.
 MARKS = {"\\boxed{}": "boxed", "####": "####", "<answer>": "<answer>"}
 
 

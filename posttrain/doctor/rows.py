@@ -56,15 +56,15 @@ def check_rows(case: Case) -> Iterator[Finding]:
         yield from _prompts(case, split)
         if case.is_pairs:
             yield from _pairs(case, split)
-    yield from _repeated(case)
-    yield from _shared(case)
+    yield from _find_repeats(case)
+    yield from _find_overlap(case)
     yield from check_named_in_rows(case)
 
 
 def _tokenized(case: Case, split: str, table: RowTable) -> Iterator[Finding]:
     kinds = {"sft_trainer": SFTDataset, "reward_model_trainer": PairDataset}
     make: Callable[..., Any] = kinds.get(case.tree.main, PromptDataset)
-    sample = _spread(table, LOOKED_AT)
+    sample = _sample_rows(table, LOOKED_AT)
     try:
         shown = {"tools": case.schemas} if case.is_rl else {}
         data = make(sample, case.tokenizer, case.config.data, split=split, **shown)
@@ -90,7 +90,7 @@ def _tokenized(case: Case, split: str, table: RowTable) -> Iterator[Finding]:
         yield Finding(WARNING, AREA, what, case.where(f"data.{limit}"), do)
 
 
-def _spread(table: RowTable, most: int) -> RowTable:
+def _sample_rows(table: RowTable, most: int) -> RowTable:
     if len(table) <= most:
         return table
     at = [place * len(table) // most for place in range(most)]
@@ -187,7 +187,7 @@ def _pairs(case: Case, split: str) -> Iterator[Finding]:
         yield Finding(WARNING, AREA, what, where, "keep the order that is right")
 
 
-def _repeated(case: Case) -> Iterator[Finding]:
+def _find_repeats(case: Case) -> Iterator[Finding]:
     if case.is_pairs:
         return
     keyed = [(_question_key(case, row), _key(_target(case, row))) for row in case.rows.get("train", [])]
@@ -214,7 +214,7 @@ def _repeated(case: Case) -> Iterator[Finding]:
         )
 
 
-def _shared(case: Case) -> Iterator[Finding]:
+def _find_overlap(case: Case) -> Iterator[Finding]:
     seen = {_question_key(case, row) for row in case.rows.get("train", [])} - {None}
     val = case.rows.get("val", [])
     shared = sum(_question_key(case, row) in seen for row in val)
@@ -265,7 +265,7 @@ def _role(message: Any) -> str | None:
 
 # How the chat templates of well-known model families begin a turn.
 MARKERS = ("<|im_start|>", "<|start_header_id|>", "<start_of_turn>", "[INST]", "<|user|>", "<|assistant|>", "<|turn>")
-# Characters at the end of a prompt, where an appended truth stands, and seldom one inside a quoted text.
+# Characters at the end of a prompt, where an appended truth is, and seldom one that is part of a quoted text.
 END = 40
 ENOUGH = 10  # with so many rows, one truth for all is no coincidence
 

@@ -47,7 +47,7 @@ def _papers(pages: dict[str, str]) -> list[str]:
 
 
 def sources() -> list[str]:
-    """A row per scorer: the sources that it serves, its file, its first sentence on scores, data sets read as one."""
+    """A row per scorer: its data sources, its file, its first sentence on scores, and other names of data sets."""
     lines = ["| data_source | scorer | a response scores | also for |", "|---|---|---|---|"]
     for module in dict.fromkeys(scorer.__module__ for scorer in SCORERS.values()):
         names = [name for name, scorer in SCORERS.items() if scorer.__module__ == module]

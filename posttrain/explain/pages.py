@@ -93,7 +93,7 @@ def explain(name: str | None = None) -> str:
     given = name.strip().strip("`").strip()
     if given not in _pages():  # perhaps the user's own algorithm, in a file of the working folder
         load_own_algorithms({ESTIMATOR_KEY: given, LOSS_KEY: given}, (), working_folder())
-    wanted = _spelled(given)
+    wanted = _resolve_name(given)
     page = _page(wanted) or _page(given)  # names of data sources are case-sensitive
     settings = _settings(wanted, leaves(PPOConfig))
     elsewhere = _supervised(wanted, page, exact=bool(page or settings))
@@ -155,13 +155,13 @@ def _plain(name: str) -> str:
 
 
 def _by_plain_name() -> dict[str, str]:
-    # Names of pages and settings as somebody may write them -> as they are.
+    # Normalised spelling -> name, of pages and settings.
     table = {_plain(key.rpartition(".")[2]): key.rpartition(".")[2] for key in leaves(PPOConfig)}
     table |= {_plain(name): name for name in (*leaves(PPOConfig), *ALIASES, *_pages())}
     return table | {_plain(word): name for word, name in SPELLINGS.items()} | {_plain(word): word for word in WORDS}
 
 
-def _spelled(given: str) -> str:
+def _resolve_name(given: str) -> str:
     # Tried in this order: lower case, other blanks, without the numbers of a printed line (`38% no signal`), as a
     # singular, and as the stage that bounds a step.
     wanted, table = given.lower(), _by_plain_name()

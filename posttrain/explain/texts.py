@@ -19,7 +19,7 @@ def _read(file: str) -> dict[str, str]:
 WORDS, TOPICS, METRICS = _read("words.md"), _read("topics.md"), _read("metrics.md")
 SUPERVISED_TOPICS, SUPERVISED_METRICS = _read("supervised.md"), _read("supervised_metrics.md")
 
-# Other names of these and other pages; blanks stand for `_` and `-` as well, and a plural for its singular.
+# Other names of these and other pages; a blank also matches `_` and `-`, and a plural its singular.
 SPELLINGS: dict[str, str] = {
     "adv": "advantage",
     "kl divergence": "kl",

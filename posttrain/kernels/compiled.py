@@ -1,4 +1,4 @@
-"""Compiles the CPU kernels at first use and caches the library; without a compiler torch twins are used instead.
+"""Compiles the CPU kernels at first use and caches the library; without a compiler torch equivalents are used.
 
 The library needs nothing but a C++ compiler on Linux (`CXX`, `c++`, `g++` or `clang++`): no torch headers, no build at
 installation. It uses the OpenMP threads that torch already runs. POSTTRAIN_COMPILE=0 switches it off.
@@ -67,7 +67,7 @@ class AttentionLayout(ctypes.Structure):
 
 
 def kernel(name: str, tensor: torch.Tensor):
-    """The compiled function for the type of `tensor`, or None if the torch twin must be used."""
+    """The compiled function for the type of `tensor`, or None if the torch equivalent must be used."""
     if tensor.device.type != "cpu" or tensor.dtype not in _SUFFIXES:
         return None
     functions = _functions()

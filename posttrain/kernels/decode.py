@@ -1,8 +1,8 @@
 """The parts of a decode step between its matrix products: norms, attention over a paged cache, gating, sampling.
 
 Each is one call of a compiled kernel (cpu/decode.cpp) on a CPU, of Triton kernels (cuda/) on a CUDA device, and of its
-torch twin elsewhere. The cache of a layer is a pool of blocks of BLOCK tokens; values lie as (blocks, heads, BLOCK,
-size), keys as (blocks, heads, size, BLOCK), or like the values where Triton reads them.
+torch equivalent elsewhere. The cache of a layer is a pool of blocks of BLOCK tokens. Values are stored as (blocks,
+heads, BLOCK, size), keys as (blocks, heads, size, BLOCK), or like the values where Triton reads them.
 
 Shapes: T tokens of one step, H heads of queries, K heads of keys, D head size, E width of the model, R rows of the
 block table, N blocks of a row.
@@ -27,13 +27,13 @@ from posttrain.kernels.compiled import AttentionLayout, kernel
 
 BLOCK = 32  # tokens in a block; decode.cpp holds the same number
 FAR = 2**31 - 1  # the start of a missing block: after every position
-BOX = 2**26  # attention scores that the torch twin holds at once
+BOX = 2**26  # attention scores that the torch equivalent holds at once
 TILE = 4  # tokens of one row that read the cache together in the compiled kernel
 
 
 @dataclass
 class StepTokens:
-    """The tokens of one step: which row each belongs to, where it stands there, and the blocks of each row.
+    """The tokens of one step: the row and the position of each, and the blocks of each row.
 
     Tokens of a row are consecutive and in order. Block n of a row holds its tokens from position `starts_RN[n]` up to
     the next block's start, so that rows can share a prompt's last block as it is; places without a block start at FAR.
@@ -86,7 +86,7 @@ class StepTokens:
     @cached_property
     def wide_tiles(self) -> torch.Tensor:
         """The same for Triton's tiles, on the device."""
-        from posttrain.kernels.cuda.attention import TILE as WIDE
+        from posttrain.kernels.cuda.paged_attention import TILE as WIDE
 
         starts = [at for start, end in self.runs for at in range(start, end, WIDE)]
         return cuda.to_device(torch.tensor([*starts, len(self.rows_T)], dtype=torch.int32), self.device)
@@ -192,7 +192,7 @@ def attention(
         return _attention_cuda(query_THD, key_TKD, value_TKD, cache, step, scale, window, rotation, norms, epsilon)
     function = kernel("paged_attention", query_THD)
     if function is None:
-        return _attention_twin(query_THD, key_TKD, value_TKD, cache, step, scale, window, rotation, norms, epsilon)
+        return _attention_torch(query_THD, key_TKD, value_TKD, cache, step, scale, window, rotation, norms, epsilon)
     tokens, heads, size = query_THD.shape
     out = query_THD.new_empty(tokens, heads * size)
     tiles = step.tile_starts
@@ -209,8 +209,8 @@ def attention(
 
 
 def _attention_cuda(query, key, value, cache, step, scale, window, rotation, norms, epsilon) -> torch.Tensor:
-    from posttrain.kernels.cuda.attention import prefill_attention
     from posttrain.kernels.cuda.elementwise import rotate_and_store
+    from posttrain.kernels.cuda.paged_attention import prefill_attention
 
     query_THD = rotate_and_store(
         query, key, value, cache, step.positions_T, step.slots_T, rotation=rotation, norms=norms, epsilon=epsilon
@@ -219,7 +219,7 @@ def _attention_cuda(query, key, value, cache, step, scale, window, rotation, nor
     return prefill_attention(query_THD, cache, *tables, scale=scale, window=window, far=FAR)
 
 
-def _attention_twin(query, key, value, cache, step, scale, window, rotation, norms, epsilon) -> torch.Tensor:
+def _attention_torch(query, key, value, cache, step, scale, window, rotation, norms, epsilon) -> torch.Tensor:
     if norms is not None:
         query = F.rms_norm(query, query.shape[-1:], norms[0], epsilon)
         key = F.rms_norm(key, key.shape[-1:], norms[1], epsilon)

@@ -1,4 +1,4 @@
-"""The feed-forward part of a mixture of experts: Triton kernels on a CUDA device (`cuda/experts.py`), a torch twin
+"""The feed-forward part of a mixture of experts: Triton kernels on a CUDA device (`cuda/experts.py`), torch
 elsewhere. Both round where transformers rounds.
 
 Shapes: T tokens, E width of the model, X experts, K experts of a token, P = T K pairs of a token and an expert, I width

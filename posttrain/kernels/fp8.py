@@ -1,8 +1,8 @@
 """Products of 8-bit floats (float8_e4m3fn): every row of either side has a scale of its own, sums are float32.
 
-On a CUDA device whose matrix units multiply such numbers, rows travel as `Quantized`: rounded values beside their
+On a CUDA device whose matrix units multiply such numbers, rows are passed as `Quantized`: rounded values and their
 scales (`quantized.py`, `cuda/fp8.py`). Everywhere else the rounding is emulated: `round_rows` gives the same rounded
-numbers in the tensor's own type, and ordinary products are made of them. So a CPU shows what fp8 does to learning,
+numbers in the tensor's own type, which ordinary products multiply. So a CPU shows what fp8 does to learning,
 without its speed.
 
 Shapes: T rows, E numbers of a row.

@@ -47,7 +47,7 @@ def added_sum(weight: torch.Tensor) -> torch.Tensor | None:
 
 def add_product(weights: Sequence[torch.Tensor], grad_TC: torch.Tensor, x_TE: torch.Tensor, scale: float = 1.0) -> bool:
     """Add scale grad' x, the gradient of these weights side by side, to their sums; False if there are none."""
-    sums = _sums_of(weights)
+    sums = _find_sums(weights)
     if sums is None:
         return False
     start, columns = 0, grad_TC.shape[1]
@@ -61,7 +61,7 @@ def add_product(weights: Sequence[torch.Tensor], grad_TC: torch.Tensor, x_TE: to
     return True
 
 
-def _sums_of(weights: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, int]] | None:
+def _find_sums(weights: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, int]] | None:
     # The sums of these weights side by side and the rows of each; None unless all have one. Cached on the first weight,
     # because it is asked for in every layer of every pass.
     known = getattr(weights[0], _WITH, None)
@@ -70,14 +70,14 @@ def _sums_of(weights: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, int]] 
     sums: list[torch.Tensor] = [getattr(weight, _SUM) for weight in weights if hasattr(weight, _SUM)]
     if len(sums) < len(weights):
         return None
-    found = [(total, len(total)) for total in (_joined(sums) if len(sums) > 1 else sums)]
+    found = [(total, len(total)) for total in (_join_adjacent(sums) if len(sums) > 1 else sums)]
     setattr(weights[0], _WITH, (tuple(weights), found))
     for weight in weights:
         setattr(weight, _ADDED, True)
     return found
 
 
-def _joined(sums: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def _join_adjacent(sums: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     # Sums that lie end to end become one tensor.
     found: list[torch.Tensor] = []
     for total in sums:

@@ -146,7 +146,6 @@ def _may_keep(chunks: Sequence[slice], weight_VE: torch.Tensor) -> int:
 
 
 def wide_product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """left @ right in float32."""
     if left.dtype is torch.float32:
         return left @ right
     return torch.mm(left, right, out_dtype=torch.float32)  # pyright: ignore

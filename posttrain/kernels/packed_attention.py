@@ -26,7 +26,7 @@ SHORTEST_SHARE = 0.75  # a row shorter than this share of a rectangle's length o
 
 
 class PackedLayout:
-    """Where each sequence lies among the packed tokens, and the rectangles in which attention is computed.
+    """The place of each sequence among the packed tokens, and the rectangles in which attention is computed.
 
     A sequence is one row, or a prompt followed by several responses to it: `segment_T` is 0 on prompts (and on rows
     that share nothing) and counts the responses from 1; a response sees its prompt and itself. `position_T` are the
@@ -51,7 +51,7 @@ class PackedLayout:
         self.wanted_T = None if wanted_T is None else to_device(wanted_T, self.device)
 
     def rotation(self, tables: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """Cosines and sines of the packed tokens, from a batch of one row; all layers of a pass ask for the same."""
+        """Cosines and sines of the packed tokens, from a batch of one row; the same for all layers of a pass."""
         if self._rotation is None or self._rotation[0] is not tables:
             self._rotation = tables, tuple(table[0].contiguous() for table in tables)
         return self._rotation[1]
@@ -109,16 +109,16 @@ class PackedLayout:
 
     @cached_property
     def sight(self) -> Sight:
-        """Who sees whom, as the compiled kernels read it."""
+        """Which tokens attend to which, as the compiled kernels read it."""
         return Sight.of(self.lengths.tolist(), None if self.segment_T is None else self.segment_T.cpu().numpy())
 
     @cached_property
     def masks(self) -> dict[int | None, list[torch.Tensor | None]]:
-        """Masks of the rectangles by sliding window, filled by `mask`; every layer asks for the same few."""
+        """Masks of the rectangles by sliding window, filled by `mask`; the same few for every layer."""
         return {}
 
     def mask(self, box: int, start: int, window: int | None) -> torch.Tensor | None:
-        """Who sees whom in a rectangle, (R, 1, L, L), or None where plain causality says it all."""
+        """The attention mask of a rectangle, (R, 1, L, L), or None if it is plainly causal."""
         kept = self.masks.setdefault(window, [])
         if len(kept) <= box:
             kept.append(self._mask(*self.shapes[box], start, window))

@@ -76,8 +76,7 @@ class Sight:
 
 
 def can_train(tensor: torch.Tensor) -> bool:
-    """Whether these kernels serve tensors of this type and device on this machine; meta tensors stand for those of a
-    CPU."""
+    """Whether these kernels can be used for tensors of this type and device; meta tensors count as those of a CPU."""
     if on_cuda(tensor):
         return True
     if tensor.dtype is not torch.float32:
@@ -153,7 +152,7 @@ def attention_backward(
 def norm_forward(
     x_TE: torch.Tensor, weight_E: torch.Tensor, epsilon: float, copy_TE: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(x / rms(x) * weight, 1 / rms(x)); x itself goes to `copy`, where there is one."""
+    """(x / rms(x) * weight, 1 / rms(x)); x itself is copied to `copy`, if given."""
     if on_cuda(x_TE):
         from posttrain.kernels.cuda import layers
 
@@ -180,7 +179,6 @@ def norm_backward(
 
 
 def column_sums(x_TC: torch.Tensor) -> torch.Tensor:
-    """The sum over all rows."""
     if on_cuda(x_TC):
         from posttrain.kernels.cuda import layers
 
@@ -243,8 +241,8 @@ class PackedAttention(torch.autograd.Function):
         return (*attention_backward(grad_THD, *ctx.saved_tensors, sight=ctx.sight, scale=ctx.scale), None, None)
 
 
-# -- adapters beside the gated layer -----------------------------------------------------------------------------------
-# silu(gate + L G) * (up + M U): the gated part of a layer with LoRA adapters beside its matrices. On a CUDA device the
+# -- the gated layer with adapters -------------------------------------------------------------------------------------
+# silu(gate + L G) * (up + M U): the gated part of a layer with LoRA adapters. On a CUDA device the
 # adapters' products are computed inside the kernels that read gate and up anyway: as products of their own they would
 # read and write the two widest tensors of a layer once more each time. Gate and up then stay as the base made them.
 

@@ -103,7 +103,7 @@ class DecodeRows:
     """
 
     last: np.ndarray  # (B,) int64, the newest token
-    positions: np.ndarray  # (B,) int32, where it will stand
+    positions: np.ndarray  # (B,) int32, its position
     counts: np.ndarray  # (B,) int64, tokens generated
     limits: np.ndarray  # (B,) int64
     seeds: np.ndarray  # (B,) uint64
@@ -218,7 +218,7 @@ class WholeStep:
         wanted_N: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """All layers; keys and values of all tokens enter the caches. The residual of the wanted tokens (all, if None)
-        is written over the first rows of `residual_TE`, which are given back."""
+        is written over the first rows of `residual_TE`, which are returned."""
         tokens = len(residual_TE)
         layout = self._layout(tokens, len(step.tile_starts) - 1, step.table_RN.shape[1])
         model, work = self._model(caches, rotation), self._workspace(residual_TE)

@@ -271,7 +271,7 @@ class FastDecoder:
 
     def next_hidden(self, tokens_B: torch.Tensor, rows: Any) -> torch.Tensor:
         """Return final hidden states of each row's newest token, which enters the cache; all calls are captured."""
-        from posttrain.kernels.cuda.decode_attention import decode_attention
+        from posttrain.kernels.cuda.paged_attention import decode_attention
 
         residual_BE, added_BE = F.embedding(tokens_B, self.embedding), None
         how = {"scale": self.scale, "rotation": self.rotation, "epsilon": self.epsilon}

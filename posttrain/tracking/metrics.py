@@ -20,7 +20,7 @@ from posttrain.tracking.step_line import failing_tools
 RIGHT_FROM = 0.5
 # A variance below this share of the mean square is float32 rounding of equal numbers.
 ROUNDING = 1e-10
-# Key of `meta_info`: seconds of a generation that ran beside other work.
+# Key of `meta_info`: seconds of a generation that overlapped other work.
 GENERATED_S = "generated_s"
 _CORRECTNESS_PARTS = ("acc", "accuracy", "correct")
 
@@ -91,7 +91,7 @@ def sample_deviation(values: Iterable[float]) -> float:
 
 
 def _score_metrics(fields: Fields, scores: np.ndarray) -> dict[str, float]:
-    metrics = {"reward_mean": mean(scores), **_spread("critic/score", scores)}
+    metrics = {"reward_mean": mean(scores), **_mean_max_min("critic/score", scores)}
     rewards = fields.numbers("token_level_rewards")
     metrics["critic/rewards/mean"] = metrics["reward_mean"] if rewards is None else mean(_row_sums(rewards))
     return metrics
@@ -122,7 +122,7 @@ def _token_metrics(fields: Fields, mask: np.ndarray) -> dict[str, float]:
     for name in ("advantages", "returns", "values"):
         values = fields.numbers(name)
         if values is not None and mask.any():
-            metrics |= _spread(f"critic/{name}", values[mask > 0])
+            metrics |= _mean_max_min(f"critic/{name}", values[mask > 0])
     return metrics | _explained_variance(fields, mask)
 
 
@@ -144,7 +144,7 @@ def _variance(values: np.ndarray) -> float:
 
 
 def _length_metrics(fields: Fields, lengths: np.ndarray, right: np.ndarray, limit: int | None) -> dict[str, float]:
-    metrics = {"response_length": mean(lengths), **_spread("response_length", lengths)}
+    metrics = {"response_length": mean(lengths), **_mean_max_min("response_length", lengths)}
     reasons = fields.objects("finish_reason")
     if reasons is not None:
         metrics["response_length/clip_ratio"] = mean(float(reason == "length") for reason in reasons)
@@ -152,7 +152,7 @@ def _length_metrics(fields: Fields, lengths: np.ndarray, right: np.ndarray, limi
         metrics["response_length/clip_ratio"] = mean(float(length >= limit) for length in lengths)
     prompt_lengths = _prompt_lengths(fields)
     if prompt_lengths is not None:
-        metrics |= _spread("prompt_length", prompt_lengths)
+        metrics |= _mean_max_min("prompt_length", prompt_lengths)
     for name, chosen in (("right", lengths[right]), ("wrong", lengths[~right])):
         if len(chosen):
             metrics[f"response_length/{name}/mean"] = mean(chosen)
@@ -166,7 +166,7 @@ def _turn_metrics(fields: Fields) -> dict[str, float]:
     all_calls = [call for row in calls for call in row]
     reasons, seconds = fields.objects("finish_reason") or [], fields.objects("tool_seconds") or [0.0]
     metrics = {
-        **_spread("num_turns", np.asarray(turns, np.float64)),
+        **_mean_max_min("num_turns", np.asarray(turns, np.float64)),
         "num_turns/limit": mean(float(reason == "turns") for reason in reasons),
         "tools/calls": len(all_calls) / len(calls),
         "tools/seconds": mean(seconds),
@@ -209,7 +209,7 @@ def _reward_model_metrics(scores: list[float], truncated: Sequence[Any]) -> dict
         "reward_model/truncated": float(sum(map(bool, truncated))),
     }
     if scores:
-        metrics |= {**_spread("reward_model", np.asarray(scores)), "reward_model/std": sample_deviation(scores)}
+        metrics |= {**_mean_max_min("reward_model", np.asarray(scores)), "reward_model/std": sample_deviation(scores)}
     return metrics
 
 
@@ -250,5 +250,5 @@ def _row_sums(values_BT: np.ndarray) -> np.ndarray:
     return values_BT.sum(axis=1) if values_BT.ndim == 2 else values_BT
 
 
-def _spread(name: str, values: np.ndarray) -> dict[str, float]:
+def _mean_max_min(name: str, values: np.ndarray) -> dict[str, float]:
     return {f"{name}/mean": mean(values), f"{name}/max": float(np.max(values)), f"{name}/min": float(np.min(values))}

@@ -1,6 +1,6 @@
 """What a run shows: a live row with its progress, one line per step, and notes.
 
-`say` prints a message from anywhere in posttrain: above the row where there is one, as a plain line elsewhere.
+`say` prints a message from anywhere in posttrain: above the row if there is one, otherwise as a plain line.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import TextIO
 from posttrain import pulse
 from posttrain.tracking.background import Every
 from posttrain.tracking.row import Moment, progress_row
-from posttrain.tracking.tee import Tee, active, console_of, set_active_bar
+from posttrain.tracking.tee import Tee, active, set_active_bar, underlying_console
 from posttrain.tracking.terminal_text import add_colours, columns, fold_lines, has_colour, is_terminal
 from posttrain.tracking.waiting import DRAW_EVERY, LiveRow
 
@@ -29,7 +29,7 @@ WORD_EVERY = 60.0
 
 def say(text: str) -> None:
     """Print a message above the live row; a tee also writes it to the log."""
-    bar, stream = active(), console_of(sys.stdout)
+    bar, stream = active(), underlying_console(sys.stdout)
     shown = fold_lines(text, columns(stream)) if is_terminal(stream) else text
     shown = add_colours(shown) if has_colour(stream) else shown
     if isinstance(sys.stdout, Tee):  # it moves the bar itself
@@ -37,13 +37,13 @@ def say(text: str) -> None:
     elif bar is None or not bar.has_bar:
         print(shown, flush=True)
     else:
-        with bar.moved_away(sys.stdout):
+        with bar.hidden_while_writing(sys.stdout):
             print(shown, flush=True)
 
 
 def console_width(most: int = LINE_COLUMNS) -> int:
     """Columns for a table: those of the terminal, at most `most`, which is also what logs get."""
-    stream = console_of(sys.stdout)
+    stream = underlying_console(sys.stdout)
     return min(most, columns(stream)) if is_terminal(stream) else most
 
 
@@ -51,7 +51,7 @@ class Progress:
     """A live row over the steps of a run on a terminal; elsewhere, one line per step."""
 
     def __init__(self, total: int, *, done: int = 0, stream: TextIO | None = None, label: str = "step") -> None:
-        self._stream = stream or console_of(sys.stderr)
+        self._stream = stream or underlying_console(sys.stderr)
         self._total, self._done, self._label = total, done, label
         self._first, self._started = done, time.monotonic()
         self._stage: str | None = None
@@ -71,7 +71,7 @@ class Progress:
         return self._row is not None
 
     def __enter__(self) -> Progress:
-        if is_terminal(self._stream) and not _is_pipe(console_of(sys.stdout)):
+        if is_terminal(self._stream) and not _is_pipe(underlying_console(sys.stdout)):
             colour = has_colour(self._stream)
             self._row = LiveRow(self._stream, lambda width: progress_row(self.moment(), width, colour=colour))
             self._row.draw()
@@ -90,7 +90,7 @@ class Progress:
         self._row = self._ticker = None
 
     @contextmanager
-    def moved_away(self, stream: TextIO) -> Iterator[None]:
+    def hidden_while_writing(self, stream: TextIO) -> Iterator[None]:
         """Take the row off the screen while `stream` is written to."""
         assert self._row is not None
         with self._row.aside():
@@ -109,7 +109,6 @@ class Progress:
             self._stage, self._stage_since = before
 
     def moment(self) -> Moment:
-        """Where the run stands now."""
         now = time.monotonic()
         made = self._done - self._first
         left = None
@@ -138,7 +137,7 @@ class Progress:
         loss: float | None = None,
         quiet: bool = False,
     ) -> None:
-        """One step is done: print its line and its advice (unless `quiet`), reward or loss go beside the bar."""
+        """One step is done: print its line and its advice (unless `quiet`), and show reward or loss next to the bar."""
         self._done += 1
         self._step_since = self._spoke = time.monotonic()
         for name, value in (("reward", reward), ("loss", loss)):

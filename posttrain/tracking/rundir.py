@@ -189,7 +189,7 @@ def _is_up_to(line: bytes, step: int) -> bool:
 
 # -- finding runs ------------------------------------------------------------------------------------------------------
 _FILES = ("metrics.jsonl", "config.yaml")
-ROOT = "outputs"  # where runs lie unless trainer.default_local_dir says otherwise
+ROOT = "outputs"  # the default of trainer.default_local_dir
 
 
 class NoSuchRun(UserError):
@@ -205,7 +205,7 @@ def runs_under(root: str | os.PathLike[str]) -> list[Path]:
     """Runs in `root` and in its projects, oldest first."""
     folders = [*Path(root).glob("*/*"), *Path(root).glob("*")]
     found = {os.path.realpath(folder): folder for folder in folders if os.path.isdir(folder) and is_run(folder)}
-    return sorted(found.values(), key=_changed)
+    return sorted(found.values(), key=_modified_at)
 
 
 def find_run(name: str, root: str | os.PathLike[str] = ROOT) -> Path:
@@ -222,7 +222,7 @@ def find_run(name: str, root: str | os.PathLike[str] = ROOT) -> Path:
     raise NoSuchRun(f"{what}. Give the path of its folder, or its name. {where}")
 
 
-def _changed(folder: Path) -> tuple[float, str]:
+def _modified_at(folder: Path) -> tuple[float, str]:
     times = [0.0]
     for name in _FILES:
         with suppress(OSError):  # absent, removed a moment ago, or a link that leads nowhere
@@ -243,7 +243,7 @@ def write_before(folder: Path, step: int, samples: list[dict[str, Any]]) -> None
 
 
 def read_before(folder: Path) -> Before | None:
-    """What was kept; None where there is nothing, or nothing readable."""
+    """What was kept; None if nothing readable is there."""
     path = folder / BEFORE
     try:
         known = json.loads(path.read_bytes()) if path.is_file() else {}

@@ -19,7 +19,7 @@ from posttrain.errors import UserError, first_line
 
 # Of a status or of settings: ten times what a run writes. YAML is parsed at about 100 KB a second.
 MOST_BYTES = 256 * 1024
-MOST_VALUES = 50_000  # of a file of settings, every alias counted as all that it stands for
+MOST_VALUES = 50_000  # of a file of settings, with every alias expanded
 LONGEST_LINE = 4 * 1024 * 1024
 MOST_LINE_BYTES = 512 * 1024 * 1024  # of a file with one line per step: a hundred thousand steps
 _KINDS = (
@@ -36,7 +36,7 @@ class DamagedFile(UserError):
 
 
 def open_stored(path: Path) -> BinaryIO:
-    """The file, open for reading. FileNotFoundError where there is none, DamagedFile where it is no plain file."""
+    """The file, open for reading. FileNotFoundError if there is none, DamagedFile if it is not a regular file."""
     try:
         _require_plain(path, os.stat(path).st_mode)
         # O_NONBLOCK: if the file was replaced by a pipe since the check, opening it would wait for a writer.

@@ -163,7 +163,6 @@ def validation_files(folder: str | os.PathLike[str]) -> list[Path]:
 
 
 def step_of(path: Path) -> int:
-    """The step of a sample file."""
     return int(path.stem.rpartition("_")[2])
 
 
@@ -286,7 +285,7 @@ def token_bytes(tokenizer: Any) -> list[bytes]:
 
 
 def _is_byte_level(tokenizer: Any) -> bool:
-    # Whether every character of a piece stands for one byte, as in GPT-2, Qwen and Llama 3.
+    # In GPT-2, Qwen and Llama 3 every character of a piece encodes one byte.
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return hasattr(tokenizer, "byte_decoder")
@@ -294,7 +293,7 @@ def _is_byte_level(tokenizer: Any) -> bool:
 
 
 def _from_bytes():
-    # Printable bytes stand for themselves, the others for the characters from U+0100 on, in their order.
+    # GPT-2's table: printable bytes encode themselves, the others are the characters from U+0100 on, in order.
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]
     table = {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}

@@ -42,7 +42,7 @@ def write_status(folder: Path, status: str, step: int, total_steps: int, moment:
 
 
 def read_status(folder: Path) -> dict[str, Any]:
-    """What a run wrote last; empty where there is nothing readable."""
+    """What a run wrote last; empty if nothing is readable."""
     try:
         return load_status(folder)
     except DamagedFile:
@@ -57,12 +57,12 @@ def load_status(folder: Path) -> dict[str, Any]:
         return {}
     for key, kind in KINDS.items():
         value = found.get(key)
-        if value is not None and not _is_of(value, kind):
+        if value is not None and not _has_type(value, kind):
             raise DamagedFile(f"{NAME}: `{key}` is {str(value)[:40]!r}, not a {'text' if kind is str else 'number'}.")
     return found
 
 
-def _is_of(value: Any, kind: type) -> bool:
+def _has_type(value: Any, kind: type) -> bool:
     if isinstance(value, float) and not math.isfinite(value):
         return False
     return isinstance(value, str) if kind is str else isinstance(value, (int, kind)) and not isinstance(value, bool)

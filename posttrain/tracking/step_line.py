@@ -107,7 +107,7 @@ def join_within(pieces: Sequence[tuple[int, str | None]], width: int) -> str:
 
 
 def summary(known: StepFacts) -> list[tuple[int, str | None]]:
-    """(importance, text) of each part of the line; None where there is nothing to say."""
+    """(importance, text) of each part of the line; None for parts without a value."""
     total, _ = _times(known)
     share, kl, clipped = (known.get(name) for name in ("groups/no_signal", "kl_loss", "actor/pg_clipfrac"))
     speed = known.get("perf/throughput")

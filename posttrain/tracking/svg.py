@@ -48,7 +48,6 @@ def line_chart(
 
 
 def write_chart(path: str | os.PathLike[str], series: Series, **kwargs: str | int) -> Path:
-    """Write `line_chart(series, ...)` to `path`."""
     replace_file(Path(path), line_chart(series, **kwargs).encode())  # type: ignore[arg-type]
     return Path(path)
 

@@ -43,7 +43,7 @@ class LibraryLog:
 
 @contextmanager
 def redirect_libraries(folder: Path, consoles: tuple[Any, ...]) -> Iterator[None]:
-    """Inside, warnings and what loggers would write to one of `consoles` (or to the streams that stand for them) go to
+    """Inside, warnings and what loggers would write to one of `consoles` (or to streams that wrap them) go to
     the file in `folder`."""
     log = LibraryLog(folder / LIBRARY_LOG)
     command = active_console()
@@ -84,7 +84,7 @@ class Bar(Protocol):
     @property
     def has_bar(self) -> bool: ...
 
-    def moved_away(self, stream: TextIO) -> AbstractContextManager[None]:
+    def hidden_while_writing(self, stream: TextIO) -> AbstractContextManager[None]:
         """Take the row off the screen while `stream` is written to."""
         ...
 
@@ -103,7 +103,7 @@ def set_active_bar(bar: Bar | None) -> None:
 
 
 class Tee:
-    """A stand-in for `sys.stdout` or `sys.stderr` that writes to it and to a log file."""
+    """Replaces `sys.stdout` or `sys.stderr`: writes to it and to a log file."""
 
     def __init__(self, stream: Any, log: TextIO, lock: threading.RLock) -> None:
         self.stream, self._log, self._lock = stream, log, lock
@@ -157,7 +157,7 @@ class Tee:
         self._pending += text
         if "\n" in self._pending:
             lines, _, self._pending = self._pending.rpartition("\n")
-            with bar.moved_away(self.stream):
+            with bar.hidden_while_writing(self.stream):
                 self.stream.write(lines + "\n")
 
     def lost_console(self, other: TextIO, path: Path, text: str) -> None:
@@ -188,7 +188,7 @@ class Tee:
 @contextmanager
 def tee_output(path: Path) -> Iterator[None]:
     """Everything printed in this process, also by user code, goes to the console and is added to the file `path`; what
-    libraries say (warnings, loggers) goes to a file beside it."""
+    libraries print (warnings, loggers) goes to another file in that folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     lock = threading.RLock()
     log = path.open("a", encoding="utf-8", errors="backslashreplace", buffering=1)
@@ -219,6 +219,6 @@ def _is_bar(text: str) -> bool:
     return "\r" in text and not text.endswith("\n")
 
 
-def console_of(stream: TextIO) -> TextIO:
+def underlying_console(stream: TextIO) -> TextIO:
     """The stream below a tee, for a row that is redrawn and must not fill the log."""
     return stream.stream if isinstance(stream, Tee) else stream

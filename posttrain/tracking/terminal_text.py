@@ -53,7 +53,6 @@ def _trend(found: re.Match[str]) -> str:
 
 
 def plain(text: str) -> str:
-    """The text without colours."""
     return _SGR.sub("", text) if "\x1b" in text else text
 
 
@@ -67,7 +66,7 @@ def print_text(text: object, stream: TextIO | None = None) -> None:
 
 
 def print_page(text: str) -> None:
-    """The same for a page of prose, whose lines have a width of their own: paragraphs are broken anew."""
+    """The same for a page of prose, whose lines have a width of their own: paragraphs are wrapped again."""
     width = columns(sys.stdout)
     print(fold_lines(_paragraphs(text), width, hang=0) if is_terminal(sys.stdout) else text, flush=True)
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from typing import TextIO
 
 from posttrain.tracking.background import Every
-from posttrain.tracking.tee import active, console_of, set_active_bar
+from posttrain.tracking.tee import active, set_active_bar, underlying_console
 from posttrain.tracking.terminal_text import columns, is_terminal
 
 CLEAR = "\r\x1b[K"
@@ -59,7 +59,7 @@ class Waiting(LiveRow):
     has_bar = True
 
     @contextmanager
-    def moved_away(self, stream: object) -> Iterator[None]:
+    def hidden_while_writing(self, stream: object) -> Iterator[None]:
         with self.aside():
             yield
 
@@ -67,7 +67,7 @@ class Waiting(LiveRow):
 @contextmanager
 def waiting(what: str = LIBRARIES) -> Iterator[None]:
     """Inside, a terminal shows what is done and for how long; nothing is shown elsewhere, or below another row."""
-    stream = console_of(sys.stderr)
+    stream = underlying_console(sys.stderr)
     if active() is not None or not is_terminal(stream):
         yield
         return

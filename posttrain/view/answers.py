@@ -13,8 +13,7 @@ import pyarrow as pa
 from posttrain.errors import first_line
 from posttrain.view import health, samples
 from posttrain.view.catalogue import Catalogue, answering, previews
-from posttrain.view.metrics import Metrics
-from posttrain.view.runs import Runs, about
+from posttrain.view.runs import Metrics, Runs, describe_run
 from posttrain.view.search import TrigramIndex, search
 from posttrain.view.settings import details, differences, settings
 
@@ -36,12 +35,12 @@ class Answers:
         self._trigrams: dict[tuple[Path, str], TrigramIndex] = {}
         self._pending: set[str] = set()
         self._questions: dict[str, Callable[[Query], Any]] = {
-            "runs": lambda q: [about(name, folder) for name, folder in self.runs.folders().items()],
-            "run": lambda q: about(q["run"], self._folder(q)),
+            "runs": lambda q: [describe_run(name, folder) for name, folder in self.runs.folders().items()],
+            "run": lambda q: describe_run(q["run"], self._folder(q)),
             "metrics": self._columns,
             "config": lambda q: settings(self._folder(q)),
             "details": lambda q: details(self._folder(q)),
-            "explain": lambda q: self._explained(self.metrics(self._folder(q)).refresh().names),
+            "explain": lambda q: self._explain_metrics(self.metrics(self._folder(q)).refresh().names),
             "compare": lambda q: differences({name: self._folder({"run": name}) for name in q["runs"].split("\t")}),
             "steps": self._steps,
             "groups": lambda q: samples.groups(self._folder(q), _kind(q), int(q["step"])),
@@ -97,7 +96,7 @@ class Answers:
         return self.metrics(self._folder(query)).columns(names, after=after, identity=identity)
 
     @staticmethod
-    def _explained(names: list[str]) -> dict[str, str]:
+    def _explain_metrics(names: list[str]) -> dict[str, str]:
         from posttrain.explain.pages import metric_text  # a second of imports: not before the first page is shown
 
         texts = {name: metric_text(name) for name in names}

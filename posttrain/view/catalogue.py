@@ -17,9 +17,8 @@ import numpy as np
 import pyarrow as pa
 
 from posttrain.tracking.samples import step_of
-from posttrain.view.metrics import number
-from posttrain.view.sample_file import LIGHT, SampleFile, pc
-from posttrain.view.samples import KINDS, preview
+from posttrain.view.runs import number
+from posttrain.view.samples import KINDS, LIGHT, SampleFile, pc, preview
 
 REFRESH_S = 2.0
 MOST = 500  # responses in one answer
@@ -53,7 +52,7 @@ class Catalogue:
             if time.monotonic() - self._looked < REFRESH_S or (self._thread and self._thread.is_alive()):
                 return
             self._looked = time.monotonic()
-            files = {path: _changed(path) for path in reversed(KINDS[self.kind](self.folder / "samples"))}
+            files = {path: _modified_at(path) for path in reversed(KINDS[self.kind](self.folder / "samples"))}
             self._parts = {path: known for path, known in self._parts.items() if files.get(path) == known[0]}
             self.total = len(files)
             missing = [(path, changed) for path, changed in files.items() if path not in self._parts]
@@ -63,7 +62,7 @@ class Catalogue:
 
     def _read(self, missing: list[tuple[Path, int]]) -> None:
         for path, changed in missing:
-            give_way()
+            yield_to_answers()
             try:
                 part = Part(path)
             except Exception:  # removed by thinning, or damaged: read the other files
@@ -74,7 +73,7 @@ class Catalogue:
         """Until everything was read; within an answer, at most so long."""
         thread = self._thread
         if thread and thread.is_alive():
-            with nullcontext() if seconds is None else waiting_for_it():
+            with nullcontext() if seconds is None else while_waiting():
                 thread.join(seconds)
 
     def parts(self) -> list[Part]:
@@ -172,7 +171,7 @@ def _largest(values_of: Callable[[Part], np.ndarray]) -> Rule:
     return rule
 
 
-def _marked(marks_of: Callable[[Part], np.ndarray]) -> Rule:
+def _with_flag(marks_of: Callable[[Part], np.ndarray]) -> Rule:
     def rule(parts: list[Part]) -> tuple[list[tuple[int, int]], int]:
         marks = np.concatenate([marks_of(part) for part in parts]) if parts else np.zeros(0, bool)
         found = np.flatnonzero(marks)
@@ -186,8 +185,8 @@ FILTERS: dict[str, Rule] = {
     "worst": _largest(lambda part: -part.score),
     "mismatch": _largest(lambda part: part.mismatch),
     "longest": _largest(lambda part: part.length.astype(np.float32)),
-    "truncated": _marked(lambda part: part.truncated),
-    "failed": _marked(lambda part: part.failed),
+    "truncated": _with_flag(lambda part: part.truncated),
+    "failed": _with_flag(lambda part: part.failed),
 }
 
 
@@ -215,7 +214,7 @@ def _flags(column: Any, text: str) -> np.ndarray:
     return pc.fill_null(pc.equal(column, text), False).to_numpy(zero_copy_only=False)
 
 
-def _changed(path: Path) -> int:
+def _modified_at(path: Path) -> int:
     try:
         return path.stat().st_mtime_ns
     except OSError:
@@ -241,12 +240,12 @@ def answering(change: int = 1) -> Iterator[None]:
             _asked -= change
 
 
-def waiting_for_it() -> AbstractContextManager[None]:
+def while_waiting() -> AbstractContextManager[None]:
     """Wraps the part of an answer that waits for the background work itself, which must not pause then."""
     return answering(-1)
 
 
-def give_way() -> None:
+def yield_to_answers() -> None:
     """Called by background work between two files: wait until no answer is being made."""
     until = time.monotonic() + LONGEST_S
     while _asked > 0 and time.monotonic() < until:

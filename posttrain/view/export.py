@@ -28,7 +28,7 @@ def one_file(embedded: dict[str, Any]) -> str:
     style = "\n".join(static_file(name).decode() for name in ("uplot.min.css", "style.css"))
     charts, code = static_file("uplot.min.js").decode(), static_file(SCRIPT).decode()
     policy = (
-        f"default-src 'none'; script-src {_allowed(charts)} {_allowed(code)}; style-src {_allowed(style)}; "
+        f"default-src 'none'; script-src {_source_hash(charts)} {_source_hash(code)}; style-src {_source_hash(style)}; "
         "img-src data:; base-uri 'none'; form-action 'none'"
     )
     data = json.dumps(embedded, ensure_ascii=False, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
@@ -42,7 +42,7 @@ def one_file(embedded: dict[str, Any]) -> str:
     return page.encode("utf-8", "replace").decode()
 
 
-def _allowed(text: str) -> str:
+def _source_hash(text: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
@@ -53,7 +53,6 @@ STEPS, GROUPS = 12, 16
 
 
 def export(answers: Answers, path: Path) -> Path:
-    """Write the file and give its path."""
     names = list(answers.runs.folders())
     held: dict[str, Any] = {"runs": answers.answer("runs", {})}
     for name in names:
@@ -85,8 +84,8 @@ def _run(answers: Answers, run: str, room: int) -> dict[str, Any]:
 def _steps(answers: Answers, run: str, room: int) -> Iterator[tuple[str, int, dict[str, Any]]]:
     # (kind, step, its answers) of the newest, the first and those between, until there is no more room.
     available = answers.answer("steps", {"run": run})
-    wanted = [("val", step) for step in spread(available["val"], 3)] + [
-        ("step", step) for step in spread(available["step"], STEPS)
+    wanted = [("val", step) for step in pick_evenly(available["val"], 3)] + [
+        ("step", step) for step in pick_evenly(available["step"], STEPS)
     ]
     for kind, step in sorted(wanted, key=lambda one: -one[1]):
         try:
@@ -114,7 +113,7 @@ def _step(answers: Answers, run: str, kind: str, step: int) -> dict[str, Any]:
     return held
 
 
-def spread(steps: list[int], count: int) -> list[int]:
+def pick_evenly(steps: list[int], count: int) -> list[int]:
     """At most `count` of the steps, evenly, the first and the last among them."""
     if len(steps) <= count:
         return steps

@@ -14,8 +14,7 @@ from posttrain.tracking.rundir import DIAGNOSIS, TIMELINE, read_lines
 from posttrain.tracking.safe_files import read_settings
 from posttrain.tracking.step_line import error_kind
 from posttrain.view.catalogue import Catalogue
-from posttrain.view.sample_file import SampleFile
-from posttrain.view.samples import preview
+from posttrain.view.samples import SampleFile, preview
 
 # The metric of an advice by its words, for lines of diagnosis.jsonl that have only texts.
 METRIC_OF = {
@@ -35,7 +34,7 @@ TIMELINE_STEPS = 40
 
 
 def diagnosis(folder: Path, names: list[str]) -> list[dict[str, Any]]:
-    """Advice of all steps: (step, text, the metric behind it, the rule that spoke)."""
+    """Advice of all steps: (step, text, the metric behind it, its rule)."""
     found = []
     for line in read_lines(folder / DIAGNOSIS):
         step, said = line.get("step"), line.get("advice")
@@ -127,7 +126,7 @@ class NoPlan(LookupError):
 
 
 def planned_memory(folder: Path) -> dict[str, Any]:
-    """Planned GB by stage, with the run's stages that each stands for. Loads torch, but no weights."""
+    """Planned GB by stage, with the run's stages that each covers. Loads torch, but no weights."""
     from posttrain.config import load_config
     from posttrain.errors import UserError
     from posttrain.planning.budgets import apply_plan, planner_for
@@ -154,7 +153,7 @@ def planned_memory(folder: Path) -> dict[str, Any]:
 
 
 def _without_model_code(tree: Any) -> Any:
-    # Looking at somebody else's run must not execute the code that comes with its model.
+    # Viewing another user's run must not execute the code that comes with its model.
     if not isinstance(tree, dict):
         return tree
     return {key: False if key == "trust_remote_code" else _without_model_code(value) for key, value in tree.items()}

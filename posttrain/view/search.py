@@ -18,10 +18,9 @@ import numpy as np
 import pyarrow as pa
 
 from posttrain.tracking.samples import step_of
-from posttrain.view.catalogue import give_way
-from posttrain.view.metrics import number
-from posttrain.view.sample_file import SampleFile, pc
-from posttrain.view.samples import KINDS
+from posttrain.view.catalogue import yield_to_answers
+from posttrain.view.runs import number
+from posttrain.view.samples import KINDS, SampleFile, pc
 
 BITS = 18  # 2**18 bits are 32 KiB a file
 
@@ -62,7 +61,7 @@ class TrigramIndex:
     def _make(self, paths: list[Path], wait: Callable[[], object]) -> None:
         wait()
         for path in paths:
-            give_way()
+            yield_to_answers()
             try:
                 changed = path.stat().st_mtime_ns
                 self._maps[path] = (changed, bitmap(path))
@@ -103,7 +102,7 @@ def search(
 ) -> Iterator[dict[str, Any]]:
     """Lines `{"hits": [...]}` and `{"at": step, "done": files, "files": all}`; the last has `end`.
 
-    A hit is (step, uid, sample, score, column, text around). `before`: only steps before this one, to go on with.
+    A hit is (step, uid, sample, score, column, text around). `before`: only steps before this one, to continue.
     """
     paths = [path for path in reversed(KINDS[kind](folder / "samples")) if before is None or step_of(path) < before]
     words, found, at = words.strip(), 0, None

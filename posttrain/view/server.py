@@ -92,7 +92,7 @@ _NO_TOKEN = (
 
 
 class Viewer(ThreadingHTTPServer):
-    """Serves `answers` on 127.0.0.1:`port`, or on the next free port where that is the default and taken."""
+    """Serves `answers` on 127.0.0.1:`port`, or on the next free port if no port was given and the default is taken."""
 
     daemon_threads = True
 
@@ -190,7 +190,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _send(self, status: int, kind: str, data: bytes, *, kept: bool = False) -> None:
         self.send_response(status)
         if len(data) > _SMALL and "gzip" in (self.headers.get("Accept-Encoding") or ""):
-            data = _packed(data) if kept else gzip.compress(data, 1)
+            data = _compress(data) if kept else gzip.compress(data, 1)
             self.send_header("Content-Encoding", "gzip")
         self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(data)))
@@ -207,7 +207,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 @cache
-def _packed(data: bytes) -> bytes:
+def _compress(data: bytes) -> bytes:
     # Files of the page never change, so they are compressed once, and better than answers.
     return gzip.compress(data, 6)
 

@@ -22,12 +22,12 @@ _SEED_OR_NAME = re.compile(
 
 
 def settings(folder: Path) -> dict[str, str]:
-    """By dotted key, as text; empty where there is no file that can be read."""
+    """By dotted key, as text; empty without a readable file."""
     return _kept(folder)[0]
 
 
 def settings_problem(folder: Path) -> str | None:
-    """Why the settings cannot be read; None where they can, or where there are none."""
+    """Why the settings cannot be read; None if they can, or if there are none."""
     return _kept(folder)[1]
 
 

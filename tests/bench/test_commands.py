@@ -66,13 +66,15 @@ def test_in_every_table_that_was_published_the_default_engine_is_above_generate(
 
 def test_distances_from_the_truth_are_those_of_single_tokens():
     from posttrain.bench.ours.engines import distance
-    from posttrain.bench.peers.wire import sampled
+    from posttrain.bench.peers.wire import pick_samples
 
     found = distance([[-1.0, -2.0], [-3.0]], [[-1.0, -2.5], [-2.0]])
     assert found["mean"] == pytest.approx(0.5) and found["max"] == 1.0 and found["tokens"] == 3
     assert found["kl"] == pytest.approx((0 + (math.exp(-0.5) - 0.5) + (math.e - 2)) / 3)
     rows = [[row] for row in range(8)]
-    assert sampled({"sample": 4}, rows, rows)["sampled"]["rows"] == [0, 2, 4, 6] and not sampled({}, rows, rows)
+    assert pick_samples({"sample": 4}, rows, rows)["sampled"]["rows"] == [0, 2, 4, 6] and not pick_samples(
+        {}, rows, rows
+    )
 
 
 def test_several_works_are_measured_in_one_loading(tiny: Path, tmp_path: Path, capsys):

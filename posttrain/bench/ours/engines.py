@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 
-from posttrain.bench.peers.wire import rollout_answer, rows_of, sampled, serve, timed
+from posttrain.bench.peers.wire import get_rows, pick_samples, rollout_answer, serve, time_call
 from posttrain.bench.workload import make_workload
 from posttrain.trainer.constants_ppo import apply_environment
 
@@ -37,7 +37,6 @@ def load(job: dict[str, Any]) -> tuple[Any, str]:
 
 
 def rollout(job: dict[str, Any]):
-    """The batches of a job."""
     from posttrain.rollout.base import Sampling
     from posttrain.rollout.generate import generate
 
@@ -50,12 +49,12 @@ def rollout(job: dict[str, Any]):
         return outputs
 
     def run(request: dict[str, Any]) -> dict[str, Any]:
-        prompts, lengths = rows_of(job, request)
+        prompts, lengths = get_rows(job, request)
         samplings = [Sampling(max_tokens=n, temperature=job["temperature"]) for n in lengths]
-        seconds, outputs = timed(lambda: batch(prompts, samplings, request["seed"]))
+        seconds, outputs = time_call(lambda: batch(prompts, samplings, request["seed"]))
         tokens, log_probs = [output.token_ids for output in outputs], [output.log_probs for output in outputs]
         answer = rollout_answer(seconds, lengths, [*map(len, tokens)], [*map(len, log_probs)])
-        return {**answer, **sampled(request, tokens, log_probs)}
+        return {**answer, **pick_samples(request, tokens, log_probs)}
 
     return {"engine": name}, run
 
@@ -128,7 +127,7 @@ def sync(job: dict[str, Any]):
     def run(request: dict[str, Any]) -> dict[str, Any]:
         with torch.no_grad():
             next(module.parameters()).mul_(1.0)  # the weights are new
-        seconds, _ = timed(lambda: hand_over(request["seed"] + 1))
+        seconds, _ = time_call(lambda: hand_over(request["seed"] + 1))
         return {"seconds": seconds, "bytes": size, "moved": 0 if engine.shares_weights else size}
 
     return {"engine": name, "share": share}, run
@@ -170,7 +169,7 @@ def float32(job: dict[str, Any]):
         model: Any = AutoModelForCausalLM.from_pretrained(job["model"], dtype=dtype, attn_implementation=attention)
         return model.eval().to(device)
 
-    def scored(model: Any, prompts: list[list[int]], tokens: list[list[int]]) -> list[list[float]]:
+    def score_rows(model: Any, prompts: list[list[int]], tokens: list[list[int]]) -> list[list[float]]:
         found = []  # row by row: nothing is padded, and the logits of only one row are in memory
         with torch.inference_mode():
             for prompt, answer in zip(prompts, tokens, strict=True):
@@ -180,7 +179,7 @@ def float32(job: dict[str, Any]):
                 found.append(chosen[:, 0].tolist())
         return found
 
-    def trained(prompts: list[list[int]], tokens: list[list[int]]) -> list[list[float]]:
+    def score_with_trainer(prompts: list[list[int]], tokens: list[list[int]]) -> list[list[float]]:
         outputs = [Output(row, ids, [0.0] * len(ids), "length") for row, ids in enumerate(tokens)]
         log_probs_BR = trainer.log_probs(to_batch(prompts, outputs, pad_token_id=0))["log_probs"]
         return [row[: len(ids)].tolist() for row, ids in zip(log_probs_BR, tokens, strict=True)]
@@ -192,8 +191,8 @@ def float32(job: dict[str, Any]):
 
     def run(request: dict[str, Any]) -> dict[str, Any]:
         prompts, tokens, given = request["prompts"], request["tokens"], request["log_probs"]
-        right = scored(truth, prompts, tokens)
-        ours, theirs = trained(prompts, tokens), scored(plain, prompts, tokens)
+        right = score_rows(truth, prompts, tokens)
+        ours, theirs = score_with_trainer(prompts, tokens), score_rows(plain, prompts, tokens)
         return {
             "rollout": distance(given, right),
             "trainer": distance(ours, right),

@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.bench.peers import reward
-from posttrain.bench.peers.wire import serve, timed
+from posttrain.bench.peers.wire import serve, time_call
 from posttrain.trainer.constants_ppo import apply_environment
 
 
 def settings_of(job: dict[str, Any], folder: str, seed: int) -> dict[str, Any]:
-    """The run's configuration."""
     return {
         "algorithm.adv_estimator": "grpo",
         "actor_rollout_ref.model.path": job["model"],
@@ -56,7 +55,6 @@ def peak(lines: list[dict[str, float]]) -> float:
 
 
 def step(job: dict[str, Any]):
-    """Whole steps."""
     import torch
 
     import posttrain
@@ -146,7 +144,7 @@ def train(job: dict[str, Any]):
             torch.cuda.synchronize()
 
     def run(request: dict[str, Any]) -> dict[str, Any]:
-        seconds, _ = timed(update)
+        seconds, _ = time_call(update)
         peak = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else None
         return {"seconds": seconds, "computed": computed, "passes": len(passes), "peak_gib": peak}
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from wire import largest, rollout_answer, rows_of, sampled, serve, shares_prompts, timed  # pyright: ignore
+from wire import get_rows, largest, pick_samples, rollout_answer, serve, shares_prompts, time_call  # pyright: ignore
 
 
-def loaded(job: dict[str, Any]) -> Any:
+def load_model(job: dict[str, Any]) -> Any:
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -22,7 +22,7 @@ def generate(job: dict[str, Any]):
     import torch
     from transformers import GenerationConfig
 
-    model = loaded(job).eval()
+    model = load_model(job).eval()
     model.generation_config = GenerationConfig()
     settings = {"attn_implementation": "sdpa", "cache_implementation": None, "compile": False, **job["settings"]}
     if settings["compile"]:
@@ -42,7 +42,7 @@ def generate(job: dict[str, Any]):
             cache_implementation=settings["cache_implementation"],
         )
 
-    def padded(prompts: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
+    def pad(prompts: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
         width = max(map(len, prompts))
         ids = [[0] * (width - len(row)) + row for row in prompts]
         mask = [[0] * (width - len(row)) + [1] * len(row) for row in prompts]
@@ -61,12 +61,12 @@ def generate(job: dict[str, Any]):
 
     def run(request: dict[str, Any]) -> dict[str, Any]:
         torch.manual_seed(request["seed"])
-        prompts, lengths = rows_of(job, request)
-        ids, mask = padded(prompts)
-        seconds, (tokens, log_probs) = timed(lambda: batch(ids, mask, max(lengths)))
+        prompts, lengths = get_rows(job, request)
+        ids, mask = pad(prompts)
+        seconds, (tokens, log_probs) = time_call(lambda: batch(ids, mask, max(lengths)))
         answer = rollout_answer(seconds, lengths, [*map(len, tokens)], [*map(len, log_probs)])
         cut = [[row[:n] for row, n in zip(rows, lengths, strict=True)] for rows in (tokens, log_probs)]
-        return {**answer, **sampled(request, *cut)}
+        return {**answer, **pick_samples(request, *cut)}
 
     return settings, run
 
@@ -75,7 +75,7 @@ def continuous(job: dict[str, Any]):
     """Requests enter and leave a paged cache, each with its own length."""
     from transformers import ContinuousBatchingConfig, GenerationConfig
 
-    model = loaded(job).eval()
+    model = load_model(job).eval()
     rows, longest = largest(job)
     page = 32
     settings = {
@@ -113,12 +113,12 @@ def continuous(job: dict[str, Any]):
         return {name: done[name] for name in names}
 
     def run(request: dict[str, Any]) -> dict[str, Any]:
-        prompts, lengths = rows_of(job, request)
-        seconds, done = timed(lambda: batch(prompts, lengths))
+        prompts, lengths = get_rows(job, request)
+        seconds, done = time_call(lambda: batch(prompts, lengths))
         tokens = [result.generated_tokens for result in done.values()]
         log_probs = [result.logprobs for result in done.values()]
         answer = rollout_answer(seconds, lengths, [*map(len, tokens)], [*map(len, log_probs)])
-        return {**answer, **sampled(request, tokens, log_probs)}
+        return {**answer, **pick_samples(request, tokens, log_probs)}
 
     return settings, run
 
@@ -129,7 +129,7 @@ def update(job: dict[str, Any]):
     import torch
 
     device: str = job["device"]
-    model: Any = loaded(job)
+    model: Any = load_model(job)
     if job["checkpointing"]:
         model.gradient_checkpointing_enable()
         model.train()
@@ -175,7 +175,7 @@ def update(job: dict[str, Any]):
             torch.cuda.synchronize()
 
     def run(request: dict[str, Any]) -> dict[str, Any]:
-        seconds, _ = timed(update)
+        seconds, _ = time_call(update)
         peak = torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else None
         return {"seconds": seconds, "computed": len(rows) * width, "passes": -(-len(rows) // micro), "peak_gib": peak}
 

@@ -60,14 +60,14 @@ def packages() -> dict[str, str]:
     return {d.metadata["Name"]: d.version for d in sorted(distributions(), key=lambda d: d.metadata["Name"].lower())}
 
 
-def timed(work: Callable[[], Any]) -> tuple[float, Any]:
+def time_call(work: Callable[[], Any]) -> tuple[float, Any]:
     """(seconds, result)."""
     started = time.perf_counter()
     result = work()
     return time.perf_counter() - started, result
 
 
-def rows_of(job: Job, request: dict[str, Any]) -> tuple[list[list[int]], list[int]]:
+def get_rows(job: Job, request: dict[str, Any]) -> tuple[list[list[int]], list[int]]:
     """(prompts, response lengths) of the work that is asked for; while warming up, of at most `most` tokens."""
     work = job["works"][request.get("work", 0)]
     most = request.get("most")
@@ -99,7 +99,7 @@ def rollout_answer(
     return {"seconds": seconds, "tokens": sum(wanted), "computed": sum(made), "log_probs": complete}
 
 
-def sampled(request: dict[str, Any], tokens: Sequence[Sequence[int]], log_probs: Sequence[Sequence[float]]) -> Job:
+def pick_samples(request: dict[str, Any], tokens: Sequence[Sequence[int]], log_probs: Sequence[Sequence[float]]) -> Job:
     """As many rows as the request wants to see, from all over the batch, as they were sampled."""
     wanted = request.get("sample")
     if not wanted:

@@ -1,4 +1,4 @@
-"""Kernels for CUDA devices, written in Triton; each has a torch twin for machines without Triton.
+"""Kernels for CUDA devices, written in Triton; each has a torch equivalent for machines without Triton.
 
 Counts that differ from batch to batch are `do_not_specialize`: Triton compiles a kernel again when such a number first
 is, or is not, divisible by 16, and a run would stop for half a second in the middle. This file imports no Triton.

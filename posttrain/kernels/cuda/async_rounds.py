@@ -47,7 +47,7 @@ class RowPlaces:
         gone = np.flatnonzero((numbers != FREE) & ~np.isin(numbers, rows))
         numbers[gone] = FREE
         stay, moved = np.flatnonzero(numbers != FREE), None
-        if len(stay) and stay[-1] >= size:  # a smaller graph serves the rest, once all are in front
+        if len(stay) and stay[-1] >= size:  # the remaining rows fit a smaller graph once they are in front
             moved, staying = stay, numbers[stay]
             self.clear()
             numbers[: len(stay)] = staying

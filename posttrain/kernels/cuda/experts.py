@@ -51,8 +51,9 @@ class Tile:
         return f"{self.rows}x{self.columns}x{self.depth} w{self.warps} s{self.stages}{kind}"
 
 
-# (mean tokens of an expert up to which they serve, the tile of gate and up, the tile of down): the fastest of 36 on an
-# H200 for 128 experts of 2048 x 768, at 4, 16, 32, 64 and 512 tokens an expert (`scripts/measure_mixture.py --sweep`).
+# (mean tokens of an expert up to which they are used, the tile of gate and up, the tile of down): the fastest of 36 on
+# an H200 for 128 experts of 2048 x 768, at 4, 16, 32, 64 and 512 tokens an expert (`scripts/measure_mixture.py
+# --sweep`).
 TILES: tuple[tuple[float, Tile, Tile], ...] = (
     (8, Tile(16, 64, 128, 4, 3, True, True), Tile(16, 64, 128, 4, 3, True, True)),
     (23, Tile(32, 64, 64, 4, 3, True, True), Tile(32, 64, 128, 4, 3, True, True)),
@@ -72,7 +73,7 @@ FP8_TILES: tuple[tuple[float, Tile, Tile], ...] = (
 
 
 def tiles_for(pairs: int, experts: int, dtype: torch.dtype) -> tuple[Tile, Tile]:
-    """The tiles of a step of so many pairs. They follow from sizes alone: a captured step must serve any routing."""
+    """The tiles for so many pairs. They follow from sizes alone, since a captured step must fit any routing."""
     table = FP8_TILES if dtype is FP8 else TILES
     gate_up, down = next((one, other) for most, one, other in table if pairs <= most * experts)
     if dtype is torch.float32:  # twice the bytes, and no matrix units of its precision
@@ -287,7 +288,7 @@ def gate_up_pairs(
     experts, both, width = weights.shape
     size = both // 2
     out = x.new_empty(len(order_P), size, dtype=dtype or x.dtype)
-    weight, even = _as_read(weights, tile), size % tile.columns == 0 and width % tile.depth == 0
+    weight, even = _describe(weights, tile), size % tile.columns == 0 and width % tile.depth == 0
     early = comes_early(x.device)
     _gate_up[(triton.cdiv(size, tile.columns), experts)](
         x, weight, *scales, out, order_P, ends_X, width, size, len(order_P) // len(x), tile.rows, tile.columns,
@@ -309,7 +310,7 @@ def down_pairs(
     x, weights, scales = _parts(x_PI, weight_XEI)
     experts, width, size = weights.shape
     out = x.new_empty(len(order_P), width, dtype=dtype or x.dtype)
-    weight, even = _as_read(weights, tile), width % tile.columns == 0 and size % tile.depth == 0
+    weight, even = _describe(weights, tile), width % tile.columns == 0 and size % tile.depth == 0
     early = comes_early(x.device)
     _down[(triton.cdiv(width, tile.columns), experts)](
         x, weight, *scales, out, order_P, ends_X, width, size, tile.rows, tile.columns, tile.depth,
@@ -327,7 +328,7 @@ def _parts(x: Rows, weight: Rows) -> tuple[torch.Tensor, torch.Tensor, tuple[Any
     return x, weight, (None, None)
 
 
-def _as_read(weight: torch.Tensor, tile: Tile) -> torch.Tensor | TensorDescriptor:
+def _describe(weight: torch.Tensor, tile: Tile) -> torch.Tensor | TensorDescriptor:
     # The weights of all experts as one matrix for the copy engine, whose rows must begin at multiples of 16 bytes. A
     # tile may reach into the next expert's rows; results of those are not stored.
     if not tile.described or weight.shape[2] * weight.element_size() % 16:

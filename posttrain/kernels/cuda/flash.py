@@ -106,7 +106,7 @@ def _forward(query, key, value, ends_q, ends_k, longest_q, longest_k, causal, sc
 
 
 def attention_forward(query_THD, key_TKD, value_TKD, pieces: Pieces, scale: float):
-    """(outputs, logarithms of sums (H, T), what the way back needs besides)."""
+    """(outputs, logarithms of sums (H, T), state for the backward pass)."""
     if pieces.long(query_THD.shape[-1]):
         return long_rows.attention_forward(query_THD, key_TKD, value_TKD, pieces.lengths, scale)
     out, logsum_HT, *state = _forward(query_THD, key_TKD, value_TKD, *pieces.ends, True, scale)

@@ -89,7 +89,7 @@ def _gate(gate, up, KIND: tl.constexpr):
 def _gated_tile(X, W, OUT, tile, rows, size, E: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
     tiles_m = tl.cdiv(rows, BM)
     m, n = tile % tiles_m, tile // tiles_m
-    acc = tl.zeros([BM, 2 * BN], tl.float32)  # gate and up side by side: what is read of X serves both
+    acc = tl.zeros([BM, 2 * BN], tl.float32)  # gate and up in one product: X is read once for both
     for k in range(0, E, BK):
         weight = tl.reshape(W.load([0, n * BN, k]), [2 * BN, BK])
         acc = tl.dot(X.load([m * BM, k]), weight.T, acc)

@@ -19,7 +19,7 @@ import triton.language as tl
 
 from posttrain.kernels.cuda import FINE, LEAST_ROWS, MOST_STEPS, MOST_TOKENS, bucket, fused_products, to_device
 from posttrain.kernels.cuda.async_rounds import PendingResults, RowPlaces
-from posttrain.kernels.cuda.decode_attention import StepRows, splits_for
+from posttrain.kernels.cuda.paged_attention import StepRows, splits_for
 from posttrain.kernels.cuda.row_buffers import RowBuffers
 from posttrain.kernels.cuda.sampling import CHUNK, _pick, sum_chunks
 from posttrain.kernels.whole_step import DecodeRows

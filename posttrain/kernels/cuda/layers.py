@@ -33,7 +33,7 @@ def _norm_forward(X, WEIGHT, OUT, INVERSE, COPY, size, epsilon, COPIED: tl.const
 def norm_forward(
     x_TE: torch.Tensor, weight_E: torch.Tensor, epsilon: float, copy_TE: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(x / rms(x) * weight, 1 / rms(x)); x itself goes to `copy`, where there is one."""
+    """(x / rms(x) * weight, 1 / rms(x)); x itself is copied to `copy`, if given."""
     out, inverse = torch.empty_like(x_TE), x_TE.new_empty(len(x_TE), dtype=torch.float32)
     block = triton.next_power_of_2(x_TE.shape[1])
     _norm_forward[(len(x_TE),)](
@@ -62,7 +62,7 @@ def _norm_backward(
         grad = tl.load(GRAD + base, mask=real, other=0.0).to(tl.float32)
         inverse = tl.load(INVERSE + token)
         normed = x * inverse
-        if TRAINED:  # norms beside adapters are frozen
+        if TRAINED:  # frozen with LoRA
             part += grad * normed
         weighted = grad * weight
         grad_x = (weighted - normed * (tl.sum(weighted * normed, 0) / size)) * inverse

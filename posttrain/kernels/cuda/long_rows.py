@@ -54,7 +54,7 @@ def _starts(lengths: Sequence[int]) -> list[int]:
 
 
 def attention_forward(query_THD, key_TKD, value_TKD, lengths: Sequence[int], scale: float):
-    """(outputs (T, H, D), logarithms of sums, flat, and what the way back needs besides, by row)."""
+    """(outputs (T, H, D), logarithms of sums, flat, and state for the backward pass, by row)."""
     outs, logsums, states = [], [], []
     for start, length in zip(_starts(lengths), lengths, strict=True):
         query, key, value = (_row(x, start, length) for x in (query_THD, key_TKD, value_TKD))
