@@ -52,9 +52,8 @@ class RowBuffers:
         """These of the rows take these places; of a new row all that can be under way is its first token."""
         made = rows.under_way[which]
         position, count = rows.positions[which] + made, rows.counts[which] + made
-        prompt = position - count + 1  # the newest token is not in the cache yet
         settings = (rows.limits[which], rows.stops[which], rows.greedy[which], rows.temperatures[which].view(np.int32))
-        ints = np.stack([position, prompt, count, *settings, np.zeros_like(made), made]).astype(np.int32)
+        ints = np.stack([position, rows.gaps[which], count, *settings, np.zeros_like(made), made]).astype(np.int32)
         longs = np.stack([rows.last[which], rows.seeds[which].view(np.int64)])
         index, ints, longs, table = (self._sent(array) for array in (places, ints, longs, rows.table[which]))
         self.ints_CB.index_copy_(1, index, ints)
