@@ -9,7 +9,7 @@ from posttrain.conversations.batch import ROW_FIELDS
 from posttrain.conversations.conversation import Key
 from posttrain.conversations.loop import ConversationLoop
 from posttrain.rollout.base import Output, Request, RolloutEngine, Sampling
-from posttrain.rollout.generate import advance
+from posttrain.rollout.generate import advance, until_others_may_join
 
 
 class Asking:
@@ -33,9 +33,10 @@ class Asking:
 
     def advance(self) -> list[Output]:
         """Whole responses, if there is news of any."""
-        outputs = advance(self.engine)
         if self.turns is None:
-            return outputs
+            return advance(self.engine)
+        others = (until_others_may_join(self.engine),) if self.turns.others_may_join else ()
+        outputs = advance(self.engine, *others)
         whole = self.turns.receive(0, outputs)
         at_rest = not self.engine.has_work()
         if at_rest or not self.turns.in_rounds:
