@@ -113,6 +113,7 @@ class DecodeRows:
     histories: np.ndarray  # (B,) int64
     numbers: np.ndarray  # (B,) int64
     under_way: np.ndarray  # (B,) int64
+    gaps: np.ndarray  # (B,) int32, where the one block starts that need not follow a full one
     next_history: np.ndarray  # (1,) int64
     stop_sets: Sequence[Sequence[int]]
     table: np.ndarray  # (B, N) int32

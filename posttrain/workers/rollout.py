@@ -20,7 +20,7 @@ from posttrain.models.loading import check_positions, end_token_ids, end_token_n
 from posttrain.protocol import DataProto
 from posttrain.rollout.base import Output, Request, RolloutEngine, Sampling
 from posttrain.rollout.engines import build_engine
-from posttrain.rollout.generate import advance, generate, to_batch
+from posttrain.rollout.generate import advance, generate, to_batch, until_others_may_join
 from posttrain.rollout.settings import sampling_for
 from posttrain.workers.engine_worker import policy_notes
 from posttrain.workers.policy import PolicyWorker
@@ -124,9 +124,10 @@ class RolloutWorker:
         self._sleep_if_idle()
 
     @register(to_all, team=engine_ranks)
-    def advance(self) -> tuple[list[Output], bool]:
-        """(responses that ended, whether others are under way): decodes until there is news, or nothing to do."""
-        ended = advance(self.engine)
+    def advance(self, others_may_join: bool = False) -> tuple[list[Output], bool]:
+        """(responses that ended, whether others are under way): decodes until there is news, or nothing to do; or for a
+        moment only, where turns of other conversations may become ready meanwhile."""
+        ended = advance(self.engine, until_others_may_join(self.engine)) if others_may_join else advance(self.engine)
         self._check_lock_step(ended)
         self._sleep_if_idle()
         return ended, self.engine.has_work()

@@ -12,7 +12,7 @@ from posttrain.conversations.conversation import Key
 from posttrain.conversations.loop import ConversationLoop
 from posttrain.data.dataset import PromptItem
 from posttrain.rollout.base import Output, Request, RolloutEngine, Sampling
-from posttrain.rollout.generate import advance
+from posttrain.rollout.generate import advance, until_others_may_join
 from posttrain.rollout.sampling import row_seeds
 from posttrain.texts import own_words
 from posttrain.trainer.ppo.reward import score_by_agent
@@ -38,9 +38,10 @@ class Requests:
 
     def advance(self) -> list[Output]:
         """Whole responses, if there is news of any."""
-        outputs = advance(self.engine)
         if self.turns is None:
-            return outputs
+            return advance(self.engine)
+        others = (until_others_may_join(self.engine),) if self.turns.others_may_join else ()
+        outputs = advance(self.engine, *others)
         whole = self.turns.receive(0, outputs)
         at_rest = not self.engine.has_work()
         if at_rest or not self.turns.in_rounds:

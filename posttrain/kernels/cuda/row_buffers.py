@@ -45,9 +45,8 @@ class RowBuffers:
         """Put rows `which` at these places. A new row can have nothing but its first token under way."""
         made = rows.under_way[which]
         position, count = rows.positions[which] + made, rows.counts[which] + made
-        prompt = position - count + 1  # the newest token is not in the cache yet
         settings = (rows.limits[which], rows.stops[which], rows.greedy[which], rows.temperatures[which].view(np.int32))
-        ints = np.stack([position, prompt, count, *settings, np.zeros_like(made), made]).astype(np.int32)
+        ints = np.stack([position, rows.gaps[which], count, *settings, np.zeros_like(made), made]).astype(np.int32)
         longs = np.stack([rows.last[which], rows.seeds[which].view(np.int64)])
         index, ints, longs, table = (self._sent(array) for array in (places, ints, longs, rows.table[which]))
         self.ints_CB.index_copy_(1, index, ints)

@@ -22,7 +22,7 @@ from posttrain.rollout.sampling import sample_unread
 _COLUMNS_OF_ROWS = {
     "last": "last", "positions": "length", "counts": "count", "limits": "limit", "seeds": "seed",
     "temperatures": "temperature", "greedy": "greedy", "stops": "stops", "histories": "history", "numbers": "number",
-    "under_way": "under_way",
+    "under_way": "under_way", "gaps": "gap",
 }  # fmt: skip
 _REASONS = {1: "stop", 2: "length"}
 Ended = dict[int, str]

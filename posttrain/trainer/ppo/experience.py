@@ -226,8 +226,9 @@ class Experience:
     def _advance(self) -> None:
         """Let every rank decode that has requests and is not decoding."""
         idle = self._busy - self._advancing.keys()
+        others_may_join = (True,) if self.turns is not None and self.turns.others_may_join else ()
         if idle:
-            self._advancing |= {rank: self.rollout.advance.on(rank) for rank in sorted(idle)}
+            self._advancing |= {rank: self.rollout.advance.on(rank, *others_may_join) for rank in sorted(idle)}
 
     def decode(self, ids: list[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=True)
