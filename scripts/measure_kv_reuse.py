@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from posttrain.config.rollout import RolloutConfig
 from posttrain.kernels.decode import BLOCK
 from posttrain.models.attention import ATTENTION
-from posttrain.models.norms import fuse_norms
+from posttrain.models.fused_layer import fuse_norms
 from posttrain.rollout.base import Output, Request, Sampling
 from posttrain.rollout.native import NativeEngine
 from posttrain.rollout.native.build import build_native

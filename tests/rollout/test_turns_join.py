@@ -9,13 +9,13 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+from posttrain.commands.generation.loop import Requests
 from posttrain.config.root import PPOConfig
 from posttrain.conversations.opening import open_conversations
 from posttrain.conversations.tools.registry import register_tool
 from posttrain.models.embedded import byte_tokenizer
 from posttrain.rollout.base import Output, Request, RolloutEngine, Sampling
 from posttrain.rollout.generate import advance, until_others_may_join
-from posttrain.trainer.generation.asking import Asking
 
 LONG, STEP_S, TOOL_S = 400, 0.005, 0.1
 CALL = '<tool_call>{"name": "slow", "arguments": {"word": "x"}}</tool_call><|end|>'
@@ -57,7 +57,7 @@ class OneTokenAStep(RolloutEngine):
 
 
 @contextmanager
-def conversations(*, in_rounds: bool) -> Iterator[tuple[Asking, OneTokenAStep]]:
+def conversations(*, in_rounds: bool) -> Iterator[tuple[Requests, OneTokenAStep]]:
     @register_tool("slow")
     def slow(word: str) -> str:
         """Takes its time."""
@@ -70,19 +70,19 @@ def conversations(*, in_rounds: bool) -> Iterator[tuple[Asking, OneTokenAStep]]:
     device = torch.device("cpu" if in_rounds else "cuda")  # nothing is computed here
     engine = OneTokenAStep(tokenizer)
     with open_conversations(config, tokenizer, device, lambda _: None) as loop:
-        asking = Asking(engine, Sampling(max_tokens=2 * LONG), loop)
+        requests = Requests(engine, Sampling(max_tokens=2 * LONG), loop)
         row = dict.fromkeys(("raw_prompt", "data_source", "ground_truth", "extra_info", "index"))
         for sample, text in enumerate(("call", "long")):
-            asking.submit((0, sample), tokenizer(text)["input_ids"], sample, row)
-        yield asking, engine
+            requests.submit((0, sample), tokenizer(text)["input_ids"], sample, row)
+        yield requests, engine
 
 
 @pytest.mark.parametrize("in_rounds", [False, True])
 def test_a_turn_that_is_ready_does_not_wait_for_the_end_of_another_row(in_rounds):
     ended = {}
-    with conversations(in_rounds=in_rounds) as (asking, engine):
-        while asking.has_work():
-            for output in asking.advance():
+    with conversations(in_rounds=in_rounds) as (requests, engine):
+        while requests.has_work():
+            for output in requests.advance():
                 ended[output.id] = engine.steps
     before = ended[0, 0] < ended[0, 1]
     # Rounds admit turns in an order that no clock decides, so there the turn behind the tool comes after the long one.
