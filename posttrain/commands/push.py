@@ -32,6 +32,7 @@ def main(args: Sequence[str]) -> int:
     parser.add_argument("--folder", type=Path, metavar="FOLDER", help="write the files here and upload nothing")
     options = parser.parse_args(args)
     step = _checked(options.checkpoint, options.repo)
+    # Everything is written locally first: an export that fails leaves no half-filled repository on the hub.
     with tempfile.TemporaryDirectory(prefix="posttrain-push-") as scratch:
         folder = options.folder or Path(scratch) / "model"
         with waiting():

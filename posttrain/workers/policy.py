@@ -198,6 +198,7 @@ class ReferenceWorker:
             with self.engine.on_device():
                 yield self.engine
             return
+        # With LoRA the base never changes: without adapters it is the reference, and no second copy is held.
         assert self.policy is not None
         with self.policy.engine.on_device(), self.policy.engine.base_only():
             yield self.policy.engine

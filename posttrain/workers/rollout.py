@@ -103,6 +103,7 @@ class RolloutWorker:
         columns = [fields[name].tolist() for name in ("uid", "sample", "raw_prompt_ids", "seed")]
         if not self.awake:
             self.wake()
+        # With several turns the cache of a finished request stays: the next turn continues from it.
         keep = turn_settings(self.config.actor_rollout_ref.rollout.multi_turn).enable
         for uid, sample, ids, seed in zip(*columns, strict=True):
             self.engine.submit(Request((uid, sample), ids, sampling, int(seed), keep=keep))

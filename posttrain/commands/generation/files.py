@@ -71,6 +71,7 @@ class Parts:
         except OSError as error:
             raise UserError(f"{self.folder} cannot be made: {error}. Name another place with --out.") from error
         try:
+            # Under the lock: two commands that start at once must not both decide that nothing is there yet.
             self._claim()
         except BaseException:
             self._lock.release()

@@ -207,6 +207,7 @@ class RayPPOTrainer(WorkerClasses):
         stage = self.recorder.stage
         step = self.step + 1
         self.reward_fn.progress = (self.step, self.sizes.total_steps)
+        # Every stage adds its fields to this one batch; rows keep their order from here to the update.
         batch, metrics = self._rollout(step)
         self._start_next_rollout()  # from here on other workers generate while these train
         self._check_step_zero(batch)
@@ -228,7 +229,7 @@ class RayPPOTrainer(WorkerClasses):
         with stage("adv"):
             metrics |= self._reward_kl(batch)
             self._advantages(batch)
-        self.recorder.keep_batch(step, batch)
+        self.recorder.keep_batch(step, batch)  # before the update: `posttrain replay` repeats it from this
         metrics |= self._update(batch, step)
         self.one_step_off.finish()  # a batch has one policy: no sync while it is under way
         with stage("sync"):
@@ -236,7 +237,7 @@ class RayPPOTrainer(WorkerClasses):
         self.step = step
         validation = self._validate_if_due()
         self.recorder.finish_step(step, batch, metrics, validation)
-        self._count_bad_steps(metrics)
+        self._count_bad_steps(metrics)  # after the metrics are written: they show what went wrong
         if self._save_is_due():
             self._save_checkpoint()
 
@@ -354,6 +355,7 @@ class RayPPOTrainer(WorkerClasses):
         if not warming_up:
             with self.recorder.stage("update_actor"):
                 metrics |= self._update_actor(batch, keep_tokens=self.recorder.samples_are_due(step))
+        # Some notes are known only after a first update, such as a user's loss that returns a scalar.
         if step == 1:
             for note in self.actor_rollout_wg.notes():
                 if note not in self.groups.notes:
@@ -362,6 +364,7 @@ class RayPPOTrainer(WorkerClasses):
 
     def _update_actor(self, batch: DataProto, *, keep_tokens: bool) -> dict[str, float]:
         """All optimizer steps on a batch; `keep_tokens` gives it the `new_log_probs` and `entropy` of these."""
+        # Keeping log-probs of every token costs memory on the device: only steps whose samples are written do.
         if not keep_tokens:
             return self.actor_rollout_wg.update_actor(batch)
         batch.batch[ROW] = torch.arange(len(batch))

@@ -141,7 +141,7 @@ class RewardManager:
         for key, _ in scored:
             uid, size, *_ = self._expected.pop(key)
             if self.pool is not None:
-                self.pool.leave_out(uid, size)
+                self.pool.leave_out(uid, size)  # or a function that compares a group would wait for it for ever
         self._unscored += scored
 
     def _written(

@@ -22,7 +22,7 @@ Look = Callable[[RowTable, int, Any], object]
 def check_inputs(resolved: Resolved, look: Look) -> None:
     """Raises the UserError that the run would raise later. What was read is kept for the run."""
     if resolved.node_rank:
-        return  # another machine drives the run, and has the data
+        return  # machine 0 drives the run, and has the data
     config = resolved.config
     _look_at_reward(config)
     for split in ("train", "val"):
