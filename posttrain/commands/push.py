@@ -47,7 +47,7 @@ def main(args: Sequence[str]) -> int:
 
 
 def _checked(checkpoint: Path, repo: str) -> int:
-    """The checkpoint's step. What is wrong is answered before torch is imported."""
+    # Returns the step. Wrong arguments are reported before torch is imported, which takes seconds.
     if not _REPO.fullmatch(repo):
         raise PushError(f"`{repo}` is not a repository on the hub: give OWNER/NAME, for example me/my-model.")
     found = _STEP.fullmatch(checkpoint.resolve().name)

@@ -116,7 +116,7 @@ def units_for(facts: EngineFacts, data: DataProto, max_rows: int | None) -> list
 
 
 def _computed(data: DataProto) -> list[tuple[int, bytes]]:
-    """By row, tokens of its prompt, and what is computed of its response: all but the last token, as int64 in bytes."""
+    # By row, tokens of its prompt, and what is computed of its response: all but the last token, as int64 in bytes.
     width = data.batch["responses"].shape[1]
     mask = data.batch["attention_mask"].cpu()
     prompts, responses = mask[:, :-width].sum(-1).tolist(), mask[:, -width:].sum(-1).tolist()
@@ -139,7 +139,7 @@ def _unit(rows: list[int], computed: list[tuple[int, bytes]]) -> Unit:
 
 
 def _cost(tokens: int, width: int) -> int:
-    """Arithmetic of one layer over a sequence, in units of 4 x width: 24 x width^2 per token, 4 x width per pair."""
+    # Arithmetic of one layer over a sequence, in units of 4 x width: 24 x width^2 per token, 4 x width per pair.
     return tokens * (6 * width + tokens)
 
 

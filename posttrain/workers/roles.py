@@ -88,8 +88,8 @@ def _language_model(
     quantization: str | None = None,
     headless: bool = False,
 ) -> torch.nn.Module:
-    """The policy's model, or another one, which its `override_config` is not meant for; `headless` leaves out the part
-    that predicts tokens."""
+    # The policy's model, or another one, which its `override_config` is not meant for; `headless` leaves out the part
+    # that predicts tokens.
     model = config.actor_rollout_ref.model
     if path is not None and path != model.path:
         model = replace(model, override_config={})

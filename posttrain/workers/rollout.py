@@ -133,7 +133,7 @@ class RolloutWorker:
         return ended, self.engine.has_work()
 
     def _check_lock_step(self, outputs: Sequence[Output]) -> None:
-        """Workers that hold one engine have made the same of all they were asked for so far, to the bit."""
+        # Workers that hold one engine together must sample bitwise identical tokens.
         if self.team is None:
             return
         # A checksum over everything sampled so far: ranks that drifted apart once stay different, so that the check

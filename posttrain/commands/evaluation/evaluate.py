@@ -232,7 +232,7 @@ def answered_prompts(table: RowTable, config: DataConfig, response_key: str | No
 
 
 def _fields(table: RowTable, number: int, config: DataConfig, response_key: str) -> PromptFields:
-    """The prompt's fields as training sees them: what was generated is no part of them."""
+    # As training sees them: without the columns that generation added.
     of_turns = OF_TURNS if "own_words" in table.rows[number] else ()
     generated = {response_key, *COLUMNS, *of_turns, *(SAMPLE_COLUMNS if response_key == "response" else ())}
     kept = {name: value for name, value in table.rows[number].items() if name not in generated}

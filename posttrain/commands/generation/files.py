@@ -79,7 +79,7 @@ class Parts:
         return self
 
     def _claim(self) -> None:
-        """Begin, or go on with what an earlier command of the same settings left."""
+        # Start, or continue what an earlier command with the same settings left.
         stored = self.folder / "settings.json"
         if self._overwrite:
             for path in [*self._files(), stored]:

@@ -155,7 +155,7 @@ class RayPPOTrainer(WorkerClasses):
                 self.model_reward = self._join_reward_model(self.rm_wg)
 
     def _join_reward_model(self, scorer: RewardModelGroup) -> ModelReward:
-        """The reward model's scores beside the functions'; a template that cannot render the data is refused."""
+        # Before anything is generated: a chat template that cannot render the data is rejected here.
         scorer.check_prompt(self.train_dataset[0]["raw_prompt"])
         joined = ModelReward(
             self.config.reward_model,
@@ -294,7 +294,7 @@ class RayPPOTrainer(WorkerClasses):
         return self.experience.with_token_scores(batch)
 
     def _needs_old_log_probs(self) -> bool:
-        """One update per batch needs none: its old policy is the one being differentiated, unless rows are older."""
+        # With one update per batch the old policy is the one being differentiated, unless older weights sampled rows.
         algorithm, correction = self.config.algorithm, self.config.algorithm.rollout_correction
         return (
             self.config.actor_rollout_ref.actor.old_log_probs != "auto"

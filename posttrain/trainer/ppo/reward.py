@@ -153,7 +153,7 @@ class RewardManager:
         return {key: (text, int(sum(mark))) for (key, _, mark), text in zip(mixed, own, strict=True)}
 
     def _texts(self, responses: list[Sequence[int]]) -> list[str]:
-        """Short responses are often the same: each is decoded once."""
+        # Short responses often repeat: each distinct one is decoded once.
         keys = [tuple(ids) for ids in responses]
         different = list(set(keys))
         texts = dict(zip(different, texts_of(different, self.tokenizer), strict=True))
