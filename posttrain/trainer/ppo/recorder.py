@@ -149,6 +149,7 @@ class Recorder(RunWriter):
 
     def record_validation(self, step: int, metrics: dict[str, float], samples: list[dict[str, Any]]) -> None:
         self.validations.append((step, metrics, samples))
+        # Written once, at the run's first validation: a resumed run shows the same "before".
         if self.before is None and samples:
             self.before = (step, samples)
             write_before(self.run.path, step, samples)
