@@ -22,7 +22,7 @@ import torch
 from posttrain.config.optim import OptimConfig
 from posttrain.config.train_engines import RL, EngineKeys
 from posttrain.engine.facts import EngineFacts
-from posttrain.engine.pass_plan import Unit
+from posttrain.engine.micro_batches import Unit
 from posttrain.protocol import DataProto
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from posttrain.planning.batch_sizes import check_group_size, critic_updates, fit
 from posttrain.protocol import DataProto
 from posttrain.tracking.progress import say
 from posttrain.tracking.rundir import RunDirectory
-from posttrain.trainer.ppo.batch_advantage import compute_advantage, greedy_baselines
+from posttrain.trainer.ppo.advantages import compute_advantage, greedy_baselines
 from posttrain.trainer.ppo.checkpoints import Checkpoints, Progress
 from posttrain.trainer.ppo.dynamic_sampling import GroupFilter
 from posttrain.trainer.ppo.experience import Experience, take_prompts

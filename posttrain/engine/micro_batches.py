@@ -49,13 +49,13 @@ def plan_units(
     units: list[Unit] = []
     for rows in _equal_prompts(data) if share else [[row] for row in range(len(data))]:
         for part in _parts(rows, computed, max_rows, token_budget):
-            together = _unit(part, computed)
-            apart = [_unit([row], computed) for row in together.rows] if all_pairs or joining else []
+            shared = _unit(part, computed)
+            single = [_unit([row], computed) for row in shared.rows] if all_pairs or joining else []
             if all_pairs:
-                dearer = _cost(together.tokens, width) > sum(_cost(unit.tokens, width) for unit in apart)
+                costs_more = _cost(shared.tokens, width) > sum(_cost(unit.tokens, width) for unit in single)
             else:
-                dearer = joining > 0 and together.tokens * (1 + joining) > sum(unit.tokens for unit in apart)
-            units += apart if dearer else [together]
+                costs_more = joining > 0 and shared.tokens * (1 + joining) > sum(unit.tokens for unit in single)
+            units += single if costs_more else [shared]
     return units
 
 
