@@ -44,7 +44,7 @@ def user_overrides(flags: Mapping[str, str], environ: Mapping[str, str]) -> Labe
 
 
 def _with_kl_switch(chosen: dict[str, tuple[str, str]]) -> dict[str, tuple[str, str]]:
-    """A KL coefficient asks for the KL loss, and 0 for none, unless the switch itself was given at the same rank."""
+    # A KL coefficient asks for the KL loss, and 0 for none, unless the switch itself was given at the same rank.
     if KL_COEF not in chosen or USE_KL in chosen:
         return chosen
     value, source = chosen[KL_COEF]

@@ -88,7 +88,7 @@ def _once(request: urllib.request.Request, seconds: float, clean: Callable[[str]
 
 
 def _integer(digits: str) -> int | float:
-    """An integer as JSON writes it; one that Python would not read becomes infinite."""
+    # An integer as JSON writes it; one that Python would not read becomes infinite.
     return int(digits) if len(digits) <= _MOST_DIGITS else float(digits)
 
 
@@ -137,7 +137,7 @@ class _Exchange:
             self._hang_up()
 
     def _hang_up(self) -> None:
-        """The caller has given up: a thread that reads from a socket is woken up by its end."""
+        # The caller has given up: shutting the socket down wakes the thread that reads from it.
         self.late.set()
         for one in self.sockets:
             with suppress(OSError):  # closed by the thread meanwhile

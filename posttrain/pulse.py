@@ -61,7 +61,7 @@ class Work:
         return min(max(items, tokens), 0.99 if self.done < self.total else 1.0)
 
     def _expected_tokens(self) -> float:
-        """Items that run longer than those of the work before are expected to grow by half, up to the limit."""
+        # Items that run longer than those of the work before are expected to grow by half, up to the limit.
         running = self.total - self.done
         each = max(self.tokens_each, 1.5 * self.running_tokens / max(1, running))
         return self.tokens + running * min(each, self.most_tokens or each)

@@ -97,6 +97,7 @@ class DataProto:
         decoded = other.non_tensor_batch.decoded
         return self.set_decoder(None if decoded is None else decoded.decode)
 
+    # Without the decoder: it holds a tokenizer, which every process has its own of.
     def __getstate__(self) -> dict[str, Any]:
         return {
             "batch": dict(self.batch),
@@ -181,6 +182,7 @@ class DataProto:
         """
         for epoch in range(epochs):
             rows = np.arange(len(self))
+            # From (seed, epoch) alone, not from a generator's state: a resumed run makes the same mini-batches.
             if seed is not None:
                 rows = np.random.RandomState([seed % 2**32, epoch]).permutation(len(self))
             yield from self._take(rows).split(mini_batch_size)
@@ -239,6 +241,7 @@ class DataProto:
         for name in new:
             if name not in old and (name in self.batch or name in list(self.non_tensor_batch)):
                 raise ValueError(f"rename: the batch has a field '{name}' already")
+        # All are taken out before any is put back, so that two fields can swap their names.
         for home, name in zip(homes, old, strict=True):
             del home[name]
         for home, name, value in zip(homes, new, values, strict=True):
@@ -255,6 +258,7 @@ class DataProto:
             (self.batch, other.batch),
             (self.non_tensor_batch, other.non_tensor_batch),
         ]
+        # All checks come first: a union that fails leaves the batch as it was.
         for mine, theirs in pairs:
             for name in set(mine) & set(theirs):
                 if not same(mine[name], theirs[name]):
@@ -272,6 +276,7 @@ class DataProto:
         """Moves the tensors in place; to a CUDA device without waiting for what it is doing."""
         to_cuda = torch.device(device).type == "cuda"
         for name, tensor in list(self.batch.items()):
+            # Only from pinned memory does a copy run beside what the device computes.
             pinned = tensor.pin_memory() if to_cuda and tensor.device.type == "cpu" else tensor
             self.batch[name] = pinned.to(device, non_blocking=to_cuda)
         return self
@@ -322,7 +327,7 @@ def _merge_meta_info(into: dict[str, Any], other: Mapping[str, Any]) -> None:
 
 def _cat(name: str, tensors: list[torch.Tensor]) -> torch.Tensor:
     first = tensors[0]
-    for other in tensors[1:]:
+    for other in tensors[1:]:  # torch.cat would promote types silently
         if other.shape[1:] != first.shape[1:] or other.dtype != first.dtype:
             raise ValueError(
                 f"concat: '{name}' has shape {tuple(first.shape)} of {first.dtype} in one batch and "

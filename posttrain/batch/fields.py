@@ -132,6 +132,7 @@ class TensorBatch(Fields[torch.Tensor]):
         return value
 
     def take(self, index: Rows) -> TensorBatch:
+        # Rows are set apart from the tensors: a batch may have rows and no tensors at all.
         taken = TensorBatch({name: tensor[_on_device_of(index, tensor)] for name, tensor in self.items()})
         taken.rows = _rows_after(index, self.rows or 0)
         return taken
@@ -208,7 +209,7 @@ def row_index(index: Any, rows: int) -> Rows:
     """Turns a slice, list, range, array, tensor or boolean mask into a slice or a tensor of row numbers."""
     if isinstance(index, slice):
         if index.step in (None, 1):
-            return index
+            return index  # stays a slice, which shares memory; row numbers copy
         index = range(rows)[index]
     if isinstance(index, range):
         index = list(index)
@@ -243,7 +244,7 @@ def same(a: Any, b: Any) -> bool:
         if a.shape != b.shape or a.dtype != b.dtype:
             return False
         return bool(((a == b) | ((a != a) & (b != b))).all())
-    if type(a) is not type(b):
+    if type(a) is not type(b):  # 1 and True are equal in Python, and mean different things here
         return False
     if isinstance(a, np.ndarray):
         return a.shape == b.shape and all(same(x, y) for x, y in zip(a.tolist(), b.tolist(), strict=True))

@@ -58,7 +58,7 @@ def to_json(value: Any) -> Any:
 
     Subclasses of texts, numbers, lists, tuples and dicts are saved as what they derive from.
     """
-    kind = type(value)
+    kind = type(value)  # exact types: a bool is an int, too, and a subclass may hold more than its base
     if value is None or kind is str or kind is float or kind is bool:
         return value
     if kind is int:
@@ -228,6 +228,7 @@ def write_folder(
     """TypeError, with the place, for what cannot be saved; nothing is written then."""
     from safetensors.torch import save_file
 
+    # Made before anything is written: a value that cannot be saved leaves no half-written folder.
     fields = {"format": FORMAT, "rows": rows, **saved_values(objects, meta_info)}
     folder.mkdir(parents=True, exist_ok=True)
     # Cloned because safetensors refuses two names for one memory, which a batch may well have.

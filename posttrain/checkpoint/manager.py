@@ -138,7 +138,7 @@ class CheckpointManager:
         return target
 
     def _needed(self, tensors: Mapping[str, Mapping[str, torch.Tensor] | WriteRole]) -> int:
-        """Bytes of a checkpoint of these: as many as the newest has, where others write; 0 if nobody knows."""
+        # Bytes of a checkpoint: as many as the newest one has, where other processes write; 0 if unknown.
         if not any(callable(held) for held in tensors.values()):
             return sum(t.numel() * t.element_size() for role in tensors.values() for t in role.values())  # pyright: ignore
         steps = self.steps()

@@ -61,7 +61,7 @@ def _own_hash(manifest: dict[str, Any]) -> str:
 
 
 def _read_plain(path: Path) -> bytes:
-    """The content of a file; what is none (a pipe would keep its reader waiting for ever) is an OSError."""
+    # Anything but a plain file is an OSError: reading a pipe would block for ever.
     if not stat.S_ISREG(path.stat().st_mode):
         raise OSError("it is no plain file")
     return path.read_bytes()

@@ -48,6 +48,7 @@ def export_checkpoint(
         path=base or stored["path"], tokenizer_path=stored["tokenizer_path"], override_config=stored["override_config"]
     )
     tokenizer = _tokenizer(config, target)
+    # Only the merged model needs its base: adapters alone are exported where the base no longer exists.
     if adapter:
         write_adapter(target, stored_adapters(manager, source), lora["adapter"])
     else:
@@ -114,6 +115,7 @@ def adapted_model(
             f"The adapters in {checkpoint} were trained beside a base with the fingerprint {stored['fingerprint']}, "
             f"but {base.path} has {found}. {advice}"
         )
+    # A reward model's head is trained whole beside the adapters, so it is rebuilt here and filled from their file.
     scores = settings["task_type"] == SCORER
     if scores:
         module = load_scorer(

@@ -32,6 +32,7 @@ def main(args: Sequence[str]) -> int:
     parser.add_argument("--folder", type=Path, metavar="FOLDER", help="write the files here and upload nothing")
     options = parser.parse_args(args)
     step = _checked(options.checkpoint, options.repo)
+    # Everything is written locally first: an export that fails leaves no half-filled repository on the hub.
     with tempfile.TemporaryDirectory(prefix="posttrain-push-") as scratch:
         folder = options.folder or Path(scratch) / "model"
         with waiting():
@@ -46,7 +47,7 @@ def main(args: Sequence[str]) -> int:
 
 
 def _checked(checkpoint: Path, repo: str) -> int:
-    """The checkpoint's step. What is wrong is answered before torch is imported."""
+    # Returns the step. Wrong arguments are reported before torch is imported, which takes seconds.
     if not _REPO.fullmatch(repo):
         raise PushError(f"`{repo}` is not a repository on the hub: give OWNER/NAME, for example me/my-model.")
     found = _STEP.fullmatch(checkpoint.resolve().name)

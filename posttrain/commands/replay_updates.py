@@ -60,6 +60,7 @@ def replay(run: Path, start: int, step: int, watch: Watch | None = None) -> Iter
             batch = DataProto.load_from_disk(batch_folder(run / "batches", number))
             watching = watch if number == step else None
             groups = {"actor": actor} | ({"critic": critic} if critic else {})
+            # In the order of the loop: the critic learns first.
             with _watched(groups, batch, watching):
                 metrics = dict(critic.update_critic(batch)) if critic else {}
                 if number > facts["critic_warmup"]:
@@ -76,7 +77,8 @@ def _workers(
 ) -> tuple[ColocatedGroup, CriticGroup | None]:
     """Actor and critic as the run had them after step `start`."""
     config = load_config(facts["config"]).config
-    config.actor_rollout_ref.rollout.n_workers = 0  # recorded batches need no rollout workers
+    # Recorded batches need no rollout workers.
+    config.actor_rollout_ref.rollout.n_workers = 0
     device = pick_device(config.trainer.device)
     prepare_torch(config.trainer, device)
     tokenizer = load_tokenizer(config.actor_rollout_ref.model)

@@ -103,8 +103,8 @@ class RayCluster:
             self._start_here()
 
     def _start_here(self) -> None:
-        """A Ray of this machine alone. All its ports are on the loopback interface, so that other machines do not reach
-        it; other users of this machine do, and need the secret, which they cannot read."""
+        # A Ray of this machine alone. All its ports are on the loopback interface, so that other machines do not reach
+        # it; other users of this machine do, and need the secret, which they cannot read.
         self._started = watched = Watched()
         self._connected, self.folder = True, watched.folder
         ours = {**_QUIET, "num_cpus": self.ranks, "include_dashboard": False, "_node_ip_address": ITSELF}
@@ -132,7 +132,7 @@ class RayCluster:
             head.tell_users(self.tell, self.machines)
 
     def _join(self, address: str) -> None:
-        """Connect to a Ray that runs. Where nobody answers it would try for two minutes, and then end the process."""
+        # The address is tried first: where nothing answers, `ray.init` tries for two minutes and then ends the process.
         if (error_there := connection_error(address)) is not None:
             raise no_ray(address, error_there)
         try:
@@ -165,8 +165,8 @@ class RayCluster:
 
 @contextmanager
 def _loopback_stays(address: str) -> Iterator[None]:
-    """Ray puts the network's address in the place of a loopback one, unless its switch for clusters is off. It has
-    read the switch when it was imported, so it is set here for the time of a start."""
+    # Ray puts the network's address in the place of a loopback one, unless its switch for clusters is off. It has read
+    # the switch when it was imported, so it is set here for the time of a start.
     from ray._private import ray_constants
 
     before = getattr(ray_constants, "ENABLE_RAY_CLUSTER", None)

@@ -82,7 +82,7 @@ class RayWorkerGroup(WorkerGroup):
         return self.hosts[rank].call.remote(self.role, name, *pack(arguments))
 
     def _send_answer(self, rank: int, name: str, answer: Future[Any], arguments: tuple[Any, ...]) -> Future[Any]:
-        """Ray's store holds the answer once per machine; a rank there reads it from the store."""
+        # Ray's store holds the answer once per machine; a rank there reads it from the store.
         assert isinstance(answer, RayFuture) and len(answer.refs) == 1
         return self._future(self.hosts[rank].take.remote(self.role, name, answer.refs[0], *pack(arguments)))
 

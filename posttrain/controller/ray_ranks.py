@@ -165,8 +165,8 @@ class RankWatch:
 
     # -- errors -------------------------------------------------------------------------------------------------------
     def _cause_of(self, error: Exception) -> Exception:
-        """A rank that could not talk to another fails before Ray knows that the other is gone. It is waited for what
-        Ray says of the others; without a word, the error itself is the cause."""
+        # A rank that could not talk to another fails before Ray knows that the other is gone. It is waited for what
+        # Ray says of the others; without a word, the error itself is the cause.
         if not is_about_a_peer(error):
             return error
         death = self._word_of_peers()

@@ -52,7 +52,7 @@ def state_of(process: Process) -> State | None:
 
 
 def _stat(pid: int) -> list[str]:
-    """The fields after the name, which may hold anything: state, parent, ..."""
+    # Fields after the process's name, which may itself hold spaces and brackets: state, parent, ...
     try:
         return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
@@ -89,8 +89,6 @@ class WorkerStopped(WorkerDied):
 
 @dataclass
 class _Stop:
-    """A process that is stopped."""
-
     since: str
     seconds: float = 0.0
     told: bool = False

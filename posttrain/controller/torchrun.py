@@ -104,7 +104,7 @@ def _made_for_this_run(shared: Path) -> str:
 
 
 def _secret_file(shared: Path) -> Path:
-    """The same on all machines; another one for each run of torchrun and each of its attempts."""
+    # The same path on all machines, and another one for each run of torchrun and each of its attempts.
     of = f"{master()}:{os.environ['MASTER_PORT']} {_key()}"
     return shared / f".ray-secret-{hashlib.sha256(of.encode()).hexdigest()[:12]}"
 

@@ -21,7 +21,7 @@ import torch
 
 from posttrain.config.optim import OptimConfig
 from posttrain.engine.facts import EngineFacts
-from posttrain.engine.pass_plan import Unit
+from posttrain.engine.micro_batches import Unit
 from posttrain.engine.settings import RL, EngineKeys
 from posttrain.protocol import DataProto
 

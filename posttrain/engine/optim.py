@@ -118,7 +118,7 @@ class Optimizer:
         return whole(torch.nn.utils.clip_grad_norm_(self.masters, largest))
 
     def _follow_masters(self) -> None:
-        """Move moments to the device of the masters: they may have been made or loaded while these were offloaded."""
+        # Move moments to the device of the masters: they may have been made or loaded while these were offloaded.
         first = self.adam.state.get(self.masters[0]) or {}
         if any(value.device != self.masters[0].device for value in first.values()):
             for master in self.masters:
@@ -141,7 +141,7 @@ class Optimizer:
         return found
 
     def _moments(self, master: torch.nn.Parameter) -> dict[str, torch.Tensor]:
-        """AdamW's state of one master, made as zeros before the first step so that there is always one to load into."""
+        # AdamW's state of one master, made as zeros before the first step so that there is always one to load into.
         state = self.adam.state[master]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=master.device)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from posttrain.engine.pass_plan import Unit
+from posttrain.engine.micro_batches import Unit
 from posttrain.kernels.cuda import to_device
 from posttrain.kernels.packed_attention import PackedLayout
 from posttrain.protocol import DataProto

@@ -62,8 +62,8 @@ def join_ranks(
 
 
 def _store(rank: int, world_size: int, address: str, timeout: timedelta) -> Any:
-    """The store that the ranks meet at. By default rank 0 would listen on all interfaces; here it listens only on the
-    one whose address the other ranks have."""
+    # The store that the ranks meet at. By default rank 0 would listen on all interfaces; here it listens only on the
+    # one whose address the other ranks have.
     host, _, port = address.rpartition(":")
     made: Any = getattr(dist, "TCPStore")  # noqa: B009  (public, though not marked so for type checkers)
     listening = socket.create_server((host, int(port))).detach() if rank == 0 else None

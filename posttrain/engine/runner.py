@@ -18,9 +18,9 @@ from posttrain import pulse
 from posttrain.engine.base import EngineSettings, LossFn, Passes, TrainEngine
 from posttrain.engine.facts import EngineFacts
 from posttrain.engine.heads import Head
+from posttrain.engine.micro_batches import Unit, plan_passes
 from posttrain.engine.optim import EngineState, Optimizer
 from posttrain.engine.packing import Rows, dummy_rows, packed_units, padded_rows
-from posttrain.engine.pass_plan import Unit, plan_passes
 from posttrain.engine.pipeline import Pipeline
 from posttrain.engine.ranks import world_size
 from posttrain.protocol import DataProto

@@ -132,7 +132,7 @@ class TorchEngine(ComposedEngine):
             save_model(self.module, folder, adapter, merged=merged)
 
     def _saved_weights(self) -> list[tuple[str, torch.Tensor]]:
-        """With adapters only they are saved: the base does not change."""
+        # With adapters only these are saved: the base does not change.
         adapters_only = has_adapters(self.module)
         return [(name, w) for name, w in self.module.named_parameters() if w.requires_grad or not adapters_only]
 

@@ -71,7 +71,7 @@ def meta_model(
 
 
 def _pack_rows(model: Any) -> None:
-    """A run packs rows where the attention that it puts in is used; here its cost is what counts."""
+    # A run packs rows where the attention that it puts in is used; here its cost is what counts.
     if model.config._attn_implementation != "eager" and model._can_set_attn_implementation():
         set_attention(model, ATTENTION)
 

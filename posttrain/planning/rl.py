@@ -336,10 +336,8 @@ def _separate_devices(plan: Plan, weights: int) -> None:
 
 
 def _plan_loading(plan: Plan, held: dict[str, ModelBytes], joined: int) -> None:
-    """While models are loaded, all weights and float32 masters are on the device, also those that are offloaded later.
-
-    The matrices of a layer are joined before the masters are made. AdamW's moments come with the first step.
-    """
+    # While models are loaded, all weights and float32 masters are on the device, also those that are offloaded later.
+    # The matrices of a layer are joined before the masters are made. AdamW's moments come with the first step.
     weights = {part: plan.largest(part) for part in plan.stages["update"] if part.endswith(" weights")}
     masters = {f"{role} optimizer": math.ceil(one.masters / plan.shape.workers) for role, one in held.items()}
     room = {"temporary tensors": max(0, joined - held["actor"].masters)}
@@ -347,15 +345,15 @@ def _plan_loading(plan: Plan, held: dict[str, ModelBytes], joined: int) -> None:
 
 
 def _add_unpacked(plan: Plan, by_role: dict[str, int]) -> None:
-    """The passes over a 4-bit base hold one of its matrices unpacked."""
+    # A pass over a 4-bit base holds one of its matrices unpacked at a time.
     users = {"generate": ["actor"], "log-probs": list(by_role), "update": ["actor"], "critic update": ["critic"]}
     for name in plan.stages.keys() & users.keys():
         plan.stages[name]["temporary tensors"] += max(by_role[role] for role in users[name])
 
 
 def _keep_while_asleep(plan: Plan, engine: str, fp8_copies: int) -> None:
-    """What an engine keeps in the other stages: vLLM and SGLang their weights on a CPU; `native` its fp8 copies, whose
-    addresses captured steps hold, and on a CUDA device these steps and a cache of up to an eighth of the device."""
+    # What an engine keeps in the other stages: vLLM and SGLang their weights on a CPU; `native` its fp8 copies, whose
+    # addresses captured steps hold, and on a CUDA device these steps and a cache of up to an eighth of the device.
     generate = plan.stages["generate"]
     if fp8_copies:
         for name, parts in plan.stages.items():

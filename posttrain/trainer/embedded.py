@@ -100,6 +100,7 @@ def _make_model(folder: Path, say: Any) -> None:
             on_step=show,
         )
     silence_progress_bars()
+    # Written beside its place and renamed: another process that looks for the model finds all of it or none.
     partial = folder / f".model.{os.getpid()}"
     model.save_pretrained(partial)
     tokenizer.save_pretrained(partial)

@@ -35,6 +35,7 @@ def main(config: Any = None) -> Any:
 def _from_command_line(args: list[str]) -> Any:
     from posttrain.config import load_config
 
+    # Printing settings must not fail for what this machine lacks: the environment is checked for runs only.
     shows = any(arg.startswith("--cfg") or arg in ("-c", "-h", "--help") for arg in args)
     resolved = load_config(args, environment=not shows)
     if resolved.show == "help":

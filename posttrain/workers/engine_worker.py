@@ -56,7 +56,7 @@ class ExportingWorker(EngineWorker):
         says."""
         adapter = self.adapters["adapter"] if self.adapters else None
         self.engine.export_hf(folder, adapter, merged=self.config.trainer.export_lora == "merged")
-        if this_rank() == 0:
+        if this_rank() == 0:  # the engine gathers weights on all ranks; small files are written once
             self.tokenizer.save_pretrained(folder)
 
 

@@ -17,12 +17,12 @@ from posttrain.workers.actor.dp_actor import DataParallelPPOActor
 from posttrain.workers.critic.dp_critic import DataParallelPPOCritic, critic_schedule, prepare_values
 from posttrain.workers.engine_worker import EngineWorker, lora_state
 from posttrain.workers.measures import Measures
-from posttrain.workers.plan import UpdatePlan, join_updates, plan_updates
 from posttrain.workers.policy import PolicyCalls, PolicyWorker, ReferenceCalls, ReferenceWorker
 from posttrain.workers.reward_model import RewardModelWorker
 from posttrain.workers.roles import check_vocabulary, critic_engine, rollout_model
 from posttrain.workers.rollout import RolloutCalls, RolloutWorker
 from posttrain.workers.row_dispatch import batch_of, by_passes, in_row_order
+from posttrain.workers.update_plan import UpdatePlan, join_updates, plan_updates
 
 __all__ = [
     "ActorRefWorker",

@@ -110,6 +110,7 @@ class DisaggregatedGroup(RoleGroup, PolicyCalls, ReferenceCalls, RolloutCalls):
 
     def init_model(self) -> None:
         """Load the models of both, side by side, and have the rollout take the policy's weights, with proof."""
+        # Both begin before either is waited for: loading a large model takes minutes.
         for loading in (self.training.init_model.later(), self.rollout.init_model.later()):
             loading.result()
         self.sync_weights(0)
@@ -119,7 +120,7 @@ class DisaggregatedGroup(RoleGroup, PolicyCalls, ReferenceCalls, RolloutCalls):
         sums = self.carrier.carry(version)
         if len(set(sums)) > 1:
             raise SyncError(f"rollout workers were given different weights: checksums {', '.join(map(str, sums))}")
-        scores = self.rollout.rollout_scores.later()
+        scores = self.rollout.rollout_scores.later()  # scored while the trainer scores the same rows
         ours, dtype = self.training.probe_scores(), self.rounding or self.training.engine_facts.once().dtype
         found = [compare_scores(ours, theirs, dtype, self.training.lost_weights) for theirs in scores.result()]
         return {"sync/checksum": float(sums[0]), "sync/probe_max": max(part["sync/probe_max"] for part in found)}

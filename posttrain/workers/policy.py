@@ -20,9 +20,9 @@ from posttrain.workers.actor.dp_actor import DataParallelPPOActor, actor_objecti
 from posttrain.workers.actor.objective import finish_importance_metrics
 from posttrain.workers.engine_worker import ExportingWorker, adapter_notes, lora_state
 from posttrain.workers.measures import Kept, Measures, join_token_stats
-from posttrain.workers.plan import UpdatePlan, join_updates, plan_updates
 from posttrain.workers.roles import actor_engine, reference_engine
 from posttrain.workers.row_dispatch import batch_of, by_passes, in_row_order
+from posttrain.workers.update_plan import UpdatePlan, join_updates, plan_updates
 from posttrain.workers.weight_sync import Bucket, WeightProbe, split_into_buckets, without_tied_copies
 
 
@@ -198,6 +198,7 @@ class ReferenceWorker:
             with self.engine.on_device():
                 yield self.engine
             return
+        # With LoRA the base never changes: without adapters it is the reference, and no second copy is held.
         assert self.policy is not None
         with self.policy.engine.on_device(), self.policy.engine.base_only():
             yield self.policy.engine

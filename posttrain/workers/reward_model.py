@@ -182,7 +182,7 @@ class RewardModelWorker:
         readable = [number for number, row in enumerate(rows) if isinstance(row, list)]
         whole = [row for row in rows if isinstance(row, list)]
         scores_B = torch.zeros(len(rows))
-        if whole:
+        if whole:  # a rank may have no readable conversation: it loads nothing onto its device then
             with self._on_device():
                 scores_B[readable] = score_rows(
                     self.module,

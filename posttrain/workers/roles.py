@@ -37,6 +37,7 @@ def actor_engine(config: PPOConfig, device: torch.device, total_steps: int) -> T
 def reference_engine(config: PPOConfig, device: torch.device) -> TrainEngine:
     """A frozen copy of the policy as it was at the start."""
     actor, ref = config.actor_rollout_ref.actor, config.actor_rollout_ref.ref
+    # Sharded as the actor, so that both plan the same passes; only whether it is offloaded is its own setting.
     place = replace(actor.fsdp_config, param_offload=ref.fsdp_config.param_offload)
     settings = _settings(config, device, actor, None, place, 1)
     return build_train_engine(_language_model(config, device), settings, layout_of(config, RL, "actor"))
@@ -87,8 +88,8 @@ def _language_model(
     quantization: str | None = None,
     headless: bool = False,
 ) -> torch.nn.Module:
-    """The policy's model, or another one, which its `override_config` is not meant for; `headless` leaves out the part
-    that predicts tokens."""
+    # The policy's model, or another one, which its `override_config` is not meant for; `headless` leaves out the part
+    # that predicts tokens.
     model = config.actor_rollout_ref.model
     if path is not None and path != model.path:
         model = replace(model, override_config={})

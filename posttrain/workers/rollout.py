@@ -103,6 +103,7 @@ class RolloutWorker:
         columns = [fields[name].tolist() for name in ("uid", "sample", "raw_prompt_ids", "seed")]
         if not self.awake:
             self.wake()
+        # With several turns the cache of a finished request stays: the next turn continues from it.
         keep = turn_settings(self.config.actor_rollout_ref.rollout.multi_turn).enable
         for uid, sample, ids, seed in zip(*columns, strict=True):
             self.engine.submit(Request((uid, sample), ids, sampling, int(seed), keep=keep))
@@ -133,7 +134,7 @@ class RolloutWorker:
         return ended, self.engine.has_work()
 
     def _check_lock_step(self, outputs: Sequence[Output]) -> None:
-        """Workers that hold one engine have made the same of all they were asked for so far, to the bit."""
+        # Workers that hold one engine together must sample bitwise identical tokens.
         if self.team is None:
             return
         # A checksum over everything sampled so far: ranks that drifted apart once stay different, so that the check

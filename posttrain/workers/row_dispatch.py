@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from posttrain.controller.group import Calls, WorkerGroup
-from posttrain.engine.pass_plan import RankPart, plan_ranks
+from posttrain.engine.micro_batches import RankPart, plan_ranks
 from posttrain.protocol import DataProto
 
 COMPUTED = ("input_ids", "attention_mask", "position_ids", "responses", "response_mask")

@@ -38,6 +38,7 @@ def planned_step(group: WorkerGroup, batch: DataProto) -> Calls:
 
 def join_steps(results: list[dict[str, Any]], calls: Calls) -> dict[str, Any]:
     """Losses are added up and tensors joined; what is left all ranks know alike."""
+    # Each rank computed its own rows: shares of the loss add up, while norms and rates are those of all ranks already.
     own = calls.reported(results)
     joined = {name: torch.cat([part[name] for part in own]) for name, x in own[0].items() if torch.is_tensor(x)}
     return {**own[0], **joined, "loss": sum(part["loss"] for part in own)}

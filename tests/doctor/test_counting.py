@@ -12,8 +12,8 @@ from posttrain.config.model import ModelConfig
 from posttrain.config.optim import OptimConfig
 from posttrain.config.rollout import RolloutConfig
 from posttrain.engine.base import EngineSettings
+from posttrain.engine.micro_batches import plan_units
 from posttrain.engine.packing import packed_units
-from posttrain.engine.pass_plan import plan_units
 from posttrain.engine.torch_engine import TorchEngine
 from posttrain.kernels.packed_attention import packed_rows
 from posttrain.models.loading import load_causal_lm

@@ -30,7 +30,7 @@ from posttrain.engine.base import EngineLayout, EngineSettings, TrainEngine
 from posttrain.engine.heads import Head, ScoreHead
 from posttrain.engine.megatron.groups import leave_groups
 from posttrain.engine.megatron.package import part
-from posttrain.engine.pass_plan import plan_passes, plan_ranks
+from posttrain.engine.micro_batches import plan_passes, plan_ranks
 from posttrain.engine.ranks import this_rank, world_size
 from posttrain.engine.registry import build_train_engine
 from posttrain.models.forward import ValueModel

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from posttrain.engine.pass_plan import plan_micro_batches, plan_units
+from posttrain.engine.micro_batches import plan_micro_batches, plan_units
 from posttrain.planning.rl import Shape
 from posttrain.rollout.base import Output
 from posttrain.rollout.generate import to_batch

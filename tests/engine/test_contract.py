@@ -8,7 +8,7 @@ import torch
 from engine_tools import TEMPERATURE, VOCABULARY, gradient, objective, ragged_batch
 
 import posttrain
-from posttrain.engine.pass_plan import plan_micro_batches, plan_passes, plan_units
+from posttrain.engine.micro_batches import plan_micro_batches, plan_passes, plan_units
 from posttrain.models.forward import TokenPass
 from posttrain.rollout.base import Output
 from posttrain.rollout.generate import to_batch

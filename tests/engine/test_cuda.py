@@ -79,7 +79,7 @@ def many_rows(tmp_path):
     from posttrain.config.model import ModelConfig
     from posttrain.config.optim import OptimConfig
     from posttrain.engine.base import EngineSettings
-    from posttrain.engine.pass_plan import plan_passes
+    from posttrain.engine.micro_batches import plan_passes
     from posttrain.engine.torch_engine import TorchEngine
     from posttrain.models.loading import load_causal_lm
     from posttrain.rollout.base import Output

@@ -9,7 +9,7 @@ import torch
 
 from posttrain.engine import facts as facts_module
 from posttrain.engine.facts import WIDTH, facts_of, joining_cost
-from posttrain.engine.pass_plan import plan_passes
+from posttrain.engine.micro_batches import plan_passes
 from posttrain.models.loading import load_causal_lm
 from posttrain.rollout.base import Output
 from posttrain.rollout.generate import to_batch

@@ -11,8 +11,8 @@ from engine_tools import ENTROPY, KL, TEMPERATURE, gradient, objective, ragged_b
 from plain import flat_gradient, plain_loss, plain_model, plain_outputs
 
 from posttrain.algorithms import AGGREGATION_MODES
+from posttrain.engine.micro_batches import plan_units
 from posttrain.engine.packing import packed_units
-from posttrain.engine.pass_plan import plan_units
 from posttrain.rollout.base import Output
 from posttrain.rollout.generate import to_batch
 

@@ -9,8 +9,8 @@ import torch
 from posttrain.controller.dispatch import Calls
 from posttrain.protocol import DataProto
 from posttrain.workers.measures import ROW, Measures, TokenStats, join_token_stats, reduce_over_ranks, reduce_over_steps
-from posttrain.workers.plan import Schedule, mini_batches
 from posttrain.workers.row_dispatch import in_row_order, split_rows
+from posttrain.workers.update_plan import Schedule, mini_batches
 
 
 def batch_of(*groups: int) -> DataProto:

@@ -103,7 +103,7 @@ def train(job: dict[str, Any]):
     from posttrain.config.optim import OptimConfig
     from posttrain.config.root import ActorConfig
     from posttrain.engine.base import EngineSettings
-    from posttrain.engine.pass_plan import plan_passes
+    from posttrain.engine.micro_batches import plan_passes
     from posttrain.engine.torch_engine import TorchEngine
     from posttrain.models.loading import DTYPES, load_causal_lm
     from posttrain.models.lora import with_adapters

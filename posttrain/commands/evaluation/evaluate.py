@@ -47,6 +47,7 @@ def evaluate_model(model: str, table: RowTable, settings: Settings, out: Path, *
                 by_agent=[one and json.loads(one) for one in row["agent_scores"] or []],
             )
 
+        # Prompts that an earlier, killed command finished are scored again: only responses are kept on disk.
         for row in parts.table().to_pylist():
             feed(row)
         session.run(parts, lambda item, answers: feed(vars(answers)))
@@ -82,16 +83,13 @@ def _facts(row: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _scored_prompt(row: dict[str, Any], item: Any, scoring: Scoring, results: dict[Any, RewardResult]) -> ScoredPrompt:
-    found = [results[row["index"], number] for number in range(len(row["responses"]))]
     return ScoredPrompt(
         messages=item["raw_prompt"],
         prompt=item["prompt"],
         data_source=scoring.source(item["data_source"]),
         ground_truth=item["ground_truth"],
         responses=row["responses"],
-        scores=[one.score for one in found],
-        parts=[dict(one.parts) for one in found],
-        errors=[one.error for one in found],
+        **_result_columns(results, row["index"], len(row["responses"])),
         finish_reasons=row["finish_reasons"],
         tokens=_own_tokens(row),
         prompt_ids=item["prompt_ids"],
@@ -126,7 +124,6 @@ def evaluate_responses(
         results = scoring.finish()
         prompts = []
         for index, one in enumerate(answered):
-            found = [results[index, number] for number in range(len(one.responses))]
             prompt = one.fields.prompt
             prompts.append(
                 ScoredPrompt(
@@ -135,9 +132,7 @@ def evaluate_responses(
                     data_source=scoring.source(one.fields.data_source),
                     ground_truth=one.fields.ground_truth,
                     responses=one.responses,
-                    scores=[result.score for result in found],
-                    parts=[dict(result.parts) for result in found],
-                    errors=[result.error for result in found],
+                    **_result_columns(results, index, len(one.responses)),
                     finish_reasons=one.finish_reasons,
                     tokens=one.tokens,
                     own_words=one.own_words,
@@ -163,6 +158,15 @@ def _write(
     write_samples(out, step, prompts)
     write_report(out, report)
     return report
+
+
+def _result_columns(results: dict[Any, RewardResult], prompt: int, count: int) -> dict[str, Any]:
+    found = [results[prompt, number] for number in range(count)]
+    return {
+        "scores": [one.score for one in found],
+        "parts": [dict(one.parts) for one in found],
+        "errors": [one.error for one in found],
+    }
 
 
 def _config(settings: Settings) -> dict[str, Any]:
@@ -228,7 +232,7 @@ def answered_prompts(table: RowTable, config: DataConfig, response_key: str | No
 
 
 def _fields(table: RowTable, number: int, config: DataConfig, response_key: str) -> PromptFields:
-    """The prompt's fields as training sees them: what was generated is no part of them."""
+    # As training sees them: without the columns that generation added.
     of_turns = OF_TURNS if "own_words" in table.rows[number] else ()
     generated = {response_key, *COLUMNS, *of_turns, *(SAMPLE_COLUMNS if response_key == "response" else ())}
     kept = {name: value for name, value in table.rows[number].items() if name not in generated}

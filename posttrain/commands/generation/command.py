@@ -95,7 +95,6 @@ def read_rows(options: argparse.Namespace, settings: Settings) -> RowTable:
 
 
 def _embedded_file() -> Path:
-    """The held-out sums of the embedded task."""
     from posttrain.trainer.embedded import ensure_embedded
 
     return ensure_embedded(print, model=False) / "test.json"

@@ -71,6 +71,7 @@ class Parts:
         except OSError as error:
             raise UserError(f"{self.folder} cannot be made: {error}. Name another place with --out.") from error
         try:
+            # Under the lock: two commands that start at once must not both decide that nothing is there yet.
             self._claim()
         except BaseException:
             self._lock.release()
@@ -78,7 +79,7 @@ class Parts:
         return self
 
     def _claim(self) -> None:
-        """Begin, or go on with what an earlier command of the same settings left."""
+        # Start, or continue what an earlier command with the same settings left.
         stored = self.folder / "settings.json"
         if self._overwrite:
             for path in [*self._files(), stored]:

@@ -89,6 +89,7 @@ def answer(
 
     A sample's seed is made of `seed`, its prompt's row and its number: which others are asked for does not matter.
     """
+    # Prompts are drawn as room comes free: a data file of millions of rows never waits in the engine's queue.
     waiting: Iterator[PromptItem] | None = iter(prompts)
     open_: dict[int, dict[int, Output]] = {}
     running = 0

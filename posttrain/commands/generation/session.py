@@ -109,7 +109,7 @@ class Session:
     def described(self) -> dict[str, Any]:
         """What the samples depend on."""
         model = self.config.actor_rollout_ref
-        prompts = hashlib.sha256()
+        prompts = hashlib.sha256()  # of token ids: a changed chat template or system prompt changes it, too
         for item in self.prompts:
             prompts.update(json.dumps([item["index"], item["prompt_ids"]]).encode())
         return {
@@ -159,6 +159,7 @@ class Session:
                 n=settings.n,
                 seed=self.config.trainer.seed,
                 decode=lambda ids: self.tokenizer.decode(ids, skip_special_tokens=True),
+                # Twice what decodes at once: the next prompts are queued when a sequence ends.
                 in_flight=2 * max(rollout.max_num_seqs, settings.n),
             ):
                 if parts is not None:

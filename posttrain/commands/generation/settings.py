@@ -161,7 +161,7 @@ def read_settings(
 
 
 def _sampling(options: argparse.Namespace, config: PPOConfig) -> tuple[int, float]:
-    """(n, temperature) of the flags; the run's temperature serves several responses, the likeliest tokens serve one."""
+    # (n, temperature). One response per prompt is greedy by default; several are sampled at the run's temperature.
     n, temperature = 1 if options.n is None else options.n, options.temperature
     if n < 1:
         raise UserError(f"--n {n}: at least one response per prompt is needed")
@@ -175,7 +175,7 @@ def _sampling(options: argparse.Namespace, config: PPOConfig) -> tuple[int, floa
 
 
 def _refuse_idle(keys: set[str], used: Sequence[str]) -> None:
-    """A key that changes nothing here is a mistake, as elsewhere."""
+    # A key without effect is a mistake of the user's, here as in training.
     idle = sorted(key for key in keys if not any(key == one or key.startswith(f"{one}.") for one in used))
     if idle:
         flags = {"actor_rollout_ref.rollout.n": "--n", "actor_rollout_ref.rollout.temperature": "--temperature"}

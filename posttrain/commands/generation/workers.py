@@ -63,6 +63,7 @@ def run_workers(args: Sequence[str], workers: int, *, on_gpu: bool) -> None:
             # before the others are ended, which gives them a status that is not theirs
             failed = [number for number, process in enumerate(running) if process.poll() not in (None, 0)]
     finally:
+        # All are ended before any is waited for: the slowest end costs its time once, not in turn.
         for process in running:
             if process.poll() is None:
                 process.terminate()  # it keeps what it has finished

@@ -228,7 +228,6 @@ class MegatronEngine(ComposedEngine):
 
 
 def _check(module: torch.nn.Module, settings: EngineSettings, keys: EngineKeys) -> None:
-    """Rejects what this engine cannot do."""
     problem = None
     if has_adapters(module):
         problem = "adapters (model.lora_rank) are not built for it"

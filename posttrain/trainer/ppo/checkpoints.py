@@ -98,7 +98,7 @@ class Checkpoints:
         return progress
 
     def _adapters(self) -> dict[str, Any]:
-        """By role with adapters: what a checkpoint must say of them, as it does not hold their base."""
+        # A checkpoint of adapters does not hold their base, so it records which base they belong to.
         found = {"actor": self.actor.lora_state()}
         if self.critic:
             found["critic"] = self.critic.lora_state()

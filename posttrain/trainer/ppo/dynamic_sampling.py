@@ -61,7 +61,6 @@ class GroupFilter:
         return _take(pool, 0, prompts), metrics
 
     def _divide(self, batch: DataProto) -> tuple[list[list[int]], list[list[int]]]:
-        """Rows of the groups with and without signal."""
         values_B = self._values(batch)
         groups = [list(rows) for rows in groups_of(batch.non_tensor_batch["uid"])]
         with_signal = [rows for rows in groups if np.ptp(values_B[rows]) > 0]
@@ -99,7 +98,7 @@ class GroupFilter:
 
 
 def _rows(batch: DataProto, groups: list[list[int]]) -> list[DataProto]:
-    """The rows of these groups as one part, without what belongs to the step they were sampled in."""
+    # The rows of these groups as one part, without what belongs to the step they were sampled in.
     rows = [row for group in groups for row in group]
     if not rows:
         return []
@@ -109,7 +108,7 @@ def _rows(batch: DataProto, groups: list[list[int]]) -> list[DataProto]:
 
 
 def _alike(parts: list[DataProto]) -> list[DataProto]:
-    """The parts with the same fields: surplus of a run whose filters were set or unset when it was resumed."""
+    # The parts with the same fields: surplus of a run whose filters were set or unset when it was resumed.
     if any("sampling_log_probs" in part.batch for part in parts):
         for part in parts:
             part.batch.setdefault("sampling_log_probs", part.batch["rollout_log_probs"])
@@ -120,7 +119,7 @@ def _alike(parts: list[DataProto]) -> list[DataProto]:
 
 
 def _all_failed(batch: DataProto) -> bool:
-    """Whether no reward of the batch could be computed, so that nothing is known of its parts."""
+    # Whether no reward of the batch could be computed, so that nothing is known of its parts.
     errors = batch.non_tensor_batch.get("reward_error")
     return errors is not None and all(error is not None for error in errors)
 
@@ -130,6 +129,5 @@ def _groups(parts: list[DataProto]) -> int:
 
 
 def _take(data: DataProto, start: int, end: int | None) -> DataProto:
-    """The groups from `start` to `end`, in order."""
     groups = [list(rows) for rows in groups_of(data.non_tensor_batch["uid"])][start:end]
     return data[[row for rows in groups for row in rows]]

@@ -115,7 +115,7 @@ class Experience:
 
     @property
     def _engines(self) -> int:
-        """Ranks of the rollout as it is called: several may hold one engine."""
+        # Not the number of ranks: several ranks may hold one engine together.
         return self.rollout.submit.world_size
 
     def _have_work(self, ranks: Iterable[int]) -> None:

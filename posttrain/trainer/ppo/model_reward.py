@@ -37,6 +37,7 @@ class ModelReward:
     ) -> None:
         self.worker_group, self.functions = worker_group, functions
         self.failure_score, self.weight = failure_score, settings.weight
+        # A built-in scorer that nobody asked for only records whether responses are right.
         chosen = settings.function_weight if settings.function_weight is not None else float(named)
         self.function_weight = chosen if functions else 0.0
         self._watch = FailureWatch("reward model", "reward_model.model.path")

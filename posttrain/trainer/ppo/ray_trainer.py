@@ -23,7 +23,7 @@ from posttrain.planning.batch_sizes import check_group_size, critic_updates, fit
 from posttrain.protocol import DataProto
 from posttrain.tracking.progress import say
 from posttrain.tracking.rundir import RunDirectory
-from posttrain.trainer.ppo.batch_advantage import compute_advantage, greedy_baselines
+from posttrain.trainer.ppo.advantages import compute_advantage, greedy_baselines
 from posttrain.trainer.ppo.checkpoints import Checkpoints, Progress
 from posttrain.trainer.ppo.dynamic_sampling import GroupFilter
 from posttrain.trainer.ppo.experience import Experience, take_prompts
@@ -155,7 +155,7 @@ class RayPPOTrainer(WorkerClasses):
                 self.model_reward = self._join_reward_model(self.rm_wg)
 
     def _join_reward_model(self, scorer: RewardModelGroup) -> ModelReward:
-        """The reward model's scores beside the functions'; a template that cannot render the data is refused."""
+        # Before anything is generated: a chat template that cannot render the data is rejected here.
         scorer.check_prompt(self.train_dataset[0]["raw_prompt"])
         joined = ModelReward(
             self.config.reward_model,
@@ -207,6 +207,7 @@ class RayPPOTrainer(WorkerClasses):
         stage = self.recorder.stage
         step = self.step + 1
         self.reward_fn.progress = (self.step, self.sizes.total_steps)
+        # Every stage adds its fields to this one batch; rows keep their order from here to the update.
         batch, metrics = self._rollout(step)
         self._start_next_rollout()  # from here on other workers generate while these train
         self._check_step_zero(batch)
@@ -228,7 +229,7 @@ class RayPPOTrainer(WorkerClasses):
         with stage("adv"):
             metrics |= self._reward_kl(batch)
             self._advantages(batch)
-        self.recorder.keep_batch(step, batch)
+        self.recorder.keep_batch(step, batch)  # before the update: `posttrain replay` repeats it from this
         metrics |= self._update(batch, step)
         self.one_step_off.finish()  # a batch has one policy: no sync while it is under way
         with stage("sync"):
@@ -236,7 +237,7 @@ class RayPPOTrainer(WorkerClasses):
         self.step = step
         validation = self._validate_if_due()
         self.recorder.finish_step(step, batch, metrics, validation)
-        self._count_bad_steps(metrics)
+        self._count_bad_steps(metrics)  # after the metrics are written: they show what went wrong
         if self._save_is_due():
             self._save_checkpoint()
 
@@ -293,7 +294,7 @@ class RayPPOTrainer(WorkerClasses):
         return self.experience.with_token_scores(batch)
 
     def _needs_old_log_probs(self) -> bool:
-        """One update per batch needs none: its old policy is the one being differentiated, unless rows are older."""
+        # With one update per batch the old policy is the one being differentiated, unless older weights sampled rows.
         algorithm, correction = self.config.algorithm, self.config.algorithm.rollout_correction
         return (
             self.config.actor_rollout_ref.actor.old_log_probs != "auto"
@@ -354,6 +355,7 @@ class RayPPOTrainer(WorkerClasses):
         if not warming_up:
             with self.recorder.stage("update_actor"):
                 metrics |= self._update_actor(batch, keep_tokens=self.recorder.samples_are_due(step))
+        # Some notes are known only after a first update, such as a user's loss that returns a scalar.
         if step == 1:
             for note in self.actor_rollout_wg.notes():
                 if note not in self.groups.notes:
@@ -362,6 +364,7 @@ class RayPPOTrainer(WorkerClasses):
 
     def _update_actor(self, batch: DataProto, *, keep_tokens: bool) -> dict[str, float]:
         """All optimizer steps on a batch; `keep_tokens` gives it the `new_log_probs` and `entropy` of these."""
+        # Keeping log-probs of every token costs memory on the device: only steps whose samples are written do.
         if not keep_tokens:
             return self.actor_rollout_wg.update_actor(batch)
         batch.batch[ROW] = torch.arange(len(batch))

@@ -123,7 +123,7 @@ class Recorder(RunWriter):
         return self._samples(step, batch, sampling_words(self.config, validate=True))
 
     def _samples(self, step: int, batch: DataProto, sampling: dict[str, Any]) -> pa.Table:
-        """With tools beside each response what the model wrote of it, which `posttrain eval --responses` scores."""
+        # With tools, the text that the model itself wrote goes along: `posttrain eval --responses` scores it.
         table = sample_table(step, batch, sampling=sampling)
         if self.tokenizer is None or "num_turns" not in batch.non_tensor_batch:
             return table
@@ -148,6 +148,7 @@ class Recorder(RunWriter):
 
     def record_validation(self, step: int, metrics: dict[str, float], samples: list[dict[str, Any]]) -> None:
         self.validations.append((step, metrics, samples))
+        # Written once, at the run's first validation: a resumed run shows the same "before".
         if self.before is None and samples:
             self.before = (step, samples)
             write_before(self.run.path, step, samples)

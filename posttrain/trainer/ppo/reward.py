@@ -139,7 +139,7 @@ class RewardManager:
         for key, _ in scored:
             uid, size, *_ = self._expected.pop(key)
             if self.pool is not None:
-                self.pool.shrink_group(uid, size)
+                self.pool.shrink_group(uid, size)  # or a function that compares a group would wait for it for ever
         self._unscored += scored
 
     def _written(
@@ -151,7 +151,7 @@ class RewardManager:
         return {key: (text, int(sum(mark))) for (key, _, mark), text in zip(mixed, own, strict=True)}
 
     def _texts(self, responses: list[Sequence[int]]) -> list[str]:
-        """Short responses are often the same: each is decoded once."""
+        # Short responses often repeat: each distinct one is decoded once.
         keys = [tuple(ids) for ids in responses]
         different = list(set(keys))
         texts = dict(zip(different, texts_of(different, self.tokenizer), strict=True))

@@ -175,7 +175,7 @@ def _settings_that_keep_rows(config: PPOConfig) -> str:
 
 
 def _can_judge(reward_model: RewardModelConfig, sources: set[str | None], *data: PromptDataset | None) -> bool:
-    """Whether built-in scorers can tell right responses beside a reward model; without them it scores alone."""
+    # Built-in scorers tell which responses are right beside a reward model; without them it scores alone.
     try:
         check_sources(sources)
     except RewardError:

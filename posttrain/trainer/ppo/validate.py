@@ -71,6 +71,7 @@ class Validator:
         )
         samples = [
             {"prompt": columns["prompt"][row], "response": columns["response"][row], "score": columns["score"][row]}
+            # Spread over the whole set, which may hold several data sources one after the other.
             for row in range(0, len(columns["uid"]), max(1, len(columns["uid"]) // SHOWN))
         ]
         self.recorder.write_validation_samples(step, tables)

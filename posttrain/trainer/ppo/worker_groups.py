@@ -78,6 +78,7 @@ class TrainingGroups:
         roles = ", reference" * self._reference + ", critic" * (self._critic_updates is not None)
         roles += ", reward model" * self._config.reward_model.enable
         say(f"Creating workers on {self._device}: actor, rollout{roles} ({self._workers.words()})")
+        # The actor first: the critic's check needs the policy's vocabulary.
         self._load_actor()
         if self._critic_updates is not None:
             self.critic = self._load_critic(self._critic_updates)

@@ -36,8 +36,8 @@ def open_run_directory(config: Any, say: Say, *, stem: str | None = None) -> tup
 
 
 def _newest_run(folder: Path, stem: str) -> int:
-    """The largest number of a run that made it to its first step: one that failed before left nothing to go on from,
-    and must not stand between an unfinished run and the command that continues it."""
+    # The largest number of a run that made it to its first step: one that failed before left nothing to go on from,
+    # and must not stand between an unfinished run and the command that continues it.
     begun = (path.parent.name for path in folder.glob(f"{stem}-*/config.yaml"))
     found = [re.fullmatch(rf"{re.escape(stem)}-(\d+)", name) for name in begun]
     return max((int(match[1]) for match in found if match), default=0)

@@ -70,6 +70,7 @@ def _advice_by_plan(config: Any, stage: str | None, *, of_host: bool) -> list[st
         return [HOST]
     planner = planner_for(config)
     plan = planner.plan(config, device)
+    # Stages of a supervised run have the plan's own names; those of RL are translated.
     planned = stage if stage in plan.stages else PLANNED.get(stage or "")
     stage = planned if planned in plan.stages else plan.worst
     parts = sorted(plan.stages[stage].items(), key=lambda part: -part[1])[:TENANTS]

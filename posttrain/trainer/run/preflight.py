@@ -22,7 +22,7 @@ Look = Callable[[RowTable, int, Any], object]
 def check_inputs(resolved: Resolved, look: Look) -> None:
     """Raises the UserError that the run would raise later. What was read is kept for the run."""
     if resolved.node_rank:
-        return  # another machine drives the run, and has the data
+        return  # machine 0 drives the run, and has the data
     config = resolved.config
     _look_at_reward(config)
     for split in ("train", "val"):
@@ -35,7 +35,7 @@ def check_inputs(resolved: Resolved, look: Look) -> None:
 
 
 def _look_at_reward(config: Any) -> None:
-    """Looks closely, in a worker as a run does, only where something seems wrong: that takes a moment, too."""
+    # A worker process, which a close look needs, takes a moment to start: only files that look wrong get one.
     own = getattr(config, "custom_reward_function", None)
     if own is None:
         return

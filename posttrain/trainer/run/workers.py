@@ -72,7 +72,7 @@ def keep_worker_logs(workers: Workers, folder: Path) -> None:
 
 
 def _prepare(settings: RunConfig, device: torch.device, external: str | None) -> None:
-    """In the process of a rank, before its workers are made."""
+    # Runs in the process of a rank, before its workers are made.
     seed_and_determinism(settings, device)
     if external:
         import_external(external)

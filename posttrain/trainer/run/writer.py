@@ -103,7 +103,7 @@ class RunWriter:
         self._stack.callback(Every(FRESH_S, self._refresh_status).close)
 
     def _say_nothing_left(self, step: int) -> None:
-        """All steps were made before. The settings on the disk stay those that made them, whatever is asked for now."""
+        # The settings on disk stay those that made the steps, whatever this command asks for.
         if not getattr(self.config.trainer, "val_only", False):
             say(
                 f"Nothing is left to train: {step} steps are done, and {self.total_steps} are asked for. For more, "

@@ -130,6 +130,7 @@ class SFTTask(Task):
                 total -= float((log_probs.double() * mask).sum())
                 count += int(mask.sum())
         loss = total / count
+        # exp(710) overflows a double: an untrained model must not end the run by its perplexity.
         return {"val/loss": loss, "val/perplexity": math.exp(min(loss, 700.0)), "val/trained_tokens": float(count)}
 
     def pieces(self, metrics: Mapping[str, float]) -> list[tuple[int, str | None]]:

@@ -11,7 +11,7 @@ from posttrain.engine.base import Passes, TrainEngine
 from posttrain.protocol import DataProto
 from posttrain.workers.actor.objective import ActorObjective, finish_importance_metrics
 from posttrain.workers.measures import Measures, reduce_over_steps
-from posttrain.workers.plan import MiniBatch, Schedule, UpdatePlan, one_rank_plan
+from posttrain.workers.update_plan import MiniBatch, Schedule, UpdatePlan, one_rank_plan
 
 
 def actor_objective(actor: ActorConfig, correction: RolloutCorrectionConfig, longest: int) -> ActorObjective:

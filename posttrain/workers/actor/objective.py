@@ -191,13 +191,13 @@ class ActorObjective:
         return {"rollout_is_weights": weights}, facts
 
     def _weights(self, log_prob: torch.Tensor, micro: DataProto) -> torch.Tensor | None:
-        """Those of `prepare`, or, without old log-probs, of the policy that is being differentiated."""
+        # Weights of `prepare`; without old log-probs they are made from the policy that is being differentiated.
         known = micro.batch.get("rollout_is_weights")
         return importance_weights(log_prob, micro, self.correction, self.measures) if known is None else known
 
     def _measure_agreement(self, log_prob: torch.Tensor, old: torch.Tensor, batch: Any) -> None:
-        """How far the policy moved from the old one, and how well rollout and trainer agree: of a batch's first
-        optimizer step, before the weights moved."""
+        # How far the policy moved from the old one, and how well rollout and trainer agree: of a batch's first
+        # optimizer step, before the weights moved.
         real = batch["response_mask"].bool()
         self._max("actor/ratio_deviation", ((log_prob - old).exp() - 1).abs(), real)
         if "rollout_log_probs" in batch:
@@ -209,7 +209,7 @@ class ActorObjective:
             self.measures.add("mismatch/sampling_kl", (batch["mean_weights"] * gap).sum(), steps="first")
 
     def _measure(self, metrics: dict[str, Any], mean_weights: torch.Tensor) -> None:
-        """Per-token metrics become means over the mini-batch's tokens; numbers are weighted by their share of them."""
+        # Per-token metrics become means over the mini-batch's tokens; numbers are weighted by their share of them.
         for name, value in metrics.items():
             if isinstance(value, torch.Tensor) and value.shape == mean_weights.shape:
                 self._add(name, (mean_weights * value.detach()).sum())

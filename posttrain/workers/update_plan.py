@@ -68,7 +68,7 @@ def _uids(batch: DataProto) -> list[Any]:
 
 
 def _spans_of_groups(uids: list[Any], groups: int) -> list[tuple[int, int]]:
-    """(first row, row behind the last) of every `groups` groups; the rows of a group stand together."""
+    # (first row, row behind the last) of every `groups` groups; the rows of a group stand together.
     starts = [row for row, uid in enumerate(uids) if row == 0 or uid != uids[row - 1]][::groups]
     return list(zip(starts, [*starts[1:], len(uids)], strict=True))
 

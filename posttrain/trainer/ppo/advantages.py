@@ -84,7 +84,7 @@ def greedy_baselines(experience: Experience, batch: DataProto) -> dict[str, floa
 
 
 def _prompts(firsts: DataProto) -> DataProto:
-    """The prompts of these rows, to be asked anew; greedy decoding draws no random numbers."""
+    # Every prompt can have serial number 0: greedy decoding draws no random numbers.
     prompts = firsts.select([], NEEDED, [])
     width = firsts.batch["prompts"].shape[1]
     masks = firsts.batch["attention_mask"][:, :width].bool()

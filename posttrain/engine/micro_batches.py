@@ -49,13 +49,13 @@ def plan_units(
     units: list[Unit] = []
     for rows in _equal_prompts(data) if share else [[row] for row in range(len(data))]:
         for part in _parts(rows, computed, max_rows, token_budget):
-            together = _unit(part, computed)
-            apart = [_unit([row], computed) for row in together.rows] if all_pairs or joining else []
+            shared = _unit(part, computed)
+            single = [_unit([row], computed) for row in shared.rows] if all_pairs or joining else []
             if all_pairs:
-                dearer = _cost(together.tokens, width) > sum(_cost(unit.tokens, width) for unit in apart)
+                costs_more = _cost(shared.tokens, width) > sum(_cost(unit.tokens, width) for unit in single)
             else:
-                dearer = joining > 0 and together.tokens * (1 + joining) > sum(unit.tokens for unit in apart)
-            units += apart if dearer else [together]
+                costs_more = joining > 0 and shared.tokens * (1 + joining) > sum(unit.tokens for unit in single)
+            units += single if costs_more else [shared]
     return units
 
 
@@ -116,7 +116,7 @@ def units_for(facts: EngineFacts, data: DataProto, max_rows: int | None) -> list
 
 
 def _computed(data: DataProto) -> list[tuple[int, bytes]]:
-    """By row, tokens of its prompt, and what is computed of its response: all but the last token, as int64 in bytes."""
+    # By row, tokens of its prompt, and what is computed of its response: all but the last token, as int64 in bytes.
     width = data.batch["responses"].shape[1]
     mask = data.batch["attention_mask"].cpu()
     prompts, responses = mask[:, :-width].sum(-1).tolist(), mask[:, -width:].sum(-1).tolist()
@@ -139,7 +139,7 @@ def _unit(rows: list[int], computed: list[tuple[int, bytes]]) -> Unit:
 
 
 def _cost(tokens: int, width: int) -> int:
-    """Arithmetic of one layer over a sequence, in units of 4 x width: 24 x width^2 per token, 4 x width per pair."""
+    # Arithmetic of one layer over a sequence, in units of 4 x width: 24 x width^2 per token, 4 x width per pair.
     return tokens * (6 * width + tokens)
 
 
