@@ -21,12 +21,12 @@ from posttrain.rollout.outside import (
     allowed_cache,
     check_arguments,
     check_installed,
+    error_text,
     is_trained,
     longest_row,
     make_room,
-    nothing_disturbed,
+    restored_process_state,
     weights_of,
-    words,
     written_config,
 )
 from posttrain.rollout.vllm.engine import VLLMEngine
@@ -66,7 +66,7 @@ def build_vllm(
     if kind not in ModelRegistry.get_supported_archs():
         return f"it does not know {kind}"
     make_room(module, base, place)
-    with tempfile.TemporaryDirectory(prefix="posttrain-vllm-") as folder, nothing_disturbed():
+    with tempfile.TemporaryDirectory(prefix="posttrain-vllm-") as folder, restored_process_state():
         written_config(base, kind).save_pretrained(folder)
         given = arguments(config, base, place, longest)
         try:
@@ -74,7 +74,7 @@ def build_vllm(
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
-            raise UserError(f"{NAME}: vLLM does not start: {words(error)}") from error
+            raise UserError(f"{NAME}: vLLM does not start: {error_text(error)}") from error
     engine = VLLMEngine(llm, decode=decode, source=(lambda: weights_of(module)) if is_trained(module) else None)
     engine.load_weights(weights_of(module), 0)
     return engine, f"vllm ({VLLM.installed_version() or 'of unknown version'}, weights copied at every sync)"
