@@ -64,6 +64,7 @@ class Queue:
 
     def preempt(self, request: Request, progress: Progress, blocks: Sequence[int], gap: int) -> None:
         """A row leaves its blocks to others, and continues before all that wait."""
+        # First in line it is admitted as soon as a row ends, mostly before its own blocks were evicted.
         key, ids = _alone(request), (*request.prompt_ids, *progress.tokens)
         self.kept.keep(key, ids[:-1], blocks, gap)
         prompt = Prompt(key, ids, deque([request]), parent=key, progress=progress)
@@ -90,11 +91,13 @@ class Queue:
         for prompt in self.prompts.values():
             if prompt.blocks:
                 continue
+            if room <= 0:
+                break
             plan = self._plan(prompt)
             first = self._own_blocks(prompt, prompt.waiting[0], plan.gap)[0]
-            revived = sum(not self.pool.held[block] for block in plan.shared)
-            if room <= 0 or not self.pool.fits(aside + revived + plan.new + first):
-                break
+            revived = sum(not self.pool.held[block] for block in plan.shared)  # kept ones, which will be held again
+            if not self.pool.fits(aside + revived + plan.new + first):
+                break  # nobody overtakes: requests start in the order in which they came
             self._open(prompt, plan)
             aside, room = aside + first, room - len(prompt.waiting)
 
