@@ -32,8 +32,8 @@ class ConversationLoop:
         self._open: dict[Key, Conversation] = {}
         self._chats: dict[Key, Chat] = {}
         self._generating: dict[Key, Generate] = {}
+        # What agents did that was not processed yet.
         self._events: dict[Any, Event] = {}
-        """What agents did that was not processed yet."""
         self._ended: dict[int, list[Key]] = {}
         self.records: dict[Key, Conversation] = {}
         """Of whole responses, until the caller pops them."""

@@ -58,8 +58,8 @@ class _Work:
     key: Hashable
     lane: Lane
     state: str = _QUEUED
-    """`queued`: it was started, or given a turn, and the event loop has not come to it yet. `calling`: it waits for a
-    tool; `generating`: for the model."""
+    # `queued`: it was started, or given a turn, and the event loop has not come to it yet. `calling`: it waits for a
+    # tool; `generating`: for the model.
     since: float = 0.0
     task: asyncio.Task[Any] | None = None
     turn: asyncio.Future[Output] | None = None
@@ -70,14 +70,14 @@ class Runner:
 
     def __init__(self, tools: ToolRunner, timeout_s: float) -> None:
         self.tools, self.timeout_s = tools, timeout_s
+        # What happened in other threads: events of agents, and tool answers for inline ones.
         self._news = queue.SimpleQueue[tuple[Hashable, Event | Future[list[ToolAnswer]]]]()
-        """What happened in other threads: events of agents, and tool answers for inline ones."""
         self._inline: dict[Hashable, Coroutine[Any, Any, Any]] = {}
+        # Tool calls of inline agents that are under way.
         self._calls = 0
-        """Of inline agents, under way."""
         self._work: dict[Hashable, _Work] = {}
+        # Guards the states of work, which both the agents' thread and the caller's change.
         self._lock = threading.Lock()
-        """Of the states of work, which the agents' thread and the caller's change."""
         self._moved = time.monotonic()
         self._lane = Lane("agents")
 

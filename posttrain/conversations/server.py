@@ -1,10 +1,10 @@
-"""One engine for many conversations at once: whoever has a next turn awaits it, and all of them are decoded together.
+"""One engine for many conversations at once: each awaits its next turn, and all turns are decoded together.
 
     async with Server(engine) as server:
         output = await server.generate(Request(...))
 
-The engine works in a thread of its own and is touched by nobody else meanwhile. New requests are let in between two of
-its steps, so that a conversation does not wait for the others' turns to end.
+The engine works in a thread of its own, and only that thread calls it. New requests are admitted between two of its
+steps, so that a conversation does not wait for the others' turns to end.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Server:
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        """What is still under way is given up."""
+        """Requests that are still under way are aborted."""
         for future in list(self._waiting.values()):
             future.cancel()
         if self._driver is not None:
@@ -45,8 +45,8 @@ class Server:
         self._thread.shutdown()
 
     async def generate(self, request: Request) -> Output:
-        """The response; cancelled, the request is aborted. Whoever made a request hears that the engine refuses it, and
-        everybody who waits hears of a step that failed."""
+        """The response. A cancelled call aborts its request. An error of `submit` is raised in the call that made the
+        request, an error of a step in all calls that wait."""
         if request.id in self._waiting:
             raise ValueError(f"request {request.id} is under way already")
         future = asyncio.get_running_loop().create_future()
@@ -62,7 +62,7 @@ class Server:
             raise
 
     async def _drive(self) -> None:
-        """As long as anybody waits. Only here does anything happen to the engine."""
+        """Run the engine as long as a call waits. It is called nowhere else."""
         loop = asyncio.get_running_loop()
         while self._waiting:
             new, self._new = self._new, []
@@ -82,8 +82,8 @@ class Server:
                     future.set_exception(error)
 
     def _work(self, new: list[Request], given_up: set[Hashable]) -> tuple[list[Output], dict[Hashable, Exception]]:
-        """In the engine's thread: let in, give up, and decode until something ended or somebody came or went; gives
-        what ended, and what was not let in."""
+        """In the engine's thread: admit and abort, then decode until a request ended, came or was cancelled; gives what
+        ended, and what was rejected."""
         refused: dict[Hashable, Exception] = {}
         for request in new:
             try:
@@ -100,7 +100,7 @@ class Server:
         self._new, self._given_up = [], set()
         try:
             self.engine.abort(waiting)
-        finally:  # an engine that cannot even give up keeps nobody waiting
+        finally:  # also where the engine cannot even abort: no call may wait forever
             for future in waiting.values():
                 if not future.done():
                     future.set_exception(error)

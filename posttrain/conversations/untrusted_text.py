@@ -146,8 +146,8 @@ def _texts(value: Any) -> Iterator[str]:
             yield from _texts(one)
 
 
+# What templates read of a message besides its words.
 _READ = ("role", "type", "name", "id", "tool_call_id")
-"""What templates read of a message besides its words."""
 
 
 def _map_texts(value: Any, change: Callable[[str], str], keep: Sequence[str] = ()) -> Any:

@@ -15,7 +15,7 @@ import torch
 
 Stage = Literal["weights", "cache"]
 STAGES: tuple[Stage, ...] = ("weights", "cache")
-"""What an engine wakes in: with weights it takes new ones and scores, with a cache it generates."""
+"""The order in which an engine wakes: with its weights it loads new ones and scores, with its cache it generates."""
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,8 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Request:
-    """One response to be made. One with `keep` leaves its cache behind; a later request whose prompt goes on from its
-    prompt and response names it as `parent` and computes only what is new. Neither changes what is sampled."""
+    """A response to generate. With `keep` its KV cache is retained: a later request whose prompt begins with its prompt
+    and response names it as `parent`, and computes only the new tokens. Neither changes what is sampled."""
 
     id: Hashable
     prompt_ids: Sequence[int]
@@ -72,27 +72,27 @@ class Output:
 
 
 class RolloutEngine(ABC):
-    """What every engine (`native`, `hf`, `vllm`) can do."""
+    """What every engine implements; `native`, `hf`, `vllm` and `sglang` are built in."""
 
     version: int = 0
     shares_weights: bool = False
-    """Whether the trainer's weights are the engine's own, so that a sync has nothing to carry."""
+    """Whether the engine reads the trainer's own weights, so that a weight sync copies nothing."""
 
     rounding: torch.dtype | None = None
-    """The type whose rounding its log-probs have, where that is not the model's own."""
+    """The type that its log-probs are rounded as, where that is not the model's own."""
 
     ranks: int = 1
-    """Processes that hold the engine together. Each has all requests; they are called alike, in the same order."""
+    """Processes that hold the engine together. Each gets all requests; all get the same calls in the same order."""
 
     decode: Callable[[list[int]], str] | None = None
-    """Ids as text, for stop strings; without it they are refused."""
+    """Turns token ids into text, for stop strings; without it these are rejected."""
 
     @abstractmethod
     def submit(self, request: Request) -> None:
         """Queue a request."""
 
     def check_request(self, request: Request) -> None:
-        """For engines: refuse what cannot be made, and whatever comes while the cache sleeps."""
+        """For engines: reject a request that cannot be generated, or that comes while the cache is asleep."""
         if request.sampling.stop and self.decode is None:
             raise ValueError("stop strings need an engine that was given `decode`")
         if request.sampling.max_tokens < 1 or not request.prompt_ids:
@@ -101,63 +101,63 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     def step(self) -> list[Output]:
-        """Advance every running request by (at least) one token; gives those that finished."""
+        """Advance every running request by at least one token; returns those that finished."""
 
     @abstractmethod
     def has_work(self) -> bool:
         """Whether requests are queued or running."""
 
     def running_tokens(self) -> int:
-        """Tokens of the responses that are being written, for whoever shows progress; 0 where nobody counts."""
+        """Tokens of the responses under way, for progress displays; 0 if the engine does not count them."""
         return 0
 
     @abstractmethod
     def abort(self, ids: Iterable[Hashable]) -> list[Output]:
-        """Stop these requests; gives what they have so far, with finish reason `abort`."""
+        """Stop these requests; returns what they have so far, with finish reason `abort`."""
 
     @abstractmethod
     def release(self, ids: Iterable[Hashable]) -> None:
-        """These ended requests will be nobody's parent; what they left behind is free."""
+        """Free what these ended requests retained: no request will name them as parent."""
 
     @abstractmethod
     def score(self, token_ids: Sequence[Sequence[int]], *, temperature: float = 1.0) -> list[torch.Tensor]:
-        """Log-probs of each row's tokens after its first, as the engine itself computes them."""
+        """Log-probs of each sequence's tokens after its first, as the engine itself computes them."""
 
     @abstractmethod
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """Take new weights under their Hugging Face names; outputs carry `version` from now on. Works without a cache,
+        """Load new weights under their Hugging Face names; outputs carry `version` from now on. Works without a cache,
         as `score` does."""
 
     # -- memory ---------------------------------------------------------------------------------------------------
     asleep: frozenset[Stage] = frozenset()
-    """What `sleep` gave back and `wake` has not taken again."""
+    """What `sleep` has freed and `wake` has not restored."""
 
     @abstractmethod
     def cache_bytes(self) -> int:
-        """Memory that the cache holds now."""
+        """Bytes that the cache holds now."""
 
     @abstractmethod
     def _give_back(self) -> None:
-        """Free what only generation needs; no requests are there."""
+        """Free what only generation needs; there are no requests."""
 
     @abstractmethod
     def _take(self, stage: Stage) -> None:
-        """Have again, now or when it is first needed, what a stage needs."""
+        """Restore what a stage needs, now or when it is first used."""
 
     def let_go(self) -> None:
-        """The weights that the engine reads may have been moved away: nothing is held where they were."""
+        """Hold no references to the old place of the weights: they may have been moved."""
         return
 
     def sleep(self) -> None:
-        """Give back memory that only generation needs; nothing may be running or waiting."""
+        """Free the memory that only generation needs; no request may be running or waiting."""
         if self.has_work():
             raise RuntimeError("the engine still has requests; abort them before sleep")
         self._give_back()
         self.asleep = frozenset(STAGES)
 
     def wake(self, *stages: Stage) -> None:
-        """Be ready again: all at once, or `weights` before a sync and `cache` after it. What a sync needs for a moment
-        beside the weights is free again when the cache is taken, so that both never lie in memory together."""
+        """Be ready again: all at once, or `weights` before a sync and `cache` after it. Memory that only the sync needs
+        is free again before the cache is allocated, so that the two are never needed together."""
         wanted: list[Stage] = [stage for stage in STAGES if stage in self.asleep and stage in (stages or STAGES)]
         if "cache" in wanted and "weights" in self.asleep - set(wanted):
             raise RuntimeError("the weights are asleep: they wake, and are synced, before the cache")
@@ -166,6 +166,6 @@ class RolloutEngine(ABC):
         self.asleep -= set(wanted)
 
     def check_awake(self, stage: Stage) -> None:
-        """For engines: requests need the cache, new weights and scores need the weights."""
+        """For engines: requests require the cache; new weights and scores require the weights."""
         if stage in self.asleep:
             raise RuntimeError(f"the engine is asleep: wake({stage!r}) comes first")

@@ -25,7 +25,7 @@ JOIN_S, STEPS_TOGETHER = 0.03, 4
 
 
 def advance(engine: RolloutEngine, until: Callable[[], bool] = lambda: False) -> list[Output]:
-    """Steps until some request has ended, none is left, or `until` says so; gives what ended."""
+    """Step until some request has ended, none is left, or `until()` is true; returns what ended."""
     ended: list[Output] = []
     with no_garbage_collection(), pulse.work("responses", 0) as work:
         while not ended and engine.has_work() and not until():
@@ -46,7 +46,7 @@ def until_others_may_join(engine: RolloutEngine) -> Callable[[], bool]:
 def generate(
     engine: RolloutEngine, prompts: Sequence[Sequence[int]], samplings: Sequence[Sampling], seeds: Sequence[int]
 ) -> list[Output]:
-    """One output per prompt, in order, its row as `id`. A call that fails leaves no request behind."""
+    """One output per prompt, in order, with its number as `id`. A call that fails leaves no request in the engine."""
     outputs: dict[Any, Output] = {}
     longest = max((sampling.max_tokens for sampling in samplings), default=0)
     try:
@@ -58,7 +58,7 @@ def generate(
                 work.advance(len(ended), sum(len(output.token_ids) for output in ended), work.running_tokens)
                 outputs.update((output.id, output) for output in ended)
     except BaseException:
-        with suppress(Exception):  # what went wrong first is what the caller must hear
+        with suppress(Exception):  # the first error is the one to raise
             engine.abort(range(len(prompts)))
         raise
     return [outputs[row] for row in range(len(prompts))]
@@ -66,7 +66,7 @@ def generate(
 
 @contextmanager
 def no_garbage_collection() -> Iterator[None]:
-    """Steps make no cycles, but so many objects that the collector would walk through all of the process again."""
+    """Steps make no reference cycles, but so many objects that collections start, each of which scans all memory."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -79,8 +79,8 @@ def no_garbage_collection() -> Iterator[None]:
 def to_batch(prompts: Sequence[Sequence[int]], outputs: Sequence[Output], pad_token_id: int) -> DataProto:
     """Prompts left-padded and responses right-padded to the batch's longest, with masks and rollout log-probs.
 
-    `response_mask` marks what the policy wrote; what it was told between its turns is in `attention_mask` only.
-    `sampling_log_probs` are there where filters or penalties made what was sampled from another distribution.
+    `response_mask` marks sampled tokens; observation tokens are in `attention_mask` only. `sampling_log_probs` are
+    there if filters or penalties changed the distribution that was sampled from.
     """
     prompt_BP, prompt_mask_BP = _pad(prompts, pad_token_id, left=True)
     responses = [output.token_ids for output in outputs]
@@ -110,7 +110,7 @@ def to_batch(prompts: Sequence[Sequence[int]], outputs: Sequence[Output], pad_to
 
 
 def _written(outputs: Sequence[Output], real_BR: torch.Tensor) -> torch.Tensor:
-    """1 where the policy wrote the token itself."""
+    """1 where the policy sampled the token."""
     if all(output.written is None for output in outputs):
         return real_BR
     rows = [[True] * len(output.token_ids) if output.written is None else output.written for output in outputs]
@@ -124,7 +124,7 @@ def _objects(values: Sequence[Any]) -> np.ndarray:
 
 
 def _like(rows: Sequence[Any], mask_BR: torch.Tensor) -> torch.Tensor:
-    """Numbers of each response where its tokens are, and 0 elsewhere."""
+    """The numbers of each response at the places of its tokens, and 0 elsewhere."""
     padded = np.zeros(mask_BR.shape, np.float32)
     padded[mask_BR.numpy().astype(bool)] = np.concatenate([np.asarray(row, np.float32) for row in rows])
     return torch.from_numpy(padded)

@@ -130,7 +130,7 @@ def make_room(module: torch.nn.Module, base: Any, place: torch.device) -> None:
         torch.cuda.empty_cache()  # the engine looks at what is free
 
 
-def words(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     """Its first line; where that only counts what is wrong with an argument, what it is. And what decides its memory,
     where that is what it lacks."""
     said = first_line(error)
@@ -146,8 +146,8 @@ def words(error: BaseException) -> str:
 
 
 @contextmanager
-def nothing_disturbed() -> Iterator[None]:
-    """Around the making of an engine, which seeds the random numbers of this process and sets its threads."""
+def restored_process_state() -> Iterator[None]:
+    """Restores random states and threads, which building an engine of another package changes."""
     import random
 
     import numpy as np

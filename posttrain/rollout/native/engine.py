@@ -1,9 +1,9 @@
 """The native engine: continuous batching with a paged cache, over weights that the trainer already holds.
 
-A step lets in what there is room for, computes one flat batch (the newest token of every running row, and pieces of new
-prompts up to a budget), and samples one token of every row whose logits are there (`next_tokens.py`). Equal prompts are
-computed once (`prompts.py`). While nobody can be let in, rows go on for several tokens in one step, where the decoder
-can do that (`rounds.py`); rows that have made the same tokens so far are computed as one.
+A step admits requests while blocks and slots are free, computes one flat batch (the newest token of every running row,
+and pieces of new prompts up to a budget), and samples one token of every row whose logits are there (`next_tokens.py`).
+Equal prompts are computed once (`admission.py`). While no request can join, rows decode several tokens in one step
+if the decoder supports it (`rounds.py`); rows with an identical prefix share one decode.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ import torch
 
 from posttrain.kernels.decode import BLOCK
 from posttrain.rollout.base import Output, Request, RolloutEngine, Stage
+from posttrain.rollout.native.admission import SEGMENT, SEGMENT_AHEAD, Queue
 from posttrain.rollout.native.decoder import Decoder
 from posttrain.rollout.native.next_tokens import forward, sample_next, sources
 from posttrain.rollout.native.pool import Pool
-from posttrain.rollout.native.prompts import SEGMENT, SEGMENT_AHEAD, Prompt, Queue
+from posttrain.rollout.native.prompts import Prompt
 from posttrain.rollout.native.rounds import Ended, Rounds
 from posttrain.rollout.native.scoring import score_rows
 from posttrain.rollout.native.slots import Slots
@@ -49,10 +50,10 @@ class NativeEngine(RolloutEngine):
         self.queue = Queue(pool, SEGMENT if tokens_unseen is None else SEGMENT_AHEAD)
         lengths = {"tokens_per_step": tokens_per_step, "tokens_unseen": tokens_unseen}
         self.rounds = Rounds(decoder, pool, self.slots, self._ended, **lengths)
-        self.steady = False  # whether nobody can be let in as long as no row ends
-        self.copies_pay = False  # whether requests are long enough for weights to be laid out anew
+        self.steady = False  # whether no request can be admitted before a row ends
+        self.copies_pay = False  # whether requests are long enough to pay for packed copies of the weights
         self.prompt_tokens = 0  # computed since the engine was made
-        self.late: Ended = {}  # rows that were found to have ended between steps
+        self.late: Ended = {}  # rows whose end was noticed between steps
 
     # -- requests -------------------------------------------------------------------------------------------------
     def submit(self, request: Request) -> None:
@@ -72,7 +73,7 @@ class NativeEngine(RolloutEngine):
         leaving = [slot for slot in slots.active.tolist() if slots.requests[slot].id in wanted]  # pyright: ignore
         reasons = {slot: self.late.pop(slot, "abort") for slot in leaving}
         return gone + self._finish(
-            {slot: "abort" if self._can_go_on(slot, why) else why for slot, why in reasons.items()}
+            {slot: "abort" if self._has_budget_left(slot, why) else why for slot, why in reasons.items()}
         )
 
     def release(self, ids: Iterable[Hashable]) -> None:
@@ -92,12 +93,12 @@ class NativeEngine(RolloutEngine):
         decoding = self.slots.active
         plain = self.slots.plain(decoding)
         if not plain:
-            self.late |= self.rounds.catch_up()
+            self.late |= self.rounds.collect()
         if self.late:
             ended, self.late = self.late, {}
             return self._finish(ended)
         if plain and self._alone(decoding):
-            ended = self.rounds.go_on(decoding, stop_at_end=bool(self.queue.prompts))
+            ended = self.rounds.run(decoding, stop_at_end=bool(self.queue.prompts))
             if ended is not None:
                 return self._finish(ended)
         # Where many tokens go in one captured step, the running rows wait for it rather than take one here.
@@ -105,16 +106,16 @@ class NativeEngine(RolloutEngine):
         return self._one_token(decoding, decoding[:0] if waits else decoding)
 
     def _alone(self, decoding: np.ndarray) -> bool:
-        """Whether nothing can happen to these rows but their own next tokens."""
+        """Whether these rows can decode several tokens: no request can join them before one of them ends."""
         return self.rounds.tokens_per_step > 1 and bool(len(decoding)) and (self.steady or not self.queue.prompts)
 
     def _one_token(self, decoding: np.ndarray, moved: np.ndarray) -> list[Output]:
-        """Let in what there is room for; the next token of the rows in `moved`, and the first of new ones."""
+        """Admit what there is room for; the next token of the rows in `moved`, and the first of new ones."""
         self.queue.open(self.slots.room)
         pieces = self.queue.next_pieces(max(self.budget - len(moved), BLOCK))
         fresh = sum(end - start for _, start, end in pieces)
         if fresh <= FEW:
-            self._copy_if_long(request for prompt, _, _ in pieces for request in prompt.waiting)
+            self._pack_weights_if_long(request for prompt, _, _ in pieces for request in prompt.waiting)
         self.prompt_tokens += fresh
         logits_NV = forward(self.decoder, self.pool, self.slots, moved, pieces)
         new, prompts = self._start_rows()
@@ -131,13 +132,14 @@ class NativeEngine(RolloutEngine):
             # Nothing runs and nothing could start, which happens where requests with other budgets or layouts have
             # come to fit no more. Without kept turns and open prompts the first one always has room.
             self.queue.forget()
-        waited = len(moved) < len(decoding) and not self.queue.unfinished()  # who waits goes on with all that can come
+        # Running rows that waited for this step decode again only when all that could be admitted is there.
+        waited = len(moved) < len(decoding) and not self.queue.unfinished()
         self.steady = waited or (not pieces and not len(new))
         if not len(slots_B):
             return []
         assert logits_NV is not None
-        if self.rounds.need_not_look(logits_NV):
-            self.rounds.begin_unseen(slots_B, logits_NV, source_B)
+        if self.rounds.can_stay_on_device(logits_NV):
+            self.rounds.start_on_device(slots_B, logits_NV, source_B)
             return []
         sample_next(self.slots, slots_B, logits_NV, source_B)
         return self._finish(self._ended(slots_B), steady=waited)
@@ -145,10 +147,10 @@ class NativeEngine(RolloutEngine):
     def _start_rows(self) -> tuple[np.ndarray, list[Prompt]]:
         """Rows for the requests whose prompts are computed, as far as there is room: (slots, their prompts)."""
         rows = list(self.queue.start(self.slots.room))
-        self._copy_if_long(row.request for row in rows)
+        self._pack_weights_if_long(row.request for row in rows)
         return self.slots.add(rows), [row.prompt for row in rows]
 
-    def _copy_if_long(self, requests: Iterable[Request]) -> None:
+    def _pack_weights_if_long(self, requests: Iterable[Request]) -> None:
         tokens = [request.sampling.max_tokens for request in requests]
         if max(tokens, default=0) >= MANY or sum(tokens) >= MANY_TOKENS:
             self.copies_pay = True
@@ -156,7 +158,7 @@ class NativeEngine(RolloutEngine):
 
     # -- ends -----------------------------------------------------------------------------------------------------
     def _ended(self, slots_B: np.ndarray) -> Ended:
-        """Those of the rows that have ended with their newest tokens."""
+        """Which of these rows ended with their newest tokens, and why."""
         slots = self.slots
         stopped = slots.stopped(slots_B)
         for place in np.flatnonzero(slots.by_text[slots_B] & ~stopped):
@@ -166,20 +168,21 @@ class NativeEngine(RolloutEngine):
         return {int(slots_B[place]): "stop" if stopped[place] else "length" for place in ended}
 
     def _stopped_by_text(self, slot: int) -> bool:
-        """Whether the newest token completed a stop string. A token is at least one byte, so a short tail tells."""
+        """Whether the newest token completed a stop string."""
         request = self.slots.requests[slot]
         assert request is not None and self.decode is not None
+        # A token is at least one byte, so the last few tokens are enough: decoding the whole response would be slow.
         longest = max(len(stop.encode()) for stop in request.sampling.stop)
         text = self.decode(self.slots.written(slot)[-(longest + 8) :])
         return any(stop in text for stop in request.sampling.stop)
 
-    def _can_go_on(self, slot: int, reason: str) -> bool:
+    def _has_budget_left(self, slot: int, reason: str) -> bool:
         """Whether the row has only come to the end of the tokens that it was granted."""
         request = self.slots.requests[slot]
         assert request is not None
         return reason == "length" and self.slots.count[slot] < request.sampling.max_tokens
 
-    def _go_on(self, slot: int) -> bool:
+    def _extend_or_preempt(self, slot: int) -> bool:
         """Grant a row further tokens. False: there is no room, and it waits in the queue."""
         slots = self.slots
         request, prompt, blocks = slots.requests[slot], slots.prompts[slot], slots.blocks[slot]
@@ -196,7 +199,7 @@ class NativeEngine(RolloutEngine):
     def _finish(self, ended: Ended, *, steady: bool = False) -> list[Output]:
         """Outputs of these rows; their slots and blocks are free again, for others now or (`steady`) a step later."""
         slots = self.slots
-        unfinished = [slot for slot, reason in ended.items() if self._can_go_on(slot, reason)]
+        unfinished = [slot for slot, reason in ended.items() if self._has_budget_left(slot, reason)]
         ended = {slot: reason for slot, reason in ended.items() if slot not in unfinished}
         if ended:
             self.steady = steady
@@ -208,7 +211,7 @@ class NativeEngine(RolloutEngine):
                 ids = [*request.prompt_ids, *slots.written(slot)][: slots.length[slot]]  # the newest may not be there
                 self.queue.kept.keep(request.id, ids, slots.blocks[slot], prompt.gap)
         self._leave(list(ended))  # first: rows that go on may need their blocks
-        if preempted := [slot for slot in unfinished if not self._go_on(slot)]:
+        if preempted := [slot for slot in unfinished if not self._extend_or_preempt(slot)]:
             self.steady = False
             self._leave(preempted)
         return outputs
@@ -232,7 +235,7 @@ class NativeEngine(RolloutEngine):
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         self.check_awake("weights")
-        self.late |= self.rounds.catch_up()  # what is under way is made by the old weights, and counted as theirs
+        self.late |= self.rounds.collect()  # what is under way is made by the old weights, and counted as theirs
         self.slots.note_version(self.slots.active.tolist(), self.version)
         self.queue.forget()
         self.steady = False

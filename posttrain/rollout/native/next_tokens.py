@@ -34,7 +34,7 @@ def forward(decoder: Decoder, pool: Pool, slots: Slots, decoding: np.ndarray, pi
             prompt.place = len(wanted)
             wanted.append(total - 1)
     slots.length[decoding] += 1
-    slots.tell_apart(decoding)
+    slots.update_histories(decoding)
     slots.computed += len(decoding)
     table = with_rows((slots.table[decoding], slots.starts[decoding]), [(p.blocks, p.gap) for p, _, _ in pieces])
     step = step_tokens(ids, positions, rows, table, pool.device)

@@ -1,25 +1,28 @@
-"""Prompts computed once for all the requests that begin with them, and the order in which requests are admitted.
-
-A turn that continues an ended one takes over its KV blocks (`kept_turns.py`), and computes only what is new.
-"""
+"""Prompts, computed once for all the requests that begin with them, and the rows that start from them."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
-from posttrain.kernels.decode import BLOCK
-from posttrain.rollout.base import Request
-from posttrain.rollout.native.kept_turns import KeptTurns
-from posttrain.rollout.native.pool import Pool, blocks_for, blocks_up_to
-from posttrain.rollout.native.slots import Progress
+from posttrain.rollout.base import Output, Request
 
-# Tokens that a row is granted at a time where not all rows have room for their whole budgets. A decoder that runs ahead
-# learns of an extension up to two rounds (32 tokens) late, and the row stands still meanwhile: grants are longer there.
-SEGMENT, SEGMENT_AHEAD = 2 * BLOCK, 16 * BLOCK
+
+@dataclass
+class Progress:
+    """What a preempted row has made so far."""
+
+    tokens: list[int]
+    log_probs: np.ndarray
+    drawn: list[float] | None
+    spans: list[tuple[int, int]]
+
+    def output(self, request: Request, reason: str) -> Output:
+        return Output(request.id, self.tokens, self.log_probs, reason, self.spans, self.drawn)
 
 
 @dataclass(eq=False)
@@ -58,226 +61,3 @@ class NewRow:
     prompt: Prompt
     blocks: list[int]
     granted: int
-
-
-@dataclass
-class _Plan:
-    """Where a prompt's blocks come from: `shared` ones of the turn that it continues, with `cached` tokens of which
-    `copied` are copied from the block `source`; `new` blocks behind them."""
-
-    gap: int
-    shared: list[int] = field(default_factory=list)
-    cached: int = 0
-    copied: int = 0
-    source: int = -1
-    new: int = 0
-    takes_over: bool = False
-
-
-class Queue:
-    """Waiting requests by prompt, first come, first served.
-
-    A prompt is opened (given blocks) when there are slots for its requests, and only with room for its first row kept
-    aside: whatever is open can always start.
-    """
-
-    def __init__(self, pool: Pool, segment: int = SEGMENT) -> None:
-        self.pool, self.kept, self.segment = pool, KeptTurns(pool), segment
-        self.prompts: dict[Hashable, Prompt] = {}  # by their tokens, or by the request of which they are alone
-        self.opened: list[Prompt] = []
-        self.tight = False  # whether the requests that could run now have no room for all their tokens together
-        self.turns = self.continued = 0  # requests that name a parent, and those that found all that it left
-
-    def add(self, request: Request) -> None:
-        ids = tuple(request.prompt_ids)
-        self.pool.check(len(ids), request.sampling.max_tokens)
-        self.turns += request.parent is not None
-        if request.parent in self.kept.turns:
-            # It writes behind what it takes over, so it shares its prompt with no other request.
-            key = _alone(request)
-            self.prompts[key] = Prompt(key, ids, deque([request]), parent=request.parent)
-            self.kept.awaited[request.parent] = self.kept.awaited.get(request.parent, 0) + 1
-        elif (prompt := self.prompts.get(ids)) is not None:
-            prompt.waiting.append(request)
-        else:
-            self.prompts[ids] = Prompt(ids, ids, deque([request]), gap=len(ids))
-
-    def preempt(self, request: Request, progress: Progress, blocks: Sequence[int], gap: int) -> None:
-        """A row leaves its blocks to others, and continues before all that wait."""
-        key, ids = _alone(request), (*request.prompt_ids, *progress.tokens)
-        self.kept.keep(key, ids[:-1], blocks, gap)
-        prompt = Prompt(key, ids, deque([request]), parent=key, progress=progress)
-        self.prompts = {key: prompt, **self.prompts}
-        self.kept.awaited = {key: 1, **self.kept.awaited}
-
-    def remove(self, wanted: set[Hashable]) -> list[tuple[Request, Progress | None]]:
-        """Take these requests out; gives those that were waiting, with what they had made before."""
-        gone = []
-        for prompt in list(self.prompts.values()):
-            gone += [(request, prompt.progress) for request in prompt.waiting if request.id in wanted]
-            prompt.waiting = deque(request for request in prompt.waiting if request.id not in wanted)
-            if not prompt.waiting:
-                self._retire(prompt)
-        return gone
-
-    # -- prompts --------------------------------------------------------------------------------------------------
-    def open(self, room: int) -> None:
-        """Open as many prompts, in order, as there are slots and blocks for."""
-        room -= sum(len(prompt.waiting) for prompt in self.opened)
-        if room > 0:
-            self._reserve(room)
-        aside = self._set_aside()
-        for prompt in self.prompts.values():
-            if prompt.blocks:
-                continue
-            plan = self._plan(prompt)
-            first = self._own_blocks(prompt, prompt.waiting[0], plan.gap)[0]
-            revived = sum(not self.pool.held[block] for block in plan.shared)
-            if room <= 0 or not self.pool.fits(aside + revived + plan.new + first):
-                break
-            self._open(prompt, plan)
-            aside, room = aside + first, room - len(prompt.waiting)
-
-    def _reserve(self, room: int) -> None:
-        """Memory for all that can be admitted, at once."""
-        blocks = 0
-        for prompt in self.prompts.values():
-            blocks += sum(blocks_for(prompt.tokens_left(request)) for request in prompt.waiting)
-            if not prompt.blocks:
-                blocks, room = blocks + blocks_for(len(prompt.ids)), room - len(prompt.waiting)
-            if room <= 0:
-                break
-        self.tight = blocks > self.pool.available
-        self.pool.reserve(blocks)
-
-    def _plan(self, prompt: Prompt) -> _Plan:
-        """What the parent turn has of a prompt's tokens, the last one aside: its logits are wanted."""
-        turn = self.kept.turns.get(prompt.parent)
-        cached = 0 if turn is None else turn.common(prompt.ids[:-1])
-        if turn is None or not cached:
-            return _Plan(prompt.gap, new=blocks_up_to(len(prompt.ids), prompt.gap))
-        # A turn that differs within the first prompt has no gap to inherit: its blocks are full up to there.
-        gap = turn.gap if cached >= turn.gap else prompt.gap
-        full = cached // BLOCK if cached < turn.gap else blocks_for(turn.gap) + (cached - turn.gap) // BLOCK
-        partial = (cached if cached < turn.gap else cached - turn.gap) % BLOCK
-        plan = _Plan(gap, turn.blocks[:full], cached, takes_over=self.kept.awaited.get(prompt.parent, 0) <= 1)
-        if partial and plan.takes_over and not self.pool.shared(turn.blocks[full]):
-            plan.shared.append(turn.blocks[full])  # nobody else reads it: the new tokens go behind the old ones
-        elif partial:
-            plan.copied, plan.source = partial, turn.blocks[full]
-        plan.new = blocks_up_to(len(prompt.ids), gap) - len(plan.shared)
-        return plan
-
-    def _open(self, prompt: Prompt, plan: _Plan) -> None:
-        source = [plan.source] if plan.copied else []
-        self.pool.hold([*plan.shared, *source])  # before others are evicted
-        prompt.gap, prompt.computed = plan.gap, plan.cached
-        prompt.blocks = [*plan.shared, *self.pool.take(plan.new)]
-        if plan.copied:
-            self.pool.copy(plan.source, prompt.blocks[len(plan.shared)], plan.copied)
-        self.pool.give_back(source)
-        turn = self.kept.turns.get(prompt.parent)
-        if turn is not None and prompt.progress is None:
-            self.continued += plan.cached == min(turn.whole, len(prompt.ids) - 1)
-        if plan.takes_over:
-            self.kept.release([prompt.parent])
-        self._stop_awaiting(prompt)
-        self.opened.append(prompt)
-
-    def _stop_awaiting(self, prompt: Prompt) -> None:
-        if prompt.parent in self.kept.awaited:
-            self.kept.awaited[prompt.parent] -= 1
-            if not self.kept.awaited[prompt.parent]:
-                del self.kept.awaited[prompt.parent]
-
-    def next_pieces(self, budget: int) -> list[Piece]:
-        """(prompt, start, end) of what this step computes of open prompts."""
-        pieces = []
-        for prompt in self.opened:
-            if not prompt.ready and budget > 0:
-                end = min(len(prompt.ids), prompt.computed + budget)
-                pieces.append((prompt, prompt.computed, end))
-                budget -= end - prompt.computed
-        return pieces
-
-    def unfinished(self) -> bool:
-        """Whether there is more to compute of open prompts."""
-        return any(not prompt.ready for prompt in self.opened)
-
-    # -- rows -----------------------------------------------------------------------------------------------------
-    def start(self, room: int) -> Iterator[NewRow]:
-        """Requests that can run now."""
-        aside = self._set_aside()
-        for prompt in [prompt for prompt in self.opened if prompt.ready]:
-            while prompt.waiting and room > 0:
-                own, granted = self._own_blocks(prompt, prompt.waiting[0], prompt.gap)
-                others = aside if prompt.running else aside - own
-                if not self.pool.fits(others + own):
-                    break
-                self.pool.hold(prompt.blocks)
-                aside, prompt.running, room = others, prompt.running + 1, room - 1
-                yield NewRow(prompt.waiting.popleft(), prompt, [*prompt.blocks, *self.pool.take(own)], granted)
-            if not prompt.waiting:
-                self._retire(prompt)
-
-    def _own_blocks(self, prompt: Prompt, request: Request, gap: int) -> tuple[int, int]:
-        """(blocks behind those of its prompt, tokens) that a row is granted when it starts."""
-        granted = prompt.tokens_left(request)
-        # Budgets are far longer than most turns. Whole reservations would evict turns for tokens that nobody writes.
-        if self.tight:
-            granted = min(granted, self.segment)
-        return blocks_up_to(len(prompt.ids) + granted, gap) - blocks_up_to(len(prompt.ids), gap), granted
-
-    def _set_aside(self) -> int:
-        """Blocks that the first rows of open prompts must still find."""
-        waiting = [prompt for prompt in self.opened if prompt.waiting and not prompt.running]
-        return sum(self._own_blocks(prompt, prompt.waiting[0], prompt.gap)[0] for prompt in waiting)
-
-    def extend(self, tokens: int, gap: int, blocks: list[int], left: int) -> int:
-        """Grant a row further tokens behind its first `tokens`, of which `left` are allowed: how many, or 0 where there
-        is no room."""
-        granted = min(left, self.segment)
-        more = blocks_up_to(tokens + granted, gap) - len(blocks)
-        if not self.pool.fits(self._set_aside() + more):
-            return 0
-        blocks += self.pool.take(more)
-        return granted
-
-    def row_done(self, prompt: Prompt, blocks: Sequence[int]) -> None:
-        """A row has ended, or was preempted."""
-        self.pool.give_back(blocks)
-        prompt.running -= 1
-
-    def release(self, ids: Iterable[Hashable]) -> None:
-        self.kept.release(ids)
-
-    # -- ends -----------------------------------------------------------------------------------------------------
-    def _retire(self, prompt: Prompt) -> None:
-        """Nobody waits for this prompt any more. Rows that run have holds of their own on its blocks."""
-        del self.prompts[prompt.key]
-        if prompt in self.opened:
-            self.opened.remove(prompt)
-        else:
-            self._stop_awaiting(prompt)
-            if prompt.progress is not None:
-                self.kept.release([prompt.parent])
-        self._close(prompt)
-
-    def _close(self, prompt: Prompt) -> None:
-        self.pool.give_back(prompt.blocks)
-        prompt.blocks = []
-
-    def forget(self) -> None:
-        """Keys and values are no longer valid: waiting requests need their prompts anew; running rows go on with
-        theirs."""
-        self.kept.forget()
-        self.kept.awaited = {}
-        self.opened = []
-        for key, prompt in list(self.prompts.items()):
-            self._close(prompt)
-            gap = len(prompt.ids) if key == prompt.ids else 0
-            self.prompts[key] = Prompt(key, prompt.ids, prompt.waiting, gap, progress=prompt.progress)
-
-
-def _alone(request: Request) -> Hashable:
-    return ("alone", request.id)

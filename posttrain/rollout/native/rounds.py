@@ -1,7 +1,7 @@
-"""Several tokens for every row in one step, while nothing can happen to the rows but their own next tokens.
+"""Several tokens for every row in one step, while no request can join or leave.
 
-A decoder may run ahead of what is known here (`DecodeRows`), so that rows lag behind it; first tokens of new rows may
-then stay on the device, where it goes on with them, without having been read here.
+A decoder may run ahead of the host (`DecodeRows`): what the host knows of its rows is a round old. First tokens of new
+rows then stay on the device, and the decoder continues from them before the host has read them.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ class Rounds:
         self.tokens_per_step, self.tokens_unseen = tokens_per_step, tokens_unseen
         self.first: list[FirstTokens] = []  # of rows that the decoder does not know yet
 
-    def catch_up(self) -> Ended:
-        """Know of all that the decoder has made; it begins nothing more."""
+    def collect(self) -> Ended:
+        """Read all that the decoder has made; it begins nothing more."""
         active = self.slots.active
         return self._round(active, 0, False) or {} if self.slots.under_way[active].any() else {}
 
-    def go_on(self, decoding: np.ndarray, *, stop_at_end: bool) -> Ended | None:
+    def run(self, decoding: np.ndarray, *, stop_at_end: bool) -> Ended | None:
         """Several tokens for every row, up to its end: the rows that ended; None if the decoder cannot. With
         `stop_at_end` the round is over as soon as one has.
 
@@ -67,7 +67,7 @@ class Rounds:
 
     def _round(self, decoding: np.ndarray, steps: int, stop_at_end: bool) -> Ended | None:
         slots = self.slots
-        ended = {} if steps else self._see_first()
+        ended = {} if steps else self._read_first_tokens()
         before, known = slots.count[decoding], int(slots.next_history[0])
         rows = DecodeRows(
             **{name: slots.columns[column][decoding] for name, column in _COLUMNS_OF_ROWS.items()},
@@ -97,7 +97,7 @@ class Rounds:
         return ended | dict(zip(decoding[over].tolist(), reasons, strict=True))
 
     def _steps(self, decoding: np.ndarray) -> int:
-        """How many tokens the rows may make before anybody looks."""
+        """How many tokens the rows may decode before the host looks at them."""
         slots = self.slots
         left = slots.limit[decoding] - slots.count[decoding] - slots.under_way[decoding]
         most = min(self.tokens_per_step, max(0, int(left.max())))
@@ -106,31 +106,32 @@ class Rounds:
         may_stop = any(slots.stop_sets[kind] for kind in np.unique(slots.stops[decoding]))
         if may_stop:
             return min(most, self.tokens_unseen)
-        # The last round before an end is a short one: of what it makes nothing can be read while the device computes.
+        # The last round before an end is short: its results cannot be read while the device computes something else.
         return min(most, max(self.tokens_unseen, int(left.min()) - self.tokens_unseen))
 
     # -- first tokens -----------------------------------------------------------------------------------------------
-    def need_not_look(self, logits_NV: torch.Tensor) -> bool:
-        """Whether the first tokens of new rows can stay on the device, where the decoder goes on with them: to read
-        them here would be to wait for all that the device has to do, and leave it idle afterwards."""
+    def can_stay_on_device(self, logits_NV: torch.Tensor) -> bool:
+        """Whether the first tokens of new rows can stay on the device. Reading them would wait for all work that is
+        queued there, and leave the device idle afterwards."""
         return self.tokens_unseen is not None and cuda.runs_here(logits_NV) and self.slots.plain(self.slots.active)
 
-    def begin_unseen(self, new: np.ndarray, logits_NV: torch.Tensor, source_B: np.ndarray) -> None:
+    def start_on_device(self, new: np.ndarray, logits_NV: torch.Tensor, source_B: np.ndarray) -> None:
         slots = self.slots
         settings = (slots.columns[name][new] for name in ("temperature", "greedy", "seed", "count"))
         self.first.append(FirstTokens(slots.number[new], *sample_unread(logits_NV, source_B, *settings)))
         slots.under_way[new] = 1
         slots.length[new] -= 1  # as before the last token of the prompt, which gives the first of the response
 
-    def _see_first(self) -> Ended:
-        """Read the first tokens that nobody has gone on with yet; the rows that end with them."""
+    def _read_first_tokens(self) -> Ended:
+        """Read the first tokens that the decoder has not continued from; returns the rows that end with them."""
         slots, found = self.slots, {}
         for first in self.first:
             place = first.places(slots.number[slots.active])
             seen, place = slots.active[place >= 0], place[place >= 0]
-            slots.tokens[seen, 0] = slots.last[seen] = first.tokens.cpu().numpy()[place]
-            slots.log_probs[seen, 0] = first.log_probs.cpu().numpy()[place]
-            slots.count[seen], slots.under_way[seen] = 1, 0
+            at = slots.count[seen]  # 0, or the tokens that a row had made before it was preempted
+            slots.tokens[seen, at] = slots.last[seen] = first.tokens.cpu().numpy()[place]
+            slots.log_probs[seen, at] = first.log_probs.cpu().numpy()[place]
+            slots.count[seen], slots.under_way[seen] = at + 1, 0
             slots.length[seen] += 1
             found |= self.ended(seen)
         self.first = []

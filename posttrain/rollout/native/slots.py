@@ -1,21 +1,16 @@
-"""The rows that are running, as arrays: what a step needs of all of them is one indexing operation.
+"""The rows that are running, as arrays: a step reads a column of all of them in one indexing operation.
 
-A slot is a place for one row; a finished row's slot is taken by the next request at once.
+A slot is a place for one row; the next request takes the slot of a finished row at once.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from posttrain.kernels.decode import FAR
 from posttrain.rollout.base import Output, Request, Sampling
 from posttrain.rollout.native.pool import block_starts, blocks_up_to
-
-if TYPE_CHECKING:
-    from posttrain.rollout.native.prompts import NewRow, Prompt
+from posttrain.rollout.native.prompts import NewRow, Progress, Prompt
 
 _COLUMNS = {
     "length": np.int32,  # tokens in the cache: where the next one is written
@@ -36,21 +31,8 @@ _COLUMNS = {
 _BY_SAMPLING = ("temperature", "greedy", "special", "by_text", "stops")
 
 
-@dataclass
-class Progress:
-    """What a preempted row has made so far."""
-
-    tokens: list[int]
-    log_probs: np.ndarray
-    drawn: list[float] | None
-    spans: list[tuple[int, int]]
-
-    def output(self, request: Request, reason: str) -> Output:
-        return Output(request.id, self.tokens, self.log_probs, reason, self.spans, self.drawn)
-
-
 class Slots:
-    """Columns over slots; `active` are the slots in use, in the order in which their rows were let in."""
+    """Columns over slots; `active` are the slots in use, in the order in which their rows were admitted."""
 
     def __init__(self, most: int) -> None:
         self.most = most
@@ -159,8 +141,8 @@ class Slots:
         if progress.drawn is not None:
             self.drawn[slot] = progress.drawn
 
-    def tell_apart(self, slots: np.ndarray) -> None:
-        """These rows' newest tokens join their histories."""
+    def update_histories(self, slots: np.ndarray) -> None:
+        """Add the newest tokens of these rows to their histories."""
         if len(slots):
             last = self.last[slots]
             _, number = np.unique(self.history[slots] * (last.max() + 1) + last, return_inverse=True)
@@ -178,8 +160,8 @@ class Slots:
         return self.tokens[slot, : self.count[slot]].tolist()
 
     def read(self, slots: list[int]) -> None:
-        """Make lists of the tokens that are known of these rows. It is what takes longest when a row ends, and need not
-        wait for that."""
+        """Make lists of the tokens that are known of these rows."""
+        # Lists take longest of all that is done when a row ends. Most of each is made while the device computes.
         for slot, count in zip(slots, self.count[slots].tolist(), strict=True):
             ids = self.lists[slot]
             ids += self.tokens[slot, len(ids) : count].tolist()

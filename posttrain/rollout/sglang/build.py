@@ -19,12 +19,12 @@ from posttrain.rollout.outside import (
     allowed_cache,
     check_arguments,
     check_installed,
+    error_text,
     is_trained,
     longest_row,
     make_room,
-    nothing_disturbed,
+    restored_process_state,
     weights_of,
-    words,
     written_config,
 )
 from posttrain.rollout.sglang.engine import SGLangEngine
@@ -56,7 +56,7 @@ def build_sglang(
     make_room(module, base, place)
     if place.type == "cpu":
         os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
-    with tempfile.TemporaryDirectory(prefix="posttrain-sglang-") as folder, nothing_disturbed():
+    with tempfile.TemporaryDirectory(prefix="posttrain-sglang-") as folder, restored_process_state():
         written = written_config(base, kind)
         written.eos_token_id = None  # a row ends where its request says it, and nowhere else
         written.save_pretrained(folder)
@@ -68,7 +68,7 @@ def build_sglang(
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
-            raise UserError(f"{NAME}: SGLang does not start: {words(error)}") from error
+            raise UserError(f"{NAME}: SGLang does not start: {error_text(error)}") from error
     engine = SGLangEngine(
         link,
         longest=given["context_length"] - 1,

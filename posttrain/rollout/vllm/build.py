@@ -23,12 +23,12 @@ from posttrain.rollout.outside import (
     allowed_cache,
     check_arguments,
     check_installed,
+    error_text,
     is_trained,
     longest_row,
     make_room,
-    nothing_disturbed,
+    restored_process_state,
     weights_of,
-    words,
     written_config,
 )
 from posttrain.rollout.vllm.engine import VLLMEngine
@@ -72,7 +72,7 @@ def build_vllm(
         return f"it does not know {kind}"
     keep_groups = dist.is_initialized()  # by those who train here, and go on with it when the engine is closed
     make_room(module, base, place)
-    with tempfile.TemporaryDirectory(prefix="posttrain-vllm-") as folder, nothing_disturbed():
+    with tempfile.TemporaryDirectory(prefix="posttrain-vllm-") as folder, restored_process_state():
         written_config(base, kind).save_pretrained(folder)
         given = arguments(config, base, place, longest, team)
         try:
@@ -80,7 +80,7 @@ def build_vllm(
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
-            raise UserError(f"{NAME}: vLLM does not start: {words(error)}") from error
+            raise UserError(f"{NAME}: vLLM does not start: {error_text(error)}") from error
     source = (lambda: weights_of(module)) if is_trained(module) else None
     engine = VLLMEngine(llm, decode=decode, source=source, tied=tied_names(base), keep_groups=keep_groups)
     engine.load_weights(weights_of(module), 0)
