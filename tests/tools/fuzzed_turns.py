@@ -1,5 +1,6 @@
 """Turns that no model should write: calls of a format, cut, doubled, nested and mixed with what other formats use."""
 
+# ruff: noqa: E501 (marks of formats are long)
 from __future__ import annotations
 
 import random
