@@ -19,6 +19,7 @@ from posttrain.conversations.formats.base import FORMATS
 from posttrain.conversations.loop import tool_arguments
 from posttrain.conversations.opening import check_agent_names, open_conversations
 from posttrain.conversations.tools.base import Tool, ToolCall
+from posttrain.conversations.tools.registry import make_tools
 from posttrain.doctor.case import Case
 from posttrain.doctor.finding import ERROR, NOTE, WARNING, Finding
 from posttrain.errors import UserError
@@ -43,7 +44,12 @@ def check_tools(case: Case) -> Iterator[Finding]:
         if _enabled(case):  # without turns it is the tokenizer's own error, which its check says
             yield Finding(ERROR, AREA, str(error), case.where(key))
         return
+    if not _enabled(case):
+        yield from _unused_tools(case)
     if turns and turns.schemas:
+        case.report.fact(
+            AREA, f"Tool calls are read in the format {turns.setup.settings.format} (docs/call_formats.md)."
+        )
         shown = _tokens(case, tools=case.schemas) - _tokens(case)
         case.report.fact(
             AREA, f"Their descriptions take about {shown} tokens of every prompt (data.max_prompt_length)."
@@ -87,6 +93,20 @@ def check_named_in_rows(case: Case) -> Iterator[Finding]:
 def _enabled(case: Case) -> bool:
     rollout = case.config.actor_rollout_ref.rollout
     return turn_settings(rollout.multi_turn).enable or agent_settings(rollout.agent).enable
+
+
+def _unused_tools(case: Case) -> Iterator[Finding]:
+    """Tools that are named in a run that calls none; a misspelt name is told all the same."""
+    settings = turn_settings(case.config.actor_rollout_ref.rollout.multi_turn)
+    if not settings.tools:
+        return
+    what = f"{_ROLLOUT}.tools names {', '.join(settings.tools)}, but no tool would be called: {KEY}.enable is False."
+    yield Finding(WARNING, AREA, what, case.where(KEY), f"set {_ROLLOUT}.multi_turn=True, or take the tools out")
+    try:
+        for tool in make_tools(settings.tools, settings.tool_config).values():
+            tool.shutdown()
+    except UserError as error:
+        yield Finding(ERROR, AREA, str(error), case.where(KEY))
 
 
 def _said(case: Case, text: str) -> None:
