@@ -6,6 +6,13 @@ from posttrain import moved, plugins
 from posttrain.version import __version__
 
 plugins.dialect = "posttrain.other_systems"
+plugins.checks = (
+    "posttrain.engine.megatron.settings",  # it registers its engine
+    "posttrain.engine.settings",
+    "posttrain.rollout.engine_kwargs",
+    "posttrain.conversations.settings",
+    "posttrain.models.folders",
+)
 
 __all__ = ["DataProto", "__version__", "train"]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -12,8 +13,8 @@ from typing import Any
 from posttrain.config.options import OptionParser
 from posttrain.errors import working_folder
 from posttrain.interrupts import one_interrupt
-from posttrain.tracking.console import exit_status, keep_going, prepare_streams
-from posttrain.tracking.terminal_text import tell, tell_page
+from posttrain.tracking.console import exit_status, prepare_streams, protect_console
+from posttrain.tracking.terminal_text import print_page, print_text
 from posttrain.tracking.waiting import waiting
 
 Arguments = Sequence[str]
@@ -22,9 +23,9 @@ Arguments = Sequence[str]
 def train(args: Arguments) -> int:
     """Train as `train.sh` does."""
     from posttrain import launch, launch_flags
-    from posttrain.tracking.own_console import take_voice
+    from posttrain.tracking.console import split_output_mode
 
-    args, voice = take_voice(args)
+    args, mode = split_output_mode(args)
     request = launch.parse(args)
     if request.help:
         print(launch_flags.help_text(os.environ))
@@ -35,26 +36,8 @@ def train(args: Arguments) -> int:
         return 0
     from posttrain.trainer.main_ppo import exit_status, run_command
 
-    keep_going()
-    return exit_status(run_command(resolved, voice))
-
-
-def sft(args: Arguments) -> int:
-    from posttrain.trainer import fsdp_sft_trainer
-
-    return fsdp_sft_trainer.main(args)
-
-
-def reward_model(args: Arguments) -> int:
-    from posttrain.trainer import reward_model_trainer
-
-    return reward_model_trainer.main(args)
-
-
-def config(args: Arguments) -> int:
-    from posttrain import launch
-
-    return launch.show_config(args)
+    protect_console()
+    return exit_status(run_command(resolved, mode))
 
 
 def plan(args: Arguments) -> int:
@@ -65,12 +48,6 @@ def plan(args: Arguments) -> int:
         from posttrain.doctor import plan_command
 
     return plan_command.main(args)
-
-
-def doctor(args: Arguments) -> int:
-    from posttrain.doctor import command
-
-    return command.main(args)
 
 
 PLAN_USAGE = """usage: posttrain plan [--gpu_gb N] [key=value] ...              as posttrain.trainer.main_ppo reads it
@@ -88,7 +65,7 @@ def explain(args: Arguments) -> int:
     parser.add_argument("name", nargs="*", help=help_)
     from posttrain.explain import explain as page
 
-    tell_page(page(" ".join(parser.parse_args(args).name) or None))
+    print_page(page(" ".join(parser.parse_args(args).name) or None))
     return 0
 
 
@@ -96,7 +73,7 @@ def reward(args: Arguments) -> int:
     if args and args[0] == "try":
         from posttrain.rewards import try_command
 
-        return try_command.main(args[1:], sample=_sample, tell=tell)
+        return try_command.main(args[1:], sample=_sample, tell=print_text)
     parser = _parser("reward", "Rewards outside a run.")
     parser.add_argument("job", choices=["try"], help="score a data file: `posttrain reward try --help`")
     parser.parse_args(args)
@@ -115,7 +92,7 @@ def tool(args: Arguments) -> int:
 
 
 def _sample(options: argparse.Namespace, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    from posttrain.trainer.generation.sampled import sample_rows
+    from posttrain.commands.generation.command import sample_rows
 
     return sample_rows(options, rows)
 
@@ -134,76 +111,10 @@ def export(args: Arguments) -> int:
     refuse_other_folders(options.checkpoint)
     free_folder(options.out)
     with waiting():
-        from posttrain.trainer.export import export_checkpoint
+        from posttrain.commands.export import export_checkpoint
 
     print(f"written: {export_checkpoint(options.checkpoint, options.out, adapter=options.adapter, base=options.base)}")
     return 0
-
-
-def push(args: Arguments) -> int:
-    from posttrain.trainer import push as command
-
-    return command.main(args)
-
-
-def data(args: Arguments) -> int:
-    from posttrain.data.recipes import command
-
-    return command.main(args)
-
-
-def generate(args: Arguments) -> int:
-    from posttrain.trainer.generation import command
-
-    return command.main(args)
-
-
-def evaluate(args: Arguments) -> int:
-    from posttrain.trainer.evaluation import command
-
-    return command.main(args)
-
-
-def bench(args: Arguments) -> int:
-    from posttrain.bench import command
-
-    return command.main(args)
-
-
-def compat(args: Arguments) -> int:
-    from posttrain.other_systems.verl_script import command
-
-    return command.main(args)
-
-
-def runs(args: Arguments) -> int:
-    from posttrain.tracking import commands
-
-    return commands.runs(args)
-
-
-def samples(args: Arguments) -> int:
-    from posttrain.tracking import commands
-
-    return commands.samples(args)
-
-
-def plot(args: Arguments) -> int:
-    from posttrain.tracking import commands
-
-    return commands.plot(args)
-
-
-def view(args: Arguments) -> int:
-    from posttrain.view import command
-
-    return command.main(args)
-
-
-def replay(args: Arguments) -> int:
-    from posttrain.trainer.replay import command
-
-    return command.main(args)
 
 
 def version(args: Arguments) -> int:
@@ -214,29 +125,51 @@ def version(args: Arguments) -> int:
     return 0
 
 
-VERBS: dict[str, tuple[Callable[[Arguments], int], str]] = {
+# Verb -> (its function, or "module:function", which is imported when the verb is used; its line of the help).
+VERBS: dict[str, tuple[Callable[[Arguments], int] | str, str]] = {
     "train": (train, "train with the flags of train.sh and any key=value"),
-    "sft": (sft, "fine-tune on prompts with responses, or on conversations"),
-    "reward-model": (reward_model, "train a reward model on pairs of a better and a worse answer"),
-    "config": (config, "print every setting that a run would use, and where it came from"),
-    "doctor": (doctor, "look at a run before it starts: settings, data, template, reward, memory, disk"),
-    "compat": (compat, "say what becomes of each key of a run script of verl"),
+    "sft": ("posttrain.trainer.fsdp_sft_trainer:main", "fine-tune on prompts with responses, or on conversations"),
+    "reward-model": (
+        "posttrain.trainer.reward_model_trainer:main",
+        "train a reward model on pairs of a better and a worse answer",
+    ),
+    "config": ("posttrain.launch:show_config", "print every setting that a run would use, and where it came from"),
+    "doctor": (
+        "posttrain.doctor.command:main",
+        "look at a run before it starts: settings, data, template, reward, memory, disk",
+    ),
+    "compat": (
+        "posttrain.other_systems.verl_script.command:main",
+        "say what becomes of each key of a run script of verl",
+    ),
     "plan": (plan, "predict the memory of a run, without loading weights"),
     "explain": (explain, "explain an algorithm, a setting or a metric"),
-    "runs": (runs, "list runs: how each stands, and what it reached"),
-    "samples": (samples, "show what a model answered at a step: `samples RUN --step N`"),
-    "plot": (plot, "draw a metric of one or more runs: `plot RUN ... --metric NAME`"),
-    "view": (view, "look at runs in a browser: curves, samples token by token, health; `view RUN --export FILE`"),
-    "replay": (replay, "make the update of a past step again, to the bit: `replay RUN STEP`"),
+    "runs": ("posttrain.tracking.commands:runs", "list runs: how each stands, and what it reached"),
+    "samples": ("posttrain.tracking.commands:samples", "show what a model answered at a step: `samples RUN --step N`"),
+    "plot": ("posttrain.tracking.commands:plot", "draw a metric of one or more runs: `plot RUN ... --metric NAME`"),
+    "view": (
+        "posttrain.view.command:main",
+        "look at runs in a browser: curves, samples token by token, health; `view RUN --export FILE`",
+    ),
+    "replay": ("posttrain.commands.replay:main", "make the update of a past step again, to the bit: `replay RUN STEP`"),
     "reward": (reward, "`reward try FN DATA`: score a data file before a run; `--model M` samples responses"),
     "tool": (tool, "`tool try NAME ARGUMENTS`: a tool's schema, what a model would read, and its answer"),
     "export": (export, "write a checkpoint as a Hugging Face folder"),
-    "push": (push, "publish a checkpoint on the Hugging Face hub, with a model card of its run"),
-    "data": (data, "`data gsm8k`, `data convert FILE`, ...: prepare a data set"),
-    "generate": (generate, "answer prompts: `generate MODEL --prompt TEXT`, or a data file into a file"),
-    "eval": (evaluate, "score a model on data, with intervals; `eval compare A B` compares two reports"),
+    "push": (
+        "posttrain.commands.push:main",
+        "publish a checkpoint on the Hugging Face hub, with a model card of its run",
+    ),
+    "data": ("posttrain.data.recipes.command:main", "`data gsm8k`, `data convert FILE`, ...: prepare a data set"),
+    "generate": (
+        "posttrain.commands.generation.command:main",
+        "answer prompts: `generate MODEL --prompt TEXT`, or a data file into a file",
+    ),
+    "eval": (
+        "posttrain.commands.evaluation.command:main",
+        "score a model on data, with intervals; `eval compare A B` compares two reports",
+    ),
     "bench": (
-        bench,
+        "posttrain.bench.command:main",
         "`bench rollout`, `step`, `train`, `sync`, `sweep`: speed beside peers; `bench algorithms`: what is learnt",
     ),
     "version": (version, "print the version"),
@@ -267,13 +200,17 @@ def _dispatch(args: list[str]) -> int:
     if args[0] == "--version":
         return version([])
     if args[0] in VERBS:
-        return VERBS[args[0]][0](args[1:])
+        work = VERBS[args[0]][0]
+        if isinstance(work, str):
+            module, _, name = work.partition(":")
+            work = getattr(importlib.import_module(module), name)
+        return work(args[1:])
     from posttrain.config.closest import closest
 
     near = closest(args[0], VERBS)
     hint = f" Did you mean `posttrain {near}`?" if near else ""
-    tell(f"posttrain has no verb `{args[0]}`.{hint}", sys.stderr)
-    tell(f"Known verbs: {', '.join(VERBS)}. `posttrain --help` says what each does.", sys.stderr)
+    print_text(f"posttrain has no verb `{args[0]}`.{hint}", sys.stderr)
+    print_text(f"Known verbs: {', '.join(VERBS)}. `posttrain --help` says what each does.", sys.stderr)
     return 2
 
 

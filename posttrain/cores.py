@@ -6,8 +6,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-CGROUPS = Path("/sys/fs/cgroup")
-"""What a container sees here are its own limits."""
+CGROUPS = Path("/sys/fs/cgroup")  # what a container sees here are its own limits
 
 
 def usable() -> int:

@@ -13,8 +13,8 @@ from types import ModuleType
 from posttrain.errors import UserError
 
 KEY = "actor_rollout_ref.model.external_lib"
+# File -> (time of its last change, size, module): configuration and trainer import the same file.
 _loaded: dict[Path, tuple[int, int, ModuleType]] = {}
-"""File -> (time of its last change, size, module): configuration and trainer import the same file."""
 
 
 def import_external(name: str, key: str = KEY) -> ModuleType:
@@ -57,6 +57,10 @@ def _import_file(path: Path, key: str) -> ModuleType:
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        sys.modules.pop(path.stem, None)  # half a module: an import by its name would take it for a whole one
+        raise
     _loaded[path.resolve()] = (state.st_mtime_ns, state.st_size, module)
     return module

@@ -13,12 +13,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-GRACE_S = 5.0
-"""Seconds of tidying up after which a further Ctrl-C ends the process where it stands."""
+GRACE_S = 5.0  # seconds of tidying up after which a further Ctrl-C ends the process where it stands
 
 _since: float | None = None
-_programs = 0
-"""How many one_interrupt() are open: above zero the process ends with what it runs."""
+_programs = 0  # how many one_interrupt() are open: above zero the process ends with what it runs
 
 
 @contextmanager

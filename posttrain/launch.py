@@ -24,13 +24,13 @@ from posttrain.launch_flags import (
     parse,
     variable_of,
 )
-from posttrain.tracking.terminal_text import tell
+from posttrain.tracking.terminal_text import print_text
 
 if TYPE_CHECKING:
     from posttrain.config import Resolved
 
+# Source of what train.sh sets itself; what begins with "default" does not count as set by the user.
 DEFAULT = "default of train.sh"
-"""Source of what train.sh sets itself; what begins with "default" does not count as set by the user."""
 
 Labelled = list[tuple[str, str]]
 
@@ -91,11 +91,11 @@ def resolve_arguments(args: Sequence[str], *, environment: bool = False) -> Reso
 def _taken(rest: Sequence[str], given: Labelled) -> dict[str, str]:
     """Canonical key -> source of everything that the user set, in whatever spelling, in files and groups too."""
     from posttrain.config import load_config
-    from posttrain.config.aliases import PPO_SPELLINGS
+    from posttrain.config.ppo_tree import PPO
 
     written = [*given, *((text, "command line") for text in rest if "=" in text)]
     keys = {text.partition("=")[0].lstrip("+"): source for text, source in written}
-    by_key = {PPO_SPELLINGS.canonical(key).key or key: source for key, source in keys.items()}
+    by_key = {PPO.spellings.canonical(key).key or key: source for key, source in keys.items()}
     if all("." in text.partition("=")[0] and not text.startswith("-") for text in rest):
         return by_key
     try:  # an option or a group choice: only a first reading of the files tells
@@ -131,7 +131,7 @@ def show_config(args: Sequence[str]) -> int:
 
     if (tree := command_tree("config", args)) and not {"-h", "--help"} & set(args):
         unset = ("model.path", "data.train_files") if len(args) == 1 else ()  # as below
-        tell(load_config(args[1:] or {}, provided=unset, tree=tree).describe().rstrip("\n"))
+        print_text(load_config(args[1:] or {}, provided=unset, tree=tree).describe().rstrip("\n"))
         return 0
     request = parse(args[1:] if args[:1] == ["train"] else args)
     if request.help:
@@ -143,7 +143,7 @@ def show_config(args: Sequence[str]) -> int:
         resolved = load_config(request.rest)
     else:  # nothing but the defaults, not those of the embedded task that would serve
         resolved = load_config({}, provided=(MODEL, "data.train_files"))
-    tell(resolved.describe().rstrip("\n"))
+    print_text(resolved.describe().rstrip("\n"))
     return 0
 
 

@@ -49,12 +49,12 @@ SETTINGS = (
     Setting("n_gpus", None, "trainer.n_gpus_per_node", "1", "worker processes, one per GPU"),
 )
 BY_FLAG = {setting.flag: setting for setting in SETTINGS}
-ESTIMATOR = ("algorithm.adv_estimator", "grpo")
-"""What train.sh is for; it has no flag of its own."""
+ESTIMATOR = ("algorithm.adv_estimator", "grpo")  # what train.sh is for; it has no flag of its own
 
 # Hydra's options, which the loading of the configuration answers; the first ones take a value.
 _HYDRA_WITH_VALUE = ("--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd", "--cfg", "-c")
 _HYDRA_ALONE = ("--resolve", "--multirun", "-m", "--run", "-r", "--info", "--hydra-help")
+# What a flag of that name would be here: a flag, or a setting.
 _OFTEN_MEANT = {
     "lora": "actor_rollout_ref.model.lora_rank=8",
     "lora_rank": "actor_rollout_ref.model.lora_rank=8",
@@ -66,7 +66,6 @@ _OFTEN_MEANT = {
     "reward": "reward_func",
     "data": "train_files",
 }
-"""What a flag of that name would be here: a flag, or a setting."""
 _FLAG_LIKE = re.compile(r"^--?[A-Za-z]")
 
 
@@ -74,14 +73,11 @@ _FLAG_LIKE = re.compile(r"^--?[A-Za-z]")
 class Request:
     """A command line of train.sh, taken apart."""
 
-    rest: list[str] = field(default_factory=list)
-    """key=value and Hydra's options, in their order."""
+    rest: list[str] = field(default_factory=list)  # key=value and Hydra's options, in their order
     flags: dict[str, str] = field(default_factory=dict)
-    train_sh: Path | None = None
-    """Folder of the train.sh that started us; `posttrain train` has none."""
+    train_sh: Path | None = None  # folder of the train.sh that started us; `posttrain train` has none
     help: bool = False
-    problems: list[Problem] = field(default_factory=list)
-    """Wrong flags; told together with what is wrong with the rest."""
+    problems: list[Problem] = field(default_factory=list)  # wrong flags; told together with what is wrong with the rest
 
 
 def parse(args: Sequence[str]) -> Request:

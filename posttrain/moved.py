@@ -13,12 +13,13 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+# Old name -> new name; modules below it move along.
 MOVED = {
+    "posttrain.config.train_engines": "posttrain.engine.settings",
     "posttrain.rollout.agents": "posttrain.conversations",
     "posttrain.rollout.agents.registry": "posttrain.conversations.agents",
     "posttrain.rollout.tools": "posttrain.conversations.tools",
 }
-"""Old name -> new name; modules below it move along."""
 
 
 class _MovedModules:

@@ -2,5 +2,7 @@
 
 from __future__ import annotations
 
+# The package with `dialect(program)` and `pages()`, what other systems call the settings: see `config/dialect.py`.
 dialect: str | None = None
-"""The package with `dialect(program)` and `pages()`, what other systems call the settings: see `config/dialect.py`."""
+# Modules with checks of settings that only their package understands: see `config/checked.py`.
+checks: tuple[str, ...] = ()

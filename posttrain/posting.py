@@ -39,12 +39,9 @@ class Patience:
     """How often a request is tried, and how long."""
 
     attempts: int
-    pause_s: float
-    """Before the second attempt; it doubles from one to the next."""
-    total_s: float
-    """Of all attempts together."""
-    attempt_s: float | None = None
-    """Of one attempt; None gives each what is left."""
+    pause_s: float  # before the second attempt; it doubles from one to the next
+    total_s: float  # of all attempts together
+    attempt_s: float | None = None  # of one attempt; None gives each what is left
 
 
 def post_json(
@@ -95,8 +92,7 @@ def _integer(digits: str) -> int | float:
     return int(digits) if len(digits) <= _MOST_DIGITS else float(digits)
 
 
-_Answer = tuple[int, str | None, bytes]
-"""(status, reason of an error or None, body)."""
+_Answer = tuple[int, str | None, bytes]  # (status, reason of an error or None, body)
 
 
 @dataclass

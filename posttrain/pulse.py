@@ -21,14 +21,11 @@ class Work:
     total: int
     done: int = 0
     tokens: int = 0
-    running_tokens: int = 0
-    """Of items that are not done yet."""
+    running_tokens: int = 0  # of items that are not done yet
+    # Items' worth of what is under way and counted when it ends: half of a pass over 16 rows is 8.
     part: float = 0.0
-    """Items' worth of what is under way and counted when it ends: half of a pass over 16 rows is 8."""
-    tokens_each: float = 0.0
-    """What an item is expected to hold; 0 where only items count."""
-    most_tokens: int = 0
-    """What an item can hold at most."""
+    tokens_each: float = 0.0  # what an item is expected to hold; 0 where only items count
+    most_tokens: int = 0  # what an item can hold at most
     started: float = field(default_factory=time.monotonic)
 
     def advance(self, items: int = 0, tokens: int = 0, running_tokens: int = 0) -> None:
@@ -76,8 +73,7 @@ class Work:
 
 
 _now: Work | None = None
-_usual: dict[str, float] = {}
-"""By unit: tokens of an item in the work before."""
+_usual: dict[str, float] = {}  # by unit: tokens of an item in the work before
 
 
 def now() -> Work | None:

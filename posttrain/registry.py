@@ -25,8 +25,8 @@ from posttrain.errors import UserError
 
 T = TypeVar("T")
 F = TypeVar("F")
+# Those of the modules that are imported so far, by their kind.
 REGISTRIES: dict[str, Registry[Any]] = {}
-"""Those of the modules that are imported so far, by their kind."""
 _ROOT = Path(__file__).parent
 
 

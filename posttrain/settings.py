@@ -21,10 +21,10 @@ class Range(NamedTuple):
     """What the value of a setting must be."""
 
     allows: Callable[[Any], bool]
+    # What follows "must be" in a message.
     words: str
-    """What follows "must be" in a message."""
+    # A limit that may be infinite: there is none then.
     may_be_infinite: bool = False
-    """A limit that may be infinite: there is none then."""
 
 
 def at_least(low: float) -> Range:

@@ -25,8 +25,8 @@ import torch
 from posttrain.config.model import ModelConfig
 from posttrain.config.rollout import RolloutConfig
 from posttrain.models.embedded import write_model
+from posttrain.models.forward import row_log_probs
 from posttrain.models.loading import load_causal_lm, load_tokenizer, resolve_dtype
-from posttrain.models.plain_rows import row_log_probs
 from posttrain.rollout.base import Request, Sampling
 from posttrain.rollout.engines import build_engine
 from posttrain.rollout.generate import generate

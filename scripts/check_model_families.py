@@ -79,8 +79,8 @@ def check_family(kind: str, folder: Path) -> Result:
         result.refused = str(error)
         return result
     plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    way = model.way
-    result.rows = "packed" if way.packed else "padded" if way.padded else "one by one"
+    forward_mode = model.forward_mode
+    result.rows = "packed" if forward_mode.packed else "padded" if forward_mode.padded else "one by one"
     result.native, result.gaps["native"] = _rollout("native", model, plain)
     result.hf, result.gaps["hf"] = _rollout("hf", model, plain)
     batch = _batch(plain)

@@ -5,7 +5,7 @@
     python scripts/measure_fp8.py --model 0.5b --rows 512
 
 Weights are random and drawn on the device. Responses are sampled in groups that share a prompt and never end early.
-Printed are tokens a second, the time of a decode step, of the prompts, and of making the fp8 copies anew after a weight
+Printed are tokens a second, the time of a decode step, of the prompts, and of refilling the fp8 copies after a weight
 sync. How far fp8 is from bfloat16 depends on the weights, and random ones are no example: a run's step 0 prints it.
 """
 
@@ -15,65 +15,32 @@ import argparse
 import gc
 import time
 from dataclasses import asdict
+from typing import Any
 
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from decode_speed import draw_model, measure_speed
+from transformers import Qwen2Config
 
 from posttrain.bench.presets import PRESETS
 from posttrain.config.rollout import RolloutConfig
-from posttrain.rollout.base import Sampling
-from posttrain.rollout.generate import generate
 from posttrain.rollout.native.build import build_native
 
-DEVICE, DTYPE = torch.device("cuda"), torch.bfloat16
 
-
-def draw_model(name: str) -> Qwen2ForCausalLM:
-    sizes = {key: value for key, value in asdict(PRESETS[name]).items() if key != "dtype"}
-    config = Qwen2Config(**sizes, eos_token_id=None, bos_token_id=None, pad_token_id=None)
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(DTYPE)
-    try:
-        with DEVICE:
-            torch.manual_seed(0)
-            model = Qwen2ForCausalLM._from_config(config, dtype=DTYPE)
-    finally:
-        torch.set_default_dtype(before)
-    return model.eval().requires_grad_(False)
-
-
-def measure(model, fp8: bool, rows: int, options: argparse.Namespace) -> None:
-    engine, _ = build_native(
-        model, RolloutConfig(max_num_seqs=rows, kv_cache_gb=options.cache_gb), decode=None, fp8=fp8
-    )
-    generator = torch.Generator().manual_seed(rows)
-    count = -(-rows // options.group)
-    unique = torch.randint(0, model.config.vocab_size, (count, options.prompt), generator=generator).tolist()
-    prompts = [unique[row // options.group] for row in range(rows)]
-
-    def seconds(tokens: int, seed: int) -> float:
-        torch.cuda.synchronize()
-        started = time.perf_counter()
-        outputs = generate(engine, prompts, [Sampling(max_tokens=tokens)] * rows, range(seed, seed + rows))
-        assert all(len(output.token_ids) == tokens for output in outputs)
-        return time.perf_counter() - started
-
-    first = seconds(options.tokens, 0)
-    prompt_s = min(seconds(1, seed) for seed in range(2))
-    found = [seconds(options.tokens, 1000 * seed) for seed in range(1, options.repeat + 1)]
-    best = min(found)
-    step = (best - prompt_s) / (options.tokens - 1) * 1e3
+def measure(model: Any, fp8: bool, rows: int, options: argparse.Namespace) -> None:
+    settings = RolloutConfig(max_num_seqs=rows, kv_cache_gb=options.cache_gb)
+    engine, _ = build_native(model, settings, decode=None, fp8=fp8)
+    speed = measure_speed(engine, rows, model.config.vocab_size, options)
     torch.cuda.synchronize()
     started = time.perf_counter()
     engine.load_weights((), version=1)
     engine.decoder._look_at_weights()  # pyright: ignore
     torch.cuda.synchronize()
-    anew = time.perf_counter() - started
-    each = ", ".join(f"{rows * options.tokens / taken:,.0f}" for taken in found)
+    refill = time.perf_counter() - started
+    each = ", ".join(f"{rate:,.0f}" for rate in speed.rates)
     print(
-        f"{'fp8 ' if fp8 else 'bf16'} {rows:5d} sequences: {rows * options.tokens / best:9,.0f} tokens/s (of {each}), "
-        f"{step:.2f} ms a step, prompts {prompt_s * 1e3:.0f} ms, copies after a sync {anew * 1e3:.1f} ms, "
-        f"first run {first:.1f} s, peak {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB",
+        f"{'fp8 ' if fp8 else 'bf16'} {rows:5d} sequences: {max(speed.rates):9,.0f} tokens/s (of {each}), "
+        f"{speed.step_ms:.2f} ms a step, prompts {speed.prompt_s * 1e3:.0f} ms, copies after a sync {refill * 1e3:.1f} "
+        f"ms, first run {speed.first_s:.1f} s, peak {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB",
         flush=True,
     )
 
@@ -88,7 +55,8 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=2)
     parser.add_argument("--cache-gb", type=float, default=48.0)
     options = parser.parse_args()
-    model = draw_model(options.model)
+    sizes = {key: value for key, value in asdict(PRESETS[options.model]).items() if key != "dtype"}
+    model = draw_model(Qwen2Config(**sizes, eos_token_id=None, bos_token_id=None, pad_token_id=None))
     for rows in options.rows:
         for fp8 in (False, True):
             measure(model, fp8, rows, options)

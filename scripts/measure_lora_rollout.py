@@ -19,8 +19,8 @@ from posttrain.config.model import ModelConfig
 from posttrain.config.rollout import RolloutConfig
 from posttrain.models.attention import ATTENTION
 from posttrain.models.decoder import FastDecoder
+from posttrain.models.fused_layer import fuse_norms
 from posttrain.models.lora import add_adapters
-from posttrain.models.norms import fuse_norms
 from posttrain.rollout.base import Sampling
 from posttrain.rollout.generate import generate
 from posttrain.rollout.native.build import build_native

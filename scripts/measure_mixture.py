@@ -25,20 +25,18 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from decode_speed import DEVICE, DTYPE, draw_model, measure_speed
+from transformers import Qwen3MoeConfig
 
 from posttrain.config.rollout import RolloutConfig
-from posttrain.kernels.cuda import experts, fused_products
-from posttrain.kernels.cuda.decode_attention import StepRows, decode_attention, splits_for
+from posttrain.kernels.cuda import FINE, LEAST_ROWS, experts, fused_products
 from posttrain.kernels.cuda.experts import Tile
 from posttrain.kernels.cuda.fp8 import quantize_rows
+from posttrain.kernels.cuda.paged_attention import StepRows, decode_attention, splits_for
 from posttrain.kernels.cuda.sampling import chunk_room
-from posttrain.kernels.cuda.sizes import FINE, LEAST_ROWS
 from posttrain.kernels.decode import BLOCK, add_rms_norm
 from posttrain.kernels.quantized import FP8, Quantized
 from posttrain.models.feed_forward import Mixture
-from posttrain.rollout.base import Sampling
-from posttrain.rollout.generate import generate
 from posttrain.rollout.native.build import build_native
 from posttrain.rollout.proof import why_wrong
 
@@ -51,7 +49,6 @@ SHAPE: dict[str, Any] = {
 LAYERS, FEW_LAYERS, SWEPT_LAYERS = 48, 4, 6
 PREFILL = 8192  # tokens: the cut for prompts
 SWEPT_ROWS = (64, 256, 512, 1024, PREFILL)
-DEVICE, DTYPE = torch.device("cuda"), torch.bfloat16
 BANDWIDTH = 4.8e12  # bytes a second of an H200
 
 
@@ -201,28 +198,15 @@ def table_of(best: list[tuple[int, Tile, Tile]]) -> tuple[tuple[float, Tile, Til
     table = tuple((limit, *tiles) for limit, (_, *tiles) in zip([*limits, float("inf")], best, strict=True))
     print("TILES of posttrain/kernels/cuda/experts.py would be:")
     for limit, *tiles in table:
-        words = ", ".join(repr(tile).replace("=False", "=False") for tile in tiles)
+        words = ", ".join(repr(tile) for tile in tiles)
         print(f"    ({limit if limit != float('inf') else 'inf'}, {words}),")
     return table  # pyright: ignore
 
 
 # -- the engine -------------------------------------------------------------------------------------------------------
-def draw_model(layers: int) -> Qwen3MoeForCausalLM:
-    config = Qwen3MoeConfig(num_hidden_layers=layers, **SHAPE)
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(DTYPE)
-    try:
-        with DEVICE:
-            torch.manual_seed(0)
-            model = Qwen3MoeForCausalLM._from_config(config, dtype=DTYPE)
-    finally:
-        torch.set_default_dtype(before)
-    return model.eval().requires_grad_(False)
-
-
 def measure(layers: int, options: argparse.Namespace) -> None:
     started = time.perf_counter()
-    model = draw_model(layers)
+    model = draw_model(Qwen3MoeConfig(num_hidden_layers=layers, **SHAPE))
     size = sum(weight.nbytes for weight in model.parameters())
     torch.cuda.synchronize()
     print(f"\n== {layers} layers, {size / 1e9:.1f} GB, drawn in {time.perf_counter() - started:.1f} s", flush=True)
@@ -240,32 +224,15 @@ def measure(layers: int, options: argparse.Namespace) -> None:
 
 def rates(engine: Any, rows: int, options: argparse.Namespace) -> float:
     """Milliseconds of a decode step; tokens a second are of the whole generation, prompts included."""
-    generator = torch.Generator().manual_seed(rows)
-    count = -(-rows // options.group)
-    unique = torch.randint(0, SHAPE["vocab_size"], (count, options.prompt), generator=generator).tolist()
-    prompts = [unique[row // options.group] for row in range(rows)]
-
-    def seconds(tokens: int, seed: int) -> float:
-        torch.cuda.synchronize()
-        started = time.perf_counter()
-        outputs = generate(engine, prompts, [Sampling(max_tokens=tokens)] * rows, range(seed, seed + rows))
-        taken = time.perf_counter() - started
-        assert all(len(output.token_ids) == tokens for output in outputs)
-        return taken
-
-    first = seconds(options.tokens, 0)
-    prompt_s = min(seconds(1, seed) for seed in range(2))
-    found = [seconds(options.tokens, 1000 * seed) for seed in range(1, options.repeat + 1)]
-    best = min(found)
-    step = (best - prompt_s) / (options.tokens - 1) * 1e3
-    each = ", ".join(f"{rows * options.tokens / one:,.0f}" for one in found)
+    speed = measure_speed(engine, rows, SHAPE["vocab_size"], options)
+    each = ", ".join(f"{rate:,.0f}" for rate in speed.rates)
     print(
         f"\nrows {rows}, {options.prompt} + {options.tokens} tokens, groups of {options.group}: "
-        f"{rows * options.tokens / best:,.0f} tokens/s, best of {each}; {step:.2f} ms a step, "
-        f"prompts {prompt_s * 1e3:.0f} ms (the first run, which compiles and captures: {first:.1f} s)",
+        f"{max(speed.rates):,.0f} tokens/s, best of {each}; {speed.step_ms:.2f} ms a step, "
+        f"prompts {speed.prompt_s * 1e3:.0f} ms (the first run, which compiles and captures: {speed.first_s:.1f} s)",
         flush=True,
     )
-    return step
+    return speed.step_ms
 
 
 def parts(engine: Any, rows: int, step_ms: float, options: argparse.Namespace) -> None:

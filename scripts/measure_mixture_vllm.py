@@ -21,12 +21,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
 from needs import need
 
 need("vllm", get='pip install "posttrain[vllm]"')
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "posttrain" / "bench" / "peers"))  # run_vllm's folder
 import vllm  # noqa: E402
+from decode_speed import grouped_prompts  # noqa: E402
 from measure_mixture import LAYERS, SHAPE  # noqa: E402
 from transformers import Qwen2Config, Qwen3MoeConfig  # noqa: E402
 
@@ -68,10 +68,7 @@ def main() -> None:
         flush=True,
     )
     for rows in options.rows:
-        generator = torch.Generator().manual_seed(rows)
-        count = -(-rows // options.group)
-        unique = torch.randint(0, config.vocab_size, (count, options.prompt), generator=generator).tolist()
-        prompts = [{"prompt_token_ids": unique[row // options.group]} for row in range(rows)]
+        prompts = [{"prompt_token_ids": prompt} for prompt in grouped_prompts(rows, config.vocab_size, options)]
         found = []
         for run in range(options.repeat + 1):
             params = [

@@ -49,8 +49,8 @@ IGNORE = Path("scripts", "mutants", "ignore")
 SECONDS = 300
 TREES = {
     "": "posttrain.config.root:PPOConfig",
-    "sft": "posttrain.config.sft:SFTConfig",
-    "rm": "posttrain.config.reward_trainer:RewardTrainerConfig",
+    "sft": "posttrain.config.supervised:SFTConfig",
+    "rm": "posttrain.config.supervised:RewardTrainerConfig",
 }
 """The class that holds all settings, by the prefix of a setting's name."""
 WITHOUT = {

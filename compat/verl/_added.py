@@ -12,10 +12,10 @@ import json
 import os
 from typing import Any
 
-from posttrain.config.aliases import PPO_SPELLINGS
 from posttrain.config.choices import ESTIMATORS, POLICY_LOSSES
+from posttrain.config.ppo_tree import PPO
 from posttrain.config.values import parse_yaml
-from posttrain.other_systems.verl.values import WORDS
+from posttrain.other_systems.verl.translations import WORDS
 
 _VARIABLE = "POSTTRAIN_VERL_ADDED"
 _ESTIMATOR, _LOSS = "algorithm.adv_estimator", "actor_rollout_ref.actor.policy_loss.loss_mode"
@@ -56,5 +56,5 @@ def added_to(section: str) -> dict[str, Any]:
 
 
 def _is_unknown(key: str) -> bool:
-    found = PPO_SPELLINGS.canonical(key)
-    return found.key is None and not found.not_built and PPO_SPELLINGS.dialect.answer(key) is None
+    found = PPO.spellings.canonical(key)
+    return found.key is None and not found.not_built and PPO.spellings.dialect.answer(key) is None

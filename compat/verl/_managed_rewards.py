@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from posttrain.batch.fields import object_array
 from posttrain.protocol import DataProto as Batch
-from posttrain.protocol_fields import object_array
 from posttrain.rewards.types import RewardResult
 from posttrain.rollout.base import Output
 from posttrain.rollout.generate import to_batch

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from posttrain.batch.fields import object_array
 from posttrain.protocol import DataProto as Batch
-from posttrain.protocol_fields import object_array
 from verl._tensors import BatchTensors
 
 

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-from posttrain.protocol_disk import FORMAT, loaded_values, saved_values
-from posttrain.protocol_fields import object_array
+from posttrain.batch.fields import object_array
+from posttrain.batch.saving import FORMAT, loaded_values, saved_values
 
 _PICKLES = (b"\x80", b"PK")  # pickle's first byte, and the zip that torch.save writes
 _ARRAY = "array:"

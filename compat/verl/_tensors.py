@@ -6,7 +6,7 @@ from typing import Any
 
 from tensordict import TensorDict
 
-from posttrain.protocol_fields import OTHER_SPELLINGS
+from posttrain.batch.fields import OTHER_SPELLINGS
 
 
 class BatchTensors(TensorDict):

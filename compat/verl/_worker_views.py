@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from posttrain.batch.fields import object_array
 from posttrain.data.collate import collate
 from posttrain.protocol import DataProto as Batch
-from posttrain.protocol_fields import object_array
 from posttrain.rollout.sampling import sample_seeds
 from verl._managed_rewards import uid_counts
 from verl._rows import to_posttrain, to_verl

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
-from posttrain.protocol_fields import object_array, row_index, same
+from posttrain.batch.fields import object_array, row_index, same
 from verl import _saved
 from verl._missing import not_given
 from verl._tensors import BatchTensors

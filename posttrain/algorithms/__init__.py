@@ -64,8 +64,8 @@ from posttrain.algorithms.registry import (
     register_policy_loss,
 )
 
+# The built-in estimators.
 AdvantageEstimator = StrEnum("AdvantageEstimator", {name.upper(): name for name in ADV_ESTIMATORS})
-"""The estimators that come with the package."""
 
 __all__ = [
     "AGGREGATION_MODES",

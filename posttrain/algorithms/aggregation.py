@@ -1,7 +1,7 @@
-"""How token losses become one number: weights per token with loss = (weights * token losses).sum().
+"""Aggregation of token losses: weights per token with loss = (weights * token losses).sum().
 
-The weights are made from counts of the whole mini-batch, so that its parts (micro-batches, ranks) can be computed one
-by one and added up: no split changes the gradient. Rows without any response token do not count.
+The weights are computed from counts of the whole mini-batch, so that its parts (micro-batches, ranks) can be computed
+separately and added: no split changes the gradient. Rows without any response token do not count.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def token_mean(mask_BT: torch.Tensor, tokens: torch.Tensor, rows: torch.Tensor, 
 def token_sum(mask_BT: torch.Tensor, tokens: torch.Tensor, rows: torch.Tensor, constant: float) -> torch.Tensor:
     """`token-sum`: sum of all token losses.
 
-    Not normalised: the size of the gradient grows with the batch and with the length of the responses, so the learning
-    rate and grad_clip must fit them.
+    Not normalised: the gradient grows with the batch and with the length of the responses, so learning rate and
+    grad_clip must match them.
     """
     return mask_BT
 
@@ -38,7 +38,7 @@ def seq_mean_token_sum(
 ) -> torch.Tensor:
     """`seq-mean-token-sum`: sum of the token losses of each response, then the mean over responses.
 
-    Every token weighs the same whatever the length of its response; the size of the gradient grows with length.
+    Every token weighs the same, whatever the length of its response; the gradient grows with length.
     """
     return mask_BT / rows
 
@@ -49,7 +49,7 @@ def seq_mean_token_mean(
     """`seq-mean-token-mean`: mean over the tokens of each response, then the mean over responses.
 
     The original GRPO paper's way (arXiv 2402.03300). Unstable for long reasoning: a token of a long response weighs
-    less, so long wrong answers are punished less per token and answers grow longer (arXiv 2503.20783); prefer
+    less, so long wrong answers are penalised less per token and answers grow longer (arXiv 2503.20783). Prefer
     `token-mean` or `seq-mean-token-sum-norm` there.
     """
     return mask_BT / mask_BT.sum(dim=-1, keepdim=True).clamp(min=1) / rows
@@ -60,8 +60,8 @@ def seq_mean_token_sum_norm(
 ) -> torch.Tensor:
     """`seq-mean-token-sum-norm`: sum of the token losses of each response / one constant, then the mean over responses.
 
-    DrGRPO's way (arXiv 2503.20783): no bias by length, and a row's share does not depend on the other rows' lengths.
-    The constant is actor_rollout_ref.actor.loss_scale_factor, or data.max_response_length where that is null.
+    DrGRPO's way (arXiv 2503.20783): no bias by length, and a row's share does not depend on other rows' lengths. The
+    constant is actor_rollout_ref.actor.loss_scale_factor, or data.max_response_length if that is null.
     """
     return mask_BT / (constant * rows)
 
@@ -76,7 +76,7 @@ AGGREGATION_MODES: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor,
 
 
 def mask_counts(response_mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(tokens, rows with at least one token): add these up over a mini-batch's parts to split it."""
+    """Return (tokens, rows with at least one token); add these over the parts of a mini-batch."""
     length_B = response_mask.bool().sum(dim=-1)
     return length_B.sum(), (length_B > 0).sum()
 
@@ -90,10 +90,10 @@ def aggregation_weights(
     total_rows: Count | None = None,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Weights (rows, length) with loss == (weights * token losses).sum(), 0 outside the mask.
+    """Return weights (rows, length) with loss == (weights * token losses).sum(), 0 outside the mask.
 
-    `total_tokens` and `total_rows` are the counts of the whole mini-batch when `response_mask` is a part of it.
-    `loss_scale_factor` is the constant of `seq-mean-token-sum-norm` and of no other mode.
+    `total_tokens` and `total_rows` are the counts of the whole mini-batch if `response_mask` is a part of it.
+    `loss_scale_factor` is the constant of `seq-mean-token-sum-norm`, and only of that mode.
     """
     if mode not in AGGREGATION_MODES:
         raise unknown_name("loss aggregation", mode, AGGREGATION_MODES, "It is set by `loss_agg_mode`.")
@@ -102,8 +102,10 @@ def aggregation_weights(
             f"`seq-mean-token-sum-norm` divides by a constant above 0, but `loss_scale_factor` is {loss_scale_factor}. "
             "Set actor_rollout_ref.actor.loss_scale_factor (customary: data.max_response_length)."
         )
+    # Observation tokens and padding get weight 0: only tokens that the policy wrote are trained.
     mask_BT = response_mask.bool().to(dtype or torch.float32)
     own_tokens, own_rows = mask_counts(response_mask)
+    # At least 1: a part without tokens must give 0, not 0/0.
     tokens, rows = (
         torch.as_tensor(own if total is None else total, dtype=mask_BT.dtype, device=mask_BT.device).clamp(min=1)
         for own, total in ((own_tokens, total_tokens), (own_rows, total_rows))
@@ -120,7 +122,7 @@ def agg_loss(
     total_tokens: Count | None = None,
     total_rows: Count | None = None,
 ) -> torch.Tensor:
-    """Token losses (rows, length) as one number, in float32 or finer."""
+    """Aggregate token losses (rows, length) to one number, in float32 or better."""
     weights_BT = aggregation_weights(
         loss_mask,
         loss_agg_mode,
@@ -133,6 +135,7 @@ def agg_loss(
 
 
 def token_share(response_mask: torch.Tensor, total_tokens: Count) -> torch.Tensor:
-    """The share of a mini-batch's tokens in this part: the weight of a loss that is already one number."""
+    """Return this part's share of a mini-batch's tokens: the weight of a loss that is already one number."""
+    # float64, because the shares of all parts must add up to 1.
     tokens = mask_counts(response_mask)[0].double()
     return tokens / torch.as_tensor(total_tokens, dtype=torch.float64, device=tokens.device).clamp(min=1)

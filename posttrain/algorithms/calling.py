@@ -1,4 +1,4 @@
-"""Calling an algorithm by name, built-in or a user's: passes what its signature asks for and checks what it gives."""
+"""Calls an algorithm by name, built-in or a user's: passes what its signature requests, and checks what it returns."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from posttrain.registry import name_of
 
 @dataclass
 class PolicyLoss:
-    """What a policy loss gave: `loss` is (rows, length), or one number if `is_scalar`; metrics carry no gradient.
+    """The result of a policy loss: `loss` is (rows, length), or one number if `is_scalar`; metrics carry no gradient.
 
-    `is_share` says that the number is this part's share of the whole mini-batch's loss.
+    `is_share` means that the number is this part's share of the whole mini-batch's loss.
     """
 
     loss: torch.Tensor
@@ -30,7 +30,7 @@ class PolicyLoss:
 
 
 def scalar_loss_note(name: str) -> str:
-    """The sentence that a run prints once when its policy loss returns one number."""
+    """Return the note that a run prints once if its policy loss returns one number."""
     return (
         f"The policy loss `{name}` returns one number instead of a loss per token. Each part of a mini-batch is "
         "weighted by its share of the tokens: exact for a mean over tokens, while any other scalar depends on how the "
@@ -47,9 +47,9 @@ def compute_advantage(
     config: Any = None,
     **more: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(advantages, returns) by the named estimator. `more` holds what else the batch has, such as `values`.
+    """Return (advantages, returns) by the named estimator. `more` holds further fields of the batch, such as `values`.
 
-    A parameter that has the name of a setting of `config` (the section `algorithm`) receives that setting.
+    A parameter named like a setting of `config` (the section `algorithm`) receives that setting.
     """
     estimator, name = get_adv_estimator(name), name_of(name)
     function = estimator.function
@@ -62,6 +62,7 @@ def compute_advantage(
     offered |= {"index": index, "config": config}
     arguments = _accepted(function, offered)
     own = {} if estimator.settings is None else vars(own_settings(estimator.settings, config, "algorithm."))
+    # So that a user's estimator can simply name a setting as a parameter.
     for parameter in _parameters(function).keys() - offered.keys():
         value = read_setting(config, parameter, own.get(parameter))
         if value is not None:
@@ -77,9 +78,9 @@ def compute_advantage(
 
 
 def prepare_policy_loss(name: str | Enum, mini_batch: Any, config: Any = None) -> dict[str, Any]:
-    """What the named loss wants to know of the whole mini-batch: the result of its `prepare`, empty without one.
+    """Return what the named loss needs of the whole mini-batch: the result of its `prepare`, or an empty dict.
 
-    `config` (the section `actor_rollout_ref.actor`) is handed over where `prepare` has a parameter of that name.
+    `config` (the section `actor_rollout_ref.actor`) is passed if `prepare` has a parameter of that name.
     """
     prepare = get_policy_loss(name).prepare
     if prepare is None:
@@ -106,10 +107,11 @@ def call_policy_loss(
     prepared: Mapping[str, Any] | None = None,
     counts: Mapping[str, Any] | None = None,
 ) -> PolicyLoss:
-    """The named loss on one part of a mini-batch. `prepared` is what the loss's `prepare` gave for the whole of it,
-    `counts` what `agg_loss` needs to know of it; a loss that takes them by name gives its share as one number.
+    """Compute the named loss on one part of a mini-batch.
 
-    A parameter that has the name of one of the loss's own settings receives that setting.
+    `prepared` is the result of the loss's `prepare` for the whole mini-batch, `counts` are those that `agg_loss` needs;
+    a loss that takes them by name returns its share as one number. A parameter named like one of the loss's own
+    settings receives that setting.
     """
     loss, name = get_policy_loss(name), name_of(name)
     function = loss.function
@@ -120,10 +122,12 @@ def call_policy_loss(
     if loss.settings is not None:
         own = vars(loss_settings(loss.settings, config))
         arguments |= {name: value for name, value in own.items() if name in parameters}
+    # Such a loss can divide by the counts of the whole mini-batch itself.
     takes_counts = "counts" in parameters
     if takes_counts:
         arguments["counts"] = dict(counts or {})
     accepted = _accepted(function, arguments)
+    # Silently ignoring the weights would train with an uncorrected mismatch.
     if rollout_is_weights is not None and "rollout_is_weights" not in accepted:
         raise AlgorithmError(
             f"algorithm.rollout_correction (rollout_is or rollout_rs) is on, but the policy loss `{name}` takes no "
@@ -151,7 +155,7 @@ def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]
 
 
 def _accepted(function: Callable[..., Any], offered: dict[str, Any]) -> dict[str, Any]:
-    """Those of the offered arguments that the function can take by name."""
+    # Only arguments that the function can take by name.
     parameters = _parameters(function)
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return offered
@@ -159,7 +163,8 @@ def _accepted(function: Callable[..., Any], offered: dict[str, Any]) -> dict[str
 
 
 def _call(function: Callable[..., Any], what: str, name: str, arguments: dict[str, Any], *places: Any) -> Any:
-    """Call it; an exception in a user's function names its file and line. Running out of memory stays what it is."""
+    # An exception in a user's function names its file and line. Out-of-memory errors stay as they are.
+    # Our own functions raise their own errors; a traceback is more useful for a bug of ours.
     if getattr(function, "__module__", "").startswith("posttrain."):
         return function(*places, **arguments)
     try:
@@ -175,7 +180,7 @@ def _call(function: Callable[..., Any], what: str, name: str, arguments: dict[st
 
 
 def _place(function: Callable[..., Any], error: Exception) -> str:
-    """File and line in the function's own file where it failed; its first line if it could not even be called."""
+    # The line in the function's own file where it failed; its first line if the call itself failed.
     code = getattr(inspect.unwrap(function), "__code__", None)
     if code is None:
         return repr(function)

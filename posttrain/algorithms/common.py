@@ -10,23 +10,25 @@ from posttrain import registry
 from posttrain.errors import UserError
 from posttrain.lazy import torch
 
+# Types of `without_gradient`, which keeps the signature of what it decorates.
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
 class AlgorithmError(UserError, ValueError):
-    """A mistake in how an algorithm was named, set up or called; the text says what to do about it."""
+    """A mistake in how an algorithm was named, configured or called; the text says what to do."""
 
 
 def unknown_name(kind: str, name: object, known: Iterable[str], hint: str = "") -> AlgorithmError:
-    """The error for a name that does not exist: lists the known ones and the nearest."""
+    """Build the error for an unknown name: lists the known ones and the nearest."""
     return AlgorithmError(registry.unknown_name(kind, name, known, hint))
 
 
 def read_setting(config: Any, name: str, default: Any) -> Any:
-    """`config.name` of a settings class, a mapping or a plain object; `default` where it is missing or null."""
+    """Return `config.name` of a settings class, a mapping or a plain object; `default` if it is missing or null."""
     if config is None:
         return default
+    # Mappings and our own config sections; user code may pass any object with attributes.
     if hasattr(config, "get"):
         value = config.get(name, None)
     else:
@@ -35,7 +37,7 @@ def read_setting(config: Any, name: str, default: Any) -> Any:
 
 
 def without_gradient(function: Callable[P, T]) -> Callable[P, T]:
-    """Decorator, as `@torch.no_grad()`, which would import torch together with the module."""
+    """Decorator like `@torch.no_grad()`, which would import torch together with the module."""
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -46,10 +48,11 @@ def without_gradient(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def keep_masked(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """`values` with zeros where the mask is 0, even over NaN or infinity, which a product would let through."""
+    """Return `values` with zeros where the mask is 0, even for NaN or infinity, which a product would keep."""
+    # A product with the mask would also give NaN gradients: 0 * inf.
     return torch.where(mask.bool(), values, torch.zeros_like(values))
 
 
 def masked_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Mean of the values under the mask; 0 under an empty one."""
+    """Return the mean of the values under the mask; 0 under an empty one."""
     return keep_masked(values, mask).sum() / mask.bool().sum().clamp(min=1)

@@ -1,4 +1,4 @@
-"""Rollout correction: weights and rejection for the gap between the policy that sampled and the one that is trained.
+"""Rollout correction: importance weights and rejection for the gap between the sampling and the trained policy.
 
     d_t = old_log_prob_t - rollout_log_prob_t
 
@@ -10,18 +10,18 @@
                 mean of d). Above the threshold the token, or all tokens of the response, get weight 0; k1 must lie
                 within [low, high], and one number C means [1 / C, C].
 
-The weights multiply the token losses and carry no gradient; rejected tokens stay in the counts that losses are divided
-by. The loss `geo_mean`, which has one ratio per response, takes one weight per response: the geometric mean of its
-tokens' weights. The gap has three causes: a rollout engine that computes in another precision or with other kernels,
-responses that were sampled by older weights, and sampling from less than the policy: top_p, top_k, min_p or a
-repetition penalty. `rollout_log_prob` is the log-prob of what was sampled from, so that all three are seen.
+The weights multiply the token losses and carry no gradient; rejected tokens still count in the denominators of losses.
+The loss `geo_mean`, which has one ratio per response, uses one weight per response: the geometric mean of its tokens'
+weights. The gap has three causes: a rollout engine with another precision or other kernels, responses sampled with
+older weights, and sampling from a restricted distribution: top_p, top_k, min_p or a repetition penalty.
+`rollout_log_prob` is the log-prob under the distribution that was sampled from, so all three are covered.
 
 Source: truncated importance sampling: IMPALA, arXiv 1802.01561; masking (IcePop): Every Step Evolves: Scaling
 Reinforcement Learning for Trillion-Scale Thinking Model, arXiv 2510.18855.
 
-When to use: a rollout engine with a visible mismatch (see mismatch/k3_kl), or stale responses. `token` has little
-noise and some bias; `sequence` is exact up to the truncation but noisy for long responses. Masking and rejection drop
-what truncation would still learn from: for mixtures of experts and long runs.
+When to use: a rollout engine with a visible mismatch (see mismatch/k3_kl), or stale responses. `token` has little noise
+and some bias; `sequence` is exact up to the truncation, but noisy for long responses. Masking and rejection drop what
+truncation would still learn from: for mixtures of experts and long runs.
 
 Settings: algorithm.rollout_correction.rollout_is, algorithm.rollout_correction.rollout_is_threshold (2.0, or 0.5_5.0),
 algorithm.rollout_correction.rollout_rs (e.g. seq_mean_k3, or several with commas),
@@ -32,8 +32,8 @@ rollout_is/mean (near 1), rollout_is/max, rollout_is/truncated and rollout_is/ma
 rollout_is/ess (effective sample size as a share: 1 is none lost); rollout_rs/rejected (share of tokens),
 rollout_rs/rejected_rows.
 
-Signs of failure: ess far below 1 or many weights out of bounds: the two policies differ too much to be corrected; sync
-weights more often, or compare the engines' precision and temperature.
+Signs of failure: ess is far below 1, or many weights are out of bounds: the two policies differ too much to be
+corrected. Sync weights more often, or compare the engines' precision and temperature.
 """
 
 from __future__ import annotations
@@ -48,22 +48,23 @@ from posttrain.lazy import torch
 
 
 def correction_is_on(config: Any) -> bool:
-    """Whether the section `algorithm.rollout_correction` asks for weights or rejection."""
+    """Whether the section `algorithm.rollout_correction` requests weights or rejection."""
     return read_setting(config, "rollout_is", None) is not None or read_setting(config, "rollout_rs", None) is not None
 
 
 def sampled_from(batch: Any) -> torch.Tensor:
-    """(rows, length) the sampled tokens' log-probs in the distribution that they were sampled from."""
+    """Return (rows, length) log-probs of the sampled tokens under the distribution that they were sampled from."""
+    # Recorded only if filters or penalties made the sampling distribution differ from the policy.
     return batch["sampling_log_probs"] if "sampling_log_probs" in batch else batch["rollout_log_probs"]
 
 
 def compute_rollout_correction(
     old_log_prob: torch.Tensor, rollout_log_prob: torch.Tensor, response_mask: torch.Tensor, config: Any = None
 ) -> tuple[torch.Tensor | None, dict[str, float]]:
-    """(weights (rows, length) or None where the correction is off, diagnostics of mismatch, weights and rejection).
+    """Return (weights (rows, length) or None if the correction is off, diagnostics of mismatch, weights and rejection).
 
     `config` is the section `algorithm.rollout_correction`. The weights of a row do not depend on other rows; the
-    diagnostics describe the rows given, so give all of them.
+    diagnostics describe the given rows, so pass all of them.
     """
     weights, metrics = rollout_is_weights(old_log_prob, rollout_log_prob, response_mask, config)
     metrics = {**mismatch_metrics(old_log_prob, rollout_log_prob, response_mask), **metrics}
@@ -71,6 +72,7 @@ def compute_rollout_correction(
     rules = rejection_rules(names, thresholds)
     if rules:
         kept, facts = kept_tokens(old_log_prob, rollout_log_prob, response_mask, rules)
+        # Rejection alone is a weight of 0 or 1.
         weights = kept if weights is None else weights * kept
         metrics |= facts
     return weights, metrics
@@ -78,9 +80,10 @@ def compute_rollout_correction(
 
 @dataclass
 class Importance:
-    """Ratios of the old policy to the rollout's and the weights made of them, (rows, length); for whole responses
-    (rows, 1). `outside` marks ratios out of bounds, `counted` those of real tokens or rows; `cut` is what became of the
-    former."""
+    """Ratios of the old policy to the rollout's, and their weights: (rows, length), or (rows, 1) for responses.
+
+    `outside` marks ratios out of bounds, `counted` those of real tokens or rows; `cut` says what happens to `outside`.
+    """
 
     ratio: torch.Tensor
     weights: torch.Tensor
@@ -93,21 +96,24 @@ class Importance:
 def importance(
     old_log_prob: torch.Tensor, rollout_log_prob: torch.Tensor, response_mask: torch.Tensor, config: Any
 ) -> Importance | None:
-    """Bounded weights as `config` asks for them, or None. Those of a row do not depend on other rows."""
+    """Return bounded weights as `config` requests them, or None. Those of a row do not depend on other rows."""
     level = read_setting(config, "rollout_is", None)
     if level is None:
         return None
     threshold = read_setting(config, "rollout_is_threshold", 2.0)
     low, high = bounds_of(threshold, "algorithm.rollout_correction.rollout_is_threshold")
+    # The old policy over the rollout: > 1 where the rollout sampled a token too rarely.
     log_ratio_BT = keep_masked(old_log_prob - rollout_log_prob, response_mask).to(torch.float32)
     if level == "token":
         log_ratio, counted = log_ratio_BT, response_mask.bool()
     elif level == "sequence":
+        # The product over the tokens is the exact weight of a response; its noise grows with length.
         log_ratio, counted = log_ratio_BT.sum(-1, keepdim=True), response_mask.bool().any(-1, keepdim=True)
     else:
         hint = "It is set by algorithm.rollout_correction.rollout_is; null switches it off."
         raise unknown_name("level of importance weights", level, ("token", "sequence"), hint)
     ratio = torch.exp(log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
+    # With one number only large weights are bounded: small ones add no variance.
     outside = (ratio > high) if low is None else (ratio > high) | (ratio < low)
     weights = ratio.clamp(max=high) if low is None else torch.where(outside, torch.zeros_like(ratio), ratio)
     return Importance(ratio, weights, outside, counted, "truncated" if low is None else "masked")
@@ -117,7 +123,7 @@ def importance(
 def rollout_is_weights(
     old_log_prob: torch.Tensor, rollout_log_prob: torch.Tensor, response_mask: torch.Tensor, config: Any
 ) -> tuple[torch.Tensor | None, dict[str, float]]:
-    """Bounded weights (rows, length), 0 outside the mask, and their diagnostics (mean and max before bounding)."""
+    """Return bounded weights (rows, length), 0 outside the mask, and diagnostics (mean and max before bounding)."""
     made = importance(old_log_prob, rollout_log_prob, response_mask, config)
     if made is None:
         return None, {}
@@ -127,11 +133,13 @@ def rollout_is_weights(
 
 
 def _weight_metrics(ratio: torch.Tensor, weights: torch.Tensor, counted: torch.Tensor) -> dict[str, float]:
+    # float64: squares of weights up to exp(20) would lose digits.
     mean_weight = masked_mean(weights.double(), counted)
     mean_square = masked_mean(weights.double() ** 2, counted)
     return {
         "rollout_is/mean": float(masked_mean(ratio.double(), counted)),
         "rollout_is/max": float(keep_masked(ratio, counted).max()),
+        # Kish's effective sample size as a share: 1 if all weights are equal.
         "rollout_is/ess": float(mean_weight**2 / mean_square.clamp(min=1e-30)),
     }
 
@@ -140,7 +148,7 @@ def _weight_metrics(ratio: torch.Tensor, weights: torch.Tensor, counted: torch.T
 def mismatch_metrics(
     old_log_prob: torch.Tensor, rollout_log_prob: torch.Tensor, response_mask: torch.Tensor
 ) -> dict[str, float]:
-    """How far trainer and rollout disagree on the sampled tokens: KL(rollout against trainer), gap and perplexity."""
+    """Measure the disagreement of trainer and rollout on sampled tokens: KL(rollout || trainer), gap and perplexity."""
     log_ratio = keep_masked(old_log_prob - rollout_log_prob, response_mask).double()
     limited = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     length_B = response_mask.bool().sum(-1)

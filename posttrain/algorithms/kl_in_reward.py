@@ -1,21 +1,21 @@
-"""KL as part of the reward: a penalty per token, with a coefficient that is fixed or adapted to a target.
+"""KL in the reward: a penalty per token, with a fixed coefficient or one that adapts to a target.
 
     r_t = score_t - coefficient * KL_t
     adaptive, after each batch:  e = clip(KL / target - 1, -0.2, 0.2);  coefficient *= 1 + e * rows / horizon
 
-KL of a batch is the mean over its responses of the mean over their tokens.
+The KL of a batch is the mean over its responses of the mean over their tokens.
 
 Source: Fine-Tuning Language Models from Human Preferences, arXiv 1909.08593.
 
-When to use: PPO's way of staying near the reference. GRPO puts KL into the loss (see `kl_loss_type`); both at once
-need algorithm.allow_both_kl.
+When to use: PPO's way of staying near the reference. GRPO puts KL into the loss (see `kl_loss_type`); using both
+requires algorithm.allow_both_kl.
 
 Settings: algorithm.use_kl_in_reward, algorithm.kl_penalty, algorithm.kl_ctrl.type, kl_coef, target_kl, horizon.
 
-Watch: actor/reward_kl_penalty (the batch's KL), actor/reward_kl_penalty_coeff (the coefficient used on it).
+Watch: actor/reward_kl_penalty (the batch's KL), actor/reward_kl_penalty_coeff (the coefficient that was used).
 
 Signs of failure: an adaptive coefficient that only grows (target_kl is below what the learning rate produces) or
-shrinks towards 0 (the policy hardly moves).
+shrinks towards 0 (the policy hardly changes).
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from posttrain.algorithms.common import AlgorithmError, keep_masked, read_settin
 from posttrain.algorithms.kl import kl_penalty
 from posttrain.lazy import torch
 
+# The part of a preset that several estimators share.
 KL_IN_REWARD: dict[str, Any] = {
     "algorithm.use_kl_in_reward": True,
     "algorithm.kl_penalty": "kl",
     "algorithm.kl_ctrl.kl_coef": 0.001,
     "actor_rollout_ref.actor.use_kl_loss": False,
 }
-"""The part of a preset that several estimators share."""
 
 
 class FixedKLController:
-    """Keeps its coefficient."""
+    """A constant coefficient."""
 
     def __init__(self, kl_coef: float) -> None:
         self.value = kl_coef
 
     def update(self, current_kl: float, n_steps: int) -> None:
-        """Nothing to adapt."""
+        """Do nothing."""
 
     def state_dict(self) -> dict[str, float]:
         return {"value": self.value}
@@ -52,7 +52,7 @@ class FixedKLController:
 
 
 class AdaptiveKLController(FixedKLController):
-    """Raises its coefficient while KL is above the target and lowers it below."""
+    """Raises its coefficient while KL is above the target, and lowers it below."""
 
     def __init__(self, init_kl_coef: float, target_kl: float, horizon: int) -> None:
         super().__init__(init_kl_coef)
@@ -63,12 +63,13 @@ class AdaptiveKLController(FixedKLController):
 
     def update(self, current_kl: float, n_steps: int) -> None:
         """Adapt after a batch of `n_steps` responses; a batch longer than the horizon counts as one horizon."""
+        # Clipped to 20 %, so that one unusual batch cannot change the coefficient much.
         error = min(max(current_kl / self.target_kl - 1, -0.2), 0.2)
         self.value *= 1 + error * min(n_steps / self.horizon, 1.0)
 
 
 def get_kl_controller(kl_ctrl: Any) -> FixedKLController:
-    """The controller that the section `algorithm.kl_ctrl` describes."""
+    """Return the controller that the section `algorithm.kl_ctrl` describes."""
     kind = read_setting(kl_ctrl, "type", "fixed")
     kl_coef = read_setting(kl_ctrl, "kl_coef", 0.001)
     if kind == "fixed":
@@ -87,8 +88,9 @@ def apply_kl_in_reward(
     controller: FixedKLController,
     kl_type: str = "kl",
 ) -> tuple[torch.Tensor, dict[str, float]]:
-    """(token_level_rewards, metrics); adapts the controller for the next batch."""
+    """Return (token_level_rewards, metrics), and adapt the controller for the next batch."""
     kl_BT = keep_masked(kl_penalty(old_log_prob, ref_log_prob, kl_type).detach(), response_mask)
+    # Read before the update below: the metric must show what was used on this batch.
     coefficient = controller.value
     rewards_BT = token_level_scores - coefficient * kl_BT
 

@@ -1,4 +1,4 @@
-"""Algorithms by name. The file of an algorithm declares everything that is true of it; the rest is derived from that.
+"""Algorithms by name. An algorithm's file declares everything about it; the rest is derived from that.
 
     @dataclass
     class ToprSettings:
@@ -9,7 +9,7 @@
     def compute_policy_loss_topr(old_log_prob, log_prob, advantages, response_mask, topr_bound, **kwargs): ...
 
 From this follow the key `actor_rollout_ref.actor.policy_loss.topr_bound` with its check, the note that `clip_ratio` has
-no effect, the page of `posttrain explain topr`, the YAML tree and the docs. Neither list nor table names `topr`.
+no effect, the page of `posttrain explain topr`, the YAML tree and the docs. No other list or table names `topr`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ S = TypeVar("S")
 
 
 class Preset(NamedTuple):
-    """`algorithm=NAME`: what it is in a sentence, and the values that it sets by their full keys."""
+    """`algorithm=NAME`: a sentence about it, and the values that it sets, by their full keys."""
 
     sentence: str
     values: Mapping[str, Any]
@@ -42,16 +42,16 @@ class Preset(NamedTuple):
 
 @dataclass(frozen=True)
 class Declaration:
-    """An algorithm with what its file says about it. It is called like its function."""
+    """An algorithm with what its file declares about it. Calling it calls its function."""
 
     name: str
     function: Callable[..., Any]
+    # Its own settings: a dataclass whose fields have a default, a range or choices, and one sentence.
     settings: type | None = None
-    """Settings of its own: a dataclass whose fields have a default, a range or choices, and one sentence."""
+    # Shared settings that it reads; all others have no effect on it. None: not declared.
     reads: tuple[str, ...] | None = None
-    """Settings that it shares with others and reads; the others have no effect. None: it does not say."""
+    # Its metrics, each with an explanation.
     metrics: Mapping[str, str] = field(default_factory=dict)
-    """Its metrics, each with what it is and what to make of it."""
     presets: Mapping[str, Preset] = field(default_factory=dict)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -63,39 +63,40 @@ class Declaration:
 
     @property
     def page(self) -> str:
-        """What `posttrain explain` says: the docstring of its file, or else of the function."""
+        """What `posttrain explain` prints: the docstring of its file, or else of the function."""
+        # A user's function may come from a file without a docstring.
         module = sys.modules.get(self.function.__module__)
         return (getattr(module, "__doc__", None) or self.function.__doc__ or "").strip()
 
 
 @dataclass(frozen=True)
 class EstimatorDeclaration(Declaration):
-    """An advantage estimator: its function gives (advantages, returns), both (rows, response length)."""
+    """An advantage estimator: its function returns (advantages, returns), both (rows, response length)."""
 
+    # Compares the responses to one prompt, so `rollout.n` must be above 1.
     compares_group: bool = False
-    """Compares the responses of one prompt, so `rollout.n` must be above 1."""
+    # Reads `values`, so a critic is trained.
     needs_critic: bool = False
-    """Reads `values`, so a critic is trained."""
+    # Reads `reward_baselines`, so one greedy response per prompt is generated and scored.
     needs_greedy_baseline: bool = False
-    """Reads `reward_baselines`, so one greedy response per prompt is generated and scored."""
+    # Reads `sum_pi_squared` and `old_log_probs`, so both are computed.
     needs_sum_pi_squared: bool = False
-    """Reads `sum_pi_squared` and `old_log_probs`, so both are computed."""
+    # Learns from the parts of the reward instead of its sum, so KL in the reward would be lost.
     reads_reward_parts: bool = False
-    """Learns from the parts of the reward instead of its sum, so KL in the reward would be lost."""
+    # Its paper puts KL into the loss, so a run with KL in the reward gets a note.
     kl_belongs_in_loss: bool = False
-    """Its paper puts KL into the loss; KL in the reward is remarked on."""
 
 
 @dataclass(frozen=True)
 class LossDeclaration(Declaration):
-    """A policy loss: its function gives (per-token losses, metrics)."""
+    """A policy loss: its function returns (per-token losses, metrics)."""
 
+    # Run once over the whole mini-batch of all ranks; its results are passed to the loss by name.
     prepare: Callable[..., dict[str, Any]] | None = None
-    """Run once over the whole mini-batch of all ranks; what it gives is passed to the loss by name."""
+    # The aggregation of its paper, used if `loss_agg_mode` is not set.
     loss_agg_mode: str | None = None
-    """The aggregation of its paper, which it gets where `loss_agg_mode` is not set."""
+    # Clips the ratio to 1 - low ... 1 + high, so `low` must not be above 1.
     clips_ratio: bool = False
-    """Clips the ratio to 1 - low ... 1 + high, so the lower side must not be above 1."""
 
 
 ADV_ESTIMATORS: Registry[EstimatorDeclaration] = Registry(
@@ -113,39 +114,40 @@ POLICY_LOSSES: Registry[LossDeclaration] = Registry(
 
 
 def register_adv_est(name_or_enum: str | Enum, **facts: Any) -> Callable[[F], F]:
-    """Decorator: makes a function selectable by `algorithm.adv_estimator=NAME`. `facts` are fields of
-    `EstimatorDeclaration`."""
+    """Decorator: register `algorithm.adv_estimator=NAME`. `facts` are fields of `EstimatorDeclaration`."""
     return _register(ADV_ESTIMATORS, EstimatorDeclaration, name_or_enum, facts)
 
 
 def register_policy_loss(name: str | Enum, **facts: Any) -> Callable[[F], F]:
-    """Decorator: makes a function selectable by `actor_rollout_ref.actor.policy_loss.loss_mode=NAME`. `facts` are
-    fields of `LossDeclaration`."""
+    """Decorator: register a function as `actor_rollout_ref.actor.policy_loss.loss_mode=NAME`.
+
+    `facts` are fields of `LossDeclaration`.
+    """
     return _register(POLICY_LOSSES, LossDeclaration, name, facts)
 
 
 def get_adv_estimator(name_or_enum: str | Enum) -> EstimatorDeclaration:
-    """The estimator of this name, or an error that lists the known ones."""
+    """Return the estimator of this name; an error lists the known ones."""
     return ADV_ESTIMATORS.find(name_or_enum)
 
 
 def get_policy_loss(name: str | Enum) -> LossDeclaration:
-    """The policy loss of this name, or an error that lists the known ones."""
+    """Return the policy loss of this name; an error lists the known ones."""
     return POLICY_LOSSES.find(name)
 
 
 def group_estimators() -> list[str]:
-    """Names of the estimators that compare the responses of one prompt."""
+    """Return the names of estimators that compare the responses to one prompt."""
     return [name for name, estimator in ADV_ESTIMATORS.items() if estimator.compares_group]
 
 
 def critic_estimators() -> list[str]:
-    """Names of the estimators that need a critic."""
+    """Return the names of estimators that need a critic."""
     return [name for name, estimator in ADV_ESTIMATORS.items() if estimator.needs_critic]
 
 
 def own_settings(kind: type[S], config: Any, section: str = "") -> S:
-    """An algorithm's own settings, from a section of any kind (`section` is its name); null or absent is the default.
+    """Return an algorithm's own settings from any kind of section (`section` is its name), with defaults.
 
     A run's settings are checked before it starts. This check is for calls of an algorithm from Python.
     """
@@ -161,6 +163,7 @@ def own_settings(kind: type[S], config: Any, section: str = "") -> S:
 def _register(
     registry: Registry[D], kind: Callable[..., D], name: str | Enum, facts: Mapping[str, Any]
 ) -> Callable[[F], F]:
+    # Without a name (`@register_adv_est`) it would get the function itself.
     registry.check_name(name)
 
     def decorate(function: F) -> F:

@@ -1,5 +1,5 @@
-"""Rejection of tokens and responses on which rollout and trainer disagree too much: the part of `rollout_correction`
-that drops instead of weighing. The formulas are on that page.
+"""Rejects tokens and responses on which rollout and trainer disagree too much: the part of `rollout_correction` that
+drops instead of weighting. Its page has the formulas.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _THRESHOLD = "algorithm.rollout_correction.rollout_rs_threshold"
 
 
 class Rule(NamedTuple):
-    """A named measure and the range in which it is kept; `low` is None where there is no lower end."""
+    """A named measure and the range in which tokens are kept; `low` is None without a lower bound."""
 
     name: str
     low: float | None
@@ -29,7 +29,7 @@ class Rule(NamedTuple):
 
 
 def bounds_of(threshold: Any, key: str) -> tuple[float | None, float]:
-    """(low or None, high) of a number, of `low_high` as text, or of a pair."""
+    """Return (low or None, high) of a number, of `low_high` as text, or of a pair."""
     parts = threshold.split("_") if isinstance(threshold, str) else threshold
     parts = list(parts) if isinstance(parts, Sequence) else [parts]
     try:
@@ -46,7 +46,7 @@ def bounds_of(threshold: Any, key: str) -> tuple[float | None, float]:
 
 
 def rejection_rules(names: str | None, thresholds: Any) -> list[Rule]:
-    """The rules of `rollout_rs` (names with commas) and `rollout_rs_threshold` (one per name)."""
+    """Parse `rollout_rs` (names separated by commas) and `rollout_rs_threshold` (one per name)."""
     if names is None:
         return []
     chosen = [name.strip() for name in str(names).split(",")]
@@ -54,6 +54,7 @@ def rejection_rules(names: str | None, thresholds: Any) -> list[Rule]:
         if name not in REJECTIONS:
             hint = "They are set by algorithm.rollout_correction.rollout_rs; null switches rejection off."
             raise unknown_name("rejection rule", name, REJECTIONS, hint)
+    # A pair given for a single rule is a range, not two thresholds.
     given = [part.strip() for part in thresholds.split(",")] if isinstance(thresholds, str) else [thresholds]
     if isinstance(thresholds, list | tuple) and len(chosen) > 1:
         given = list(thresholds)
@@ -67,6 +68,7 @@ def rejection_rules(names: str | None, thresholds: Any) -> list[Rule]:
 
 def _rule(name: str, threshold: Any) -> Rule:
     low, high = bounds_of(threshold, _THRESHOLD)
+    # exp(d) is a ratio, so one threshold C means the symmetric range [1 / C, C].
     if name.endswith("k1"):
         return Rule(name, 1 / high if low is None else low, high)
     if low is not None:
@@ -78,7 +80,7 @@ def _rule(name: str, threshold: Any) -> Rule:
 def kept_tokens(
     old_log_prob: torch.Tensor, rollout_log_prob: torch.Tensor, response_mask: torch.Tensor, rules: list[Rule]
 ) -> tuple[torch.Tensor, dict[str, float]]:
-    """(1 on kept tokens, 0 on rejected ones and outside the mask; shares that were rejected)."""
+    """Return (1 on kept tokens, 0 on rejected ones and outside the mask; shares that were rejected)."""
     mask_BT = response_mask.bool()
     d_BT = keep_masked(old_log_prob - rollout_log_prob, mask_BT).double().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     kept_BT = mask_BT
@@ -88,6 +90,7 @@ def kept_tokens(
         inside = (value <= rule.high) if rule.low is None else (value <= rule.high) & (value >= rule.low)
         kept_BT = kept_BT & inside
         metrics[f"rollout_rs/{rule.name}"] = _share(~inside.expand_as(mask_BT), mask_BT)
+    # Rows that had no response tokens were not rejected.
     lost_rows_B = mask_BT.any(-1) & ~kept_BT.any(-1)
     metrics["rollout_rs/rejected"] = _share(~kept_BT, mask_BT)
     metrics["rollout_rs/rejected_rows"] = _share(lost_rows_B, mask_BT.any(-1))
@@ -95,14 +98,17 @@ def kept_tokens(
 
 
 def _measure(name: str, d_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
-    """The rule's number of each token (B, T), or of each response (B, 1)."""
+    # The rule's number for each token (B, T), or for each response (B, 1).
     level, kind = name.rsplit("_", 1)
     length_B1 = mask_BT.sum(-1, keepdim=True).clamp(min=1)
+    # k3 as expm1(d) - d: exact near 0, where almost all tokens are.
     value_BT = {"k1": d_BT, "k2": 0.5 * d_BT**2, "k3": torch.expm1(d_BT) - d_BT}[kind]
+    # k2 and k3 are never negative, so the zeros of padding cannot be the largest.
     if level == "seq_max":
         return value_BT.amax(-1, keepdim=True)
     if level != "token":
         value_BT = value_BT.sum(-1, keepdim=True) / (length_B1 if level == "seq_mean" else 1)
+    # k1 is averaged as a log-ratio and compared as a ratio: a geometric mean.
     return value_BT.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp() if kind == "k1" else value_BT
 
 

@@ -1,5 +1,5 @@
-"""A system in its own process: started with a job, then asked one thing at a time; and how much of the machine others
-used meanwhile: without that a table cannot be trusted."""
+"""A system in its own process: started with a job, then asked one thing at a time; and the load of other processes, by
+which a reader can judge the figures."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class ChildFailed(Exception):
 
 
 def end_with_parent() -> None:
-    """In a new process: however the bench ends, what it started ends with it, held still or not (Linux; elsewhere only
-    if it can still act)."""
+    """In a new process: let the kernel kill it when the bench ends, however that happens."""
+    # A paused process could not end by itself. Linux only; elsewhere `Child.close` must be reached.
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
@@ -53,7 +53,6 @@ class Child:
         return self._answer(show, deadline)["ready"]
 
     def ask(self, request: Mapping[str, Any], show: Callable[[float], None], deadline: float) -> dict[str, Any]:
-        """One request, one answer."""
         assert self.process.stdin is not None
         try:
             self.process.stdin.write(json.dumps(request) + "\n")
@@ -65,6 +64,7 @@ class Child:
     def _answer(self, show: Callable[[float], None], deadline: float) -> dict[str, Any]:
         out, started = self.process.stdout, time.monotonic()
         assert out is not None
+        # Waits with select and not in readline, so that the status line counts the seconds and the deadline holds.
         while not select.select([out], [], [], 1.0)[0]:
             waited = time.monotonic() - started
             if waited > deadline:
@@ -80,10 +80,10 @@ class Child:
         return answer
 
     def pause(self) -> None:
-        """Hold it and its processes still: threads that spin for a while after their work would slow the next one."""
+        """Stop it and its processes: threads that spin for a while after their work would slow the next system."""
         self._signal(signal.SIGSTOP)
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         self._signal(signal.SIGCONT)
 
     def _signal(self, number: int) -> None:
@@ -91,9 +91,9 @@ class Child:
             os.killpg(self.process.pid, number)
 
     def close(self) -> None:
-        """Let it end by itself, or end it; processes that it left behind are in its group, and end with it."""
+        """Let it end by itself, or kill it, with all processes that it left behind in its group."""
         assert self.process.stdin is not None and self.process.stdout is not None
-        self.go_on()
+        self.resume()
         try:
             self.process.stdin.close()
             self.process.wait(timeout=10)
@@ -105,10 +105,10 @@ class Child:
 
 
 @contextmanager
-def running(
+def start_runner(
     system: System, module: str, job: Mapping[str, Any], name: str, *, threads: int, kind: str = "cpu"
 ) -> Iterator[Child]:
-    """The system's runner with this job, its words in NAME.log among the bench's; it ends with the block."""
+    """The system's runner with this job, its output in logs/NAME.log; it is closed at the end of the block."""
     logs = bench_folder() / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="posttrain-bench-") as folder:
@@ -121,15 +121,15 @@ def running(
             child.close()
 
 
-class UsedByOthers:
-    """Counts from its making: `share()` is the part of all cores that processes outside that session used."""
+class OtherLoad:
+    """`share()` is the part of all cores that processes outside this session have used since its creation."""
 
     def __init__(self, session: int) -> None:
         self.session = session
         self.busy, self.total, self.mine = (*_ticks(), _ticks_of(session))
 
     def share(self) -> float | None:
-        """None where the system does not tell (no /proc)."""
+        """None without /proc."""
         busy, total = _ticks()
         if total <= self.total:
             return None
@@ -138,7 +138,7 @@ class UsedByOthers:
 
 
 def _ticks() -> tuple[int, int]:
-    """(busy, all) ticks of the machine so far."""
+    # (busy, all) since the machine started.
     try:
         ticks = [int(part) for part in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
     except OSError:
@@ -147,7 +147,6 @@ def _ticks() -> tuple[int, int]:
 
 
 def _ticks_of(session: int) -> int:
-    """Ticks that the processes of a session, and the children that they waited for, have used."""
     used = 0
     for name in filter(str.isdecimal, os.listdir("/proc") if os.path.isdir("/proc") else []):
         try:

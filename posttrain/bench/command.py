@@ -1,4 +1,4 @@
-"""The arguments of `posttrain bench`; nothing heavy is imported before they are known to be right."""
+"""The arguments of `posttrain bench`; torch is imported only after they have been checked."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
 
-from posttrain.bench.place import DEVICES, default_threads
+from posttrain.bench.device import DEVICES, default_threads
 from posttrain.bench.presets import PRESETS
 from posttrain.bench.workload import LENGTHS, WORKS
 
@@ -19,13 +19,13 @@ from posttrain.bench.workload import LENGTHS, WORKS
 def main(args: Sequence[str]) -> int:
     """`posttrain bench rollout|step|train|sync|sweep|algorithms ...`."""
     options = parser().parse_args(args)
-    with ended_in_order():
+    with exit_on_sigterm():
         return importlib.import_module(f"posttrain.bench.{options.job}").main(options)
 
 
 @contextmanager
-def ended_in_order() -> Iterator[None]:
-    """SIGTERM (`timeout`, a queue's limit) ends the systems under way too: one that is left behind keeps its device."""
+def exit_on_sigterm() -> Iterator[None]:
+    """Let SIGTERM (`timeout`, a queue's limit) close the systems too: one that is left behind keeps its device."""
 
     def end(number: int, frame: object) -> NoReturn:
         raise SystemExit(128 + number)

@@ -5,8 +5,7 @@ A step that decodes one token of each of B rows, which have c tokens before it, 
     bytes = s (W + B c 2 L G D)        G key-value heads, s bytes per number: weights once, the cache of each row
 and takes at least max(FLOPs / peak, bytes / bandwidth). The prompt's prefill is left out, which only lowers the floor.
 
-What the machine can do at its best (multiply-adds per second, and bytes per second by size of the data) is measured
-here too.
+The rates of the machine (multiply-adds per second, and bytes per second by size of the data) are measured here too.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 
 @dataclass(frozen=True)
 class Shape:
-    """What of a model's configuration decides the cost of a token."""
+    """The sizes that decide the cost of a token; `size` is bytes of a number."""
 
     weights: int
     layers: int
@@ -61,11 +60,11 @@ def floor_seconds(
 def decoding_floor(
     shape: Shape, prompts: list[list[int]], lengths: list[int], *, slots: int | None, peak: float, bandwidth: float
 ) -> float:
-    """Seconds below which these rows cannot be decoded, `slots` at a time, if all arithmetic hides behind all reading.
+    """Seconds below which these rows cannot be decoded, `slots` at a time, if arithmetic and reading overlap fully.
 
-    Distinct prompts are computed once; the weights are read once per step, and there are at least as many steps as the
-    longest row has tokens, or as all tokens make with every slot busy.
+    Distinct prompts are computed once, and the weights are read once per step.
     """
+    # At least as many steps as the longest row has tokens, or as all tokens take with every slot busy.
     rows = len(lengths)
     steps = max(max(lengths), -(-sum(lengths) // min(rows, slots or rows)))
     contexts = [len(prompt) * n + n * (n + 1) / 2 for prompt, n in zip(prompts, lengths, strict=True)]
@@ -77,15 +76,15 @@ def decoding_floor(
 
 def update_flops(shape: Shape, lengths: list[int], *, frozen: bool = False) -> float:
     """Of an update over rows of these lengths: (6 N + 6 L H T) a token, N the weights in matrices with the head, H the
-    width of all query heads, T the mean length seen by a token; look-up and recomputation are not counted. Of weights
-    that are `frozen` beside adapters there is no gradient: 4 N, and what the adapters take is not counted."""
+    width of all query heads, T the mean length seen by a token; look-up and recomputation are not counted. `frozen`
+    weights under adapters have no gradient: 4 N; the adapters themselves are not counted."""
     tokens = sum(lengths)
     mean = sum(n * n for n in lengths) / max(1, tokens)
     return tokens * ((4 if frozen else 6) * shape.weights + 6 * shape.layers * shape.heads * shape.width * mean)
 
 
-def better(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """The higher of two measurements of each limit: a neighbour's work can only lower them."""
+def higher_rates(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """The higher of two measurements of each rate: other processes can only lower them."""
     rates = {int(size): max(rate, other["bandwidth"][size]) for size, rate in one["bandwidth"].items()}
     return {"peak_flops": max(one["peak_flops"], other["peak_flops"]), "bandwidth": rates}
 
@@ -108,7 +107,7 @@ def floor_us(shape: Shape, machine: dict[str, Any], point: dict[str, Any], promp
 # -- what the machine can do ----------------------------------------------------------------------------------------
 MIB = 2**20
 SIZES = (1 * MIB, 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB, 1024 * MIB)
-EDGE = 2048  # of the square matrices: large enough for the peak, small enough for a second
+EDGE = 2048  # of the square matrices: large enough for the peak rate, small enough to take under a second
 
 
 def peak_flops(dtype: Any, *, seconds: float = 1.0, device: str = "cpu") -> float:
@@ -132,12 +131,12 @@ def bandwidths(*, seconds: float = 0.2, sizes: tuple[int, ...] = SIZES, device: 
 
 
 def bandwidth_for(size: float, measured: dict[int, float]) -> float:
-    """Of the smallest measured size that holds `size` bytes; past the largest, that one."""
+    """The rate of the smallest measured size that holds `size` bytes, or of the largest."""
     return measured[min((s for s in measured if s >= size), default=max(measured))]
 
 
 def _best(work: Callable[[], object], seconds: float, device: str) -> float:
-    """Shortest time of one call, over calls that fill `seconds` (three at least)."""
+    # The shortest call counts: others are slowed by whatever else runs.
     import torch
 
     wait = torch.cuda.synchronize if device == "cuda" else lambda: None

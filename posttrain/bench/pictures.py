@@ -1,20 +1,19 @@
-"""Pictures as SVG by hand: a sweep (time per token against rows, length and model, all axes logarithmic), and what many
-algorithms learn (a small panel each, accuracy over steps, a thin line per seed and their mean).
+"""SVG pictures: a sweep (time per token by rows, length and model, all axes logarithmic), and what algorithms learn (a
+small panel each: accuracy over steps, a thin line per seed and their mean).
 
-Below a sweep's floor no machine can go: that area is shaded. Each point says how many times the floor it is.
+The area below a sweep's floor is shaded. Each point is labelled with its multiple of the floor.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 from typing import Any
 
-from posttrain.bench.learning.results import Gain
 from posttrain.tracking.atomic import replace_file
 from posttrain.tracking.svg import COLOURS
 
@@ -49,10 +48,8 @@ class Panel:
     points: Sequence[dict[str, Any]]
     key: str
     label: str
-    marks: Sequence[str]
-    """Words over the points."""
-    names: Sequence[str] | None = None
-    """What stands under the points in place of their numbers."""
+    marks: Sequence[str]  # words over the points
+    names: Sequence[str] | None = None  # labels under the points, in place of their numbers
 
 
 def write_plot(path: Path, engine: str, model: str, panels: Sequence[Panel]) -> None:
@@ -92,6 +89,7 @@ def _axis(left: float, panel: Panel, lines: Sequence[float]) -> str:
     def y(value: float) -> float:
         return bottom - math.log10(value / lines[0]) / high * (bottom - TOP)
 
+    # Both axes are logarithmic: rows, lengths and parameters double, times span decades.
     engine, floor = ([(x(p[key]), y(p[what])) for p in points] for what in ("us_per_token", "floor_us"))
     under = f"{_path(floor)}L{floor[-1][0]:.1f} {bottom}L{floor[0][0]:.1f} {bottom}Z"
     parts = [f'<path d="{under}" fill="{SHADE}"/>']
@@ -122,7 +120,6 @@ def _path(points: Sequence[tuple[float, float]]) -> str:
 
 
 def _legend(names: Sequence[str], *, hollow: bool) -> str:
-    """Under the title: the two lines, and what is written at the points."""
     looks = (f'stroke="{COLOURS[0]}" stroke-width="2"', f'stroke="{LIGHT}" stroke-width="1.5" stroke-dasharray="5 4"')
     parts, left = [], LEFT
     for name, look in zip(names, looks, strict=True):
@@ -134,27 +131,25 @@ def _legend(names: Sequence[str], *, hollow: bool) -> str:
 
 
 # -- what algorithms learn ------------------------------------------------------------------------------------------
+Curves = Sequence[Sequence[Sequence[float]]]  # of one algorithm by seed: [step, accuracy] and so on
 ACROSS, WIDE, HIGH, BETWEEN, SIDE, HEAD_ROOM = 6, 126, 84, 30, 44, 62
 
 
-def write_panels(path: Path, found: Sequence[Gain], title: str) -> None:
-    """All panels share both axes, so that they compare at a glance."""
-    last = max(point[0] for gain in found for run in gain.runs for point in run["curve"]) or 1
+def write_panels(path: Path, found: Mapping[str, Curves], title: str) -> None:
+    """A panel for the runs of each algorithm; all share both axes, so that they compare at a glance."""
+    last = max(point[0] for curves in found.values() for curve in curves for point in curve) or 1
     across = min(ACROSS, len(found))
     width = SIDE + across * (WIDE + 10) + 10
     height = HEAD_ROOM + math.ceil(len(found) / across) * (HIGH + BETWEEN) + 12
     parts = [_text(width / 2, 22, title, size=15, weight="bold")]
-    for place, gain in enumerate(found):
+    for place, (name, curves) in enumerate(found.items()):
         row, column = divmod(place, across)
-        parts.append(
-            _algorithm(
-                SIDE + column * (WIDE + 10), HEAD_ROOM + row * (HIGH + BETWEEN), gain, last, labelled=column == 0
-            )
-        )
+        left, top = SIDE + column * (WIDE + 10), HEAD_ROOM + row * (HIGH + BETWEEN)
+        parts.append(_algorithm(left, top, name, curves, last, labelled=column == 0))
     _write(path, width, height, parts, size=11)
 
 
-def _algorithm(left: float, top: float, gain: Gain, last: float, *, labelled: bool) -> str:
+def _algorithm(left: float, top: float, name: str, curves: Curves, last: float, *, labelled: bool) -> str:
     def at(step: float, accuracy: float) -> str:
         return f"{left + step / last * WIDE:.1f} {top + (1 - accuracy) * HIGH:.1f}"
 
@@ -163,21 +158,21 @@ def _algorithm(left: float, top: float, gain: Gain, last: float, *, labelled: bo
         look = f'stroke="{COLOURS[0]}" stroke-opacity="{opacity:g}" stroke-width="{width:g}"'
         return f'<path d="{path}" fill="none" {look}/>'
 
-    name = gain.entry.name
     parts = [_text(left + WIDE / 2, top - 5, name, size=11 if len(name) <= 20 else 9)]
     for level in (0.0, 0.5, 1.0):
         y = top + (1 - level) * HIGH
         parts.append(f'<line x1="{left:g}" y1="{y:g}" x2="{left + WIDE:g}" y2="{y:g}" stroke="{PALE}"/>')
         if labelled:
             parts.append(_text(left - 5, y + 4, f"{level:g}", anchor="end", size=11))
-    parts += [line(run["curve"], 0.35, 1) for run in gain.runs]
-    parts.append(line(mean_curve(gain), 1, 2))
-    parts.append(_text(left + WIDE - 2, top + HIGH - 4, f"{gain.end:.2f}", anchor="end", size=11))
+    parts += [line(curve, 0.35, 1) for curve in curves]
+    parts.append(line(mean_curve(curves), 1, 2))
+    end = statistics.fmean(curve[-1][1] for curve in curves)
+    parts.append(_text(left + WIDE - 2, top + HIGH - 4, f"{end:.2f}", anchor="end", size=11))
     return "\n".join(parts)
 
 
-def mean_curve(gain: Gain) -> list[list[float]]:
+def mean_curve(curves: Curves) -> list[list[float]]:
     """Mean over seeds at every step that all of them have."""
-    by_seed = [{step: value for step, value in run["curve"]} for run in gain.runs]
+    by_seed = [{step: value for step, value in curve} for curve in curves]
     shared = sorted(set.intersection(*map(set, by_seed)))
     return [[step, statistics.fmean(curve[step] for curve in by_seed)] for step in shared]

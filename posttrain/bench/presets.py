@@ -1,4 +1,4 @@
-"""Models to measure with: decoders with random weights, made here, or a folder that you name.
+"""Models to measure with: presets with random weights, or a folder that you name.
 
 From `0.1b` on they have the shapes of real models: SmolLM2-135M, and Qwen2.5 of 0.5B, 1.5B and 7B.
 """
@@ -53,7 +53,7 @@ PRESETS = {
 
 @dataclass(frozen=True)
 class Model:
-    """A folder in Hugging Face form, and what has to be known of it without loading it."""
+    """A folder in Hugging Face format, and facts from its config.json."""
 
     name: str
     folder: Path
@@ -63,7 +63,7 @@ class Model:
 
 
 def find_model(name: str, device: str = "cpu") -> Model:
-    """The preset or folder called `name`; a preset is written to the cache the first time, its numbers drawn on
+    """The preset or folder called `name`; a preset is written to the cache the first time, its weights drawn on
     `device`."""
     if name in PRESETS:
         preset = PRESETS[name]
@@ -84,7 +84,7 @@ def _describe(name: str, folder: Path) -> Model:
 
 
 def find_shape(name: str) -> Model:
-    """As `find_model`, but a preset has no weights: whoever loads it draws them (`draw`) and waits for no disk."""
+    """As `find_model`, but a preset has no weights: `draw` makes them where they are used; no disk is waited for."""
     if name not in PRESETS:
         return find_model(name)
     preset = PRESETS[name]
@@ -92,13 +92,13 @@ def find_shape(name: str) -> Model:
 
 
 def draw(folder: str | Path, dtype: Any, device: Any) -> Any:
-    """The model of a folder that holds its shape alone, with random weights drawn on `device`."""
+    """The model of a folder without weights, with random ones drawn on `device`."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(folder)
     before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)  # 7B in float32 first would be twice the work and the memory
+    torch.set_default_dtype(dtype)  # drawing 7B in float32 first would take twice the memory
     try:
         with torch.random.fork_rng(devices=[]), torch.device(device):
             torch.manual_seed(0)
@@ -108,7 +108,7 @@ def draw(folder: str | Path, dtype: Any, device: Any) -> Any:
 
 
 def _ensure(home: str, name: str, preset: Preset, write: Callable[[Path, dict[str, Any]], None]) -> Path:
-    """The folder of the preset in the cache, written by `write` unless it is there."""
+    # Written beside its place and renamed, so that a bench that is killed leaves no half of a model.
     from posttrain.bench import bench_folder
 
     folder = bench_folder() / home / name
@@ -125,7 +125,6 @@ def _ensure(home: str, name: str, preset: Preset, write: Callable[[Path, dict[st
 
 
 def _write_shape(folder: Path, shape: dict[str, Any], preset: Preset) -> None:
-    """`config.json` and the tokenizer."""
     from transformers import Qwen2Config
 
     from posttrain.models.embedded import byte_tokenizer

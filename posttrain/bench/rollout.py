@@ -11,17 +11,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from posttrain.bench.child import ChildFailed, running
-from posttrain.bench.contest import LOAD_S, RUN_S, Entry, disturbance
+from posttrain.bench.child import ChildFailed, start_runner
+from posttrain.bench.contest import LOAD_S, RUN_S, Bench, Entry, comparison, prepare
 from posttrain.bench.floor import decoding_floor
-from posttrain.bench.preparing import Prepared, prepare
 from posttrain.bench.systems import ROLLOUT, System
-from posttrain.bench.table import factor, render
-from posttrain.bench.workload import Workload, as_job, fill_in_sizes, workload_of
+from posttrain.bench.table import render
+from posttrain.bench.workload import Workload, fill_in_sizes, workload_of
 from posttrain.errors import UserError
 
 WARM_UPS = 2  # the second shows what the first had to compile or allocate
-WARMING = 64  # tokens of a response in a peer's one warm-up on a CUDA device; it compiles and captures while loading
+# Tokens of a response in a peer's single warm-up on CUDA: peers compile and capture graphs while they load.
+WARM_UP_TOKENS = 64
+HEAD = ("system", "best tok/s", "median", "vs", "log-probs", "note")
 SIZES = ("work", "prompts", "n", "prompt_tokens", "tokens", "lengths", "mean_tokens", "slots", "repeat")
 
 
@@ -33,7 +34,7 @@ class Work:
     rows: Workload
     floor_s: float | None
 
-    def of(self, entries: Sequence[Entry], number: int) -> list[Entry]:
+    def answers_to(self, entries: Sequence[Entry], number: int) -> list[Entry]:
         """The entries with their answers to this work alone, the `number`th that was asked for."""
         return [replace(entry, answers=[a for a in entry.answers if a["work"] == number]) for entry in entries]
 
@@ -42,6 +43,15 @@ class Work:
         made = {"rows": len(self.rows.lengths), "total_tokens": self.rows.tokens, "row_lengths": self.rows.lengths}
         systems = {entry.system.name: entry.as_json() | rates(entry) for entry in entries}
         return {"workload": sizes | made, "floor_s": self.floor_s, "systems": systems}
+
+    def describe(self) -> str:
+        options = self.options
+        lengths = f"{options.tokens} tokens each" if options.lengths == "fixed" else f"1 to {options.tokens} tokens"
+        slots = f" over {options.slots} slots" if options.slots else ""
+        return (
+            f"{options.prompts} prompts of {options.prompt_tokens} tokens x n={options.n}{slots}, {options.lengths}, "
+            f"{lengths}, {self.rows.tokens:,} in all; temperature 1"
+        )
 
 
 def main(options: argparse.Namespace) -> int:
@@ -52,20 +62,18 @@ def main(options: argparse.Namespace) -> int:
     for other in given[1:]:
         fill_in_sizes(other, bench.place)
     works = [make_work(bench, sizes) for sizes in given]
+    # Several works share one loading of each system, which has one number of slots.
     slots = {work.options.slots or len(work.rows.lengths) for work in works}
     if len(slots) > 1 and any(work.options.slots for work in works):
         raise UserError(f"--work {options.work}: their slots differ ({slots}), and a system is loaded with one number")
-
-    def job(system: System) -> dict[str, Any]:
-        model = bench.model
-        rows = [work.rows for work in works]
-        common = as_job(rows, model=str(model.folder), dtype=model.dtype, threads=options.threads)
-        return {**common, "engine": system.engine, "slots": max(slots), "settings": system.settings}
-
+    rows = [{"prompts": work.rows.prompts, "lengths": work.rows.lengths} for work in works]
     truth: dict[str, Any] = {}
 
+    def job(system: System) -> dict[str, Any]:
+        return bench.job(system, temperature=1.0, works=rows, slots=max(slots))
+
     def content(entries: list[Entry]) -> dict[str, Any]:
-        found = [work.as_json(work.of(entries, number)) for number, work in enumerate(works)]
+        found = [work.as_json(work.answers_to(entries, number)) for number, work in enumerate(works)]
         against = {"truth": truth} if options.truth else {}
         return {**(found[0] if len(found) == 1 else {"works": dict(zip(names, found, strict=True))}), **against}
 
@@ -73,25 +81,23 @@ def main(options: argparse.Namespace) -> int:
     contest = bench.contest(
         warm_ups=1 if short else WARM_UPS,
         content=content,
-        asks=[{"work": number, **({} if number else wanted)} for number in range(len(works))],
-        warming={"most": WARMING} if short else {},
+        requests=[{"work": number, **({} if number else wanted)} for number in range(len(works))],
+        warm_up={"most": WARM_UP_TOKENS} if short else {},
     )
     entries = contest.measure(bench.systems, job)
     for number, work in enumerate(works):
-        mine = work.of(entries, number)
-        print(_head(bench, work, mine))
-        print(table(mine, work.floor_s and work.rows.tokens / work.floor_s))
+        mine = work.answers_to(entries, number)
+        bench.print_results(mine, work.describe(), table(mine, work.floor_s and work.rows.tokens / work.floor_s))
     if options.truth:
-        truth.update(distances(bench, works[0].rows, sampled_by(entries)))
+        truth.update(compare_with_float32(bench, works[0].rows, entries))
         contest.keep(entries)
         ours = {system.name for system in bench.systems if system.ours}
         print("\n" + truth_table(truth, bench.model.dtype, ours))
     return 0 if any(entry.answers for entry in entries) else 1
 
 
-def make_work(bench: Prepared, sizes: argparse.Namespace) -> Work:
-    """The rows of a work, and the seconds below which the chip cannot go; None where its rates are not known (`bench
-    sweep` measures a CPU's)."""
+def make_work(bench: Bench, sizes: argparse.Namespace) -> Work:
+    """The rows of a work and its floor; None where the chip's rates are not known (`bench sweep` measures a CPU's)."""
     rows = workload_of(sizes, bench.model.vocab_size)
     chip, shape, least = bench.place.chip, bench.shape, None
     if chip is not None and shape is not None:
@@ -108,40 +114,17 @@ def rates(entry: Entry) -> dict[str, float]:
 
 
 def table(entries: Sequence[Entry], limit: float | None = None) -> str:
-    """One row per system; `vs` compares medians with the first of our engines that ran. `limit` is the chip's tok/s."""
-    base = next((entry for entry in entries if entry.system.ours and entry.answers), None)
-    ours = rates(base)["median"] if base else None
-    rows = []
-    for entry in entries:
-        found = rates(entry)
-        if entry.problem or not found:
-            rows.append([entry.system.name, "-", "-", "-", "-", entry.problem or "no runs"])
-            continue
-        log_probs = "yes" if all(answer["log_probs"] for answer in entry.answers) else "no"
-        rates_shown = [f"{found['best']:,.0f}", f"{found['median']:,.0f}", factor(found["median"], ours)]
-        rows.append([entry.system.name, *rates_shown, log_probs, note(entry)])
-    if limit:
-        rows.append(["floor", f"{limit:,.0f}", "", factor(limit, ours), "", "the chip's rates, nothing else"])
-    versus = f"vs {base.system.name}" if base else "vs ours"
-    return render(["system", "best tok/s", "median", versus, "log-probs", "note"], rows, left=(0, 5))
+    """One row per system; `limit` is the chip's tok/s."""
+    row = ("floor", limit, f"{limit:,.0f}", "the chip's rates, nothing else") if limit else None
+    return comparison(entries, HEAD, rates, _cells, nothing="no runs", floor=row)
 
 
-def note(entry: Entry) -> str:
-    """Which package made it, and how much it computed beyond what was asked."""
-    text = entry.version()
-    extra = entry.answers[-1]["computed"] / entry.answers[-1]["tokens"]
-    return text if extra < 1.005 else f"{text}; computed {extra:.1f} tokens for each one used"
-
-
-def _head(bench: Prepared, work: Work, entries: Sequence[Entry]) -> str:
-    options = work.options
-    lengths = f"{options.tokens} tokens each" if options.lengths == "fixed" else f"1 to {options.tokens} tokens"
-    slots = f" over {options.slots} slots" if options.slots else ""
-    return (
-        f"\n{bench.model.name} in {bench.model.dtype}: {options.prompts} prompts of {options.prompt_tokens} tokens "
-        f"x n={options.n}{slots}, {options.lengths}, {lengths}, {work.rows.tokens:,} in all; temperature 1\n"
-        f"{bench.where()}; {disturbance(entries)}\n"
-    )
+def _cells(entry: Entry, found: dict[str, float]) -> list[str]:
+    log_probs = "yes" if all(answer["log_probs"] for answer in entry.answers) else "no"
+    note, extra = entry.version(), entry.answers[-1]["computed"] / entry.answers[-1]["tokens"]
+    if extra >= 1.005:  # a padded batch runs until its longest row is done
+        note += f"; computed {extra:.1f} tokens for each one used"
+    return [f"{found['best']:,.0f}", f"{found['median']:,.0f}", log_probs, note]
 
 
 Found = dict[str, Any]
@@ -154,32 +137,20 @@ LINES = {
 }
 
 
-def sampled_by(entries: Sequence[Entry]) -> dict[str, Found]:
-    """System -> the rows of its last run."""
+def compare_with_float32(bench: Bench, rows: Workload, entries: Sequence[Entry]) -> dict[str, Found]:
+    """System -> the distances of the log-probs of its last run (`float32` in `ours/engines.py`), or a problem."""
     asked = {entry.system.name: [a["sampled"] for a in entry.answers if "sampled" in a] for entry in entries}
-    return {name: rows[-1] for name, rows in asked.items() if rows}
-
-
-def distances(bench: Prepared, rows: Workload, sampled: Mapping[str, Found]) -> dict[str, Found]:
-    """System -> what `ours/truth.py` found, or the problem that it had."""
-    options, system = bench.options, System("truth", "", engine="truth")
-    job = {
-        "model": str(bench.model.folder),
-        "dtype": bench.model.dtype,
-        "threads": options.threads,
-        "device": bench.place.kind,
-    }
+    sampled = {name: answers[-1] for name, answers in asked.items() if answers}
+    options, kind, system = bench.options, bench.place.kind, System("truth", "", engine="truth")
     found: dict[str, Found] = {}
-    with running(system, "truth", job, "truth", threads=options.threads, kind=bench.place.kind) as child:
+    job = bench.job(system, device=kind)
+    with start_runner(system, "truth", job, "truth", threads=options.threads, kind=kind) as child:
         try:
-            bench.line.show("float32: loading")
-            child.ready(lambda s: bench.line.waiting("float32: loading", s), options.deadline or LOAD_S)
+            child.ready(bench.line.begin("float32: loading"), options.deadline or LOAD_S)
             for name, given in sampled.items():
-                words = f"float32: the tokens of {name}"
-                bench.line.show(words)
-                asked = {**given, "prompts": [rows.prompts[row] for row in given["rows"]]}
-                show = lambda s, words=words: bench.line.waiting(words, s)  # noqa: E731
-                found[name] = child.ask(asked, show, options.deadline or RUN_S)
+                request = {**given, "prompts": [rows.prompts[row] for row in given["rows"]]}
+                waiting = bench.line.begin(f"float32: the tokens of {name}")
+                found[name] = child.ask(request, waiting, options.deadline or RUN_S)
         except ChildFailed as failed:
             found |= {name: {"problem": str(failed)} for name in sampled if name not in found}
         finally:
@@ -188,7 +159,7 @@ def distances(bench: Prepared, rows: Workload, sampled: Mapping[str, Found]) -> 
 
 
 def truth_table(found: Mapping[str, Found], dtype: str, ours: set[str]) -> str:
-    """A line for each pair; what transformers and our trainer make of a peer's tokens adds nothing."""
+    """A line for each pair. Transformers and our trainer score only our own systems' tokens: a peer's add nothing."""
     lines, problems = [], []
     for name, pairs in found.items():
         if "problem" in pairs:

@@ -1,5 +1,7 @@
-"""`posttrain bench sweep`: time per token of one engine by rows, by length and by model, beside the machine's floor;
-as tables and as a picture."""
+"""`posttrain bench sweep`: time per token of one engine by rows, by length and by model, beside the machine's floor.
+
+Each model has one process, in which its engine measures one point (rows x tokens) after another.
+"""
 
 from __future__ import annotations
 
@@ -9,23 +11,31 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from posttrain.bench.child import Child, ChildFailed, running
+from posttrain.bench.child import Child, ChildFailed, start_runner
 from posttrain.bench.contest import LOAD_S, RUN_S
-from posttrain.bench.floor import better, floor_us, shape_of
+from posttrain.bench.device import Device, check_writable, describe_machine, find_device, read_json, write_json
+from posttrain.bench.floor import floor_us, higher_rates, shape_of
 from posttrain.bench.pictures import Panel, write_plot
-from posttrain.bench.place import Place, circumstances, find_place, read_json, writable, write_json
 from posttrain.bench.presets import PRESETS, Model, find_shape
 from posttrain.bench.systems import System
-from posttrain.bench.table import Line, render
-from posttrain.bench.workload import Point, SweepSizes, default_model
+from posttrain.bench.table import StatusLine, render
+from posttrain.bench.workload import default_model
 from posttrain.errors import UserError
+
+AXES = ("rows", "length", "model")
+ROWS, LENGTHS = [2**power for power in range(10)], [2**power for power in range(4, 13)]
+
+# `rows` and `tokens`; a point of long rows also has `prefix` (tokens given) and `made` (tokens decoded after them).
+# Measured points have `us_per_token`, `timed` (tokens of a row that were timed), `seconds` of each run and `floor_us`.
+Point = dict[str, Any]
+Found = dict[str, Any]  # what `--json` writes: the machine, `models`, and the points `by_rows`, `by_length`, `by_model`
 
 
 def main(options: argparse.Namespace) -> int:
     """Measure, print a table for each axis, write the file and the picture; `--from` shows what a file holds."""
-    json_path, svg_path = writable(options.json), writable(options.svg)
+    json_path, svg_path = check_writable(options.json), check_writable(options.svg)
     if options.from_json is None:
-        found = measured(options, json_path)
+        found = measure_all(options, json_path)
     else:
         found = read_json(options.from_json, "sweep", ("engine", "models"))
     print(report(found))
@@ -36,71 +46,86 @@ def main(options: argparse.Namespace) -> int:
     return 1 if problem else 0
 
 
-def measured(options: argparse.Namespace, path: Path | None) -> dict[str, Any]:
+def measure_all(options: argparse.Namespace, path: Path | None) -> Found:
     """Every point, or those before a `problem`; the file is written after each of them."""
-    place, line = find_place(options.device), Line()
+    place, line = find_device(options.device), StatusLine()
     name = options.model or default_model(place)
     options.tail = options.tail or (512 if place.kind == "cuda" else 128)
-    sizes = SweepSizes(options)
-    found: dict[str, Any] = {"model": find_shape(name).name, "engine": options.engine, "models": {}}
-    found = {**circumstances(options.threads, place), **found, **{f"by_{by}": [] for by in AXES}}
+    options.rows, options.lengths = options.rows or ROWS, options.lengths or LENGTHS
+    if unknown := [model for model in options.models or () if model not in PRESETS]:
+        raise UserError(f"--models {','.join(unknown)}: give presets, of {', '.join(PRESETS)}")
+    found: Found = {"model": find_shape(name).name, "engine": options.engine, "models": {}}
+    found = {**describe_machine(options.threads, place), **found, **{f"by_{by}": [] for by in AXES}}
 
-    def keep() -> None:
+    def save() -> None:
         if path is not None:
             write_json(path, found)
 
     try:
-        for model in map(find_shape, sizes.models(name)):
-            with opened(model, options, sizes, place, line) as sweep:
-                measure(sweep, found, keep)
+        for model in map(find_shape, dict.fromkeys([name, *(options.models or ())])):
+            with open_engine(model, options, place, line) as engine:
+                measure_model(engine, found, save)
     except ChildFailed as failed:
         found["problem"] = f"--engine {options.engine}: {failed}"
         if not any(found[f"by_{by}"] for by in AXES):
             raise UserError(found["problem"]) from None
     finally:
         line.clear()
-    keep()
+    save()
     return found
 
 
-class Sweep:
-    """Asks the process of one model's engine for one point after another."""
+def point_of_length(options: argparse.Namespace, tokens: int) -> Point:
+    """Rows up to `--whole` tokens are decoded from end to end, of longer ones only `--tail` tokens in the middle."""
+    if tokens <= options.whole:
+        return {"rows": options.length_rows, "tokens": tokens}
+    # A token's time grows linearly with the tokens before it, so the middle token of a row takes the row's mean time.
+    # Only the second half of the tail is timed (the first shows that all rows have begun), hence 3/4 of it.
+    prefix = max(1, options.prompt_tokens + tokens // 2 - 3 * options.tail // 4)
+    rows = max(1, min(options.length_rows, options.most_tokens // (prefix + options.tail)))
+    return {"rows": rows, "tokens": tokens, "prefix": prefix, "made": options.tail}
 
-    def __init__(self, child: Child, model: Model, options: argparse.Namespace, sizes: SweepSizes, line: Line) -> None:
-        self.child, self.model, self.options, self.sizes, self.line = child, model, options, sizes, line
-        self.known: dict[tuple, Point] = {}
-        self.chip: dict[str, Any] | None = None
-        self.facts: dict[str, Any] = {}
+
+class EngineProcess:
+    """The process of one model's engine, which is asked for one point after another."""
+
+    def __init__(
+        self, child: Child, model: Model, options: argparse.Namespace, place: Device, line: StatusLine
+    ) -> None:
+        self.child, self.model, self.options, self.chip, self.line = child, model, options, place.chip, line
+        self.known: dict[tuple, Point] = {}  # a point may lie on two axes
+        self.facts = child.ready(line.begin(f"{options.engine}, {model.name}: loading"), LOAD_S)
 
     def machine(self) -> dict[str, Any]:
-        """What the data sheet says of a known chip, which is above what a small matrix reaches; measured otherwise."""
+        """Rates of the machine: a known chip's data sheet, which no small matrix reaches, or else measured."""
         if self.chip is not None:
-            return self.chip
+            return {"peak_flops": self.chip.flops, "bandwidth": {1: self.chip.bandwidth}}
         found = self._ask({"machine": True}, "measuring what this machine can do")
         return {**found, "bandwidth": {int(size): rate for size, rate in found["bandwidth"].items()}}
 
     def point(self, wanted: Point) -> Point:
-        """Microseconds per token: the best of the runs after one that warms up (after a prefix each does so itself)."""
+        """The point with its best time per token, out of `--repeat` runs."""
         key = tuple(sorted(wanted.items()))
         if key not in self.known:
             rows, tokens, prefix = wanted["rows"], wanted["tokens"], wanted.get("prefix")
-            words = f"{self.model.name}: {rows} rows x {tokens} tokens"
+            text = f"{self.model.name}: {rows} rows x {tokens} tokens"
             request = {"rows": rows, "tokens": wanted.get("made", tokens), "prefix": prefix}
-            runs = range(self.options.repeat if prefix else self.options.repeat + 1)
-            answers = [self._ask({**request, "seed": run}, words) for run in runs][0 if prefix else 1 :]
+            warm_ups = 0 if prefix else 1  # the untimed tokens after a prefix warm up in every run
+            runs = range(self.options.repeat + warm_ups)
+            answers = [self._ask({**request, "seed": run}, text) for run in runs][warm_ups:]
             best = min(answers, key=lambda answer: answer["seconds"] / answer["tokens"])
             found = {"us_per_token": best["seconds"] * 1e6 / best["tokens"], "timed": best["tokens"] / rows}
             self.known[key] = {**wanted, **found, "seconds": [answer["seconds"] for answer in answers]}
         return dict(self.known[key])
 
-    def _ask(self, request: dict[str, Any], words: str) -> dict[str, Any]:
+    def _ask(self, request: dict[str, Any], text: str) -> dict[str, Any]:
         if not request.get("seed"):
-            self.line.show(words)
-        return self.child.ask(request, lambda s: self.line.waiting(words, s), RUN_S)
+            self.line.begin(text)
+        return self.child.ask(request, lambda seconds: self.line.wait(text, seconds), RUN_S)
 
 
 @contextmanager
-def opened(model: Model, options: argparse.Namespace, sizes: SweepSizes, place: Place, line: Line) -> Iterator[Sweep]:
+def open_engine(model: Model, options: argparse.Namespace, place: Device, line: StatusLine) -> Iterator[EngineProcess]:
     """The engine over this model in a process of its own, ready."""
     system = System(options.engine, "", engine=options.engine)
     job = {
@@ -111,42 +136,38 @@ def opened(model: Model, options: argparse.Namespace, sizes: SweepSizes, place: 
         "threads": options.threads,
         "engine": options.engine,
         "prompt_tokens": options.prompt_tokens,
-        "slots": sizes.slots(),
+        "slots": max(*options.rows, options.length_rows),
         "device": place.kind,
         "settings": {},
     }
-    with running(system, "sweep", job, f"sweep-{options.engine}-{model.name}", threads=options.threads) as child:
-        words = f"{options.engine}, {model.name}: loading"
-        line.show(words)
-        sweep = Sweep(child, model, options, sizes, line)
-        sweep.facts = child.ready(lambda s: line.waiting(words, s), LOAD_S)
-        if (chip := place.chip) is not None:
-            sweep.chip = {"peak_flops": chip.flops, "bandwidth": {1: chip.bandwidth}}
-        yield sweep
+    with start_runner(system, "sweep", job, f"sweep-{options.engine}-{model.name}", threads=options.threads) as child:
+        yield EngineProcess(child, model, options, place, line)
 
 
-def measure(sweep: Sweep, found: dict[str, Any], keep: Callable[[], None]) -> None:
-    """Add the model's points to `found`, one after the other: of the first model those of rows and length, of each its
-    place among models."""
-    sizes, options, model = sweep.sizes, sweep.options, sweep.model
-    axes = {"rows": sizes.by_rows(), "length": sizes.by_length()} if not found["models"] else {}
-    axes |= {"model": [sizes.fixed()]} if options.models else {}
-    machine, shape, points = sweep.machine(), shape_of(model.config, model.dtype), []
+def measure_model(engine: EngineProcess, found: Found, save: Callable[[], None]) -> None:
+    """Add a model's points to `found`: of the first model by rows and by length, of each its point among models."""
+    options, model = engine.options, engine.model
+    wanted: list[tuple[str, Point]] = []
+    if not found["models"]:
+        wanted += [("rows", {"rows": rows, "tokens": options.row_tokens}) for rows in options.rows]
+        wanted += [("length", point_of_length(options, tokens)) for tokens in options.lengths]
+    if options.models:
+        wanted.append(("model", {"rows": options.length_rows, "tokens": options.row_tokens}))
+    machine, shape, points = engine.machine(), shape_of(model.config, model.dtype), []
     size = PRESETS[model.name].parameters if model.name in PRESETS else shape.weights
-    for by, wanted in ((by, wanted) for by, all_wanted in axes.items() for wanted in all_wanted):
-        point = sweep.point(wanted) | ({"model": model.name, "parameters": size} if by == "model" else {})
+    for by, planned in wanted:
+        point = engine.point(planned) | ({"model": model.name, "parameters": size} if by == "model" else {})
         point["floor_us"] = floor_us(shape, machine, point, options.prompt_tokens)
         points.append(point)
         found[f"by_{by}"].append(point)
-        found["models"][model.name] = {"dtype": model.dtype, "config": model.config, **sweep.facts, "machine": machine}
-        keep()
+        found["models"][model.name] = {"dtype": model.dtype, "config": model.config, **engine.facts, "machine": machine}
+        save()
     found["by_model"].sort(key=lambda point: point["parameters"])
-    machine = found["models"][model.name]["machine"] = better(machine, sweep.machine())
+    # Rates that are measured before and after: another process can only have lowered them.
+    machine = found["models"][model.name]["machine"] = higher_rates(machine, engine.machine())
     for point in points:
         point["floor_us"] = floor_us(shape, machine, point, options.prompt_tokens)
 
-
-AXES = ("rows", "length", "model")
 
 TITLES = {"rows": "by rows decoded side by side", "length": "by length of the response", "model": "by model"}
 

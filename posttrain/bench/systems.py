@@ -1,8 +1,7 @@
-"""The systems that are compared: which script runs each, in which environment, with which variables and whose code.
+"""The systems that are compared: the script, environment, variables and code of each.
 
-A peer has a venv of its own under the cache, made by `--install`. torch (its CPU build) goes in first and is held by a
-constraint. A peer that also requires packages around torch which only other modalities need (vLLM: vision, audio,
-video) is installed without them.
+A peer has its own venv under the cache, made by `--install`. torch (its CPU build) is installed first and pinned by a
+constraint. Packages that a peer requires only for other modalities (vLLM: vision, audio, video) are left out.
 """
 
 from __future__ import annotations
@@ -24,23 +23,22 @@ from posttrain.errors import UserError
 HERE = Path(__file__).resolve().parents[1]  # the package of this bench
 _FIND = """
 import importlib.util, os, sys
-sys.path = [path for path in sys.path if path]  # less the working folder, where a script does not look
+sys.path = [path for path in sys.path if path]  # without the working folder, where a script does not look
 found = importlib.util.find_spec(sys.argv[1])
 print(os.path.realpath(os.path.dirname(found.origin)) if found and found.origin else "")
 """
 
 
-def of_this_bench() -> dict[str, str]:
-    """Variables with which `python -m` runs the code that runs here, whatever stands in the working folder, where it
-    would look first."""
+def own_code_variables() -> dict[str, str]:
+    """Variables with which `python -m` runs this very code, even if the working folder holds another checkout."""
     root, given = str(HERE.parent), os.environ.get("PYTHONPATH")
-    installed = root in (*site.getsitepackages(), site.getusersitepackages())  # found anyway, behind Python's own
-    paths = [path for path in (None if installed else root, given) if path]
+    is_installed = root in (*site.getsitepackages(), site.getusersitepackages())  # on the path anyway
+    paths = [path for path in (None if is_installed else root, given) if path]
     return {"PYTHONSAFEPATH": "1", **({"PYTHONPATH": os.pathsep.join(paths)} if paths else {})}
 
 
 def folder_of(package: str, python: str, variables: Mapping[str, str]) -> str | None:
-    """Where that Python would import the package from; None if it has none. OSError if it cannot be started."""
+    """The folder from which that Python imports the package, or None. OSError if it cannot be started."""
     command = [python, "-c", _FIND, package]
     done = subprocess.run(command, env=dict(variables), capture_output=True, text=True, check=False)
     return done.stdout.strip() or None
@@ -70,13 +68,13 @@ class Environment:
     def recipe(self) -> dict[str, object]:
         return {"torch": TORCH, "package": self.package, "without": list(self.without), "also": list(self.also)}
 
-    def installed(self) -> bool:
-        """Whether an installation by this very recipe was finished here."""
+    def is_installed(self) -> bool:
+        """Whether an installation with the same recipe was completed."""
         marker = self.folder / "installed.json"
         return marker.is_file() and json.loads(marker.read_text()) == self.recipe and self.python.exists()
 
-    def install(self, show: Callable[[str], None]) -> None:
-        """Make it anew; pip's words go to `<name>.install.log` beside it."""
+    def install(self, show: Callable[[str], object]) -> None:
+        """Make the venv again; pip's output goes to `<name>.install.log` beside it."""
         log = self.folder.with_name(f"{self.name}.install.log")
         log.parent.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -92,6 +90,7 @@ class Environment:
             constraints.write_text(TORCH + "\n")
             pip = (str(self.python), "-m", "pip", "install", "-c", str(constraints))
             do(f"installing {TORCH}", *pip, TORCH)
+            # Without its requirements first: those that are wanted are read from its metadata once it is there.
             do(f"installing {self.package}", *pip, "--no-deps", self.package)
             wanted.write_text("\n".join([self._requirements(), *self.also]))
             do("installing what it requires", *pip, "-r", str(wanted))
@@ -118,40 +117,31 @@ ENVIRONMENTS = {
 }
 
 
-def environment(name: str) -> Environment:
-    return ENVIRONMENTS[name]
-
-
 PEERS = Path(__file__).parent / "peers"
-OURS = {"rollout": "engines", "sweep": "engines", "sync": "engines", "step": "training", "train": "training"}
-"""Job -> which of our runners does it, if not one of its name."""
 _THREADING = ("OMP_", "KMP_", "GOMP_", "MKL_", "LD_PRELOAD", "PYTHONPATH")
 
 
 @dataclass(frozen=True)
 class System:
-    """One row of a table. Ours name an `engine`, peers a `script`; `installs` is a peer's own environment."""
+    """One row of a table. Ours have an `engine`, peers a `script`; `installs` is a peer's own environment."""
 
     name: str
     what: str
     engine: str | None = None
     script: str | None = None
-    part: str | None = None
-    """Which of a script's systems, where it has several for one job."""
+    part: str | None = None  # which of a script's systems, where it has several for one job
     installs: str | None = None
     variables: dict[str, str] = field(default_factory=dict)
     preload: str | None = None
     settings: dict[str, Any] = field(default_factory=dict)
-    needs: str | None = None
-    """The package without which a peer cannot run."""
-    cuda: dict[str, str] | None = None
-    """Variables on a CUDA device, in place of `variables`."""
+    needs: str | None = None  # the package without which a peer cannot run
+    cuda: dict[str, str] | None = None  # variables on a CUDA device, in place of `variables`
+    # The Python of an existing environment, in place of the one that `--install` makes.
     python: str | None = None
-    """The Python of an environment made by somebody else, in place of the one that `--install` makes."""
 
     @property
     def environment(self) -> Environment | None:
-        return environment(self.installs) if self.installs else None
+        return ENVIRONMENTS[self.installs] if self.installs else None
 
     @property
     def ours(self) -> bool:
@@ -162,8 +152,8 @@ class System:
         """The distribution whose version a table shows."""
         return "posttrain" if self.ours else self.needs or "transformers"
 
-    def missing(self, kind: str) -> str | None:
-        """Why it cannot be run, in words."""
+    def why_missing(self, kind: str) -> str | None:
+        """Why it cannot run, or None."""
         if not self.needs or self._own_environment(kind):
             return None
         try:
@@ -180,33 +170,35 @@ class System:
         return folder_of(self.package, self.interpreter(kind), self.variables_for(1, kind))
 
     def _own_environment(self, kind: str) -> bool:
-        """Whether the environment that `--install` made serves: its torch knows the CPU only."""
-        return kind == "cpu" and self.python is None and self.environment is not None and self.environment.installed()
+        # The environment of `--install` has a torch for the CPU only.
+        return (
+            kind == "cpu" and self.python is None and self.environment is not None and self.environment.is_installed()
+        )
 
     def interpreter(self, kind: str) -> str:
-        if self.python is None and self._own_environment(kind):
-            return str(environment(str(self.installs)).python)
+        if self._own_environment(kind):
+            return str(ENVIRONMENTS[str(self.installs)].python)
         return self.python or sys.executable
 
     def command(self, job: Path, module: str, kind: str = "cpu") -> list[str]:
         """How the runner is started; ours for `module` (rollout, step, train, sync)."""
         if self.ours:
-            return [sys.executable, "-m", f"posttrain.bench.ours.{OURS.get(module, module)}", str(job), module]
+            # `--env native:PYTHONPATH=...` runs another checkout by these names: keep them.
+            runner = "training" if module in ("step", "train") else "engines"
+            return [sys.executable, "-m", f"posttrain.bench.ours.{runner}", str(job), module]
         return [self.interpreter(kind), str(PEERS / str(self.script)), str(job), self.part or module]
 
     def variables_for(self, threads: int, kind: str = "cpu") -> dict[str, str]:
-        """The whole environment of the process: a peer does not inherit what is set for us.
-
-        One that runs in our own environment finds its packages where we do. Ours run the code of this bench, unless a
-        PYTHONPATH of their own leads to another.
-        """
+        """The whole environment of the process."""
+        # A peer does not inherit the threading that is set for us; in our own environment it finds packages where we
+        # do. Ours run the code of this bench, unless their own PYTHONPATH leads to another checkout.
         here = kind == "cuda" and self.python is None
         stripped = tuple(name for name in _THREADING if not here or name != "PYTHONPATH")
         mine = {k: v for k, v in os.environ.items() if self.ours or not k.startswith(stripped)}
         chosen = self.variables if kind == "cpu" or self.cuda is None else self.cuda
         parallel = "true" if threads > 1 else "false"
         mine |= {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": parallel}
-        mine |= {**(of_this_bench() if self.ours else {}), **chosen}
+        mine |= {**(own_code_variables() if self.ours else {}), **chosen}
         if kind == "cpu" and self.preload and self.environment:
             library = self.environment.folder / self.preload
             if library.is_file():
@@ -224,11 +216,11 @@ VLLM = {
 VLLM_CUDA = {
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # it would be compiled first, and has nothing to do without top-k and top-p
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # it would be compiled first, and is of no use without top-k and top-p
 }
-VLLM_INSIDE = {**VLLM_CUDA, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # whoever hands weights over must reach its model
+VLLM_INSIDE = {**VLLM_CUDA, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # a weight sync must reach the model in this process
 
-SLEEPING = {"GOMP_SPINCOUNT": "0"}  # as posttrain sets for itself: threads that wait leave their core to others
+SLEEPING = {"GOMP_SPINCOUNT": "0"}  # as posttrain sets for itself: waiting threads do not spin
 
 TRANSFORMERS = "run_transformers.py"
 

@@ -1,28 +1,28 @@
-"""What a bench shows: the line that says what is being done, and rows of text as an aligned table."""
+"""The output of a bench: a status line and aligned tables."""
 
 from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 
-class Line:
-    """Writes to stderr, so that the table alone goes to stdout."""
+class StatusLine:
+    """The line that says what is being done. It goes to stderr, so that stdout has the table alone."""
 
     def __init__(self) -> None:
         self.stream = sys.stderr
         self.live = self.stream.isatty()
 
-    def show(self, text: str) -> None:
-        """Something new begins."""
+    def begin(self, text: str) -> Callable[[float], None]:
+        """Show `text`; gives what shows it again with the seconds since then."""
         if self.live:
             self._rewrite(text)
         else:
             print(text, file=self.stream, flush=True)
+        return lambda seconds: self.wait(text, seconds)
 
-    def waiting(self, text: str, seconds: float) -> None:
-        """It still goes on."""
+    def wait(self, text: str, seconds: float) -> None:
         if self.live:
             self._rewrite(f"{text}  {seconds:.0f} s")
 
@@ -52,5 +52,4 @@ def render(head: Sequence[str], rows: Sequence[Sequence[str]], *, left: Sequence
 
 
 def factor(value: float, ours: float | None) -> str:
-    """`value` as a multiple of ours."""
     return "-" if not ours else f"{value / ours:.2f}x"

@@ -1,7 +1,7 @@
-"""The work that every system is given: sizes by name (`--work`), prompts as token ids, and the tokens of each response.
+"""The work of all systems: sizes by name (`--work`), prompts as token ids, and the length of each response.
 
-`small` is what a CPU is given by default, `group` what a CUDA device is; whatever size is given beside a
-name counts before it. All is drawn once from a seed, before any system is started, so that all get the same rows.
+`small` is the default on a CPU, `group` on a CUDA device; sizes that are given explicitly override those of the name.
+Everything is drawn from a seed before any system is started, so that all get the same rows.
 """
 
 from __future__ import annotations
@@ -9,17 +9,16 @@ from __future__ import annotations
 import argparse
 import math
 import random
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from posttrain.bench.place import Place
-from posttrain.bench.presets import PRESETS
+from posttrain.bench.device import Device
 from posttrain.errors import UserError
 
 _GROUP = {"n": 8, "prompt_tokens": 128, "tokens": 512}
 _TAIL = {"lengths": "long-tail", "mean_tokens": 256, "slots": 1024}
 
+# Job -> name -> sizes.
 WORKS: dict[str, dict[str, dict[str, Any]]] = {
     "rollout": {
         "small": {"prompts": 64, "n": 1, "prompt_tokens": 32, "tokens": 128},
@@ -39,13 +38,12 @@ WORKS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "sync": {"small": {}, "group": {}},
 }
-"""Job -> name -> sizes."""
 
 OTHERWISE = {"lengths": "fixed", "mean_tokens": None, "slots": None, "budget": None}
 
 
-def fill_in_sizes(options: argparse.Namespace, place: Place) -> None:
-    """Write the sizes that were not given into `options`, from the work that was named or that suits the device."""
+def fill_in_sizes(options: argparse.Namespace, place: Device) -> None:
+    """Write the sizes that were not given into `options`, from the named work or the device's default."""
     known = WORKS[options.job]
     name = options.work or ("small" if place.kind == "cpu" else "group")
     if name not in known:
@@ -58,7 +56,7 @@ def fill_in_sizes(options: argparse.Namespace, place: Place) -> None:
         raise UserError("--mean-tokens is the mean of drawn lengths: give --lengths long-tail with it")
 
 
-def default_model(place: Place) -> str:
+def default_model(place: Device) -> str:
     return "1m" if place.kind == "cpu" else "0.5b"
 
 
@@ -98,7 +96,6 @@ def make_workload(
 
 
 def workload_of(sizes: argparse.Namespace, vocab_size: int) -> Workload:
-    """The rows that the options of a job ask for."""
     return make_workload(
         prompts=sizes.prompts,
         n=sizes.n,
@@ -111,8 +108,8 @@ def workload_of(sizes: argparse.Namespace, vocab_size: int) -> Workload:
 
 
 def response_lengths(rows: int, tokens: int, kind: str, seed: int = 0, mean: float | None = None) -> list[int]:
-    """`fixed`: all `tokens`. `long-tail`: lognormal with a median of a quarter of `tokens`, or this `mean` after the
-    cut; at most `tokens`."""
+    """`fixed`: all `tokens`. `long-tail`: lognormal with a median of `tokens` / 4, or with this `mean`, cut at
+    `tokens`."""
     if kind == "fixed":
         return [tokens] * rows
     draw = random.Random(seed + 1)
@@ -125,6 +122,7 @@ def centre_for(mean: float, most: int) -> float:
     """The logarithm of the lognormal's median with which lengths cut at `most` have this mean."""
     if not 1 <= mean < most:
         raise UserError(f"--mean-tokens {mean:g}: give at least 1 and less than --tokens, which is {most}")
+    # The mean after the cut grows with the centre, so bisection finds it.
     low, high = math.log(mean) - SPREAD**2, math.log(most) + 10.0
     for _ in range(60):
         middle = (low + high) / 2
@@ -133,68 +131,9 @@ def centre_for(mean: float, most: int) -> float:
 
 
 def _mean_after_cut(centre: float, most: int) -> float:
-    """E[min(X, most)] of a lognormal X."""
-
+    # E[min(X, most)] of a lognormal X.
     def below(x: float) -> float:
         return 0.5 * (1 + math.erf(x / math.sqrt(2)))
 
     edge = (math.log(most) - centre) / SPREAD
     return math.exp(centre + SPREAD**2 / 2) * below(edge - SPREAD) + most * (1 - below(edge))
-
-
-def as_job(workloads: Sequence[Workload], *, model: str, dtype: str, threads: int, **more: Any) -> dict[str, Any]:
-    """What a runner reads; each request says which of the works it means."""
-    return {
-        "model": model,
-        "dtype": dtype,
-        "threads": threads,
-        "temperature": 1.0,
-        "works": [{"prompts": work.prompts, "lengths": work.lengths} for work in workloads],
-        "settings": {},
-        **more,
-    }
-
-
-# -- of a sweep -----------------------------------------------------------------------------------------------------
-ROWS, ROW_LENGTHS = [2**power for power in range(10)], [2**power for power in range(4, 13)]
-Point = dict[str, Any]  # rows, tokens, the part that is a given prefix; later what was measured there
-
-
-class SweepSizes:
-    """The points of a sweep."""
-
-    def __init__(self, options: argparse.Namespace) -> None:
-        self.options = options
-        self.rows = options.rows or ROWS
-        self.lengths = options.lengths or ROW_LENGTHS
-        unknown = [name for name in options.models or () if name not in PRESETS]
-        if unknown:
-            raise UserError(f"--models {','.join(unknown)}: give presets, of {', '.join(PRESETS)}")
-
-    def models(self, name: str) -> list[str]:
-        """The sweep's own model and those that are compared with it, each once."""
-        return list(dict.fromkeys([name, *(self.options.models or ())]))
-
-    def by_rows(self) -> list[Point]:
-        return [{"rows": rows, "tokens": self.options.row_tokens} for rows in self.rows]
-
-    def by_length(self) -> list[Point]:
-        return [self._of_length(tokens) for tokens in self.lengths]
-
-    def fixed(self) -> Point:
-        """The point at which models are compared."""
-        return {"rows": self.options.length_rows, "tokens": self.options.row_tokens}
-
-    def _of_length(self, tokens: int) -> Point:
-        """Rows as long as `--whole` are decoded from end to end. Of longer ones `--tail` tokens are, after a given
-        prefix that puts them where a row has half of its tokens: a token's time grows evenly with what lies before it,
-        so theirs is the whole row's mean. The first half of them only shows that all rows have begun."""
-        options = self.options
-        if tokens <= options.whole:
-            return {"rows": options.length_rows, "tokens": tokens}
-        prefix = max(1, options.prompt_tokens + tokens // 2 - 3 * options.tail // 4)
-        rows = max(1, min(options.length_rows, options.most_tokens // (prefix + options.tail)))
-        return {"rows": rows, "tokens": tokens, "prefix": prefix, "made": options.tail}
-
-    def slots(self) -> int:
-        return max(*self.rows, self.options.length_rows)

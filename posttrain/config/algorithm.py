@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 from posttrain.algorithms.kl import KL_TYPES
-from posttrain.config.base import Section
-from posttrain.config.declared import ESTIMATOR_KIND, holds_settings_of
+from posttrain.config.schema import ESTIMATOR_KIND, Section, holds_settings_of, section
 from posttrain.settings import ONE_OR_MORE, POSITIVE, SHARE, ZERO_OR_MORE, setting
 
 
-@dataclass
+@section
 class KLControlConfig(Section):
     """Coefficient of the KL penalty in the reward, fixed or adapted to a target."""
 
@@ -26,7 +25,7 @@ class KLControlConfig(Section):
     raises nor lowers the coefficient."""
 
 
-@dataclass
+@section
 class RolloutCorrectionConfig(Section):
     """Weights and rejection for the gap between the policy that sampled and the policy that is trained."""
 
@@ -41,7 +40,7 @@ class RolloutCorrectionConfig(Section):
     """Threshold of each rule, with commas: a number, for `k1` also `low_high`."""
 
 
-@dataclass
+@section
 class FilterGroupsConfig(Section):
     """Dynamic sampling: groups without signal are replaced by further prompts (DAPO)."""
 
@@ -54,7 +53,7 @@ class FilterGroupsConfig(Section):
 
 
 @holds_settings_of(ESTIMATOR_KIND, after="gamma")
-@dataclass
+@section
 class AlgorithmConfig(Section):
     """Advantage estimator and KL in the reward. Example: `algorithm.adv_estimator=grpo`."""
 

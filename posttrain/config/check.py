@@ -3,56 +3,53 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
-import posttrain.config.megatron  # noqa: F401 - it registers its engine
-from posttrain.config.agent import check_agent
-from posttrain.config.algorithm_checks import ALGORITHM_CHECKS
-from posttrain.config.checked import Checked, Finding, nearest_name
-from posttrain.config.choices import CRITIC_ESTIMATORS, LOGGERS, NOT_BUILT_VALUES, ROLLOUT_ENGINES
-from posttrain.config.engine_kwargs import check_engine_kwargs
-from posttrain.config.lora import check_quantization, check_quantized_offload
-from posttrain.config.parallel import check_one_step_off, check_sizes, one_worker
-from posttrain.config.problem import Problem
-from posttrain.config.root import PPOConfig
+from posttrain.algorithms.registry import ADV_ESTIMATORS, POLICY_LOSSES
+from posttrain.config.checked import Checked, Finding, check_choice, checks_of_packages, nearest_name
+from posttrain.config.choices import (
+    CRITIC_ESTIMATORS,
+    GROUP_ESTIMATORS,
+    LOGGERS,
+    NOT_BUILT_VALUES,
+    PER_RESPONSE,
+    PER_RESPONSE_LOSSES,
+    REJECTIONS,
+)
+from posttrain.config.parallel import (
+    ROLLOUT_WORKERS,
+    SEQUENCE_SIZES,
+    SHARD_SIZES,
+    one_worker,
+    rollout_workers_of,
+    workers_of,
+)
 from posttrain.config.schema import leaves, lookup
-from posttrain.config.train_engines import RL, check_train_engines, engine_names
-from posttrain.config.turns import check_turns
 from posttrain.config.values import split_hint
 from posttrain.settings import Range
 
-_ACTOR = "actor_rollout_ref.actor"
+_ACTOR, _MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
 _MINI, _BATCH = f"{_ACTOR}.ppo_mini_batch_size", "data.train_batch_size"
 
 
-def needs_reference(config: PPOConfig) -> bool:
+def needs_reference(config: Any) -> bool:
     """Whether a run needs the frozen reference policy: KL in the reward, or in the loss with a coefficient above 0."""
     actor = config.actor_rollout_ref.actor
     return config.algorithm.use_kl_in_reward or (actor.use_kl_loss and actor.kl_loss_coef != 0)
 
 
-def check(checked: Checked) -> tuple[list[Problem], list[str]]:
-    """(problems, notes) of all checks."""
-    findings = [finding for examine in _CHECKS for finding in examine(checked)]
-    return [f for f in findings if isinstance(f, Problem)], [f for f in findings if isinstance(f, str)]
+def check(checked: Checked) -> Iterator[Finding]:
+    """All checks of a run of the PPO family."""
+    for examine in (*_CHECKS, *checks_of_packages("check"), one_process):
+        yield from examine(checked)
 
 
-def check_choices(
-    checked: Checked, elsewhere: Mapping[tuple[str, str], str], registered: Mapping[str, tuple[str, ...]]
-) -> Iterator[Finding]:
-    """Names that are not among those that a field declares or that are registered for it; `elsewhere` answers names
-    that other systems know."""
-    declared = {key: leaf.choices for key, leaf in leaves(type(checked.config)).items() if leaf.choices}
-    for key, known in {**declared, **registered}.items():
-        value = lookup(checked.config, key)
-        if value is None or value in known:
-            continue
-        if (key, value) in elsewhere:
-            yield checked.problem(f"`{key}={value}` cannot be used.", elsewhere[key, value], key)
-        else:
-            what = f"`{key}={value}` is not known; known: {', '.join(known)}."
-            yield checked.problem(what, nearest_name(value, known), key)
+def check_choices(checked: Checked) -> Iterator[Finding]:
+    """Names that are not among those that a field declares."""
+    for key, leaf in leaves(type(checked.config)).items():
+        if leaf.choices:
+            yield from check_choice(checked, key, leaf.choices, NOT_BUILT_VALUES)
     for name in checked.config.trainer.logger:
         if name not in LOGGERS:
             what = f"The logger `{name}` is not known; known: {', '.join(LOGGERS)}."
@@ -137,19 +134,11 @@ def check_resume(checked: Checked) -> Iterator[Finding]:
         yield checked.problem(what, do, "trainer.resume_mode")
 
 
-def _quantized_rollout(checked: Checked) -> Iterator[Finding]:
-    rollout, key = checked.config.actor_rollout_ref.rollout, "actor_rollout_ref.rollout.quantization"
-    others = [name for name in ROLLOUT_ENGINES if name != "native"]  # an engine of the user's own may read it
-    if rollout.quantization is not None and rollout.name in others:
-        what = f"`{key}={rollout.quantization}` is built for the engine native, and rollout.name={rollout.name}."
-        yield checked.problem(what, "set actor_rollout_ref.rollout.name=native, or remove it", key)
-
-
+# Arguments of `ray.init` that are not settings -> what serves instead.
 RAYS_PLACE = {
     "address": "set RAY_ADDRESS=HOST:6379 before the command",
     "_temp_dir": "set TMPDIR before the command: Ray's folder is made there, and removed with the run",
 }
-"""Arguments of `ray.init` that are not settings -> what serves instead."""
 
 
 def check_ray(checked: Checked) -> Iterator[Finding]:
@@ -166,11 +155,180 @@ def one_process(checked: Checked) -> Iterator[Finding]:
         yield f"{', '.join(named)}: one process holds the whole model, nothing is sharded."
 
 
+def _kl(checked: Checked) -> Iterator[Finding]:
+    algorithm, actor = checked.config.algorithm, checked.config.actor_rollout_ref.actor
+    if algorithm.use_kl_in_reward and actor.use_kl_loss and not algorithm.allow_both_kl:
+        what = "KL is in the reward (algorithm.use_kl_in_reward) and in the loss (use_kl_loss): it would count twice."
+        do = "switch one of them off, or set algorithm.allow_both_kl=True if it is meant"
+        yield checked.problem(what, do, "algorithm.use_kl_in_reward", f"{_ACTOR}.use_kl_loss")
+    if actor.use_kl_loss and actor.kl_loss_coef == 0:
+        yield "use_kl_loss=True with kl_loss_coef=0: no KL term is added; no reference model is loaded for the loss."
+    if algorithm.adv_estimator not in GROUP_ESTIMATORS:
+        return
+    name = algorithm.adv_estimator
+    if algorithm.use_kl_in_reward and ADV_ESTIMATORS[name].kl_belongs_in_loss:
+        yield f"KL is in the reward under {name}; the usual place is the loss ({_ACTOR}.use_kl_loss=True)."
+    elif not (actor.use_kl_loss or algorithm.use_kl_in_reward):
+        yield f"This {name} run has no KL term and loads no reference model ({_ACTOR}.use_kl_loss=True adds one)."
+
+
+def _drgrpo(checked: Checked) -> Iterator[Finding]:
+    config = checked.config
+    actor = config.actor_rollout_ref.actor
+    parts = {
+        f"{_ACTOR}.loss_agg_mode=seq-mean-token-sum-norm": actor.loss_agg_mode == "seq-mean-token-sum-norm",
+        "algorithm.norm_adv_by_std_in_grpo=False": not config.algorithm.norm_adv_by_std_in_grpo,
+        f"{_ACTOR}.use_kl_loss=False": not actor.use_kl_loss,
+    }
+    missing = [key for key, there in parts.items() if not there]
+    started = actor.loss_agg_mode == "seq-mean-token-sum-norm" or not config.algorithm.norm_adv_by_std_in_grpo
+    if config.algorithm.adv_estimator == "grpo" and started and missing:
+        rest = " and ".join(missing)
+        yield f"This is a part of DrGRPO; the whole of it also has {rest} (`algorithm=drgrpo` sets all)."
+
+
+def _estimator(checked: Checked) -> Iterator[Finding]:
+    if checked.config.algorithm.adv_estimator == "gae" and "algorithm.adv_estimator" not in checked.explicit:
+        yield "The estimator was not set: the default gae builds a critic; for GRPO set algorithm.adv_estimator=grpo."
+    warmup, steps = checked.config.trainer.critic_warmup, checked.config.trainer.total_training_steps
+    if checked.config.algorithm.adv_estimator == "gae" and steps is not None and warmup >= steps > 0:
+        yield f"trainer.critic_warmup={warmup} covers all {steps} steps of the run: the actor never changes."
+
+
+def _losses_and_shaping(checked: Checked) -> Iterator[Finding]:
+    config, actor = checked.config, checked.config.actor_rollout_ref.actor
+    name = actor.policy_loss.loss_mode
+    loss, estimator = POLICY_LOSSES.get(name), ADV_ESTIMATORS.get(config.algorithm.adv_estimator)
+    if name in PER_RESPONSE_LOSSES and actor.loss_agg_mode != PER_RESPONSE:
+        yield (
+            f"{name} is usually averaged over each response first ({_ACTOR}.loss_agg_mode={PER_RESPONSE}); "
+            f"here it is {actor.loss_agg_mode}."
+        )
+    low = actor.clip_ratio if actor.clip_ratio_low is None else actor.clip_ratio_low
+    if loss is not None and loss.clips_ratio and low > 1:
+        key = f"{_ACTOR}.clip_ratio" if actor.clip_ratio_low is None else f"{_ACTOR}.clip_ratio_low"
+        what = f"`{key}={low:g}` would let the ratio fall to {1 - low:g}; a ratio of probabilities is never below 0."
+        yield checked.problem(what, f"set {_ACTOR}.clip_ratio_low to at most 1, which never clips; 0.2 is usual", key)
+    if estimator is not None and estimator.reads_reward_parts and config.algorithm.use_kl_in_reward:
+        what = f"{estimator.name} learns from the parts of the reward, so KL in the reward would be lost."
+        do = f"set algorithm.use_kl_in_reward=False, and {_ACTOR}.use_kl_loss=True for KL in the loss"
+        yield checked.problem(what, do, "algorithm.use_kl_in_reward", "algorithm.adv_estimator")
+    buffer, limit = config.reward.overlong_buffer, config.data.max_response_length
+    if buffer.enable and buffer.len is not None and buffer.len > limit:
+        what = f"reward.overlong_buffer.len={buffer.len} is more than data.max_response_length={limit}."
+        yield checked.problem(what, f"set it to at most {limit}", "reward.overlong_buffer.len")
+    if config.algorithm.filter_groups.enable and config.actor_rollout_ref.rollout.n == 1:
+        what = "algorithm.filter_groups looks for groups whose responses differ, but there is one response per prompt."
+        do = "set actor_rollout_ref.rollout.n to 2 or more, or algorithm.filter_groups.enable=False"
+        yield checked.problem(what, do, "algorithm.filter_groups.enable", "actor_rollout_ref.rollout.n")
+
+
+def _sampling(checked: Checked) -> Iterator[Finding]:
+    """Filters and penalties make what is sampled from another policy; a correction needs two policies."""
+    section, rollout = checked.config.algorithm.rollout_correction, checked.config.actor_rollout_ref.rollout
+    plain = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
+    there = [f"{name}={rollout[name]:g}" for name, value in plain.items() if rollout[name] != value]
+    named = [name for name in ("rollout_is", "rollout_rs") if section[name] is not None]
+    if there and not named:
+        yield (
+            f"Responses are sampled with {', '.join(there)}, but trained as if from the whole policy: log-probs are "
+            "those before filters and penalties. algorithm.rollout_correction.rollout_is=token weighs by that."
+        )
+    if named and not there and checked.config.actor_rollout_ref.actor.old_log_probs == "rollout":
+        keys = [f"algorithm.rollout_correction.{name}" for name in named]
+        what = f"`{' and '.join(keys)}` compares the trainer's log-probs with the rollout's, but "
+        what += f"{_ACTOR}.old_log_probs=rollout takes the rollout's for both: nothing would be corrected."
+        do = f"set {_ACTOR}.old_log_probs=trainer (or auto), or leave {' and '.join(named)} at null"
+        yield checked.problem(what, do, *keys, f"{_ACTOR}.old_log_probs")
+
+
+def _rollout_correction(checked: Checked) -> Iterator[Finding]:
+    section, key = checked.config.algorithm.rollout_correction, "algorithm.rollout_correction"
+    if section.rollout_is is not None and not _is_threshold(section.rollout_is_threshold):
+        what = f"`{key}.rollout_is_threshold={section.rollout_is_threshold}` is not a threshold."
+        do = "give a number above 0, or a range as low_high, e.g. 0.5_5.0"
+        yield checked.problem(what, do, f"{key}.rollout_is_threshold")
+    if section.rollout_rs is None:
+        return
+    names = [name.strip() for name in section.rollout_rs.split(",")]
+    for name in names:
+        if name not in REJECTIONS:
+            what = f"`{key}.rollout_rs`: `{name}` is not known; known: {', '.join(REJECTIONS)}."
+            yield checked.problem(what, nearest_name(name, REJECTIONS), f"{key}.rollout_rs")
+    given = section.rollout_rs_threshold
+    parts = given.split(",") if isinstance(given, str) else given if isinstance(given, list) else [given]
+    if len(names) == 1 and isinstance(given, list):
+        parts = [given]
+    if len(parts) != len(names) or not all(_is_threshold(part) for part in parts):
+        what = f"`{key}.rollout_rs={section.rollout_rs}` needs one threshold per name, but there is {given}."
+        do = f"set {key}.rollout_rs_threshold, e.g. 0.5_2.0 for k1 or 0.01 for seq_mean_k3"
+        yield checked.problem(what, do, f"{key}.rollout_rs_threshold", f"{key}.rollout_rs")
+
+
+def _is_threshold(value: Any) -> bool:
+    """A number above 0, or a pair low < high as text or list."""
+    parts = value.split("_") if isinstance(value, str) else value if isinstance(value, list) else [value]
+    try:
+        numbers = [float(part) for part in parts if not isinstance(part, bool)]
+    except (TypeError, ValueError):
+        return False
+    return (len(numbers) == 1 and numbers[0] > 0) or (len(numbers) == 2 and 0 <= numbers[0] < numbers[1])
+
+
+def check_one_step_off(checked: Checked) -> Iterator[Finding]:
+    """Who trains cannot generate meanwhile."""
+    if checked.config.trainer.one_step_off and not rollout_workers_of(checked.config):
+        what = "`trainer.one_step_off=True` generates while it trains, but the same workers do both."
+        do = f"set {ROLLOUT_WORKERS}=1 or more, which only generate, or trainer.one_step_off=False"
+        yield checked.problem(what, do, "trainer.one_step_off")
+
+
+def check_sizes(
+    checked: Checked, shards: tuple[str, ...] = SHARD_SIZES, sequences: tuple[str, ...] = SEQUENCE_SIZES
+) -> Iterator[Finding]:
+    """Sizes that do not divide the workers. One worker has nothing to cut its weights over, which is only noted."""
+    workers = workers_of(checked.config)
+    for key in (*shards, *sequences):
+        size = lookup(checked.config, key)
+        if size < 1 or workers % size == 0 or (key in shards and workers == 1):
+            continue
+        what = f"`{key}={size}` does not divide the {workers} worker(s) of the run (trainer.n_gpus_per_node x nnodes)."
+        fitting = ", ".join(str(count) for count in range(1, workers + 1) if workers % count == 0)
+        yield checked.problem(what, f"set {key} to one of {fitting}, or another number of workers", key)
+
+
+def check_quantization(checked: Checked, section: str = _MODEL) -> Iterator[Finding]:
+    """4-bit weights cannot be trained, or multiplied in float64; `section` holds the settings of the model."""
+    model, key = lookup(checked.config, section), f"{section}.quantization"
+    if model.quantization is None:
+        return
+    name = f"`{key}={model.quantization}`"
+    if model.lora_rank == 0:
+        what = f"{name} without adapters: weights of 4 bits cannot be trained."
+        yield checked.problem(what, f"set {section}.lora_rank, e.g. to 16, or remove quantization", key)
+    if model.dtype == "float64":
+        what = f"{name} with {section}.dtype=float64: products with 4-bit weights are computed in float32 or bfloat16."
+        yield checked.problem(what, f"set {section}.dtype=auto", key, f"{section}.dtype")
+
+
+def check_quantized_offload(checked: Checked) -> Iterator[Finding]:
+    """4-bit weights cannot be moved between devices."""
+    kind, moves = checked.config.actor_rollout_ref.model.quantization, f"{_ACTOR}.fsdp_config.param_offload"
+    if kind is not None and lookup(checked.config, moves):
+        what = f"`{_MODEL}.quantization={kind}` with {moves}=True: weights of 4 bits stay on their device."
+        yield checked.problem(what, "remove one of them", f"{_MODEL}.quantization", moves)
+
+
 _CHECKS: list[Callable[[Checked], Iterator[Finding]]] = [
-    lambda checked: check_choices(checked, NOT_BUILT_VALUES, engine_names(RL, checked.config)),
+    check_choices,
     check_ranges,
     _batches,
-    *ALGORITHM_CHECKS,
+    _kl,
+    _drgrpo,
+    _estimator,
+    _losses_and_shaping,
+    _sampling,
+    _rollout_correction,
     _critic,
     _reward_model,
     _data,
@@ -179,11 +337,5 @@ _CHECKS: list[Callable[[Checked], Iterator[Finding]]] = [
     check_quantized_offload,
     check_sizes,
     check_one_step_off,
-    _quantized_rollout,
     check_ray,
-    check_train_engines,
-    check_turns,
-    check_engine_kwargs,
-    check_agent,
-    one_process,
 ]

@@ -45,19 +45,19 @@ class CommandLine:
     config_path: str | None = None
     config_name: str | None = None
     config_dir: str | None = None
+    # `job` or `all`: print the tree instead of training.
     cfg: str | None = None
-    """`job` or `all`: print the tree instead of training."""
     resolve: bool = False
     help: bool = False
+    # (choice as Hydra takes it, source).
     groups: list[tuple[str, str]] = field(default_factory=list)
-    """(choice as Hydra takes it, source)."""
+    # (key, text, source), in order.
     values: list[tuple[str, str, str]] = field(default_factory=list)
-    """(key, text, source), in order."""
+    # (key, source) of `~key`.
     removed: list[tuple[str, str]] = field(default_factory=list)
-    """(key, source) of `~key`."""
     problems: list[Problem] = field(default_factory=list)
+    # Whether a file or a group's choice that was asked for could not be read.
     misses_files: bool = False
-    """Whether a file or a group's choice that was asked for could not be read."""
 
 
 def no_arguments() -> Problem:

@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any
 from posttrain.config.closest import closest
 from posttrain.config.commandline import CommandLine
 from posttrain.config.defaults_list import ConfigFile, ConfigFiles, DefaultsList, merge_trees, placed
+from posttrain.config.merge import Merged, Source
 from posttrain.config.problem import ConfigError, Problem
-from posttrain.config.yaml_text import read_yaml
+from posttrain.yaml_text import read_yaml
 
 if TYPE_CHECKING:
-    from posttrain.config.aliases import Spellings
+    from posttrain.config.merge import Spellings
 
 PACKAGE_TREE = Path(__file__).resolve().parents[1] / "trainer" / "config"
 MAIN = "ppo_trainer"
@@ -31,22 +32,14 @@ class Layer:
     """One file of the composition."""
 
     label: str
+    # Flat, by the key as the file spells it.
     values: dict[str, Any]
-    """Flat, by the key as the file spells it."""
+    # Whether what it sets counts as set by the user.
     explicit: bool
-    """Whether what it sets counts as set by the user."""
+    # Keys of a file of the package's tree that this one is, or is a copy of: at their defaults they are not the user's.
     copied: frozenset[str] = frozenset()
-    """Keys of a file of the package's tree that this one is, or is a copy of: at their defaults they are not the
-    user's."""
+    # The group's name, for a group of the user's that lies outside the known sections.
     own_section: str = ""
-    """The group's name, for a group of the user's that lies outside the known sections."""
-
-    def __post_init__(self) -> None:
-        self._sections = frozenset(section for key in self.values for section in _around(key))
-
-    def sets(self, key: str) -> bool:
-        """Whether it sets this key, something inside it, or something that it lies in."""
-        return key in self.values or key in self._sections or any(whole in self.values for whole in _around(key))
 
 
 @dataclass
@@ -57,12 +50,15 @@ class Composed:
     layers: list[Layer] = field(default_factory=list)
     main_file: str = ""
 
-    def layer_of(self, key: str) -> int:
-        """Index of the last file that sets this key (or something inside it)."""
-        for index in range(len(self.layers) - 1, -1, -1):
-            if self.layers[index].sets(key):
-                return index
-        return 0
+    def ranks(self) -> dict[str, int]:
+        """Key -> index of the last file that sets it, something inside it, or something that it lies in."""
+        last: dict[str, int] = {}
+        for index, layer in enumerate(self.layers):
+            for key in layer.values:
+                last[key] = index
+                last |= dict.fromkeys(_around(key), index)
+        set_whole = {key: index for index, layer in enumerate(self.layers) for key in layer.values}
+        return {key: max(last.get(key, 0), *(set_whole.get(one, 0) for one in _around(key)), 0) for key in self.values}
 
 
 def _around(key: str) -> list[str]:
@@ -120,7 +116,7 @@ def compose(folders: list[Path], name: str, groups: list[str], cwd: Path, names:
 
     chosen = next(folder / f"{name}.yaml" for folder in folders if (folder / f"{name}.yaml").is_file())
     try:
-        own = _read(chosen)
+        own = read_yaml(chosen)
         if not isinstance(own, dict):
             what = f"{_label(chosen, cwd)} holds no keys."
             raise ConfigError([Problem(what, "command line, --config-name", "write `section:` and keys under it")])
@@ -143,18 +139,7 @@ def compose(folders: list[Path], name: str, groups: list[str], cwd: Path, names:
     return composed
 
 
-_files: dict[tuple[object, ...], Any] = {}
 _built_in: dict[tuple[object, ...], Composed] = {}
-
-
-def _read(file: Path) -> Any:
-    """What the file itself says; one of the built-in tree is read once per process as long as it does not change."""
-    if PACKAGE_TREE not in file.parents:
-        return read_yaml(file)
-    key = _stamp(file)
-    if key not in _files:
-        _files[key] = read_yaml(file)
-    return copy.deepcopy(_files[key])
 
 
 def _stamp(file: Path) -> tuple[object, ...]:
@@ -216,7 +201,7 @@ def _copied(values: dict[str, Any], model: Path, package: str, names: Spellings)
     """
     if not model.is_file():
         return frozenset()
-    own = _read(model)
+    own = read_yaml(model)
     kept = {str(key): value for key, value in own.items() if key != "defaults"} if isinstance(own, dict) else {}
     there = names.flatten(kept, f"{package}." if package else "")
     shared = frozenset(there).intersection(values)
@@ -248,3 +233,39 @@ def known_choices(groups: list[tuple[str, str]], folders: list[Path]) -> tuple[l
         what = f"`{group}`: the group `{folder}` has no `{choice}`."
         problems.append(Problem(what, source, f"{hint}known: {', '.join(options)}"))
     return good, problems
+
+
+def add_files(merged: Merged, composed: Composed) -> None:
+    """Take in what the files say."""
+    ranks = composed.ranks()
+    for key, value in composed.values.items():
+        rank = ranks[key]
+        layer = composed.layers[rank] if composed.layers else None
+        found = merged.names.canonical(key)
+        if found.key is None and found.answer is None and _keep_own_section(merged, key, value, layer):
+            continue
+        merged.add(key, value, _file_source(merged, key, value, layer, rank))
+
+
+def _file_source(merged: Merged, key: str, value: Any, layer: Layer | None, rank: int) -> Source:
+    if layer is None:
+        return Source("default", rank, explicit=False, is_file=True)
+    leaf = merged.names.leaves.get(key)
+    unchanged = key in layer.copied and leaf is not None and value == leaf.default
+    in_package = layer.label.startswith("posttrain/trainer/config/")
+    label = "default" if unchanged and in_package else layer.label
+    return Source(label, rank, explicit=layer.explicit and not unchanged, is_file=True)
+
+
+def _keep_own_section(merged: Merged, key: str, value: Any, layer: Layer | None) -> bool:
+    """Whether the key belongs to a group of the user's own, which is kept for `${...}` references."""
+    section = layer.own_section if layer is not None else ""
+    if layer is None or not key.startswith(f"{section}.") or section.split(".")[0] in merged.names.sections:
+        return False
+    inner = key[len(section) + 1 :]
+    if merged.names.canonical(inner).key is not None:
+        what = f"`{inner}` stands in a group file, so that it becomes `{key}`, which nothing reads."
+        merged.refuse(what, layer.label, "put `# @package _global_` in the file's first line")
+    else:
+        merged.extra[key] = value
+    return True

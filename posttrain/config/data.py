@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
-from posttrain.config.base import Section
+from posttrain.config.schema import Section, section
 from posttrain.settings import COUNT_OR_ALL, ONE_OR_MORE, SEED, WEIGHTS, setting
 
 HELD_OUT = "held_out"
 """The word for `data.val_files` that stands for some of the training rows."""
 
 
-@dataclass
+@section
 class DataConfig(Section):
     """Prompts. Example: `data.train_files=data/train.parquet`."""
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from posttrain.config.yaml_text import read_yaml
+from posttrain.yaml_text import read_yaml
 
 _HEADER_BYTES = 512
 _REFERENCE = re.compile(r"\$\{([^}]*)\}")
@@ -36,15 +36,15 @@ class ComposeError(ValueError):
 class Item:
     """One line of a defaults list: a file by name, or the choice of a group."""
 
+    # File, choice or choices; None (`group: null`) is no choice.
     name: str | list[str] | None
-    """File, choice or choices; None (`group: null`) is no choice."""
     group: str | None = None
+    # Behind `@`: where the file is placed, relative to where the file with this list is.
     package: str | None = None
-    """Behind `@`: where the file is placed, relative to where the file with this list is."""
     optional: bool = False
     override: bool = False
+    # Whether it was added on the command line (`+group=choice`).
     appended: bool = False
-    """Whether it was added on the command line (`+group=choice`)."""
 
     def group_path(self, base: str) -> str:
         """The group's folder; `base` is the folder of the file that holds this list."""
@@ -83,11 +83,11 @@ class Item:
 class Place:
     """A file that takes part, and where it is placed in the tree."""
 
+    # Relative to the folders, without suffix: `actor/dp_actor`.
     path: str
-    """Relative to the folders, without suffix: `actor/dp_actor`."""
     package: str
+    # Override key, for a group's choice.
     key: str | None = None
-    """Override key, for a group's choice."""
     primary: bool = False
 
 
@@ -98,8 +98,8 @@ class ConfigFile:
     file: Path
     values: Any
     defaults: tuple[Item, ...]
+    # The package in its first line, `# @package _global_`.
     header: str | None
-    """The package in its first line, `# @package _global_`."""
 
 
 class ConfigFiles:
@@ -174,8 +174,8 @@ def _item(line: Any, path: str) -> Item:
 @dataclass
 class _Override:
     value: str | list[str] | None
+    # The file with this `override`; None for the command line.
     said_in: str | None
-    """The file with this `override`; None for the command line."""
     used: bool = False
 
 
@@ -187,8 +187,8 @@ class DefaultsList:
     files: ConfigFiles
     overrides: dict[str, _Override] = field(default_factory=dict)
     appended: list[Item] = field(default_factory=list)
+    # Override key -> choice.
     chosen: dict[str, str | None] = field(default_factory=dict)
-    """Override key -> choice."""
     keys_of_group: dict[str, set[str]] = field(default_factory=dict)
 
     def choose(self, choice: str) -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
 from posttrain.config.choices import DEFAULT_GROUP_SIZE, GROUP_ESTIMATORS, PER_RESPONSE, PER_RESPONSE_LOSSES
 from posttrain.config.data import HELD_OUT
-from posttrain.config.lora import derive_lora
-from posttrain.config.merge import Merged
+from posttrain.config.lora import ADAPTER_CONFIG, read_adapter_config
+from posttrain.config.merge import Entry, Merged, Source
 from posttrain.config.parallel import (
     AS_THE_ACTOR,
     DRY_RUN,
@@ -17,7 +21,6 @@ from posttrain.config.parallel import (
     TORCHRUN,
 )
 from posttrain.config.presets import EMBEDDED, EMBEDDED_SIZES
-from posttrain.config.problem import Problem
 
 _ACTOR, _ROLLOUT, _MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 _MINI, _MICRO = f"{_ACTOR}.ppo_mini_batch_size", f"{_ACTOR}.ppo_micro_batch_size_per_gpu"
@@ -28,7 +31,7 @@ def derive(merged: Merged, provided: frozenset[str]) -> None:
     """Resolve every derived key; `provided` are keys whose value a Python caller hands over as an object."""
     _reward_kind(merged)
     _kl_coefficient(merged)
-    derive_lora(merged)
+    _lora(merged)
     _reference_sizes(merged)
     derive_command(merged)
     _layout(merged)
@@ -53,7 +56,7 @@ def derive_command(merged: Merged) -> None:
         return
     what = f"`{entry.spelling}={entry.value}`: trainer.nnodes={machines}, and the machines are 0 to {machines - 1}."
     do = f"give one of them on each machine, each its own, or set trainer.nnodes to {max(entry.value, 0) + 1} or more"
-    merged.problems.append(Problem(what, entry.source, do, ("trainer.nnodes",)))
+    merged.refuse(what, entry.source, do, "trainer.nnodes")
 
 
 def _layout(merged: Merged) -> None:
@@ -74,7 +77,7 @@ def _layout(merged: Merged) -> None:
     else:
         what = f"`{entry.spelling}=False` has other workers generate than train, but nothing says how many."
         do = f"set {ROLLOUT_WORKERS}"
-    merged.problems.append(Problem(what, entry.source, do, (ROLLOUT_WORKERS,)))
+    merged.refuse(what, entry.source, do, ROLLOUT_WORKERS)
 
 
 def _reference_sizes(merged: Merged) -> None:
@@ -86,7 +89,7 @@ def _reference_sizes(merged: Merged) -> None:
                 f"`{entry.spelling}={entry.value}`: the reference is cut as the actor is, over {merged.value(actors)}."
             )
             do = f"set {actors}={entry.value}, which holds for both, or remove {entry.spelling}"
-            merged.problems.append(Problem(what, entry.source, do, (actors,)))
+            merged.refuse(what, entry.source, do, actors)
 
 
 def _reward_kind(merged: Merged) -> None:
@@ -98,7 +101,7 @@ def _reward_kind(merged: Merged) -> None:
             merged.put("reward_model.enable", kind.value == "model", kind)
         else:
             what = f"`{kind.spelling}={kind.value}` is not known; known: function, model."
-            merged.problems.append(Problem(what, kind.source, f"set {kind.spelling}=function"))
+            merged.refuse(what, kind.source, f"set {kind.spelling}=function")
 
 
 def _kl_coefficient(merged: Merged) -> None:
@@ -107,7 +110,7 @@ def _kl_coefficient(merged: Merged) -> None:
         return
     if entry.value < 0:
         what = f"`{entry.spelling}={entry.value}`: the coefficient must not be negative."
-        merged.problems.append(Problem(what, entry.source, "give 0 (no KL) or a positive number"))
+        merged.refuse(what, entry.source, "give 0 (no KL) or a positive number")
     elif merged.value("algorithm.use_kl_in_reward"):
         merged.put("algorithm.kl_ctrl.kl_coef", entry.value, entry)
         merged.note(
@@ -165,7 +168,7 @@ def _group_size(merged: Merged) -> None:
         return
     if merged.is_set(key):
         what = f"`{key}=1` under `{estimator}`: one response per prompt has no group to be compared with."
-        merged.problems.append(Problem(what, merged.where(key), f"set {key} to 2 or more (5 is usual)", (key,)))
+        merged.refuse(what, merged.where(key), f"set {key} to 2 or more (5 is usual)", key)
         return
     merged.set_default(key, DEFAULT_GROUP_SIZE, f"under {estimator}")
     merged.note(f"{key} was not set; under {estimator} it becomes {DEFAULT_GROUP_SIZE}.")
@@ -204,20 +207,20 @@ def _accumulation(merged: Merged) -> None:
     if merged.is_set(_MINI):
         what = f"`{entry.spelling}` and `{_MINI}` both say how many responses one optimizer step takes."
         where = f"{entry.source}, and {merged.where(_MINI)}"
-        merged.problems.append(Problem(what, where, "keep one of them", (_MINI,)))
+        merged.refuse(what, where, "keep one of them", _MINI)
         return
     micro, n = merged.value(_MICRO), merged.value(f"{_ROLLOUT}.n")
     workers = merged.value("trainer.n_gpus_per_node") * merged.value("trainer.nnodes")
     if micro is None or entry.value < 1:
         what = f"`{entry.spelling}={entry.value}` needs a micro-batch size to count with, and a value of at least 1."
-        merged.problems.append(Problem(what, entry.source, f"set trainer.micro_batch_size, or set {_MINI} instead"))
+        merged.refuse(what, entry.source, f"set trainer.micro_batch_size, or set {_MINI} instead")
         return
     rows = micro * entry.value * workers
     arithmetic = f"{micro} (micro-batch) x {entry.value} (accumulation) x {workers} (workers) = {rows} responses"
     if rows % n:
         what = f"{arithmetic}, but rollout.n is {n}, and {rows} / {n} = {rows / n:g} is not a whole number of prompts."
         do = f"choose micro-batch x accumulation x workers as a multiple of {n}, or set {_MINI}"
-        merged.problems.append(Problem(what, entry.source, do, (_MINI,)))
+        merged.refuse(what, entry.source, do, _MINI)
         return
     merged.put(_MINI, rows // n, entry)
     merged.note(f"{_MINI}={rows // n} prompts: {arithmetic}, by {n} responses per prompt.")
@@ -229,3 +232,61 @@ def _fit_mini_batch(merged: Merged) -> None:
     if mini > batch >= 1 and not merged.is_set(_MINI) and _MINI not in merged.bad:
         merged.set_default(_MINI, batch, "the whole batch")
         merged.note(f"{_MINI} was not set; it becomes {batch}, the whole batch (data.train_batch_size).")
+
+
+def _lora(merged: Merged) -> None:
+    """Keys of other systems that are checked against what the run does by itself."""
+    kind = merged.take(f"{_ACTOR}.peft_config.peft_type")
+    enable = merged.take(f"{_ROLLOUT}.enable_lora")
+    rank = merged.value(f"{_MODEL}.lora_rank")
+    if kind is not None and kind.value.lower() != "lora":
+        what = f"`{kind.spelling}={kind.value}` is not known; known: lora."
+        merged.refuse(what, kind.source, "set it to lora, or remove it to train all weights")
+    elif kind is not None and rank == 0:
+        what = f"`{kind.spelling}=lora`, but the rank is 0, so that there would be no adapters."
+        merged.refuse(what, kind.source, f"set {_MODEL}.lora_rank (or lora_r), e.g. to 16")
+    if enable is not None and enable.value != (rank > 0):
+        what = f"`{enable.spelling}={enable.value}`, but {_MODEL}.lora_rank={rank}: the rollout follows the actor."
+        do = "remove it" if rank > 0 else f"set {_MODEL}.lora_rank above 0, or remove it"
+        merged.refuse(what, enable.source, do)
+
+
+# Key of the model's section -> the name in `adapter_config.json` that decides it.
+_FROM_THE_FILE = {
+    "lora_rank": "r",
+    "lora_alpha": "lora_alpha",
+    "target_modules": "target_modules",
+    "exclude_modules": "exclude_modules",
+}
+
+
+def take_adapter(merged: Merged, cwd: Path, section: str, heads: Sequence[str]) -> None:
+    """Rank, alpha and targets from the adapter that the run starts from; other values given for them are errors.
+
+    `section` holds the settings of the trained model; `heads` are modules that an adapter may hold whole there.
+    """
+    path = f"{section}.lora_adapter_path"
+    entry = merged.entries.get(path)
+    if entry is None or entry.value is None or path in merged.bad:
+        return
+    settings = read_adapter_config(cwd / entry.value, heads)
+    if isinstance(settings, str):
+        return  # what is wrong with the folder is told with the other problems of this machine
+    for short, name in _FROM_THE_FILE.items():
+        key = f"{section}.{short}"
+        value, given = settings.get(name), merged.entries.get(key)
+        if given is not None and given.explicit and not _same(given.value, value):
+            what = f"`{given.spelling}={given.value}`, but the adapter in {entry.value} has {name}={value} "
+            what += f"({ADAPTER_CONFIG})."
+            do = f"remove {key}, which the adapter decides, or remove {path}"
+            merged.refuse(what, f"{given.where(key)}, and {entry.where(path)}", do, key)
+            merged.bad.add(key)
+        elif given is None or not given.explicit:
+            source = Source(f"{entry.value}/{ADAPTER_CONFIG}", -1, explicit=False)
+            merged.entries[key] = Entry(value, source, key)
+
+
+def _same(given: Any, stored: Any) -> bool:
+    if isinstance(given, list) and isinstance(stored, list):
+        return set(given) == set(stored)
+    return given == stored

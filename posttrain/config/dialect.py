@@ -20,21 +20,21 @@ from posttrain import plugins
 class Dialect:
     """What other systems call the settings of one program."""
 
+    # Prefix there -> prefix here.
     moved: Mapping[str, str] = field(default_factory=dict)
-    """Prefix there -> prefix here."""
+    # Key there -> key here.
     renamed: Mapping[str, str] = field(default_factory=dict)
-    """Key there -> key here."""
+    # The package's own object for a key that is no setting here; None for a key that it does not know.
     answer: Callable[[str], Any] = lambda key: None
-    """The package's own object for a key that is no setting here; None for a key that it does not know."""
+    # Called with the `Merged` once all values are in it: act on the answered keys and on other words for values.
     apply: Callable[[Any], object] = lambda merged: None
-    """Called with the `Merged` once all values are in it: act on the answered keys and on other words for values."""
+    # All keys that it knows, to find what a misspelt one means.
     keys: Callable[[], Iterable[str]] = tuple
-    """All keys that it knows, to find what a misspelt one means."""
+    # A sentence about a name that is only explained, not translated.
     advice: Callable[[str], str | None] = lambda name: None
-    """A sentence about a name that is only explained, not translated."""
+    # Called with the `CommandLine` and the working folder: replace a main file that only the other system has; returns
+    # (setting, source) of what that file would set.
     main_file: Callable[[Any, Path], list[tuple[str, str]]] = lambda line, folder: []
-    """Called with the `CommandLine` and the working folder: replace a main file that only the other system has;
-    returns (setting, source) of what that file would set."""
 
 
 @cache

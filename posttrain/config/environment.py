@@ -1,32 +1,29 @@
-"""Checks against this machine: files, folders, packages, devices. Run before torch is imported."""
+"""Checks against this machine: files, folders, packages, devices, loggers. Run before torch is imported."""
 
 from __future__ import annotations
 
 import importlib.util
 import math
 import os
-import re
-from collections.abc import Callable, Iterator, Sequence
+import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from posttrain import cores
-from posttrain.config.closest import closest
+from posttrain.config.checked import checks_of_packages
+from posttrain.config.choices import LOGGER_PACKAGES
 from posttrain.config.data import HELD_OUT
-from posttrain.config.devices import gpus_present, runs_on_cpu
-from posttrain.config.engine_kwargs import OUTSIDE, source_of
-from posttrain.config.hub import why_not_from_hub
-from posttrain.config.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_adapter_config
-from posttrain.config.model_files import broken_files
-from posttrain.config.outside import KEY
-from posttrain.config.parallel import ROLLOUT_WORKERS, TORCHRUN, rollout_workers_of, workers_of
-from posttrain.config.problem import Problem
+from posttrain.config.parallel import (
+    ROLLOUT_WORKERS,
+    TORCHRUN,
+    gpus_present,
+    rollout_workers_of,
+    runs_on_cpu,
+    workers_of,
+)
+from posttrain.config.problem import ConfigError, Problem
 from posttrain.config.resolved import Resolved
-from posttrain.config.train_engines import SUPERVISED, check_engine_environment
 
-_ROLLOUT, _MODEL = "actor_rollout_ref.rollout", "actor_rollout_ref.model"
-_REWARD_MODEL = tuple(f"reward_model.model.{name}" for name in ("path", "tokenizer_path", "input_tokenizer"))
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
-_HUB_ID = re.compile(r"^[\w.-]+(/[\w.-]+)?$")
 _SUFFIXES = (".parquet", ".json", ".jsonl", ".json.gz", ".jsonl.gz")
 _HOW_TO_GIVE_A_CLUSTER = (
     "give the command on every machine, on the first with RAY_HEAD_ADDRESS=auto trainer.node_rank=0, on the others "
@@ -34,45 +31,23 @@ _HOW_TO_GIVE_A_CLUSTER = (
     "--master_addr=HOST; or once, on a running Ray cluster (ray start --head on one machine, ray start "
     "--address=HOST:6379 on the others), with RAY_ADDRESS=HOST:6379"
 )
+# Data sets, besides gsm8k, that `posttrain data NAME` makes in a folder of their name.
 RECIPES = ("math", "math500", "mbpp", "humaneval", "nq_open", "hotpotqa", "banking77", "hh_rlhf", "hh_rlhf_sft")
-"""Data sets, besides gsm8k, that `posttrain data NAME` makes in a folder of their name."""
 
 
 def check_environment(resolved: Resolved, cwd: Path | None = None) -> list[Problem]:
     """Everything on this machine that would stop the run."""
     folder = cwd or Path.cwd()
-    return [problem for examine in _CHECKS for problem in examine(resolved, folder)]
+    checks = [_data_files, *checks_of_packages("check_environment"), _own_code, _check_workers, _folders]
+    return [problem for examine in checks for problem in examine(resolved, folder)]
 
 
-def check_on_any_machine(resolved: Resolved) -> list[Problem]:
-    """Those of them that do not depend on the machine: `posttrain plan` may plan for another one."""
-    return [
-        problem for examine in (_engine_over_devices, check_parallel_rollout) for problem in examine(resolved, Path())
-    ]
-
-
-def check_supervised_environment(
-    resolved: Resolved, cwd: Path | None = None, heads: Sequence[str] = ()
-) -> list[Problem]:
-    """The same for the supervised trainers, whose model lies at `model`; adapters may hold `heads` whole."""
-    folder = cwd or Path.cwd()
-    return [
-        *_data_files(resolved, folder, held_out=False),
-        *_model_folders(resolved, folder, "model"),
-        *_adapters(resolved, folder, "model", heads),
-        *_own_code(resolved, folder, ("model.external_lib",)),
-        *check_engine_environment(resolved, folder, SUPERVISED),
-        *check_workers(resolved, folder),
-        *_folders(resolved, folder),
-    ]
-
-
-def _data_files(resolved: Resolved, cwd: Path, *, held_out: bool = True) -> Iterator[Problem]:
-    """`held_out`: whether the trainer can hold out rows of its own."""
+def _data_files(resolved: Resolved, cwd: Path) -> Iterator[Problem]:
+    can_hold_out = _is_rl(resolved)  # the supervised trainers cannot hold out rows of their own
     for key in ("data.train_files", "data.val_files"):
         value = resolved.value(key)
         for name in value if isinstance(value, list) else [value]:
-            if name is None or name == "embedded" or (held_out and key == "data.val_files" and name == HELD_OUT):
+            if name is None or name == "embedded" or (can_hold_out and key == "data.val_files" and name == HELD_OUT):
                 continue
             path = cwd / str(name)
             if path.is_file() and path.name.endswith(_SUFFIXES):
@@ -98,70 +73,13 @@ def _how_to_make(name: str) -> str:
     return "give a parquet, json or jsonl file that exists; a relative path is taken from the working folder"
 
 
-def _model_folders(resolved: Resolved, cwd: Path, model: str = _MODEL) -> Iterator[Problem]:
-    others = ("critic.model.path", *_REWARD_MODEL) if model == _MODEL else ()
-    for key in (f"{model}.path", f"{model}.tokenizer_path", *others):
-        name = resolved.value(key)
-        if name is None or name == "embedded":
-            continue
-        path, where = cwd / name, resolved.where(key)
-        if path.is_dir():
-            wanted = "tokenizer_config.json" if "tokenizer" in key else "config.json"
-            if wanted == "config.json" and not (path / wanted).is_file() and (path / ADAPTER_CONFIG).is_file():
-                what = f"`{key}`: the folder {name} holds a LoRA adapter, not a model."
-                yield Problem(what, where, f"set {key} to its base model, and {model}.lora_adapter_path={name}")
-            elif not (path / wanted).is_file():
-                what = f"`{key}`: the folder {name} holds no {wanted}."
-                yield Problem(what, where, "give a folder in Hugging Face format")
-            elif key in (f"{model}.path", _REWARD_MODEL[0]) and _lacks_tokenizer(resolved, key, path):
-                what = f"`{key}`: the folder {name} holds no tokenizer."
-                elsewhere = key.removesuffix("path") + "tokenizer_path"
-                do = f"copy tokenizer.json and tokenizer_config.json into it, or set {elsewhere}"
-                yield Problem(what, where, do)
-            for problem in broken_files(path):
-                yield Problem(f"`{key}`: in {name}, {problem}.", where, "fetch or copy the model again")
-        elif name.startswith((".", "/", "~")) or not _HUB_ID.match(name):
-            do = "give a folder that exists, a hub name such as Qwen/Qwen2.5-0.5B-Instruct, or `embedded`"
-            yield Problem(f"`{key}`: the folder {name} does not exist.", where, _similar_folder(path) + do)
-        elif (reason := why_not_from_hub(name)) is not None:
-            do = "give a folder that exists, or download the model where there is a connection"
-            what = f"`{key}`: {name} is neither a folder here nor a model in the hub's cache, and {reason}."
-            yield Problem(what, where, _similar_folder(path) + do)
+def _is_rl(resolved: Resolved) -> bool:
+    return hasattr(resolved.config, "actor_rollout_ref")
 
 
-def _similar_folder(path: Path) -> str:
-    """A hint at a folder beside the missing one whose name is a slip away."""
-    try:
-        near = closest(path.name, [folder.name for folder in path.parent.iterdir() if folder.is_dir()])
-    except OSError:
-        return ""
-    return f"did you mean `{path.parent / near}`? " if near else ""
-
-
-def _lacks_tokenizer(resolved: Resolved, key: str, folder: Path) -> bool:
-    """transformers would make an empty tokenizer of the model's kind, and say nothing."""
-    elsewhere = resolved.value(key.removesuffix("path") + "tokenizer_path") is not None
-    return not elsewhere and not any((folder / file).is_file() for file in _TOKENIZER_FILES)
-
-
-def _adapters(resolved: Resolved, cwd: Path, model: str = _MODEL, heads: Sequence[str] = ()) -> Iterator[Problem]:
-    path = f"{model}.lora_adapter_path"
-    name = resolved.value(path)
-    found = read_adapter_config(cwd / name, heads) if name is not None else None
-    if isinstance(found, str):
-        do = f"give a local folder with {ADAPTER_CONFIG} and {ADAPTER_WEIGHTS}, as peft's save_pretrained writes them"
-        yield Problem(f"`{path}`: {found}.", resolved.where(path), do)
-    key = f"{model}.quantization"
-    if resolved.value(key) is not None and importlib.util.find_spec("bitsandbytes") is None:
-        what = f"`{key}={resolved.value(key)}`: the package bitsandbytes is not installed."
-        do = f'pip install "posttrain[qlora]" (or bitsandbytes), or remove {key}'
-        yield Problem(what, resolved.where(key), do)
-
-
-def _own_code(
-    resolved: Resolved, cwd: Path, keys: Sequence[str] = ("custom_reward_function.path", f"{_MODEL}.external_lib")
-) -> Iterator[Problem]:
-    for key in keys:
+def _own_code(resolved: Resolved, cwd: Path) -> Iterator[Problem]:
+    own = ("custom_reward_function.path", "actor_rollout_ref.model.external_lib")
+    for key in own if _is_rl(resolved) else ("model.external_lib",):
         name = resolved.value(key)
         if name is None:
             continue
@@ -186,27 +104,7 @@ def _module_exists(name: str, cwd: Path) -> bool:
         return False
 
 
-def _rollout_engine(resolved: Resolved, cwd: Path) -> Iterator[Problem]:
-    engine = OUTSIDE.get(resolved.value(f"{_ROLLOUT}.name"))
-    if engine is None:
-        return
-    if not engine.is_installed():
-        what = f"`{_ROLLOUT}.name={engine.name}`: the package {engine.name} is not installed in this environment."
-        yield Problem(what, resolved.where(f"{_ROLLOUT}.name"), engine.install)
-    elif (given := engine.given(resolved.value(KEY))) and (known := engine.installed_arguments()) is not None:
-        yield from (Problem(what, source_of(resolved.where(KEY)), do) for what, do in engine.unknown(given, known))
-
-
-def _engine_over_devices(resolved: Resolved, cwd: Path) -> Iterator[Problem]:
-    engine, key = OUTSIDE.get(resolved.value(f"{_ROLLOUT}.name")), f"{_ROLLOUT}.tensor_model_parallel_size"
-    if engine is not None and (size := resolved.value(key)) > 1:
-        what = f"`{key}={size}`: a {engine.title} engine over several devices is not built; every worker has one of "
-        what += "its own, with the whole model in it."
-        do = f"set {key}=1 (`posttrain plan` says whether a device holds the model), or {_ROLLOUT}.name=native"
-        yield Problem(what, resolved.where(key), do)
-
-
-def check_workers(resolved: Resolved, cwd: Path) -> Iterator[Problem]:
+def _check_workers(resolved: Resolved, cwd: Path) -> Iterator[Problem]:
     key, nodes = "trainer.n_gpus_per_node", resolved.value("trainer.nnodes")
     on_cpu, present = runs_on_cpu(resolved.config), gpus_present()
     generating = rollout_workers_of(resolved.config)
@@ -245,23 +143,6 @@ def _too_many(resolved: Resolved, key: str, generating: int, present: str, most:
     return Problem(what, where, f"set {setting} to {limit} or less")
 
 
-def check_parallel_rollout(resolved: Resolved, cwd: Path) -> Iterator[Problem]:
-    training = ("trainer.n_gpus_per_node", "trainer.nnodes")
-    keys = (ROLLOUT_WORKERS,) if rollout_workers_of(resolved.config) else training
-    counts = [resolved.value(key) for key in keys]
-    size, workers = resolved.value(f"{_ROLLOUT}.tensor_model_parallel_size"), math.prod(counts)
-    outside = resolved.value(f"{_ROLLOUT}.name") in OUTSIDE  # whatever the size, it is 1 there
-    if size > 0 and workers % size and not outside:
-        parallel = f"{_ROLLOUT}.tensor_model_parallel_size"
-        product = f"{' x '.join(map(str, counts))} = {workers}" if len(counts) > 1 else str(workers)
-        what = f"`{parallel}={size}` does not divide the {product} worker(s)."
-        yield Problem(what, resolved.where(parallel), f"set a divisor of {' x '.join(keys)}")
-    elif size > 1 and resolved.value(f"{_ROLLOUT}.name") == "hf":
-        parallel = f"{_ROLLOUT}.tensor_model_parallel_size"
-        what = f"`{parallel}={size}`: an engine `hf` cannot be held by several workers; each has one of its own."
-        yield Problem(what, resolved.where(parallel), f"set {parallel}=1, or {_ROLLOUT}.name=native")
-
-
 def _folders(resolved: Resolved, cwd: Path) -> Iterator[Problem]:
     key = "trainer.default_local_dir"
     target = (cwd / resolved.value(key)).absolute()
@@ -275,15 +156,68 @@ def _folders(resolved: Resolved, cwd: Path) -> Iterator[Problem]:
         yield Problem(what, resolved.where("trainer.resume_from_path"), "give a folder .../checkpoints/global_step_N")
 
 
-_CHECKS: list[Callable[[Resolved, Path], Iterator[Problem]]] = [
-    _data_files,
-    _model_folders,
-    _adapters,
-    _own_code,
-    _rollout_engine,
-    _engine_over_devices,
-    check_engine_environment,
-    check_workers,
-    check_parallel_rollout,
-    _folders,
-]
+def missing_packages(resolved: Resolved) -> list[Problem]:
+    """One problem per logger of `trainer.logger` whose package is not installed; a run goes on without that logger."""
+    found = []
+    names = resolved.value("trainer.logger")
+    for name in sorted(set(names) - set(installed(names)), key=names.index):
+        what = f"`trainer.logger` names {name}, but the package {name} is not installed: the run goes on without it."
+        do = f'pip install "posttrain[{name}]" (or pip install {name}), or leave it out of trainer.logger'
+        found.append(Problem(what, resolved.where("trainer.logger"), do, ("trainer.logger",)))
+    return found
+
+
+def missing_notes(resolved: Resolved) -> list[str]:
+    """The same in one line each, for the notes that a run prints first."""
+    return [f"{problem.what} What to do: {problem.do}." for problem in missing_packages(resolved)]
+
+
+def installed(names: Sequence[str]) -> list[str]:
+    """The loggers among `names` that need no package, or whose package is there."""
+    return [name for name in names if name not in LOGGER_PACKAGES or _is_there(name)]
+
+
+def _is_there(name: str) -> bool:
+    if name in sys.modules:
+        return sys.modules[name] is not None
+    return importlib.util.find_spec(name) is not None
+
+
+_WORKERS, _MACHINES = "trainer.n_gpus_per_node", "trainer.nnodes"
+
+
+def torchruns_settings() -> dict[str, int]:
+    """Settings that follow from what torchrun has started. The first process of each machine goes on: on the first one
+    it trains, on the others it lends the machine to that. All further ones leave here; torchrun waits for those that
+    stay, and has their status."""
+    count, here = _number("WORLD_SIZE", 1), _number("LOCAL_WORLD_SIZE", 0)
+    if count < 2:
+        return {}
+    first = os.environ.get("LOCAL_RANK", "0") == "0"
+    if here < 1 or count % here:
+        if not first:
+            raise SystemExit(2)  # the first process of each machine speaks
+        what = f"torchrun started {count} processes in all and {here} on this machine."
+        do = "give all machines the same --nproc_per_node"
+        raise ConfigError([Problem(what, "environment variable WORLD_SIZE", do)])
+    if not first:
+        raise SystemExit(0)
+    found = {_WORKERS: here}
+    if count > here:
+        found |= {_MACHINES: count // here, "trainer.node_rank": _number("GROUP_RANK", 0)}
+    return found
+
+
+def check_torchrun(resolved: Resolved, started: dict[str, int]) -> None:
+    """Refuses another number of workers or machines than torchrun has started."""
+    words = {_WORKERS: ("processes", "--nproc_per_node"), _MACHINES: ("machines", "--nnodes")}
+    for key, (kind, flag) in words.items():
+        if key in started and resolved.value(key) != started[key]:
+            what = f"`{key}={resolved.value(key)}`, but torchrun started {started[key]} {kind}."
+            do = f"use torchrun {flag}={resolved.value(key)}, or leave {key} out"
+            raise ConfigError([Problem(what, resolved.where(key), do)])
+
+
+def _number(name: str, default: int) -> int:
+    text = os.environ.get(name, "")
+    return int(text) if text.isdigit() else default

@@ -13,19 +13,19 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.config import dialect
-from posttrain.config.base import Section
-from posttrain.config.docs import heading_of
 from posttrain.config.presets import PRESETS
 from posttrain.config.root import PPOConfig
-from posttrain.config.schema import Leaf, leaves, sections
+from posttrain.config.schema import Leaf, Section, heading_of, leaves, sections
 from posttrain.config.supervised_tree import REWARD_MODEL, SFT
 from posttrain.config.tree import Tree
+from posttrain.yaml_text import dump_yaml
 
 PACKAGE_TREE = Path(__file__).resolve().parents[1] / "trainer" / "config"
 DOCS_PAGE = Path(__file__).resolve().parents[2] / "docs" / "settings.md"
 _MADE = "# Made by `python -m posttrain.config.generate` from posttrain/config/*.py: change defaults there, not here."
 _FSDP_KEYS = ("actor_rollout_ref.actor.strategy", "actor_rollout_ref.actor.fsdp_config.")
 
+# Group file -> the section that the main file's defaults list places it at.
 GROUPS: dict[str, str] = {
     "data/legacy_data": "data",
     "model/hf_model": "actor_rollout_ref.model",
@@ -35,13 +35,12 @@ GROUPS: dict[str, str] = {
     "critic/dp_critic": "critic",
     "algorithm/rollout_correction": "algorithm.rollout_correction",
 }
-"""Group file -> the section that the main file's defaults list places it at."""
 
+# (tree, its command, its page in docs/).
 SUPERVISED: tuple[tuple[Tree, str, str], ...] = (
     (SFT, "posttrain sft", "settings_sft.md"),
     (REWARD_MODEL, "posttrain reward-model", "settings_reward_model.md"),
 )
-"""(tree, its command, its page in docs/)."""
 
 _MAIN_HEAD = f"""{_MADE}
 # The main file of every PPO-family run. Settings of the policy lie in the group files beside it; write them here,
@@ -102,7 +101,7 @@ def _group_text(group: str, section: str) -> str:
 
 def _preset_text(sentence: str, values: Mapping[str, Any]) -> str:
     table = leaves(PPOConfig)
-    chosen = [Leaf(key, table[key].hint, value, "") for key, value in values.items()]
+    chosen = [Leaf(key, table[key].hint, value, object) for key, value in values.items()]  # without sentences
     order = list(table)
     chosen.sort(key=lambda leaf: order.index(leaf.key))
     made = "# Made by `python -m posttrain.config.generate` from posttrain/config/presets.py: change values there."
@@ -137,9 +136,7 @@ def _shared(left: list[str], right: list[str]) -> int:
 
 def scalar(value: Any) -> str:
     """A value as YAML on one line."""
-    import yaml
-
-    text = yaml.safe_dump(value, default_flow_style=True, width=1000, sort_keys=False).strip()
+    text = dump_yaml(value, default_flow_style=True, width=1000).strip()
     return text.removesuffix("...").strip()
 
 

@@ -10,24 +10,23 @@ from typing import Any
 from posttrain.config import references
 from posttrain.config.checked import Checked
 from posttrain.config.commandline import CommandLine, add_override, parse_options
-from posttrain.config.compose import PACKAGE_TREE, Composed, compose, find_folders, known_choices
-from posttrain.config.declared import load_own_algorithms, place_declared_settings
-from posttrain.config.loggers import missing_notes
-from posttrain.config.lora import take_adapter
+from posttrain.config.compose import PACKAGE_TREE, Composed, add_files, compose, find_folders, known_choices
+from posttrain.config.derived import take_adapter
+from posttrain.config.environment import check_environment, check_torchrun, missing_notes, torchruns_settings
 from posttrain.config.merge import Merged, Source
+from posttrain.config.names import EXTERNAL, load_own_algorithms
 from posttrain.config.parallel import TORCHRUN
 from posttrain.config.ppo_tree import PPO
 from posttrain.config.problem import ConfigError, Problem
 from posttrain.config.resolved import Resolved
-from posttrain.config.schema import assign, build
-from posttrain.config.torchrun import check_torchrun, torchruns_settings
+from posttrain.config.schema import KINDS, assign, place_declared_settings
 from posttrain.config.tree import Tree
 from posttrain.config.truncated_command import find_lost_lines
 from posttrain.errors import working_folder
 
 _NOT_THE_USERS = ("default", "preset")
+# The highest rank.
 _COMMAND_LINE = 10**6
-"""The highest rank."""
 
 
 def load_config(
@@ -91,10 +90,11 @@ def _load(
     place_declared_settings()
     names = tree.spellings
     named = composed.values | {names.canonical(key).key or key: value for key, value, *_ in [*line.values, *given]}
-    load_own_algorithms(named, named.keys() - names.leaves.keys(), folder)
+    failed = load_own_algorithms(named, named.keys() - names.leaves.keys(), folder)
 
     merged = Merged(names, problems=list(line.problems))
-    merged.add_files(composed)
+    merged.undeclared = tuple(kind.prefix for kind in KINDS) if failed else ()
+    add_files(merged, composed)
     rank = len(composed.layers)
     for key, text, source in _last_words(line.values):
         rank += source != "command line"  # each flag and variable has its own rank; the command line is one
@@ -107,6 +107,9 @@ def _load(
         merged.add(key, value, Source("overrides" if explicit else "default", _COMMAND_LINE, explicit=explicit))
     for key, source in line.removed:
         merged.remove(key, source)
+    for what in failed:
+        where = merged.where(EXTERNAL) if merged.is_set(EXTERNAL) else "found in the working folder"
+        merged.refuse(what, where, "correct the file; the settings that it declares are not known without it", EXTERNAL)
     tree.spellings.dialect.apply(merged)
     references.resolve_references(merged)
     references.convert_types(merged)
@@ -164,7 +167,9 @@ def _finish(merged: Merged, line: CommandLine, main_file: str) -> Resolved:
     table = merged.names.leaves
     sources = {key: merged.where(key) for key in table}
     values = {key: entry.value for key, entry in merged.entries.items() if key in table}
-    config = build(merged.names.root, values)
+    config = merged.names.root()
+    for key, value in values.items():
+        assign(config, key, value)
     explicit = {key for key in merged.entries if merged.is_set(key)}
     asked = "help" if line.help else line.cfg
     return Resolved(
@@ -189,7 +194,8 @@ def _judge(
     seen = copy.deepcopy(resolved.config)
     for key in provided:
         assign(seen, key, "given in Python")  # so that no check takes it for unset
-    found, notes = tree.check(Checked(seen, resolved.explicit, resolved.where))
+    findings = list(tree.check(Checked(seen, resolved.explicit, resolved.where)))
+    found, notes = ([one for one in findings if isinstance(one, kind)] for kind in (Problem, str))
     problems: list[Problem] = list(merged.problems)
     known = {key for problem in problems for key in problem.keys} | merged.bad
     found = [problem for problem in found if not known.intersection(problem.keys)]
@@ -197,7 +203,7 @@ def _judge(
         found = [problem for problem in found if problem.keys and resolved.explicit.issuperset(problem.keys)]
     problems += found
     if environment:
-        problems += tree.environment(resolved, cwd)
+        problems += check_environment(resolved, cwd)
     if problems:
         raise ConfigError(dict.fromkeys(problems))
     for section in dict.fromkeys(key.split(".")[0] for key in resolved.extra):

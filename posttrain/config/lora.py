@@ -1,54 +1,16 @@
-"""LoRA in the configuration: other spellings, an adapter folder that says rank and targets, what 4 bits need."""
+"""Folders of LoRA adapters in peft's format, read before anything is loaded."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from posttrain.config.checked import Checked, Finding
-from posttrain.config.merge import Entry, Merged, Source
-from posttrain.config.problem import Problem
-from posttrain.config.schema import lookup
-
 _ACTOR, _ROLLOUT, _MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+# What transformers calls the layer that gives the label; decoders call it `score`.
 SCORE_HEADS = ("score", "classifier", "classification_head", "logits_proj")
-"""What transformers calls the layer that gives the label; decoders call it `score`."""
-_FROM_THE_FILE = {
-    "lora_rank": "r",
-    "lora_alpha": "lora_alpha",
-    "target_modules": "target_modules",
-    "exclude_modules": "exclude_modules",
-}
-"""Key of the model's section -> the name in `adapter_config.json` that decides it."""
-
-
-def take_adapter(merged: Merged, cwd: Path, section: str, heads: Sequence[str]) -> None:
-    """Rank, alpha and targets from the adapter that the run starts from; other values given for them are errors.
-
-    `section` holds the settings of the trained model; `heads` are modules that an adapter may hold whole there.
-    """
-    path = f"{section}.lora_adapter_path"
-    entry = merged.entries.get(path)
-    if entry is None or entry.value is None or path in merged.bad:
-        return
-    settings = read_adapter_config(cwd / entry.value, heads)
-    if isinstance(settings, str):
-        return  # what is wrong with the folder is told with the other problems of this machine
-    for short, name in _FROM_THE_FILE.items():
-        key = f"{section}.{short}"
-        value, given = settings.get(name), merged.entries.get(key)
-        if given is not None and given.explicit and not _same(given.value, value):
-            what = f"`{given.spelling}={given.value}`, but the adapter in {entry.value} has {name}={value} "
-            what += f"({ADAPTER_CONFIG})."
-            do = f"remove {key}, which the adapter decides, or remove {path}"
-            merged.problems.append(Problem(what, f"{given.where(key)}, and {entry.where(path)}", do, (key,)))
-            merged.bad.add(key)
-        elif given is None or not given.explicit:
-            source = Source(f"{entry.value}/{ADAPTER_CONFIG}", -1, explicit=False)
-            merged.entries[key] = Entry(value, source, key)
 
 
 def read_adapter_config(folder: Path, heads: Sequence[str] = ()) -> dict[str, Any] | str:
@@ -90,48 +52,3 @@ def _unusable(settings: dict[str, Any], heads: Sequence[str]) -> str | None:
     if start.startswith(_CHANGES_THE_BASE):
         return f"init_lora_weights={start} changed the base that it stands beside; convert it to plain LoRA with peft"
     return None
-
-
-def _same(given: Any, stored: Any) -> bool:
-    if isinstance(given, list) and isinstance(stored, list):
-        return set(given) == set(stored)
-    return given == stored
-
-
-def derive_lora(merged: Merged) -> None:
-    """Keys of other systems that are checked against what the run does by itself."""
-    kind = merged.entries.pop(f"{_ACTOR}.peft_config.peft_type", None)
-    enable = merged.entries.pop(f"{_ROLLOUT}.enable_lora", None)
-    rank = merged.value(f"{_MODEL}.lora_rank")
-    if kind is not None and kind.value.lower() != "lora":
-        what = f"`{kind.spelling}={kind.value}` is not known; known: lora."
-        merged.problems.append(Problem(what, kind.source, "set it to lora, or remove it to train all weights"))
-    elif kind is not None and rank == 0:
-        what = f"`{kind.spelling}=lora`, but the rank is 0, so that there would be no adapters."
-        merged.problems.append(Problem(what, kind.source, f"set {_MODEL}.lora_rank (or lora_r), e.g. to 16"))
-    if enable is not None and enable.value != (rank > 0):
-        what = f"`{enable.spelling}={enable.value}`, but {_MODEL}.lora_rank={rank}: the rollout follows the actor."
-        do = "remove it" if rank > 0 else f"set {_MODEL}.lora_rank above 0, or remove it"
-        merged.problems.append(Problem(what, enable.source, do))
-
-
-def check_quantization(checked: Checked, section: str = _MODEL) -> Iterator[Finding]:
-    """4-bit weights cannot be trained, or multiplied in float64; `section` holds the settings of the model."""
-    model, key = lookup(checked.config, section), f"{section}.quantization"
-    if model.quantization is None:
-        return
-    name = f"`{key}={model.quantization}`"
-    if model.lora_rank == 0:
-        what = f"{name} without adapters: weights of 4 bits cannot be trained."
-        yield checked.problem(what, f"set {section}.lora_rank, e.g. to 16, or remove quantization", key)
-    if model.dtype == "float64":
-        what = f"{name} with {section}.dtype=float64: products with 4-bit weights are computed in float32 or bfloat16."
-        yield checked.problem(what, f"set {section}.dtype=auto", key, f"{section}.dtype")
-
-
-def check_quantized_offload(checked: Checked) -> Iterator[Finding]:
-    """4-bit weights cannot be moved between devices."""
-    kind, moves = checked.config.actor_rollout_ref.model.quantization, f"{_ACTOR}.fsdp_config.param_offload"
-    if kind is not None and lookup(checked.config, moves):
-        what = f"`{_MODEL}.quantization={kind}` with {moves}=True: weights of 4 bits stay on their device."
-        yield checked.problem(what, "remove one of them", f"{_MODEL}.quantization", moves)

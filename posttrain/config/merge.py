@@ -1,29 +1,202 @@
-"""Several sources of values become one: spellings turned canonical, higher ranks win, contradictions are problems."""
+"""Values of several sources under several spellings become one tree.
+
+`Spellings` says what a key means: canonical, another spelling, a key of another system, or a typo. `Merged` takes
+values in: the higher rank wins, and contradictions are problems.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
+from posttrain.config.closest import closest, longer_or_shorter, same_key, slips
+from posttrain.config.dialect import Dialect, dialect
 from posttrain.config.problem import Problem
+from posttrain.config.schema import Leaf, Section, leaf_of, leaves, sections
 from posttrain.config.values import NULLS, WrongValue, convert, shown, split_hint
-from posttrain.config.yaml_text import parse_yaml
-
-if TYPE_CHECKING:
-    from posttrain.config.aliases import Spellings
-    from posttrain.config.compose import Composed, Layer
+from posttrain.yaml_text import parse_yaml
 
 
+@dataclass(frozen=True)
+class FreeDict:
+    """A setting that is a free dict, into which keys outside of it write, too: one that is given whole does not
+    replace what these say."""
+
+    # `KEY=True` is `KEY.switch=True`.
+    switch: str = ""
+    # `KEY=TEXT` is `KEY.named_by=TEXT`.
+    named_by: str = ""
+
+    def inner_name(self, value: Any) -> str:
+        """`.name` of the inner key that a plain value means; empty where it means the dict itself."""
+        if self.switch and str(value).lower() in ("true", "false"):
+            return f".{self.switch}"
+        is_name = isinstance(value, str) and value.lower() not in NULLS and not value.startswith("{")
+        return f".{self.named_by}" if self.named_by and is_name else ""
+
+    def split(self, value: Any) -> dict[str, Any] | None:
+        """A dict, also one that is written out; None for all else, which is judged where its type is known."""
+        if isinstance(value, str) and value.startswith("{") and "${" not in value:
+            try:
+                value = parse_yaml(value)
+            except ValueError:
+                return None
+        return value if isinstance(value, dict) else None
+
+
+class Canonical(NamedTuple):
+    """What a spelling means."""
+
+    # Canonical or derived key; None if unknown or not built.
+    key: str | None
+    # A sentence to print, for a spelling that is a slip.
+    note: str = ""
+    # Why the key cannot be used, if its feature is not built.
+    not_built: str = ""
+    # What the dialect says about a key of another system that is no setting here.
+    answer: Any = None
+    # The key that it answers, in its own section.
+    spelled: str = ""
+
+
+_ROLES = ("actor_rollout_ref", "critic", "reward_model")
+
+
+@dataclass(frozen=True)
+class Spellings:
+    """What the settings of one tree are called: their keys, other spellings, and those of other systems."""
+
+    root: type[Section]
+    # Name of the tree's main file.
+    program: str
+    # Prefix -> prefix; applied before the renames. The first that fits is taken.
+    own_moved: Mapping[str, str] = field(default_factory=dict)
+    own_renamed: Mapping[str, str] = field(default_factory=dict)
+    # Keys that set or check other settings, with their type.
+    derived: Mapping[str, Any] = field(default_factory=dict)
+    # Key, or prefix that ends in a dot -> what is said about it.
+    not_built: Mapping[str, str] = field(default_factory=dict)
+    free_dicts: Mapping[str, FreeDict] = field(default_factory=dict)
+    # Settings of all programs -> (what the program is called, the command that lists them).
+    programs: Mapping[type[Section], tuple[str, str]] = field(default_factory=dict)
+
+    @property
+    def leaves(self) -> dict[str, Leaf]:
+        return leaves(self.root)
+
+    @property
+    def sections(self) -> dict[str, type[Section]]:
+        return sections(self.root)
+
+    @property
+    def dialect(self) -> Dialect:
+        return dialect(self.program)
+
+    @cached_property
+    def moved(self) -> Mapping[str, str]:
+        return {**self.own_moved, **self.dialect.moved}
+
+    @cached_property
+    def renamed(self) -> Mapping[str, str]:
+        return {**self.own_renamed, **self.dialect.renamed}
+
+    def leaf_of(self, key: str) -> Leaf | None:
+        """The setting that a key names: itself, or the free-form dict that it lies in."""
+        return leaf_of(self.root, key)
+
+    def flatten(self, tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+        """Nested mappings as dotted keys; free-form dict settings and empty mappings stay whole."""
+        flat: dict[str, Any] = {}
+        for name, value in tree.items():
+            key = f"{prefix}{name}"
+            leaf = self.leaves.get(key)
+            if isinstance(value, dict) and value and not (leaf is not None and leaf.free_keys):
+                flat.update(self.flatten(value, f"{key}."))
+            else:
+                flat[key] = value
+        return flat
+
+    def canonical(self, spelling: str) -> Canonical:
+        """What a spelling means."""
+        key, note = spelling, ""
+        if key not in self.leaves and key not in self.renamed and key not in self.derived:
+            for old, new in self.moved.items():
+                if key.startswith(old):
+                    key = new + key[len(old) :]
+                    if old == "actor_rollout.ref.":
+                        note = f"`{spelling}` is read as `{key}` (an underscore, not a dot, before `ref`)."
+                    break
+        key = self.renamed.get(key, key)
+        if key in self.derived or key in self.leaves:
+            return Canonical(key, note)
+        if (answer := self.dialect.answer(key)) is not None:
+            return Canonical(None, answer=answer, spelled=key)
+        if self.leaf_of(key) is not None:
+            return Canonical(key, note)
+        for prefix, reason in self.not_built.items():
+            if key == prefix.rstrip(".") or (prefix.endswith(".") and key.startswith(prefix)):
+                return Canonical(None, not_built=reason)
+        return Canonical(None)
+
+    def nearest(self, spelling: str) -> str:
+        """Advice for an unknown key: the program that has it, what a name of another system is here, the known spelling
+        closest to it, or the sections."""
+        if others := [name for root, (name, _) in self.programs.items() if spelling in leaves(root)]:
+            same = [f"`{key}`" for key in self.leaves if key.endswith(f".{spelling}")]
+            here = f"; did you mean {' or '.join(same)}?" if same else ", not of this program"
+            return f"it is a key of {' and '.join(others)}{here}"
+        if f"training.{spelling}" in {**self.renamed, **self.derived}:
+            return f"did you mean {self._meaning(f'training.{spelling}')}?"
+        if advice := self.dialect.advice(spelling):
+            return advice
+        if found := self._likely(spelling):
+            return "did you mean " + " or ".join(self._meaning(key) for key in found[:3]) + "?"
+        tops = ", ".join(f"`{name}`" for name in self.sections if "." not in name)
+        return f"the sections are {tops}; `{self.programs[self.root][1]}` lists every key"
+
+    def _likely(self, spelling: str) -> list[str]:
+        """Keys that a spelling is likely to stand for, by the first rule that gives some.
+
+        One part misspelt; the right name in another section; a name with words left out or added; a misspelt name in
+        another section. Another role's setting is never meant: an actor's batches are not those of the reward model.
+        """
+        known = list(dict.fromkeys([*self.leaves, *self.renamed, *self.derived, *self.dialect.keys()]))
+        if found := [key for key in known if same_key(spelling, key)]:
+            return sorted(found, key=lambda key: slips(spelling, key))[:1]
+        path, _, last = spelling.rpartition(".")
+        top = path.split(".")[0]
+        strangers = tuple(f"{role}." for role in _ROLES if role != top) if top in _ROLES else ()
+        names = {key: key.rsplit(".", 1)[-1] for key in self.leaves if not key.startswith(strangers)}
+        same = [key for key, name in names.items() if name == last]
+        near = [key for key in same if top and key.startswith(f"{top}.")] or same
+        if near and (not path or len(last) > 3) and len(near) <= 3:
+            return near
+        if found := [
+            key for key in known if key.rpartition(".")[0] == path and longer_or_shorter(last, names.get(key, ""))
+        ]:
+            return found
+        name = closest(last, names.values())
+        found = [key for key, other in names.items() if other == name]
+        return found if len(found) <= 3 else []
+
+    def _meaning(self, key: str) -> str:
+        target = self.canonical(key).key
+        return f"`{key}`" if target in (None, key) else f"`{key}` (that is `{target}`)"
+
+
+# -- merging -------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Source:
     """Where a value was written."""
 
+    # For messages: "command line", "conf/my.yaml", "flag --lr", ...
     label: str
-    """For messages: "command line", "conf/my.yaml", "flag --lr", ..."""
+    # The value of the highest rank counts.
     rank: int
-    """The value of the highest rank counts."""
+    # Whether what it says counts as set by the user.
     explicit: bool = True
-    """Whether what it says counts as set by the user."""
     is_file: bool = False
 
 
@@ -34,8 +207,8 @@ class Entry:
     value: Any
     origin: Source
     spelling: str
+    # What the dialect says about a key of another system that is no setting here.
     answer: Any = None
-    """What the dialect says about a key of another system that is no setting here."""
 
     @property
     def source(self) -> str:
@@ -54,28 +227,30 @@ class Entry:
         return self.source if self.spelling == key else f"{self.source}, written `{self.spelling}`"
 
 
+# What is empty there is so on purpose: a tool without a key may do something else than one that was given none.
 _TOOLS_OWN = ".tool_config."
-"""What is empty there is so on purpose: a tool without a key may do something else than one that was given none."""
 
 
 @dataclass
 class Merged:
     """Entries by canonical (or derived) key, sections of the user's own, and what was found on the way."""
 
+    # What the keys of this tree are called.
     names: Spellings
-    """What the keys of this tree are called."""
     entries: dict[str, Entry] = field(default_factory=dict)
+    # Keys of other systems that are no settings here; the dialect's `apply` answers them.
     elsewhere: dict[str, Entry] = field(default_factory=dict)
-    """Keys of other systems that are no settings here; the dialect's `apply` answers them."""
     extra: dict[str, Any] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    # Keys whose value could not be read; checks of them are skipped.
     bad: set[str] = field(default_factory=set)
-    """Keys whose value could not be read; checks of them are skipped."""
+    # Prefixes under which a file that could not be imported may have declared settings.
+    undeclared: tuple[str, ...] = ()
+    # Which machine of the run this is.
     node_rank: int = 0
-    """Which machine of the run this is."""
+    # Whether the run is only looked at.
     dry_run: bool = False
-    """Whether the run is only looked at."""
 
     # -- what is in it --------------------------------------------------------------------------------------------
     def value(self, key: str) -> Any:
@@ -118,38 +293,6 @@ class Merged:
         self.entries[key] = Entry(value, Source(f"default ({why})", -1, explicit=False), key)
 
     # -- values as they are written -------------------------------------------------------------------------------
-    def add_files(self, composed: Composed) -> None:
-        """Take in what the files say."""
-        for key, value in composed.values.items():
-            rank = composed.layer_of(key)
-            layer = composed.layers[rank] if composed.layers else None
-            found = self.names.canonical(key)
-            if found.key is None and found.answer is None and self._keep_own_section(key, value, layer):
-                continue
-            self.add(key, value, self._file_source(key, value, layer, rank))
-
-    def _file_source(self, key: str, value: Any, layer: Layer | None, rank: int) -> Source:
-        if layer is None:
-            return Source("default", rank, explicit=False, is_file=True)
-        leaf = self.names.leaves.get(key)
-        unchanged = key in layer.copied and leaf is not None and value == leaf.default
-        in_package = layer.label.startswith("posttrain/trainer/config/")
-        label = "default" if unchanged and in_package else layer.label
-        return Source(label, rank, explicit=layer.explicit and not unchanged, is_file=True)
-
-    def _keep_own_section(self, key: str, value: Any, layer: Layer | None) -> bool:
-        """Whether the key belongs to a group of the user's own, which is kept for `${...}` references."""
-        section = layer.own_section if layer is not None else ""
-        if layer is None or not key.startswith(f"{section}.") or section.split(".")[0] in self.names.sections:
-            return False
-        inner = key[len(section) + 1 :]
-        if self.names.canonical(inner).key is not None:
-            what = f"`{inner}` stands in a group file, so that it becomes `{key}`, which nothing reads."
-            self.refuse(what, layer.label, "put `# @package _global_` in the file's first line")
-        else:
-            self.extra[key] = value
-        return True
-
     def add(self, spelling: str, value: Any, source: Source) -> None:
         """Take in one value under any spelling."""
         if value == "" and isinstance(value, str) and not source.is_file and _TOOLS_OWN not in spelling:
@@ -268,7 +411,7 @@ class Merged:
             why, _, do = reason.partition("; ")
             if reason:
                 self.refuse(f"`{key}` cannot be used: {why}.", entry.source, do or "remove the key")
-            else:
+            elif not (self.undeclared and key.startswith(self.undeclared)):
                 self.refuse(f"Unknown key `{key}`.", entry.source, self.names.nearest(key))
         elif isinstance(value, str) and value.startswith("{"):
             try:

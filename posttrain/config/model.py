@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
-from posttrain.config.base import Section
+from posttrain.config.schema import Section, section
 from posttrain.settings import DTYPES, POSITIVE, ZERO_OR_MORE, setting
 
 
-@dataclass
+@section
 class ModelConfig(Section):
     """The policy's model. Example: `actor_rollout_ref.model.path=Qwen/Qwen2.5-0.5B-Instruct`."""
 

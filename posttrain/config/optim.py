@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from posttrain.config.base import Section
+from posttrain.config.schema import Section, section
 from posttrain.settings import BETAS, COUNT_OR_ALL, COUNT_OR_UNSET, POSITIVE, SCHEDULES, SHARE, ZERO_OR_MORE, setting
 
 
-@dataclass
+@section
 class OptimConfig(Section):
     """AdamW and its schedule. Example: `actor_rollout_ref.actor.optim.lr=1e-6`."""
 
@@ -31,7 +29,7 @@ class OptimConfig(Section):
     """`linear` and `cosine` end at this share of `lr`."""
 
 
-@dataclass
+@section
 class FSDPConfig(Section):
     """Where weights and optimizer state lie between stages."""
 
@@ -44,7 +42,7 @@ class FSDPConfig(Section):
     of them."""
 
 
-@dataclass
+@section
 class RefFSDPConfig(Section):
     """Where the reference's weights lie between its passes."""
 

@@ -1,30 +1,28 @@
-"""Over how many processes weights and rows are cut: sizes that must divide the number of workers."""
+"""Where a run runs: its workers, keys that count them, and the GPUs of this machine."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from pathlib import Path
 from typing import Any
 
-from posttrain.config.checked import Checked, Finding
-from posttrain.config.schema import lookup
-
 _ACTOR = "actor_rollout_ref.actor"
+# The source of settings that torchrun decides.
 TORCHRUN = "torchrun"
-"""The source of settings that torchrun decides."""
 ROLLOUT_WORKERS = "actor_rollout_ref.rollout.n_workers"
 SHARD_SIZES = (f"{_ACTOR}.fsdp_config.fsdp_size", "critic.fsdp_config.fsdp_size")
 SEQUENCE_SIZES = (f"{_ACTOR}.ulysses_sequence_parallel_size", "critic.ulysses_sequence_parallel_size")
 _REF = "actor_rollout_ref.ref"
+# Keys of the reference -> the actor's, which it has too: both compute the same rows in the same passes.
 AS_THE_ACTOR: dict[str, str] = {
     f"{_REF}.fsdp_config.fsdp_size": f"{_ACTOR}.fsdp_config.fsdp_size",
     f"{_REF}.ulysses_sequence_parallel_size": f"{_ACTOR}.ulysses_sequence_parallel_size",
     f"{_REF}.fsdp_config.ulysses_sequence_parallel_size": f"{_ACTOR}.ulysses_sequence_parallel_size",
 }
-"""Keys of the reference -> the actor's, which it has too: both compute the same rows in the same passes."""
 
 NODE_RANK, DRY_RUN = "trainer.node_rank", "trainer.dry_run"
+# What belongs to the command and not to the run: it is not stored with it.
 OF_THE_COMMAND: dict[str, Any] = {NODE_RANK: int, DRY_RUN: bool}
-"""What belongs to the command and not to the run: it is not stored with it."""
 TOGETHER, ROLLOUT_MACHINES, ROLLOUT_EACH = (
     "actor_rollout_ref.hybrid_engine",
     "actor_rollout_ref.rollout.nnodes",
@@ -53,23 +51,19 @@ def one_process(config: Any) -> bool:
     return one_worker(config) and not rollout_workers_of(config)
 
 
-def check_one_step_off(checked: Checked) -> Iterator[Finding]:
-    """Who trains cannot generate meanwhile."""
-    if checked.config.trainer.one_step_off and not rollout_workers_of(checked.config):
-        what = "`trainer.one_step_off=True` generates while it trains, but the same workers do both."
-        do = f"set {ROLLOUT_WORKERS}=1 or more, which only generate, or trainer.one_step_off=False"
-        yield checked.problem(what, do, "trainer.one_step_off")
+def gpus_present() -> int:
+    """GPUs that a CUDA or ROCm build of torch would see, as far as files and variables tell."""
+    nvidia = [file for file in Path("/dev").glob("nvidia[0-9]*") if file.name[6:].isdigit()]
+    count = len(nvidia)
+    if count == 0 and Path("/dev/kfd").exists():
+        count = len(list(Path("/dev/dri").glob("renderD*")))
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", os.environ.get("HIP_VISIBLE_DEVICES"))
+    if visible is not None:
+        named = [part for part in visible.split(",") if part.strip() not in ("", "-1", "NoDevFiles")]
+        count = min(count, len(named))
+    return count
 
 
-def check_sizes(
-    checked: Checked, shards: tuple[str, ...] = SHARD_SIZES, sequences: tuple[str, ...] = SEQUENCE_SIZES
-) -> Iterator[Finding]:
-    """Sizes that do not divide the workers. One worker has nothing to cut its weights over, which is only noted."""
-    workers = workers_of(checked.config)
-    for key in (*shards, *sequences):
-        size = lookup(checked.config, key)
-        if size < 1 or workers % size == 0 or (key in shards and workers == 1):
-            continue
-        what = f"`{key}={size}` does not divide the {workers} worker(s) of the run (trainer.n_gpus_per_node x nnodes)."
-        fitting = ", ".join(str(count) for count in range(1, workers + 1) if workers % count == 0)
-        yield checked.problem(what, f"set {key} to one of {fitting}, or another number of workers", key)
+def runs_on_cpu(config: Any) -> bool:
+    """Whether the run will be on the CPU."""
+    return config.trainer.device == "cpu" or (config.trainer.device == "auto" and gpus_present() == 0)

@@ -35,14 +35,15 @@ EMBEDDED: dict[str, Any] = {
     "trainer.export_hf": "last",
 }
 
+# Of these, what nobody set takes the embedded task's value when neither model nor data was named.
 EMBEDDED_SIZES = (
     "data.train_batch_size",
     "data.max_prompt_length",
     "data.max_response_length",
     f"{_ACTOR}.ppo_mini_batch_size",
 )
-"""Of these, what nobody set takes the embedded task's value when neither model nor data was named."""
 
+# Group file -> (sentence, values by canonical key).
 PRESETS: dict[str, tuple[str, Mapping[str, Any]]] = {
     "preset/embedded": ("The small task that posttrain makes itself: minutes on a CPU, nothing to download.", EMBEDDED),
     **dict(
@@ -54,4 +55,3 @@ PRESETS: dict[str, tuple[str, Mapping[str, Any]]] = {
         )
     ),
 }
-"""Group file -> (sentence, values by canonical key)."""

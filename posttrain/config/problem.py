@@ -12,14 +12,14 @@ from posttrain.errors import UserError
 class Problem:
     """One thing that is wrong with a configuration."""
 
+    # What is wrong, as a sentence.
     what: str
-    """What is wrong, as a sentence."""
+    # Where it was set: "command line", "config/grpo.yaml", "environment variable LEARNING_RATE", ...
     where: str = ""
-    """Where it was set: "command line", "config/grpo.yaml", "environment variable LEARNING_RATE", ..."""
+    # What to do about it.
     do: str = ""
-    """What to do about it."""
+    # Canonical keys concerned; used to drop follow-up problems of a key that could not be read at all.
     keys: tuple[str, ...] = ()
-    """Canonical keys concerned; used to drop follow-up problems of a key that could not be read at all."""
 
     def __str__(self) -> str:
         lines = [self.what]

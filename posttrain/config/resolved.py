@@ -8,32 +8,32 @@ from typing import Any
 from posttrain.config.schema import leaves, lookup
 from posttrain.config.values import is_secret
 from posttrain.masking import MASK, mask_urls
+from posttrain.yaml_text import dump_yaml
 
 
 @dataclass
 class Resolved:
     """What `load_config` gives."""
 
+    # The typed tree: a PPOConfig, SFTConfig or RewardModelConfig.
     config: Any
-    """The typed tree: a PPOConfig, SFTConfig or RewardModelConfig."""
+    # Canonical key -> "command line", "config/grpo.yaml", "flag --lr", ..., "default"; with the spelling if another.
     sources: dict[str, str]
-    """Canonical key -> "command line", "config/grpo.yaml", "flag --lr", ..., "default"; with the spelling if
-    another."""
+    # Printed at start, one sentence each.
     notes: list[str] = field(default_factory=list)
-    """Printed at start, one sentence each."""
+    # Canonical keys that the user set: command line, file, flag, environment variable.
     explicit: set[str] = field(default_factory=set)
-    """Canonical keys that the user set: command line, file, flag, environment variable."""
+    # The file whose defaults list was composed.
     main_file: str = "posttrain/trainer/config/ppo_trainer.yaml"
-    """The file whose defaults list was composed."""
+    # Sections of the user's own groups, by dotted key; only `${...}` references read them.
     extra: dict[str, Any] = field(default_factory=dict)
-    """Sections of the user's own groups, by dotted key; only `${...}` references read them."""
+    # What the command line asked to print instead of training: `help`, `job` or `all` (from `--cfg`).
     show: str | None = None
-    """What the command line asked to print instead of training: `help`, `job` or `all` (from `--cfg`)."""
+    # Which machine of the run this is (`trainer.node_rank`): 0 drives it. Of the command, and not of the run: it is
+    # nowhere stored.
     node_rank: int = 0
-    """Which machine of the run this is (`trainer.node_rank`): 0 drives it. Of the command, and not of the run: it is
-    nowhere stored."""
+    # Whether the run is only to be looked at (`trainer.dry_run`); of the command, too.
     dry_run: bool = False
-    """Whether the run is only to be looked at (`trainer.dry_run`); of the command, too."""
 
     def value(self, key: str) -> Any:
         """The value of a canonical key."""
@@ -49,7 +49,14 @@ class Resolved:
 
     def to_yaml(self) -> str:
         """The tree as YAML, secrets masked."""
-        return _to_yaml(self)
+        tree = masked(self.config.to_dict())
+        for key, value in self.extra.items():
+            *path, name = key.split(".")
+            section = tree
+            for part in path:
+                section = section.setdefault(part, {})
+            section[name] = masked(value, name)
+        return dump_yaml(tree, allow_unicode=True)
 
     def describe(self) -> str:
         """The tree with value, source and sentence of every key, secrets masked."""
@@ -65,20 +72,6 @@ def masked(value: Any, key: str = "") -> Any:
     if is_secret(key) and value not in (None, ""):
         return MASK
     return mask_urls(value) if isinstance(value, str) else value
-
-
-def _to_yaml(resolved: Resolved) -> str:
-    """The tree as YAML."""
-    import yaml
-
-    tree = masked(resolved.config.to_dict())
-    for key, value in resolved.extra.items():
-        *path, name = key.split(".")
-        section = tree
-        for part in path:
-            section = section.setdefault(part, {})
-        section[name] = masked(value, name)
-    return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
 
 
 def show(resolved: Resolved, *, prefix: str = "", changed_only: bool = False, sentences: bool = True) -> str:
@@ -100,7 +93,5 @@ def show(resolved: Resolved, *, prefix: str = "", changed_only: bool = False, se
 
 
 def _one_line(value: Any) -> str:
-    import yaml
-
-    text = yaml.safe_dump(value, default_flow_style=True, width=100_000, sort_keys=False, allow_unicode=True)
+    text = dump_yaml(value, default_flow_style=True, width=100_000, allow_unicode=True)
     return text.strip().removesuffix("...").strip()

@@ -1,13 +1,12 @@
-"""Sections `custom_reward_function` and `reward`: who scores a response, and with which limits."""
+"""Sections `custom_reward_function`, `reward` and `reward_model`: what scores a response, and with which limits."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
-from posttrain.config.base import Section
-from posttrain.config.sandbox import SandboxConfig
-from posttrain.settings import ONE_OR_MORE, PROCESSES, SECONDS, Range, setting
+from posttrain.config.schema import Section, section
+from posttrain.settings import DTYPES, ONE_OR_MORE, PROCESSES, SECONDS, Range, at_least, setting
 
 LARGEST_SCORE = 1e18
 """Scores beyond it, on either side, count as failed: training squares them, and float32 ends at 3e38."""
@@ -15,7 +14,25 @@ SCORE = Range(lambda value: abs(value) <= LARGEST_SCORE, f"between -{LARGEST_SCO
 FACTOR = Range(lambda value: 0 < value <= LARGEST_SCORE, f"above 0 and at most {LARGEST_SCORE:g}")
 
 
-@dataclass
+@section
+class SandboxConfig(Section):
+    """Limits of one program. Example: `reward.sandbox.timeout_s=2 reward.sandbox.memory_mb=256`."""
+
+    mode: str = setting("kernel", choices=("kernel", "unsafe"))
+    """`kernel` isolates programs by namespaces and a filter of system calls; `unsafe` runs them with your rights."""
+    timeout_s: float = setting(5.0, range=SECONDS)
+    """Seconds that a program may take for all of its tests together."""
+    memory_mb: int = setting(512, range=at_least(16))
+    """Memory that a program may allocate, all of its processes together."""
+    processes: int = setting(16, range=ONE_OR_MORE)
+    """Processes and threads that a program may have at a time."""
+    disk_mb: int = setting(64, range=ONE_OR_MORE)
+    """Size of all files that a program may write; they lie in memory and are gone with it."""
+    output_kb: int = setting(1024, range=ONE_OR_MORE)
+    """What a program may write to its standard output and error before it is ended."""
+
+
+@section
 class CustomRewardConfig(Section):
     """Your own reward. Example: `custom_reward_function.path=my_reward.py`."""
 
@@ -27,7 +44,7 @@ class CustomRewardConfig(Section):
     """Further keyword arguments of the function."""
 
 
-@dataclass
+@section
 class OverlongBufferConfig(Section):
     """A penalty on training responses that come near the length limit (DAPO)."""
 
@@ -39,7 +56,7 @@ class OverlongBufferConfig(Section):
     """Penalty of a response at the limit."""
 
 
-@dataclass
+@section
 class RewardPartConfig(Section):
     """One of several rewards. Example: `+reward.functions.form.tags=[think,answer] +reward.functions.form.weight=0.2`.
 
@@ -71,7 +88,7 @@ class RewardPartConfig(Section):
     """Responses of this length or longer score 0."""
 
 
-@dataclass
+@section
 class RewardConfig(Section):
     """Several rewards, and limits on scoring, which runs in worker processes."""
 
@@ -87,3 +104,51 @@ class RewardConfig(Section):
     """Give a program the share of tests that it passes, instead of 1.0 for all of them and 0.0 otherwise."""
     sandbox: SandboxConfig = field(default_factory=SandboxConfig)
     overlong_buffer: OverlongBufferConfig = field(default_factory=OverlongBufferConfig)
+
+
+@section
+class RewardModelModelConfig(Section):
+    """Which model scores, and how conversations reach it."""
+
+    path: str | None = None
+    """Folder or hub id: a sequence classifier with one label, or a causal language model with a value head."""
+    tokenizer_path: str | None = None
+    """Folder or hub id of its tokenizer and chat template, if they do not lie with the model."""
+    input_tokenizer: str | None = None
+    """Tokenizer that wrote the responses: if set, conversations are always decoded by it and rendered anew; null takes
+    the policy's, and does so only where vocabulary or chat template differ."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model folder."""
+    dtype: str = setting("auto", choices=DTYPES)
+    """Compute type of its weights, as for the policy."""
+
+
+@section
+class RewardModelFSDPConfig(Section):
+    """Where the reward model's weights lie between its passes."""
+
+    param_offload: bool = False
+    """Keep its weights in host memory outside its pass."""
+
+
+@section
+class RewardModelConfig(Section):
+    """A reward model. Example: `reward_model.enable=True reward_model.model.path=weqweasdas/RM-Gemma-2B`."""
+
+    enable: bool = False
+    """Load the model and let its scores be rewards."""
+    weight: float = 1.0
+    """What the model's score is multiplied by."""
+    function_weight: float | None = None
+    """What the reward function's score is multiplied by before it is added; null takes 1 if a function is named
+    (`custom_reward_function`, `reward.functions`), else 0, so that it is only recorded."""
+    micro_batch_size_per_gpu: int | None = setting(None, range=ONE_OR_MORE)
+    """Most conversations in one forward pass of a worker; null fills the token budget."""
+    forward_max_token_len_per_gpu: int = setting(16384, range=ONE_OR_MORE)
+    """Token budget of one packed forward pass of a worker."""
+    max_length: int | None = setting(None, range=at_least(2))
+    """Most tokens of a conversation; null takes what the model was made for."""
+    truncation: str = setting("left", choices=("left", "right", "error"))
+    """Which end of a longer one is cut: `left` keeps the response, `right` the prompt; `error` stops the run."""
+    model: RewardModelModelConfig = field(default_factory=RewardModelModelConfig)
+    fsdp_config: RewardModelFSDPConfig = field(default_factory=RewardModelFSDPConfig)

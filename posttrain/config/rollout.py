@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
-from posttrain.config.base import Section
+from posttrain.config.schema import Section, section
 from posttrain.settings import COUNT_OR_ALL, GROUP, ONE_OR_MORE, POSITIVE, POSITIVE_SHARE, SHARE, ZERO_OR_MORE, setting
 
 
-@dataclass
+@section
 class ValSamplingConfig(Section):
     """Sampling in validation."""
 
@@ -25,7 +25,7 @@ class ValSamplingConfig(Section):
     """Sample from this many most likely tokens; -1 takes all."""
 
 
-@dataclass
+@section
 class RolloutConfig(Section):
     """Generation of responses. Example: `actor_rollout_ref.rollout.n=5`."""
 
@@ -65,7 +65,7 @@ class RolloutConfig(Section):
     do both."""
     tensor_model_parallel_size: int = setting(1, range=ONE_OR_MORE)
     """Neighbouring workers that hold one rollout engine, each a part of the model's heads and feed-forward columns and
-    its cache (`native`)."""
+    its cache (`native`, `vllm`)."""
     gpu_memory_utilization: float | None = setting(None, range=POSITIVE_SHARE)
     """Share of the device's memory for the engine; null lets the memory plan choose."""
     multi_turn: dict[str, Any] = field(default_factory=dict)

@@ -1,18 +1,156 @@
-"""The settings of a tree as a flat table: canonical dotted key -> type, default, sentence; for all checks of keys."""
+"""Settings classes: their base, the settings that algorithms add to them, and the flat table that all checks read.
+
+A policy loss's own settings are `actor_rollout_ref.actor.policy_loss.*`, an estimator's `algorithm.*`. Their files
+declare them. The sections are brought up to date whenever a configuration is loaded, so that a file of the user's
+declares settings like a built-in one: the keys are known, their ranges are checked, `posttrain explain` describes them.
+"""
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import inspect
 import typing
+from collections.abc import Callable, Iterator
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
-from posttrain.config.base import Section
-from posttrain.config.declared import declared_sentence, placed_settings
-from posttrain.config.docs import sentences_of
-from posttrain.settings import Range, choices_of, range_of
+from posttrain.algorithms.registry import ADV_ESTIMATORS, ESTIMATOR_KEY, LOSS_KEY, POLICY_LOSSES, Declaration
+from posttrain.registry import Registry
+from posttrain.settings import Range, choices_of, range_of, setting
+
+C = TypeVar("C", bound=type)
 
 
+@typing.dataclass_transform(field_specifiers=(dataclasses.field, setting))
+def section(kind: C) -> C:
+    """Decorator of a section: a dataclass whose `==` and `repr` are those of `Section`."""
+    # Generating these two for every section took a seventh of the time to import the loader.
+    return dataclasses.dataclass(repr=False, eq=False)(kind)
+
+
+@section
+class Section:
+    """One section of the tree, a dataclass that holds the only defaults; mapping access is for code for OmegaConf."""
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self) and vars(other) == vars(self)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__qualname__}({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
+
+    def __getitem__(self, name: str) -> Any:
+        try:
+            return getattr(self, name)
+        except AttributeError:
+            raise KeyError(name) from None
+
+    def __contains__(self, name: object) -> bool:
+        return any(field.name == name for field in dataclasses.fields(self))
+
+    def __iter__(self) -> Iterator[str]:
+        return (field.name for field in dataclasses.fields(self))
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return getattr(self, name, default)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain nested dicts and lists, in the order of the fields."""
+        return dataclasses.asdict(self)
+
+
+# -- settings that algorithms declare -------------------------------------------------------------------------------
+class Kind(NamedTuple):
+    """A kind of algorithm whose entries declare settings."""
+
+    # The setting that names the algorithm; its own settings lie beside it.
+    key: str
+    registry: Registry[Any]
+    decorator: str
+
+    @property
+    def prefix(self) -> str:
+        return self.key.rpartition(".")[0] + "."
+
+    def own_keys(self, declaration: Declaration) -> tuple[str, ...]:
+        """Full keys of an algorithm's own settings."""
+        kind = declaration.settings
+        return () if kind is None else tuple(self.prefix + field.name for field in dataclasses.fields(kind))
+
+
+ESTIMATOR_KIND = Kind(ESTIMATOR_KEY, ADV_ESTIMATORS, "register_adv_est")
+LOSS_KIND = Kind(LOSS_KEY, POLICY_LOSSES, "register_policy_loss")
+KINDS = (ESTIMATOR_KIND, LOSS_KIND)
+
+
+class _OpenSection:
+    """A section with room for declared settings, and what its own file says before any is placed."""
+
+    def __init__(self, section: type, kind: Kind, after: str) -> None:
+        self.section, self.kind, self.after = section, kind, after
+        self.written = {field.name: field for field in dataclasses.fields(section)}
+        self.hints = dict(section.__annotations__)
+        self.placed: tuple[type, ...] = ()
+
+    def update(self) -> None:
+        """Make the dataclass anew, in place (other modules hold the class), where other settings are declared now."""
+        declared = tuple(one.settings for one in self.kind.registry.values() if one.settings is not None)
+        if declared == self.placed:
+            return
+        self.placed = declared
+        for name in self.section.__annotations__.keys() - self.written.keys():
+            if name in vars(self.section):  # a field with a factory is no attribute of the class
+                delattr(self.section, name)
+        hints: dict[str, Any] = {}
+        for name, hint in self.hints.items():
+            hints[name] = hint
+            setattr(self.section, name, _copied(self.written[name]))
+            if name == self.after:
+                hints |= self._place(declared)
+        self.section.__annotations__ = hints
+        for method in ("__init__", "__match_args__"):
+            delattr(self.section, method)  # `dataclass` would keep the old ones
+        section(self.section)
+        _leaves.cache_clear()
+        sections.cache_clear()
+
+    def _place(self, declared: tuple[type, ...]) -> dict[str, Any]:
+        """Name -> type of the fields that were added."""
+        added: dict[str, Any] = {}
+        for kind in declared:
+            hints = typing.get_type_hints(kind)
+            for field in dataclasses.fields(kind):
+                setattr(self.section, field.name, _copied(field, declared_by=kind))
+                added[field.name] = hints[field.name]
+        return added
+
+
+_open_sections: list[_OpenSection] = []
+
+
+def holds_settings_of(kind: Kind, *, after: str) -> Callable[[C], C]:
+    """Decorator of a section: the settings that algorithms of this kind declare are fields of it, behind `after`."""
+
+    def decorate(opened: C) -> C:
+        _open_sections.append(_OpenSection(opened, kind, after))
+        _open_sections[-1].update()
+        return opened
+
+    return decorate
+
+
+def place_declared_settings() -> None:
+    """Bring the sections up to date with what is registered now."""
+    for section in _open_sections:
+        section.update()
+
+
+def _copied(field: dataclasses.Field[Any], **more: Any) -> Any:
+    metadata = {**field.metadata, **more}
+    return dataclasses.field(default=field.default, default_factory=field.default_factory, metadata=metadata)
+
+
+# -- the flat table -------------------------------------------------------------------------------------------------
 @dataclasses.dataclass(frozen=True)
 class Leaf:
     """One setting."""
@@ -20,35 +158,51 @@ class Leaf:
     key: str
     hint: Any
     default: Any
-    sentence: str
+    # The class whose source holds its sentence.
+    owner: type
+    # What a number must be; null is never tested.
     range: Range | None = None
-    """What a number must be; null is never tested."""
+    # The names that it takes, besides null where the type allows it; empty for any text.
     choices: tuple[str, ...] = ()
-    """The names that it takes, besides null where the type allows it; empty for any text."""
 
     @property
     def free_keys(self) -> bool:
         """Whether the value is a dict whose own keys are the user's."""
         return typing.get_origin(self.hint) is dict
 
+    @property
+    def sentence(self) -> str:
+        """What stands under the field. It is read when it is asked for, as it costs a parse of the source."""
+        try:
+            return sentences_of(self.owner).get(self.key.rpartition(".")[2], "")
+        except (OSError, TypeError):  # a class typed into a notebook has no file
+            return ""
+
 
 def leaves(root: type[Section]) -> dict[str, Leaf]:
     """Every setting of a tree by its canonical key, in the order of the classes."""
-    return _leaves(root, placed_settings())
+    return _leaves(root)
 
 
 @cache
-def _leaves(root: type[Section], declared: tuple[type, ...]) -> dict[str, Leaf]:
+def _leaves(root: type[Section]) -> dict[str, Leaf]:
     return {leaf.key: leaf for leaf in _walk(root(), "")}
 
 
-def sections(root: type[Section]) -> dict[str, type[Section]]:
-    """Every section of a tree by its dotted name."""
-    return _sections(root, placed_settings())
+def _walk(section: Section, prefix: str) -> Iterator[Leaf]:
+    hints = typing.get_type_hints(type(section))
+    for field in dataclasses.fields(section):
+        value, key = getattr(section, field.name), prefix + field.name
+        if isinstance(value, Section):
+            yield from _walk(value, key + ".")
+        else:
+            owner = field.metadata.get("declared_by", type(section))
+            yield Leaf(key, hints[field.name], value, owner, range_of(field), choices_of(field))
 
 
 @cache
-def _sections(root: type[Section], declared: tuple[type, ...]) -> dict[str, type[Section]]:
+def sections(root: type[Section]) -> dict[str, type[Section]]:
+    """Every section of a tree by its dotted name."""
     found: dict[str, type[Section]] = {}
 
     def visit(section: Section, name: str) -> None:
@@ -59,21 +213,6 @@ def _sections(root: type[Section], declared: tuple[type, ...]) -> dict[str, type
                 visit(value, f"{name}{field.name}.")
 
     visit(root(), "")
-    return found
-
-
-def _walk(section: Section, prefix: str) -> list[Leaf]:
-    hints = typing.get_type_hints(type(section))
-    sentences = sentences_of(type(section))
-    found: list[Leaf] = []
-    for field in dataclasses.fields(section):
-        value, key = getattr(section, field.name), prefix + field.name
-        if isinstance(value, Section):
-            found += _walk(value, key + ".")
-        else:
-            sentence = sentences.get(field.name) or declared_sentence(field)
-            takes = range_of(field), choices_of(field)
-            found.append(Leaf(key, hints[field.name], value, sentence, *takes))
     return found
 
 
@@ -90,26 +229,47 @@ def leaf_of(root: type[Section], key: str) -> Leaf | None:
     return None
 
 
-def build(root: type[Section], values: dict[str, Any]) -> Any:
-    """The typed tree with these values by canonical key; the others keep their defaults."""
-    config = root()
-    for key, value in values.items():
-        assign(config, key, value)
-    return config
-
-
 def assign(config: Section, key: str, value: Any) -> None:
     """Set one canonical key of a typed tree."""
-    *path, name = key.split(".")
-    section: Any = config
-    for part in path:
-        section = getattr(section, part)
-    setattr(section, name, value)
+    path, _, name = key.rpartition(".")
+    setattr(lookup(config, path) if path else config, name, value)
 
 
 def lookup(config: Section, key: str) -> Any:
-    """The value of one canonical key of a typed tree."""
+    """The value of one canonical key of a typed tree, or a section of it."""
     value: Any = config
     for part in key.split("."):
         value = getattr(value, part)
     return value
+
+
+# -- sentences: one text serves YAML, docs and the command line -------------------------------------------------------
+def sentences_of(section: type) -> dict[str, str]:
+    """Field name -> sentence of a settings class and its bases; fields without one (nested sections) are absent."""
+    found: dict[str, str] = {}
+    for kind in reversed(section.__mro__[:-1]):
+        found |= _module_sentences(inspect.getfile(kind)).get(kind.__name__, {})
+    return found
+
+
+@cache
+def _module_sentences(path: str) -> dict[str, dict[str, str]]:
+    """Class name -> field name -> sentence, for one source file."""
+    with open(path, encoding="utf-8") as file:
+        tree = ast.parse(file.read())
+    return {node.name: _class_sentences(node) for node in tree.body if isinstance(node, ast.ClassDef)}
+
+
+def _class_sentences(node: ast.ClassDef) -> dict[str, str]:
+    sentences = {}
+    for field, below in zip(node.body, node.body[1:], strict=False):
+        is_field = isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+        if is_field and isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
+            sentences[field.target.id] = " ".join(str(below.value.value).split())  # type: ignore[union-attr]
+    return sentences
+
+
+def heading_of(section: type) -> str:
+    """The class's own docstring on one line, without its example."""
+    text = " ".join((section.__doc__ or "").split())
+    return text.split(" Example:")[0]

@@ -1,12 +1,13 @@
-"""Sections that the supervised trainers share: rows, optimizer, engine, and the run."""
+"""The whole trees of supervised runs: `sft_trainer` and `reward_model_trainer`, and the sections that they share."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
-from posttrain.config.base import Section
+from posttrain.config.model import ModelConfig
 from posttrain.config.optim import OptimConfig
+from posttrain.config.schema import Section, section
 from posttrain.config.trainer import RunConfig
 from posttrain.settings import (
     COUNT_OR_ALL,
@@ -16,11 +17,12 @@ from posttrain.settings import (
     SCHEDULES,
     SEED,
     SHARE,
+    ZERO_OR_MORE,
     setting,
 )
 
 
-@dataclass
+@section
 class RowsConfig(Section):
     """Which rows are learnt from, and how many at a time."""
 
@@ -54,7 +56,7 @@ class RowsConfig(Section):
     """Put before prompts that are plain strings, as a system message."""
 
 
-@dataclass
+@section
 class SupervisedOptimConfig(OptimConfig):
     """AdamW and its schedule. Example: `optim.lr=2e-5`."""
 
@@ -68,7 +70,7 @@ class SupervisedOptimConfig(OptimConfig):
     """Largest gradient norm; larger gradients are scaled down to it."""
 
 
-@dataclass
+@section
 class EngineConfig(Section):
     """The train engine. Example: `fsdp.strategy=fsdp2`."""
 
@@ -84,7 +86,7 @@ class EngineConfig(Section):
     docs/megatron.md says how."""
 
 
-@dataclass
+@section
 class SupervisedTrainerConfig(RunConfig):
     """The run. Example: `trainer.total_epochs=3 trainer.save_freq=100`."""
 
@@ -94,3 +96,82 @@ class SupervisedTrainerConfig(RunConfig):
     """Passes over the training data."""
     export_lora: str = setting("merged", choices=("merged", "adapter"))
     """What that folder holds under LoRA: the `merged` model, or the `adapter` alone."""
+
+
+@section
+class MultiturnConfig(Section):
+    """Rows that are whole conversations. Example: `data.multiturn.enable=true`."""
+
+    enable: bool | None = None
+    """Read the rows as conversations; null does so where rows have the column `messages_key` and no response column."""
+    messages_key: str = "messages"
+    """Column that holds the conversation: a list of messages with `role` and `content`."""
+    tools_key: str = "tools"
+    """Column with the tools that the chat template is to show, if rows have one: a list, or JSON text."""
+
+
+@section
+class SFTDataConfig(RowsConfig):
+    """Prompts with the responses to learn, or conversations. Example: `data.train_files=data/train.parquet`."""
+
+    prompt_key: str = "prompt"
+    """Column that holds the prompt: a string, or a list of chat messages."""
+    prompt_dict_keys: list[str] | None = None
+    """Keys that lead to the prompt inside that column, where it holds mappings, e.g. `[question]`."""
+    response_key: str = "response"
+    """Column that holds the response to learn, a string."""
+    response_dict_keys: list[str] | None = None
+    """Keys that lead to the response inside that column, where it holds mappings."""
+    multiturn: MultiturnConfig = field(default_factory=MultiturnConfig)
+
+
+@section
+class SFTConfig(Section):
+    """Everything that `posttrain.trainer.fsdp_sft_trainer` can be told."""
+
+    data: SFTDataConfig = field(default_factory=SFTDataConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    optim: SupervisedOptimConfig = field(default_factory=SupervisedOptimConfig)
+    fsdp: EngineConfig = field(default_factory=EngineConfig)
+    trainer: SupervisedTrainerConfig = field(default_factory=SupervisedTrainerConfig)
+
+
+@section
+class PairDataConfig(RowsConfig):
+    """Pairs of a better and a worse answer. Example: `data.train_files=data/pairs.parquet`."""
+
+    prompt_key: str = "prompt"
+    """Column that holds the prompt, a string or a list of chat messages; rows without it hold whole dialogues in the
+    next two."""
+    chosen_key: str = "chosen"
+    """Column with the better answer (or dialogue): a string, or a list of chat messages."""
+    rejected_key: str = "rejected"
+    """Column with the worse one."""
+    margin_key: str | None = None
+    """Column with a number by which the better answer should lead at least; null means no margin."""
+    train_batch_size: int = setting(64, range=ONE_OR_MORE)
+    """Pairs per optimizer step, over all workers; the loss is a mean over all of them."""
+    micro_batch_size_per_gpu: int | None = setting(None, range=ONE_OR_MORE)
+    """Most pairs in one forward pass of a worker; null fills `max_token_len_per_gpu`. Results do not depend on it."""
+
+
+@section
+class PairLossConfig(Section):
+    """The Bradley-Terry loss: -log sigmoid(chosen - rejected - margin)."""
+
+    center_coef: float = setting(0.0, range=ZERO_OR_MORE)
+    """Adds this times (chosen + rejected)^2, which keeps scores near 0; 0.01 is usual."""
+
+
+@section
+class RewardTrainerConfig(Section):
+    """Everything that `posttrain.trainer.reward_model_trainer` can be told."""
+
+    data: PairDataConfig = field(default_factory=PairDataConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    loss: PairLossConfig = field(default_factory=PairLossConfig)
+    optim: SupervisedOptimConfig = field(default_factory=SupervisedOptimConfig)
+    fsdp: EngineConfig = field(default_factory=EngineConfig)
+    trainer: SupervisedTrainerConfig = field(
+        default_factory=lambda: SupervisedTrainerConfig(project_name="reward_model")
+    )

@@ -7,22 +7,31 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import posttrain.config.megatron  # noqa: F401 - it registers its engine
-from posttrain.config.aliases import Spellings
-from posttrain.config.check import check_choices, check_ranges, check_ray, check_resume, one_process
-from posttrain.config.checked import Checked, Finding
+from posttrain.config.check import (
+    check_choices,
+    check_quantization,
+    check_ranges,
+    check_ray,
+    check_resume,
+    check_sizes,
+    one_process,
+)
+from posttrain.config.checked import Checked, Finding, checks_of_packages
 from posttrain.config.commandline import CUT_SHORT
 from posttrain.config.derived import derive_command
-from posttrain.config.devices import runs_on_cpu
-from posttrain.config.effects import Effect, idle_settings
-from posttrain.config.lora import SCORE_HEADS, check_quantization
-from posttrain.config.merge import Merged
-from posttrain.config.parallel import OF_THE_COMMAND, check_sizes, one_worker
+from posttrain.config.effects import (
+    DETERMINISTIC_ON_CPU,
+    WITHOUT_RAY,
+    Effect,
+    idle_settings,
+    without_validation,
+)
+from posttrain.config.lora import SCORE_HEADS
+from posttrain.config.merge import Merged, Spellings
+from posttrain.config.parallel import OF_THE_COMMAND, one_worker
+from posttrain.config.ppo_tree import PROGRAMS
 from posttrain.config.problem import Problem
-from posttrain.config.resolved import Resolved
-from posttrain.config.reward_trainer import RewardTrainerConfig
-from posttrain.config.sft import SFTConfig
-from posttrain.config.train_engines import SUPERVISED, check_train_engines, engine_names
+from posttrain.config.supervised import RewardTrainerConfig, SFTConfig
 from posttrain.config.tree import Tree
 from posttrain.errors import UserError
 
@@ -73,45 +82,28 @@ _NOT_BUILT: dict[str, str] = {
 }
 
 _EFFECTS: tuple[Effect, ...] = (
-    Effect(
-        ("trainer.ray_init", "trainer.stopped_worker_timeout_s"),
-        one_worker,
-        "the run has one worker, which needs no Ray",
-    ),
-    Effect((_SHARDS,), one_worker, "the run has one worker, which holds the whole model"),
-    Effect(("optim.min_lr_ratio",), lambda c: c.optim.lr_scheduler_type == "constant", "the schedule is constant"),
-    Effect(("optim.lr_warmup_steps_ratio",), lambda c: c.optim.lr_warmup_steps >= 0, "optim.lr_warmup_steps is set"),
+    WITHOUT_RAY,
+    Effect((_SHARDS,), "the run has one worker, which holds the whole model", one_worker),
+    Effect(("optim.min_lr_ratio",), "the schedule is constant", lambda c: c.optim.lr_scheduler_type == "constant"),
+    Effect(("optim.lr_warmup_steps_ratio",), "optim.lr_warmup_steps is set", lambda c: c.optim.lr_warmup_steps >= 0),
     Effect(
         ("model.lora_alpha", "model.target_modules", "model.exclude_modules", "trainer.export_lora"),
-        lambda c: c.model.lora_rank == 0,
         "model.lora_rank is 0, so that there are no adapters",
     ),
-    Effect(("trainer.export_lora",), lambda c: c.trainer.export_hf == "none", "trainer.export_hf is none"),
-    Effect(("trainer.deterministic",), runs_on_cpu, "runs on the CPU are deterministic anyway"),
-    Effect(
-        ("data.val_max_samples", "trainer.test_freq", "trainer.val_before_train"),
-        lambda c: c.data.val_files is None,
-        "there is no validation file (data.val_files)",
-    ),
-    Effect(("data.seed",), lambda c: not c.data.shuffle, "data.shuffle is False"),
-    Effect(
-        ("trainer.resume_from_path",),
-        lambda c: c.trainer.resume_mode != "resume_path",
-        "trainer.resume_mode is not resume_path",
-    ),
+    Effect(("trainer.export_lora",), "trainer.export_hf is none"),
+    DETERMINISTIC_ON_CPU,
+    without_validation("data.val_max_samples", "trainer.test_freq", "trainer.val_before_train"),
+    Effect(("data.seed",), "data.shuffle is False"),
+    Effect(("trainer.resume_from_path",), "trainer.resume_mode is not resume_path"),
 )
 _SFT_EFFECTS: tuple[Effect, ...] = (
     *_EFFECTS,
     Effect(
         ("data.prompt_key", "data.prompt_dict_keys", "data.response_key", "data.response_dict_keys"),
-        lambda c: c.data.multiturn.enable is True,
         "rows are read as conversations (data.multiturn.enable)",
+        lambda c: c.data.multiturn.enable is True,
     ),
-    Effect(
-        ("data.multiturn.messages_key", "data.multiturn.tools_key"),
-        lambda c: c.data.multiturn.enable is False,
-        "data.multiturn.enable is False",
-    ),
+    Effect(("data.multiturn.messages_key", "data.multiturn.tools_key"), "data.multiturn.enable is False"),
 )
 
 
@@ -168,28 +160,17 @@ def _notes(checked: Checked) -> Iterator[Finding]:
         yield "No validation file is set (data.val_files): the run makes no validation."
 
 
-def _check(checked: Checked) -> tuple[list[Problem], list[str]]:
-    findings = [
-        *check_choices(checked, {}, engine_names(SUPERVISED, checked.config)),
-        *check_ranges(checked),
-        *check_resume(checked),
-        *check_quantization(checked, "model"),
-        *check_sizes(checked, (_SHARDS,), (_SEQUENCE,)),
-        *check_ray(checked),
-        *check_train_engines(checked, SUPERVISED),
-        *one_process(checked),
-        *_notes(checked),
-    ]
-    return [f for f in findings if isinstance(f, Problem)], [f for f in findings if isinstance(f, str)]
-
-
-def _environment(heads: tuple[str, ...]) -> Callable[[Resolved, Path | None], list[Problem]]:
-    def check(resolved: Resolved, cwd: Path | None) -> list[Problem]:
-        from posttrain.config.environment import check_supervised_environment
-
-        return check_supervised_environment(resolved, cwd, heads)
-
-    return check
+def _check(checked: Checked) -> Iterator[Finding]:
+    yield from check_choices(checked)
+    yield from check_ranges(checked)
+    yield from check_resume(checked)
+    yield from check_quantization(checked, "model")
+    yield from check_sizes(checked, (_SHARDS,), (_SEQUENCE,))
+    yield from check_ray(checked)
+    for examine in checks_of_packages("check"):
+        yield from examine(checked)
+    yield from one_process(checked)
+    yield from _notes(checked)
 
 
 def _no_names(merged: Merged, cwd: Path) -> None:
@@ -200,29 +181,31 @@ SFT = Tree(
     main="sft_trainer",
     root=SFTConfig,
     model="model",
-    spellings=Spellings(SFTConfig, "sft_trainer", {}, _SFT_RENAMED, {**_DERIVED, "data.multiturn": bool}, _NOT_BUILT),
+    spellings=Spellings(
+        SFTConfig, "sft_trainer", {}, _SFT_RENAMED, {**_DERIVED, "data.multiturn": bool}, _NOT_BUILT, programs=PROGRAMS
+    ),
     nothing_given=_nothing_given("posttrain sft", "columns prompt and response, or messages"),
     derive=_derive_sft,
     check_names=_no_names,
     check=_check,
     idle=lambda config, explicit: idle_settings(config, explicit, _SFT_EFFECTS),
-    environment=_environment(()),
 )
 REWARD_MODEL = Tree(
     main="reward_model_trainer",
     root=RewardTrainerConfig,
     model="model",
-    spellings=Spellings(RewardTrainerConfig, "reward_model_trainer", {}, _RENAMED, _DERIVED, _NOT_BUILT),
+    spellings=Spellings(
+        RewardTrainerConfig, "reward_model_trainer", {}, _RENAMED, _DERIVED, _NOT_BUILT, programs=PROGRAMS
+    ),
     nothing_given=_nothing_given("posttrain reward-model", "columns prompt, chosen and rejected"),
     derive=_derive,
     check_names=_no_names,
     check=_check,
     idle=lambda config, explicit: idle_settings(config, explicit, _EFFECTS),
-    environment=_environment(SCORE_HEADS),
     heads=SCORE_HEADS,
 )
+# Verb of `posttrain` -> its tree.
 COMMANDS: dict[str, Tree] = {"sft": SFT, "reward-model": REWARD_MODEL}
-"""Verb of `posttrain` -> its tree."""
 
 
 def command_tree(verb: str, args: Sequence[str]) -> Tree | None:

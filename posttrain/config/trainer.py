@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
-from posttrain.config.base import Section
+from posttrain.config.schema import Section, section
 from posttrain.settings import (
     COUNT_OR_ALL,
     ONE_OR_MORE,
@@ -19,7 +19,7 @@ from posttrain.settings import (
 )
 
 
-@dataclass
+@section
 class RunConfig(Section):
     """What every trainer's run has."""
 
@@ -76,7 +76,7 @@ class RunConfig(Section):
     finite."""
 
 
-@dataclass
+@section
 class TrainerConfig(RunConfig):
     """The run. Example: `trainer.total_epochs=15 trainer.save_freq=20`."""
 
@@ -95,7 +95,7 @@ class TrainerConfig(RunConfig):
     5e-2 in bfloat16."""
 
 
-@dataclass
+@section
 class TrackingConfig(Section):
     """Samples written for looking at."""
 

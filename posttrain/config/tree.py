@@ -7,37 +7,33 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from posttrain.config.base import Section
-from posttrain.config.checked import Checked
+from posttrain.config.checked import Checked, Finding
 from posttrain.config.problem import Problem
+from posttrain.config.schema import Section
 
 if TYPE_CHECKING:
-    from posttrain.config.aliases import Spellings
-    from posttrain.config.merge import Merged
-    from posttrain.config.resolved import Resolved
+    from posttrain.config.merge import Merged, Spellings
 
 
 @dataclass(frozen=True)
 class Tree:
     """One tree of settings and the rules that belong to it."""
 
+    # Name of the main file in `trainer/config/`.
     main: str
-    """Name of the main file in `trainer/config/`."""
     root: type[Section]
+    # The section of the model that is trained.
     model: str
-    """The section of the model that is trained."""
     spellings: Spellings
+    # The answer to a start with no argument at all.
     nothing_given: Callable[[], Problem]
-    """The answer to a start with no argument at all."""
+    # Settings that follow from others; gets the keys that a Python caller hands over as objects.
     derive: Callable[[Merged, frozenset[str]], None]
-    """Settings that follow from others; gets the keys that a Python caller hands over as objects."""
+    # Names that a file of the user's may register.
     check_names: Callable[[Merged, Path], None]
-    """Names that a file of the user's may register."""
-    check: Callable[[Checked], tuple[list[Problem], list[str]]]
-    """(problems, notes) about the meaning of the values."""
+    # Problems and notes about the meaning of the values.
+    check: Callable[[Checked], Iterable[Finding]]
+    # Notes about settings that were set and can have no effect.
     idle: Callable[[Any, set[str]], Iterable[str]]
-    """Notes about settings that were set and can have no effect."""
-    environment: Callable[[Resolved, Path | None], list[Problem]]
-    """Problems with files, packages and devices of this machine."""
+    # Modules that are trained whole beside adapters, so that an adapter folder may hold them.
     heads: tuple[str, ...] = ()
-    """Modules that are trained whole beside adapters, so that an adapter folder may hold them."""

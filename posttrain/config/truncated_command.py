@@ -18,8 +18,8 @@ from posttrain.config.problem import Problem
 
 _SHELLS = ("sh", "bash", "dash", "zsh", "ksh")
 _PROGRAM = re.compile(r"posttrain|\bverl\.|main_\w+|train\.sh|sft_trainer|reward_model_trainer")
+# What a line begins with that is an argument and can be no command.
 _ARGUMENT = re.compile(r"\s*(\+{0,2}[A-Za-z_]\w*(\.\w+)+=|--[A-Za-z])")
-"""What a line begins with that is an argument and can be no command."""
 _MOST_BYTES = 1 << 20
 _MOST_PARENTS = 4
 

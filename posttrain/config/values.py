@@ -7,8 +7,8 @@ import types
 import typing
 from typing import Any
 
-from posttrain.config.yaml_text import parse_yaml
 from posttrain.masking import MASK, mask_urls
+from posttrain.yaml_text import parse_yaml
 
 NULLS = ("null", "none", "~")
 _TRUE, _FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")

@@ -22,8 +22,7 @@ GroupP = ParamSpec("GroupP")
 T = TypeVar("T")
 R = TypeVar("R")
 G = TypeVar("G")
-Team = Callable[[Any], int]
-"""How many neighbouring ranks act as one in a method, by the group's settings."""
+Team = Callable[[Any], int]  # how many neighbouring ranks act as one in a method, by the group's settings
 
 
 # -- spreading --------------------------------------------------------------------------------------------------------
@@ -38,8 +37,8 @@ class SameArguments:
 
 
 to_all = SameArguments(every_rank=True)
+# To rank 0 alone: for questions that every rank would answer in the same way.
 to_first = SameArguments(every_rank=False)
-"""To rank 0 alone: for questions that every rank would answer in the same way."""
 
 
 # -- joining ----------------------------------------------------------------------------------------------------------

@@ -54,12 +54,10 @@ class WorkerGroup(ABC):
 
     worker_class: type
     world_size: int
-    overlaps: bool
-    """Whether workers go on while the caller does something else."""
-    config: Any
-    """The settings that the workers were made with."""
+    overlaps: bool  # whether workers go on while the caller does something else
+    config: Any  # the settings that the workers were made with
+    # What the caller does while it waits for a result; it comes back when that is there, or earlier.
     meanwhile: Callable[[Future[Any]], None] | None = None
-    """What the caller does while it waits for a result; it comes back when that is there, or earlier."""
 
     @abstractmethod
     def _send(self, rank: int, name: str, arguments: tuple[Any, ...]) -> Future[Any]:

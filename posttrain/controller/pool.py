@@ -11,16 +11,15 @@ from typing import Any
 from posttrain.controller.group import Future, WorkerGroup
 from posttrain.controller.profiling import StagePeaks
 
-ROLLOUT = "rollout"
-"""The role that processes of its own may have."""
+ROLLOUT = "rollout"  # the role that processes of its own may have
 
 
 class Workers(ABC):
     """Makes worker groups; roles of one run share the processes of their ranks. Use `with`, or `close`."""
 
     world_size: int
+    # Further processes, for the role `rollout` alone; without them it is made on every rank, as the others are.
     rollout_size: int = 0
-    """Further processes, for the role `rollout` alone; without them it is made on every rank, as the others are."""
 
     @abstractmethod
     def create(self, role: str, worker: type, *arguments: Any, **named: Any) -> WorkerGroup:

@@ -8,10 +8,12 @@ import socket
 import sys
 import time
 import traceback
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec
 
 import numpy as np
 
@@ -19,8 +21,7 @@ from posttrain.controller.stalls import Process, this_process
 from posttrain.controller.wire import Parcel, pack, unpack
 from posttrain.errors import UserError
 
-NEIGHBOURS_S = 0.05
-"""Calls of one method with less than this between them are one span of work."""
+NEIGHBOURS_S = 0.05  # calls of one method with less than this between them are one span of work
 SHORTEST_S = 0.001
 
 
@@ -46,6 +47,23 @@ class Identity:
     files: list[str]
 
 
+P = ParamSpec("P")
+
+
+def packed(method: Callable[Concatenate[Any, P], Any]) -> Callable[Concatenate[Any, P], Parcel]:
+    """The method with its result packed for the driver. An error is a result, too: raised through Ray it would lose its
+    class and carry Ray's own traceback."""
+
+    @wraps(method)
+    def call(host: Any, *arguments: P.args, **named: P.kwargs) -> Parcel:
+        try:
+            return pack(method(host, *arguments, **named))
+        except Exception as error:
+            return pack(Failure(_portable(error), host.rank, traceback.format_exc()))
+
+    return call
+
+
 class RankHost:
     """Becomes a Ray actor. Threads and import paths are set before torch and the workers are loaded."""
 
@@ -61,20 +79,18 @@ class RankHost:
         self.workers: dict[str, Any] = {}
         self.profiler: Any = None
         self.peaks: Any = None
-        self.spans: list[list[Any]] = []
-        """[method, when it began, its seconds] of the calls since they were last taken."""
+        self.spans: list[list[Any]] = []  # [method, when it began, its seconds] of the calls since they were last taken
 
-    def programs(self) -> Parcel:
+    @packed
+    def programs(self) -> dict[str, str]:
         """What this process runs."""
         from posttrain.controller.ray_machines import programs
 
-        return self._answer(programs)
+        return programs()
 
-    def identity(self) -> Parcel:
+    @packed
+    def identity(self) -> Identity:
         """Which process this is."""
-        return self._answer(self._identity)
-
-    def _identity(self) -> Identity:
         files = []
         for stream in (1, 2):
             with suppress(OSError):
@@ -82,20 +98,16 @@ class RankHost:
         printed = [file for file in dict.fromkeys(files) if os.path.isfile(file)]
         return Identity(socket.gethostname(), this_process(), printed)
 
-    def free_address(self, machine: str = "127.0.0.1") -> Parcel:
+    @packed
+    def free_address(self, machine: str = "127.0.0.1") -> str:
         """host:port at which this process can be found by the others, where `machine` is the address of its own."""
-        return self._answer(self._free_address, machine)
-
-    def _free_address(self, machine: str) -> str:
         with socket.socket() as probe:
             probe.bind((machine, 0))
             return f"{machine}:{probe.getsockname()[1]}"
 
-    def connect(self, address: str, pickled: bytes, buffers: list[np.ndarray]) -> Parcel:
+    @packed
+    def connect(self, address: str, pickled: bytes, buffers: list[np.ndarray]) -> None:
         """Join the other ranks, and do what is to be done before workers are made."""
-        return self._answer(self._connect, address, (pickled, buffers))
-
-    def _connect(self, address: str, parcel: Parcel) -> None:
         import torch
 
         from posttrain.engine.ranks import join_ranks
@@ -106,41 +118,49 @@ class RankHost:
                 "run need the same code, model, data and run directory at the same paths, on a disk that they share"
             )
         join_ranks(self.rank, self.ranks, address, torch.device(self.device))
-        prepare = unpack(parcel)
+        prepare = unpack((pickled, buffers))
         if prepare is not None:
             prepare()
 
-    def build(self, role: str, pickled: bytes, buffers: list[np.ndarray]) -> Parcel:
+    @packed
+    def build(self, role: str, pickled: bytes, buffers: list[np.ndarray]) -> None:
         """Make the worker of a role."""
-        return self._answer(self._build, role, (pickled, buffers))
-
-    def _build(self, role: str, parcel: Parcel) -> None:
-        worker, arguments, named = unpack(parcel)
+        worker, arguments, named = unpack((pickled, buffers))
         self.workers[role] = worker(*arguments, **named)
 
-    def call(self, role: str, name: str, pickled: bytes, buffers: list[np.ndarray]) -> Parcel:
+    @packed
+    def call(self, role: str, name: str, pickled: bytes, buffers: list[np.ndarray]) -> Any:
         """Call a worker's method."""
-        return self._timed(role, name, lambda method: method(*unpack((pickled, buffers))))
+        with self._span(role, name):
+            return getattr(self.workers[role], name)(*unpack((pickled, buffers)))
 
-    def _timed(self, role: str, name: str, call: Any) -> Parcel:
-        begun = time.time()
-        with self._range(f"{role}.{name}"):
-            answer = self._answer(lambda: call(getattr(self.workers[role], name)))
-        self._note_span(name, begun, time.time())
-        return answer
-
-    def take(self, role: str, name: str, answer: Parcel, pickled: bytes, buffers: list[np.ndarray]) -> Parcel:
+    @packed
+    def take(self, role: str, name: str, answer: Parcel, pickled: bytes, buffers: list[np.ndarray]) -> Any:
         """Call a worker's method with what another process answered; where that was an error, it is the answer."""
         first = unpack(answer)
         if isinstance(first, Failure):
-            return pack(first)
-        return self._timed(role, name, lambda method: method(first, *unpack((pickled, buffers))))
+            return first
+        with self._span(role, name):
+            return getattr(self.workers[role], name)(first, *unpack((pickled, buffers)))
 
-    def place(self) -> Parcel:
+    @contextmanager
+    def _span(self, role: str, name: str) -> Iterator[None]:
+        """Notes when a call began and ended, and is a range of that name in the trace, if one is made."""
+        begun = time.time()
+        try:
+            if self.profiler is None:
+                yield
+            else:
+                import torch
+
+                with torch.profiler.record_function(f"{role}.{name}"):
+                    yield
+        finally:
+            self._note_span(name, begun, time.time())
+
+    @packed
+    def place(self) -> tuple[str, list[int], int, int]:
         """(the machine's name, its GPUs that are this process's own, the process, its threads)."""
-        return self._answer(self._place)
-
-    def _place(self) -> tuple[str, list[int], int, int]:
         import ray
         import torch
 
@@ -154,9 +174,10 @@ class RankHost:
     def end_stage(self, stage: str) -> None:
         self._measure().end(stage)
 
-    def take_peaks(self) -> Parcel:
+    @packed
+    def take_peaks(self) -> Any:
         """By stage, the most memory that this process took."""
-        return self._answer(self._measure().by_stage)
+        return self._measure().by_stage()
 
     def _measure(self) -> Any:
         if self.peaks is None:
@@ -171,20 +192,13 @@ class RankHost:
 
         self.profiler = begin_trace()
 
-    def end_trace(self, path: str | None) -> Parcel:
+    @packed
+    def end_trace(self, path: str | None) -> None:
         """Write it, or forget it without a path."""
         from posttrain.controller.profiling import end_trace
 
         profiler, self.profiler = self.profiler, None
-        return self._answer(end_trace, profiler, None if path is None else Path(path))
-
-    def _range(self, name: str) -> AbstractContextManager[Any]:
-        """A range of this name in the trace, if one is made."""
-        if self.profiler is None:
-            return nullcontext()
-        import torch
-
-        return torch.profiler.record_function(name)
+        end_trace(profiler, None if path is None else Path(path))
 
     def _note_span(self, name: str, begun: float, ended: float) -> None:
         last = self.spans[-1] if self.spans else None
@@ -197,13 +211,6 @@ class RankHost:
         """When this rank was at work since the last time, and at what."""
         taken, self.spans = self.spans, []
         return [[name, round(begun, 4), round(spent, 4)] for name, begun, spent in taken if spent >= SHORTEST_S]
-
-    def _answer(self, function: Any, *arguments: Any) -> Parcel:
-        try:
-            return pack(function(*arguments))
-        except Exception as error:
-            # An error is an answer: raised through Ray it would lose its class and carry Ray's own traceback.
-            return pack(Failure(_portable(error), self.rank, traceback.format_exc()))
 
 
 def _portable(error: Exception) -> Exception:

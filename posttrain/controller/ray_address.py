@@ -12,9 +12,9 @@ from pathlib import Path
 
 from posttrain.errors import UserError
 
+# Of the Rays that this process starts for itself: Ray reads it once per process, and then none is written into the
+# home folder.
 OWN = secrets.token_hex(32)
-"""Of the Rays that this process starts for itself: Ray reads it once per process, and then none is written into the
-home folder."""
 MODE = "RAY_AUTH_MODE"
 WAYS = "RAY_AUTH_TOKEN, a file named by RAY_AUTH_TOKEN_PATH, or ~/.ray/auth_token"
 

@@ -22,8 +22,7 @@ from posttrain.controller.ray_address import (
     wrong_secret,
 )
 from posttrain.controller.ray_machines import ITSELF
-from posttrain.controller.ray_node import RayHead
-from posttrain.controller.ray_processes import Watched
+from posttrain.controller.ray_node import RayHead, Watched
 from posttrain.errors import UserError
 
 
@@ -63,8 +62,8 @@ def _text(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
+# Ray's own switch, whatever the system: with 0 it stays on the loopback interface.
 _CLUSTERS = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
-"""Ray's own switch, whatever the system: with 0 it stays on the loopback interface."""
 _QUIET = {"log_to_driver": False, "configure_logging": False}
 
 
@@ -81,16 +80,12 @@ class RayCluster:
         shared: Path | None = None,
     ) -> None:
         self.ranks, self.machines, self.tell, self.address = ranks, machines, tell, given_address()
-        self.shared = shared
-        """A folder on a disk that all machines share: torchrun's hear of the secret there."""
-        self.settings = as_arguments(settings or {})
-        """For `ray.init`, where they come before our own."""
+        self.shared = shared  # a folder on a disk that all machines share: torchrun's hear of the secret there
+        self.settings = as_arguments(settings or {})  # for `ray.init`, where they come before our own
         self._started: Watched | RayHead | None = None
         self._connected = False
-        self.was_there = False
-        """Whether this process had a Ray before: it is used, and left as it is."""
-        self.folder = ""
-        """Of the Ray that was started here."""
+        self.was_there = False  # whether this process had a Ray before: it is used, and left as it is
+        self.folder = ""  # of the Ray that was started here
 
     @property
     def is_head(self) -> bool:

@@ -16,10 +16,8 @@ from posttrain import cores
 from posttrain.errors import UserError
 
 ITSELF = "127.0.0.1"
-WAIT_S = 60.0
-"""For machines that join late."""
-COMING_S = 300.0
-"""For machines that join a head that has only just been started."""
+WAIT_S = 60.0  # for machines that join late
+COMING_S = 300.0  # for machines that join a head that has only just been started
 
 
 class TooFewMachines(UserError):
@@ -48,17 +46,25 @@ def machines_for(
     own = ray.get_runtime_context().get_node_id()
     if count == 1:
         return [Machine(own, ITSELF, cores.usable())]
-    wait_s = COMING_S if coming else WAIT_S
+    here = f"{{found}} of {count} are here" if coming else ""
+    return _wait_for(
+        lambda: choose_machines(ray.nodes(), own, count, each, device), COMING_S if coming else WAIT_S, tell, here
+    )
+
+
+def _wait_for(
+    choose: Callable[[], list[Machine]], wait_s: float, tell: Callable[[str], None], here: str = ""
+) -> list[Machine]:
+    """What `choose` gives once enough machines have joined; `here` says how many have, instead of its error."""
     until, told = time.monotonic() + wait_s, False
     while True:
         try:
-            return choose_machines(ray.nodes(), own, count, each, device)
+            return choose()
         except TooFewMachines as error:
             if time.monotonic() > until:
                 raise
             if not told:
-                here = f"{error.found} of {count} are here" if coming else str(error)
-                tell(f"Waiting {wait_s:.0f} s for machines to join. {here}.")
+                tell(f"Waiting {wait_s:.0f} s for machines to join. {here.format(found=error.found) or error}.")
             told = True
         time.sleep(1)
 
@@ -71,17 +77,7 @@ def rollout_machines(
     if device != "cuda":
         return [machines[number % len(machines)] for number in range(count)]
     taken = dict.fromkeys([machine.id for machine in machines], each)
-    until, told = time.monotonic() + WAIT_S, False
-    while True:
-        try:
-            return free_gpus(ray.nodes(), machines[0].id, count, taken)
-        except TooFewMachines as error:
-            if time.monotonic() > until:
-                raise
-            if not told:
-                tell(f"Waiting {WAIT_S:.0f} s for machines to join. {error}.")
-            told = True
-        time.sleep(1)
+    return _wait_for(lambda: free_gpus(ray.nodes(), machines[0].id, count, taken), WAIT_S, tell)
 
 
 def free_gpus(nodes: Sequence[Mapping[str, Any]], here: str, count: int, taken: Mapping[str, int]) -> list[Machine]:
@@ -120,8 +116,7 @@ def _machine(node: Mapping[str, Any]) -> Machine:
     return Machine(node["NodeID"], node["NodeManagerAddress"], max(1, int(node["Resources"].get("CPU", 1))))
 
 
-PLACE = "in"
-"""Where posttrain lies: told, and free to differ."""
+PLACE = "in"  # where posttrain lies: told, and free to differ
 
 
 class DifferentPrograms(UserError):

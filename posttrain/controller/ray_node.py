@@ -1,12 +1,22 @@
-"""A node of Ray on this machine that others can reach: the head of a run over several machines, or one that joins."""
+"""Ray's processes on this machine: a node that other machines can reach (a head, or one that joins), and their end.
+
+Each process that starts Ray has a watcher beside it, which holds the other end of a pipe. When the pipe closes, however
+the process ended, the watcher kills what Ray has started (known by a mark in its environment, or by a file in its
+folder) and removes the folder: Ray itself leaves processes for a minute or more after its driver was killed, and its
+session folder for ever.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import os
+import secrets
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -16,9 +26,67 @@ from typing import Any
 from posttrain import cores
 from posttrain.controller import torchrun
 from posttrain.controller.ray_address import OWN, connection_error, users_secret
-from posttrain.controller.ray_processes import CLOSE_S, Watched
-from posttrain.engine.interface import address_facing
+from posttrain.engine.ranks import address_facing
 from posttrain.errors import UserError
+
+MARK = "POSTTRAIN_RAY"
+LONGEST_FOLDER = 40  # a socket's path may have 107 bytes, and Ray adds its own names
+CLOSE_S = 30.0  # for the watcher; Ray's processes are gone within two seconds
+_WATCHER = Path(__file__).with_name("watcher.py")
+_TORCHRUNS = (
+    *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
+    *("ROLE_WORLD_SIZE", "GROUP_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCH_NCCL_ASYNC_ERROR_HANDLING"),
+)
+
+
+class Watched:
+    """A folder for Ray, and the watcher that ends what is started inside `environment` and removes the folder."""
+
+    def __init__(self) -> None:
+        base = tempfile.gettempdir()
+        base = base if len(base) + 20 <= LONGEST_FOLDER else "/tmp"
+        self.folder = tempfile.mkdtemp(prefix="posttrain-", dir=base)
+        self._mark = secrets.token_hex(8)
+        self._watcher = self._watch(subprocess.PIPE)
+
+    def _watch(self, until_it_closes: int) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            [sys.executable, "-I", "-S", str(_WATCHER), f"{MARK}={self._mark}", self.folder],
+            stdin=until_it_closes,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            cwd="/",
+            start_new_session=True,  # Ctrl-C is for the run
+        )
+
+    @contextlib.contextmanager
+    def environment(self, variables: Mapping[str, str]) -> Iterator[None]:
+        """What the processes of this Ray inherit: the mark, `variables`, no statistics sent anywhere, nothing of
+        torchrun's. Afterwards this process has its own environment again."""
+        before = dict(os.environ)
+        log = logging.getLogger("ray._private.authentication.authentication_token_setup")
+        level = log.level
+        log.setLevel(logging.ERROR)  # it tells that a secret is asked for
+        os.environ.update({MARK: self._mark, "RAY_USAGE_STATS_ENABLED": "0", **variables})
+        for variable in before:  # a rank that found torchrun's variables would join torchrun's group, not the run's
+            if variable in _TORCHRUNS or variable.startswith("TORCHELASTIC_"):
+                del os.environ[variable]
+        try:
+            yield
+        finally:
+            log.setLevel(level)
+            os.environ.clear()
+            os.environ.update(before)
+
+    def close(self) -> None:
+        """End what was started. A process that cannot be killed (it waits inside the kernel, for a disk or a driver) is
+        left to the watcher, which keeps trying; the finished run does not wait for it."""
+        assert self._watcher.stdin is not None
+        self._watcher.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            if self._watcher.wait(CLOSE_S) != 0:  # the watcher itself was killed: start another
+                self._watch(subprocess.DEVNULL).wait(CLOSE_S)
+
 
 START_S = 60.0
 
@@ -87,8 +155,7 @@ class RayNode:
             self._process.wait(CLOSE_S)
 
 
-PORT = 6379
-"""Of a head whose address the user types on the other machines."""
+PORT = 6379  # of a head whose address the user types on the other machines
 _OF_A_NODE = ("num_cpus", "num_gpus", "resources", "labels", "object_store_memory")
 _OF_A_HEAD = ("include_dashboard", "dashboard_host", "dashboard_port")
 
@@ -102,7 +169,7 @@ class RayHead(RayNode):
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         met = torchrun.is_meeting()
-        host, port = (_facing(torchrun.master()), _free_port()) if met else (_facing(), PORT)
+        host, port = (_own_address(torchrun.master()), _free_port()) if met else (_own_address(), PORT)
         self.address, self.token = f"{host}:{port}", OWN if met and not users_secret() else ""
         self.secret = {"RAY_AUTH_TOKEN": self.token} if self.token else {}
         if connection_error(self.address) is None:
@@ -137,7 +204,7 @@ def _option(name: str, value: Any) -> str:
     return f"--{name.replace('_', '-')}={text}"
 
 
-def _facing(host: str = "") -> str:
+def _own_address(host: str = "") -> str:
     """The address under which this machine is seen from `host`; from the network, without one."""
     from ray.util import get_node_ip_address
 

@@ -27,8 +27,8 @@ from posttrain.controller.worker_died import (
     printed_lines,
 )
 
+# For Ray's word on the other ranks when one could not talk to them; of a lost machine it takes Ray 15 s or more.
 PEERS_S = 60.0
-"""For Ray's word on the other ranks when one could not talk to them; of a lost machine it takes Ray 15 s or more."""
 
 
 class NodeObserver:
@@ -49,8 +49,7 @@ class Rank:
     name: str
     host: Any
     machine: Machine
-    identity: Identity | None = None
-    """None until its process has told it."""
+    identity: Identity | None = None  # none until its process has told it
 
     @property
     def who(self) -> str:
@@ -80,8 +79,7 @@ class RankWatch:
     def __init__(self, limit_s: float, tell: Callable[[str], None], logs: Path | None = None) -> None:
         self.ranks: list[Rank] = []
         self.logs = logs
-        self.kept: set[str] = set()
-        """Files of Ray that are in the log already."""
+        self.kept: set[str] = set()  # files of Ray that are in the log already
         self.stalls = StallWatch(limit_s, tell)
         self._observers: dict[str, tuple[Any, _Asked]] = {}
         self._own_node = ""
@@ -144,7 +142,7 @@ class RankWatch:
             if isinstance(error, RayActorError) and not isinstance(error, ActorUnavailableError):
                 raise self._death(error) from error
             cause = self._word_of_peers()
-            raise cause or _out_of_reach(error) from error
+            raise cause or _unreachable(error) from error
 
     def _states(self) -> dict[str, State | None]:
         known = [(rank, rank.identity.process) for rank in self.ranks if rank.identity is not None]
@@ -222,5 +220,5 @@ class RankWatch:
             return []
 
 
-def _out_of_reach(error: Exception) -> WorkerDied:
+def _unreachable(error: Exception) -> WorkerDied:
     return WorkerDied(f"A worker could not be reached: {str(error).strip().splitlines()[0]} {CONTINUES}")

@@ -9,11 +9,9 @@ from posttrain.controller.ray_address import connection_error, no_ray, shown_by_
 from posttrain.controller.ray_node import RayNode
 from posttrain.errors import UserError
 
-HEAD_S = 300.0
-"""For the head, which the first machine starts when it has read its data."""
+HEAD_S = 300.0  # for the head, which the first machine starts when it has read its data
 EVERY_S = 0.5
-SILENCES = 3
-"""Times in a row that nothing is found before it is believed."""
+SILENCES = 3  # times in a row that nothing is found before it is believed
 
 
 class RunNeverCame(UserError):
@@ -26,7 +24,7 @@ def serve(address: str, tell: Callable[[str], None], token: str = "") -> None:
     node = RayNode([f"--address={address}"], shown_by_a_node(token))
     try:
         tell(f"This machine has joined the Ray at {address}. It serves machine 0's run until that ends.")
-        _stay(node, address)
+        _serve_until_end(node, address)
     finally:
         node.close()
     tell("The run has left this machine.")
@@ -43,7 +41,7 @@ def _wait_for_head(address: str, tell: Callable[[str], None]) -> None:
         time.sleep(EVERY_S)
 
 
-def _stay(node: RayNode, address: str) -> None:
+def _serve_until_end(node: RayNode, address: str) -> None:
     """Until ranks were at work here and are gone, or the head is."""
     worked, idle, silent = False, 0, 0
     while idle < SILENCES and silent < SILENCES and not node.ended():

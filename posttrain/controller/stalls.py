@@ -15,8 +15,7 @@ from pathlib import Path
 
 from posttrain.controller.worker_died import CONTINUES, WorkerDied
 
-STOPPED, TRACED = "T", "t"
-"""By a signal (SIGSTOP, Ctrl-Z); by a debugger."""
+STOPPED, TRACED = "T", "t"  # by a signal (SIGSTOP, Ctrl-Z); by a debugger
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -48,7 +47,7 @@ def state_of(process: Process) -> State | None:
     fields = _stat(process.pid)
     if not fields or int(fields[19]) != process.started:
         return None
-    used = sum(_ticks(pid) for pid in _with_those_below(process.pid))
+    used = sum(_ticks(pid) for pid in _process_tree(process.pid))
     return State(fields[0], used / _TICKS)
 
 
@@ -65,7 +64,7 @@ def _ticks(pid: int) -> int:
     return sum(map(int, fields[11:15])) if fields else 0  # its own, and those of children that have ended
 
 
-def _with_those_below(pid: int) -> Iterator[int]:
+def _process_tree(pid: int) -> Iterator[int]:
     yield pid
     for children in Path(f"/proc/{pid}/task").glob("*/children"):
         try:
@@ -73,17 +72,14 @@ def _with_those_below(pid: int) -> Iterator[int]:
         except OSError:  # that thread has ended
             continue
         for child in below:
-            yield from _with_those_below(int(child))
+            yield from _process_tree(int(child))
 
 
-EVERY_S = 2.0
-"""Between two looks."""
-TELL_S = 10.0
-"""A process that is stopped for longer is reported."""
+EVERY_S = 2.0  # between two looks
+TELL_S = 10.0  # a process that is stopped for longer is reported
+# Workers that neither answer nor compute for longer are reported; then again after twice that time, and so on.
 IDLE_S = 300.0
-"""Workers that neither answer nor compute for longer are reported; then again after twice that time, and so on."""
-IDLE_SHARE = 0.05
-"""Of a core: a worker's own threads use less than that while it waits."""
+IDLE_SHARE = 0.05  # of a core: a worker's own threads use less than that while it waits
 LIMIT = "trainer.stopped_worker_timeout_s"
 
 

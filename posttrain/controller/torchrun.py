@@ -20,12 +20,10 @@ from typing import Any
 from posttrain.controller.ray_address import OWN, WAYS, users_secret
 from posttrain.errors import UserError, first_line
 
-WAIT = timedelta(minutes=30)
-"""For the first machine, which reads its data before it starts Ray."""
+WAIT = timedelta(minutes=30)  # for the first machine, which reads its data before it starts Ray
+# A Ray that was started for this run, with the secret that signs its address; one that was there.
 _OWN, _OTHER = "own", "other"
-"""A Ray that was started for this run, with the secret that signs its address; one that was there."""
-SHARED_S = 60.0
-"""For a file of another machine to be seen here."""
+SHARED_S = 60.0  # for a file of another machine to be seen here
 
 
 class NoMeeting(UserError):

@@ -10,12 +10,11 @@ from pathlib import Path
 from posttrain.errors import UserError
 
 _FACT = re.compile(r"^\t(\w+): (\S+)$", re.M)
-_MONITORS = "low on memory"
-"""In Ray's words where its own watch over memory has ended a process."""
+_MONITORS = "low on memory"  # in Ray's words where its own watch over memory has ended a process
+# In Ray's words where a whole machine is lost.
 _MACHINES = re.compile(r"node (has|was|is) (died|dead|terminated)|its node|health check", re.I)
-"""In Ray's words where a whole machine is lost."""
+# In the words of a rank that could not talk to another.
 _TALK = re.compile(r"gloo|nccl|tcpstore|broken pipe|socket|connection (closed|reset|refused|timed out|to )", re.I)
-"""In the words of a rank that could not talk to another."""
 CONTINUES = "The same command continues from the newest checkpoint."
 
 
@@ -23,8 +22,8 @@ class WorkerDied(UserError):
     """A worker's process is gone."""
 
 
+# What lowers the memory of workers, of a role and of others.
 _SIZES = {"": "trainer.n_workers or the sizes of the batch", "rollout": "actor_rollout_ref.rollout.kv_cache_gb"}
-"""What lowers the memory of workers, of a role and of others."""
 
 
 def facts_of(error: Exception) -> dict[str, str]:

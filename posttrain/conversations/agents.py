@@ -10,11 +10,11 @@ from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from posttrain.config.agent import BUILT_IN, KEY, AgentSettings
 from posttrain.config.closest import closest
-from posttrain.config.turns import TurnSettings
 from posttrain.conversations.chat import Chat
 from posttrain.conversations.environments import is_environment, play
+from posttrain.conversations.settings import AGENT_KEY as KEY
+from posttrain.conversations.settings import BUILT_IN, AgentSettings, TurnSettings
 from posttrain.conversations.tools.finding import find_named, is_place, listed_in
 from posttrain.errors import UserError, first_line
 from posttrain.registry import Registry

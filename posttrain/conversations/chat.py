@@ -15,9 +15,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from posttrain.config.turns import TurnSettings
 from posttrain.conversations.conversation import ChatError, Conversation, Limits
 from posttrain.conversations.formats.base import FORMATS, CallFormat, Unreadable
+from posttrain.conversations.settings import TurnSettings
 from posttrain.conversations.templates import MessageTemplate
 from posttrain.conversations.tools.base import ToolAnswer, ToolCall
 from posttrain.rollout.base import Output

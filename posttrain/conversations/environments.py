@@ -21,9 +21,9 @@ import inspect
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Protocol
 
-from posttrain.config.agent import KEY
 from posttrain.conversations.chat import Chat
 from posttrain.conversations.conversation import ChatError
+from posttrain.conversations.settings import AGENT_KEY as KEY
 from posttrain.conversations.tools.threads import Threads
 from posttrain.errors import UserError
 

@@ -10,8 +10,8 @@ import re
 from dataclasses import dataclass, replace
 from typing import Any
 
-from posttrain.config.turns import KEY
 from posttrain.conversations.formats.base import AUTO, FORMATS, CallFormat
+from posttrain.conversations.settings import TURNS_KEY as KEY
 from posttrain.conversations.templates import CallMessages, MessageTemplate, NoTemplate
 from posttrain.conversations.tools.arguments import Misfit, fit
 from posttrain.conversations.tools.base import ToolCall

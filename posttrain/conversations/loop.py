@@ -5,9 +5,9 @@
     loop.next(wait)               the turns that agents want next, and responses that are whole
 
 Nothing here waits for an engine, and no engine waits for an agent or a tool: each conversation continues when its agent
-asks. With `in_rounds` conversations continue together, when every agent has asked or ended and all engines are idle:
-what is batched together then does not depend on how long a tool or an environment took, and the run is bitwise
-repeatable.
+asks. Its turn is admitted between two decode steps of the others (`others_may_join`). With `in_rounds` conversations
+continue together, when every agent has asked or ended and all engines are idle: what is batched together then does not
+depend on how long a tool or an environment took, and the run is bitwise repeatable.
 """
 
 from __future__ import annotations
@@ -97,6 +97,11 @@ class ConversationLoop:
     def waits(self) -> bool:
         """Whether a conversation is under way."""
         return bool(self._open)
+
+    @property
+    def others_may_join(self) -> bool:
+        """Whether turns that are not ready yet are to be admitted between two decode steps of those that are."""
+        return not self.in_rounds and len(self._open) > len(self._generating)
 
     def next(self, *, wait: bool) -> tuple[dict[int, list[TurnRequest]], list[Output]]:
         """(by rank, the turns that come next; responses that are whole). With `wait`, at least one conversation

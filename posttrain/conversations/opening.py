@@ -9,16 +9,16 @@ from typing import Any
 
 import torch
 
-from posttrain.config.agent import BUILT_IN, KEY, agent_settings
 from posttrain.config.closest import closest
 from posttrain.config.root import PPOConfig
-from posttrain.config.turns import turn_settings
 from posttrain.conversations.agents import Agents
 from posttrain.conversations.chat import Setup
 from posttrain.conversations.conversation import Limits
 from posttrain.conversations.format_proof import FALLBACK, choose_format
 from posttrain.conversations.loop import ConversationLoop
 from posttrain.conversations.runner import Runner
+from posttrain.conversations.settings import AGENT_KEY as KEY
+from posttrain.conversations.settings import BUILT_IN, agent_settings, turn_settings
 from posttrain.conversations.templates import MessageTemplate
 from posttrain.conversations.tools.registry import make_tools
 from posttrain.conversations.tools.runner import ToolRunner

@@ -1,6 +1,6 @@
-"""Prompts in: files and rows, chat templates, data sets, samplers, and recipes that make data.
+"""Training data: files and rows, chat templates, data sets, samplers, and recipes that prepare data sets.
 
-Names are loaded on first use, because reading rows must not cost the import of torch. (`collate` is the function in
+Names are loaded on first use, because reading rows must not import torch. (`collate` is the function in
 `posttrain.data.collate`.)
 """
 

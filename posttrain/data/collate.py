@@ -1,4 +1,4 @@
-"""collate: items of a data set become the DataProto that rollout starts from."""
+"""collate: turns items of a data set into the DataProto that rollout starts from."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ CARRIED = ("raw_prompt", "prompt", "data_source", "ground_truth", "extra_info", 
 
 
 def collate(items: Sequence[Mapping[str, Any]], *, pad_token_id: int = 0) -> DataProto:
-    """A batch of prompts, padded on the left to its longest one.
+    """Return a batch of prompts, padded on the left to the longest one.
 
     Tensors: `prompts`, `attention_mask`, `position_ids`. Others: `raw_prompt_ids` and the item's fields. A row's
-    `response` is not among them, since that name belongs to the generated text; rewards find it in `extra_info`.
+    `response` is not among them, since that name is for the generated text; rewards find it in `extra_info`.
     """
     if not items:
         raise ValueError("collate of no items")
+    # Padded on the left, so that every response begins in the same column.
     width = max(len(item["prompt_ids"]) for item in items)
     prompts = torch.full((len(items), width), pad_token_id, dtype=torch.long)
     attention_mask = torch.zeros(len(items), width, dtype=torch.long)

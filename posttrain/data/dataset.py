@@ -1,17 +1,19 @@
-"""PromptDataset: rows of files or of memory as tokenized prompts, with what the reward needs beside them."""
+"""PromptDataset: rows from files or memory as tokenized prompts, with what the reward needs; and held-out rows."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
 from tqdm import tqdm
 
+from posttrain.batch.saving import Unsavable, to_json
 from posttrain.config.data import DataConfig
 from posttrain.data.chat import ChatRenderer
 from posttrain.data.fields import Messages, PromptFields, fields_of
-from posttrain.data.rows import DataError, RowTable, read_table
-from posttrain.protocol_values import Unsavable, to_json
+from posttrain.data.rows import DataError, ItemList, RowTable, read_table
 
 SPLITS = ("train", "val")
 TRUNCATIONS = ("error", "left", "right", "middle")
@@ -32,13 +34,12 @@ class PromptItem(TypedDict):
     index: int
 
 
-class PromptDataset:
+class PromptDataset(ItemList[PromptItem]):
     """Prompts ready for rollout. Example: `PromptDataset("train.parquet", tokenizer, config.data)[0]["prompt_ids"]`.
 
-    `files_or_rows` is one path, a list of paths, rows in memory (dicts), or a table of rows that were read already.
-    `tools` are schemas that the chat template shows in every prompt.
-    `notes` holds sentences for the start of a run; `prompt_notes` those that are not about truths and rewards. `index`
-    of an item is its row's position before overlong prompts were dropped.
+    `files_or_rows` is one path, a list of paths, rows in memory (dicts), or a table of rows. The chat template shows
+    the schemas `tools` in every prompt. `notes` holds messages for the start of a run; `prompt_notes` those that do not
+    concern ground truths and rewards. An item's `index` is its row's position before overlong prompts were dropped.
     """
 
     def __init__(
@@ -72,44 +73,36 @@ class PromptDataset:
             fields_of(table, row, prompt_key=config.prompt_key, data_source=config.data_source)
             for row in range(len(table))
         ]
+        # Whether no row's prompt is a list of messages.
         self.prompts_are_texts = all(isinstance(one.prompt, str) for one in fields)
-        """Whether no row's prompt is a list of messages."""
         items = self._tokenize(table, fields)
-        self._items, kept = self._fit(table, items)
+        self._items, kept = self._limit_lengths(table, items)
         for item in self._items:
             item["index"] = table.position(item["index"])
+        # For each item, the index of its file in `files`.
         self.file_of = [table.file_of[row] for row in kept]
-        """Index in `files` of each item's file."""
+        # Counted after overlong prompts are gone: only rows that train matter to the reward check.
         self.rows_without_truth = sum(item["ground_truth"] is None for item in self._items)
         self._note_fields([fields[row] for row in kept])
 
-    def __len__(self) -> int:
-        return len(self._items)
-
-    def __getitem__(self, index: int) -> PromptItem:
-        return self._items[index]
-
-    def __iter__(self) -> Iterator[PromptItem]:
-        return iter(self._items)
-
     @property
     def data_sources(self) -> list[str | None]:
-        """The distinct data sources, in the order in which they occur."""
+        """The distinct data sources, in order of occurrence."""
         return list(dict.fromkeys(item["data_source"] for item in self._items))
 
     @property
     def columns(self) -> set[str]:
-        """Names of all columns that rewards are given: those of the rows, and of their `extra_info`."""
+        """The names of all columns that rewards get: those of the rows, and of their `extra_info`."""
         return {"ground_truth", "data_source", "extra_info"}.union(*(item["extra_info"] or () for item in self._items))
 
     def column(self, name: str) -> list[Any]:
-        """One value per item of a column of the rows or of their `extra_info`; None where a row has none."""
+        """Return one value per item from a column of the rows or of their `extra_info`; None if a row has none."""
         return [(item["extra_info"] or {}).get(name) for item in self._items]
 
     def check_savable(self, settings: str) -> None:
-        """DataError for a row that a checkpoint cannot hold; `settings` name what makes checkpoints hold rows.
+        """Raise DataError for a row that a checkpoint cannot hold; `settings` name why checkpoints hold rows.
 
-        All values of files can be saved. Rows that were given as dicts may hold anything.
+        Values from files can always be saved. Rows given as dicts may hold anything.
         """
         for item in self._items:
             for name in ("extra_info", "ground_truth", "raw_prompt"):
@@ -130,8 +123,9 @@ class PromptDataset:
 
     def _tokenize(self, table: RowTable, fields: list[PromptFields]) -> list[PromptItem]:
         items: list[PromptItem] = []
-        hidden = True if len(fields) < PROGRESS_FROM_ROWS else None  # None: shown on a terminal only
+        hidden = True if len(fields) < PROGRESS_FROM_ROWS else None  # None: shown only on a terminal
         with tqdm(total=len(fields), desc=f"tokenizing {self.split} prompts", disable=hidden) as bar:
+            # Batches let a fast tokenizer use its threads, and the progress bar move.
             for start in range(0, len(fields), TOKENIZED_AT_ONCE):
                 rows = range(start, min(start + TOKENIZED_AT_ONCE, len(fields)))
                 rendered = [self._chat.render(fields[row].prompt, table.where(row)) for row in rows]
@@ -140,8 +134,8 @@ class PromptDataset:
                 bar.update(len(rows))
         return items
 
-    def _fit(self, table: RowTable, items: list[PromptItem]) -> tuple[list[PromptItem], list[int]]:
-        """Drops, cuts or refuses prompts that are too long; gives the items and their rows."""
+    def _limit_lengths(self, table: RowTable, items: list[PromptItem]) -> tuple[list[PromptItem], list[int]]:
+        # Drops, cuts or rejects prompts that are too long; returns the items and their rows.
         limit = self.config.max_prompt_length
         overlong = [item["index"] for item in items if len(item["prompt_ids"]) > limit]
         if not overlong:
@@ -165,13 +159,13 @@ class PromptDataset:
             if self.config.truncation == "middle":
                 ids = ids[: limit // 2] + ids[-(limit - limit // 2) :]
             items[row]["prompt_ids"] = ids[-limit:] if self.config.truncation == "left" else ids[:limit]
+            # Rewards and logs read the text, which must be that of the cut tokens.
             items[row]["prompt"] = self._chat.decode(items[row]["prompt_ids"])
         side = "in the middle" if self.config.truncation == "middle" else f"on the {self.config.truncation}"
         self.notes.append(f"{count} and were cut {side}; the longest has {longest}.")
         return items, list(range(len(items)))
 
     def _note_fields(self, fields: list[PromptFields]) -> None:
-        """Notes what was done about columns that are missing or easily misunderstood."""
         total, where = len(fields), f"{self.split} rows"
         self.notes += self._chat.notes
         if not self._chat.has_template:
@@ -206,3 +200,46 @@ def _item(row: int, fields: PromptFields, messages: Messages, text: str, ids: li
         extra_info=fields.extra_info,
         index=row,
     )
+
+
+# One row in SHARE is held out, at most MOST, and none if the table has fewer than FEWEST rows.
+SHARE, MOST, FEWEST = 10, 256, 20
+
+
+def hold_out(table: RowTable, prompt_key: str, *, most: int = -1, batch: int = 0) -> tuple[RowTable, RowTable | None]:
+    """Return (rows to train on, rows to validate on or None); the choice depends only on the prompts.
+
+    Rows are chosen by a hash of their prompt: neither their order nor a seed changes the choice, and rows with the same
+    prompt stay together. `most` limits the held-out rows (-1: no further limit); at least `batch` rows remain.
+    """
+    # A batch must remain for training, or the run could not make a single step.
+    wanted = min(len(table) // SHARE, MOST, len(table) - batch) if len(table) >= FEWEST else 0
+    wanted = wanted if most < 0 else min(wanted, most)
+    prompts: dict[bytes, list[int]] = {}
+    for row, values in enumerate(table.rows):
+        prompts.setdefault(_key(values.get(prompt_key)), []).append(row)
+    chosen: set[int] = set()
+    # All rows of a prompt or none: a prompt seen in training would be no validation.
+    for key in sorted(prompts):
+        if len(chosen) + len(prompts[key]) <= wanted:
+            chosen.update(prompts[key])
+    if not chosen:
+        return table, None
+    return table.take(row for row in range(len(table)) if row not in chosen), table.take(sorted(chosen))
+
+
+def describe_held_out(train: int, val: int) -> str:
+    """Return the message at the start of a run."""
+    if not val:
+        return (
+            f"No validation file is set (data.val_files), and {train} training rows are too few to hold some out: the "
+            "run makes no validation."
+        )
+    return (
+        f"No validation file is set (data.val_files): {val} of the {train + val} training rows are held out for "
+        "validation and not trained on; the same ones every time. data.val_files=null trains on all of them."
+    )
+
+
+def _key(prompt: Any) -> bytes:
+    return hashlib.sha256(json.dumps(prompt, sort_keys=True, default=str).encode()).digest()

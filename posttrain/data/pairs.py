@@ -1,26 +1,23 @@
-"""PairDataset: a better and a worse answer to one prompt as token ids, the way a reward model reads them.
+"""PairDataset: a better and a worse answer to one prompt, as token ids for a reward model.
 
-A row has `prompt`, `chosen` and `rejected`, the last two as texts or as the messages that answer; or only `chosen` and
+A row has `prompt`, `chosen` and `rejected`, the last two as texts or as answering messages; or only `chosen` and
 `rejected`, each a whole dialogue: messages, or a text whose turns begin with "Human:" and "Assistant:".
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from tqdm import tqdm
 
-from posttrain.config.reward_trainer import PairDataConfig
-from posttrain.data.chat import HINT, ChatRenderer, TemplateError
-from posttrain.data.fields import Messages, is_missing, prompt_of, refuse_media
-from posttrain.data.limits import Limit
-from posttrain.data.rows import DataError, RowTable, read_table
+from posttrain.config.supervised import PairDataConfig
+from posttrain.data.chat import HINT, ChatRenderer, apply_template
+from posttrain.data.fields import Messages, is_missing, prompt_of, reject_media
+from posttrain.data.rows import DataError, ItemList, RowTable, read_table
 from posttrain.data.spans import ASSISTANT
-from posttrain.data.supervised import PROGRESS_FROM_ROWS
-from posttrain.errors import UserError
+from posttrain.data.supervised import PROGRESS_FROM_ROWS, Limit
 
 _TURN = re.compile(r"(?:\A|\n\n)(Human|Assistant):")
 _ROLES = {"Human": "user", "Assistant": ASSISTANT}
@@ -28,17 +25,17 @@ _ROLES = {"Human": "user", "Assistant": ASSISTANT}
 
 @dataclass
 class Pair:
-    """Token ids of the two answers with all that precedes them, and by how much the better should lead."""
+    """Token ids of the two answers with their context, and the margin by which the better should lead."""
 
     chosen: list[int]
     rejected: list[int]
     margin: float = 0.0
 
 
-class PairDataset:
+class PairDataset(ItemList[Pair]):
     """Pairs ready for training. Example: `PairDataset("pairs.parquet", tokenizer, config.data)[0].chosen`.
 
-    `files_or_rows` is one path, a list of paths, or rows in memory. `notes` holds sentences for the start of a run.
+    `files_or_rows` is one path, a list of paths, or rows in memory. `notes` holds messages for the start of a run.
     """
 
     def __init__(self, files_or_rows: Any, tokenizer: Any, config: PairDataConfig, *, split: str = "train") -> None:
@@ -50,57 +47,44 @@ class PairDataset:
         table = read_table(files_or_rows, limit=int(config[f"{split}_max_samples"]), setting=f"data.{split}_files")
         self.notes += table.notes(split)
         limit = Limit(config.max_length, config.truncation, f"answers of the {split} pairs")
-        self._pairs: list[Pair] = []
+        self._items: list[Pair] = []
         self._equal = self._dropped = 0
-        hidden = True if len(table) < PROGRESS_FROM_ROWS else None  # None: shown on a terminal only
+        hidden = True if len(table) < PROGRESS_FROM_ROWS else None  # None: shown only on a terminal
         for row in tqdm(range(len(table)), desc=f"tokenizing {split} pairs", disable=hidden):
             self._add(table, row, limit)
         self._note(limit, len(table))
 
-    def __len__(self) -> int:
-        return len(self._pairs)
-
-    def __getitem__(self, index: int) -> Pair:
-        return self._pairs[index]
-
-    def __iter__(self) -> Iterator[Pair]:
-        return iter(self._pairs)
-
     @property
     def longest(self) -> int:
         """Tokens of the longest answer with its prompt."""
-        return max(max(len(pair.chosen), len(pair.rejected)) for pair in self._pairs)
+        return max(max(len(pair.chosen), len(pair.rejected)) for pair in self._items)
 
     def _add(self, table: RowTable, row: int, limit: Limit) -> None:
-        refuse_media(table, row)
+        reject_media(table, row)
         where = table.where(row)
         prompt = None
         if not is_missing(table.rows[row].get(self.config.prompt_key)):
             prompt = prompt_of(table, row, self.config.prompt_key)
         texts = [self._text(table, row, prompt, name) for name in ("chosen", "rejected")]
+        # Equal answers say nothing about which is better.
         if texts[0] == texts[1]:
             self._equal += 1
             return
-        chosen, rejected = (limit.fit([ids], where)[0] for ids in self._chat.encode(texts))
+        chosen, rejected = (limit.apply([ids], where)[0] for ids in self._chat.encode(texts))
+        # Cutting may remove all that distinguishes the two.
         if not chosen or not rejected or chosen == rejected:
             self._dropped += 1
             return
-        self._pairs.append(Pair(chosen, rejected, self._margin(table, row)))
+        self._items.append(Pair(chosen, rejected, self._margin(table, row)))
 
     def _text(self, table: RowTable, row: int, prompt: str | Messages | None, name: str) -> str:
-        """What the model reads of one answer, prompt included."""
         key, where = self.config[f"{name}_key"], table.where(row)
         answer = _answer(table, row, name, key)
         if not self._chat.has_template:
             return self._plain(prompt, answer, where)
         messages = self._dialogue(prompt, answer, f"'{key}' of {where}")
         options = {**self._chat.template_kwargs, "add_generation_prompt": False}
-        try:
-            return str(self._chat.tokenizer.apply_chat_template(messages, tokenize=False, **options))
-        except UserError:  # one that does not end, which says so itself
-            raise
-        except Exception as error:  # templates raise errors of their own making, such as an unsupported role
-            raise TemplateError(f"The chat template refused '{key}' of {where}: {error}") from error
+        return apply_template(self._chat.tokenizer, messages, f"'{key}' of {where}", **options)
 
     def _plain(self, prompt: str | Messages | None, answer: str | Messages, where: str) -> str:
         if not isinstance(answer, str) or not (prompt is None or isinstance(prompt, str)):
@@ -113,6 +97,7 @@ class PairDataset:
         else:
             before = self._chat.messages(prompt)
             said = [{"role": ASSISTANT, "content": answer}] if isinstance(answer, str) else answer
+            # Some data sets repeat the prompt in each answer.
             messages = said if said[: len(before)] == before else [*before, *said]
         if messages[-1]["role"] != ASSISTANT:
             raise DataError(
@@ -133,7 +118,7 @@ class PairDataset:
     def _note(self, limit: Limit, count: int) -> None:
         name = f"{self.split} pairs"
         self.notes += [*self._chat.notes, *limit.notes()]
-        if not self._pairs:
+        if not self._items:
             raise DataError(f"None of the {count} {name} can be learnt from: all their answers are equal or too long.")
         if self._equal:
             self.notes.append(f"{self._equal} of {count} {name} have two equal answers and were left out.")
@@ -143,9 +128,9 @@ class PairDataset:
             self.notes.append("The tokenizer has no chat template: an answer follows its prompt as it is.")
 
 
-def look_at_pair(table: RowTable, row: int, config: PairDataConfig) -> None:
-    """Raises DataError for a row that lacks one of its answers."""
-    refuse_media(table, row)
+def check_pair(table: RowTable, row: int, config: PairDataConfig) -> None:
+    """Raise DataError for a row that lacks one of its answers."""
+    reject_media(table, row)
     for name in ("chosen", "rejected"):
         _answer(table, row, name, config[f"{name}_key"])
 
@@ -158,7 +143,7 @@ def _answer(table: RowTable, row: int, name: str, key: str) -> str | Messages:
 
 
 def parse_dialogue(text: str, what: str) -> Messages:
-    """Messages of a text whose turns begin with "Human:" and "Assistant:"."""
+    """Parse a text whose turns begin with "Human:" and "Assistant:" into messages."""
     marks = list(_TURN.finditer(text))
     if not marks or text[: marks[0].start()].strip():
         raise DataError(

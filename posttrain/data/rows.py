@@ -1,4 +1,4 @@
-"""Rows from files: parquet, JSON arrays and JSON lines become plain Python dicts that remember where they stood.
+"""Reads rows from files: parquet, JSON arrays and JSON lines become plain dicts with a known origin.
 
 Never imports torch, so that rewards can be tried on a file at once.
 """
@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from posttrain.config.environment import RECIPES
 from posttrain.errors import UserError
@@ -20,12 +20,12 @@ from posttrain.texts import well_formed
 
 READABLE = (".parquet", ".json", ".jsonl", ".json.gz", ".jsonl.gz")
 
+# Folder name -> the command that creates its files, for the message about a missing one.
 PREPARED_BY = {"gsm8k": "python examples/data_preprocess/gsm8k.py"}
-"""Folder name -> the command that makes the files in it, for the message about a missing one."""
 
 
 class DataError(UserError, ValueError):
-    """Something about the user's data: what is wrong, where, and what to do."""
+    """A problem in the user's data: says what is wrong, where, and what to do."""
 
 
 @dataclass
@@ -33,21 +33,21 @@ class RowTable:
     """Rows with their origin. Example: `table.where(0)` gives `row 1 of data/train.json`."""
 
     rows: list[dict[str, Any]] = field(default_factory=list)
+    # For each row, the index of its file in `files`.
     file_of: list[int] = field(default_factory=list)
-    """Index of each row's file in `files`."""
+    # For each row, its number in its file from 1: the line in JSON lines, else the position.
     number_of: list[int] = field(default_factory=list)
-    """Each row's number in its file from 1: the line in JSON lines, else the position."""
     files: list[str] = field(default_factory=list)
+    # Rows with half a character somewhere, replaced by U+FFFD.
     repaired: int = 0
-    """Rows with half a character somewhere, which U+FFFD has replaced."""
+    # For each row, its position in the table that it was taken from; None if it was not.
     positions: list[int] | None = None
-    """Each row's position in the table that they were taken from; None where they were not."""
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def take(self, rows: Iterable[int]) -> RowTable:
-        """Some of the rows, which remember where they stood."""
+        """Return some of the rows, with their origin."""
         kept = list(rows)
         return RowTable(
             [self.rows[row] for row in kept],
@@ -61,7 +61,7 @@ class RowTable:
         return row if self.positions is None else self.positions[row]
 
     def notes(self, split: str) -> list[str]:
-        """What was done to the rows of a split as they were read."""
+        """Return messages about changes that were made to a split's rows."""
         if not self.repaired:
             return []
         return [
@@ -73,7 +73,7 @@ class RowTable:
         return f"row {self.number_of[row]} of {self.files[self.file_of[row]]}"
 
     def add(self, name: str, numbered_rows: Iterable[tuple[int, Any]], limit: int | None = None) -> None:
-        """Appends the rows of one file until the table holds `limit` rows."""
+        """Append the rows of one file until the table holds `limit` rows."""
         self.files.append(name)
         for number, row in numbered_rows:
             if limit is not None and len(self) >= limit:
@@ -93,12 +93,13 @@ class RowTable:
 
 
 def resolve_files(files: Any, setting: str = "data.train_files") -> list[Path]:
-    """Paths of one file or several, `~` and `$HOME` expanded; one error names all that are missing."""
+    """Return the paths of one or several files, `~` and `$HOME` expanded; one error names all that are missing."""
     if isinstance(files, str | os.PathLike):
         files = [files]
     if not files or "" in files:
         raise DataError(f"{setting} names no file; give one path or a list of paths ({', '.join(READABLE)}).")
     paths = [Path(os.path.expandvars(os.path.expanduser(os.fspath(name)))) for name in files]
+    # All problems at once: fixing paths one by one takes a start of the run each.
     problems = [problem for path in paths if (problem := _path_problem(path))]
     if problems:
         raise DataError(f"{setting}: " + " ".join(problems))
@@ -106,8 +107,8 @@ def resolve_files(files: Any, setting: str = "data.train_files") -> list[Path]:
 
 
 def load_rows(files: Any, *, limit: int = -1, setting: str = "data.train_files") -> RowTable:
-    """The rows of all files in order, at most `limit` of them (-1: all); no rows at all is an error."""
-    if (ready := _ahead.pop(_identity(files, limit), None)) is not None:
+    """Read the rows of all files in order, at most `limit` (-1: all); no rows at all is an error."""
+    if (ready := _read_tables.pop(_identity(files, limit), None)) is not None:
         return ready
     table = RowTable()
     for path in resolve_files(files, setting):
@@ -117,19 +118,19 @@ def load_rows(files: Any, *, limit: int = -1, setting: str = "data.train_files")
     return table
 
 
-_ahead: dict[tuple[Any, ...], RowTable] = {}
-"""Tables that were read ahead, until somebody reads the same files."""
+# Tables from read_ahead, until the same files are read.
+_read_tables: dict[tuple[Any, ...], RowTable] = {}
 
 
 def read_ahead(files: Any, *, limit: int = -1, setting: str = "data.train_files") -> RowTable:
-    """As `load_rows`; whoever reads the same files next gets this table instead of reading them again."""
+    """Like `load_rows`, and keep the table for the next reader of the same files."""
     table = load_rows(files, limit=limit, setting=setting)
-    _ahead[_identity(files, limit)] = table
+    _read_tables[_identity(files, limit)] = table
     return table
 
 
 def _identity(files: Any, limit: int) -> tuple[Any, ...]:
-    """The same for the same files, unless they were written meanwhile."""
+    # Equal for the same files, unless they were written in the meantime.
     names = [files] if isinstance(files, str | os.PathLike) else list(files or [])
     found: list[Any] = [limit]
     for name in names:
@@ -137,13 +138,13 @@ def _identity(files: Any, limit: int) -> tuple[Any, ...]:
         try:
             stat = path.stat()
         except OSError:
-            return (limit, object())
+            return (limit, object())  # equal to nothing: the error comes from reading
         found.append((str(path.absolute()), str(name), stat.st_mtime_ns, stat.st_size))
     return tuple(found)
 
 
 def read_table(files_or_rows: Any, *, limit: int = -1, setting: str = "data.train_files") -> RowTable:
-    """Rows of one path, of a list of paths, or given as dicts; a table is taken as it is."""
+    """Return rows from one path, a list of paths, or dicts; a table is returned as it is."""
     if isinstance(files_or_rows, RowTable):
         return files_or_rows
     if files_or_rows is None or isinstance(files_or_rows, str | os.PathLike):
@@ -162,7 +163,7 @@ def read_table(files_or_rows: Any, *, limit: int = -1, setting: str = "data.trai
 
 
 def table_of_rows(rows: Iterable[Any], *, limit: int = -1, name: str = "the given rows") -> RowTable:
-    """A table of rows that are in memory already."""
+    """Make a table of rows in memory."""
     table = RowTable()
     table.add(name, enumerate(rows, start=1), None if limit < 0 else limit)
     if not table.rows:
@@ -170,18 +171,36 @@ def table_of_rows(rows: Iterable[Any], *, limit: int = -1, name: str = "the give
     return table
 
 
+T = TypeVar("T")
+
+
+class ItemList(Generic[T]):
+    """What the data sets have in common: a list of items that is filled when the rows are read."""
+
+    _items: list[T]
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __getitem__(self, index: int) -> T:
+        return self._items[index]
+
+    def __iter__(self) -> Iterator[T]:
+        return iter(self._items)
+
+
 class UnreadableValue(ValueError):
     """A value that no row can hold; the text says what it is and what to do."""
 
 
+# Deeper nesting would exceed Python's recursion limit in pickles, JSON, or user code.
 _DEEPEST = 200
-"""Lists and mappings inside each other. More would exceed Python's recursion limit in pickles, JSON, or user code."""
 
 
 def plain(value: Any, halves: list[str], depth: int = 0) -> Any:
-    """The value with numpy arrays and scalars, tuples and foreign mappings turned into plain Python.
+    """Convert numpy arrays and scalars, tuples and other mappings to plain Python.
 
-    Texts are repaired; those that had to be are added to `halves`.
+    Texts with half a character are repaired, and added to `halves`.
     """
     if isinstance(value, str):
         text = well_formed(str(value))
@@ -189,6 +208,7 @@ def plain(value: Any, halves: list[str], depth: int = 0) -> Any:
             halves.append(value)
         return text
     if value is None or isinstance(value, int | float | bool):
+        # numpy.float64 is a float too, and would not survive as JSON.
         return value.item() if hasattr(value, "item") else value  # type: ignore[union-attr]
     if depth > _DEEPEST:
         raise UnreadableValue(
@@ -209,19 +229,19 @@ def plain(value: Any, halves: list[str], depth: int = 0) -> Any:
 
 
 def _plain_time(value: Any) -> Any:
-    """A moment, a time of day or a duration of Python's own types, whatever library made it; None for a missing one."""
+    # Python's own types, whatever library made the value; None for a missing one.
     if value != value:  # pandas' NaT
         return None
     if getattr(value, "nanosecond", 0) or getattr(value, "nanoseconds", 0):
         raise UnreadableValue(f"a time in nanoseconds ({value}){_NANOSECONDS}")
-    # pandas gives its own types for columns in nanoseconds.
+    # pandas has its own types for columns in nanoseconds.
     for name in ("to_pydatetime", "to_pytimedelta"):
         if hasattr(value, name):
             value = getattr(value, name)()
     zone = getattr(value, "tzinfo", None)
     if zone is None or isinstance(zone, datetime.timezone) or getattr(zone, "key", None):
         return value
-    # A zone of another library: the same moment with the same offset.
+    # A time zone of another library: keep the moment and the offset.
     offset = value.utcoffset()
     return value if offset is None else value.replace(tzinfo=datetime.timezone(offset))
 
@@ -230,7 +250,7 @@ _NANOSECONDS = ", and Python's times hold whole microseconds; round the column t
 
 
 def _microseconds(value: Any) -> Any:
-    """numpy's dates and durations in units that `tolist` gives as Python's; it gives nanoseconds as bare integers."""
+    # In units that `tolist` converts to Python's types; it returns nanoseconds as bare integers.
     import numpy as np
 
     unit = np.datetime_data(value.dtype)[0]
@@ -247,7 +267,7 @@ def _path_problem(path: Path) -> str | None:
         inside = sorted(entry.name for entry in path.iterdir() if entry.name.endswith(READABLE))
         return f"{path} is a folder; name the files in it" + (f" ({', '.join(inside[:5])})." if inside else ".")
     if not path.exists():
-        command = _maker(path.parent.name)
+        command = _find_command(path.parent.name)
         hint = (
             f" Make it with `{command} --out {path.parent}`."
             if command
@@ -259,8 +279,7 @@ def _path_problem(path: Path) -> str | None:
     return None
 
 
-def _maker(folder: str) -> str | None:
-    """The command that makes the files of a folder of this name."""
+def _find_command(folder: str) -> str | None:
     found = next((command for name, command in PREPARED_BY.items() if name in folder), None)
     return found or (f"posttrain data {folder}" if folder in RECIPES else None)
 
@@ -270,6 +289,7 @@ def _read(path: Path) -> Iterator[tuple[int, Any]]:
         return _read_parquet(path)
     try:
         data = path.read_bytes()
+        # utf-8-sig: files written on Windows may begin with a byte order mark.
         text = (gzip.decompress(data) if path.name.endswith(".gz") else data).decode("utf-8-sig")
     except (OSError, EOFError, UnicodeDecodeError) as error:
         raise DataError(f"{path} cannot be read: {error}. JSON files must be UTF-8 (and .gz ones gzip).") from error
@@ -285,6 +305,7 @@ def _read_parquet(path: Path) -> Iterator[tuple[int, Any]]:
     number = 0
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
+            # In batches: as Python objects, a whole file would take several times its size.
             for batch in file.iter_batches(batch_size=1024):
                 for row in _rows_of(batch, path):
                     number += 1
@@ -294,7 +315,7 @@ def _read_parquet(path: Path) -> Iterator[tuple[int, Any]]:
 
 
 def _rows_of(batch: Any, path: Path) -> list[dict[str, Any]]:
-    """The rows of a part of a parquet file; an error names the column that holds what Python's types cannot."""
+    # An error names the column with values that Python's types cannot hold.
     try:
         return batch.to_pylist()
     except (ValueError, OverflowError):  # ArrowInvalid is a ValueError too
@@ -312,13 +333,14 @@ def _read_json(path: Path, text: str) -> Iterator[tuple[int, Any]]:
     try:
         content = json.loads(text)
     except json.JSONDecodeError as error:
-        if error.msg == "Extra data":  # many a file of JSON lines is called .json
+        if error.msg == "Extra data":  # many files of JSON lines are called .json
             return _read_lines(path, text)
         raise DataError(
             f"{path} is not valid JSON: {error.msg} at line {error.lineno}, column {error.colno}."
         ) from error
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits; brackets without end
+    except (ValueError, RecursionError) as error:  # a number with thousands of digits, or endless brackets
         raise DataError(f"{path} cannot be read as JSON: {error}.") from error
+    # A file with a single row.
     if isinstance(content, dict):
         content = [content]
     if not isinstance(content, list):
@@ -327,6 +349,7 @@ def _read_json(path: Path, text: str) -> Iterator[tuple[int, Any]]:
 
 
 def _read_lines(path: Path, text: str) -> Iterator[tuple[int, Any]]:
+    # Not splitlines: it also splits at U+2028, which JSON allows inside strings.
     for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue

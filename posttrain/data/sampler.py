@@ -1,7 +1,7 @@
-"""PromptSampler: which rows make up the next batch; its place can be saved and restored exactly.
+"""PromptSampler: chooses the rows of the next batch; its state can be saved and restored exactly.
 
-An order is a function `order(dataset, config, seed, epoch)` that gives the row numbers of one epoch. It depends on
-its arguments alone, so epoch and position are the whole state of a sampler.
+An order is a function `order(dataset, config, seed, epoch)` that returns the row numbers of one epoch. It depends only
+on its arguments, so epoch and position are the whole state of a sampler.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ SAMPLERS: Registry[DatasetOrder] = Registry("sampler")
 
 
 def register_sampler(name: str) -> Callable[[DatasetOrder], DatasetOrder]:
-    """Makes an order known as `data.sampler=NAME`. Example: `@register_sampler("mine")` above a function."""
+    """Register an order as `data.sampler=NAME`. Example: `@register_sampler("mine")` above a function."""
     return SAMPLERS.register(name)
 
 
 class PromptSampler:
-    """Batches of row numbers, epoch after epoch without end.
+    """Endless batches of row numbers, epoch after epoch.
 
-    `order(epoch)` gives the rows of an epoch; without it they are `range(n)`, shuffled by (seed, epoch). The rows that
-    do not fill the last batch of an epoch are left out, or given as a smaller batch with `drop_last=False`.
+    `order(epoch)` returns the rows of an epoch; by default they are `range(n)`, shuffled by (seed, epoch). Rows that do
+    not fill the last batch of an epoch are skipped, or form a smaller batch with `drop_last=False`.
     """
 
     def __init__(
@@ -45,8 +45,8 @@ class PromptSampler:
     ) -> None:
         self.n, self.batch_size, self.drop_last = n, batch_size, drop_last
         self._order_of = order or (lambda epoch: shuffled(n, seed, epoch) if shuffle else np.arange(n))
+        # Epoch of the latest batch, from 0.
         self.epoch = 0
-        """Epoch of the latest batch, from 0."""
         self._position = 0
         self._order = self._checked_order(0)
         if batch_size < 1 or self.batches_per_epoch == 0:
@@ -58,7 +58,8 @@ class PromptSampler:
         return full + (rest > 0 and not self.drop_last)
 
     def next_batch(self) -> list[int]:
-        """Row numbers of the next batch; begins the next epoch when this one is used up."""
+        """Return the row numbers of the next batch; starts the next epoch when this one is used up."""
+        # With drop_last an epoch ends before a partial batch.
         least = self.batch_size if self.drop_last else 1
         if self._position + least > len(self._order):
             self.epoch, self._position = self.epoch + 1, 0
@@ -68,10 +69,11 @@ class PromptSampler:
         return batch.tolist()
 
     def state_dict(self) -> dict[str, int]:
+        # The order itself is not saved, because it follows from the epoch; its checksum shows whether it still does.
         return {"epoch": self.epoch, "position": self._position, "order_crc": _crc(self._order)}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Goes on where `state` was taken; refuses if the rows would come in another order than then."""
+        """Continue from `state`; raises if the rows would come in another order than before."""
         order = self._checked_order(state["epoch"])
         if _crc(order) != state["order_crc"]:
             raise DataError(
@@ -87,6 +89,7 @@ class PromptSampler:
             raise DataError(
                 f"The sampler's order of epoch {epoch} must be a list of row numbers from 0 to {self.n - 1}."
             )
+        # The number of steps of a run is planned from the first epoch.
         if hasattr(self, "_order") and len(order) != len(self._order):
             raise DataError(
                 f"The sampler gave {len(order)} rows in epoch {epoch}, but {len(self._order)} in an earlier one."
@@ -97,7 +100,7 @@ class PromptSampler:
 def make_sampler(
     dataset: PromptDataset, config: DataConfig, *, batch_size: int, seed: int, drop_last: bool = True
 ) -> PromptSampler:
-    """The sampler that `data.sampler` names, over this data set; `seed` serves when `data.seed` is null."""
+    """Return the sampler that `data.sampler` names, for this data set; `seed` applies if `data.seed` is null."""
     if config.sampler not in SAMPLERS:
         raise DataError(
             f"data.sampler is '{config.sampler}'; known are {', '.join(sorted(SAMPLERS))} (and those you register)."
@@ -109,14 +112,14 @@ def make_sampler(
 
 
 def sequential_batches(n: int, batch_size: int | None = None) -> Iterator[list[int]]:
-    """All rows once, in order, for validation; without `batch_size` in one batch."""
+    """Yield all rows once, in order, for validation; in one batch without `batch_size`."""
     size = batch_size or n
     for start in range(0, n, size):
         yield list(range(start, min(start + size, n)))
 
 
 def shuffled(n: int, *seeds: int) -> np.ndarray:
-    """A permutation of `range(n)` that depends on the seeds alone."""
+    """Return a permutation of `range(n)` that depends only on the seeds."""
     # RandomState, because numpy promises never to change its streams: runs resume across versions.
     return np.random.RandomState([seed % 2**32 for seed in seeds]).permutation(n)
 
@@ -133,7 +136,7 @@ def default_order(dataset: PromptDataset, config: DataConfig, seed: int, epoch: 
 
 @register_sampler("curriculum")
 def curriculum_order(dataset: PromptDataset, config: DataConfig, seed: int, epoch: int) -> np.ndarray:
-    """Easy rows first, by the column `data.curriculum_key`; ties stay in the order of the files, every epoch alike."""
+    """Easy rows first, by the column `data.curriculum_key`; ties keep the order of the files, in every epoch."""
     if config.train_weights is not None:
         raise DataError("data.train_weights has no effect with data.sampler=curriculum; remove one of the two.")
     key = config.curriculum_key
@@ -148,7 +151,7 @@ def curriculum_order(dataset: PromptDataset, config: DataConfig, seed: int, epoc
 
 
 def file_weights(dataset: PromptDataset, weights: Sequence[float]) -> list[float]:
-    """`data.train_weights`, checked against the files of the data set."""
+    """Return `data.train_weights`, checked against the files of the data set."""
     if len(weights) != len(dataset.files):
         raise DataError(
             f"data.train_weights has {len(weights)} weights for {len(dataset.files)} files; give one per file."
@@ -159,10 +162,10 @@ def file_weights(dataset: PromptDataset, weights: Sequence[float]) -> list[float
 
 
 def weighted_rows(file_of: Sequence[int], weights: Sequence[float], seed: int, epoch: int) -> np.ndarray:
-    """As many rows as there are, each drawn in proportion to its file's weight, in the order of the files.
+    """Return as many rows as there are, each drawn in proportion to its file's weight, in the order of the files.
 
-    A row's expected number of draws w / mean(w) is split: the whole part is given to every row of the file, the rest
-    to rows chosen by (seed, epoch, file). So equal weights give every row once.
+    A row's expected number of draws w / mean(w) is split: every row of the file gets the integer part, and rows chosen
+    by (seed, epoch, file) get the rest. So equal weights give every row once.
     """
     files = np.asarray(file_of)
     members = [np.flatnonzero(files == file) for file in range(len(weights))]

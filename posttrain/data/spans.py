@@ -1,12 +1,12 @@
-"""Which tokens of a conversation the assistant wrote: exact spans under any chat template, or a clear refusal.
+"""Finds the tokens of a conversation that the assistant wrote: exact spans under any chat template, or a clear error.
 
-A conversation is rendered as a whole, and up to each assistant turn with the generation prompt behind it, which is what
-the model will be given when it has to write that turn. What the template writes from there to the end of the turn is
-trained: the turn's text and the token that ends it, but nothing after that token (the newline of ChatML).
+A conversation is rendered as a whole, and up to each assistant turn with the generation prompt, which is what the model
+gets when it has to write that turn. What the template writes from there to the end of the turn is trained: the turn's
+text and the token that ends it, but nothing after that token (such as the newline of ChatML).
 
-A template that shows a turn differently once others follow (Qwen3 drops the thoughts of earlier turns) makes several
-rows of one conversation, each trained on its last turn, in the very context that the model will see. A template that
-does not write what it was given, or starts turns elsewhere than its generation prompt ends, is refused.
+Some templates show a turn differently once others follow (Qwen3 drops the thoughts of earlier turns). Then one
+conversation becomes several training sequences, each trained on its last turn, in the context that the model will see.
+Templates that drop content, or start turns elsewhere than their generation prompt ends, are rejected.
 """
 
 from __future__ import annotations
@@ -16,11 +16,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from posttrain.data.chat import TemplateError
-from posttrain.data.fields import Messages
+from posttrain.data.chat import apply_template
+from posttrain.data.fields import Messages, first_missing
 from posttrain.data.rows import DataError
-from posttrain.data.tool_calls import left_out
-from posttrain.errors import UserError
 
 Span = tuple[int, int]
 ASSISTANT = "assistant"
@@ -41,8 +39,11 @@ class TrainedRow:
 
 
 class SpanFinder:
-    """Conversations to trained rows. `split` counts conversations that became several rows, `reworded` turns whose
-    white space the template changed, `unclosed` turns without a token that ends them."""
+    """Converts conversations to training sequences.
+
+    `split` counts conversations that became several sequences, `reworded` turns whose white space the template changed,
+    `unclosed` turns without a token that ends them.
+    """
 
     def __init__(self, tokenizer: Any, template_kwargs: dict[str, Any] | None = None) -> None:
         self.tokenizer, self.template_kwargs = tokenizer, dict(template_kwargs or {})
@@ -50,26 +51,21 @@ class SpanFinder:
         self.split = self.reworded = self.unclosed = 0
         self._probe()
 
-    # -- the template as such -------------------------------------------------------------------------------------
+    # -- the template itself --------------------------------------------------------------------------------------
     def _render(self, messages: Messages, where: str, *, generation: bool, tools: Any = None) -> str:
         options = {**self.template_kwargs, "add_generation_prompt": generation}
         if tools is not None:
             options["tools"] = tools
-        try:
-            return str(self.tokenizer.apply_chat_template(messages, tokenize=False, **options))
-        except UserError:  # one that does not end, which says so itself
-            raise
-        except Exception as error:  # templates raise errors of their own making, such as an unsupported role
-            raise TemplateError(f"The chat template refused {where}: {error}") from error
+        return apply_template(self.tokenizer, messages, where, **options)
 
     def _probe(self) -> None:
-        """Refuses a template that begins assistant turns with more than its generation prompt."""
+        # Rejects templates that begin assistant turns with more than their generation prompt.
         messages = [{"role": "user", "content": _QUESTION}]
         try:
             prompt = self._render(messages, "a question", generation=True)
             whole = self._render([*messages, {"role": ASSISTANT, "content": _ANSWER}], "an answer", generation=False)
         except DataError:
-            return  # it wants other conversations than this; those of the data are tried one by one
+            return  # the template needs other conversations than this one; those of the data are tried one by one
         head, found, _ = whole[len(prompt) :].partition(_ANSWER)
         if not (whole.startswith(prompt) and found and head):
             return
@@ -82,7 +78,7 @@ class SpanFinder:
 
     # -- conversations --------------------------------------------------------------------------------------------
     def rows(self, messages: Messages, where: str, tools: Any = None) -> list[TrainedRow]:
-        """The rows of one conversation, usually one; `where` serves errors."""
+        """Return the training sequences of one conversation, usually one; errors name `where`."""
         turns = [number for number, message in enumerate(messages) if message["role"] == ASSISTANT]
         if not turns:
             raise DataError(
@@ -91,13 +87,14 @@ class SpanFinder:
         rendered = [self._turn(messages, turn, where, tools) for turn in turns]
         spans = [(len(prompt), len(text)) for prompt, text in rendered]
         whole = rendered[-1][1]  # nothing trained sees what follows the last assistant turn
+        # Usually each turn looks the same once others follow, and one sequence trains all of them.
         if all(whole.startswith(text) for _, text in rendered):
             return [self._row(whole, spans)]
         self.split += 1
         return [self._row(text, [span]) for (_, text), span in zip(rendered, spans, strict=True)]
 
     def _turn(self, messages: Messages, turn: int, where: str, tools: Any) -> tuple[str, str]:
-        """(text up to where the assistant begins, text up to the end of its turn), as the model will see it then."""
+        # (text up to where the assistant begins, text up to the end of its turn), as the model will see it.
         name = f"message {turn + 1} of the conversation of {where}"
         prompt = self._render(messages[:turn], f"what precedes {name}", generation=True, tools=tools)
         text = self._render(messages[: turn + 1], name, generation=False, tools=tools)
@@ -116,6 +113,7 @@ class SpanFinder:
     def _same_words(self, content: str, written: str, name: str) -> None:
         if content in written:
             return
+        # Templates often strip a turn. Anything else that they change would train words that the data does not have.
         if "".join(content.split()) not in "".join(written.split()):
             raise DataError(
                 f"The chat template does not write {name} as it is: it was given {content[:60]!r} and writes "
@@ -125,7 +123,7 @@ class SpanFinder:
         self.reworded += 1
 
     def _same_calls(self, calls: list[dict[str, Any]], written: str, name: str) -> None:
-        missing = left_out(calls, written)
+        missing = first_missing(calls, written)
         if missing is not None:
             raise DataError(
                 f"The chat template leaves out the tool call of {name}: {missing[:60]!r} does not stand in "
@@ -135,31 +133,28 @@ class SpanFinder:
 
     # -- tokens ---------------------------------------------------------------------------------------------------
     def _row(self, text: str, spans: Sequence[Span]) -> TrainedRow:
-        """The text's tokens, those of the spans trained."""
+        # The ends of the text need no care: no token can cross them.
         edges = sorted({edge for span in spans for edge in span} - {0, len(text)})
-        ids, places = self._cut(text, edges)
+        ids, places = self._tokenize_at_edges(text, edges)
         token_at = dict(zip([0, *edges, len(text)], [0, *places, len(ids)], strict=True))
         trained = [False] * len(ids)
         for start, end in spans:
-            for at in range(token_at[start], self._closed(ids, token_at[start], token_at[end])):
+            for at in range(token_at[start], self._find_turn_end(ids, token_at[start], token_at[end])):
                 trained[at] = True
         return TrainedRow(ids, trained)
 
-    def _closed(self, ids: list[int], start: int, end: int) -> int:
-        """Where training ends in the turn of tokens `start` to `end`: behind its last special token, if only white
-        space follows that; a turn without one is trained whole."""
+    def _find_turn_end(self, ids: list[int], start: int, end: int) -> int:
+        # Training ends after the turn's last special token, if only white space follows; otherwise at its end.
         last = next((at for at in range(end - 1, start - 1, -1) if ids[at] in self.special), None)
         if last is None or self._decode(ids[last + 1 : end]).strip():
             self.unclosed += 1
             return end
         return last + 1
 
-    def _cut(self, text: str, edges: Sequence[int]) -> tuple[list[int], list[int]]:
-        """(ids, token number of each edge), so that no token crosses an edge.
-
-        Where tokens would cross (a generation prompt that ends in a space), prompt and response are tokenized apart, as
-        they are when a model writes.
-        """
+    def _tokenize_at_edges(self, text: str, edges: Sequence[int]) -> tuple[list[int], list[int]]:
+        # Returns (ids, token number of each edge), so that no token crosses an edge. Where one would (a generation
+        # prompt that ends in a space), prompt and response are tokenized separately, as they are when a model writes.
+        # The whole text is preferred: it is what the model sees in a prompt.
         cuts = [0, *edges, len(text)]
         whole, *pieces = self._encode([text, *(text[a:b] for a, b in pairwise(cuts))])
         joined = [token for piece in pieces for token in piece]
@@ -167,7 +162,7 @@ class SpanFinder:
         if joined == whole:
             return whole, by_pieces
         beginnings = self._encode([text[:edge] for edge in edges])
-        if all(whole[: len(ids)] == ids for ids in beginnings):  # pieces differ only in how a text begins
+        if all(whole[: len(ids)] == ids for ids in beginnings):  # the pieces differ only in how a text begins
             return whole, [len(ids) for ids in beginnings]
         if self._decode(joined) != self._decode(whole):
             raise DataError(
@@ -189,7 +184,6 @@ def _special_ids(tokenizer: Any) -> set[int]:
 
 
 def _common(left: str, right: str) -> int:
-    """Length of the common beginning."""
     for at, (a, b) in enumerate(zip(left, right, strict=False)):
         if a != b:
             return at

@@ -3,27 +3,62 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import Any
 
 from tqdm import tqdm
 
-from posttrain.config.sft import SFTDataConfig
+from posttrain.config.supervised import SFTDataConfig
 from posttrain.data.chat import HINT, ChatRenderer
-from posttrain.data.fields import Messages, is_messages, is_missing, prompt_of, refuse_media
-from posttrain.data.limits import Limit
-from posttrain.data.rows import DataError, RowTable, read_table
+from posttrain.data.fields import Messages, is_messages, is_missing, prompt_of, reject_media, without_nulls
+from posttrain.data.rows import DataError, ItemList, RowTable, read_table
 from posttrain.data.spans import ASSISTANT, SpanFinder, TrainedRow
-from posttrain.data.tool_calls import without_nulls
+
+
+class Limit:
+    """Cuts or drops rows with more than `length` tokens. `emptied` counts rows with nothing left to learn."""
+
+    def __init__(self, length: int, truncation: str, name: str) -> None:
+        self.length, self.truncation, self.name = length, truncation, name
+        self.seen = self.overlong = self.longest = self.emptied = 0
+
+    def apply(self, parallel: Sequence[list[Any]], where: str) -> Sequence[list[Any]]:
+        """Return the lists (ids first, all of one length) cut to the limit; empty if the row is dropped."""
+        self.seen += 1
+        size = len(parallel[0])
+        self.longest = max(self.longest, size)
+        if size <= self.length:
+            return parallel
+        self.overlong += 1
+        if self.truncation == "error":
+            raise DataError(
+                f"R{where[1:]} has {size} tokens, more than data.max_length={self.length}. Raise data.max_length, or "
+                "set data.truncation=drop, left or right (the side that is cut); the run then says how many there were."
+            )
+        if self.truncation == "drop":
+            return [[] for _ in parallel]
+        kept = [part[-self.length :] if self.truncation == "left" else part[: self.length] for part in parallel]
+        self.emptied += len(kept) > 1 and not any(kept[1][1:])
+        return kept
+
+    def notes(self) -> list[str]:
+        if not self.overlong:
+            return []
+        did = "dropped" if self.truncation == "drop" else f"cut on the {self.truncation}"
+        return [
+            f"{self.overlong} of {self.seen} {self.name} exceed data.max_length={self.length} tokens and were {did}; "
+            f"the longest has {self.longest}."
+        ]
+
 
 PROGRESS_FROM_ROWS = 5_000
 MESSAGES_KEY = "data.multiturn.messages_key"
 
 
-class SFTDataset:
+class SFTDataset(ItemList[TrainedRow]):
     """Rows ready for training. Example: `SFTDataset("train.parquet", tokenizer, config.data)[0].ids`.
 
-    `files_or_rows` is one path, a list of paths, or rows in memory. `notes` holds sentences for the start of a run.
+    `files_or_rows` is one path, a list of paths, or rows in memory. `notes` holds messages for the start of a run.
     """
 
     def __init__(self, files_or_rows: Any, tokenizer: Any, config: SFTDataConfig, *, split: str = "train") -> None:
@@ -37,37 +72,27 @@ class SFTDataset:
         self.notes += table.notes(split)
         self.multiturn = _is_multiturn(table, config)
         limit = Limit(config.max_length, config.truncation, f"{split} rows")
-        self._rows: list[TrainedRow] = []
-        hidden = True if len(table) < PROGRESS_FROM_ROWS else None  # None: shown on a terminal only
+        self._items: list[TrainedRow] = []
+        hidden = True if len(table) < PROGRESS_FROM_ROWS else None  # None: shown only on a terminal
         for row in tqdm(range(len(table)), desc=f"tokenizing {split} rows", disable=hidden):
             for made in self._tokenize(table, row):
-                ids, trained = limit.fit((made.ids, made.trained), table.where(row))
-                if any(trained[1:]):  # a first token has nothing to be predicted from
-                    self._rows.append(TrainedRow(ids, trained))
+                ids, trained = limit.apply((made.ids, made.trained), table.where(row))
+                if any(trained[1:]):  # the first token cannot be predicted from anything
+                    self._items.append(TrainedRow(ids, trained))
         self._note(limit, len(table))
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, index: int) -> TrainedRow:
-        return self._rows[index]
-
-    def __iter__(self) -> Iterator[TrainedRow]:
-        return iter(self._rows)
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest row."""
-        return max(len(row.ids) for row in self._rows)
+        return max(len(row.ids) for row in self._items)
 
     @property
     def tokens(self) -> tuple[int, int]:
         """(trained tokens, all tokens) of one epoch."""
-        return sum(sum(row.trained) for row in self._rows), sum(len(row.ids) for row in self._rows)
+        return sum(sum(row.trained) for row in self._items), sum(len(row.ids) for row in self._items)
 
     # -- rows -----------------------------------------------------------------------------------------------------
     def _tokenize(self, table: RowTable, row: int) -> list[TrainedRow]:
-        refuse_media(table, row)
+        reject_media(table, row)
         where = table.where(row)
         if self.multiturn:
             messages = _messages(table, row, self.config)
@@ -83,23 +108,23 @@ class SFTDataset:
         return self._spans.rows(messages, where, tools)
 
     def _plain(self, prompt: str | Messages, response: str, where: str) -> TrainedRow:
-        """Without a template: the prompt as it is, the response behind it, and the token that ends a text."""
+        # Without a template: the prompt as it is, then the response and the end-of-text token.
         if not isinstance(prompt, str):
             raise DataError(f"The prompt of {where} is chat messages, but the tokenizer has no chat template; {HINT}")
         if self.tokenizer.eos_token_id is None:
             raise DataError("The tokenizer has neither a chat template nor an end token to teach a model to stop.")
         before = self._chat.encode([prompt])[0]
-        if before and before[-1] == self.tokenizer.eos_token_id:  # some tokenizers end every text; it goes on here
+        if before and before[-1] == self.tokenizer.eos_token_id:  # some tokenizers end every text; here it continues
             before = before[:-1]
         after = self.tokenizer(response, add_special_tokens=False, verbose=False)["input_ids"]
         ids = [*before, *after, self.tokenizer.eos_token_id]
         return TrainedRow(ids, [False] * len(before) + [True] * (len(ids) - len(before)))
 
-    # -- words ----------------------------------------------------------------------------------------------------
+    # -- messages -------------------------------------------------------------------------------------------------
     def _note(self, limit: Limit, count: int) -> None:
         name, spans = f"{self.split} rows", self._spans
         self.notes += [*self._chat.notes, *limit.notes()]
-        if not self._rows:
+        if not self._items:
             raise DataError(
                 f"None of the {count} {name} has a token to learn within data.max_length={limit.length}; raise it, or "
                 "set data.truncation=left."
@@ -126,9 +151,9 @@ class SFTDataset:
             )
 
 
-def look_at_row(table: RowTable, row: int, config: SFTDataConfig) -> None:
-    """Raises DataError for a row that lacks what is trained."""
-    refuse_media(table, row)
+def check_row(table: RowTable, row: int, config: SFTDataConfig) -> None:
+    """Raise DataError for a row that lacks what is trained."""
+    reject_media(table, row)
     if _is_multiturn(table, config):
         _messages(table, row, config)
     else:
@@ -175,7 +200,6 @@ def _tools(table: RowTable, row: int, key: str) -> Any:
 
 
 def _text_at(table: RowTable, row: int, what: str, key: str, inner: list[str] | None) -> str:
-    """The text in a column, or at `inner` keys of the mapping in it."""
     values, where = table.rows[row], table.where(row)
     value: Any = values.get(key)
     path = f"column '{key}' (data.{what}_key)"

@@ -1,4 +1,4 @@
-"""Case: one run under examination, with what several checks need of it: tokenizer, rows, sizes, the model's shape."""
+"""Case: the run that is examined, and what several checks share: tokenizer, rows, sizes, the model's shape."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from posttrain.config.ppo_tree import PPO
 from posttrain.config.resolved import Resolved
 from posttrain.config.schema import lookup
 from posttrain.config.tree import Tree
-from posttrain.doctor.finding import Report
+from posttrain.doctor.report import Report
 from posttrain.planning.budgets import planner_for
 from posttrain.planning.memory_plan import Device, Planner, find_device
 from posttrain.rewards.pool import pool_size
@@ -22,7 +22,7 @@ SPLITS = ("train", "val")
 
 @dataclass(frozen=True)
 class Run:
-    """A run's length: training steps, optimizer steps, and the checkpoints that lie on disk together at most."""
+    """A run's length: training steps, optimizer steps, and the most checkpoints on disk at a time."""
 
     steps: int
     updates: int
@@ -31,27 +31,21 @@ class Run:
 
 @dataclass
 class Case:
-    """`config` is a copy: checks that fit sizes to the data may change it."""
+    """`config` is a copy, because checks adjust sizes to the data. Later checks read what earlier ones filled in."""
 
     resolved: Resolved
     tree: Tree
     report: Report
     config: Any = None
+    # By split, filled by the check of the data: rows as in the files, tokenized rows (missing if they cannot be read),
+    # and how many rows of the whole file training would use.
     rows: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
-    """By split, as the files have them; filled by the check of the data."""
     datasets: dict[str, Any] = field(default_factory=dict)
-    """By split, tokenized; a split whose rows cannot be read is missing."""
-
     counts: dict[str, int] = field(default_factory=dict)
-    """By split, how many rows would be left of the whole file."""
-    turns: Any = None
-    """The ConversationLoop with the run's tools and agents, filled by their check."""
-    schemas: list[dict[str, Any]] = field(default_factory=list)
-    """Of the run's tools, which every prompt shows."""
-    reward_s: float = 0.0
-    """Seconds of one call of the reward, filled by its check; 0 where it was not called."""
-    run: Run | None = None
-    """Filled by the check of the batch."""
+    turns: Any = None  # the ConversationLoop with the run's tools and agents, filled by their check
+    schemas: list[dict[str, Any]] = field(default_factory=list)  # of the run's tools; every prompt contains them
+    reward_s: float = 0.0  # seconds of one call of the reward, filled by its check
+    run: Run | None = None  # filled by the check of the batch
 
     def __post_init__(self) -> None:
         self.config = copy.deepcopy(self.resolved.config)
@@ -67,7 +61,6 @@ class Case:
 
     @property
     def model(self) -> Any:
-        """The settings of the trained model."""
         return lookup(self.config, self.tree.model)
 
     @property
@@ -78,7 +71,7 @@ class Case:
 
     @cached_property
     def tokenizer(self) -> Any:
-        """Raises ModelError if there is none to be had."""
+        """Raises ModelError if it cannot be loaded."""
         from posttrain.models.loading import load_tokenizer
 
         return load_tokenizer(self.model)
@@ -117,7 +110,7 @@ class Case:
 
     @property
     def model_folder(self) -> Path | None:
-        """Where the weights lie, if that is a folder here."""
+        """The folder of the weights, if it is a local one."""
         folder = Path(str(self.model.path)).expanduser()
         return folder if folder.is_dir() else None
 

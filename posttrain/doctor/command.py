@@ -1,4 +1,4 @@
-"""`posttrain doctor` and `trainer.dry_run=true`: everything that can be known of a run before it starts.
+"""`posttrain doctor` and `trainer.dry_run=true`: check a run for problems before it starts.
 
 No weights are loaded and nothing is written, except that the embedded task is made if the run would use it.
 """
@@ -15,10 +15,10 @@ from posttrain.config import ConfigError, Resolved, load_config
 from posttrain.config.ppo_tree import PPO
 from posttrain.config.supervised_tree import COMMANDS, command_tree
 from posttrain.config.tree import Tree
-from posttrain.doctor.finding import ERROR, WARNING, Finding, Report
+from posttrain.doctor.report import ERROR, WARNING, Finding, Report
 from posttrain.launch import resolve_arguments
-from posttrain.tracking.own_console import JSON, active
-from posttrain.tracking.terminal_text import tell
+from posttrain.tracking.console import JSON, active
+from posttrain.tracking.terminal_text import print_text
 from posttrain.tracking.waiting import waiting
 
 USAGE = """usage: posttrain doctor [--json] [train] [--flag VALUE] [key=value] ...   as train.sh reads it
@@ -36,9 +36,9 @@ def main(args: Sequence[str]) -> int:
     if {"-h", "--help"} & set(rest):
         print(USAGE)
         return 0
-    with redirect_stdout(sys.stderr), waiting("looking"):  # what libraries print is no part of the report
+    with redirect_stdout(sys.stderr), waiting("looking"):  # stdout is for the report, not for libraries
         report = examine(rest)
-    print(report.to_json()) if "--json" in args else tell(report.text())
+    print(report.to_json()) if "--json" in args else print_text(report.text())
     return report.exit_status
 
 
@@ -50,7 +50,7 @@ def examine(args: Sequence[str], areas: Sequence[str] | None = None) -> Report:
         resolved = _resolve(args, tree, environment=True)
     except ConfigError as error:
         report.add(Finding.of(problem, "configuration") for problem in error.problems)
-        try:  # the settings may be sound, and only this machine lack something
+        try:  # perhaps the settings are fine and only this machine lacks something
             resolved = _resolve(args, tree, environment=False)
         except ConfigError:
             report.fact("configuration", "Nothing else was looked at: the settings must be readable first.")
@@ -69,9 +69,8 @@ Check = Callable[[Any], Iterator[Finding]]
 
 def checks() -> dict[str, Check]:
     """Area -> its check, in the order in which they can use each other's results."""
-    from posttrain.doctor.batch import check_batch
+    from posttrain.doctor.batch import check_batch, check_pace
     from posttrain.doctor.conversations import check_tools
-    from posttrain.doctor.pace import check_pace
     from posttrain.doctor.resources import check_memory, check_resources
     from posttrain.doctor.reward import check_reward
     from posttrain.doctor.rows import check_rows
@@ -94,7 +93,7 @@ def checks() -> dict[str, Check]:
 def run_checks(
     resolved: Resolved, tree: Tree, report: Report | None = None, areas: Sequence[str] | None = None
 ) -> Report:
-    """The report of settings that were read; a check that cannot be made is a finding of its own."""
+    """The report of these settings; a check that fails becomes a finding."""
     from posttrain.doctor.case import Case
     from posttrain.errors import UserError
 
@@ -113,14 +112,14 @@ def run_checks(
                 report.add([finding])
         except UserError as error:
             report.add([Finding(ERROR, area, str(error))])
-        except Exception as error:  # a library that stumbles over a file must not hide what the other checks see
+        except Exception as error:  # a library that fails on a file must not hide the other checks' findings
             what = f"This could not be looked at: {type(error).__name__}: {error}"
             report.add([Finding(WARNING, area, what, "", "look at the other findings first; a run may stop here too")])
     return report
 
 
 def _prepare(case: Any) -> None:
-    """The user's own module, and the embedded task where the run would use it."""
+    # Import the user's own module, and make the embedded task if the run would use it.
     if library := case.model.external_lib:
         from posttrain.external import import_external
 
@@ -148,12 +147,12 @@ def _embedded_file(case: Any, folder: Path, file: str) -> Path:
 
 
 def dry_run(resolved: Resolved) -> Report:
-    """For `trainer.dry_run=true`: prints the report instead of training, whatever voice the command has."""
+    """For `trainer.dry_run=true`: prints the report instead of training, whatever output mode the command has."""
     tree = next((tree for tree in COMMANDS.values() if isinstance(resolved.config, tree.root)), PPO)
     with redirect_stdout(sys.stderr), waiting("looking"):  # what libraries print is no part of the report
         report = run_checks(resolved, tree)
     console = active()
-    wants_json = console is not None and console.voice == JSON
+    wants_json = console is not None and console.mode == JSON
     out: Any = console.out if console else sys.stdout
-    print(report.to_json(), file=out) if wants_json else tell(report.text(), out)
+    print(report.to_json(), file=out) if wants_json else print_text(report.text(), out)
     return report

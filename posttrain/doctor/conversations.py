@@ -1,5 +1,5 @@
-"""Tools and agents: whether they can be had, whether rows name those that there are, and whether a response has room
-for the turns that it may take."""
+"""Tools and agents: whether they can be made, whether rows name existing ones, and whether a response has room for its
+turns."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from typing import Any
 
 import torch
 
-from posttrain.config.agent import agent_settings
 from posttrain.config.closest import closest
-from posttrain.config.turns import KEY, turn_settings
 from posttrain.conversations.chat import Setup
 from posttrain.conversations.formats.base import FORMATS
 from posttrain.conversations.loop import tool_arguments
 from posttrain.conversations.opening import check_agent_names, open_conversations
+from posttrain.conversations.settings import TURNS_KEY as KEY
+from posttrain.conversations.settings import agent_settings, turn_settings
 from posttrain.conversations.tools.base import Tool, ToolCall
 from posttrain.conversations.tools.registry import make_tools
 from posttrain.doctor.case import Case
-from posttrain.doctor.finding import ERROR, NOTE, WARNING, Finding
+from posttrain.doctor.report import ERROR, NOTE, WARNING, Finding
 from posttrain.errors import UserError
 
 AREA = "tools"
@@ -29,22 +29,25 @@ _ROLLOUT = "actor_rollout_ref.rollout"
 
 
 def check_tools(case: Case) -> Iterator[Finding]:
-    """Makes the tools, or finds the agent, as a run would; prompts are counted with what it gives (`Case.schemas`)."""
+    """Make the tools or find the agent as a run would; `Case.schemas` is counted in the lengths of prompts."""
     if not case.is_rl:
         return
     rollout = case.config.actor_rollout_ref.rollout
     key = f"{_ROLLOUT}.agent" if agent_settings(rollout.agent).enable else KEY
     try:
         with open_conversations(
-            case.config, case.tokenizer, torch.device("cpu"), say=lambda text: _said(case, text)
+            case.config,
+            case.tokenizer,
+            torch.device("cpu"),
+            say=lambda text: case.report.fact(AREA, text.removeprefix("note: ")),
         ) as turns:
             case.turns = turns
             case.schemas = list(turns.schemas) if turns else []
     except UserError as error:
-        if _enabled(case):  # without turns it is the tokenizer's own error, which its check says
+        if _has_turns(case):  # otherwise it is an error of the tokenizer, which another check reports
             yield Finding(ERROR, AREA, str(error), case.where(key))
         return
-    if not _enabled(case):
+    if not _has_turns(case):
         yield from _unused_tools(case)
     if turns and turns.schemas:
         case.report.fact(
@@ -58,18 +61,18 @@ def check_tools(case: Case) -> Iterator[Finding]:
 
 
 def check_named_in_rows(case: Case) -> Iterator[Finding]:
-    """Tools and agents that rows name: a run drops what is for tools that it does not have, without a word."""
+    """Tools and agents that rows name. A run silently ignores what rows hold for tools that it does not have."""
     if not case.is_rl:
         return
     rows = [item for data in case.datasets.values() for item in data]
     names = [(item["extra_info"] or {}).get("agent_name") for item in rows]
     where = case.where("data.train_files")
-    if case.turns is not None or not _enabled(case):  # otherwise what the rows name is not to blame
+    if case.turns is not None or not _has_turns(case):  # otherwise what the rows name is not to blame
         try:
             check_agent_names(case.turns, names)
         except UserError as error:
             yield Finding(ERROR, AREA, str(error), where)
-    if case.turns is None and not _enabled(case) and (count := names.count("tool_agent")):
+    if case.turns is None and not _has_turns(case) and (count := names.count("tool_agent")):
         what = (
             f"{count} of {len(rows)} rows name the agent tool_agent (column agent_name), but no tool would be called: "
         )
@@ -90,7 +93,7 @@ def check_named_in_rows(case: Case) -> Iterator[Finding]:
         yield Finding(WARNING if near else NOTE, AREA, what, where, do)
 
 
-def _enabled(case: Case) -> bool:
+def _has_turns(case: Case) -> bool:
     rollout = case.config.actor_rollout_ref.rollout
     return turn_settings(rollout.multi_turn).enable or agent_settings(rollout.agent).enable
 
@@ -109,12 +112,7 @@ def _unused_tools(case: Case) -> Iterator[Finding]:
         yield Finding(ERROR, AREA, str(error), case.where(KEY))
 
 
-def _said(case: Case, text: str) -> None:
-    case.report.fact(AREA, text.removeprefix("note: "))
-
-
 def _tokens(case: Case, **shown: Any) -> int:
-    """Of a short prompt, with what the template is shown."""
     options = {**case.config.data.apply_chat_template_kwargs, **shown}
     text = case.tokenizer.apply_chat_template([{"role": "user", "content": "?"}], tokenize=False, **options)
     return len(_ids(case, str(text)))
@@ -125,11 +123,12 @@ def _ids(case: Case, text: str) -> list[int]:
 
 
 def _room(case: Case, setup: Setup, tools: Sequence[Tool]) -> Iterator[Finding]:
-    """Turns share data.max_response_length with what tools answer: each call is written, and answered, within it."""
+    # All turns and tool results share data.max_response_length.
     settings = setup.settings
     limit, most = case.config.data.max_response_length, settings.max_assistant_turns
     call = min(len(_ids(case, _shortest_call(tool, settings.format))) for tool in tools)
-    frame = len(setup.template.ids([{"role": "tool", "content": ""}], _end_token(case)))
+    end = case.tokenizer.eos_token_id
+    frame = len(setup.template.ids([{"role": "tool", "content": ""}], end if isinstance(end, int) else -1))
     least = call + frame
     prose = json.dumps(case.schemas)
     full = least + math.ceil(settings.max_tool_response_length * len(_ids(case, prose)) / len(prose))
@@ -161,12 +160,6 @@ def _room(case: Case, setup: Setup, tools: Sequence[Tool]) -> Iterator[Finding]:
 
 
 def _shortest_call(tool: Tool, style: str) -> str:
-    """A call of this tool with as little as its schema allows, in the run's format."""
     function: Mapping[str, Any] = tool.schema["function"]
     required = (function.get("parameters") or {}).get("required") or []
     return FORMATS[style].write(ToolCall(function["name"], {name: "" for name in required}))
-
-
-def _end_token(case: Case) -> int:
-    found = case.tokenizer.eos_token_id
-    return found if isinstance(found, int) else -1

@@ -1,4 +1,4 @@
-"""`posttrain plan`: the memory plan as text, after the checks by which the run itself would be rejected."""
+"""`posttrain plan`: the memory plan as text, after the checks that the run itself makes."""
 
 from __future__ import annotations
 
@@ -8,30 +8,27 @@ from typing import Any
 
 from posttrain.algorithms import get_adv_estimator
 from posttrain.config import PPOConfig, Resolved, load_config
-from posttrain.config.base import Section
-from posttrain.config.environment import check_on_any_machine
+from posttrain.config.environment import check_environment
 from posttrain.config.parallel import workers_of
-from posttrain.config.ppo_tree import PPO
 from posttrain.config.problem import ConfigError
-from posttrain.config.schema import lookup
+from posttrain.config.schema import Section, lookup
 from posttrain.config.supervised_tree import command_tree
-from posttrain.config.train_engines import RL as RL_KEYS
-from posttrain.config.train_engines import SUPERVISED, train_engine
-from posttrain.config.tree import Tree
 from posttrain.engine.registry import EngineLayout, engine_class, layout_of
+from posttrain.engine.settings import RL as RL_KEYS
+from posttrain.engine.settings import SUPERVISED, train_engine
 from posttrain.errors import UserError, working_folder
 from posttrain.launch import resolve_arguments
-from posttrain.models import cut
+from posttrain.models import shards
 from posttrain.models.decoder import can_decode_fast
 from posttrain.models.loading import check_positions, positions_of
 from posttrain.planning.batch_sizes import check_group_size
 from posttrain.planning.budgets import apply_plan, planner_for
-from posttrain.planning.memory_plan import GIB, Device, Plan, Planner, find_device, shown
-from posttrain.planning.remedies import Remedy, find_remedies
+from posttrain.planning.memory_plan import GIB, Device, Plan, Planner, Remedy, find_device, find_remedies, shown
 from posttrain.planning.supervised import ROLE
+from posttrain.rollout.engine_kwargs import check_on_any_machine
 from posttrain.rollout.engines import check_engine_name
 from posttrain.rollout.native.build import check_can_cut
-from posttrain.tracking.terminal_text import tell
+from posttrain.tracking.terminal_text import print_text
 
 PARTS = ("weights", "gradients", "optimizer", "activations")
 ROWS = (
@@ -62,21 +59,14 @@ def main(args: Sequence[str]) -> int:
     _check_as_the_run_does(resolved, device, planner)
     chosen = apply_plan(config, device, resolved.explicit, planner)
     plan = planner.plan(config, device)
-    tell(report(config, plan, find_remedies(config, plan, planner), chosen))
-    if gpu_gb is None:
-        _tell_what_is_missing_here(resolved, tree or PPO)
+    print_text(report(config, plan, find_remedies(config, plan, planner), chosen))
+    # Without --gpu_gb the plan is for this machine, which may lack what the run needs.
+    if gpu_gb is None and (problems := check_environment(resolved, working_folder())):
+        print_text(f"On this machine the run is refused. {ConfigError(dict.fromkeys(problems))}")
     return 0 if plan.fits else 1
 
 
-def _tell_what_is_missing_here(resolved: Resolved, tree: Tree) -> None:
-    """A plan without a size is for this machine, which may lack what the run needs."""
-    problems = tree.environment(resolved, working_folder())
-    if problems:
-        tell(f"On this machine the run is refused. {ConfigError(dict.fromkeys(problems))}")
-
-
 def _gpu_size(args: Sequence[str]) -> tuple[list[str], float | None]:
-    """(the other arguments, GiB of `--gpu_gb`)."""
     rest, size = list(args), None
     for place, argument in enumerate(rest):
         name, equals, value = argument.partition("=")
@@ -94,13 +84,13 @@ def _gpu_size(args: Sequence[str]) -> tuple[list[str], float | None]:
 
 
 def _check_as_the_run_does(resolved: Resolved, device: Device, planner: Planner) -> None:
-    """Raise the error that the run itself would raise: a plan of a run that is rejected is of no use."""
+    # A plan for a run that would be rejected is of no use: raise the same error.
     config = resolved.config
     if not isinstance(config, PPOConfig):
         layout = layout_of(config, SUPERVISED, "model")
         planner.count(config, device, ROLE, partial(_check_model, config, layout, config.model.use_remove_padding))
         return
-    if problems := check_on_any_machine(resolved):
+    if problems := list(check_on_any_machine(resolved)):
         raise ConfigError(problems)
     check_engine_name(config.actor_rollout_ref.rollout.name)
     planner.count(config, device, "actor", _ActorChecks(config))
@@ -117,8 +107,7 @@ def _check_model(config: Any, layout: EngineLayout, packed: bool, module: Any) -
 
 
 class _ActorChecks:
-    """Checks of the actor's model by the settings of its engines; a class, so that the planner can keep its result."""
-
+    # A class and not a closure, so that the planner can cache its result.
     def __init__(self, config: PPOConfig) -> None:
         self.config = config
 
@@ -128,7 +117,7 @@ class _ActorChecks:
         _check_model(self.config, layout_of(self.config, RL_KEYS, "actor"), packed, module)
         if rollout.name == "native" and rollout.tensor_model_parallel_size > 1:
             check_can_cut(module, can_decode_fast(module), rollout.tensor_model_parallel_size)
-            cut.check_heads(module.config.get_text_config(), rollout.tensor_model_parallel_size)
+            shards.check_heads(module.config.get_text_config(), rollout.tensor_model_parallel_size)
         check_positions(positions_of(module), data.max_prompt_length + data.max_response_length)
 
 

@@ -1,6 +1,6 @@
 """The machine: device and memory, disk for checkpoints, the run directory, packages, ports, the model's files.
 
-An engine is installed after posttrain and brings the torch that it was built for; posttrain may not know that one.
+Rollout engines such as vLLM install the torch they were built for, which posttrain may not support.
 """
 
 from __future__ import annotations
@@ -15,17 +15,16 @@ from pathlib import Path
 from typing import Any
 
 from posttrain import cores
-from posttrain.config.engine_kwargs import OUTSIDE
-from posttrain.config.loggers import missing_packages
+from posttrain.config.environment import missing_packages
 from posttrain.config.parallel import rollout_workers_of, workers_of
 from posttrain.doctor.case import Case
-from posttrain.doctor.finding import ERROR, NOTE, WARNING, Finding
+from posttrain.doctor.report import ERROR, NOTE, WARNING, Finding
 from posttrain.errors import UserError
 from posttrain.planning.budgets import apply_plan
 from posttrain.planning.counting import ModelBytes
-from posttrain.planning.memory_plan import shown
-from posttrain.planning.remedies import find_remedies
+from posttrain.planning.memory_plan import find_remedies, shown
 from posttrain.planning.supervised import ROLE
+from posttrain.rollout.engine_kwargs import OUTSIDE
 from posttrain.tracking.rundir import RunDirectory
 from posttrain.tracking.status import read_status
 
@@ -38,7 +37,8 @@ def check_resources(case: Case) -> Iterator[Finding]:
     _versions(case)
     yield from check_packages(case)
     yield from _run_directory(case)
-    yield from _loggers(case)
+    for problem in missing_packages(case.resolved):  # of loggers
+        yield Finding.of(problem, AREA, WARNING)
     yield from _weights(case)
     yield from _disk(case)
     yield from _ports(case)
@@ -69,11 +69,6 @@ def _versions(case: Case) -> None:
     case.report.fact(AREA, f"{', '.join(found)}.", f"The run would be on {case.device.words}.")
 
 
-def _loggers(case: Case) -> Iterator[Finding]:
-    for problem in missing_packages(case.resolved):
-        yield Finding.of(problem, AREA, WARNING)
-
-
 def _run_directory(case: Case) -> Iterator[Finding]:
     trainer = case.config.trainer
     if trainer.experiment_name is None:
@@ -83,26 +78,25 @@ def _run_directory(case: Case) -> Iterator[Finding]:
         case.report.fact(AREA, f"It would be written to {run.path}.")
         return
     status = read_status(run.path)
-    stands = f"{status.get('status', 'begun')} at step {status.get('step', 0)}"
+    run_state = f"{status.get('status', 'begun')} at step {status.get('step', 0)}"
     if trainer.resume_mode == "disable":
-        what = f"{run.path} holds a run already ({stands}), and trainer.resume_mode=disable refuses to touch it."
+        what = f"{run.path} holds a run already ({run_state}), and trainer.resume_mode=disable refuses to touch it."
         do = "choose another trainer.experiment_name, or trainer.resume_mode=auto to continue it"
         yield Finding(ERROR, AREA, what, case.where("trainer.resume_mode"), do)
         return
-    case.report.fact(AREA, f"{run.path} holds a run already ({stands}): it would be continued.")
+    case.report.fact(AREA, f"{run.path} holds a run already ({run_state}): it would be continued.")
     for key, old, new in run.changed_settings(case.resolved.config.to_dict()):
         yield Finding(NOTE, AREA, f"Changed since that run was started: {key} was {old}, is now {new}.")
 
 
 def _bytes_saved(case: Case) -> int:
-    """Of one checkpoint: weights and optimizer state of what is trained."""
     roles = ["actor" if case.is_rl else ROLE]
     if case.is_rl:
         from posttrain.algorithms import get_adv_estimator
 
         roles += ["critic"] * get_adv_estimator(case.config.algorithm.adv_estimator).needs_critic
     held = [case.planner.count(case.config, case.device, role, ModelBytes.of) for role in roles]
-    if case.model.lora_rank > 0:  # adapters alone are saved
+    if case.model.lora_rank > 0:  # only adapters are saved
         return sum(one.optimizer * 2 for one in held)
     return sum(one.weights + one.optimizer for one in held)
 
@@ -121,7 +115,7 @@ def _disk(case: Case) -> Iterator[Finding]:
 
 
 def _ports(case: Case) -> Iterator[Finding]:
-    """Several workers meet on a port that the system chooses; all that is needed is that it gives one."""
+    # Workers meet on a port that the system chooses, so any free one will do.
     workers = workers_of(case.config) + rollout_workers_of(case.config)
     if workers == 1:
         case.report.fact(AREA, "One worker: no port and no Ray is needed.")
@@ -136,7 +130,7 @@ def _ports(case: Case) -> Iterator[Finding]:
 
 
 def _weights(case: Case) -> Iterator[Finding]:
-    """Whether the folder's files name every weight that the model's code wants; contents are not read."""
+    # Compares names only: the headers of the files are read, not the weights.
     folder = case.model_folder
     if folder is None or case.is_pairs or case.model.allow_other_weights:
         return
@@ -153,7 +147,7 @@ def _weights(case: Case) -> Iterator[Finding]:
 
 
 def _weight_names(model: Any) -> frozenset[str]:
-    """As a folder stores them: weights that are tied to another need not be there."""
+    # Tied weights need not be stored.
     tied = set(getattr(model, "_tied_weights_keys", None) or [])
     names = {name for name, _ in model.named_parameters()}
     if getattr(model.config, "tie_word_embeddings", False):
@@ -162,7 +156,7 @@ def _weight_names(model: Any) -> frozenset[str]:
 
 
 def _stored_names(folder: Path) -> set[str]:
-    """Names in the headers of safetensors files; empty where there are none, or the layout is another."""
+    # A safetensors file starts with the length of its JSON header. Empty if any file has another layout.
     names: set[str] = set()
     for path in folder.glob("*.safetensors"):
         try:
@@ -184,7 +178,6 @@ def check_packages(case: Case) -> Iterator[Finding]:
 
 
 def _engines(case: Case) -> Iterator[Finding]:
-    """Those that are installed, whether one of them generates or not."""
     if not case.is_rl:
         return
     chosen = case.config.actor_rollout_ref.rollout.name
@@ -199,7 +192,9 @@ def _engines(case: Case) -> Iterator[Finding]:
             yield Finding(NOTE, AREA, f"{found} was not tried with posttrain; {tried}.", WHERE, do)
         if chosen == name and (need := _torch_of(found)) is not None and not _is_met(need):
             what = f"{found} wants {need.name}{need.specifier}, and torch {_version('torch')} is installed."
-            yield Finding(WARNING, AREA, what, WHERE, f"pip install '{need.name}{need.specifier}'; {_apart(name)}")
+            yield Finding(
+                WARNING, AREA, what, WHERE, f"pip install '{need.name}{need.specifier}'; {_environment_advice(name)}"
+            )
 
 
 def installed_engines() -> dict[str, str]:
@@ -208,41 +203,38 @@ def installed_engines() -> dict[str, str]:
     return {name: version for name, version in found.items() if version is not None}
 
 
-def _apart(package: str) -> str:
+def _environment_advice(package: str) -> str:
     engine = next(engine for engine in OUTSIDE.values() if package in (engine.name, *engine.packages))
     return f"an environment of its own is best for an engine: {engine.how_to_install}"
 
 
 def _wrong_versions() -> Iterator[Finding]:
-    """Packages that posttrain was not made for, by its own requirements."""
     for need in _requirements("posttrain"):  # none where it runs from a folder, and is not installed
         there, wanted = _version(need.name), f"{need.name}{need.specifier}"
         if there is None:
             yield Finding(WARNING, AREA, f"{need.name} is not installed ({wanted}).", WHERE, f"pip install '{wanted}'")
         elif not _is_met(need):
             what, do = f"{need.name} {there} is installed, {wanted} is needed", f"pip install '{wanted}'"
-            if need.name == "torch" and (by := _brought_by()):
+            if need.name == "torch" and (by := _engines_wanting_torch()):
                 what, do = (
                     f"{what}: {by} brought it",
-                    f"{do}, behind which {by} may not start; {_apart(by.partition(' ')[0])}",
+                    f"{do}, behind which {by} may not start; {_environment_advice(by.partition(' ')[0])}",
                 )
             yield Finding(WARNING, AREA, f"{what}.", WHERE, do)
 
 
-def _brought_by() -> str:
-    """The engines that want the torch that is there."""
+def _engines_wanting_torch() -> str:
+    # Engines whose requirements the installed torch meets: they probably installed it.
     wants = {found: _torch_of(found) for found in installed_engines().values()}
     return " and ".join(found for found, need in wants.items() if need is not None and _is_met(need))
 
 
 def _torch_of(found: str) -> Any:
-    """What a package wants of torch; None if that is not known."""
     needs = [need for need in _requirements(found.partition(" ")[0]) if need.name == "torch" and need.specifier]
     return needs[0] if needs else None
 
 
 def _requirements(package: str) -> Iterator[Any]:
-    """Those that hold here, without extras."""
     from packaging.requirements import InvalidRequirement, Requirement
 
     try:
@@ -259,8 +251,8 @@ def _requirements(package: str) -> Iterator[Any]:
 
 
 def _is_met(need: Any) -> bool:
-    """As pip sees it: where a build is asked for by name (`2.11.0+cpu`), another of that version is not it, and vLLM's
-    compiled parts may lack symbols with it."""
+    # A requirement of one build (`2.11.0+cpu`) is not met by another build of that version: vLLM's compiled parts may
+    # lack symbols with it.
     there = _version(need.name)
     return there is not None and need.specifier.contains(there, prereleases=True)
 

@@ -1,4 +1,4 @@
-"""The reward on real rows: right answers above wrong ones, the same twice, in time, without exceptions."""
+"""The reward on real rows: right answers score above wrong ones, reproducibly, in time, without exceptions."""
 
 from __future__ import annotations
 
@@ -7,28 +7,26 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from posttrain.doctor.case import Case
-from posttrain.doctor.finding import ERROR, NOTE, WARNING, Finding
+from posttrain.doctor.report import ERROR, NOTE, WARNING, Finding
 from posttrain.errors import UserError
-from posttrain.rewards.findings import EMPTY, Findings, timing
-from posttrain.rewards.functions import asks_sources, named_sources
+from posttrain.rewards.combined import asks_sources, named_sources
 from posttrain.rewards.loading import resolve_reward
 from posttrain.rewards.pool import pool_size
-from posttrain.rewards.programs import check_programs, code_settings
 from posttrain.rewards.scorers import check_sources
+from posttrain.rewards.scorers.code import check_programs, code_settings
+from posttrain.rewards.try_report import EMPTY, Findings, timing
 from posttrain.rewards.tryout import ANSWER, TRUTH, examine
 from posttrain.rewards.types import RewardSpec
 
 AREA = "reward"
-ROWS = 24
-"""Rows that are tried; each is asked about a dozen times."""
+ROWS = 24  # rows that are tried; each is asked about a dozen times
 PATIENCE_S = 20.0
-SLOW_STEP_S = 30.0
-"""Seconds of scoring in a step from which it is worth a look."""
+SLOW_STEP_S = 30.0  # seconds of scoring in a step from which it is worth a look
+# A reward is pure chance if more than RANDOM of the responses score differently the second time, and fewer than
+# TOLD_APART of the rows have the right answer above a wrong one (dice reach that for 24 rows once in a hundred times).
 RANDOM, TOLD_APART = 0.25, 0.75
-"""A reward is nothing but chance if more than this share of responses score differently the second time, and fewer than
-this share of rows have the right answer above a wrong one (of 24 rows, dice reach that once in a hundred times)."""
+# Spelling of `posttrain reward try` -> text in prompts that ask for it.
 MARKS = {"\\boxed{}": "boxed", "####": "####", "<answer>": "<answer>"}
-"""Spelling of `posttrain reward try` -> what a prompt that asks for it holds."""
 
 
 def check_reward(case: Case) -> Iterator[Finding]:
@@ -49,7 +47,7 @@ def check_reward(case: Case) -> Iterator[Finding]:
     items = list(case.datasets.get("train", []))
     if not items:
         return
-    yield from _tried(
+    yield from _try_reward(
         case, spec, [items[place * len(items) // min(ROWS, len(items))] for place in range(min(ROWS, len(items)))]
     )
 
@@ -65,7 +63,7 @@ def _sources(case: Case, spec: RewardSpec) -> Iterator[Finding]:
         yield Finding(NOTE, AREA, note)
 
 
-def _tried(case: Case, spec: RewardSpec, items: Sequence[Any]) -> Iterator[Finding]:
+def _try_reward(case: Case, spec: RewardSpec, items: Sequence[Any]) -> Iterator[Finding]:
     limits, where = case.config.reward, spec.label
     columns = {"data_source": "data_source", "ground_truth": "ground_truth", "extra_info": "extra_info"}
     columns["prompt"] = "raw_prompt"
@@ -83,10 +81,10 @@ def _tried(case: Case, spec: RewardSpec, items: Sequence[Any]) -> Iterator[Findi
     yield from _failures(found, where, limits.timeout_s)
     if found.best and not found.errors:
         best = sum(found.best) / len(found.best)
-        told = sum(gap > 0 for gap in found.told_apart)
+        told = sum(gap > 0 for gap in found.score_gaps)
         case.report.fact(
             AREA,
-            f"{len(found.best)} rows tried: truths score {best:.3g} on average; in {told} of {len(found.told_apart)} "
+            f"{len(found.best)} rows tried: truths score {best:.3g} on average; in {told} of {len(found.score_gaps)} "
             "rows the truth scores above another row's truth.",
         )
     if found.flaky:
@@ -100,16 +98,16 @@ def _tried(case: Case, spec: RewardSpec, items: Sequence[Any]) -> Iterator[Findi
 
 
 def _random(found: Findings, where: str) -> Finding:
-    """What such a reward says of right and wrong is chance, so that nothing else is said of it."""
+    # Its scores of right and wrong answers are chance, so no other finding is reported.
     row, form, first, second = found.flaky[0]
     asked = sum(len(scores) for scores in found.by_form.values())
-    above = sum(gap > 0 for gap in found.told_apart)
+    above = sum(gap > 0 for gap in found.score_gaps)
     what = f"The reward is random: the same response scores {first:g} at first and {second:g} when it is scored again "
     what += f"(row {row}, {form}; so do {len(found.flaky)} of {asked} responses)."
     level = WARNING
-    if len(found.flaky) > RANDOM * asked and above < TOLD_APART * len(found.told_apart):
+    if len(found.flaky) > RANDOM * asked and above < TOLD_APART * len(found.score_gaps):
         level = ERROR
-        what += f" Right answers score above wrong ones in {above} of {len(found.told_apart)} rows: nothing to learn."
+        what += f" Right answers score above wrong ones in {above} of {len(found.score_gaps)} rows: nothing to learn."
     do = "let it depend on its arguments alone (no random numbers, no clock, no state that calls share)"
     return Finding(level, AREA, what, where, do)
 
@@ -133,14 +131,13 @@ def _failures(found: Findings, where: str, timeout_s: float) -> Iterator[Finding
 
 
 def _judgement(found: Findings, where: str) -> Iterator[Finding]:
-    """Whether right answers score high and wrong ones low."""
-    if not found.told_apart:
+    if not found.score_gaps:
         return
-    above, below = sum(gap > 0 for gap in found.told_apart), sum(gap < 0 for gap in found.told_apart)
-    if above >= 0.5 * len(found.told_apart):
+    above, below = sum(gap > 0 for gap in found.score_gaps), sum(gap < 0 for gap in found.score_gaps)
+    if above >= 0.5 * len(found.score_gaps):
         return
     best = sum(found.best) / len(found.best)
-    rows = len(found.told_apart)
+    rows = len(found.score_gaps)
     if below > above:
         what = f"A wrong answer scores above the right one in {below} of {rows} rows (the truth of another row as the "
         what += "response): right and wrong seem exchanged."
@@ -157,7 +154,7 @@ def _judgement(found: Findings, where: str) -> Iterator[Finding]:
 
 
 def _loopholes(found: Findings, where: str) -> Iterator[Finding]:
-    """Responses that know nothing and earn what the right answer does."""
+    # Responses without knowledge that score as high as the right answer.
     for words in found.loopholes():
         what = f"{words}: a model would learn that instead of the task."
         do = "let the reward read one answer (the last number, what stands in \\boxed{}) and compare that alone, "
@@ -166,10 +163,8 @@ def _loopholes(found: Findings, where: str) -> Iterator[Finding]:
 
 
 def _marks(found: Findings, where: str, items: Sequence[Any]) -> Iterator[Finding]:
-    """A form that the reward wants and no prompt asks for."""
-    means: dict[
-        str, float
-    ] = {}  # by spelling, of the truth or, where that scores more, of the answer that it ends with
+    # By spelling: of the truth or, if that scores higher, of the answer at its end.
+    means: dict[str, float] = {}
     for form, scores in found.by_form.items():
         whose, _, name = form.partition(", ")
         if whose in (TRUTH, ANSWER):
@@ -188,7 +183,6 @@ def _marks(found: Findings, where: str, items: Sequence[Any]) -> Iterator[Findin
 
 
 def _pace(case: Case, where: str) -> Iterator[Finding]:
-    """How long the run's own steps would be scored, by its batch and its workers."""
     seconds, workers = case.scoring_s, pool_size(case.config.reward.num_workers)
     words = f"The {case.responses} responses of a step would be scored in about {seconds:.2g} s by {workers} "
     words += f"worker{'s' * (workers != 1)}"

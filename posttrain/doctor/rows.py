@@ -1,7 +1,7 @@
-"""The data on real rows: columns, lengths against limits, what would be dropped, repeated and contradicting rows.
+"""The data on real rows: columns, lengths against limits, dropped, repeated and contradicting rows.
 
-Prompts that say too much or in another form than was meant: messages as text, a template before the template, the
-reference answer inside, one reference answer for all rows.
+Also prompts in a wrong form: messages as text, a template applied before, the reference answer inside the prompt, or
+one reference answer for all rows.
 """
 
 from __future__ import annotations
@@ -15,28 +15,26 @@ from typing import Any
 from posttrain.config.data import HELD_OUT
 from posttrain.config.schema import lookup
 from posttrain.data.chat import TemplateError
-from posttrain.data.dataset import PromptDataset
+from posttrain.data.dataset import PromptDataset, describe_held_out, hold_out
 from posttrain.data.fields import is_missing
-from posttrain.data.held_out import held_out_words, hold_out
 from posttrain.data.pairs import PairDataset
 from posttrain.data.rows import RowTable, read_table
 from posttrain.data.supervised import SFTDataset
 from posttrain.doctor import template
 from posttrain.doctor.case import SPLITS, Case
 from posttrain.doctor.conversations import check_named_in_rows
-from posttrain.doctor.finding import ERROR, NOTE, WARNING, Finding
+from posttrain.doctor.report import ERROR, NOTE, WARNING, Finding
 from posttrain.errors import UserError
 
 AREA = "data"
-LOOKED_AT = 5_000
-"""Rows of a split that are tokenized; of larger files as many, evenly spread."""
+LOOKED_AT = 5_000  # rows of a split that are tokenized, evenly spread over larger files
 MANY_DROPPED = 0.1
 FEW_DISTINCT = 0.8
 Row = dict[str, Any]
 
 
 def check_rows(case: Case) -> Iterator[Finding]:
-    """Reads the files, and gives what is wrong with their rows."""
+    """Read the files and check their rows."""
     held_out: RowTable | None = None
     for split in SPLITS:
         data = case.config.data
@@ -52,35 +50,36 @@ def check_rows(case: Case) -> Iterator[Finding]:
         if split == "train" and data.val_files == HELD_OUT:
             batch = data.train_batch_size if "data.train_batch_size" in case.resolved.explicit else 1
             table, held_out = hold_out(table, data.prompt_key, most=data.val_max_samples, batch=batch)
-            yield Finding(NOTE, AREA, held_out_words(len(table), len(held_out or ())))
+            yield Finding(NOTE, AREA, describe_held_out(len(table), len(held_out or ())))
         case.rows[split] = table.rows
         yield from _tokenized(case, split, table)
         yield from _prompts(case, split)
         if case.is_pairs:
             yield from _pairs(case, split)
-    yield from _repeated(case)
-    yield from _shared(case)
+    yield from _find_repeats(case)
+    yield from _find_overlap(case)
     yield from check_named_in_rows(case)
 
 
 def _tokenized(case: Case, split: str, table: RowTable) -> Iterator[Finding]:
-    """The rows as training would have them; lengths, and what would be dropped."""
     kinds = {"sft_trainer": SFTDataset, "reward_model_trainer": PairDataset}
     make: Callable[..., Any] = kinds.get(case.tree.main, PromptDataset)
-    looked = _spread(table, LOOKED_AT)
+    sample = _sample_rows(table, LOOKED_AT)
     try:
         shown = {"tools": case.schemas} if case.is_rl else {}
-        data = make(looked, case.tokenizer, case.config.data, split=split, **shown)
+        data = make(sample, case.tokenizer, case.config.data, split=split, **shown)
     except UserError as error:
         if isinstance(error, TemplateError) and template.refuses_all(case):
-            yield Finding(ERROR, template.AREA, str(error), template.place(case), "mend it, or take another tokenizer")
+            yield Finding(
+                ERROR, template.AREA, str(error), template.template_name(case), "mend it, or take another tokenizer"
+            )
         else:
             yield Finding(ERROR, AREA, str(error), case.where(f"data.{split}_files"))
         return
-    share = len(data) / len(looked)
+    share = len(data) / len(sample)
     case.counts[split] = int(share * len(table))
     case.datasets[split] = data
-    case.report.fact(AREA, _length_words(case, split, data, table, looked))
+    case.report.fact(AREA, _length_words(case, split, data, table, sample))
     for note in data.notes:
         yield Finding(NOTE, AREA, note)
     if share < 1 - MANY_DROPPED:
@@ -91,7 +90,7 @@ def _tokenized(case: Case, split: str, table: RowTable) -> Iterator[Finding]:
         yield Finding(WARNING, AREA, what, case.where(f"data.{limit}"), do)
 
 
-def _spread(table: RowTable, most: int) -> RowTable:
+def _sample_rows(table: RowTable, most: int) -> RowTable:
     if len(table) <= most:
         return table
     at = [place * len(table) // most for place in range(most)]
@@ -100,15 +99,15 @@ def _spread(table: RowTable, most: int) -> RowTable:
     )
 
 
-def _length_words(case: Case, split: str, data: Any, table: RowTable, looked: RowTable) -> str:
+def _length_words(case: Case, split: str, data: Any, table: RowTable, sample: RowTable) -> str:
     lengths = sorted(_lengths(data))
     limit = case.config.data.max_prompt_length if case.is_rl else case.config.data.max_length
-    seen = f" ({len(looked):,} of them looked at)" if len(looked) < len(table) else ""
-    columns = ", ".join(dict.fromkeys(name for row in looked.rows[:50] for name in row))
+    seen = f" ({len(sample):,} of them looked at)" if len(sample) < len(table) else ""
+    columns = ", ".join(dict.fromkeys(name for row in sample.rows[:50] for name in row))
     what = {"sft_trainer": "rows", "reward_model_trainer": "pairs"}.get(case.tree.main, "prompts")
     return (
         f"{split}: {len(table):,} rows{seen} with {columns}; {what} of {lengths[0]} to {lengths[-1]} tokens, half of "
-        f"them below {lengths[len(lengths) // 2] + 1} (limit {limit}); {len(looked) - len(lengths)} would be left out."
+        f"them below {lengths[len(lengths) // 2] + 1} (limit {limit}); {len(sample) - len(lengths)} would be left out."
     )
 
 
@@ -119,7 +118,6 @@ def _lengths(data: Any) -> list[int]:
 
 
 def _prompts(case: Case, split: str) -> Iterator[Finding]:
-    """Blank prompts, prompts that end with an answer, truths that are missing or cannot fit."""
     rows, where = case.rows[split], case.where(f"data.{split}_files")
     prompts = [row.get(case.config.data.prompt_key) for row in rows]
     blank = [i for i, prompt in enumerate(prompts) if isinstance(prompt, str) and prompt and not prompt.strip()]
@@ -138,9 +136,8 @@ def _prompts(case: Case, split: str) -> Iterator[Finding]:
 
 
 def _truths(case: Case, split: str, where: str) -> Iterator[Finding]:
-    from posttrain.rewards.answers import is_prose
-    from posttrain.rewards.programs import is_code
-    from posttrain.rewards.read_answer import read_answer
+    from posttrain.rewards.answers import is_prose, read_answer
+    from posttrain.rewards.scorers import is_code
 
     if split not in case.datasets:
         return
@@ -157,7 +154,7 @@ def _truths(case: Case, split: str, where: str) -> Iterator[Finding]:
         if isinstance(truth, str | int | float) and not is_code(source) and len(str(truth)) > limit:
             answer = read_answer(source, str(truth)) or str(truth)
             if own_reward and answer == truth and is_prose(answer):
-                continue  # a solution that a judge compares with: no response has to hold it
+                continue  # a judge compares with this solution; no response has to contain it
             if len(case.tokenizer(answer, add_special_tokens=False)["input_ids"]) > limit:
                 long.append(item)
     if len(long) > 0.05 * len(items) or _no_room(case, items, limit):
@@ -168,7 +165,7 @@ def _truths(case: Case, split: str, where: str) -> Iterator[Finding]:
 
 
 def _no_room(case: Case, items: Sequence[Any], limit: int) -> bool:
-    """Whether most truths fit only without the end token that must follow them."""
+    # Most truths fit only without the end token that must follow.
     if limit > 4:
         return False
     truths = [str(item["ground_truth"]) for item in items if item["ground_truth"] is not None]
@@ -190,8 +187,7 @@ def _pairs(case: Case, split: str) -> Iterator[Finding]:
         yield Finding(WARNING, AREA, what, where, "keep the order that is right")
 
 
-def _repeated(case: Case) -> Iterator[Finding]:
-    """The same rows many times; one prompt with several truths."""
+def _find_repeats(case: Case) -> Iterator[Finding]:
     if case.is_pairs:
         return
     keyed = [(_question_key(case, row), _key(_target(case, row))) for row in case.rows.get("train", [])]
@@ -207,17 +203,18 @@ def _repeated(case: Case) -> Iterator[Finding]:
     truths: dict[str, set[str]] = {}
     for prompt, truth in whole:
         truths.setdefault(prompt, set()).add(truth)
-    torn = [prompt for prompt, several in truths.items() if len(several) > 1]
-    if torn and case.is_rl:
-        what = f"{len(torn)} training prompts occur with different truths (for example {torn[0][:60]}): what is right "
-        what += "for one row is wrong for the other."
+    ambiguous = [prompt for prompt, several in truths.items() if len(several) > 1]
+    if ambiguous and case.is_rl:
+        what = (
+            f"{len(ambiguous)} training prompts occur with different truths (for example {ambiguous[0][:60]}): what is "
+        )
+        what += "right for one row is wrong for the other."
         yield Finding(
             WARNING, AREA, what, where, "keep the right truth of each, or list all accepted ones as its truth"
         )
 
 
-def _shared(case: Case) -> Iterator[Finding]:
-    """Validation rows among the training rows."""
+def _find_overlap(case: Case) -> Iterator[Finding]:
     seen = {_question_key(case, row) for row in case.rows.get("train", [])} - {None}
     val = case.rows.get("val", [])
     shared = sum(_question_key(case, row) in seen for row in val)
@@ -229,7 +226,7 @@ def _shared(case: Case) -> Iterator[Finding]:
 
 
 def _prompt_key(case: Case, row: Row) -> str | None:
-    """A text that is the same for the same prompts; None where the row has none, which is told elsewhere."""
+    # None if the row has no prompt, which another check reports.
     data = case.config.data
     value = row.get(data.prompt_key)
     if value is None and hasattr(data, "multiturn"):
@@ -244,7 +241,7 @@ def _prompt_key(case: Case, row: Row) -> str | None:
 
 
 def _question_key(case: Case, row: Row) -> str | None:
-    """The same for the same prompts with the same things for their tools: what is right may depend on both."""
+    # Includes what the row gives to tools: the right answer may depend on it.
     prompt, info = _prompt_key(case, row), row.get("extra_info")
     for_tools = info.get("tools_kwargs") if isinstance(info, dict) else None
     return f"{prompt} {_key(for_tools)}" if prompt is not None and for_tools else prompt
@@ -259,7 +256,6 @@ def _target(case: Case, row: Row) -> Any:
 
 
 def _key(value: Any) -> str:
-    """A text that is the same for the same values."""
     return " ".join(value.split()) if isinstance(value, str) else json.dumps(value, sort_keys=True, default=str)
 
 
@@ -267,16 +263,15 @@ def _role(message: Any) -> str | None:
     return message.get("role") if isinstance(message, dict) else None
 
 
+# How the chat templates of well-known model families begin a turn.
 MARKERS = ("<|im_start|>", "<|start_header_id|>", "<start_of_turn>", "[INST]", "<|user|>", "<|assistant|>", "<|turn>")
-"""With which the chat templates of well-known families begin a turn."""
+# Characters at the end of a prompt, where an appended truth is, and seldom one that is part of a quoted text.
 END = 40
-"""Characters at the end of a prompt: a truth that was appended stands there, one of a quoted text seldom does."""
-ENOUGH = 10
-"""Rows from which one truth for all of them is no chance."""
+ENOUGH = 10  # with so many rows, one truth for all is no coincidence
 
 
 def check_prompts(case: Case, split: str, prompts: Sequence[Any], where: str) -> Iterator[Finding]:
-    """`prompts` as they stand in the file."""
+    """`prompts` as in the file."""
     texts = [_last_text(prompt) for prompt in prompts]
     if spelled := sum(isinstance(prompt, str) and _is_messages(prompt) for prompt in prompts):
         what = f"{spelled} of {len(prompts)} {split} prompts are messages written down as text: the model would "
@@ -317,7 +312,6 @@ def _ends_with(text: str, truth: str) -> bool:
 
 
 def _last_text(prompt: Any) -> str:
-    """What the last turn says; of a plain prompt, all of it."""
     if isinstance(prompt, list) and prompt:
         prompt = prompt[-1].get("content") if isinstance(prompt[-1], dict) else prompt[-1]
     return prompt if isinstance(prompt, str) else ""

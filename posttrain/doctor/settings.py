@@ -1,6 +1,6 @@
-"""Settings that can be run and are hardly meant: learning rates far off, sampling without variety, idle settings.
+"""Settings that run but are probably mistakes: extreme learning rates, sampling without variety, idle settings.
 
-What cannot be run at all is found when the configuration is read (`config/check.py`, `config/environment.py`).
+Settings that cannot run are rejected when the configuration is read (`config/check.py`, `config/environment.py`).
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from posttrain.algorithms import get_adv_estimator
-from posttrain.config.loggers import missing_notes
+from posttrain.config.environment import missing_notes
 from posttrain.doctor.case import Case
-from posttrain.doctor.finding import ERROR, NOTE, WARNING, Finding
+from posttrain.doctor.report import ERROR, NOTE, WARNING, Finding
 
 AREA = "configuration"
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
@@ -19,33 +19,27 @@ _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 
 @dataclass(frozen=True)
 class Rates:
-    """Learning rates beyond which runs are known to fall apart; small models bear more."""
+    """Learning rates above which runs are known to diverge; small models tolerate more."""
 
-    above: int
-    """Parameters from which the row counts."""
+    above: int  # for models with at least so many parameters
     rl: float
     supervised: float
 
 
 HIGHEST = (Rates(100_000_000, 5e-5, 5e-4), Rates(10_000_000, 5e-4, 3e-3), Rates(0, 5e-3, 2e-2))
-LORA_BEARS = 20.0
-"""Adapters are trained with rates that are higher by up to this factor."""
+LORA_BEARS = 20.0  # adapters tolerate rates that are higher by up to this factor
+# Adapters hardly move at these rates, which are those for training all weights, and a little more.
 LORA_RL, LORA_SUPERVISED = 2e-6, 5e-6
-"""Learning rates up to which adapters hardly move: what all weights are trained with, and a little more."""
-LOWEST = 1e-9
-"""Below this bfloat16 and float32 weights do not change in a run's time."""
+LOWEST = 1e-9  # below this bfloat16 and float32 weights do not change in a run's time
 _WITH_HEAD = ("CausalLM", "LMHead", "ConditionalGeneration")
-HEAVY_KL = 1.0
-"""With a coefficient above this the KL term outweighs any reward."""
+HEAVY_KL = 1.0  # with a coefficient above this the KL term outweighs any reward
 FEWEST_CHOICES = 2
-COLDEST = 0.2
-"""Temperature up to which most responses to a prompt are alike."""
-HOTTEST = 2.0
-"""Temperature from which text falls apart."""
+COLDEST = 0.2  # temperature up to which most responses to a prompt are alike
+HOTTEST = 2.0  # temperature from which text falls apart
 
 
 def check_settings(case: Case) -> Iterator[Finding]:
-    """Everything that the settings alone tell."""
+    """What can be checked without data."""
     idle = case.tree.idle(case.resolved.config, case.resolved.explicit)
     for sentence in idle:
         yield Finding(WARNING, AREA, sentence, "", "leave the setting out, or change what makes it idle")
@@ -62,7 +56,7 @@ def check_settings(case: Case) -> Iterator[Finding]:
 
 
 def _architecture(case: Case) -> Iterator[Finding]:
-    """A model without a head for the next token: an encoder, or a body that was saved alone."""
+    # An encoder, or a decoder that was saved without its head.
     named = getattr(case.model_config, "architectures", None) or []
     if case.is_pairs or not named or any(part in name for name in named for part in _WITH_HEAD):
         return

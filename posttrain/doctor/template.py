@@ -1,4 +1,4 @@
-"""The chat template: it asks the model to answer, ends turns with a token that ends responses, and is stable."""
+"""The chat template: has a generation prompt, ends turns with an end token, and gives the same text every time."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ from typing import Any
 
 from posttrain.data.chat import ignored_template_settings
 from posttrain.doctor.case import Case
-from posttrain.doctor.finding import ERROR, NOTE, WARNING, Finding
+from posttrain.doctor.report import ERROR, NOTE, WARNING, Finding
 from posttrain.errors import UserError
 from posttrain.models.loading import end_token_ids
 
 AREA = "template"
 _CLOCK = re.compile(r"strftime_now\(\s*['\"](.+?)['\"]\s*\)")
-_WORD = "Xyzzy"
-"""An answer that no template writes by itself."""
+_WORD = "Xyzzy"  # an answer that no template contains
 
 
 def check_template(case: Case) -> Iterator[Finding]:
@@ -30,31 +29,33 @@ def check_template(case: Case) -> Iterator[Finding]:
         case.report.fact(AREA, "The tokenizer has no chat template: prompts are used as they are.")
         yield from _ends(case, tokenizer, None)
         return
-    where = place(case)
+    where = template_name(case)
     yield from _generation_prompt(case, where)
-    yield from _unheard(case, where)
+    data = case.config.data
+    for what in ignored_template_settings(tokenizer, data.system_prompt, data.apply_chat_template_kwargs):
+        yield Finding(WARNING, AREA, what, where, "take the setting out, or take a template that reads it")
     yield from _clock(case, where)
     yield from _ends(case, tokenizer, where)
     yield from _prefix(case, where)
 
 
-def place(case: Case) -> str:
+def template_name(case: Case) -> str:
     return f"the chat template of {case.model.tokenizer_path or case.model.path}"
 
 
 def _render(case: Case, *turns: str, generation: bool = False) -> str | None:
-    """The template's text of turns that alternate between user and assistant; None where it refuses them."""
+    # Turns alternate between user and assistant; None if the template rejects them.
     roles = ("user", "assistant")
     messages = [{"role": roles[place % 2], "content": text} for place, text in enumerate(turns)]
     options = {**case.config.data.apply_chat_template_kwargs, "add_generation_prompt": generation}
     try:
         return str(case.tokenizer.apply_chat_template(messages, tokenize=False, **options))
-    except Exception:  # templates raise errors of their own making; on real prompts the check of the data says them
+    except Exception:  # templates raise any error; for real prompts the check of the data reports it
         return None
 
 
 def refuses_all(case: Case) -> bool:
-    """Whether the template fails on the plainest prompt there is: what it says of a row is its own fault."""
+    """Whether the template fails on the simplest prompt, so that its error on a row is its own fault."""
     return _render(case, "1 + 1 = ?", generation=True) is None
 
 
@@ -73,12 +74,6 @@ def _generation_prompt(case: Case, where: str) -> Iterator[Finding]:
         case.report.fact(AREA, f"A prompt ends with {added!r}, where the model's answer begins.")
 
 
-def _unheard(case: Case, where: str) -> Iterator[Finding]:
-    data = case.config.data
-    for what in ignored_template_settings(case.tokenizer, data.system_prompt, data.apply_chat_template_kwargs):
-        yield Finding(WARNING, AREA, what, where, "take the setting out, or take a template that reads it")
-
-
 def _clock(case: Case, where: str) -> Iterator[Finding]:
     first, second = (_render(case, "1 + 1 = ?", generation=True) for _ in range(2))
     if first != second:
@@ -95,7 +90,7 @@ def _clock(case: Case, where: str) -> Iterator[Finding]:
 
 
 def _end_ids(case: Case) -> tuple[int, ...]:
-    """Ids that end a response: of the tokenizer, config.json and generation_config.json."""
+    # Ids that end a response: of the tokenizer, config.json and generation_config.json.
     from transformers import GenerationConfig
 
     found: set[int] = set()
@@ -136,7 +131,7 @@ def _ends(case: Case, tokenizer: Any, where: str | None) -> Iterator[Finding]:
 
 
 def _prefix(case: Case, where: str) -> Iterator[Finding]:
-    """Whether a turn reads the same when the conversation has gone on."""
+    # Whether earlier turns keep their text when the conversation continues.
     thought = f"<think>hm</think>{_WORD}"
     before, after = _render(case, "1 + 1 = ?", thought), _render(case, "1 + 1 = ?", thought, "Sure?")
     if before is None or after is None or after.startswith(before.rstrip()):
@@ -158,7 +153,7 @@ def _turns(case: Case, row: dict[str, Any]) -> int:
 
 
 def _vocabulary(case: Case, tokenizer: Any) -> Iterator[Finding]:
-    """Tokens that the model has no place for; many tokenizers have a few that no text is made of."""
+    # Only tokens of real text count: many tokenizers have a few ids beyond the vocabulary that no text uses.
     size = getattr(case.model_config.get_text_config(), "vocab_size", None)
     text = _render(case, "1 + 1 = ?", generation=True) if getattr(tokenizer, "chat_template", None) else "1 + 1 = ?"
     rows = [text or "", *(str(row.get(case.config.data.prompt_key, "")) for row in case.rows.get("train", [])[:100])]

@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from posttrain.config.optim import OptimConfig
-from posttrain.config.train_engines import RL, EngineKeys
 from posttrain.engine.facts import EngineFacts
 from posttrain.engine.pass_plan import Unit
+from posttrain.engine.settings import RL, EngineKeys
 from posttrain.protocol import DataProto
 
 if TYPE_CHECKING:
@@ -53,8 +53,7 @@ class EngineSettings:
     gradient_checkpointing: bool = False
     param_offload: bool = False
     optimizer_offload: bool = False
-    ranks: Ranks | None = None
-    """The ranks that share the model by FSDP2; None for a process that holds it whole."""
+    ranks: Ranks | None = None  # the ranks that share the model by FSDP2; None for a process that holds it whole
 
 
 @dataclass(frozen=True)
@@ -62,12 +61,11 @@ class EngineLayout:
     """Which engine holds a model, and how it cuts the model over ranks, as configured."""
 
     strategy: str = "fsdp2"
-    keys: EngineKeys = RL
-    """Where these settings are in the configuration, for error messages."""
+    keys: EngineKeys = RL  # where these settings are in the configuration, for error messages
     fsdp_size: int = -1
     sequence_size: int = 1
+    # The settings that only this engine reads, such as `megatron_config`.
     own: Mapping[str, Any] = field(default_factory=dict)
-    """The settings that only this engine reads, such as `megatron_config`."""
 
 
 class TrainEngine(ABC):
@@ -116,7 +114,8 @@ class TrainEngine(ABC):
     def update(
         self, data: DataProto, loss: LossFn, *, temperature: float = 1.0, passes: Passes | None = None
     ) -> dict[str, float]:
-        """One optimizer step on one mini-batch. Metrics: `grad_norm`, `lr`, `skipped` (1 if not finite)."""
+        """One optimizer step on one mini-batch. Returns `grad_norm`, `lr`, `skipped` (1 if not finite), and metrics of
+        the engine's own, the same on all ranks: they are logged as `actor/NAME`, `critic/NAME` or `train/NAME`."""
 
     @abstractmethod
     def trial_pass(self, data: DataProto, loss: LossFn, *, passes: Passes | None = None) -> None:

@@ -9,11 +9,11 @@ import torch
 
 from posttrain.kernels.train import can_train, on_cuda
 from posttrain.models.adapter_files import adapter_settings
-from posttrain.models.adapter_targets import stacked_words
+from posttrain.models.adapter_targets import describe_stacked
+from posttrain.models.forward import forward_mode_of
 from posttrain.models.loading import Positions, model_end_ids, positions_of
 from posttrain.models.lora import has_adapters
 from posttrain.models.quantized import numbers_in
-from posttrain.models.ways import way_of
 
 JOINING = 0.16  # tokens that it costs a token of a model that is WIDTH wide, measured on an H200
 WIDTH = 896
@@ -23,42 +23,31 @@ WIDTH = 896
 class EngineFacts:
     """Plain values, equal on all ranks."""
 
-    dtype: torch.dtype
-    """The type that the model computes in."""
+    dtype: torch.dtype  # the type that the model computes in
     parameters: int
-    trained: int
-    """Parameters that an optimizer may change."""
+    trained: int  # parameters that an optimizer may change
     vocabulary: int
     width: int
     positions: Positions
-    end_ids: tuple[int, ...]
-    """Tokens that end a response by the model's own files."""
-    packed: bool
-    """Whether rows are computed end to end, without padding."""
-    shares_prompts: bool
-    """Whether a prompt is computed once for all its responses of a pass."""
-    all_pairs: bool
-    """Whether attention computes all pairs of tokens of a sequence, seen or not."""
+    end_ids: tuple[int, ...]  # tokens that end a response by the model's own files
+    packed: bool  # whether rows are computed end to end, without padding
+    shares_prompts: bool  # whether a prompt is computed once for all its responses of a pass
+    all_pairs: bool  # whether attention computes all pairs of tokens of a sequence, seen or not
+    # Cost per token of merging attention over a shared prompt with attention over the response, in tokens.
     joining: float
-    """Cost per token of merging attention over a shared prompt with attention over the response, in tokens."""
-    token_budget: int
-    """Tokens of a pass, at most."""
-    max_rows: int | None
-    """Rows of a pass, at most."""
+    token_budget: int  # tokens of a pass, at most
+    max_rows: int | None  # rows of a pass, at most
+    # Neighbouring ranks that compute the same rows: each a stretch of their tokens, or a part of every matrix.
     sequence_parallel: int
-    """Neighbouring ranks that compute the same rows: each a stretch of their tokens, or a part of every matrix."""
+    # Settings of the adapters, without their base's name; None for a model without adapters.
     adapters: dict[str, Any] | None
-    """Settings of the adapters, without their base's name; None for a model without adapters."""
-    stacked: str | None
-    """Matrices that lie in one tensor, in words (`stacked_words`)."""
-    pairs: bool = False
-    """Whether rows come in pairs that are computed in the same pass."""
-    note: str | None = None
-    """What of the model is not used, and why."""
+    stacked: str | None  # matrices that lie in one tensor, in words (`describe_stacked`)
+    pairs: bool = False  # whether rows come in pairs that are computed in the same pass
+    note: str | None = None  # what of the model is not used, and why
+    # Stages of a pipeline, each on ranks of its own, one behind the other; all of them are given the same rows.
     pipeline: int = 1
-    """Stages of a pipeline, each on ranks of its own, one behind the other; all of them are given the same rows."""
+    # Name and version of the library that computes instead of torch's own modules; None for torch's.
     engine: str | None = None
-    """Name and version of the library that computes instead of torch's own modules; None for torch's."""
 
 
 def joining_cost(width: int) -> float:
@@ -97,9 +86,9 @@ def facts_of(
         max_rows=max_rows,
         sequence_parallel=sequence_parallel,
         adapters=_adapters(module),
-        stacked=stacked_words(module),
+        stacked=describe_stacked(module),
         pairs=pairs,
-        note=way_of(module).note,
+        note=forward_mode_of(module).note,
         pipeline=pipeline,
         engine=engine,
     )

@@ -14,24 +14,19 @@ from typing import Any
 import torch
 
 from posttrain.engine.packing import Rows
-from posttrain.models.forward import TokenPass
+from posttrain.models.forward import TokenPass, ValueModel, forward_mode_of
 from posttrain.models.scorer import PaddedScorePass, ScorePass
-from posttrain.models.value import ValueModel
-from posttrain.models.ways import way_of
 from posttrain.protocol import DataProto
 
 
 class Head(ABC):
     """Outputs of a model, and how they are read off a pass over packed or padded rows."""
 
-    outputs: tuple[str, ...]
-    """Names of the numbers that a pass gives."""
+    outputs: tuple[str, ...]  # names of the numbers that a pass gives
+    # The linear module from a hidden state to one number; None for logits of a vocabulary.
     projection: str | None = None
-    """The linear module from a hidden state to one number; None for logits of a vocabulary."""
-    decoder = "model"
-    """Where the decoder's weights lie in a model with this head."""
-    pairs = False
-    """Whether rows come in pairs that must be computed in the same pass."""
+    decoder = "model"  # where the decoder's weights lie in a model with this head
+    pairs = False  # whether rows come in pairs that must be computed in the same pass
 
     @abstractmethod
     def torch_pass(self, module: torch.nn.Module, *, packed: bool) -> torch.nn.Module:
@@ -60,7 +55,7 @@ class LanguageModelHead(Head):
     outputs = ("log_probs", "entropy")
 
     def torch_pass(self, module: torch.nn.Module, *, packed: bool) -> torch.nn.Module:
-        return TokenPass(module, split_head=way_of(module).split_head)
+        return TokenPass(module, split_head=forward_mode_of(module).split_head)
 
     def inputs(self, rows: Rows, temperature: float) -> tuple[Any, ...]:
         positions = None if rows.layout is None else rows.position_ids  # models count padded rows themselves

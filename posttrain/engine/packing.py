@@ -115,7 +115,7 @@ def packed_units(data: DataProto, units: list[Unit], device: torch.device) -> Ro
     # Rows read off the same tokens often ask for the same prediction: the vocabulary is computed once for each.
     pairs = (predict_N, labels, None)
     if len(labels) and bool((source_B != row_B).any()):
-        pairs = _distinct(predict_N, labels)
+        pairs = _find_distinct(predict_N, labels)
     tensors = (ids_BS[kept_BS][None], position_T[None], *pairs, slots)
     ids, positions, *rest = (None if x is None else to_device(x, device) for x in tensors)
     return Rows(ids, positions, None, layout, *rest, (rows, width))  # pyright: ignore
@@ -142,7 +142,7 @@ def dummy_rows(device: torch.device, *, packed: bool) -> Rows:
     return Rows(torch.zeros_like(two), two, torch.ones_like(two), None, zero, zero, None, zero, (1, 1))
 
 
-def _distinct(predict_N: torch.Tensor, label_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _find_distinct(predict_N: torch.Tensor, label_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The distinct pairs of place and label, and which of them each token has."""
     size = label_N.max() + 1
     pair_U, source_N = (predict_N * size + label_N).unique(return_inverse=True)

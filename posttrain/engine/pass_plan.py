@@ -182,7 +182,7 @@ def plan_ranks(data: DataProto, facts: EngineFacts, ranks: int) -> list[RankPart
     """Each rank's part, in equally many passes: FSDP2 gathers weights in every one of them, so that a rank with fewer
     would leave the others waiting for ever. Rows that share a prompt, or are a pair, stay together."""
     bundles = plan_pairs(data, facts) if facts.pairs else [[unit] for unit in _units(data, facts, ranks)]
-    parts = [_part(own, facts) for own in _distributed(bundles, ranks)]
+    parts = [_part(own, facts) for own in _spread_over_ranks(bundles, ranks)]
     most = max(len(part.passes) for part in parts)
     for part in parts:
         part.passes += [[] for _ in range(most - len(part.passes))]
@@ -200,7 +200,7 @@ def _units(data: DataProto, facts: EngineFacts, ranks: int) -> list[Unit]:
     return units
 
 
-def _distributed(bundles: list[list[Unit]], ranks: int) -> list[list[list[Unit]]]:
+def _spread_over_ranks(bundles: list[list[Unit]], ranks: int) -> list[list[list[Unit]]]:
     """By rank: large bundles first, each to the rank with the fewest tokens so far."""
     fewest = [(0, rank) for rank in range(ranks)]
     chosen: list[list[list[Unit]]] = [[] for _ in range(ranks)]

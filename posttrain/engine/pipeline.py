@@ -16,20 +16,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+# (number of the pass, what arrived from the stage before) -> what goes to the next.
 Forward = Callable[[int, torch.Tensor | None], Any]
-"""(number of the pass, what arrived from the stage before) -> what goes to the next."""
+# (number of the pass, gradient from the next stage) -> gradient for the stage before.
 Backward = Callable[[int, torch.Tensor | None], torch.Tensor | None]
-"""(number of the pass, gradient from the next stage) -> gradient for the stage before."""
+# Number of the pass -> its tokens. Called only where hidden states travel: to count tokens is to pack them.
 Tokens = Callable[[int], int]
-"""Number of the pass -> its tokens. Called only where hidden states travel: to count tokens is to pack them."""
 
 
 @dataclass(frozen=True)
 class Pipeline:
     """The stages, and this rank's place among them; hidden states are `width` wide and of type `dtype`."""
 
+    # The ranks that hold the stages of one copy of the model; None for one stage.
     group: dist.ProcessGroup | None = None
-    """The ranks that hold the stages of one copy of the model; None for one stage."""
     device: torch.device | None = None
     dtype: torch.dtype = torch.float32
     width: int = 0

@@ -7,7 +7,10 @@ many neighbouring ranks compute the same rows, each a stretch of their tokens (U
 
 from __future__ import annotations
 
+import fcntl
+import os
 import socket
+import struct
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -15,9 +18,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from posttrain.engine.interface import name_interface
 from posttrain.errors import UserError
-from posttrain.kernels.onednn import settle_products
+from posttrain.kernels.onednn import fix_product_library
 from posttrain.kernels.tensor_parallel import Team
 
 if TYPE_CHECKING:
@@ -47,7 +49,7 @@ def join_ranks(
     if device.type == "cuda":
         torch.cuda.set_device(device.index or 0)  # Ray shows a rank one GPU, its own
     else:
-        settle_products()
+        fix_product_library()
     name_interface(address.rpartition(":")[0])
     timeout = timedelta(seconds=timeout_s)
     dist.init_process_group(
@@ -87,10 +89,8 @@ def this_rank() -> int:
 class Ranks:
     """Groups of the ranks, for one engine."""
 
-    mesh: DeviceMesh
-    """(groups that are copies, ranks of a group) or only the latter."""
-    sequence: dist.ProcessGroup | None = None
-    """The ranks that compute the same rows as this one."""
+    mesh: DeviceMesh  # (groups that are copies, ranks of a group) or only the latter
+    sequence: dist.ProcessGroup | None = None  # the ranks that compute the same rows as this one
 
     @property
     def sequence_size(self) -> int:
@@ -161,3 +161,41 @@ def _check_divides(ranks: int, size: int, setting: str) -> None:
         raise RanksError(
             f"{setting}={size}: the run has {ranks} ranks, which is no multiple of it; set one of {fitting}"
         )
+
+
+_SIOCGIFADDR = 0x8915  # Linux: the address of an interface
+GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
+
+
+def name_interface(host: str) -> None:
+    """Have gloo use the interface that faces `host`, unless the user named one; and NCCL, where all ranks are on this
+    machine. Between machines NCCL chooses better by itself: it knows the fast ones."""
+    # By default gloo takes the interface that the machine's own name resolves to. On many systems that is the loopback
+    # interface, and a rank on another machine then tries to reach itself. On others it is the network's, and ranks of
+    # a single machine then listen where other machines can reach them. NCCL takes the network's, too.
+    address = address_facing(host)
+    name = next((name for _, name in socket.if_nameindex() if _address_of(name) == address), None) if address else None
+    if name is None:
+        return
+    os.environ.setdefault(GLOO, name)
+    if host.startswith("127."):
+        os.environ.setdefault(NCCL, name)
+
+
+def address_facing(host: str) -> str | None:
+    """This machine's address as `host` sees it."""
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, 1))  # sends nothing
+            return probe.getsockname()[0]
+    except OSError:
+        return None
+
+
+def _address_of(interface: str) -> str | None:
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            asked = struct.pack("256s", interface.encode()[:15])
+            return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, asked)[20:24])
+    except OSError:  # it has none
+        return None

@@ -7,16 +7,16 @@ from typing import Any
 
 import torch
 
-import posttrain.config.megatron  # noqa: F401 - it registers its engine
+import posttrain.engine.megatron.settings  # noqa: F401 - it registers its engine
 from posttrain.config.schema import lookup
-from posttrain.config.train_engines import EngineKeys, train_engine
 from posttrain.engine.base import EngineLayout, EngineSettings, TrainEngine
 from posttrain.engine.heads import Head
 from posttrain.engine.ranks import world_size
+from posttrain.engine.settings import EngineKeys, train_engine
 
 _TORCH = ("posttrain.engine.torch_engine", "TorchEngine")
+# Strategy -> (module, class), imported when a run chooses it. `engine/settings.py` has what settings know.
 BUILT_IN = {"fsdp": _TORCH, "fsdp2": _TORCH, "megatron": ("posttrain.engine.megatron.engine", "MegatronEngine")}
-"""Strategy -> (module, class), imported when a run chooses it. `config/train_engines.py` has what settings know."""
 
 
 def layout_of(config: Any, keys: EngineKeys, role: str) -> EngineLayout:

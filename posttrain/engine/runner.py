@@ -18,14 +18,57 @@ from posttrain import pulse
 from posttrain.engine.base import EngineSettings, LossFn, Passes, TrainEngine
 from posttrain.engine.facts import EngineFacts
 from posttrain.engine.heads import Head
-from posttrain.engine.layer_progress import LayerProgress
-from posttrain.engine.optim import Optimizer
+from posttrain.engine.optim import EngineState, Optimizer
 from posttrain.engine.packing import Rows, dummy_rows, packed_units, padded_rows
 from posttrain.engine.pass_plan import Unit, plan_passes
 from posttrain.engine.pipeline import Pipeline
 from posttrain.engine.ranks import world_size
-from posttrain.engine.state import EngineState
 from posttrain.protocol import DataProto
+from posttrain.pulse import Work
+
+BACKWARD = 2  # work of a layer's backward pass, in forward passes
+
+
+class LayerProgress:
+    """Progress inside a pass: on a CPU a pass over many rows takes minutes, so every computed layer counts.
+
+    Hooks on the outputs of layers and on their gradients count; they change no numbers. On a GPU work is queued long
+    before it is done, so only whole passes count there.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        stacks = [each for each in module.modules() if isinstance(each, torch.nn.ModuleList)]
+        layers = max(stacks, key=lambda stack: sum(weight.numel() for weight in stack.parameters()), default=[])
+        self._layers = len(layers)
+        self._work: Work | None = None
+        self._rows, self._steps, self._done = 0, 1, 0
+        for layer in layers:
+            layer.register_forward_hook(self._forward)
+
+    def begin(self, work: Work, rows: int) -> None:
+        """A pass over so many rows begins, with gradients if they are on."""
+        each = 1 + BACKWARD if torch.is_grad_enabled() else 1
+        self._work, self._rows, self._steps, self._done = work, rows, max(1, self._layers * each), 0
+
+    def end(self) -> None:
+        """Whatever the layers compute from here on is not counted."""
+        self._work = None
+
+    def _forward(self, layer: torch.nn.Module, given: Any, output: Any) -> None:
+        if self._work is None:
+            return
+        self._count(1)
+        hidden = output[0] if isinstance(output, tuple) else output
+        if isinstance(hidden, torch.Tensor) and hidden.requires_grad:
+            hidden.register_hook(self._backward)
+
+    def _backward(self, gradient: torch.Tensor) -> None:
+        self._count(BACKWARD)
+
+    def _count(self, steps: int) -> None:
+        if self._work is not None:
+            self._done = min(self._done + steps, self._steps)  # layers that are computed again count once
+            self._work.inside(self._rows * self._done / self._steps)
 
 
 class Stage(ABC):
@@ -61,8 +104,7 @@ class _Call:
     def __init__(self, runner: PassRunner, data: DataProto, passes: Passes) -> None:
         self.runner, self.passes = runner, passes
         self.order = [row for units in passes for unit in units for row in unit.rows]
-        self.data = data[self.order]
-        """The rows in the order in which they are computed: those of a pass lie together."""
+        self.data = data[self.order]  # the rows in the order in which they are computed: those of a pass lie together
         self.spans: list[slice] = []
         for units in passes:
             start = self.spans[-1].stop if self.spans else 0
@@ -111,8 +153,8 @@ class PassRunner:
         self.stage, self.head, self.facts, self.settings = stage, head, facts, settings
         self.optimizer = optimizer
         alone = world_size() == 1 and settings.device.type == "cpu"
+        # Counts layers inside a pass, where one process computes on a CPU; None counts whole passes.
         self.progress = LayerProgress(stage.module) if alone else None
-        """Counts layers inside a pass, where one process computes on a CPU; None counts whole passes."""
 
     def plan(self, data: DataProto) -> Passes:
         """The passes over a batch that this process computes alone."""

@@ -11,22 +11,19 @@ from typing import Any
 import torch
 
 from posttrain.engine.base import EngineLayout, EngineSettings
-from posttrain.engine.export import export_from_ranks, whole_state
 from posttrain.engine.facts import facts_of
 from posttrain.engine.heads import Head, head_of
-from posttrain.engine.optim import Optimizer
+from posttrain.engine.optim import EngineState, Optimizer
 from posttrain.engine.packing import Rows, with_a_prediction
 from posttrain.engine.ranks import check_heads, group_ranks
 from posttrain.engine.runner import ComposedEngine, PassRunner, Stage
-from posttrain.engine.sharding import drop_whole_weights, last_backward, shard
-from posttrain.engine.state import EngineState
+from posttrain.engine.sharding import drop_whole_weights, export_from_ranks, set_last_backward, shard, whole_state
 from posttrain.kernels.packed_attention import packed_rows
 from posttrain.kernels.sequence_parallel import shared_sequence
-from posttrain.models.fused_layer import join_weights
+from posttrain.models.forward import forward_mode_of
+from posttrain.models.fused_layer import join_weights, weights_unchanged
 from posttrain.models.lora import base_only, has_adapters, merged_state, save_model
 from posttrain.models.recompute import recompute_layers
-from posttrain.models.unchanged import weights_unchanged
-from posttrain.models.ways import way_of
 
 
 class TorchStage(Stage):
@@ -65,7 +62,7 @@ class TorchStage(Stage):
 
     def before_backward(self, *, last: bool) -> None:
         if self.ranks is not None:
-            last_backward(self.forward_pass, last)
+            set_last_backward(self.forward_pass, last)
 
 
 class TorchEngine(ComposedEngine):
@@ -73,7 +70,7 @@ class TorchEngine(ComposedEngine):
 
     def __init__(self, module: torch.nn.Module, settings: EngineSettings, head: Head | None = None) -> None:
         self.module, self.settings, head = module, settings, head or head_of(module)
-        way = way_of(module)
+        way = forward_mode_of(module)
         packed = settings.pack and way.packed
         alone = not packed and not way.padded  # such a model gives other numbers beside padding
         facts = facts_of(
@@ -140,5 +137,4 @@ class TorchEngine(ComposedEngine):
         return [(name, w) for name, w in self.module.named_parameters() if w.requires_grad or not adapters_only]
 
 
-FSDPEngine = TorchEngine
-"""The name that verl's users know."""
+FSDPEngine = TorchEngine  # the name that verl's users know

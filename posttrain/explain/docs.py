@@ -1,4 +1,4 @@
-"""`python -m posttrain.explain.docs`: tables of algorithms.md, rewards.md and api.md, made from what the code says.
+"""`python -m posttrain.explain.docs`: tables of algorithms.md, rewards.md and api.md, made from the code.
 
 With `--check` nothing is written: status 1 if a page is out of date.
 """
@@ -6,14 +6,15 @@ With `--check` nothing is written: status 1 if a page is out of date.
 from __future__ import annotations
 
 import argparse
+import ast
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 
 from posttrain.config.choices import ESTIMATORS, POLICY_LOSSES
 from posttrain.config.presets import PRESETS
-from posttrain.explain.api import api
 from posttrain.explain.pages import explain, first_sentence, loss_page
 from posttrain.rewards.scorers import ALIASES, SCORERS
 
@@ -46,7 +47,7 @@ def _papers(pages: dict[str, str]) -> list[str]:
 
 
 def sources() -> list[str]:
-    """A row per scorer: the sources that it serves, its file, its first sentence on scores, data sets read as one."""
+    """A row per scorer: its data sources, its file, its first sentence on scores, and other names of data sets."""
     lines = ["| data_source | scorer | a response scores | also for |", "|---|---|---|---|"]
     for module in dict.fromkeys(scorer.__module__ for scorer in SCORERS.values()):
         names = [name for name, scorer in SCORERS.items() if scorer.__module__ == module]
@@ -56,6 +57,86 @@ def sources() -> list[str]:
         file = f"`{module.rpartition('.')[2]}.py`"
         lines.append(f"| {', '.join(f'`{name}`' for name in names)} | {file} | {score} | {others} |")
     return lines
+
+
+# -- api.md ------------------------------------------------------------------------------------------------------------
+PACKAGE = Path(__file__).resolve().parents[1]
+# Modules whose `__all__` is the API -> what they are for.
+MODULES = {
+    "posttrain": "train from Python, and the batch that flows between the stages",
+    "posttrain.algorithms": "estimators, losses, KL and aggregation, as functions on tensors",
+    "posttrain.rewards": "scorers, and reading answers",
+    "posttrain.data": "rows, data sets, samplers",
+    "posttrain.checkpoint": "saving and verifying",
+    "posttrain.engine": "the train engine's contract",
+}
+
+
+def api() -> list[str]:
+    """Lines of the page: a table of names per module."""
+    lines: list[str] = []
+    for module, what in MODULES.items():
+        lines += [f"## {module}", "", f"{what[0].upper()}{what[1:]}.", "", "| name | |", "|---|---|"]
+        lines += [f"| `{signature}` | {sentence} |" for signature, sentence in public_names(module)]
+        lines.append("")
+    return lines[:-1]
+
+
+def public_names(module: str) -> Iterator[tuple[str, str]]:
+    """(signature, first sentence) of each function and class in a module's `__all__`; other names are values."""
+    tree = _tree(module)
+    for name in sorted(_all(tree), key=str.lower):
+        node = find(module, name)
+        if node is not None:
+            yield _signature(name, node), _sentence(node)
+
+
+def find(module: str, name: str) -> ast.FunctionDef | ast.ClassDef | None:
+    """Where a name is defined, followed through imports; None for a plain value."""
+    tree = _tree(module)
+    for node, behind in pairwise(tree.body):  # `Name = StrEnum(...)` is a class too; its docstring follows
+        if not isinstance(node, ast.Assign) or getattr(node.targets[0], "id", "") != name:
+            continue
+        if isinstance(node.value, ast.Call) and getattr(node.value.func, "id", "") == "StrEnum":
+            return ast.ClassDef(name, bases=[], keywords=[], body=[behind], decorator_list=[])
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == name:
+            return node
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("posttrain"):
+            for alias in node.names:
+                if (alias.asname or alias.name) == name:
+                    return find(node.module, alias.name)
+    return None
+
+
+def _tree(module: str) -> ast.Module:
+    path = PACKAGE.joinpath(*module.split(".")[1:])
+    file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    return ast.parse(file.read_text(encoding="utf-8"))
+
+
+def _all(tree: ast.Module) -> list[str]:
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__":
+            return ast.literal_eval(node.value)
+    return []
+
+
+def _signature(name: str, node: ast.FunctionDef | ast.ClassDef) -> str:
+    # Without types and defaults, which would not fit into a table.
+    if isinstance(node, ast.ClassDef):
+        return name
+    taken = node.args
+    words = [one.arg for one in (*taken.posonlyargs, *taken.args)]
+    words += [f"*{taken.vararg.arg}"] if taken.vararg else ["*"] if taken.kwonlyargs else []
+    words += [one.arg for one in taken.kwonlyargs]
+    words += [f"**{taken.kwarg.arg}"] if taken.kwarg else []
+    return f"{name}({', '.join(words)})"
+
+
+def _sentence(node: ast.FunctionDef | ast.ClassDef) -> str:
+    text = " ".join((ast.get_docstring(node) or "").split("\n\n")[0].split())
+    return text.replace("|", "\\|")
 
 
 TABLES: dict[str, Callable[[], list[str]]] = {
@@ -68,7 +149,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
 
 
 def text(page: str) -> str:
-    """The page with its tables made anew."""
+    """The page with its tables generated."""
     stored = (DOCS / page).read_text(encoding="utf-8")
     return _TABLE.sub(lambda found: "\n".join([found[1].rstrip(), *TABLES[found[2]](), ""]), stored)
 

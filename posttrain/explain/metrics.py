@@ -1,8 +1,7 @@
-"""Every metric that a run writes, name -> what it is and what to make of it; `METRICS` of `topics` and
-`supervised` say more of the most useful ones. Algorithms declare their own metrics.
+"""Every metric that a run writes: name -> what it is and what to make of it.
 
-A name may stand for several: `{mean,max,min}` for each of these words, a word in capitals for any text
-(`timing_s/STAGE`), `K` for a number.
+`prose/metrics.md` says more on the most useful ones. Algorithms declare their own metrics. A name may stand for
+several: `{mean,max,min}` for each of these words, a word in capitals for any text (`timing_s/STAGE`), `K` for a number.
 """
 
 from __future__ import annotations
@@ -140,20 +139,18 @@ FAMILIES: dict[str, str] = {
 
 @cache
 def _patterns() -> list[tuple[re.Pattern[str], str]]:
-    return [(re.compile(_expression(name)), text) for name, text in FAMILIES.items()]
+    return [
+        (re.compile("".join(map(_expression, re.split(r"(\{[^}]*\}|[A-Z]{4,}|K$)", name)))), text)
+        for name, text in FAMILIES.items()
+    ]
 
 
 def family_text(metric: str) -> str | None:
-    """What a metric is, by the first family that it belongs to; None without an explanation."""
+    """What a metric is, from the first family that matches; None without one."""
     return next((text for pattern, text in _patterns() if pattern.fullmatch(metric)), None)
 
 
-def _expression(name: str) -> str:
-    parts = re.split(r"(\{[^}]*\}|[A-Z]{4,}|K$)", name)
-    return "".join(_piece(part) for part in parts)
-
-
-def _piece(part: str) -> str:
+def _expression(part: str) -> str:
     if part.startswith("{"):
         return f"(?:{'|'.join(map(re.escape, part[1:-1].split(',')))})"
     if part == "K":

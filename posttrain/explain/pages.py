@@ -1,7 +1,7 @@
 """`posttrain explain NAME`: what an algorithm, setting or metric is, its source, when to use it, what to watch.
 
-The pages are the docstrings of the algorithm files, which are imported without torch, and the texts of `topics` and
-`supervised`; every settings key has at least its own sentence.
+The pages are the docstrings of the algorithm files, which are imported without torch, and `prose/*.md`; every settings
+key has at least its own sentence.
 """
 
 from __future__ import annotations
@@ -17,18 +17,16 @@ from posttrain.algorithms.aggregation import AGGREGATION_MODES
 from posttrain.algorithms.kl import KL_TYPES
 from posttrain.algorithms.losses import value
 from posttrain.algorithms.registry import ADV_ESTIMATORS, ESTIMATOR_KEY, LOSS_KEY, POLICY_LOSSES
-from posttrain.config.declared import load_own_algorithms
+from posttrain.config.names import load_own_algorithms
 from posttrain.config.problem import ConfigError, Problem
 from posttrain.config.root import PPOConfig
 from posttrain.config.schema import Leaf, leaves
 from posttrain.config.supervised_tree import COMMANDS
 from posttrain.errors import working_folder
 from posttrain.explain.metrics import FAMILIES, family_text
-from posttrain.explain.supervised import METRICS as SUPERVISED_METRICS
-from posttrain.explain.supervised import TOPICS as SUPERVISED_TOPICS
-from posttrain.explain.topics import METRICS, TOPICS
-from posttrain.explain.words import SPELLINGS, WORDS
+from posttrain.explain.texts import METRICS, SPELLINGS, SUPERVISED_METRICS, SUPERVISED_TOPICS, TOPICS, WORDS
 
+# Heading -> name -> the module or function whose docstring is the page.
 DOCSTRINGS: dict[str, dict[str, object]] = {
     "How token losses become one number": {"loss_agg_mode": aggregation, **AGGREGATION_MODES},
     "KL": {
@@ -39,7 +37,6 @@ DOCSTRINGS: dict[str, dict[str, object]] = {
     "Off-policy": {"rollout_correction": correction},
     "Shaping": {"overlong_buffer": overlong},
 }
-"""Heading -> name -> the module or function whose docstring is the page."""
 ALIASES = {
     "ppo": "gae",
     "dr_grpo": "drgrpo",
@@ -76,8 +73,8 @@ ALIASES = {
     "reward_model_trainer": "reward-model",
     "bradley_terry": "reward-model",
 }
+# A number in a line that a run prints: `38%`, `(+0.044)`, `4/20`, `0:35`, `13,395`.
 _NUMBER = re.compile(r"\(?[+-]?\d[\d.,:/]*(?:e[+-]?\d+)?\s?%?\)?")
-"""Of a line that a run prints: `38%`, `(+0.044)`, `4/20`, `0:35`, `13,395`."""
 KEY = re.compile(r"[a-z_]+(?:\.[a-z_]+)+")
 PLUS = "With `+` appended it keeps this value and has the gradient of `k2`, which is unbiased (see `kl_loss_type`)."
 
@@ -94,10 +91,10 @@ def explain(name: str | None = None) -> str:
     if name is None:
         return _contents()
     given = name.strip().strip("`").strip()
-    if given not in _pages():  # an algorithm of the user's own, in a file of the working folder
+    if given not in _pages():  # perhaps the user's own algorithm, in a file of the working folder
         load_own_algorithms({ESTIMATOR_KEY: given, LOSS_KEY: given}, (), working_folder())
-    wanted = _spelled(given)
-    page = _page(wanted) or _page(given)  # names of data sources and parts keep their capitals
+    wanted = _resolve_name(given)
+    page = _page(wanted) or _page(given)  # names of data sources are case-sensitive
     settings = _settings(wanted, leaves(PPOConfig))
     elsewhere = _supervised(wanted, page, exact=bool(page or settings))
     if page is None and not settings and not elsewhere:
@@ -105,7 +102,7 @@ def explain(name: str | None = None) -> str:
             [Problem(f"There is no page on `{name}`.", do=f"{_nearest(wanted)} `posttrain explain` lists all.".strip())]
         )
     if page in WORDS.values() and wanted not in leaves(PPOConfig):
-        # A section of the same name would bury the page, which names the keys that count.
+        # A section of the same name would list dozens of keys; the page names those that matter.
         settings = {
             key: leaf for key, leaf in leaves(PPOConfig).items() if _plain(key.rpartition(".")[2]) == _plain(given)
         }
@@ -137,38 +134,36 @@ def declared_metrics() -> dict[str, str]:
 
 
 def _metrics() -> dict[str, str]:
-    """The metrics that have a text of their own."""
     return METRICS | declared_metrics() | SUPERVISED_METRICS
 
 
 def _known() -> list[str]:
-    """All that can be asked for, each once."""
     keys = [*leaves(PPOConfig), *(key for tree in COMMANDS.values() for key in leaves(tree.root))]
     return list(dict.fromkeys([*_pages(), *SPELLINGS, *ALIASES, *keys]))
 
 
 def _nearest(wanted: str) -> str:
     near = difflib.get_close_matches(wanted, _known(), n=3, cutoff=0.6)
-    near.sort(key=lambda name: sorted(name) != sorted(wanted))  # two letters that changed places, before all others
+    near.sort(key=lambda name: sorted(name) != sorted(wanted))  # swapped letters first
     near += [name for name in _known() if wanted in re.split(r"[\W_]+", name)]
     return f"Nearest: {', '.join(list(dict.fromkeys(near))[:3])}." if near else ""
 
 
 def _plain(name: str) -> str:
-    """Without the difference of blanks, `_` and `-`."""
+    # Blanks, `_` and `-` are the same.
     return re.sub(r"[\s_-]+", " ", name.lower()).strip()
 
 
 def _by_plain_name() -> dict[str, str]:
-    """Names of pages and settings as somebody may write them -> as they are."""
+    # Normalised spelling -> name, of pages and settings.
     table = {_plain(key.rpartition(".")[2]): key.rpartition(".")[2] for key in leaves(PPOConfig)}
     table |= {_plain(name): name for name in (*leaves(PPOConfig), *ALIASES, *_pages())}
     return table | {_plain(word): name for word, name in SPELLINGS.items()} | {_plain(word): word for word in WORDS}
 
 
-def _spelled(given: str) -> str:
-    """The name that is meant: in small letters; where that is none, with other blanks, without the numbers of a line
-    (`38% no signal`), as a singular, or as the stage that bounds a step."""
+def _resolve_name(given: str) -> str:
+    # Tried in this order: lower case, other blanks, without the numbers of a printed line (`38% no signal`), as a
+    # singular, and as the stage that bounds a step.
     wanted, table = given.lower(), _by_plain_name()
     if wanted in _pages() or wanted in leaves(PPOConfig) or wanted in ALIASES:
         return wanted
@@ -187,13 +182,12 @@ def _spelled(given: str) -> str:
 
 
 def _pages() -> Mapping[str, str]:
-    """Every page by its name."""
     return _pages_with((*ADV_ESTIMATORS, *POLICY_LOSSES))
 
 
 @cache
 def _pages_with(algorithms: tuple[str, ...]) -> dict[str, str]:
-    """They are made anew when an algorithm of the user's own is registered."""
+    # `algorithms` is the key of the cache: pages are made again when the user's own algorithm is registered.
     docstrings = {name: inspect.getdoc(owner) or "" for group in DOCSTRINGS.values() for name, owner in group.items()}
     own = {name: text for group in algorithm_pages().values() for name, text in group.items()}
     metrics = {name: f"`{name}`: {text}" for name, text in (FAMILIES | _metrics()).items()}
@@ -201,7 +195,7 @@ def _pages_with(algorithms: tuple[str, ...]) -> dict[str, str]:
 
 
 def _page(wanted: str) -> str | None:
-    """The page of a name, of another spelling of it, or of the end of a settings key."""
+    # `wanted` may be a page, another spelling of one, or a settings key that ends with its name.
     pages = _pages()
     base = wanted.removesuffix("+")
     if base != wanted and ALIASES.get(base, base) in DOCSTRINGS["KL"]:
@@ -220,7 +214,7 @@ def _page(wanted: str) -> str | None:
 
 
 def _settings(wanted: str, table: dict[str, Leaf]) -> dict[str, Leaf]:
-    """The settings that a name means: a key, the end of keys, or a section with all that it holds."""
+    # A key, the end of keys, or a whole section.
     if wanted in table:
         return {wanted: table[wanted]}
     ends = {key: leaf for key, leaf in table.items() if key.endswith("." + wanted)}
@@ -228,11 +222,8 @@ def _settings(wanted: str, table: dict[str, Leaf]) -> dict[str, Leaf]:
 
 
 def _supervised(wanted: str, page: str | None, *, exact: bool) -> dict[str, tuple[Leaf, list[str]]]:
-    """Settings of the supervised trainers by their sentence, each with the commands that have it.
-
-    Those that their own page names; a key as it is written; and, where nothing else is of that name (`exact` is false),
-    the ends of keys and sections.
-    """
+    # Settings of the supervised trainers by their sentence, with the commands that have them: those named on their own
+    # page; an exact key; and, if nothing else has that name (`exact` is false), ends of keys and sections.
     found: dict[str, tuple[Leaf, list[str]]] = {}
     for verb, tree in COMMANDS.items():
         table = leaves(tree.root)

@@ -1,1 +1,1 @@
-"""Attention over packed rows and the log-prob head; each has a plain torch twin that tests compare it with."""
+"""Kernels for CPU and CUDA; each has an equivalent in torch, which is used elsewhere and compared with in tests."""

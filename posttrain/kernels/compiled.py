@@ -1,4 +1,4 @@
-"""Compiles the CPU kernels at first use and keeps the library; without a compiler their torch twins serve.
+"""Compiles the CPU kernels at first use and caches the library; without a compiler torch equivalents are used.
 
 The library needs nothing but a C++ compiler on Linux (`CXX`, `c++`, `g++` or `clang++`): no torch headers, no build at
 installation. It uses the OpenMP threads that torch already runs. POSTTRAIN_COMPILE=0 switches it off.
@@ -28,10 +28,10 @@ from posttrain.errors import first_line
 
 FOLDER = Path(__file__).parent / "cpu"
 SOURCES = ("decode.cpp", "step.cpp", "train.cpp")
-# No flag here lets the compiler reorder a sum, except where the source asks for it.
+# No flag lets the compiler reorder a sum (no -ffast-math); only the source does, where it says so.
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros")
+# Seconds of waiting for another process's compiler until a message is printed, and until it is given up.
 TELL_S, WAIT_S = 10.0, 180.0
-"""Seconds after which waiting for somebody else's compiler is told of, and given up; it takes a few."""
 _POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
 _SIGNATURES = {
     "paged_attention": [_POINTER] * 16,
@@ -67,7 +67,7 @@ class AttentionLayout(ctypes.Structure):
 
 
 def kernel(name: str, tensor: torch.Tensor):
-    """The compiled function for the type of `tensor`, or None where its twin must serve."""
+    """The compiled function for the type of `tensor`, or None if the torch equivalent must be used."""
     if tensor.device.type != "cpu" or tensor.dtype not in _SUFFIXES:
         return None
     functions = _functions()
@@ -102,7 +102,6 @@ def _functions() -> dict[str, Any] | None:
 
 
 def _library() -> Path:
-    """The compiled library of this source, this compiler and this processor."""
     if os.environ.get("POSTTRAIN_COMPILE") == "0":
         raise LookupError("POSTTRAIN_COMPILE=0")
     if not sys.platform.startswith("linux"):
@@ -126,8 +125,8 @@ def _library() -> Path:
 
 @contextmanager
 def _alone_in(folder: Path) -> Iterator[None]:
-    """Workers that start together let one of them compile; where a folder cannot be locked, or whoever compiles does
-    not come to an end (it was stopped by Ctrl-Z, say), each does: the result is put in place in one move."""
+    # Of workers that start together one compiles. If the folder cannot be locked, or the compiling process never ends
+    # (stopped by Ctrl-Z, say), each compiles for itself, which is safe: the result is put in place by one rename.
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         _wait_for_lock(descriptor)
@@ -152,17 +151,14 @@ def _wait_for_lock(descriptor: int) -> None:
 
 
 def _processor() -> str:
-    """What `-march=native` depends on: the instruction sets, so that a shared home serves different machines."""
+    # `-march=native` depends on the instruction sets. They are part of the key, so that machines may share a home.
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     return next((line for line in lines if line.startswith(("flags", "Features"))), "")
 
 
 def _compile(compiler: str, target: Path) -> None:
-    """Compile and put the result in place in one move.
-
-    The library is linked without OpenMP on purpose: its symbols are then those of the OpenMP that torch has loaded,
-    and both share one set of threads.
-    """
+    # Linked without OpenMP on purpose: the symbols are then those of the OpenMP that torch has loaded, so that both
+    # share one set of threads.
     wide = ["-mprefer-vector-width=512"] if "avx512f" in _processor() else []
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         linked, objects = Path(folder) / "cpu.so", [str(Path(folder) / f"{name}.o") for name in SOURCES]
@@ -172,13 +168,13 @@ def _compile(compiler: str, target: Path) -> None:
         ]
         _run(steps)
         _run([[compiler, "-shared", *objects, "-o", str(linked)]])
-        ctypes.CDLL(str(linked))  # a library that cannot be loaded here is not kept
+        ctypes.CDLL(str(linked))  # do not keep a library that cannot be loaded here
         os.replace(linked, target)
 
 
 def _show_openmp() -> None:
-    """Makes the OpenMP that torch has loaded visible to libraries that are loaded later; not every build of torch does
-    so by itself (those for ARM do not)."""
+    # Make torch's OpenMP visible to libraries loaded later. torch's builds for ARM load it for themselves alone, and
+    # the compiled library would not load.
     for line in Path("/proc/self/maps").read_text().splitlines():
         path = line.split(maxsplit=5)[-1]
         if Path(path).name.startswith(("libgomp", "libomp", "libiomp")):
@@ -187,7 +183,6 @@ def _show_openmp() -> None:
 
 
 def _run(commands: list[list[str]]) -> None:
-    """Run compilers side by side."""
     running = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for command in commands]
     for process in running:
         words = process.communicate()[1]

@@ -1,8 +1,8 @@
 """The parts of a decode step between its matrix products: norms, attention over a paged cache, gating, sampling.
 
-Each is one call of a compiled kernel (cpu/decode.cpp) on a CPU, of Triton kernels (cuda/) on a CUDA device, and its
-torch twin elsewhere. The cache of a layer is a pool of blocks of BLOCK tokens; values lie as (blocks, heads, BLOCK,
-size), keys as (blocks, heads, size, BLOCK), or like the values where Triton reads them.
+Each is one call of a compiled kernel (cpu/decode.cpp) on a CPU, of Triton kernels (cuda/) on a CUDA device, and of its
+torch equivalent elsewhere. The cache of a layer is a pool of blocks of BLOCK tokens. Values are stored as (blocks,
+heads, BLOCK, size), keys as (blocks, heads, size, BLOCK), or like the values where Triton reads them.
 
 Shapes: T tokens of one step, H heads of queries, K heads of keys, D head size, E width of the model, R rows of the
 block table, N blocks of a row.
@@ -11,6 +11,8 @@ block table, N blocks of a row.
 from __future__ import annotations
 
 import ctypes
+import math
+import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,17 +24,16 @@ import torch.nn.functional as F
 
 from posttrain.kernels import cuda
 from posttrain.kernels.compiled import AttentionLayout, kernel
-from posttrain.kernels.pages import zeros_in_large_pages
 
 BLOCK = 32  # tokens in a block; decode.cpp holds the same number
-FAR = 2**31 - 1  # where a block that is not there starts
-BOX = 2**26  # scores that the torch twin computes at once
-TILE = 4  # tokens of one row that read the cache together
+FAR = 2**31 - 1  # the start of a missing block: after every position
+BOX = 2**26  # attention scores that the torch equivalent holds at once
+TILE = 4  # tokens of one row that read the cache together in the compiled kernel
 
 
 @dataclass
 class StepTokens:
-    """The tokens of one step: which row each belongs to, where it stands there, and the blocks of each row.
+    """The tokens of one step: the row and the position of each, and the blocks of each row.
 
     Tokens of a row are consecutive and in order. Block n of a row holds its tokens from position `starts_RN[n]` up to
     the next block's start, so that rows can share a prompt's last block as it is; places without a block start at FAR.
@@ -44,7 +45,7 @@ class StepTokens:
     table_RN: torch.Tensor  # int32
     starts_RN: torch.Tensor  # int32
     longest: int  # the largest position + 1
-    rows: np.ndarray | None = None  # the same as `rows_T` where the host has them: the device need not be asked
+    rows: np.ndarray | None = None  # `rows_T` on the host, if known: reading it back would wait for the device
 
     @property
     def device(self) -> torch.device:
@@ -63,6 +64,7 @@ class StepTokens:
         runs, boxes = sorted(self.runs, key=lambda run: run[0] - run[1]), []
         while runs:
             longest = runs[0][1] - runs[0][0]
+            # Rows of at least half the longest one's tokens share its rectangle, as many as BOX scores allow.
             most = max(1, BOX // (longest * self.table_RN.shape[1] * BLOCK))
             fitting = sum(2 * (end - start) >= longest for start, end in runs[:most])
             starts_B, ends_B = torch.tensor(runs[:fitting], device=self.device).T
@@ -84,7 +86,7 @@ class StepTokens:
     @cached_property
     def wide_tiles(self) -> torch.Tensor:
         """The same for Triton's tiles, on the device."""
-        from posttrain.kernels.cuda.attention import TILE as WIDE
+        from posttrain.kernels.cuda.paged_attention import TILE as WIDE
 
         starts = [at for start, end in self.runs for at in range(start, end, WIDE)]
         return cuda.to_device(torch.tensor([*starts, len(self.rows_T)], dtype=torch.int32), self.device)
@@ -107,7 +109,7 @@ LayerCache = tuple[torch.Tensor, torch.Tensor]
 
 
 def new_cache(blocks: int, heads: int, size: int, dtype: torch.dtype, device: torch.device) -> LayerCache:
-    """(keys, values) of one layer. Zeros, since what was never written is multiplied by 0 and must not be NaN."""
+    """(keys, values) of one layer. Zeros: empty places are multiplied by 0, and must not be NaN."""
     shapes = (blocks, heads, size, BLOCK), (blocks, heads, BLOCK, size)
     if device.type == "cpu":
         return zeros_in_large_pages(shapes[0], dtype), zeros_in_large_pages(shapes[1], dtype)
@@ -190,7 +192,7 @@ def attention(
         return _attention_cuda(query_THD, key_TKD, value_TKD, cache, step, scale, window, rotation, norms, epsilon)
     function = kernel("paged_attention", query_THD)
     if function is None:
-        return _attention_twin(query_THD, key_TKD, value_TKD, cache, step, scale, window, rotation, norms, epsilon)
+        return _attention_torch(query_THD, key_TKD, value_TKD, cache, step, scale, window, rotation, norms, epsilon)
     tokens, heads, size = query_THD.shape
     out = query_THD.new_empty(tokens, heads * size)
     tiles = step.tile_starts
@@ -207,8 +209,8 @@ def attention(
 
 
 def _attention_cuda(query, key, value, cache, step, scale, window, rotation, norms, epsilon) -> torch.Tensor:
-    from posttrain.kernels.cuda.attention import prefill_attention
     from posttrain.kernels.cuda.elementwise import rotate_and_store
+    from posttrain.kernels.cuda.paged_attention import prefill_attention
 
     query_THD = rotate_and_store(
         query, key, value, cache, step.positions_T, step.slots_T, rotation=rotation, norms=norms, epsilon=epsilon
@@ -217,7 +219,7 @@ def _attention_cuda(query, key, value, cache, step, scale, window, rotation, nor
     return prefill_attention(query_THD, cache, *tables, scale=scale, window=window, far=FAR)
 
 
-def _attention_twin(query, key, value, cache, step, scale, window, rotation, norms, epsilon) -> torch.Tensor:
+def _attention_torch(query, key, value, cache, step, scale, window, rotation, norms, epsilon) -> torch.Tensor:
     if norms is not None:
         query = F.rms_norm(query, query.shape[-1:], norms[0], epsilon)
         key = F.rms_norm(key, key.shape[-1:], norms[1], epsilon)
@@ -236,7 +238,8 @@ def _attention_twin(query, key, value, cache, step, scale, window, rotation, nor
 
 
 def _attend(query_BQHD, cache, step: StepTokens, index_BQ, scale: float, window: int | None) -> torch.Tensor:
-    """B rows with Q queries each; every row's blocks are gathered into one padded stretch of L places."""
+    # B rows with Q queries each. The blocks of a row are gathered into one padded stretch of L places; places that are
+    # empty (behind a shared prompt's last token, or in no block) get the position FAR, which no query sees.
     positions_BQ = step.positions_T[index_BQ]
     rows_B = step.rows_T[index_BQ[:, 0]].long()
     starts_BN = step.starts_RN[rows_B]
@@ -263,5 +266,20 @@ def _half_turn(x: torch.Tensor) -> torch.Tensor:
 
 
 def _threads(elements: int) -> int:
-    """Small work is done sooner by one thread than it is handed to several."""
+    # Waking other threads takes longer than small work.
     return torch.get_num_threads() if elements > 16384 else 1
+
+
+LARGE = 2**21  # bytes of a large page
+
+
+def zeros_in_large_pages(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Zeros on the host, in large pages; memory is taken when it is first written."""
+    # Caches and packed weights are read from end to end in every step. In large pages address translation (the TLB)
+    # does not miss on the way.
+    size = math.prod(shape) * dtype.itemsize
+    if size < LARGE or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.zeros(tuple(shape), dtype=dtype)
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=dtype).view(tuple(shape))

@@ -1,5 +1,5 @@
-"""The feed-forward part of a mixture of experts: Triton kernels on a CUDA device (`cuda/experts.py`), and their torch
-twin elsewhere. Both round where transformers rounds.
+"""The feed-forward part of a mixture of experts: Triton kernels on a CUDA device (`cuda/experts.py`), torch
+elsewhere. Both round where transformers rounds.
 
 Shapes: T tokens, E width of the model, X experts, K experts of a token, P = T K pairs of a token and an expert, I width
 of an expert.
@@ -40,6 +40,7 @@ def mixture(
     share_TK, chosen_TK = p_TX.topk(top_k)
     if normalised:
         share_TK = share_TK / share_TK.sum(-1, keepdim=True)
+    # Pairs in the order of their experts, so that each expert's tokens are one product.
     order_P = chosen_TK.view(-1).argsort(stable=True)
     counts = torch.bincount(chosen_TK.view(-1), minlength=len(router_XE)).tolist()
     parts_PE = x_TE.new_empty(len(order_P), x_TE.shape[1])

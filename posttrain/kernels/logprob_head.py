@@ -2,7 +2,9 @@
 
 logp = log-softmax(hidden @ weight.T / temperature)[label]; entropy = -sum(p * log p) of the same distribution.
 The forward pass walks over chunks of tokens and keeps two numbers per token; the backward pass computes each chunk's
-logits again, but for those that a CUDA device has room for. Shapes: N tokens, E hidden size, V vocabulary.
+logits again, except for those that a CUDA device has room for.
+
+Shapes: N tokens, E hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -16,8 +18,8 @@ from posttrain.kernels import cuda
 from posttrain.kernels.gradient_sums import add_product
 
 CHUNK_ELEMENTS = 1 << 24  # logits held at once: 64 MiB in float32
-DEVICE_SHARE = 1 / 64  # of a CUDA device's memory for the logits of a chunk: products of few tokens waste it
-KEPT_SHARE = 1 / 16  # of it for logits that wait for the backward pass, so as not to be computed twice
+DEVICE_SHARE = 1 / 64  # of a CUDA device's memory for the logits of a chunk; products of fewer tokens leave it idle
+KEPT_SHARE = 1 / 16  # of it for logits that are kept for the backward pass instead of being computed twice
 
 
 def chunk_elements(device: torch.device) -> int:
@@ -33,7 +35,7 @@ def _chunks(tokens: int, vocabulary: int, device: torch.device) -> list[slice]:
 
 
 def _scores(hidden_NE: torch.Tensor, weight_VE: torch.Tensor, bias_V: torch.Tensor | None, temperature: float):
-    """Tempered logits, in float32 or better."""
+    # Logits over the temperature, in float32 or better.
     logits = hidden_NE @ weight_VE.T
     if bias_V is not None:
         logits = logits + bias_V
@@ -46,7 +48,7 @@ class _LogProbHead(torch.autograd.Function):
         logps, entropies, logsumexps = [], [], []
         for part in chunks:
             scores = _scores(hidden_NE[part], weight_VE, bias_V, temperature)
-            logsumexp = scores.logsumexp(-1)
+            logsumexp = scores.logsumexp(-1)  # kept with the entropy: from these the backward pass rebuilds all p
             logps.append(scores.gather(1, labels_N[part, None]).squeeze(1) - logsumexp)
             probs = (scores - logsumexp[:, None]).exp_()
             entropies.append(logsumexp - (probs * scores).sum(-1))
@@ -61,7 +63,7 @@ class _LogProbHead(torch.autograd.Function):
         hidden_NE, weight_VE, bias_V, labels_N, logsumexp_N, entropy_N = ctx.saved_tensors
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.empty_like(hidden_NE) if need_hidden else None
-        wide = torch.promote_types(weight_VE.dtype, torch.float32)
+        wide = torch.promote_types(weight_VE.dtype, torch.float32)  # sums over chunks are rounded once, at the end
         grad_weight = torch.zeros_like(weight_VE, dtype=wide) if need_weight else None
         grad_bias = torch.zeros_like(bias_V, dtype=wide) if need_bias else None
         for part in ctx.chunks:
@@ -86,8 +88,8 @@ class _LogProbHead(torch.autograd.Function):
 
 
 class _CudaHead(torch.autograd.Function):
-    """The same with Triton between the products; logits are as the matrix units summed them up, in float32."""
-
+    # The same with Triton between the products. The matrix units sum in float32 anyway, and their logits are kept so:
+    # nothing is rounded before the softmax.
     @staticmethod
     def forward(ctx, hidden_NE, weight_VE, labels_N, temperature, chunks, keep):
         from posttrain.kernels.cuda.logprob import statistics
@@ -98,7 +100,7 @@ class _CudaHead(torch.autograd.Function):
             parts.append(statistics(logits, labels_N[part], temperature))
             if len(ctx.kept) < keep:
                 ctx.kept.append(logits)
-            del logits  # or it would be there while the next chunk is made
+            del logits  # or it would still be held while the next chunk is made, and the peak be two chunks
         logp_N, entropy_N, logsum_N = (torch.cat(column) for column in zip(*parts, strict=True))
         ctx.chunks, ctx.temperature, ctx.weight_VE = chunks, temperature, weight_VE
         ctx.save_for_backward(hidden_NE, labels_N, logsum_N, entropy_N)
@@ -123,7 +125,7 @@ class _CudaHead(torch.autograd.Function):
                 share = wide_product(grad.T, hidden_NE[part])
                 grad_weight = share if grad_weight is None else grad_weight.add_(share)
             if kept:
-                ctx.kept[number] = None
+                ctx.kept[number] = None  # freed as soon as it is used
             del logits, grad
         ctx.kept = []
         as_weight = grad_weight.to(weight_VE.dtype) if grad_weight is not None else None
@@ -131,8 +133,8 @@ class _CudaHead(torch.autograd.Function):
 
 
 def kept_chunks(sizes: Sequence[int], most: float) -> int:
-    """How many chunks, the first ones, may wait for the backward pass, if no more than `most` are held at once: all, or
-    so many that there is room for another one beside them."""
+    """How many of the first chunks may be kept if at most `most` is held at once: all, or so many that there is room
+    for another one beside them."""
     if sum(sizes) <= most:
         return len(sizes)
     return sum(1 for end in accumulate(sizes) if end + max(sizes) <= most)
@@ -144,14 +146,13 @@ def _may_keep(chunks: Sequence[slice], weight_VE: torch.Tensor) -> int:
 
 
 def wide_product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """left @ right in float32."""
     if left.dtype is torch.float32:
         return left @ right
     return torch.mm(left, right, out_dtype=torch.float32)  # pyright: ignore
 
 
 def _grad_scores(scores, labels, logsumexp, entropy, grad_logp, grad_entropy) -> torch.Tensor:
-    """d logp / d score = onehot - p;  d entropy / d score = -p * (log p + entropy)."""
+    # d logp / d score = onehot - p; d entropy / d score = -p * (log p + entropy).
     log_p = scores.sub_(logsumexp[:, None])
     p = log_p.exp()
     grad = p * -(grad_logp[:, None] + grad_entropy[:, None] * (log_p + entropy[:, None]))
@@ -172,14 +173,9 @@ def logprob_head(
         empty = hidden_NE.sum(-1).to(torch.promote_types(hidden_NE.dtype, torch.float32))
         return empty, empty
     if cuda.runs_here(hidden_NE) and bias_V is None:
-        # Asked here: inside, weights need a gradient also where nobody will ask for one.
+        # Asked here, because inside the autograd function weights need a gradient even under no_grad: log-probs held
+        # 7.2 GiB of logits that no backward pass would use.
         backward = torch.is_grad_enabled() and (hidden_NE.requires_grad or weight_VE.requires_grad)
         keep = _may_keep(chunks, weight_VE) if backward else 0
         return _CudaHead.apply(hidden_NE, weight_VE, labels_N, temperature, chunks, keep)  # pyright: ignore
     return _LogProbHead.apply(hidden_NE, weight_VE, bias_V, labels_N, temperature, chunks)  # pyright: ignore
-
-
-def plain_logprob_head(hidden_NE, weight_VE, labels_N, *, temperature: float = 1.0, bias_V=None):
-    """The twin: all logits at once, derived by autograd."""
-    logp_NV = torch.log_softmax(torch.nn.functional.linear(hidden_NE, weight_VE, bias_V) / temperature, -1)
-    return logp_NV.gather(1, labels_N[:, None]).squeeze(1), -(logp_NV.exp() * logp_NV).sum(-1)

@@ -1,10 +1,10 @@
 """Causal attention over rows packed end to end without padding.
 
-Every row attends to itself only; responses to one prompt may share it, so that it is computed once. Rows are gathered
-into a few rectangles of similar length, and each rectangle is one call of torch's own attention: rows are padded on
-the right there, and under a causal mask padding on the right is never seen by a real token, so no mask is built for
-rows that share nothing. Linear layers around it work on the packed tokens alone. In float32 on a CPU a compiled kernel
-takes the packed tokens as they are, and so does flash attention in half precision on a CUDA device.
+Every row attends to itself only; responses may share their prompt, which is then computed once. In float32 on a CPU a
+compiled kernel takes the packed tokens as they are, and so does flash attention in half precision on a CUDA device.
+Elsewhere rows are gathered into a few rectangles of similar length, and each rectangle is one call of torch's own
+attention. Rows are padded on the right there: under a causal mask no real token sees padding on the right, so no mask
+is built for rows that share nothing.
 
 Shapes: T packed tokens, H heads, D head size; a rectangle has R rows of length L; S slots are the places of all
 rectangles, padding included.
@@ -26,7 +26,7 @@ SHORTEST_SHARE = 0.75  # a row shorter than this share of a rectangle's length o
 
 
 class PackedLayout:
-    """Where each sequence lies among the packed tokens, and the rectangles in which attention is computed.
+    """The place of each sequence among the packed tokens, and the rectangles in which attention is computed.
 
     A sequence is one row, or a prompt followed by several responses to it: `segment_T` is 0 on prompts (and on rows
     that share nothing) and counts the responses from 1; a response sees its prompt and itself. `position_T` are the
@@ -51,7 +51,7 @@ class PackedLayout:
         self.wanted_T = None if wanted_T is None else to_device(wanted_T, self.device)
 
     def rotation(self, tables: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """Cosines and sines of the packed tokens, from a batch of one row; all layers of a pass ask for the same."""
+        """Cosines and sines of the packed tokens, from a batch of one row; the same for all layers of a pass."""
         if self._rotation is None or self._rotation[0] is not tables:
             self._rotation = tables, tuple(table[0].contiguous() for table in tables)
         return self._rotation[1]
@@ -98,7 +98,7 @@ class PackedLayout:
         return None if self.position_T is None else self.position_T.to(self.device)[self.token_S]
 
     def _similar(self) -> Iterator[torch.Tensor]:
-        """Rows from long to short, cut where the padding would grow too large."""
+        # From long to short; a new rectangle starts where padding would exceed a quarter of a row.
         by_length = torch.argsort(self.lengths, descending=True, stable=True)
         start = 0
         while start < len(by_length):
@@ -109,16 +109,16 @@ class PackedLayout:
 
     @cached_property
     def sight(self) -> Sight:
-        """Who sees whom, as the compiled kernels read it."""
+        """Which tokens attend to which, as the compiled kernels read it."""
         return Sight.of(self.lengths.tolist(), None if self.segment_T is None else self.segment_T.cpu().numpy())
 
     @cached_property
     def masks(self) -> dict[int | None, list[torch.Tensor | None]]:
-        """Masks of the rectangles by sliding window, filled by `mask`; every layer asks for the same few."""
+        """Masks of the rectangles by sliding window, filled by `mask`; the same few for every layer."""
         return {}
 
     def mask(self, box: int, start: int, window: int | None) -> torch.Tensor | None:
-        """Who sees whom in a rectangle, (R, 1, L, L), or None where plain causality says it all."""
+        """The attention mask of a rectangle, (R, 1, L, L), or None if it is plainly causal."""
         kept = self.masks.setdefault(window, [])
         if len(kept) <= box:
             kept.append(self._mask(*self.shapes[box], start, window))
@@ -144,9 +144,8 @@ class PackedLayout:
 
 
 class _ToSlots(torch.autograd.Function):
-    """Tokens into their slots. Padding slots get no gradient (no real token looks at them), so the way back is a
-    plain gather instead of an accumulation."""
-
+    # Padding slots repeat a token but get no gradient, as no real token sees them. So the backward pass is a gather
+    # and not the accumulating scatter that autograd would use, which was slower.
     @staticmethod
     def forward(ctx, tokens_THD, layout):
         ctx.layout = layout
@@ -158,8 +157,7 @@ class _ToSlots(torch.autograd.Function):
 
 
 class _FromSlots(torch.autograd.Function):
-    """Slots back into the order of tokens; padding is dropped and gets gradient 0."""
-
+    # Padding is dropped, and its gradient is 0.
     @staticmethod
     def forward(ctx, slots_SHD, layout):
         ctx.layout = layout
@@ -207,37 +205,18 @@ def packed_attention(
     return _FromSlots.apply(torch.cat(pieces) if len(pieces) > 1 else pieces[0], layout)  # pyright: ignore
 
 
-def plain_attention(
-    query_THD: torch.Tensor, key_THD: torch.Tensor, value_THD: torch.Tensor, lengths: Sequence[int], scale: float
-) -> torch.Tensor:
-    """The twin: one row at a time, written out."""
-    repeats = query_THD.shape[1] // key_THD.shape[1]
-    outputs, start = [], 0
-    for length in lengths:
-        row = slice(start, start + length)
-        query, key, value = (x[row].transpose(0, 1) for x in (query_THD, key_THD, value_THD))
-        key, value = key.repeat_interleave(repeats, 0), value.repeat_interleave(repeats, 0)
-        scores = query @ key.transpose(1, 2) * scale
-        future = torch.ones(length, length, dtype=torch.bool, device=scores.device).triu(1)
-        outputs.append((scores.masked_fill(future, float("-inf")).softmax(-1) @ value).transpose(0, 1))
-        start += length
-    return torch.cat(outputs)
-
-
 _active_layout: PackedLayout | None = None
 
 
 def active_layout() -> PackedLayout | None:
-    """The layout of the packed rows that are being computed right now, if any."""
+    """The layout of the packed rows that are being computed now, if any."""
     return _active_layout
 
 
 @contextmanager
 def packed_rows(layout: PackedLayout | None) -> Iterator[None]:
-    """While open, models loaded by `posttrain.models` read their input as packed rows of this layout.
-
-    A module-wide variable on purpose: recomputation in the backward pass may run in a thread of autograd's own.
-    """
+    """While open, models loaded by `posttrain.models` read their input as packed rows of this layout."""
+    # A module variable, not a context variable: recomputation in the backward pass may run in autograd's own thread.
     global _active_layout
     before, _active_layout = _active_layout, layout
     try:

@@ -11,7 +11,7 @@ import torch
 
 FP8 = torch.float8_e4m3fn
 LARGEST = 448.0  # of float8_e4m3fn
-SMALLEST_SCALE = 1e-12  # so that a row of zeros stays one
+SMALLEST_SCALE = 1e-12  # a row of zeros stays zeros instead of becoming 0 / 0
 
 
 class Quantized(NamedTuple):
@@ -26,11 +26,12 @@ class Quantized(NamedTuple):
 
 
 def row_scales(x_TE: torch.Tensor) -> torch.Tensor:
-    """(..., T, 1), float32: what the largest number of each row divided by it is the largest of fp8."""
+    """(..., T, 1), float32: with it the largest number of each row becomes the largest of fp8."""
     return (x_TE.abs().amax(-1, keepdim=True).float() / LARGEST).clamp_(min=SMALLEST_SCALE)
 
 
 def round_rows(x_TE: torch.Tensor) -> torch.Tensor:
     """The rows as fp8 holds them, in their own type."""
     scale = row_scales(x_TE)
+    # Clamped, because values above the largest become NaN in this format: it has no infinity.
     return ((x_TE.float() / scale).clamp_(-LARGEST, LARGEST).to(FP8).float() * scale).to(x_TE.dtype)

@@ -1,6 +1,6 @@
 """Sequence parallelism (Ulysses): ranks that compute the same rows take a stretch of the tokens each.
 
-Everything but attention works on one token at a time, and needs only the stretch. For attention the ranks exchange:
+Everything but attention works on single tokens and needs only the rank's stretch. For attention the ranks exchange:
 each gets all tokens of its share of the heads, attends, and gives the stretches back. So the number of heads must be a
 multiple of the number of ranks.
 
@@ -21,16 +21,14 @@ _active: dist.ProcessGroup | None = None
 
 
 def sequence_group() -> dist.ProcessGroup | None:
-    """The ranks that share the rows that are being computed right now; None where each has its own."""
+    """The ranks that share the rows being computed now; None if each has its own."""
     return _active
 
 
 @contextmanager
 def shared_sequence(group: dist.ProcessGroup | None) -> Iterator[None]:
-    """While open, attention is over the stretches of all ranks of `group`.
-
-    A module-wide variable on purpose: recomputation in the backward pass may run in a thread of autograd's own.
-    """
+    """While open, attention is over the stretches of all ranks of `group`."""
+    # A module variable, not a context variable: recomputation in the backward pass may run in autograd's own thread.
     global _active
     before, _active = _active, group
     try:
@@ -40,8 +38,8 @@ def shared_sequence(group: dist.ProcessGroup | None) -> Iterator[None]:
 
 
 class _Exchange(torch.autograd.Function):
-    """Part i of every rank goes to rank i; parts are equal slices of the first dimension. Its own way back."""
-
+    # Part i of every rank goes to rank i; parts are equal slices of the first dimension. It is its own inverse, so the
+    # backward pass is the same exchange.
     @staticmethod
     def forward(ctx, parts, group):
         ctx.group = group
@@ -69,8 +67,8 @@ def to_stretches(heads_THD: torch.Tensor, group: dist.ProcessGroup) -> torch.Ten
 
 
 class _Gather(torch.autograd.Function):
-    """The stretches of all ranks end to end. What follows is computed alike by all, so each takes back its own part."""
-
+    # The stretches of all ranks end to end. All ranks compute the same from here on, so the gradient of a stretch is
+    # its own part, not a sum over ranks.
     @staticmethod
     def forward(ctx, stretch, group):
         ctx.group, ctx.size = group, len(stretch)

@@ -1,8 +1,8 @@
 """Tensor parallelism: ranks that hold one model together, each some of its heads and of its feed-forward columns.
 
-Every rank multiplies with its part of a layer, and what they get is summed up: twice in a layer. All ranks then have
-the same numbers to the bit, since each sum is made once and sent to all; so whatever they decide by these, they decide
-alike, as long as they are called alike.
+Every rank multiplies with its part of a layer, and the results are summed twice in a layer. All ranks then have bitwise
+identical numbers, since each sum is made once and sent to all. So ranks that get the same calls make the same
+decisions, and scheduling needs no messages of its own.
 
 Shapes: N tokens, C columns of one rank.
 """
@@ -16,7 +16,7 @@ from posttrain.errors import UserError
 
 
 class LockStepError(UserError):
-    """Ranks that hold one model did different things."""
+    """Ranks that hold one model diverged."""
 
 
 class Team:
@@ -28,16 +28,17 @@ class Team:
 
     def span(self, count: int) -> slice:
         """This rank's share of so many."""
+        # Shares differ by at most one, for any count.
         return slice(count * self.rank // self.size, count * (self.rank + 1) // self.size)
 
     def sum(self, part: torch.Tensor) -> torch.Tensor:
-        """The sum of all ranks' parts, in the place of this one's."""
+        """The sum of all ranks' parts, in place."""
         dist.all_reduce(part, group=self.group)
         return part
 
     def joined(self, part_NC: torch.Tensor, columns: int) -> torch.Tensor:
         """All ranks' shares of `columns` columns, side by side."""
-        widest = -(-columns // self.size)
+        widest = -(-columns // self.size)  # all_gather wants equal shapes: shares are padded to the widest
         own = part_NC.new_zeros(len(part_NC), widest)
         own[:, : part_NC.shape[1]] = part_NC
         parts = own.new_empty(self.size, *own.shape)
@@ -45,12 +46,16 @@ class Team:
         edges = [columns * rank // self.size for rank in range(self.size + 1)]
         return torch.cat([parts[rank, :, : edges[rank + 1] - edges[rank]] for rank in range(self.size)], 1)
 
+    def first(self, number: int) -> int:
+        """The number that the first rank gives."""
+        return self._all(number)[0]
+
     def smallest(self, number: int) -> int:
         """Of the numbers that all ranks give."""
         return min(self._all(number))
 
     def check_same(self, digest: int, what: str) -> None:
-        """Refuses to go on where ranks give different digests of what they have done."""
+        """Raise if ranks give different digests of what they have computed."""
         found = self._all(digest)
         other = next((rank for rank, theirs in enumerate(found) if theirs != found[0]), None)
         if other is not None:

@@ -1,7 +1,7 @@
 """The parts of a decoder layer's training pass between its matrix products, as compiled kernels.
 
-Float32 on a CPU (cpu/train.cpp), bfloat16 and float16 on a CUDA device (cuda/layers.py, cuda/flash.py). The twins are
-torch's own operations: those of `packed_attention` for attention, and transformers' layer for the rest
+Float32 on a CPU (cpu/train.cpp), bfloat16 and float16 on a CUDA device (cuda/layers.py, cuda/flash.py). Elsewhere
+torch's own operations are used: those of `packed_attention` for attention, and transformers' layer for the rest
 (`posttrain/models/fused_layer.py` chooses).
 
 Shapes: T packed tokens, H heads of queries, K heads of keys, D head size, E width of the model, I of the gated layer.
@@ -20,6 +20,7 @@ import torch
 
 from posttrain.kernels import cuda
 from posttrain.kernels.compiled import kernel, why_not
+from posttrain.kernels.decode import silu_mul
 
 _POINTER, _LONG = ctypes.c_void_p, ctypes.c_int64
 
@@ -39,7 +40,7 @@ class _Sight(ctypes.Structure):
 
 @dataclass
 class Sight:
-    """Which tokens look at which: a token sees its unit's prompt, and of its own response what lies before it.
+    """Which tokens attend to which: a token sees its unit's prompt, and the part of its own response before it.
 
     A unit is a row, or a prompt followed by the responses that share it.
     """
@@ -47,7 +48,7 @@ class Sight:
     unit_starts: np.ndarray  # (units + 1,) int64
     prompts: np.ndarray  # (units,) int64, length of the prompt that responses share; 0 for a plain row
     first: np.ndarray  # (T,) int32, where the token's own response (or its unit) starts
-    state: Any = None  # of the flash kernels' random numbers, which there are none of, but which they ask for
+    state: Any = None  # the dropout state that flash kernels return and want back, though nothing is dropped
 
     @classmethod
     def of(cls, lengths: Sequence[int], segment_T: np.ndarray | None) -> Sight:
@@ -65,7 +66,7 @@ class Sight:
 
     @cached_property
     def pieces(self):
-        """The same for the flash kernels of the CUDA device."""
+        """The same for the flash kernels on a CUDA device."""
         from posttrain.kernels.cuda.flash import Pieces
 
         return Pieces.of(self.unit_starts, self.prompts, self.first, torch.device("cuda"))
@@ -75,8 +76,7 @@ class Sight:
 
 
 def can_train(tensor: torch.Tensor) -> bool:
-    """Whether these kernels serve tensors of this type and device on this machine; meta tensors stand for those of a
-    CPU."""
+    """Whether these kernels can be used for tensors of this type and device; meta tensors count as those of a CPU."""
     if on_cuda(tensor):
         return True
     if tensor.dtype is not torch.float32:
@@ -85,7 +85,7 @@ def can_train(tensor: torch.Tensor) -> bool:
 
 
 def on_cuda(tensor: torch.Tensor) -> bool:
-    """Whether Triton's kernels serve: flash attention knows the half types only."""
+    """Whether Triton's kernels are used: flash attention supports only the half types."""
     return tensor.dtype is not torch.float32 and cuda.runs_here(tensor)
 
 
@@ -95,7 +95,7 @@ def can_attend(size: int, tensor: torch.Tensor) -> bool:
 
 
 def _call(name: str, like: torch.Tensor, *arguments) -> None:
-    if like.is_meta:
+    if like.is_meta:  # a memory plan counts the tensors and computes nothing
         return
     function = kernel(name, like)
     assert function is not None
@@ -141,6 +141,7 @@ def attention_backward(
 
         tensors = (query_THD, key_TKD, value_TKD, out_THD, logsum_TH)
         return flash.attention_backward(grad_THD, *tensors, sight.pieces, scale, sight.state)
+    # Keys and values collect gradients from many queries; a query's gradient is written once.
     grads = (torch.empty_like(query_THD), torch.zeros_like(key_TKD), torch.zeros_like(value_TKD))
     shape, see = _shape(query_THD, key_TKD.shape[1], len(sight.prompts), scale), sight.pointers()
     tensors = (query_THD, key_TKD, value_TKD, out_THD, logsum_TH, grad_THD.contiguous(), *grads)
@@ -151,7 +152,7 @@ def attention_backward(
 def norm_forward(
     x_TE: torch.Tensor, weight_E: torch.Tensor, epsilon: float, copy_TE: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(x / rms(x) * weight, 1 / rms(x)); x itself goes to `copy`, where there is one."""
+    """(x / rms(x) * weight, 1 / rms(x)); x itself is copied to `copy`, if given."""
     if on_cuda(x_TE):
         from posttrain.kernels.cuda import layers
 
@@ -178,11 +179,10 @@ def norm_backward(
 
 
 def column_sums(x_TC: torch.Tensor) -> torch.Tensor:
-    """The sum over all rows."""
     if on_cuda(x_TC):
-        from posttrain.kernels.cuda import column_sums as kernels
+        from posttrain.kernels.cuda import layers
 
-        return kernels.column_sums(x_TC, x_TC.dtype)
+        return layers.column_sums(x_TC, x_TC.dtype)
     return x_TC.sum(0)
 
 
@@ -226,7 +226,7 @@ def gate_backward(grad_TI: torch.Tensor, gate_up_T2I: torch.Tensor) -> tuple[tor
 
 
 class PackedAttention(torch.autograd.Function):
-    """Attention of packed rows; `sight` says who looks at whom."""
+    """Attention of packed rows; `sight` says which tokens attend to which."""
 
     @staticmethod
     def forward(ctx, query_THD, key_TKD, value_TKD, sight, scale):
@@ -239,3 +239,39 @@ class PackedAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_THD):  # pyright: ignore[reportIncompatibleMethodOverride]
         return (*attention_backward(grad_THD, *ctx.saved_tensors, sight=ctx.sight, scale=ctx.scale), None, None)
+
+
+# -- the gated layer with adapters -------------------------------------------------------------------------------------
+# silu(gate + L G) * (up + M U): the gated part of a layer with LoRA adapters. On a CUDA device the
+# adapters' products are computed inside the kernels that read gate and up anyway: as products of their own they would
+# read and write the two widest tensors of a layer once more each time. Gate and up then stay as the base made them.
+
+# (T, R) and (R, I), whose product is added; None adds nothing.
+Factors = tuple[torch.Tensor, torch.Tensor] | None
+
+
+def adapted_gate_forward(gate_up_T2I: torch.Tensor, gate: Factors, up: Factors) -> torch.Tensor:
+    """(T, I). `backward` must be given the same `gate_up`, whatever this did to it."""
+    if gate is None and up is None:
+        return silu_mul(gate_up_T2I)
+    if on_cuda(gate_up_T2I):
+        from posttrain.kernels.cuda import adapted_gate
+
+        return adapted_gate.forward(gate_up_T2I, gate, up)
+    for half, factors in zip(gate_up_T2I.chunk(2, 1), (gate, up), strict=True):
+        if factors is not None:
+            half.addmm_(*factors)
+    return silu_mul(gate_up_T2I)
+
+
+def adapted_gate_backward(
+    grad_TI: torch.Tensor, gate_up_T2I: torch.Tensor, gate: Factors, up: Factors, added: Factors
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(the product once more, gradient of gate and up); `added` is added to the gradient of the product."""
+    if on_cuda(grad_TI) and any(factors is not None for factors in (gate, up, added)):
+        from posttrain.kernels.cuda import adapted_gate
+
+        return adapted_gate.backward(grad_TI, gate_up_T2I, gate, up, added)
+    if added is not None:
+        grad_TI = grad_TI.addmm_(*added)
+    return gate_backward(grad_TI, gate_up_T2I)

@@ -1,7 +1,7 @@
-"""All layers of a decoder, or many steps of decoding, in one call of a compiled kernel (cpu/step.cpp), over weights
-laid out for its products.
+"""All layers of a decoder, or many decode steps, in one call of a compiled kernel (cpu/step.cpp), over weights packed
+for its products.
 
-The twin is the layer-by-layer path of `posttrain/models/decoder.py`, which serves wherever this cannot.
+Elsewhere the layer-by-layer path of `posttrain/models/decoder.py` is used.
 
 Shapes: T tokens of one step, E width of the model, I width of the gated layer.
 """
@@ -16,11 +16,9 @@ import numpy as np
 import torch
 
 from posttrain.kernels.compiled import AttentionLayout, kernel
-from posttrain.kernels.decode import LayerCache, StepTokens
-from posttrain.kernels.first_tokens import FirstTokens
-from posttrain.kernels.pages import zeros_in_large_pages
+from posttrain.kernels.decode import LayerCache, StepTokens, zeros_in_large_pages
 
-COLUMNS, ROWS = 32, 64  # tiles of a product; step.cpp holds the same numbers
+COLUMNS, ROWS = 32, 64  # tiles of a product; the same numbers are in step.cpp
 MATRICES = ("qkv", "out", "gate_up", "down")
 _POINTER, _LONG = ctypes.c_void_p, ctypes.c_int64
 
@@ -39,8 +37,8 @@ class LayerWeights:
     query_norm: torch.Tensor | None
     key_norm: torch.Tensor | None
     window: int | None
+    # By name, matrices that are packed with adapters folded in instead of as the model holds them.
     changed: Mapping[str, Callable[[], torch.Tensor]] = field(default_factory=dict)
-    """Matrices (by name) that are packed otherwise than the model holds them: with adapters folded in."""
 
     def to_pack(self, name: str) -> torch.Tensor:
         return self.changed[name]() if name in self.changed else getattr(self, name)
@@ -48,13 +46,14 @@ class LayerWeights:
 
 @dataclass
 class EndWeights:
-    """What lies before and after the layers."""
+    """The weights before and after the layers."""
 
     embedding: torch.Tensor
     norm: torch.Tensor
     head: torch.Tensor
 
 
+# The structures below mirror those of cpu/step.cpp, field by field.
 class _Layer(ctypes.Structure):
     _fields_ = (
         *((name, _POINTER) for name in ("qkv", "qkv_bias", "out", "gate_up", "down", "before", "between")),
@@ -89,22 +88,22 @@ class _Wanted(ctypes.Structure):
 
 @dataclass
 class DecodeRows:
-    """Rows that decode on their own for a number of steps; what they made is written into the same arrays.
+    """Rows that decode for a number of steps without the host; results are written into the same arrays.
 
-    Rows that are the same up to their newest token are computed once: `histories` are equal where prompts and all
-    tokens but the newest are, and `next_history` is a number that was never given.
+    Prefix sharing: rows that are equal up to their newest token are computed once. `histories` are equal where prompts
+    and all tokens but the newest are; `next_history` is a number that no row has had.
 
-    A decoder may run ahead: it begins these steps, and what it gives are those that it began in the call before.
-    `under_way` says how many tokens of a row that may be, and comes back as it is after the call; until it is 0 only
-    the decoder knows how the row stands. With `steps` 0 it gives all it has, and begins nothing. `numbers` tell rows
-    apart for good; a row that a call does not name any more is gone, with what it had under way. A row that has made no
-    token yet may have one under way in `first`; its last prompt token then counts as its newest.
+    A decoder may run ahead: a call starts its steps and returns the results of the call before. `under_way` is how many
+    tokens of a row may be unknown to the host, before and after the call; until it is 0 only the decoder knows the
+    state of the row. With `steps` 0 it returns everything and starts nothing. `numbers` identify rows for good; a row
+    that a call no longer names is gone, with what it had under way. A row without tokens may have its first one under
+    way in `first`; its last prompt token then counts as its newest.
 
     B rows, S steps, N blocks of a row. `ended` is 1 for a row that came to a stop token and 2 at its limit.
     """
 
     last: np.ndarray  # (B,) int64, the newest token
-    positions: np.ndarray  # (B,) int32, where it will stand
+    positions: np.ndarray  # (B,) int32, its position
     counts: np.ndarray  # (B,) int64, tokens generated
     limits: np.ndarray  # (B,) int64
     seeds: np.ndarray  # (B,) uint64
@@ -114,6 +113,7 @@ class DecodeRows:
     histories: np.ndarray  # (B,) int64
     numbers: np.ndarray  # (B,) int64
     under_way: np.ndarray  # (B,) int64
+    gaps: np.ndarray  # (B,) int32, where the one block starts that need not follow a full one
     next_history: np.ndarray  # (1,) int64
     stop_sets: Sequence[Sequence[int]]
     table: np.ndarray  # (B, N) int32
@@ -131,7 +131,7 @@ class DecodeRows:
         self.ended = np.zeros(rows, np.uint8)
 
     def only_begun(self) -> np.ndarray:
-        """1 for rows that have nothing but their first token, which is under way."""
+        """1 for rows whose first token is under way, and nothing else."""
         return np.zeros_like(self.counts) if self.first is None else (self.first.places(self.numbers) >= 0).astype(int)
 
     @property
@@ -181,16 +181,17 @@ class WholeStep:
         epsilon: float,
         room: torch.Tensor | None = None,
     ) -> None:
-        """`room` is memory of an earlier one's, taken again if it has the right size."""
+        # `room` is the memory of an earlier instance, reused if it has the right size.
         self.heads, self.key_heads, self.size, self.scale, self.epsilon = heads, key_heads, size, scale, epsilon
         self.width, self.hidden = layers[0].qkv.shape[1], layers[0].down.shape[1]
         self.like, self.ends = layers[0].qkv, ends
-        self.kept: list[torch.Tensor | None] = []  # what the pointers below point to
+        self.kept: list[torch.Tensor | None] = []  # keeps alive what the pointers below point to
         matrices = [getattr(weights, name) for weights in layers for name in MATRICES]
         sizes = [packed_size(weight) for weight in (*matrices, ends.head)]
         if room is None or len(room) != sum(sizes) or room.dtype is not self.like.dtype:
             room = zeros_in_large_pages([sum(sizes)], self.like.dtype)
         self.room = room
+        # All packed weights lie in one allocation, in the order in which a step reads them.
         places = iter(room.split(sizes))
         self.layers = (_Layer * len(layers))()
         for place, weights in zip(self.layers, layers, strict=True):
@@ -218,7 +219,7 @@ class WholeStep:
         wanted_N: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """All layers; keys and values of all tokens enter the caches. The residual of the wanted tokens (all, if None)
-        is written over the first rows of `residual_TE`, which are given back."""
+        is written over the first rows of `residual_TE`, which are returned."""
         tokens = len(residual_TE)
         layout = self._layout(tokens, len(step.tile_starts) - 1, step.table_RN.shape[1])
         model, work = self._model(caches, rotation), self._workspace(residual_TE)
@@ -228,6 +229,7 @@ class WholeStep:
         pointers = (ctypes.addressof(x) for x in (model, work, layout))
         kept, wanted = [], None
         if wanted_N is not None:
+            # In the last layer only the wanted tokens are computed, each as a tile of its own.
             ones = torch.arange(len(wanted_N) + 1, dtype=torch.int32)
             kept = [wanted_N, step.rows_T[wanted_N], step.positions_T[wanted_N], ones]
             wanted = _Wanted(len(wanted_N), *(x.data_ptr() for x in kept))
@@ -237,7 +239,7 @@ class WholeStep:
     def decode(
         self, rows: DecodeRows, caches: Sequence[LayerCache], rotation: tuple[torch.Tensor, torch.Tensor]
     ) -> None:
-        """Embeds, computes, samples and ends rows, step after step."""
+        """Embed, compute, sample and end rows, step after step."""
         count, size = len(rows.last), self.ends.head.shape[0]
         residual, logits = self.like.new_empty(count, self.width), self.like.new_empty(count, size)
         layout = self._layout(count, count, rows.table.shape[1])
@@ -246,7 +248,7 @@ class WholeStep:
         ends = _Ends(*(x.data_ptr() for x in tensors), size)
         stop_sets = [np.unique(np.asarray(ids, np.int64)) for ids in rows.stop_sets]
         stop_starts = np.cumsum([0, *map(len, stop_sets)], dtype=np.int64)
-        stop_ids = np.concatenate([*stop_sets, np.zeros(1, np.int64)])
+        stop_ids = np.concatenate([*stop_sets, np.zeros(1, np.int64)])  # never empty, so that it has an address
         settings = (rows.limits, rows.seeds, rows.temperatures, rows.greedy, rows.stops, stop_starts, stop_ids)
         arrays = (rows.last, rows.positions, rows.counts, *settings, rows.tokens, rows.log_probs, rows.ended)
         arrays = (*arrays, rows.histories, rows.next_history)
@@ -273,10 +275,38 @@ class WholeStep:
         return _Model(len(self.layers), self.width, self.hidden, layers, *(x.data_ptr() for x in rotation))
 
     def _workspace(self, residual_TE: torch.Tensor) -> _Workspace:
-        """Room for this many tokens, padded to whole tiles of rows. Zeros: the padding is computed with."""
+        # For this many tokens, padded to whole tiles of rows. Zeros, because products read the padding too.
         rows = -(-len(residual_TE) // ROWS) * ROWS
         columns = (self.heads + 2 * self.key_heads) * self.size
         widths = {"x": self.width, "qkv": columns, "attended": self.heads * self.size, "gated": self.hidden}
         if not self.work or len(self.work["x"]) < rows:
             self.work = {name: self.like.new_zeros(rows, width) for name, width in widths.items()}
         return _Workspace(residual_TE.data_ptr(), *(x.data_ptr() for x in self.work.values()))
+
+
+def places_of(wanted: np.ndarray, held: np.ndarray) -> np.ndarray:
+    """The index of each of `wanted` in `held`; -1 for those that are missing."""
+    if not len(held):
+        return np.full(len(wanted), -1)
+    order = np.argsort(held)
+    place = order[np.minimum(np.searchsorted(held, wanted, sorter=order), len(held) - 1)]
+    return np.where(held[place] == wanted, place, -1)
+
+
+@dataclass
+class FirstTokens:
+    """First tokens of rows, sampled on the device right after prefill; the host has not read them. (B,) each."""
+
+    numbers: np.ndarray
+    tokens: torch.Tensor
+    log_probs: torch.Tensor
+
+    @classmethod
+    def joined(cls, parts: Sequence[FirstTokens]) -> FirstTokens:
+        numbers = np.concatenate([part.numbers for part in parts])
+        columns = ([part.tokens for part in parts], [part.log_probs for part in parts])
+        return cls(numbers, *(torch.cat(column) for column in columns))
+
+    def places(self, numbers: np.ndarray) -> np.ndarray:
+        """The index of these rows' tokens; -1 for rows that began earlier."""
+        return places_of(numbers, self.numbers)

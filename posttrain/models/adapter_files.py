@@ -1,35 +1,37 @@
-"""Adapters as peft stores them: `adapter_config.json` and `adapter_model.safetensors`, never a pickle."""
+"""Reads and writes peft adapters: `adapter_config.json` and `adapter_model.safetensors`, never a pickle."""
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
 from posttrain.config.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_adapter_config
 from posttrain.models.adapter_targets import AdapterError
+from posttrain.models.paths import local_or_hub
 
 Weights = dict[str, torch.Tensor]
+# peft's task type for the adapter of a sequence classifier.
 SCORER = "SEQ_CLS"
-"""peft's kind of task of an adapter beside a sequence classifier."""
-_NAME = ".default"  # peft's name for the one adapter of a model; its files leave it out
+_NAME = ".default"  # peft's name for a model's only adapter; its files omit it
 
 
 def stored_name(parameter: str) -> str:
-    """The name in an adapter file of a parameter of a model with adapters."""
+    """Return a parameter's name in an adapter file."""
     return parameter.replace(_NAME, "")
 
 
 def adapter_parameters(model: torch.nn.Module) -> Weights:
-    """The adapters' live tensors under their names in an adapter file."""
+    """Return the adapters' live tensors under their names in an adapter file."""
     return {stored_name(name): weight for name, weight in model.named_parameters() if ".lora_" in name}
 
 
 def whole_modules(model: Any) -> dict[str, torch.nn.Module]:
-    """Top modules that are trained whole beside the adapters: the head of a reward model."""
+    """Return top modules that are fully trained besides the adapters: the head of a reward model."""
     tops = model.get_base_model().named_children()
     return {
         name: part
@@ -39,7 +41,7 @@ def whole_modules(model: Any) -> dict[str, torch.nn.Module]:
 
 
 def trained_parameters(model: Any) -> Weights:
-    """The adapters' live tensors and those of the modules trained whole, under their names in an adapter file."""
+    """Return the live tensors of adapters and fully trained modules, under their names in an adapter file."""
     heads = tuple(f"base_model.model.{name}." for name in whole_modules(model))
     kept = {
         name: weight for name, weight in model.named_parameters() if name.startswith(heads) and ".lora_" not in name
@@ -48,7 +50,7 @@ def trained_parameters(model: Any) -> Weights:
 
 
 def adapter_settings(model: Any, base: str) -> dict[str, Any]:
-    """What `adapter_config.json` says of this model's adapters: plain JSON, in a fixed order."""
+    """Build the content of `adapter_config.json`: plain JSON, in a fixed order."""
     settings = model.peft_config["default"].to_dict() | {"inference_mode": True, "base_model_name_or_path": base}
     if heads := sorted(whole_modules(model)):
         settings |= {"modules_to_save": heads, "task_type": SCORER}
@@ -59,7 +61,7 @@ def adapter_settings(model: Any, base: str) -> dict[str, Any]:
 
 
 def write_adapter(folder: Path, weights: Mapping[str, torch.Tensor], settings: Mapping[str, Any]) -> None:
-    """A folder that `PeftModel.from_pretrained` and `model.lora_adapter_path` take."""
+    """Write a folder that `PeftModel.from_pretrained` and `model.lora_adapter_path` accept."""
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -69,7 +71,7 @@ def write_adapter(folder: Path, weights: Mapping[str, torch.Tensor], settings: M
 
 
 def read_adapter(folder: Path, heads: Sequence[str] = ()) -> tuple[dict[str, Any], Weights]:
-    """(settings, weights) of an adapter folder, which may hold `heads` whole."""
+    """Return (settings, weights) of an adapter folder, which may also hold the modules `heads`."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -84,9 +86,9 @@ def read_adapter(folder: Path, heads: Sequence[str] = ()) -> tuple[dict[str, Any
 
 @torch.no_grad()
 def fill_adapters(model: torch.nn.Module, weights: Mapping[str, torch.Tensor], source: str) -> None:
-    """Copy stored adapters into the model's; every tensor must be there with its shape, and no others.
+    """Copy stored adapters into the model's; names and shapes must match exactly.
 
-    A module that is trained whole beside them (the head of a reward model) is filled where it is stored.
+    A fully trained module (the head of a reward model) is filled if it is stored.
     """
     adapters = adapter_parameters(model)
     own = {name: weight for name, weight in trained_parameters(model).items() if name in adapters or name in weights}
@@ -105,3 +107,57 @@ def fill_adapters(model: torch.nn.Module, weights: Mapping[str, torch.Tensor], s
         )
     for name, weight in own.items():
         weight.copy_(weights[name])
+
+
+PIECES, PIECE = 4, 256  # per tensor: this many pieces of this many bytes, evenly spread
+
+
+def weights_folder(path: str) -> Path:
+    """Return the local folder of a model: the folder itself, or its place in the hub's cache."""
+    source = local_or_hub(path)
+    if Path(source).is_dir():
+        return Path(source)
+    from transformers.utils.hub import cached_file
+
+    return Path(str(cached_file(source, "config.json"))).parent
+
+
+def fingerprint(path: str) -> str:
+    """Return 16 characters that identify a base model; equal for copies of the same weights."""
+    folder = weights_folder(path)
+    files = sorted(folder.glob("*.safetensors"))
+    pieces = sorted(piece for file in files for piece in _tensors(file))
+    if not files:
+        pieces = sorted((file.name, _samples_of(file)) for file in folder.glob("*.bin"))
+    digest = hashlib.sha256()
+    for name, sampled in pieces:
+        digest.update(name.encode() + b"\0" + sampled)
+    return digest.hexdigest()[:16]
+
+
+def _tensors(file: Path) -> Iterator[tuple[str, bytes]]:
+    # Yields (name with type and shape, sampled bytes) of every tensor of a safetensors file.
+    with file.open("rb") as stream:
+        size = int.from_bytes(stream.read(8), "little")
+        header: dict[str, Any] = json.loads(stream.read(size))
+        for name, entry in header.items():
+            if name != "__metadata__":
+                start, end = entry["data_offsets"]
+                yield f"{name} {entry['dtype']} {entry['shape']}", _samples(stream, 8 + size + start, end - start)
+
+
+def _samples_of(file: Path) -> bytes:
+    with file.open("rb") as stream:
+        length = file.stat().st_size
+        return length.to_bytes(8, "little") + _samples(stream, 0, length)
+
+
+def _samples(stream: BinaryIO, start: int, length: int) -> bytes:
+    if length <= PIECES * PIECE:
+        stream.seek(start)
+        return stream.read(length)
+    found = b""
+    for number in range(PIECES):
+        stream.seek(start + number * (length - PIECE) // (PIECES - 1))
+        found += stream.read(PIECE)
+    return found

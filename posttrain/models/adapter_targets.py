@@ -1,4 +1,4 @@
-"""Which modules get LoRA adapters: `all-linear`, names or a regular expression become modules of one model."""
+"""Decides which modules get LoRA adapters: resolves `all-linear`, names or a regular expression for one model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from posttrain.models.quantized import numbers_in
 
 
 class AdapterShape(Protocol):
-    """What the adapters of a role look like: the section `model` of a policy, or the critic's."""
+    """The adapter settings of a role: the section `model` of a policy, or the critic's."""
 
     lora_rank: int
     lora_alpha: int
@@ -23,7 +23,7 @@ class AdapterShape(Protocol):
 
 
 class AdapterError(UserError):
-    """Adapters that cannot be made or loaded; the text says what to do."""
+    """Adapters that cannot be created or loaded; the text says what to do."""
 
 
 def find_targets(
@@ -34,27 +34,29 @@ def find_targets(
     whole: Sequence[str] = (),
     key: str = "target_modules",
 ) -> list[str]:
-    """Names for peft: short ones (`q_proj`) where they mean exactly the modules that were asked for, else full ones.
+    """Return module names for peft: short ones (`q_proj`) if they mean exactly the requested modules, else full ones.
 
-    Top modules named in `whole` are trained themselves: nothing in them gets adapters.
+    Top modules named in `whole` are fully trained and get no adapters.
     """
     linear = linear_modules(model)
-    chosen = [name for name in _chosen(model, linear, wanted, key) if name.partition(".")[0] not in whole]
+    chosen = [name for name in _choose_modules(model, linear, wanted, key) if name.partition(".")[0] not in whole]
     if exclude:
         unwanted = set(_matches(list(chosen), exclude, model, key.replace("target_", "exclude_")))
         chosen = [name for name in chosen if name not in unwanted]
     if not chosen:
         raise AdapterError(
-            f"{key}={wanted} without {exclude or list(whole)} leaves no module for an adapter. {_there_are(linear)}"
+            f"{key}={wanted} without {exclude or list(whole)} leaves no module for an adapter. {_list_modules(linear)}"
         )
     short = sorted({name.rpartition(".")[2] for name in chosen})
-    meant = {name for name, _ in model.named_modules() for end in short if _ends(name, end)}
+    meant = {name for name, _ in model.named_modules() for end in short if _has_suffix(name, end)}
     return short if meant == set(chosen) else chosen
 
 
 def check_rank(rank: int, model: torch.nn.Module, targets: Sequence[str], key: str) -> None:
-    """A product of rank r through a layer can hold no more than the layer is wide."""
-    chosen = [module for name, module in linear_modules(model).items() if any(_ends(name, end) for end in targets)]
+    # A product of rank r through a layer can hold no more than the layer is wide.
+    chosen = [
+        module for name, module in linear_modules(model).items() if any(_has_suffix(name, end) for end in targets)
+    ]
     sides = ("in_features", "out_features", "nx", "nf")
     widest = max((getattr(module, side, 0) for module in chosen for side in sides), default=rank)
     if rank > widest:
@@ -62,7 +64,7 @@ def check_rank(rank: int, model: torch.nn.Module, targets: Sequence[str], key: s
 
 
 def linear_modules(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """Every module that adapters can stand beside, by its full name."""
+    """Return every module that can get an adapter, by its full name."""
     return {
         name: module
         for name, module in model.named_modules()
@@ -71,7 +73,7 @@ def linear_modules(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
 
 
 def stacked_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Matrices that lie in one tensor, such as a layer's experts: no module stands for each, so none gets adapters."""
+    """Return weights that stack several matrices, such as experts: they are no modules, so they get no adapters."""
     homes = (
         (name, part) for name, part in model.named_modules() if not isinstance(part, torch.nn.modules.conv._ConvNd)
     )
@@ -83,8 +85,8 @@ def stacked_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
-def stacked_words(model: torch.nn.Module) -> str | None:
-    """The names of such weights and their share of the base, in words; None for a model without any."""
+def describe_stacked(model: torch.nn.Module) -> str | None:
+    """Describe such weights: their names and their share of the base; None for a model without any."""
     stacked = stacked_weights(model)
     if not stacked:
         return None
@@ -94,8 +96,7 @@ def stacked_words(model: torch.nn.Module) -> str | None:
 
 
 def stacked_note(words: str | None, shape: AdapterShape, key: str) -> str | None:
-    """A sentence on the weights that `all-linear` leaves without adapters: `stacked_words` names them; `key` is the
-    setting's."""
+    """Return a sentence on weights that `all-linear` leaves without adapters; `key` is the setting."""
     words = words if shape.lora_rank > 0 and shape.target_modules == "all-linear" else None
     return words and (
         f"{key}=all-linear: experts that lie in one tensor are no linear modules and get no adapters. {words} stay as "
@@ -103,7 +104,7 @@ def stacked_note(words: str | None, shape: AdapterShape, key: str) -> str | None
     )
 
 
-def _chosen(model: Any, linear: dict[str, torch.nn.Module], wanted: Any, key: str) -> list[str]:
+def _choose_modules(model: Any, linear: dict[str, torch.nn.Module], wanted: Any, key: str) -> list[str]:
     if wanted == "all-linear":
         head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
         return [name for name, module in linear.items() if module is not head]
@@ -111,11 +112,11 @@ def _chosen(model: Any, linear: dict[str, torch.nn.Module], wanted: Any, key: st
 
 
 def _matches(names: list[str], wanted: Any, model: torch.nn.Module, key: str) -> list[str]:
-    """The `names` that a list of name ends, one name end, or a regular expression means."""
+    # `wanted` is a list of name suffixes, one suffix, or a regular expression.
     items = [wanted] if isinstance(wanted, str) else list(wanted)
     found: set[str] = set()
     for item in items:
-        hits = {name for name in names if _ends(name, item)}
+        hits = {name for name in names if _has_suffix(name, item)}
         if not hits and isinstance(wanted, str):
             hits = _by_expression(names, wanted, key)
         if not hits:
@@ -124,7 +125,7 @@ def _matches(names: list[str], wanted: Any, model: torch.nn.Module, key: str) ->
     return [name for name in names if name in found]
 
 
-def _ends(name: str, end: str) -> bool:
+def _has_suffix(name: str, end: str) -> bool:
     return name == end or name.endswith(f".{end}")
 
 
@@ -137,18 +138,18 @@ def _by_expression(names: list[str], expression: str, key: str) -> set[str]:
 
 def _unknown(item: str, wanted: Any, model: torch.nn.Module, key: str) -> str:
     linear = linear_modules(model)
-    other = next((type(module).__name__ for name, module in model.named_modules() if _ends(name, item)), None)
+    other = next((type(module).__name__ for name, module in model.named_modules() if _has_suffix(name, item)), None)
     what = f"no linear module of the model is called {item}"
-    if any(_ends(name, item) for name in stacked_weights(model)):
+    if any(_has_suffix(name, item) for name in stacked_weights(model)):
         what = f"{item} holds experts in one tensor; adapters stand beside linear modules only"
-    if other is not None and not any(_ends(name, item) for name in linear):
+    if other is not None and not any(_has_suffix(name, item) for name in linear):
         what = f"{item} is of the kind {other}; adapters stand beside linear modules only"
     elif other is not None:
         what = f"{item} is not among the modules that get adapters"
-    return f"{key}={wanted}: {what}. {_there_are(linear)}"
+    return f"{key}={wanted}: {what}. {_list_modules(linear)}"
 
 
-def _there_are(linear: dict[str, torch.nn.Module]) -> str:
+def _list_modules(linear: dict[str, torch.nn.Module]) -> str:
     counts = Counter(name.rpartition(".")[2] for name in linear)
     names = ", ".join(f"{name} ({count})" if count > 1 else name for name, count in counts.items())
     return f"Linear modules of this model: {names}; full names look like {next(iter(linear), 'none')}"

@@ -1,8 +1,8 @@
-"""The weights of a decoder as decoding wants them: fused, at fixed addresses, under their Hugging Face names.
+"""The weights of a decoder as decoding needs them: fused, at fixed addresses, under their Hugging Face names.
 
-Shared, the trainer's own parameters become views into the fused tensors, so that an optimizer step is seen at once and
-nothing is ever copied. Private (the trainer's weights move, or adapters are folded in), `load` copies into them. Cut,
-these are a rank's part of every weight (`cut.py`), and `load` takes that.
+Shared: the trainer's parameters become views into the fused tensors, so an optimizer step takes effect at once and
+nothing is copied. Private (the trainer's weights move, or adapters are merged): `load` copies into them. Sharded: the
+tensors are a rank's part of every weight (`shards.py`), and `load` copies that part.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ import torch.nn.functional as F
 from posttrain.kernels.compiled import kernel
 from posttrain.kernels.fp8 import Fp8Weight
 from posttrain.kernels.quantized import Quantized
-from posttrain.models.cut import Cut
 from posttrain.models.forward import without_adapters
 from posttrain.models.low_rank import Adapter, LowRank, fill
+from posttrain.models.shards import WeightShards
 
 FUSED = (("qkv", "self_attn", ("q_proj", "k_proj", "v_proj")), ("gate_up", "mlp", ("gate_proj", "up_proj")))
 SINGLE = (("out", "self_attn", "o_proj"), ("down", "mlp", "down_proj"))
-SHARED = "shared_expert"  # of a mixture of experts, whose own weights are stacked already and stay as they are
+SHARED = "shared_expert"  # in a mixture of experts; the experts' own weights are already stacked and stay as they are
 
 
 @cache
 def _reorder() -> Callable[[torch.Tensor], torch.Tensor] | None:
-    """oneDNN's own layout of bfloat16 weights; None where torch has no oneDNN, or this processor no instructions."""
+    # oneDNN's own layout for bfloat16 weights; None if torch has no oneDNN, or the processor lacks the instructions.
     function = getattr(getattr(torch.ops, "mkldnn", None), "_reorder_linear_weight", None)
     if function is None or not torch.backends.mkldnn.is_available():
         return None
@@ -39,21 +39,21 @@ def _reorder() -> Callable[[torch.Tensor], torch.Tensor] | None:
     return function
 
 
-def can_lay_out_anew(dtype: torch.dtype) -> bool:
-    """Whether a CPU's processor multiplies faster with copies of weights that are laid out for it."""
+def can_repack_weights(dtype: torch.dtype) -> bool:
+    """Whether this CPU multiplies faster with copies of weights in another layout."""
     allowed = kernel("can_multiply", torch.empty(0, dtype=dtype))
     whole = allowed is not None and bool(allowed())
     return whole or (dtype is torch.bfloat16 and _reorder() is not None)
 
 
 class Projection:
-    """One matrix product, with low-rank adapters beside it where the model has them."""
+    """One matrix product, with low-rank adapters if the model has them."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, parts: list[Any], *, adapters: bool) -> None:
         self.weight, self.bias, self.parts = weight, bias, parts
         self.packed: torch.Tensor | None = None
-        self.fp8: Fp8Weight | None = None  # what is multiplied in place of the weight, where that is asked for
-        self.low: LowRank | None = None  # copies of the adapters in the weight's type
+        self.fp8: Fp8Weight | None = None  # replaces the weight in products, if requested
+        self.low: LowRank | None = None  # copies of the adapters in the weight's dtype
         self.adapters: list[tuple[slice, Any]] = []
         start = 0
         for part in parts:
@@ -64,22 +64,21 @@ class Projection:
 
     @torch.no_grad()
     def merged(self) -> torch.Tensor:
-        """A copy of the weight with the adapters folded in."""
+        """Return a copy of the weight with the adapters merged in."""
         merged = self.weight.clone()
         for columns, layer in self.adapters:
             merged[columns] += layer.get_delta_weight("default").to(merged.dtype)
         return merged
 
     def pack(self) -> None:
-        """Lay a copy of the weight out as oneDNN multiplies it, where that is worth a copy: bfloat16 on a CPU."""
+        """Copy the weight into oneDNN's layout, if that pays off: bfloat16 on a CPU."""
         if self.packed is None and self.weight.device.type == "cpu" and self.weight.dtype is torch.bfloat16:
             reorder = _reorder()
             self.packed = reorder(self.weight) if reorder else None
 
     @torch.no_grad()
     def copy_adapters(self) -> None:
-        """Take the adapters as they are now in the weight's type, as the trainer multiplies them on a CUDA device; to
-        the addresses that they were copied to before, so that captured steps see them."""
+        # In the weight's dtype, as the trainer multiplies them on CUDA; at fixed addresses, which captured graphs hold.
         if self.adapters and self.weight.is_cuda and self.weight.dtype in (torch.bfloat16, torch.float16):
             adapters = [(columns, Adapter.of(layer)) for columns, layer in self.adapters]
             self.low = self.low or LowRank.like(adapters, len(self.weight), self.weight)
@@ -87,16 +86,16 @@ class Projection:
 
     @property
     def bare(self) -> torch.Tensor | None:
-        """The weight, if a product with it is all that this layer does."""
+        """The weight, if this layer does nothing but multiply with it."""
         return None if self.adapters or self.bias is not None or self.fp8 is not None else self.weight
 
     @property
     def takes_quantized(self) -> bool:
-        """Whether its input may come as fp8. Adapters multiply the input itself, so that it must be there too."""
+        """Whether its input may be fp8. Adapters multiply the unquantized input, so it would be needed too."""
         return self.fp8 is not None and self.fp8.multiplied and not self.adapters
 
     def wide(self, x_TE: torch.Tensor) -> torch.Tensor:
-        """The product as it was summed up, in float32, where the device's matrix units give it away: logits."""
+        """Return the product in float32, as the device's matrix units accumulate it; used for logits."""
         narrow = x_TE.is_cuda and x_TE.dtype in (torch.bfloat16, torch.float16)
         if not narrow or self.bare is None:
             return self(x_TE)
@@ -109,7 +108,7 @@ class Projection:
             y = torch.ops.mkldnn._linear_pointwise(x_TE, self.packed, self.bias, "none", [], "")
         else:
             y = F.linear(x_TE, self.weight, self.bias)  # pyright: ignore
-        if isinstance(x_TE, Quantized):  # only layers without adapters are given such
+        if isinstance(x_TE, Quantized):  # only layers without adapters get these
             return y
         if self.low is not None:
             self.low.add(y, x_TE)
@@ -122,20 +121,21 @@ class Projection:
 
 
 def base_layer(module: Any) -> torch.nn.Linear:
-    """The linear layer itself, without its adapters."""
+    """Return the linear layer without its adapters."""
     return getattr(module, "base_layer", module)
 
 
 class Arena:
     """Fused projections of every decoder layer, and all weights by name."""
 
-    def __init__(self, module: Any, *, share: bool, cut: Cut | None = None, device: torch.device | None = None) -> None:
-        """`device` is where parts of a model that is cut lie."""
+    def __init__(
+        self, module: Any, *, share: bool, shards: WeightShards | None = None, device: torch.device | None = None
+    ) -> None:
         base = without_adapters(module)
-        self.share, self.adapters, self.cut, self.device = share, base is not module, cut, device
+        self.share, self.adapters, self.shards, self.device = share, base is not module, shards, device
         self.layers: list[dict[str, Projection]] = []
         self.named: dict[str, torch.Tensor] = {}
-        held: dict[int, torch.Tensor] = {}  # by the parameter's identity, so that tied weights stay tied
+        held: dict[int, torch.Tensor] = {}  # keyed by the parameter's identity, so that tied weights stay tied
         for name, weight in base.named_parameters(remove_duplicate=False):
             if ".lora_" not in name:
                 held.setdefault(id(weight), weight.data if share else self._own(name, weight.data))
@@ -144,10 +144,9 @@ class Arena:
             self.layers.append(self._fused(layer, f"{base.base_model_prefix}.layers.{number}"))
 
     def _own(self, name: str, weight: torch.Tensor) -> torch.Tensor:
-        """A copy of what is held here of a weight."""
-        if self.cut is None:
+        if self.shards is None:
             return weight.clone()
-        part = self.cut.part(name, weight)
+        part = self.shards.part(name, weight)
         return torch.empty(part.shape, dtype=part.dtype, device=self.device).copy_(part)
 
     def _fused(self, layer: Any, prefix: str) -> dict[str, Projection]:
@@ -170,39 +169,39 @@ class Arena:
         return found
 
     def projection(self, name: str, parts: list[Any]) -> Projection:
-        """A linear layer that is not fused with another."""
+        """Return a linear layer that is not fused with another."""
         return Projection(self.named[f"{name}.weight"], self.named.get(f"{name}.bias"), parts, adapters=self.share)
 
     def _fuse(self, names: list[str], parts: list[Any], kind: str) -> torch.Tensor | None:
-        """The parts' tensors end to end; shared, each part's parameter is a view into the whole from now on."""
+        # If shared, each part's parameter becomes a view into the fused tensor.
         parameters = [getattr(base_layer(part), kind) for part in parts]
         if any(parameter is None for parameter in parameters):
             return None
         own = parameters if self.share else [self.named[name] for name in names]
-        whole = lay_end_to_end(parameters) if self.share else torch.cat(own)
+        whole = make_one_tensor(parameters) if self.share else torch.cat(own)
         self.named |= zip(names, whole.split([len(part) for part in own]), strict=True)
         return whole
 
-    def left_behind(self) -> bool:
-        """Whether shared parameters have been moved (to host memory and back, say) and must be fused anew."""
+    def is_outdated(self) -> bool:
+        """Whether shared parameters have moved (to host memory and back, for example) and must be fused again."""
         part = self.layers[0]["qkv"].parts[0]
         return self.share and base_layer(part).weight.data_ptr() != self.layers[0]["qkv"].weight.data_ptr()
 
     @torch.no_grad()
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Copy in what does not already live here."""
+        """Copy weights that are not already views into this arena."""
         for name, tensor in weights:
             own = self.named.get(name)
             if own is None or own.data_ptr() == tensor.data_ptr():
                 continue
             if self.share and self.adapters:
                 raise RuntimeError("weights with adapters folded in must not be written over the live base weights")
-            own.copy_(tensor if self.cut is None else self.cut.part(name, tensor))
+            own.copy_(tensor if self.shards is None else self.shards.part(name, tensor))
 
 
-def lay_end_to_end(parameters: Sequence[torch.nn.Parameter]) -> torch.Tensor:
-    """The tensor that these parameters are views into from now on."""
-    whole = end_to_end(parameters)
+def make_one_tensor(parameters: Sequence[torch.nn.Parameter]) -> torch.Tensor:
+    """Make these parameters views into one tensor, and return it."""
+    whole = as_one_tensor(parameters)
     if whole is None:
         whole = torch.cat([parameter.data for parameter in parameters])
         for parameter, part in zip(parameters, whole.split([len(parameter) for parameter in parameters]), strict=True):
@@ -211,17 +210,17 @@ def lay_end_to_end(parameters: Sequence[torch.nn.Parameter]) -> torch.Tensor:
 
 
 def join_products(layer: Any) -> None:
-    """Lay the weights end to end that a decoder layer multiplies the same tokens with, so that they are one product."""
+    """Store weights that multiply the same tokens in one tensor: a decoder layer then computes one product."""
     for _, home, names in FUSED:
         parts = [base_layer(getattr(getattr(layer, home), name)) for name in names]
         for kind in ("weight", "bias"):
             parameters = [getattr(part, kind) for part in parts]
             if all(type(parameter) is torch.nn.Parameter and not parameter.is_meta for parameter in parameters):
-                lay_end_to_end(parameters)
+                make_one_tensor(parameters)
 
 
-def end_to_end(parameters: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """The tensor that these lie in end to end, if there is one."""
+def as_one_tensor(parameters: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """Return the tensor in which these are already consecutive, or None."""
     first = parameters[0]
     rows, ends = sum(map(len, parameters)), first.data_ptr()
     for parameter in parameters:

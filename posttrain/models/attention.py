@@ -1,8 +1,14 @@
-"""Plugs packed attention into transformers: models loaded with `ATTENTION` take packed rows, paged steps or padded
-batches."""
+"""Plugs our attention into transformers: models loaded with `ATTENTION` take packed sequences, paged steps or padding.
+
+`PagedDecoder` is the general way to decode with a paged cache: it runs transformers' own module, whatever its layers do
+(experts, post-norms, learned positions), if its attention goes through transformers' attention interface. `decoder.py`
+is the fast way for common architectures.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,15 +17,88 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from posttrain.kernels.decode import LayerCache, StepTokens, attention
 from posttrain.kernels.packed_attention import active_layout, packed_attention
 from posttrain.kernels.sequence_parallel import sequence_group, to_heads, to_stretches
-from posttrain.models.paged import active_step
+from posttrain.kernels.whole_step import DecodeRows
+from posttrain.models.forward import decoder_of, logits_of
+
+Answer = Callable[..., torch.Tensor]
+_active: Answer | None = None
+
+
+def active_step() -> Answer | None:
+    """Return what computes attention during a paged step, or None."""
+    return _active
+
+
+@contextmanager
+def _answering(answer: Answer) -> Iterator[None]:
+    global _active
+    before, _active = _active, answer
+    try:
+        yield
+    finally:
+        _active = before
+
+
+class PagedDecoder:
+    """Computes hidden states and logits of flat tokens with the module itself."""
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
+
+    def hidden(
+        self, step: StepTokens, caches: Callable[[int, int, int], LayerCache], wanted_N: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return final hidden states of the wanted tokens (all, if None); all keys and values enter the caches."""
+
+        def answer(layer: Any, query, key, value, scale: float | None, window: int | None) -> torch.Tensor:
+            query, key, value = (_last_dense(x[0].transpose(0, 1)) for x in (query, key, value))
+            cache = caches(layer.layer_idx, key.shape[1], key.shape[2])
+            factor = query.shape[-1] ** -0.5 if scale is None else scale
+            out = attention(query, key, value, cache, step, scale=factor, window=window)
+            return out.view(1, *query.shape)
+
+        with _answering(answer):
+            output = decoder_of(self.module)(
+                input_ids=step.ids_T[None], position_ids=step.positions_T.long()[None], use_cache=False
+            )
+        hidden_TE = output.last_hidden_state[0]
+        return hidden_TE if wanted_N is None else hidden_TE[wanted_N]
+
+    def logits(self, hidden_NE: torch.Tensor) -> torch.Tensor:
+        return logits_of(self.module, hidden_NE)
+
+    def decode(self, rows: DecodeRows, caches: Callable[[int, int, int], LayerCache]) -> bool:
+        """Return False: the module is called once per token."""
+        return False
+
+    @torch.no_grad()
+    def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Copy weights that this module does not already hold (it may be the trainer's own)."""
+        own = self.module.state_dict()
+        for name, tensor in weights:
+            if name in own and own[name].data_ptr() != tensor.data_ptr():
+                own[name].copy_(tensor)
+
+    def make_fast_copies(self) -> None:
+        """Do nothing: the module's own layers compute."""
+
+    def drop_fast_copies(self) -> None: ...
+
+    def let_go(self) -> None: ...
+
+
+def _last_dense(x: torch.Tensor) -> torch.Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
 
 ATTENTION = "posttrain"
 
 
+# What some models change in attention, and packed attention does not support.
 CHANGES = ("softcap", "s_aux", "position_bias")
-"""What models may ask of attention beside scores and softmax, and packed rows cannot answer."""
 
 
 def _attention(module: torch.nn.Module, query, key, value, attention_mask, scaling=None, **kwargs: Any):
@@ -50,8 +129,7 @@ def _attention(module: torch.nn.Module, query, key, value, attention_mask, scali
 
 
 def _one_size(*heads: torch.Tensor) -> tuple[list[torch.Tensor], int]:
-    """Queries, keys and values with heads of one size, and that of the values: latent attention has smaller ones, and
-    zeros behind them change nothing."""
+    # Latent attention has heads of different sizes; padding with zeros changes nothing. Returns the size of the values.
     sizes = [x.shape[-1] for x in heads]
     return [
         F.pad(x, (0, max(sizes) - size)) if size < max(sizes) else x for x, size in zip(heads, sizes, strict=True)
@@ -59,7 +137,7 @@ def _one_size(*heads: torch.Tensor) -> tuple[list[torch.Tensor], int]:
 
 
 def _mask(*args: Any, **kwargs: Any):
-    """Packed rows and paged steps need no mask: their layout says who sees whom."""
+    # Packed sequences and paged steps need no mask: their layout defines which tokens see each other.
     return None if active_layout() is not None or active_step() is not None else sdpa_mask(*args, **kwargs)
 
 
@@ -68,12 +146,11 @@ AttentionMaskInterface.register(ATTENTION, _mask)
 
 
 def configurations(model: torch.nn.Module) -> list[Any]:
-    """The configurations of the model and of all models inside it."""
+    """Return the configurations of the model and of all models inside it."""
     return list({id(part.config): part.config for part in model.modules() if hasattr(part, "config")}.values())
 
 
 def set_attention(model: torch.nn.Module, name: str) -> None:
-    """The model's attention from now on, by its name in transformers; models that choose theirs when they are made, or
-    write it out, take no notice."""
+    """Set the model's attention by its name in transformers; models that choose theirs when created ignore it."""
     for config in configurations(model):
         config._attn_implementation_internal = name

@@ -1,8 +1,9 @@
-"""The decoder of Qwen2, Qwen3, Llama, Mistral and their mixtures of experts (OLMoE among them), written for decoding:
-flat tokens, fused weights, a paged cache.
+"""A fast decoder for Qwen2, Qwen3, Llama, Mistral and their mixtures of experts (with OLMoE): flat tokens, fused
+weights, a paged cache.
 
-The same function as transformers' module over the same weights; `posttrain/models/paged.py` is the general way. Several
-ranks may hold one model, each a part of every layer (`cut.py`): then all of them are called alike, and give the same.
+It computes the same function as transformers' module, over the same weights; `attention.PagedDecoder` is the general
+way. Several ranks may hold one model, each a part of every layer (`shards.py`): all of them get the same calls and
+return the same results.
 
 Shapes: T tokens of one step, N of them wanted, E width of the model.
 """
@@ -24,21 +25,26 @@ from posttrain.kernels.quantized import Quantized
 from posttrain.kernels.tensor_parallel import Team
 from posttrain.kernels.whole_step import MATRICES, DecodeRows, EndWeights, LayerWeights, WholeStep, can_run_whole
 from posttrain.models.arena import SHARED, Arena, Projection, base_layer
-from posttrain.models.cut import Cut
 from posttrain.models.feed_forward import MIXTURES, Gated, Mixture, can_mix, feed_forward, is_mixture
 from posttrain.models.forward import head_of, without_adapters
+from posttrain.models.shards import WeightShards
 
-KEPT = 2**28  # bytes of packed copies whose memory outlives them: to take it anew costs more than to fill it
-KNOWN = ("qwen2", "qwen3", "llama", "mistral")  # those without experts; MIXTURES are the others
-_WINDOW_IN_SETTINGS = ("mistral", "mixtral", "olmoe")  # that all layers have the same of; others say it in each layer
-_FIXED_ROTATIONS = ("default", "linear", "llama3", "yarn")  # the others depend on how long the row is
+KEPT = 2**28  # packed copies up to this many bytes keep their memory: allocating it again costs more than filling it
+KNOWN = ("qwen2", "qwen3", "llama", "mistral")  # architectures without experts; MIXTURES are the others
+# One window for all layers, in the config; other models state it per layer.
+_WINDOW_IN_SETTINGS = (
+    "mistral",
+    "mixtral",
+    "olmoe",
+)
+_FIXED_ROTATIONS = ("default", "linear", "llama3", "yarn")  # others depend on the sequence length
 
+# Returns a layer's cache by its number, key heads and head size; created at the first request.
 Caches = Callable[[int, int, int], LayerCache]
-"""The cache of a layer, by its number, its heads of keys and its head size; made when it is first asked for."""
 
 
 def can_decode_fast(module: Any) -> bool:
-    """Whether this model is one of the known kinds, with nothing unusual about its layers."""
+    """Whether this model has a known architecture, with nothing unusual in its layers."""
     config = module.config
     if config.model_type not in (*KNOWN, *MIXTURES) or config.hidden_act != "silu":
         return False
@@ -60,7 +66,6 @@ def can_decode_fast(module: Any) -> bool:
 
 
 def _gated_part(block: Any) -> Any:
-    """The feed-forward module that all tokens go through, if there is one."""
     return getattr(block, SHARED, None) if is_mixture(block) else block
 
 
@@ -79,7 +84,7 @@ class _Layer:
     before: torch.Tensor  # norm weights
     between: torch.Tensor
     heads: tuple[torch.Tensor, torch.Tensor] | None
-    all_heads: tuple[torch.Tensor, torch.Tensor] | None  # of a norm over all heads of a token at once
+    all_heads: tuple[torch.Tensor, torch.Tensor] | None  # for a norm over all heads of a token at once
     window: int | None
 
     def weights(self) -> LayerWeights:
@@ -108,15 +113,15 @@ class _Layer:
 
 
 class FastDecoder:
-    """Hidden states and logits of flat tokens."""
+    """Computes hidden states and logits of flat tokens."""
 
     def __init__(
         self, module: Any, *, share: bool, team: Team | None = None, device: torch.device | None = None
     ) -> None:
-        """With a team, this rank's part of the model, copied to `device`."""
+        # With a team, this rank holds its shard of the model, copied to `device`.
         self.module, self.share, self.team, self.device, self.fp8 = module, share, team, device, False
-        self.graphs: Any = None  # on a CUDA device: captured steps
-        self.gone = False  # whether nothing is held of weights that were moved away
+        self.graphs: Any = None  # captured steps, on a CUDA device
+        self.is_released = False  # whether it holds no weights, because they were moved away
         self._bind()
 
     def _bind(self) -> None:
@@ -124,10 +129,10 @@ class FastDecoder:
         config, stack = base.config, base.base_model
         self.heads, self.key_heads = config.num_attention_heads, config.num_key_value_heads
         self.size, self.scale = stack.layers[0].self_attn.head_dim, stack.layers[0].self_attn.scaling
-        self.cut = None if self.team is None else Cut(self.team, config, self.size)
-        if self.cut is not None:
-            self.heads, self.key_heads, self.vocabulary = self.cut.heads, self.cut.key_heads, config.vocab_size
-        self.arena = Arena(self.module, share=self.share, cut=self.cut, device=self.device)
+        self.shards = None if self.team is None else WeightShards(self.team, config, self.size)
+        if self.shards is not None:
+            self.heads, self.key_heads, self.vocabulary = self.shards.heads, self.shards.key_heads, config.vocab_size
+        self.arena = Arena(self.module, share=self.share, shards=self.shards, device=self.device)
         self.epsilon = config.rms_norm_eps
         self.prefix = base.base_model_prefix
         self.layers = [self._layer(number, layer, config) for number, layer in enumerate(stack.layers)]
@@ -139,12 +144,11 @@ class FastDecoder:
         self.whole: WholeStep | None = None
         if self.graphs is not None:
             self.graphs.forget()
-        self.room: torch.Tensor | None = None  # memory of packed copies, kept where it is little
-        self.copies_old, self.gone = True, False
+        self.room: torch.Tensor | None = None  # memory of packed copies, kept if it is small
+        self.copies_old, self.is_released = True, False
 
     def use_fp8(self) -> None:
-        """From now on the products of all layers are made of 8-bit copies of weights and inputs; embedding, router and
-        head stay as they are."""
+        """Compute the products of all layers with fp8 copies of weights and inputs; not embedding, router and head."""
         self.fp8, self.copies_old = True, True
         for layer in self.layers:
             layer.hold_in_fp8()
@@ -175,7 +179,7 @@ class FastDecoder:
     def _normed(
         self, residual_TE: torch.Tensor, added_TE: torch.Tensor | None, weight_E: torch.Tensor, quantized: bool
     ) -> torch.Tensor | Quantized:
-        """The norm of `residual + added`, rounded to fp8 where all that reads it takes it so."""
+        # In fp8 if all readers of the result accept it.
         if not quantized:
             return add_rms_norm(residual_TE, added_TE, weight_E, self.epsilon)
         from posttrain.kernels.cuda import fp8
@@ -183,7 +187,7 @@ class FastDecoder:
         return fp8.add_rms_norm(residual_TE, added_TE, weight_E, self.epsilon)
 
     def _qkv(self, layer: _Layer, x_TE: torch.Tensor | Quantized) -> torch.Tensor:
-        """Queries, keys and values side by side; normed, where the norm goes over all heads."""
+        # Some models (OLMoE) normalize queries and keys over all heads at once.
         qkv_TC = layer.qkv(x_TE)
         if layer.all_heads is not None:
             sizes = [self.heads * self.size, self.key_heads * self.size]
@@ -192,8 +196,8 @@ class FastDecoder:
         return qkv_TC
 
     def hidden(self, step: StepTokens, caches: Caches, wanted_N: torch.Tensor | None = None) -> torch.Tensor:
-        """Final hidden states of the wanted tokens (ascending; all, if None). All tokens enter the caches."""
-        self._look_at_weights()
+        """Return final hidden states of the wanted tokens (ascending; all, if None). All tokens enter the caches."""
+        self._refresh_weights()
         rotation = self._rotation(step.longest, step.device)
         residual_TE = self._embedded(step.ids_T)
         if self.whole is not None:
@@ -213,20 +217,20 @@ class FastDecoder:
         return add_rms_norm(residual_TE, added_TE, self.norm, self.epsilon)
 
     def _embedded(self, ids_T: torch.Tensor) -> torch.Tensor:
-        if self.cut is None:
+        if self.shards is None:
             return F.embedding(ids_T, self.embedding)
-        places_T = ids_T - self.cut.vocabulary.start
+        places_T = ids_T - self.shards.vocabulary.start
         others_T = (places_T < 0) | (places_T >= len(self.embedding))
         rows_TE = F.embedding(places_T.masked_fill(others_T, 0), self.embedding)
         return self._summed(rows_TE.masked_fill_(others_T[:, None], 0))
 
     def _summed(self, part_TE: torch.Tensor) -> torch.Tensor:
-        """Over the ranks that hold the model."""
+        # Over the ranks that share the model.
         return part_TE if self.team is None else self.team.sum(part_TE)
 
     def decode(self, rows: DecodeRows, caches: Caches) -> bool:
-        """Let the rows decode for their number of steps, if weights are laid out for it; whether that was done."""
-        if self.team is not None:  # ranks meet in every layer: token by token
+        """Decode for the rows' number of steps, if the weights' layout allows it; return whether it was done."""
+        if self.team is not None:  # ranks communicate in every layer, so they decode token by token
             return False
         if not rows.steps:
             if self.graphs is not None:
@@ -242,10 +246,10 @@ class FastDecoder:
         return True
 
     def _decode_captured(self, rows: DecodeRows, caches: Caches) -> bool:
-        """Steps captured as graphs hold the addresses of weights, cache and rotation; captured anew when one moves."""
+        # Captured graphs hold the addresses of weights, cache and rotation: they are captured again if one moves.
         from posttrain.kernels.cuda.graphs import GraphedSteps
 
-        self._look_at_weights()
+        self._refresh_weights()
         rotation = self._rotation(rows.longest, self.embedding.device)
         found = [caches(number, self.key_heads, self.size) for number in range(len(self.layers))]
         if self.graphs is None:
@@ -259,15 +263,15 @@ class FastDecoder:
         try:
             self.graphs.decode(rows)
         finally:
-            self.captured_caches = []  # the pool alone holds them: asleep, it gives their memory back
+            self.captured_caches = []  # only the pool may hold them: when it sleeps, their memory must be freed
         return True
 
     captured_over: list[int] | None = None
     captured_caches: list[LayerCache]
 
     def next_hidden(self, tokens_B: torch.Tensor, rows: Any) -> torch.Tensor:
-        """Final hidden states of each row's newest token, which enters the cache; all that is called is captured."""
-        from posttrain.kernels.cuda.decode_attention import decode_attention
+        """Return final hidden states of each row's newest token, which enters the cache; all calls are captured."""
+        from posttrain.kernels.cuda.paged_attention import decode_attention
 
         residual_BE, added_BE = F.embedding(tokens_B, self.embedding), None
         how = {"scale": self.scale, "rotation": self.rotation, "epsilon": self.epsilon}
@@ -295,7 +299,7 @@ class FastDecoder:
         return part_NV if self.team is None else self.team.joined(part_NV, self.vocabulary)
 
     def _rotation(self, length: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines by position, from the model's own embedding and in its own precision."""
+        # Cosines and sines by position, from the model's own rotary embedding and in its precision.
         if self.rotation is None or len(self.rotation[0]) < length or self.rotation[0].device != device:
             places = torch.arange(max(256, 2 * length), device=device)[None]
             like = self.embedding.new_empty(0, device=device)
@@ -304,8 +308,8 @@ class FastDecoder:
             self.rotation = (cosine, sine)
         return self.rotation
 
-    def _look_at_weights(self) -> None:
-        """Follow weights that have moved, and adapters that have changed."""
+    def _refresh_weights(self) -> None:
+        # Weights may have moved, and adapters may have changed.
         self._follow_weights()
         if self.copies_old:
             for projection in self._projections():
@@ -315,12 +319,12 @@ class FastDecoder:
             self.copies_old = False
 
     def _follow_weights(self) -> None:
-        if self.gone or self.arena.left_behind():
+        if self.is_released or self.arena.is_outdated():
             self._bind()
 
     def let_go(self) -> None:
-        """Hold nothing of weights that were moved away: their memory is another's until they come back."""
-        if self.gone or not self.arena.left_behind():
+        """Release weights that were moved away: their memory is used by others until they return."""
+        if self.is_released or not self.arena.is_outdated():
             return
         self.drop_fast_copies()
         if self.graphs is not None:
@@ -329,19 +333,20 @@ class FastDecoder:
         self.layers, self.embedding, self.norm = [], empty, empty
         self.head = Projection(empty, None, [], adapters=False)
         self.arena.layers, self.arena.named = [], {}
-        self.rotation, self.gone = None, True
+        self.rotation, self.is_released = None, True
 
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        if self.gone:
+        if self.is_released:
             self._bind()
         self.arena.load(weights)
 
     def make_fast_copies(self) -> None:
-        """The weights stay as they are for many steps: copies that multiply faster are worth their while."""
+        """Create copies that multiply faster; called when the weights stay the same for many steps."""
         if self.whole is not None or self.head.packed is not None or self.fp8:
             return
         self._follow_weights()
-        if any(isinstance(layer.feed, Mixture) for layer in self.layers):  # experts are most of what is multiplied
+        # Most products are those of the experts, which have no such copies.
+        if any(isinstance(layer.feed, Mixture) for layer in self.layers):
             return
         if self.team is None and self._may_merge() and self._plain_biases() and can_run_whole(self.layers[0].weights()):
             sizes = {"heads": self.heads, "key_heads": self.key_heads, "size": self.size}
@@ -354,24 +359,24 @@ class FastDecoder:
         for projection in self._projections():
             projection.pack()
 
-    def forget_whole(self) -> None:
-        """The model was cut, and its parts copied: nothing is held of the rest."""
+    def drop_unsharded_weights(self) -> None:
+        """Free the full weights once this rank has copied its shard."""
         for weight in self.module.parameters():
             weight.data = weight.data.new_empty(0)
 
     def drop_fast_copies(self) -> None:
-        """The weights have changed, or the memory is needed."""
+        """Drop the copies, because the weights have changed or the memory is needed."""
         self.whole, self.copies_old = None, True
         for projection in self._projections():
             projection.packed = None
 
     def _may_merge(self) -> bool:
-        """Whether the copies may hold the adapters: in bfloat16 rounding would lose most of a small change."""
+        # In bfloat16, merging an adapter would round away most of a small change.
         adapted = any(projection.adapters for projection in self._projections())
         return not adapted or self.embedding.dtype is torch.float32
 
     def _plain_biases(self) -> bool:
-        """Whether no product but the first of a layer has a bias."""
+        # Only the first product of a layer may have a bias.
         products = [p for layer in self.layers for p in layer.projections[1:]]
         return all(product.bias is None for product in (*products, self.head))
 

@@ -1,6 +1,6 @@
-"""The embedded model: a decoder of about a million parameters and a byte-level tokenizer, made here, not downloaded.
+"""The embedded model: a decoder of about a million parameters and a byte-level tokenizer, created here, not downloaded.
 
-Every byte is a token, so any text round-trips; four special tokens frame the turns of a chat.
+Every byte is a token, so any text round-trips; four special tokens delimit the turns of a chat.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ SHAPE = {
 
 
 def byte_tokenizer(size: int | None = None):
-    """A tokenizer whose vocabulary is the 256 bytes and the special tokens.
+    """Build a tokenizer whose vocabulary is the 256 bytes and the special tokens.
 
-    With `size` words of four letters and digits fill it up, which no text is cut into, but which random weights of a
-    large vocabulary can say.
+    With `size`, words of four letters and digits fill the vocabulary. Tokenizing never produces them, but a model with
+    random weights and a large vocabulary can sample them.
     """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -70,7 +70,7 @@ def _word(number: int) -> str:
 
 
 def build_model(tokenizer: Any, *, seed: int = 0, **shape: Any):
-    """A freshly initialised Qwen2 decoder of `SHAPE` (any entry can be replaced)."""
+    """Build a freshly initialised Qwen2 decoder of `SHAPE` (any entry can be replaced)."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -87,7 +87,7 @@ def build_model(tokenizer: Any, *, seed: int = 0, **shape: Any):
 
 
 def write_model(folder: Path | str, *, seed: int = 0, **shape: Any) -> Path:
-    """An untrained embedded model and its tokenizer as a Hugging Face folder."""
+    """Write an untrained embedded model and its tokenizer as a Hugging Face folder."""
     from posttrain.models.loading import silence_progress_bars
 
     folder = Path(folder)

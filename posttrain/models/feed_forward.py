@@ -1,4 +1,4 @@
-"""The feed-forward part of a decoder layer as decoding computes it: one gated product, or a mixture of experts.
+"""The feed-forward part of a decoder layer for decoding: one gated product, or a mixture of experts.
 
 Shapes: T tokens, E width of the model, X experts, I width of an expert.
 """
@@ -43,7 +43,7 @@ class Gated:
         return self.gate_up.takes_quantized
 
     def captured(self, x_BE: torch.Tensor | Quantized) -> torch.Tensor:
-        """The same in a captured decode step, where gate and up may be one product with their gating inside."""
+        """The same in a captured decode step, where gate, up and gating may be one kernel."""
         from posttrain.kernels.cuda import fused_products
 
         weight = self.gate_up.bare
@@ -58,8 +58,7 @@ class Gated:
 
 @dataclass
 class Mixture:
-    """The experts that a router chooses for each token, by their shares; beside them, in some models, one for all
-    tokens, whose share is a sigmoid."""
+    """The experts that a router chooses for each token, weighted; some models add a shared expert for all tokens."""
 
     router_XE: torch.Tensor
     gate_up_X2IE: torch.Tensor
@@ -69,8 +68,8 @@ class Mixture:
     share_dtype: torch.dtype
     shared: Gated | None = None
     shared_gate: torch.Tensor | None = None
-    fp8: tuple[Fp8Weight, Fp8Weight] | None = None  # of gate and up, and of down: multiplied in place of them
-    takes_quantized = False  # the router wants the input itself
+    fp8: tuple[Fp8Weight, Fp8Weight] | None = None  # for gate and up, and for down; used in place of the weights
+    takes_quantized = False  # the router needs the unquantized input
 
     def hold_in_fp8(self) -> None:
         self.fp8 = Fp8Weight(self.gate_up_X2IE), Fp8Weight(self.down_XEI)
@@ -101,12 +100,11 @@ class Mixture:
 
 
 def is_mixture(block: Any) -> bool:
-    """Whether a layer's feed-forward module chooses among experts."""
     return hasattr(block, "experts")
 
 
 def can_mix(block: Any) -> bool:
-    """Whether it is one of the known kinds, its weights plain and stacked. Adapters of experts wrap them."""
+    """Whether it is a known kind with plain, stacked weights. Adapters of experts would wrap them."""
     named = (type(module).__name__.removeprefix("FSDP") for module in (block, block.experts))
     if not all(name in known for name, known in zip(named, (_BLOCKS, _EXPERTS), strict=True)):
         return False
@@ -118,7 +116,7 @@ def can_mix(block: Any) -> bool:
 
 
 def feed_forward(arena: Arena, number: int, block: Any, name: str) -> Gated | Mixture:
-    """Of the layer of this number, whose module is called `name`, over the arena's weights."""
+    """Build the feed-forward part of a layer from the arena's weights; `name` is its module."""
     fused = arena.layers[number]
     gated = Gated(fused["gate_up"], fused["down"]) if "gate_up" in fused else None
     if not is_mixture(block):
@@ -130,7 +128,7 @@ def feed_forward(arena: Arena, number: int, block: Any, name: str) -> Gated | Mi
         arena.named[f"{name}.experts.gate_up_proj"],
         arena.named[f"{name}.experts.down_proj"],
         top_k=block.gate.top_k,
-        # Mixtral always does, and keeps shares in float32, so that they are not rounded before they are multiplied.
+        # Mixtral always does, and keeps weights in float32, so that they are not rounded before the product.
         normalised=getattr(block.gate, "norm_topk_prob", True),
         share_dtype=router.dtype if hasattr(block.gate, "norm_topk_prob") else torch.float32,
         shared=gated,

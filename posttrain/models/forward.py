@@ -1,16 +1,17 @@
-"""Hidden states, log-probs and values of rows: the forward pass that training, reference and critic share.
+"""The forward pass that training, reference and critic share: hidden states, log-probs and values.
 
-`TokenPass` is that pass as one module. Whatever hooks into modules (sharding gathers weights before a `forward` and
-drops them after it) sees decoder and head at work inside it, and never beside it.
+`TokenPass` is the whole pass as one module. Sharding hooks into modules (it gathers weights before a `forward` and
+frees them after it), so decoder and head must run inside one.
 
-Shapes: T tokens, U places whose next token is asked for, E hidden size, V vocabulary; R ranks that share a sequence, S
-tokens of one's stretch, M places of one at most.
+Shapes: T tokens, U positions whose next token is scored, E hidden size, V vocabulary; R ranks that share a sequence, S
+tokens of one rank's part, M most positions of one rank.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -20,18 +21,56 @@ from torch.utils.checkpoint import checkpoint
 from posttrain.kernels.logprob_head import CHUNK_ELEMENTS, logprob_head
 from posttrain.kernels.packed_attention import active_layout
 from posttrain.kernels.sequence_parallel import gathered, own_stretch, sequence_group
-from posttrain.models.value import ValueModel
+
+
+@dataclass(frozen=True)
+class ForwardMode:
+    """Which forward passes of a model are proved to equal transformers' own (`proof.py`).
+
+    `packed`: sequences end to end, with shared prompts. `padded`: several sequences in one pass, padded on the right;
+    otherwise one at a time. `split_head`: hidden states first, then logits only where needed; otherwise the model
+    computes all logits itself. `note` tells the user what is not used, and why.
+    """
+
+    packed: bool = False
+    padded: bool = False
+    split_head: bool = True
+    note: str | None = None
+
+
+def forward_mode_of(model: Any) -> ForwardMode:
+    """Return the mode of a loaded model; without a proof, one sequence at a time."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return getattr(base, "forward_mode", ForwardMode())
+
+
+class ValueModel(torch.nn.Module):
+    """The decoder of a causal LM and a linear value head, for the critic. The head starts at zero, so all values do."""
+
+    def __init__(self, language_model: torch.nn.Module) -> None:
+        super().__init__()
+        self.base_model = language_model.base_model
+        self.config, self.forward_mode = language_model.config, forward_mode_of(language_model)
+        weight = next(self.base_model.parameters())  # pyright: ignore
+        self.value_head = torch.nn.Linear(self.config.hidden_size, 1, device=weight.device, dtype=weight.dtype)  # pyright: ignore
+        torch.nn.init.zeros_(self.value_head.weight)
+        torch.nn.init.zeros_(self.value_head.bias)
+
+    def token_values(self, hidden_NE: torch.Tensor) -> torch.Tensor:
+        values = self.value_head(hidden_NE)[:, 0].clone()  # not a view: sharding hooks into the output
+        return values.to(torch.promote_types(values.dtype, torch.float32))
+
 
 LAYERS = {"Qwen2DecoderLayer", "Qwen3DecoderLayer", "LlamaDecoderLayer", "MistralDecoderLayer"}
 
 
 def without_adapters(model: Any) -> Any:
-    """The causal LM itself; peft wraps it and keeps its own layers inside."""
+    """Return the causal LM itself; peft wraps it and keeps its adapters inside."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def decoder_of(model: Any) -> torch.nn.Module:
-    """The stack below the language-model head, adapters included."""
+    """Return the stack below the language-model head, adapters included."""
     return without_adapters(model).base_model
 
 
@@ -45,42 +84,42 @@ def hidden_states(
     position_ids: torch.Tensor | None = None,
     attention_mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Last hidden states of packed rows (inside `packed_rows`, with their positions) or of rows padded on the right."""
+    """Return last hidden states, packed (inside `packed_rows`, with positions) or padded on the right."""
     stack: Any = decoder_of(model)
     if active_layout() is not None and position_ids is not None and _is_plain(stack):
         return _through_layers(stack, input_ids, position_ids)
     named = {"position_ids": position_ids, "attention_mask": attention_mask, "use_cache": False}
-    return stack(input_ids=input_ids, **_taken(stack, named)).last_hidden_state
+    return stack(input_ids=input_ids, **_accepted_arguments(stack, named)).last_hidden_state
 
 
 def own_logits(model: torch.nn.Module, input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
-    """All logits of rows padded on the right, by the model's whole forward pass."""
+    """Return all logits of sequences padded on the right, by the model's own forward pass."""
     named = {"attention_mask": attention_mask, "use_cache": False}
-    return model(input_ids=input_ids, **_taken(without_adapters(model), named)).logits
+    return model(input_ids=input_ids, **_accepted_arguments(without_adapters(model), named)).logits
 
 
-def _taken(module: torch.nn.Module, named: dict[str, Any]) -> dict[str, Any]:
-    """What is given, and what this module's forward pass has a name for: recurrent models know no positions."""
+def _accepted_arguments(module: torch.nn.Module, named: dict[str, Any]) -> dict[str, Any]:
+    # Only arguments that this module's forward pass accepts: recurrent models take no positions.
     known = _names(type(module))
     return {name: value for name, value in named.items() if value is not None and (name in known or "" in known)}
 
 
 @lru_cache
 def _names(kind: type[torch.nn.Module]) -> frozenset[str]:
-    """The arguments of a forward pass; an empty name if it takes others too."""
+    # With an empty name if it accepts any keyword.
     known = inspect.signature(kind.forward).parameters
     return frozenset("" if each.kind is each.VAR_KEYWORD else name for name, each in known.items())
 
 
 def _is_plain(stack: Any) -> bool:
-    """Whether nothing but embedding, layers of a known kind and a norm make up the stack."""
+    # Only embedding, layers of a known kind and a norm.
     names = (type(layer).__name__.removeprefix("FSDP") for layer in getattr(stack, "layers", [None]))
     return all(name in LAYERS for name in names)
 
 
 def _through_layers(stack: Any, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
-    """What the stack's own `forward` does with packed rows, less the search for sequences in their positions: that
-    waits for the device, and the layout knows them."""
+    # Does what the stack's `forward` does, except for finding sequence borders in the positions: that would wait for
+    # the device, and the layout already knows them.
     hidden = stack.embed_tokens(input_ids)
     rotation = stack.rotary_emb(hidden, position_ids)
     for layer in stack.layers:
@@ -89,16 +128,15 @@ def _through_layers(stack: Any, input_ids: torch.Tensor, position_ids: torch.Ten
 
 
 def states_at(hidden: torch.Tensor, places_U: torch.Tensor) -> torch.Tensor:
-    """(U, E) hidden states at these (flattened) places, from a pass that gave those of all tokens or, of packed rows,
-    of the wanted ones only."""
+    """Return (U, E) hidden states at these (flattened) positions; a packed pass may hold only the wanted ones."""
     flat, layout = hidden.flatten(0, 1), active_layout()
     if layout is not None and layout.wanted_T is not None and len(flat) < layout.total:
         places_U = torch.searchsorted(layout.wanted_T, places_U)
     return flat.index_select(0, places_U)
 
 
+# Maps hidden states, and the indices of their positions (None: all, in order), to numbers per position.
 Head = Callable[[torch.Tensor, torch.Tensor | None], dict[str, torch.Tensor]]
-"""From hidden states and the numbers of the places that they belong to (None: all, in order) to numbers per place."""
 
 
 def at_places(
@@ -109,23 +147,23 @@ def at_places(
     places_U: torch.Tensor,
     head: Head,
 ) -> dict[str, torch.Tensor]:
-    """What `head` makes of the hidden states at these (flattened) places of a pass."""
+    """Return what `head` computes from the hidden states at these (flattened) positions of a pass."""
     group = sequence_group()
     if group is None or position_ids is None:
         return head(states_at(hidden_states(model, ids, position_ids, mask), places_U), None)
     fill = -ids.shape[1] % group.size()
     stretches = (own_stretch(torch.nn.functional.pad(x[0], (0, fill)), group)[None] for x in (ids, position_ids))
     hidden_SE = hidden_states(model, *stretches)[0]
-    index_RM, source_U = _dealt_places(places_U, len(hidden_SE), group.size())
+    index_RM, source_U = _split_places_by_rank(places_U, len(hidden_SE), group.size())
     mine_M = index_RM[group.rank()]
     local_M = (places_U[mine_M] - group.rank() * len(hidden_SE)).clamp(0, len(hidden_SE) - 1)
     found = head(hidden_SE.index_select(0, local_M), mine_M)
     return {name: gathered(values_M, group).index_select(0, source_U) for name, values_M in found.items()}
 
 
-def _dealt_places(places_U: torch.Tensor, stretch: int, ranks: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """By rank, the numbers of the places in its stretch, filled up to the most that one has; and where, in the results
-    of all ranks end to end, each place's is."""
+def _split_places_by_rank(places_U: torch.Tensor, stretch: int, ranks: int) -> tuple[torch.Tensor, torch.Tensor]:
+    # Returns the position indices of each rank, padded to the largest count, and for each position its place in the
+    # concatenated results of all ranks.
     rank_U = places_U // stretch
     counts = torch.bincount(rank_U, minlength=ranks)
     most = max(1, int(counts.max()))
@@ -140,10 +178,10 @@ def _dealt_places(places_U: torch.Tensor, stretch: int, ranks: int) -> tuple[tor
 
 
 class TokenPass(torch.nn.Module):
-    """From token ids to `log_probs` and `entropy` of given tokens, or to the `values` of a value model."""
+    """Computes `log_probs` and `entropy` of given tokens, or the `values` of a value model."""
 
     def __init__(self, model: torch.nn.Module, *, split_head: bool = True) -> None:
-        """Without `split_head` the model computes all logits itself."""
+        # Without `split_head`, the model computes all logits itself.
         super().__init__()
         self.model, self.split_head = model, split_head
 
@@ -156,7 +194,7 @@ class TokenPass(torch.nn.Module):
         labels_U: torch.Tensor,
         temperature: float,
     ) -> dict[str, torch.Tensor]:
-        """Each (U,): of the tokens `labels_U` that come after the (flattened) places `places_U`."""
+        """Return (U,) numbers for the tokens `labels_U` that follow the (flattened) positions `places_U`."""
         if not self.split_head and not isinstance(self.model, ValueModel):
             logits = states_at(own_logits(self.model, input_ids, attention_mask), places_U)
             log_probs_U, entropy_U = log_probs_of(logits, labels_U, temperature)
@@ -173,33 +211,33 @@ class TokenPass(torch.nn.Module):
 
 
 def token_log_probs(model: torch.nn.Module, hidden_NE: torch.Tensor, labels_N: torch.Tensor, temperature: float):
-    """(log-probs, entropies) of `labels_N` at the given hidden states."""
+    """Return (log-probs, entropies) of `labels_N` at the given hidden states."""
     head = head_of(model)
     if type(head) is torch.nn.Linear and _logit_changes(model) == (None, 1.0):
         return logprob_head(hidden_NE, head.weight, labels_N, temperature=temperature, bias_V=head.bias)
     size = max(1, CHUNK_ELEMENTS // model.config.get_text_config().vocab_size)  # pyright: ignore
     parts = [
-        checkpoint(_by_its_own_head, model, *part, temperature, use_reentrant=False, preserve_rng_state=False)
+        checkpoint(_through_own_head, model, *part, temperature, use_reentrant=False, preserve_rng_state=False)
         for part in zip(hidden_NE.split(size), labels_N.split(size), strict=True)
     ]
     log_probs, entropies = zip(*parts, strict=True)
     return torch.cat(log_probs), torch.cat(entropies)
 
 
-def _by_its_own_head(model: torch.nn.Module, hidden_NE: torch.Tensor, labels_N: torch.Tensor, temperature: float):
-    """The same through the head's own forward pass (adapters, caps): all logits of these tokens at once."""
+def _through_own_head(model: torch.nn.Module, hidden_NE: torch.Tensor, labels_N: torch.Tensor, temperature: float):
+    # For heads with adapters or logit caps: computes all logits of these tokens at once.
     return log_probs_of(logits_of(model, hidden_NE), labels_N, temperature)
 
 
 def log_probs_of(logits: torch.Tensor, labels_N: torch.Tensor, temperature: float):
-    """(log-probs, entropies) of `labels_N` from all logits (N, V), in float32 or better."""
+    """Return (log-probs, entropies) of `labels_N` from all logits (N, V), in float32 or better."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     logp_NV = torch.log_softmax(logits / temperature, -1)
     return logp_NV.gather(1, labels_N[:, None]).squeeze(1), -(logp_NV.exp() * logp_NV).sum(-1)
 
 
 def logits_of(model: torch.nn.Module, hidden_NE: torch.Tensor) -> torch.Tensor:
-    """Logits as the model itself gives them: heads that cap or scale theirs included."""
+    """Return logits as the model itself does, including caps and scales."""
     logits = head_of(model)(hidden_NE)
     cap, scale = _logit_changes(model)
     logits = logits if scale == 1.0 else logits * scale
@@ -207,7 +245,50 @@ def logits_of(model: torch.nn.Module, hidden_NE: torch.Tensor) -> torch.Tensor:
 
 
 def _logit_changes(model: Any) -> tuple[float | None, float]:
-    """(cap, factor): Gemma-2 caps its logits, Cohere multiplies and Granite divides them."""
+    # (cap, factor): Gemma-2 caps its logits, Cohere multiplies and Granite divides them.
     config = model.config
     factor = (getattr(config, "logit_scale", None) or 1.0) / (getattr(config, "logits_scaling", None) or 1.0)
     return getattr(config, "final_logit_softcapping", None), factor
+
+
+def padding(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return (ids, mask) of sequences padded on the right with an arbitrary token; no mask if none is padded."""
+    width = max(map(len, rows))
+    ids = torch.tensor([[*row, *[row[0]] * (width - len(row))] for row in rows], device=device)
+    if all(len(row) == width for row in rows):
+        return ids, None
+    return ids, torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows], device=device)
+
+
+def _parts(model: torch.nn.Module, rows: Sequence[Sequence[int]]) -> Iterator[Sequence[Sequence[int]]]:
+    if forward_mode_of(model).padded:
+        yield rows
+    else:
+        yield from ([row] for row in rows)
+
+
+def next_logits(model: torch.nn.Module, rows: Sequence[Sequence[int]]) -> torch.Tensor:
+    """Return (B, V) logits of the token that follows each sequence."""
+    device, found = next(model.parameters()).device, []
+    for part in _parts(model, rows):
+        ids, mask = padding(part, device)
+        ends = [len(row) - 1 for row in part]
+        if forward_mode_of(model).split_head:
+            found.append(logits_of(model, hidden_states(model, ids, None, mask)[range(len(part)), ends]))
+        else:
+            found.append(own_logits(model, ids, mask)[range(len(part)), ends])
+    return torch.cat(found)
+
+
+def row_log_probs(
+    model: torch.nn.Module, rows: Sequence[Sequence[int]], temperature: float = 1.0
+) -> list[torch.Tensor]:
+    """Return log-probs of each sequence's tokens except the first, by the model's own forward pass."""
+    device, found = next(model.parameters()).device, []
+    for part in _parts(model, rows):
+        ids, mask = padding(part, device)
+        logits = own_logits(model, ids, mask)[:, :-1]
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        log_p = torch.log_softmax(wide / temperature, -1).gather(-1, ids[:, 1:, None]).squeeze(-1)
+        found += [log_p[place, : len(row) - 1] for place, row in enumerate(part)]
+    return found

@@ -1,35 +1,35 @@
-"""A decoder layer of Qwen2, Qwen3, Llama or Mistral as one differentiable operation: float32 on a CPU, half precision
-on a CUDA device.
+"""A Qwen2, Qwen3, Llama or Mistral layer as one differentiable operation: float32 on a CPU, half precision on CUDA.
 
-transformers' layer over packed rows is about thirty operations forward and fifty backward, each of which walks through
-memory and is called from Python. Here the matrix products are torch's, what lies between them is a handful of compiled
-kernels, and gradients are written out. The last layer goes on after attention with those tokens only whose hidden
-states are asked for. transformers' own layer is its twin and serves everywhere else. Adapters beside a frozen base
-(`fused_adapters.py`) are part of the products; no gradient of the base is computed then.
+transformers' layer over packed sequences takes about thirty operations forward and fifty backward; each reads and
+writes memory and is called from Python. Here the matrix products are torch's, a few compiled kernels do the rest, and
+gradients are written out. After attention, the last layer continues with only the tokens whose hidden states are
+needed. transformers' own layer is the reference, and is used for everything else. Adapters on a frozen base
+(`layer_weights.py`) are part of the products; then no gradient of the base is computed.
 
 Shapes: T packed tokens, E width of the model, C columns of queries, keys and values together, D head size.
 """
 
 from __future__ import annotations
 
+import threading
 import types
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
 
 import torch
+import torch.nn.functional as F
 
-from posttrain.kernels import adapted_gate, train
+from posttrain.kernels import train
 from posttrain.kernels.packed_attention import PackedLayout, active_layout
 from posttrain.kernels.sequence_parallel import sequence_group
 from posttrain.models.arena import join_products
 from posttrain.models.forward import LAYERS
-from posttrain.models.fused_adapters import PARTS, Grads
-from posttrain.models.layer_weights import LayerWeights
-from posttrain.models.unchanged import once
+from posttrain.models.layer_weights import PARTS, Grads, LayerWeights
 
 
 def fuse_layers(model: torch.nn.Module) -> None:
-    """Give every layer of a known kind the fused pass, used wherever `_can_fuse` finds nothing against it."""
+    """Give every layer of a known kind the fused pass, which is used whenever `_can_fuse` allows it."""
     config: Any = model.config
     if getattr(config, "hidden_act", None) != "silu":
         return
@@ -39,8 +39,10 @@ def fuse_layers(model: torch.nn.Module) -> None:
 
 
 def join_weights(model: torch.nn.Module) -> None:
-    """Lay the weights of every such layer out so that it multiplies once where it can. This takes them out of the pages
-    of the file that they were mapped from, so that weights which are cut over ranks are left as they are."""
+    """Store the weights of such layers consecutively, so that they can be one product.
+
+    This copies them out of the memory-mapped file. Weights that are sharded over ranks are therefore left as they are.
+    """
     for module in model.modules():
         if type(module).__name__ in LAYERS:
             join_products(module)
@@ -50,13 +52,13 @@ def _forward(self: Any, hidden_states: torch.Tensor, *args: Any, position_embedd
     layout = active_layout()
     if layout is None or position_embeddings is None or not _can_fuse(self, hidden_states, layout):
         return type(self).forward(self, hidden_states, *args, position_embeddings=position_embeddings, **kwargs)
-    weights = once(self, LayerWeights.of)
+    weights = make_once(self, LayerWeights.of)
     if weights is None:
         return type(self).forward(self, hidden_states, *args, position_embeddings=position_embeddings, **kwargs)
     layout.answered += 1
     attention = self.self_attn
     return _FusedLayer.apply(
-        hidden_states.squeeze(0),  # whose way back is a view too
+        hidden_states.squeeze(0),  # its gradient is a view too
         (layout.sight, attention.head_dim, attention.scaling, self.input_layernorm.variance_epsilon),
         layout.wanted_T if weights.last else None,
         *layout.rotation(position_embeddings),
@@ -70,7 +72,7 @@ def _can_fuse(layer: Any, hidden: torch.Tensor, layout: PackedLayout) -> bool:
         return False
     if not train.can_attend(layer.self_attn.head_dim, hidden):
         return False
-    window = once(layer.self_attn, _window)
+    window = make_once(layer.self_attn, _window)
     return not window or window >= int(layout.lengths.max())
 
 
@@ -82,7 +84,7 @@ class _FusedLayer(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_TE, shape, wanted, cosine_TD, sine_TD, weights: LayerWeights, *tensors):
         sight, size, scale, epsilon = shape
-        by_qkv, by_out, by_gate_up, by_down = weights.beside
+        by_qkv, by_out, by_gate_up, by_down = weights.product_adapters
         heads, key_heads = (rows // size for rows in weights.qkv.rows[:2])
         x_TE = x_TE.contiguous()
         middle_TE = torch.empty_like(x_TE) if wanted is None else x_TE.index_select(0, wanted)
@@ -98,12 +100,13 @@ class _FusedLayer(torch.autograd.Function):
         attended = _wanted(attended_THD[:tokens].flatten(1), wanted)
         middle_TE.addmm_(attended, weights.out.weights[0].T)
         low_out = by_out.add(middle_TE, attended)
-        result_1TE = middle_TE.new_empty(1, *middle_TE.shape)  # no view: sharding hooks into what a layer returns
+        result_1TE = middle_TE.new_empty(1, *middle_TE.shape)  # not a view: sharding hooks into what a layer returns
         result_TE = result_1TE[0]
         gated_TE, middle_inverse_T = train.norm_forward(middle_TE, weights.between, epsilon, copy_TE=result_TE)
         gate_up_T2I = weights.gate_up.product(gated_TE)
         low_gate_up = by_gate_up.down(gated_TE)
-        product_TI = adapted_gate.forward(gate_up_T2I, *(by_gate_up.factors(part, low_gate_up) for part in (4, 5)))
+        factors = (by_gate_up.factors(part, low_gate_up) for part in (4, 5))
+        product_TI = train.adapted_gate_forward(gate_up_T2I, *factors)
         result_TE.addmm_(product_TI, weights.down.weights[0].T)
         low_down = by_down.add(result_TE, product_TI)
         ctx.weights, ctx.sight, ctx.scale, ctx.wanted = weights, sight, scale, wanted
@@ -120,14 +123,14 @@ class _FusedLayer(torch.autograd.Function):
         *attention, middle_TE, gated_TE, middle_inverse_T, gate_up_T2I = rest[:9]
         low_qkv, low_out, low_gate_up, low_down, *raw = rest[9:]
         weights: LayerWeights = ctx.weights
-        by_qkv, by_out, by_gate_up, by_down = weights.beside
+        by_qkv, by_out, by_gate_up, by_down = weights.product_adapters
         attended_THD, wanted = attention[3], ctx.wanted
         *counts, size = ctx.heads
         trained = any(ctx.needs_input_grad[_TENSORS : _TENSORS + LayerWeights.OWN])
         found: Grads = [None] * (2 * PARTS)
         grad_TE = grad_1TE[0].contiguous()
         grad_low = by_down.back(grad_TE)
-        product_TI, grad_gate_up = adapted_gate.backward(
+        product_TI, grad_gate_up = train.adapted_gate_backward(
             weights.down.back(grad_TE),
             gate_up_T2I,
             *(by_gate_up.factors(part, low_gate_up) for part in (4, 5)),
@@ -160,7 +163,7 @@ class _FusedLayer(torch.autograd.Function):
         )  # fmt: skip
 
 
-_TENSORS = 6  # where the weights stand among the operation's arguments
+_TENSORS = 6  # index of the first weight among the operation's arguments
 
 
 def _wanted(x: torch.Tensor, wanted: torch.Tensor | None) -> torch.Tensor:
@@ -168,12 +171,11 @@ def _wanted(x: torch.Tensor, wanted: torch.Tensor | None) -> torch.Tensor:
 
 
 def _all_tokens(grad: torch.Tensor, wanted: torch.Tensor | None, tokens: int) -> torch.Tensor:
-    """The gradient of all tokens, from that of the wanted ones."""
     return grad if wanted is None else grad.new_zeros(tokens, grad.shape[1]).index_copy_(0, wanted, grad)
 
 
 def _norm_heads(qkv_TC: torch.Tensor, norms: tuple, counts: tuple[int, int], size: int, epsilon: float) -> list:
-    """Norms of the heads of queries and keys, in place: what was there, and the inverses, of each."""
+    # In place; returns the original values and the inverses, which the backward pass needs.
     kept, start = [], 0
     for norm, count in zip(norms, counts, strict=True):
         if norm is None:
@@ -190,7 +192,7 @@ def _norm_heads(qkv_TC: torch.Tensor, norms: tuple, counts: tuple[int, int], siz
 def _norm_heads_back(
     grad_qkv: torch.Tensor, raw: list, norms: tuple, counts: Sequence[int], size: int, trained: bool
 ) -> list:
-    """The way back of `_norm_heads`, in place; gives the gradients of the norms' weights."""
+    # In place; returns the gradients of the norms' weights.
     if not raw:
         return [None, None]
     found, start = [], 0
@@ -202,3 +204,45 @@ def _norm_heads_back(
         found.append(grad_norm)
         start += count * size
     return found
+
+
+PLAIN_RMS_NORMS = {"Qwen2RMSNorm", "Qwen3RMSNorm", "LlamaRMSNorm", "MistralRMSNorm", "Qwen3MoeRMSNorm"}
+
+
+def _fused(self: torch.nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
+    return F.rms_norm(hidden_states, self.weight.shape, self.weight, self.variance_epsilon)  # pyright: ignore
+
+
+def fuse_norms(model: torch.nn.Module) -> None:
+    """Give every plain RMS norm of a float32 or float64 model a fused forward pass in its own precision.
+
+    transformers computes the norm in several passes, and always in float32. That costs time, and loses half of the
+    digits of a float64 model. bfloat16 models keep transformers' norm.
+    """
+    for module in model.modules():
+        if type(module).__name__ in PLAIN_RMS_NORMS and module.weight.dtype in (torch.float32, torch.float64):
+            module.forward = types.MethodType(_fused, module)
+
+
+Made = TypeVar("Made")
+_here = threading.local()  # other threads have their own models
+
+
+@contextmanager
+def weights_unchanged() -> Iterator[None]:
+    before = getattr(_here, "made", None)
+    _here.made = {}
+    try:
+        yield
+    finally:
+        _here.made = before
+
+
+def make_once(key: Any, make: Callable[[Any], Made]) -> Made:
+    """Return make(key), cached while weights are known not to change."""
+    made: dict[Any, Any] | None = getattr(_here, "made", None)
+    if made is None:
+        return make(key)
+    if key not in made:
+        made[key] = make(key)
+    return made[key]

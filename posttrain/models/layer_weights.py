@@ -1,6 +1,10 @@
-"""The weights of a decoder layer as the fused training pass takes them.
+"""The weights of a decoder layer for the fused training pass, with LoRA: y = x W' + s (x A') B', with W frozen.
 
-Shapes: T packed tokens, E width of the model, C columns of several products side by side.
+peft's linear layers take five operations each; here an adapter is two small products, added to the large one in place,
+and parts with the same input share the first of them. Adapters are float32. With a base in half precision they are
+multiplied in its dtype; their gradients are float32, accumulated by the products if accumulators exist.
+
+Shapes: T packed tokens, E width of the model, C columns of several products side by side, R ranks.
 """
 
 from __future__ import annotations
@@ -13,22 +17,23 @@ import torch
 
 from posttrain.kernels import train
 from posttrain.kernels.gradient_sums import add_product
-from posttrain.models.arena import end_to_end
-from posttrain.models.fused_adapters import Beside, adapter_of, base_of, beside_products, can_fuse_adapter, flat
+from posttrain.kernels.logprob_head import wide_product
+from posttrain.models.arena import as_one_tensor
+from posttrain.models.low_rank import Adapted, Adapter, LowRank, fill
 
 _LINEAR = (("self_attn", ("q_proj", "k_proj", "v_proj", "o_proj")), ("mlp", ("gate_proj", "up_proj", "down_proj")))
 
 
 class Joined:
-    """Weights that the same input is multiplied with, their products side by side; one, where they lie end to end."""
+    """Weights that multiply the same input, with their products side by side; one product if they are consecutive."""
 
     def __init__(self, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None] = (None,)) -> None:
         self.weights, self.rows = weights, [len(weight) for weight in weights]
-        self.whole = end_to_end(weights)
+        self.whole = as_one_tensor(weights)
         self.bias = None if biases[0] is None else _end_to_end(biases)  # pyright: ignore
 
     def product(self, x_TE: torch.Tensor, spare: int = 0) -> torch.Tensor:
-        """With so many rows of zeros behind it."""
+        """Return the product, followed by `spare` rows of zeros."""
         if spare:
             y = x_TE.new_empty(len(x_TE) + spare, sum(self.rows))
             y[len(x_TE) :].zero_()
@@ -49,11 +54,10 @@ class Joined:
         return y
 
     def back(self, grad_TC: torch.Tensor) -> torch.Tensor:
-        """The gradient of the input."""
         return grad_TC @ (torch.cat(list(self.weights)) if self.whole is None else self.whole)
 
     def gradients(self, grad_TC: torch.Tensor, x_TE: torch.Tensor) -> Sequence[torch.Tensor | None]:
-        """Of the weights; none, where sums take them."""
+        """Return the gradients of the weights; None if accumulators took them."""
         if add_product(self.weights, grad_TC, x_TE):
             return (None,) * len(self.rows)
         return (grad_TC.T @ x_TE).split(self.rows)
@@ -63,13 +67,13 @@ class Joined:
 
 
 def _end_to_end(biases: Sequence[torch.Tensor]) -> torch.Tensor:
-    whole = end_to_end(biases)
+    whole = as_one_tensor(biases)
     return torch.cat([bias.detach() for bias in biases]) if whole is None else whole
 
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """What a layer multiplies with. `tensors` are all of them, those of adapters last."""
+    """The weights of a layer. `tensors` holds all of them, those of adapters last."""
 
     before: torch.Tensor
     qkv: Joined
@@ -78,16 +82,16 @@ class LayerWeights:
     between: torch.Tensor
     gate_up: Joined
     down: Joined
-    beside: list[Beside]
+    product_adapters: list[ProductAdapters]
     tensors: list[torch.Tensor | None]
+    # Whether this is the last layer.
     last: bool
-    """Behind this layer there is no other."""
 
-    OWN = 14  # of the tensors that are not adapters'
+    OWN = 14  # how many tensors do not belong to adapters
 
     @classmethod
     def of(cls, layer: Any) -> LayerWeights | None:
-        """As they are now; None, unless all linear parts are plain or have plain adapters."""
+        """Return the current weights; None unless all linear parts are plain or have plain adapters."""
         parts = [getattr(getattr(layer, home), name) for home, names in _LINEAR for name in names]
         if not all(map(can_fuse_adapter, parts)) or any(base_of(part).bias is not None for part in parts[3:]):
             return None
@@ -105,7 +109,127 @@ class LayerWeights:
             between,
             Joined(weights[4:6]),
             Joined(weights[6:]),
-            beside_products(adapters, weights),
+            group_adapters(adapters, weights),
             [before, *weights[:3], *biases, *norms, weights[3], between, *weights[4:], *flat(adapters)],
             attention.layer_idx == attention.config.num_hidden_layers - 1,
         )
+
+
+# Linear parts of a layer: q, k, v, o, gate, up, down.
+PARTS = 7
+
+# Parts with the same input.
+PRODUCTS = ((0, 1, 2), (3,), (4, 5), (6,))
+
+Adapters = tuple[Adapter | None, ...]
+Grads = list[torch.Tensor | None]
+
+
+class ProductAdapters:
+    """The adapters of one product; possibly none."""
+
+    def __init__(self, parts: Sequence[int], adapters: Adapters, weights: Sequence[torch.Tensor]) -> None:
+        self.parts: list[int] = []
+        self.adapters: Adapted = []
+        start = 0
+        for part in parts:
+            columns = slice(start, start := start + len(weights[part]))
+            if (one := adapters[part]) is not None:
+                self.parts.append(part)
+                self.adapters.append((columns, one))
+        self.copies = LowRank.like(self.adapters, start, weights[parts[0]]) if self.adapters else None
+        self.lows = [one.a for _, one in self.adapters]
+        self.rights = {} if self.copies is None else dict(zip(self.parts, self._rights(self.copies), strict=True))
+        # The only adapter covers all columns and ranks, so nothing needs slicing.
+        self.alone = len(self.adapters) == len(parts) == 1
+
+    @staticmethod
+    def _rights(copies: LowRank) -> list[tuple[slice, torch.Tensor]]:
+        # Ranks of each adapter, and its matrix from ranks to columns.
+        return [(ranks, up.T) for up, (_, ranks) in zip(copies.ups, copies.places, strict=True)]
+
+    def down(self, x_TE: torch.Tensor) -> torch.Tensor | None:
+        return self.copies.down(x_TE) if self.copies else None
+
+    def add(self, y_TC: torch.Tensor, x_TE: torch.Tensor) -> torch.Tensor | None:
+        """Add to `y`; return x A', which the backward pass needs."""
+        return self.copies.add(y_TC, x_TE) if self.copies else None
+
+    def factors(self, part: int, low_TR: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Return what the adapter of a part adds to its columns, as two factors."""
+        if low_TR is None or part not in self.rights:
+            return None
+        ranks, up_RC = self.rights[part]
+        return low_TR[:, ranks], up_RC
+
+    def back(self, grad_TC: torch.Tensor) -> torch.Tensor | None:
+        """Return the gradient of x A'."""
+        return self.copies.back(grad_TC) if self.copies else None
+
+    def into(self, grad_TR: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Return what is added to the input's gradient, as two factors."""
+        return (grad_TR, self.copies.down_RE) if self.copies and grad_TR is not None else None
+
+    def gradients(self, found: Grads, grad_TC: torch.Tensor, x_TE: torch.Tensor, low_TR, grad_TR) -> None:
+        """Store the gradients of A and B of every part in `found`, unless accumulators take them."""
+        if self.copies is None:
+            return
+        if not add_product(self.lows, grad_TR, x_TE):
+            stacked_RE = wide_product(grad_TR.T, x_TE)
+            for part, low, (_, ranks) in zip(self.parts, self.lows, self.copies.places, strict=True):
+                found[2 * part] = stacked_RE[ranks].to(low.dtype)
+        for part, (columns, one), (_, ranks) in zip(self.parts, self.adapters, self.copies.places, strict=True):
+            grad, low = (grad_TC, low_TR) if self.alone else (grad_TC[:, columns], low_TR[:, ranks])
+            if not add_product((one.b,), grad, low, one.scale):
+                found[2 * part + 1] = wide_product(grad.T, low).mul_(one.scale).to(one.b.dtype)
+
+    def both(self, found: Grads, grad_TC: torch.Tensor, x_TE: torch.Tensor, low_TR, grad_TE: torch.Tensor) -> None:
+        """Compute these gradients, and add to the input's gradient."""
+        if self.copies is not None:
+            grad_TR = self.copies.back(grad_TC)
+            grad_TE.addmm_(grad_TR, self.copies.down_RE)
+            self.gradients(found, grad_TC, x_TE, low_TR, grad_TR)
+
+
+def group_adapters(adapters: Adapters, weights: Sequence[torch.Tensor]) -> list[ProductAdapters]:
+    """Collect the current adapters of each of `PRODUCTS`; `weights` are those of the seven parts."""
+    found = [ProductAdapters(parts, adapters, weights) for parts in PRODUCTS]
+    filled = [(one.copies, one.adapters) for one in found if one.copies is not None]
+    if filled:
+        fill(filled)
+    return found
+
+
+def base_of(part: Any) -> Any:
+    return getattr(part, "base_layer", part)
+
+
+def can_fuse_adapter(part: Any) -> bool:
+    """Whether the part is a plain linear layer, or one with a plain peft adapter: no dropout, no variant of LoRA."""
+    if type(base_of(part)) is not torch.nn.Linear or type(base_of(part).weight) is not torch.nn.Parameter:
+        return False
+    if part is base_of(part) or is_off(part):
+        return True
+    if list(part.active_adapters) != ["default"] or "default" not in part.lora_A:
+        return False
+    if getattr(part, "fan_in_fan_out", False) or getattr(part, "lora_variant", None):
+        return False
+    dropout = part.lora_dropout["default"]
+    random = dropout.training and getattr(dropout, "p", 0.0) > 0
+    low, high = part.lora_A["default"], part.lora_B["default"]
+    plain = all(type(x) is torch.nn.Linear and x.bias is None for x in (low, high))
+    return plain and not random and all(type(x.weight) is torch.nn.Parameter for x in (low, high))
+
+
+def is_off(part: Any) -> bool:
+    """Whether it is switched off, or already merged into the base."""
+    return bool(part.disable_adapters or part.merged)
+
+
+def adapter_of(part: Any) -> Adapter | None:
+    return None if part is base_of(part) or is_off(part) else Adapter.of(part)
+
+
+def flat(adapters: Adapters) -> list[torch.Tensor | None]:
+    # A and B of every part, as a differentiable operation takes them.
+    return [tensor for one in adapters for tensor in ((one.a, one.b) if one else (None, None))]

@@ -1,4 +1,4 @@
-"""Tokenizers and models from a local folder or a hub id, with errors that say which folder to give."""
+"""Loads tokenizers and models from a local folder or a hub id, with errors that say which folder to give."""
 
 from __future__ import annotations
 
@@ -11,10 +11,8 @@ import torch
 
 from posttrain.config.model import ModelConfig
 from posttrain.errors import UserError
-from posttrain.models.completeness import check_weights, outside
-from posttrain.models.errors import ModelError
-from posttrain.models.finite import few, not_finite
-from posttrain.models.places import local_or_hub
+from posttrain.models.completeness import check_weights, few, is_outside_decoder, not_finite
+from posttrain.models.paths import ModelError, local_or_hub
 from posttrain.models.quantized import keep_one_layout, loading_options
 from posttrain.models.template_bounds import bound_templates
 
@@ -22,21 +20,21 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch
 
 
 def silence_progress_bars() -> None:
-    """transformers draws a bar for every load and save; a run has its own."""
+    """Switch off transformers' bar for every load and save; a run has its own."""
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
 
 
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
-    """`auto` is bfloat16 on CUDA and float32 on CPU."""
+    """Resolve `auto`: bfloat16 on CUDA and float32 on CPU."""
     if name == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     return DTYPES[name]
 
 
 def explain_failure(error: Exception, path: str, what: str, setting: str = "model.path") -> ModelError:
-    """The error of a library as one that says what to do."""
+    """Convert a library's error to one that says what to do."""
     lines = [line for line in str(error).splitlines() if line.strip()]
     reason = f"{lines[0]}" if isinstance(error, OSError | ValueError) and lines else _named(error, lines)
     if Path(path).is_dir():
@@ -55,21 +53,21 @@ def explain_failure(error: Exception, path: str, what: str, setting: str = "mode
 
 
 def _named(error: Exception, lines: list[str]) -> str:
-    """The error with its kind, which often is all that it says."""
+    # With its class name, which is often all that an error says.
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def load_tokenizer(config: ModelConfig, path: str | None = None):
-    """The tokenizer of `tokenizer_path` or of the model, with a padding token and a chat template that must end."""
+    """Load the tokenizer of `tokenizer_path` or of the model; it gets a padding token and a bounded chat template."""
     from transformers import AutoTokenizer
 
     files = ("config.json", "tokenizer_config.json")
     source = local_or_hub(path or config.tokenizer_path or str(config.path), holds=files)
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=config.trust_remote_code)
-    except Exception as error:  # the library raises whatever a wrong file makes it stumble over
+    except Exception as error:  # a wrong file can make the library raise anything
         raise explain_failure(error, source, "the tokenizer") from error
-    if tokenizer.pad_token_id is None:  # any token will do: padding is masked everywhere
+    if tokenizer.pad_token_id is None:  # any token works, because padding is masked everywhere
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
     return bound_templates(tokenizer, source)
 
@@ -84,10 +82,10 @@ def load_causal_lm(
     headless: bool = False,
     role: str = "",
 ):
-    """A causal language model in `dtype` on `device`, proved: packed rows only where they are right (`way_of`).
+    """Load a causal LM in `dtype` on `device`, with a proof which forward passes are right (`forward_mode_of`).
 
-    With `quantization` its linear layers hold 4 bits and compute in `dtype`. `headless`: its head is not used, and
-    the folder need not hold one. `role` stands before the keys that errors name.
+    With `quantization`, its linear layers hold 4 bits and compute in `dtype`. `headless`: its head is not used, and the
+    folder need not hold one. `role` precedes the keys that errors name.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -107,19 +105,19 @@ def load_causal_lm(
                 dtype=dtype,
                 trust_remote_code=config.trust_remote_code,
                 output_loading_info=True,
-                ignore_mismatched_sizes=True,  # refused below, with all that is wrong at once
+                ignore_mismatched_sizes=True,  # rejected below, together with all other problems
                 **own_attention(settings),
                 **options,
             )
     except (UserError, torch.OutOfMemoryError):
         raise
-    except Exception as error:  # the library raises whatever a wrong file makes it stumble over
+    except Exception as error:  # a wrong file can make the library raise anything
         raise explain_failure(error, source, "the model") from error
     what = f"{role}model.path={source}"
     if not config.allow_other_weights:
-        beside = outside(model) if headless else None
+        ignore = is_outside_decoder(model) if headless else None
         key = f"{'actor_rollout_ref.' if role else ''}model.allow_other_weights"
-        check_weights(report, what, setting=key, beside=beside)
+        check_weights(report, what, setting=key, ignore=ignore)
     if wrong := not_finite(model.named_parameters()):
         raise ModelError(f"{what}: the weights hold NaN or infinity ({few(wrong)}). Give a sound model.")
     keep_one_layout(model)
@@ -127,22 +125,21 @@ def load_causal_lm(
 
 
 def proved(model: Any, what: str) -> Any:
-    """The model with fused parts, and with the ways through it that give what it gave without them (`way_of`)."""
-    from posttrain.models.fused_layer import fuse_layers
-    from posttrain.models.norms import fuse_norms
-    from posttrain.models.proof import find_way, plain_pass
+    """Fuse parts of the model, and find the forward passes that still equal transformers' (`forward_mode_of`)."""
+    from posttrain.models.fused_layer import fuse_layers, fuse_norms
+    from posttrain.models.proof import find_forward_mode, plain_pass
 
     plain = plain_pass(model, what)
     fuse_norms(model)
     fuse_layers(model)
     without_dropout(model)
-    model.way = find_way(model, plain, what)
+    model.forward_mode = find_forward_mode(model, plain, what)
     return model
 
 
 @contextmanager
 def no_report() -> Iterator[None]:
-    """transformers prints a table of missing weights; `completeness.py` says what matters of it."""
+    """Suppress transformers' table of missing weights; `completeness.py` reports what matters."""
     from transformers.utils import logging
 
     before = logging.get_verbosity()
@@ -154,7 +151,7 @@ def no_report() -> Iterator[None]:
 
 
 def without_dropout(model: torch.nn.Module) -> None:
-    """RL compares two passes over the same tokens, so no pass may be random."""
+    """Remove dropout: RL compares two passes over the same tokens, so no pass may be random."""
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
@@ -163,14 +160,14 @@ def without_dropout(model: torch.nn.Module) -> None:
 
 
 def own_attention(settings: Any) -> dict[str, str]:
-    """What `from_pretrained` is told of attention: nothing, so that it is transformers' own choice, unless only the
-    model's written-out attention knows its score caps and sinks. Ours takes its place when it has been proved."""
+    # Normally none, so that transformers chooses; only the eager attention implements score caps and sinks. Ours
+    # replaces it after the proof.
     plain = bool(getattr(settings, "attn_logit_softcapping", None)) or settings.model_type == "gpt_oss"
     return {"attn_implementation": "eager"} if plain else {}
 
 
 class Positions(NamedTuple):
-    """How far a model's positions go: up to `limit`, if it has one; `learned` ones go no further, in no way."""
+    """How far a model's positions reach: up to `limit`, if it has one; `learned` ones can never go further."""
 
     limit: int | None
     learned: bool
@@ -182,8 +179,7 @@ def positions_of(model: Any) -> Positions:
 
 
 def check_positions(positions: Positions, longest: int, setting: str | None = None) -> str | None:
-    """A sentence if rows of `longest` tokens go past what the model was made for; an error if it cannot do them.
-    `setting` is a supervised row's length in words."""
+    """Return a warning if sequences of `longest` tokens exceed what the model was trained for; raise if it cannot."""
     limit = positions.limit
     if not limit or longest <= limit:
         return None
@@ -195,13 +191,13 @@ def check_positions(positions: Positions, longest: int, setting: str | None = No
 
 
 def end_token_ids(tokenizer: Any, of_model: Iterable[int]) -> tuple[int, ...]:
-    """All ids that end a response: the tokenizer's and those of the model (`model_end_ids`)."""
+    """Return all ids that end a response: the tokenizer's and those of the model (`model_end_ids`)."""
     own = tokenizer.eos_token_id
     return tuple(sorted({*of_model, *([] if own is None else [own])}))
 
 
 def model_end_ids(model: Any) -> tuple[int, ...]:
-    """Ids that end a response by a model's config and its generation config."""
+    """Return ids that end a response by a model's config and generation config."""
     found: set[int] = set()
     for settings in (model.config, getattr(model, "generation_config", None)):
         value = getattr(settings, "eos_token_id", None)
@@ -211,7 +207,7 @@ def model_end_ids(model: Any) -> tuple[int, ...]:
 
 
 def end_token_note(end_ids: tuple[int, ...], size: int | None) -> str | None:
-    """A sentence if no token that the model can write ends a response; `size` is its vocabulary's, where known."""
+    """Return a warning if no token that the model can write ends a response; `size` is its vocabulary, if known."""
     if any(size is None or token < size for token in end_ids):
         return None
     found = f"the end tokens {list(end_ids)} are not among the model's {size}" if end_ids else "there is no end token"

@@ -1,4 +1,4 @@
-"""LoRA by peft: small trained adapters beside frozen base weights."""
+"""LoRA with peft: small trained adapters on frozen base weights."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def add_adapters(
     whole: Sequence[str] = (),
     role: str = "actor_rollout_ref.",
 ) -> torch.nn.Module:
-    """The model with adapters of `lora_rank`; only they are trained, in float32 even beside bfloat16 weights.
+    """Add adapters of `lora_rank` to a model; only they are trained, in float32 even if the weights are bfloat16.
 
-    `more` are further fields of peft's configuration, from an adapter's own file. Top modules named in `whole` (a head
-    that begins untrained) get no adapters and are trained themselves. `role` stands before the keys that errors name.
+    `more` are further fields of peft's configuration, from an adapter's own file. Top modules named in `whole` (an
+    untrained head) get no adapters and are fully trained. `role` precedes the keys that errors name.
     """
     from peft import LoraConfig, get_peft_model
 
@@ -45,9 +45,9 @@ def add_adapters(
         task_type="CAUSAL_LM" if hasattr(model, "prepare_inputs_for_generation") else None,
         **{name: value for name, value in (more or {}).items() if name in _FROM_FILES and value},
     )
-    with warnings.catch_warnings():  # tied heads and transposed layers, which are seen to here
+    with warnings.catch_warnings():  # about tied heads and transposed layers, which are handled here
         warnings.filterwarnings("ignore", message="Model has `tie_word_embeddings=True`|fan_in_fan_out is set to")
-        empty = next(model.parameters()).is_meta  # then so are they: nothing is drawn that nobody sees
+        empty = next(model.parameters()).is_meta  # then the adapters stay on the meta device too, and nothing is drawn
         adapted = get_peft_model(model, settings, low_cpu_mem_usage=empty)  # pyright: ignore
     for name in whole:
         if hasattr(model, name):
@@ -58,8 +58,7 @@ def add_adapters(
 def with_adapters(
     model: torch.nn.Module, config: ModelConfig, *, whole: Sequence[str] = (), role: str = "actor_rollout_ref."
 ) -> torch.nn.Module:
-    """The model with fresh adapters, which change nothing yet, or with those of `lora_adapter_path`; see
-    `add_adapters`."""
+    """Add fresh adapters, which change nothing yet, or those of `lora_adapter_path`; see `add_adapters`."""
     if config.lora_adapter_path is None:
         return add_adapters(model, config, whole=whole, role=role)
     settings, weights = read_adapter(Path(config.lora_adapter_path), whole)
@@ -74,20 +73,20 @@ def has_adapters(model: torch.nn.Module) -> bool:
 
 @contextmanager
 def base_only(model: torch.nn.Module) -> Iterator[None]:
-    """Inside, the adapters are off: the model is its own reference."""
+    """Switch the adapters off inside: the base model is its own reference."""
     with model.disable_adapter() if hasattr(model, "disable_adapter") else nullcontext():  # pyright: ignore
         yield
 
 
 def merged_state(model: Any) -> dict[str, torch.Tensor]:
-    """Weights under their Hugging Face names, adapters folded into copies of the base weights; the live ones stay."""
+    """Return weights under their Hugging Face names, adapters merged into copies; the live weights do not change."""
     from peft.tuners.lora import LoraLayer
 
     base = model.get_base_model()
     state: dict[str, torch.Tensor] = {}
-    copies: dict[int, torch.Tensor] = {}  # by the live tensor, so that tied weights stay tied
+    copies: dict[int, torch.Tensor] = {}  # keyed by the live tensor, so that tied weights stay tied
     for name, weight in {**base.state_dict(), **dict(base.named_parameters(remove_duplicate=False))}.items():
-        if ".lora_" in name or ".weight." in name:  # the latter: scales of 4-bit weights
+        if ".lora_" in name or ".weight." in name:  # the latter are scales of 4-bit weights
             continue
         if id(weight) not in copies:
             plain = plain_weight(weight)
@@ -101,9 +100,10 @@ def merged_state(model: Any) -> dict[str, torch.Tensor]:
 
 
 def save_merged(model: Any, folder: Path, state: Mapping[str, torch.Tensor] | None = None) -> None:
-    """A Hugging Face folder of the whole model, adapters folded in; a base of 4 bits is written in the compute type.
+    """Write the model with merged adapters as a Hugging Face folder; a 4-bit base is written in the compute dtype.
 
-    `state` is the merged weights, where they do not all lie in the model."""
+    `state` holds the merged weights, if the model does not hold them all.
+    """
     base = model.get_base_model()
     state = merged_state(model) if state is None else dict(state)
     hidden = {name: base.__dict__.pop(name) for name in ("hf_quantizer", "hf_device_map") if name in base.__dict__}
@@ -112,7 +112,7 @@ def save_merged(model: Any, folder: Path, state: Mapping[str, torch.Tensor] | No
         if hasattr(base.config, "quantization_config"):
             del base.config.quantization_config
         head = base.get_output_embeddings()
-        if head is not None and has_adapters(head):  # what was tied to the embedding is no longer equal to it
+        if head is not None and has_adapters(head):  # it is no longer equal to the embedding that it was tied to
             base.config.tie_word_embeddings = False
         base.save_pretrained(folder, state_dict=state)
     finally:
@@ -128,9 +128,10 @@ def save_model(
     merged: bool,
     state: Mapping[str, torch.Tensor] | None = None,
 ) -> None:
-    """A folder of the trained model. With adapters, whose settings are `adapter`: the merged model, or they alone.
+    """Write the trained model. With adapters, whose settings are `adapter`: the merged model, or only the adapters.
 
-    `state` is what is written, where it does not all lie in the model."""
+    `state` is what is written, if the model does not hold it all.
+    """
     if adapter is None:
         model.save_pretrained(folder, state_dict=model.state_dict() if state is None else dict(state))
     elif merged:

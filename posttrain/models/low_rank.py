@@ -1,7 +1,7 @@
-"""The adapters beside one matrix product, copied into the type that it is multiplied in: y = x W' + (x A') (s B)'.
+"""The adapters of one matrix product, copied into its dtype: y = x W' + (x A') (s B)'.
 
-A of all adapters of a product are one matrix, so that its input is read once; scales are in the copies of B. Rollout
-and trainer multiply with the same copies' values.
+The A of all adapters form one matrix, so that the input is read once; the copies of B include the scales. Rollout and
+trainer multiply with the same values.
 
 Shapes: T tokens, E columns of the input, C of the output, R ranks of all adapters.
 """
@@ -25,17 +25,19 @@ class Adapter:
 
     @classmethod
     def of(cls, part: Any) -> Adapter:
-        """Of a linear layer by peft."""
         return cls(part.lora_A["default"].weight, part.lora_B["default"].weight, float(part.scaling["default"]))
 
 
+# Columns of the output, and the adapter that adds to them.
 Adapted = Sequence[tuple[slice, Adapter]]
-"""Columns of the output, and the adapter that adds to them."""
 
 
 class LowRank:
-    """The adapters of one product: one matrix down to all their ranks, and one up from them, with zeros where a rank
-    and a column are of different adapters. A CUDA device multiplies by that as it is: few launches count there."""
+    """The adapters of one product: one matrix to all ranks, and one from ranks to columns.
+
+    The second has zeros where rank and column belong to different adapters. CUDA multiplies with it as it is, because
+    few launches matter there more than few operations.
+    """
 
     def __init__(self, down_RE: torch.Tensor, up_CR: torch.Tensor, places: list[tuple[slice, slice]]):
         self.down_RE, self.up_CR, self.places = down_RE, up_CR, places
@@ -46,7 +48,7 @@ class LowRank:
 
     @classmethod
     def like(cls, adapters: Adapted, columns: int, weight: torch.Tensor) -> LowRank:
-        """Room for them beside a product of so many columns, of the weight's type and device."""
+        """Allocate copies for a product with this many columns, in the weight's dtype and on its device."""
         places, start = [], 0
         for part, one in adapters:
             places.append((part, slice(start, start := start + len(one.a))))
@@ -56,7 +58,7 @@ class LowRank:
         return x_TE @ self.down_ER
 
     def add(self, y_TC: torch.Tensor, x_TE: torch.Tensor) -> torch.Tensor:
-        """Adds to `y`; gives x A', which the way back needs."""
+        """Add to `y`; return x A', which the backward pass needs."""
         low_TR = self.down(x_TE)
         if self.whole:
             y_TC.addmm_(low_TR, self.up_RC)
@@ -66,7 +68,7 @@ class LowRank:
         return low_TR
 
     def back(self, grad_TC: torch.Tensor) -> torch.Tensor:
-        """The gradient of x A'."""
+        """Return the gradient of x A'."""
         if self.whole:
             return grad_TC @ self.up_CR
         grad_TR = grad_TC.new_empty(len(grad_TC), len(self.down_RE))
@@ -77,7 +79,7 @@ class LowRank:
 
 @torch.no_grad()
 def fill(products: Sequence[tuple[LowRank, Adapted]]) -> None:
-    """Take the adapters as they are now, those of all these products at once."""
+    """Copy the current adapters of all these products at once."""
     ones = [one for _, adapters in products for _, one in adapters]
     highs = [one.b for one in ones]
     if any(one.scale != 1 for one in ones):

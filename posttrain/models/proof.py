@@ -1,18 +1,19 @@
-"""Proof, when a model has been loaded, that it gives the log-probs that transformers' own forward pass gives.
+"""Proves, when a model has been loaded, which forward passes give transformers' own log-probs.
 
-Two short rows that begin alike are computed one at a time by the model as transformers made it. Then the ways of
-training are tried on them: packed (with the beginning shared, and not), padded, alone. What agrees may be used; what
-does not is never used, and the user is told. A model that lets tokens see later ones is refused. Windows are narrowed
-while this happens, so that short rows feel them.
+Two short sequences with a common prefix are computed one at a time by the model as transformers created it. Then
+training's forward passes are tried on them: packed (with and without a shared prefix), padded, one at a time. Only what
+agrees is used, and the user is told what is not. Models that let tokens see later ones are rejected. Sliding windows
+are narrowed meanwhile, so that they affect short sequences.
 
-Shapes: T packed tokens, N predicted tokens of a row or of all rows.
+Shapes: T packed tokens, N predicted tokens of one or of all sequences.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -21,35 +22,44 @@ from posttrain.errors import UserError
 from posttrain.kernels.packed_attention import PackedLayout, packed_rows
 from posttrain.kernels.quantized import FP8
 from posttrain.models.attention import ATTENTION, configurations, set_attention
-from posttrain.models.forward import hidden_states, log_probs_of, own_logits, token_log_probs, without_adapters
-from posttrain.models.plain_rows import padding
-from posttrain.models.ways import Way
+from posttrain.models.forward import (
+    ForwardMode,
+    hidden_states,
+    log_probs_of,
+    own_logits,
+    padding,
+    token_log_probs,
+    without_adapters,
+)
 
-COMMON, TAILS = 4, (3, 5)  # tokens that both rows begin with, and those that follow in each
+COMMON, TAILS = 4, (3, 5)  # tokens of the common prefix, and those that follow in each sequence
 WINDOW = 3  # what sliding windows are narrowed to
 ALLOWED = {torch.float64: (1e-6, 1e-4, 0.0, 0.0), torch.float32: (1e-4, 1e-3, 1e-5, 1e-4)}
 HALF = (0.1, 2.0, 0.02, 0.1)
+# Mean and largest difference of log-probs that rounding explains, and what is added per nat of the average log-prob: on
+# tokens that a trained model finds unlikely (14 nats), its own bfloat16 pass is off by 0.1, and fp8 by 0.5. In half
+# precision a router may choose other experts.
 ALLOWED[FP8] = (0.3, 4.0, 0.06, 0.3)
-"""Mean and largest difference of log-probs that rounding explains, and what is added of each for every nat that the
-log-probs have on average: on tokens that a trained model finds unlikely (14 nats) its own pass in bfloat16 is off by
-0.1, and in fp8 by 0.5. Experts may change sides in half precision."""
-PACKABLE = {"full_attention", "sliding_attention"}  # kinds of layers whose attention packed rows can answer
+PACKABLE = {"full_attention", "sliding_attention"}  # layer types that packed attention supports
 
 
 class ProofError(UserError):
-    """The model cannot be trained rightly in any way; the text says why."""
+    """No forward pass of the model is right; the text says why."""
+
+
+Compute = Callable[[Any, list[list[int]]], Sequence[torch.Tensor]]
 
 
 @dataclass
 class Plain:
-    """What the model gave before anything of ours was in it: log-probs of each row, by the width of its windows."""
+    """What the model computed for the rows before anything of ours was installed, by window width."""
 
     rows: list[list[int]]
-    log_probs: dict[int | None, list[torch.Tensor]]
+    results: dict[int | None, Sequence[torch.Tensor]]
 
 
 def proof_rows(config: Any) -> list[list[int]]:
-    """Two rows of plain tokens; ids that mean something to the model (padding, images) are left out."""
+    """Return two sequences of plain tokens, without ids that have a meaning (padding, images)."""
     settings = {**vars(config), **vars(config.get_text_config())}
     special = {value for name, value in settings.items() if name.endswith(("_token_id", "_token_index"))
                and isinstance(value, int)}  # fmt: skip
@@ -62,42 +72,50 @@ def proof_rows(config: Any) -> list[list[int]]:
 
 
 @torch.no_grad()
-def plain_pass(model: Any, what: str) -> Plain:
-    """Log-probs as transformers gives them, row by row; `what` names the model in errors."""
+def compute_plain(model: Any, what: str, compute: Compute) -> Plain:
+    """Compute the proof rows as transformers does; `what` names the model in errors."""
     rows, found = proof_rows(model.config), {}
     try:
         for window in windows(model):
-            with narrowed(model, window):
-                found[window] = _own_each(model, rows)
+            with narrow_window(model, window):
+                found[window] = compute(model, rows)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
         raise ProofError(f"{what}: transformers' own forward pass fails on plain tokens: {error}") from error
-    first, second = (log_probs[: COMMON - 1] for log_probs in found[None])
+    return Plain(rows, found)
+
+
+def plain_pass(model: Any, what: str) -> Plain:
+    """Return log-probs as transformers computes them, one sequence at a time."""
+    plain = compute_plain(model, what, _own_each)
+    first, second = (log_probs[: COMMON - 1] for log_probs in plain.results[None])
     if not agree(first, second, model):
         raise ProofError(
             f"{what}: in this model ({model.config.model_type}) tokens see those that come after them, so it gives no "
             "log-probs of next tokens; give a decoder-only language model"
         )
-    return Plain(rows, found)
+    return plain
 
 
 @torch.no_grad()
-def find_way(model: Any, plain: Plain, what: str) -> Way:
-    """The ways that agree with the plain pass; packed rows are looked for first. Sets the model's attention to ours
-    where they do."""
+def find_forward_mode(model: Any, plain: Plain, what: str) -> ForwardMode:
+    """Find the passes that agree with transformers'. If packed ones do, the model keeps our attention."""
+
+    def why_not(compute: Compute) -> str | None:
+        return disagreement(model, plain, compute, lambda ours_N, theirs_N: agree(ours_N, theirs_N, model))
+
     own = model.config._attn_implementation
     if layer_kinds(model) <= PACKABLE:
         set_attention(model, ATTENTION)
-        reason = _why_not(model, plain, _packed) or _why_not(model, plain, _padded)
-        if reason is None:
-            return Way(packed=True, padded=True)
+        if why_not(_packed) is None and why_not(_padded) is None:
+            return ForwardMode(packed=True, padded=True)
         set_attention(model, own)
-    split = _why_not(model, plain, _alone) is None
-    if not split and (reason := _why_not(model, plain, _own_each)):
+    split = why_not(_alone) is None
+    if not split and (reason := why_not(_own_each)):
         raise ProofError(f"{what}: the model's own forward pass does not give the same twice: {reason}")
-    padded = _why_not(model, plain, _padded if split else _own) is None
-    return Way(padded=padded, split_head=split, note=_words(model, padded, split))
+    padded = why_not(_padded if split else _own) is None
+    return ForwardMode(padded=padded, split_head=split, note=_words(model, padded, split))
 
 
 def _words(model: Any, padded: bool, split: bool) -> str:
@@ -109,32 +127,29 @@ def _words(model: Any, padded: bool, split: bool) -> str:
     )
 
 
-Compute = Callable[[Any, list[list[int]]], list[torch.Tensor]]
-
-
-def _why_not(model: Any, plain: Plain, compute: Compute) -> str | None:
-    """None if `compute` gives the plain log-probs."""
+def disagreement(model: Any, plain: Plain, compute: Compute, near: Callable[..., bool]) -> str | None:
+    """Return why a way to compute the rows cannot be used; None if it gives the plain results."""
     try:
-        for window, expected in plain.log_probs.items():
-            with narrowed(model, window):
+        for window, expected in plain.results.items():
+            with narrow_window(model, window):
                 found = compute(model, plain.rows)
-            expected = expected * (len(found) // len(expected))
-            if not all(agree(mine, theirs, model) for mine, theirs in zip(found, expected, strict=True)):
+            # A packed pass computes the rows twice; others may leave out some of the results.
+            if not all(map(near, found, cycle(expected))):
                 return "the log-probs differ"
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # whatever a model's own code may do with rows that it was not written for
+    except Exception as error:  # a model's own code may raise anything on inputs that it was not written for
         return f"{type(error).__name__}: {error}"
     return None
 
 
 def agree(ours_N: torch.Tensor, theirs_N: torch.Tensor, model: Any) -> bool:
-    """Whether log-probs are the same up to the rounding of the model's type."""
+    """Whether log-probs are equal up to the rounding of the model's dtype."""
     return not beyond_rounding(ours_N, theirs_N, without_adapters(model).dtype)
 
 
 def beyond_rounding(ours_N: torch.Tensor, theirs_N: torch.Tensor, dtype: torch.dtype) -> str:
-    """How log-probs differ by more than the type's rounding explains; empty if they do not."""
+    """Say by how much log-probs differ beyond the dtype's rounding; empty if they do not."""
     ours_N, theirs_N = ours_N.double(), theirs_N.double()
     gap_N, size = (ours_N - theirs_N).abs(), float(theirs_N.abs().mean())
     mean, most, mean_share, most_share = ALLOWED.get(dtype, HALF)
@@ -147,9 +162,8 @@ def beyond_rounding(ours_N: torch.Tensor, theirs_N: torch.Tensor, dtype: torch.d
     )
 
 
-# -- ways of computing the rows: log-probs of all tokens but the first, row by row ----------------------------------
+# -- forward passes to compare: log-probs of all tokens except the first, per sequence ------------------------------
 def _own(model: Any, rows: list[list[int]]) -> list[torch.Tensor]:
-    """By the model's whole forward pass."""
     ids_BS, mask_BS = padding(rows, model.device)
     logits = own_logits(model, ids_BS, mask_BS)
     return [log_probs_of(logits[at, : len(row) - 1], ids_BS[at, 1 : len(row)], 1.0)[0] for at, row in enumerate(rows)]
@@ -173,7 +187,7 @@ def _own_each(model: Any, rows: list[list[int]]) -> list[torch.Tensor]:
 
 
 def _packed(model: Any, rows: list[list[int]]) -> list[torch.Tensor]:
-    """Both rows with one beginning, then both again, each for itself."""
+    # Both sequences with a shared prefix, then both again, each by itself.
     first, second = rows
     ids = [*first, *second[COMMON:], *first, *second]
     positions = [*range(len(first)), *range(COMMON, len(second)), *range(len(first)), *range(len(second))]
@@ -182,7 +196,7 @@ def _packed(model: Any, rows: list[list[int]]) -> list[torch.Tensor]:
     ids_T, position_T, segment_T = (torch.tensor(x, device=model.device) for x in (ids, positions, segments))
     lengths = [COMMON + sum(own), len(first), len(second)]
     layout = PackedLayout(lengths, model.device, segment_T=segment_T, position_T=position_T)
-    hidden_TE = proved_hidden(model, ids_T, position_T, layout)
+    hidden_TE = checked_hidden(model, ids_T, position_T, layout)
     places = [
         [*range(len(first) - 1)],
         [*range(COMMON), *range(len(first), lengths[0] - 1)],
@@ -195,9 +209,8 @@ def _packed(model: Any, rows: list[list[int]]) -> list[torch.Tensor]:
     ]
 
 
-def proved_hidden(model: Any, ids_T: torch.Tensor, position_T: torch.Tensor, layout: PackedLayout) -> torch.Tensor:
-    """(T, E) hidden states of packed tokens, if the layout was asked in every layer: where weights are small, what is
-    computed beside it would hardly show."""
+def checked_hidden(model: Any, ids_T: torch.Tensor, position_T: torch.Tensor, layout: PackedLayout) -> torch.Tensor:
+    # Also checks that every layer used the layout: with small weights, ignoring it would hardly change the numbers.
     with packed_rows(layout):
         hidden_TE = hidden_states(model, ids_T[None], position_T[None])[0]
     if layout.answered < model.config.get_text_config().num_hidden_layers:
@@ -211,7 +224,6 @@ def layer_kinds(model: Any) -> set[str]:
 
 
 def _holders(model: Any) -> list[Any]:
-    """Modules and configurations that state a sliding window."""
     parts = [*model.modules(), *configurations(model)]
     return [part for part in parts if type(vars(part).get("sliding_window")) is int]
 
@@ -221,7 +233,7 @@ def windows(model: Any) -> list[int | None]:
 
 
 @contextmanager
-def narrowed(model: Any, window: int | None) -> Iterator[None]:
+def narrow_window(model: Any, window: int | None) -> Iterator[None]:
     held = [(part, part.sliding_window) for part in _holders(model)] if window is not None else []
     try:
         for part, _ in held:

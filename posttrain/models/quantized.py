@@ -1,4 +1,4 @@
-"""Base weights of 4 bits (QLoRA) by bitsandbytes: how they are loaded, and how they are read as plain numbers."""
+"""4-bit base weights (QLoRA) with bitsandbytes: loads them, and reads them as plain numbers."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import torch
 
 from posttrain.errors import UserError
 
-BLOCK, ABSMAX_BLOCK = 64, 256  # numbers that share a scale; scales that share a scale of their own
+BLOCK, ABSMAX_BLOCK = 64, 256  # numbers that share a scale; scales that share a second-level scale
 
 
 def loading_options(
     kind: str, dtype: torch.dtype, device: torch.device, keep: Sequence[str] | None = None
 ) -> dict[str, Any]:
-    """What transformers' `from_pretrained` needs to hold linear layers (not the head) in 4 bits.
+    """Return the options of `from_pretrained` that hold linear layers (not the head) in 4 bits.
 
-    `keep` are the modules that stay as they are, where the head is not the model's output embedding.
+    `keep` names modules that stay unquantized, if the head is not the model's output embedding.
     """
     from transformers import BitsAndBytesConfig
 
@@ -39,8 +39,8 @@ def loading_options(
 
 
 def keep_one_layout(model: torch.nn.Module) -> None:
-    """On some CPUs bitsandbytes lays weights out anew, in lower precision, at the first pass without gradient; then
-    the passes that are compared with each other would differ, and the weights could no longer be read."""
+    # On some CPUs bitsandbytes changes the layout of weights, in lower precision, at the first pass without gradient.
+    # Passes that are compared with each other would then differ, and the weights could no longer be read.
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False  # pyright: ignore
@@ -51,12 +51,12 @@ def is_quantized(weight: torch.Tensor) -> bool:
 
 
 def numbers_in(weight: torch.Tensor) -> int:
-    """How many numbers a weight holds; two of 4 bits lie in one of its elements."""
+    """Return how many numbers a weight holds; in 4 bits, two share one element."""
     return weight.quant_state.shape.numel() if is_quantized(weight) else weight.numel()  # pyright: ignore
 
 
 def plain_weight(weight: torch.Tensor) -> torch.Tensor:
-    """The numbers that a 4-bit weight stands for; any other weight itself."""
+    """Return the numbers of a 4-bit weight; any other weight as it is."""
     if not is_quantized(weight):
         return weight
     from bitsandbytes.functional import dequantize_4bit  # pyright: ignore[reportMissingImports]
@@ -65,6 +65,6 @@ def plain_weight(weight: torch.Tensor) -> torch.Tensor:
 
 
 def quantized_bytes(count: int) -> int:
-    """Bytes of `count` numbers in 4 bits with their scales (one byte per block, and scales of those)."""
+    """Return the bytes of `count` numbers in 4 bits with their scales (one byte per block, and scales of those)."""
     blocks = -(-count // BLOCK)
     return -(-count // 2) + blocks + 4 * -(-blocks // ABSMAX_BLOCK)

@@ -1,7 +1,7 @@
-"""Gradient checkpointing: what lies inside a layer is computed anew in the backward pass instead of being kept.
+"""Gradient checkpointing: recomputes the inside of a layer in the backward pass instead of storing it.
 
-transformers does so in training mode only, which also switches on dropout that models call as a function or read from
-their configuration. Here the model stays in evaluation mode, so that both passes are the same and nothing is random.
+transformers does so only in training mode, which also switches on dropout that models call as a function or read from
+their configuration. Here the model stays in evaluation mode, so that both passes are equal and nothing is random.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 
 def recompute_layers(model: torch.nn.Module, on: bool = True) -> None:
-    """From now on the layers of this model keep only what enters them, wherever gradients are asked for; `on=False`
-    takes that back."""
+    """From now on, let layers store only their input when gradients are needed; `on=False` reverts that."""
     for layer in _layers(model):
         if not hasattr(layer, "recomputes"):
             layer.forward = partial(_recomputed, layer, layer.forward)
@@ -23,7 +22,7 @@ def recompute_layers(model: torch.nn.Module, on: bool = True) -> None:
 
 
 def _layers(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """The layers that transformers would recompute; in models that mark none, the parts of the largest list."""
+    # The layers that transformers would recompute; if a model marks none, the parts of its largest list.
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     marked = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]

@@ -1,9 +1,9 @@
-"""Scores of rows by a reward model (`scorer_loading.py`).
+"""Computes scores with a reward model (`scorer_loading.py`).
 
-A decoder's score is read at the row's last token that is not padding, as transformers does it; rows are packed end to
-end. Encoders, and decoders whose attention cannot be packed, go through their own forward pass on padded rows.
+A decoder's score is read at the last token that is not padding, as transformers does; sequences are packed end to end.
+Encoders, and decoders whose attention cannot be packed, run their own forward pass on padded sequences.
 
-Shapes: B rows, T packed tokens, E hidden size.
+Shapes: B sequences, T packed tokens, E hidden size.
 """
 
 from __future__ import annotations
@@ -14,22 +14,21 @@ from typing import Any
 import torch
 
 from posttrain.kernels.packed_attention import PackedLayout, packed_rows
-from posttrain.models.forward import at_places, hidden_states, own_logits, without_adapters
-from posttrain.models.ways import way_of
+from posttrain.models.forward import at_places, forward_mode_of, hidden_states, own_logits, without_adapters
 
 
 def packs_rows(model: torch.nn.Module) -> bool:
-    """Whether rows are packed: a causal decoder below a plain `score` head that was proved to give the same scores."""
-    return way_of(model).packed
+    """Whether sequences are packed: a causal decoder with a plain `score` head, proved to give the same scores."""
+    return forward_mode_of(model).packed
 
 
 def head_scores(model: Any, hidden_BE: torch.Tensor) -> torch.Tensor:
-    """(B,) scores of the rows' last hidden states, in float32 or better."""
-    return widened(without_adapters(model).score(hidden_BE).squeeze(-1))
+    """Return (B,) scores of last hidden states, in float32 or better."""
+    return to_float32(without_adapters(model).score(hidden_BE).squeeze(-1))
 
 
 class ScorePass(torch.nn.Module):
-    """From token ids to one score per row, as one module (see `models/forward.py`)."""
+    """Maps token ids to one score per sequence, as one module (see `models/forward.py`)."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()
@@ -38,7 +37,7 @@ class ScorePass(torch.nn.Module):
     def forward(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, ends_B: torch.Tensor
     ) -> dict[str, torch.Tensor]:
-        """(B,) `scores` of packed rows that end at these places."""
+        """Return (B,) `scores` of packed sequences that end at these positions."""
 
         def head(hidden_NE: torch.Tensor, numbers: Any) -> dict[str, torch.Tensor]:
             return {"scores": head_scores(self.model, hidden_NE).clone()}
@@ -47,20 +46,19 @@ class ScorePass(torch.nn.Module):
 
 
 class PaddedScorePass(ScorePass):
-    """The same for models whose rows are not packed."""
+    """The same for models without packing."""
 
     def forward(self, rows: Sequence[Sequence[int]]) -> dict[str, torch.Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """(B,) `scores` of rows of token ids."""
         return {"scores": own_scores(self.model, rows).clone()}
 
 
-def widened(scores: torch.Tensor) -> torch.Tensor:
+def to_float32(scores: torch.Tensor) -> torch.Tensor:
     return scores.to(torch.promote_types(scores.dtype, torch.float32))
 
 
 def without_trailing_padding(ids: Sequence[int], pad_token_id: int | None) -> list[int]:
-    """The row up to the token whose score counts. Where padding and end-of-text are one token, a row's own end goes
-    too: transformers cannot tell them apart, and what follows does not change a decoder's score."""
+    # If padding and end-of-text are the same token, a sequence loses its own end too: transformers cannot distinguish
+    # them, and what follows does not change a decoder's score.
     end = len(ids)
     while end > 1 and ids[end - 1] == pad_token_id:
         end -= 1
@@ -71,7 +69,7 @@ def without_trailing_padding(ids: Sequence[int], pad_token_id: int | None) -> li
 def score_rows(
     model: Any, rows: Sequence[Sequence[int]], *, token_budget: int = 16384, max_rows: int | None = None
 ) -> torch.Tensor:
-    """(B,) scores of rows of token ids, on the CPU; passes hold up to `token_budget` tokens and `max_rows` rows."""
+    """Return (B,) scores on the CPU; passes hold up to `token_budget` tokens and `max_rows` sequences."""
     assert all(len(row) > 0 for row in rows), "a row without tokens has no score"
     model.eval()
     packed = packs_rows(model)
@@ -85,7 +83,7 @@ def score_rows(
 
 
 def _passes(lengths: list[int], packed: bool, token_budget: int, max_rows: int | None) -> Iterator[list[int]]:
-    """Row numbers of each pass, long rows first; a padded row costs as much as the longest of its pass."""
+    # Long sequences first; a padded one costs as much as the longest of its pass.
     chosen: list[int] = []
     used = 0
     for row in sorted(range(len(lengths)), key=lambda row: (-lengths[row], row)):
@@ -100,7 +98,6 @@ def _passes(lengths: list[int], packed: bool, token_budget: int, max_rows: int |
 
 
 def packed_scores(model: Any, rows: list[list[int]]) -> torch.Tensor:
-    """(B,) scores of rows that are packed end to end."""
     device = model.device
     lengths = [len(row) for row in rows]
     ids_T = torch.tensor([token for row in rows for token in row], device=device)
@@ -111,13 +108,12 @@ def packed_scores(model: Any, rows: list[list[int]]) -> torch.Tensor:
 
 
 def own_scores(model: Any, rows: Sequence[Sequence[int]]) -> torch.Tensor:
-    """(B,) scores by the model's own forward pass: of padded rows, or of one at a time where padding is felt."""
-    parts = [rows] if way_of(model).padded else [[row] for row in rows]
+    """Return (B,) scores by the model's own forward pass: padded, or one at a time if padding changes them."""
+    parts = [rows] if forward_mode_of(model).padded else [[row] for row in rows]
     return torch.cat([padded_scores(model, part) for part in parts])
 
 
 def padded_scores(model: Any, rows: Sequence[Sequence[int]]) -> torch.Tensor:
-    """(B,) scores by the model's own forward pass over rows padded on the right."""
     pad = without_adapters(model).config.get_text_config().pad_token_id
     width = max(len(row) for row in rows)
     ids = torch.full((len(rows), width), pad or 0)
@@ -125,5 +121,5 @@ def padded_scores(model: Any, rows: Sequence[Sequence[int]]) -> torch.Tensor:
     for number, row in enumerate(rows):
         ids[number, : len(row)] = torch.tensor(row)
         mask[number, : len(row)] = 1
-    # Without a cache: layers that are computed again for the gradient would find their own keys in it.
-    return widened(own_logits(model, ids.to(model.device), mask.to(model.device)).squeeze(-1))
+    # Without a cache: layers that are recomputed for the gradient would find their own keys in it.
+    return to_float32(own_logits(model, ids.to(model.device), mask.to(model.device)).squeeze(-1))

@@ -1,19 +1,24 @@
-"""Reward models: any folder that `AutoModelForSequenceClassification` loads with one label, one score per row, and
-causal LMs with a value head beside them (`value_heads.py`), which become such classifiers."""
+"""Loads reward models: folders that `AutoModelForSequenceClassification` loads with one label, and causal LMs with a
+value head, which become such classifiers.
+
+Value heads of other trainers are one linear layer, stored as `v_head.summary` (TRL, LLaMA-Factory), `v_head`,
+`value_head`, `score` or `reward_head` in the model's safetensors files or in `value_head.safetensors`.
+"""
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from posttrain.config.lora import SCORE_HEADS
 from posttrain.errors import UserError
-from posttrain.models.completeness import check_weights, outside
-from posttrain.models.errors import ModelError
-from posttrain.models.finite import few, not_finite
-from posttrain.models.fused_layer import fuse_layers
+from posttrain.models.completeness import check_weights, few, is_outside_decoder, not_finite
+from posttrain.models.fused_layer import fuse_layers, fuse_norms
 from posttrain.models.loading import (
     explain_failure,
     local_or_hub,
@@ -22,10 +27,9 @@ from posttrain.models.loading import (
     silence_progress_bars,
     without_dropout,
 )
-from posttrain.models.norms import fuse_norms
+from posttrain.models.paths import ModelError
 from posttrain.models.quantized import keep_one_layout, loading_options
-from posttrain.models.scorer_proof import find_scorer_way, plain_scores
-from posttrain.models.value_heads import find_value_head, put_head
+from posttrain.models.scorer_proof import find_scorer_mode, plain_scores
 
 CLASSIFIER = "ForSequenceClassification"
 
@@ -43,11 +47,11 @@ def load_scorer(
     allow_other_weights: bool = False,
     setting: str = "model.path",
 ) -> Any:
-    """The model of `path` (a folder or a hub id), ready for `score_rows`. `setting` is named by errors.
+    """Load the model of `path` (a folder or a hub id) for `score_rows`. Errors name `setting`.
 
-    `new_head=True` also takes a causal LM and gives it a score head of zeros, to be trained; otherwise a folder
-    without a trained head is refused. `pad_token_id` serves models whose own configuration has none. With
-    `quantization` the linear layers below the head hold 4 bits.
+    With `new_head=True`, a causal LM gets a score head of zeros, to be trained; otherwise a folder without a trained
+    head is rejected. `pad_token_id` is for models whose own configuration has none. With `quantization`, the linear
+    layers below the head hold 4 bits.
     """
     from transformers import AutoConfig, AutoModelForSequenceClassification
 
@@ -56,7 +60,7 @@ def load_scorer(
     options = loading_options(quantization, dtype, device, SCORE_HEADS) if quantization else {}
     try:
         settings = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
-        _lay_over(settings, override_config or {}, setting)
+        _apply_overrides(settings, override_config or {}, setting)
         value_head = None if new_head or _is_classifier(settings) else find_value_head(source)
         _one_label(settings, path, new_head or value_head is not None, setting)
         if settings.get_text_config().pad_token_id is None:
@@ -74,15 +78,15 @@ def load_scorer(
             )
     except (UserError, torch.OutOfMemoryError):
         raise
-    except Exception as error:  # the library raises whatever a wrong file makes it stumble over
+    except Exception as error:  # a wrong file can make the library raise anything
         raise explain_failure(error, source, "the reward model", setting) from error
     if wrong := not_finite(model.named_parameters()):
         raise ModelError(f"{setting}={path}: the weights hold NaN or infinity ({few(wrong)}). Give a sound model.")
     gets_head = new_head or value_head is not None
-    _settle_head(model, sorted(report["missing_keys"]), path, gets_head, setting)
+    _check_head(model, sorted(report["missing_keys"]), path, gets_head, setting)
     if not allow_other_weights:
         key = f"{setting.rpartition('.')[0]}.allow_other_weights" if new_head else None
-        check_weights(report, f"{setting}={path}", setting=key, beside=outside(model) if gets_head else None)
+        check_weights(report, f"{setting}={path}", setting=key, ignore=is_outside_decoder(model) if gets_head else None)
     if value_head is not None:
         put_head(model, value_head)
     keep_one_layout(model)
@@ -91,11 +95,11 @@ def load_scorer(
     fuse_norms(model)
     fuse_layers(model)
     without_dropout(model)
-    model.way = find_scorer_way(model, plain, f"{setting}={path}")
+    model.forward_mode = find_scorer_mode(model, plain, f"{setting}={path}")
     return model
 
 
-def _lay_over(settings: Any, values: Mapping[str, Any], setting: str) -> None:
+def _apply_overrides(settings: Any, values: Mapping[str, Any], setting: str) -> None:
     section = setting.rpartition(".")[0]
     for key, value in values.items():
         if not hasattr(settings, key):
@@ -108,7 +112,7 @@ def _is_classifier(settings: Any) -> bool:
 
 
 def _one_label(settings: Any, path: str, new_head: bool, setting: str) -> None:
-    """Refuses folders that cannot give one score, before weights are read; a new head gets one label."""
+    # Rejects folders that cannot give one score before weights are read; a new head gets one label.
     kinds = [str(name) for name in settings.architectures or []]
     if _is_classifier(settings):
         if settings.num_labels != 1:
@@ -126,11 +130,57 @@ def _one_label(settings: Any, path: str, new_head: bool, setting: str) -> None:
         )
 
 
-def _settle_head(model: Any, missing: list[str], path: str, new_head: bool, setting: str) -> None:
-    """A head that the folder did not hold becomes zero: all scores begin equal."""
+def _check_head(model: Any, missing: list[str], path: str, new_head: bool, setting: str) -> None:
+    # A head that the folder does not hold becomes zero, so that all scores start equal.
     head = [name for name in missing if name.split(".")[0] in SCORE_HEADS]
     if head and not new_head:
         raise ModelError(f"{setting}={path}: the folder holds no trained score head ({', '.join(head)} missing)")
     for name, weight in model.named_parameters():
         if name in head:
             torch.nn.init.zeros_(weight)
+
+
+_NAME = re.compile(r"(?:^|\.)(?:v_head\.summary|v_head|value_head|score|reward_head)\.(weight|bias)$")
+_FILES = ("value_head.safetensors", "model.safetensors")
+_INDEX = "model.safetensors.index.json"
+
+
+def find_value_head(source: str) -> dict[str, torch.Tensor] | None:
+    """Return the head in a folder or hub id: `weight` (1, E) and perhaps `bias` (1,); None if it has none."""
+    index = _file(source, _INDEX)
+    shards = set(json.loads(index.read_text())["weight_map"].values()) if index is not None else set()
+    found: dict[str, torch.Tensor] = {}
+    for name in [*_FILES, *sorted(shards)]:
+        path = _file(source, name)
+        if path is not None:
+            found |= {kind: tensor for kind, tensor in _head_in(path).items() if kind not in found}
+    weight = found.get("weight")
+    return found if weight is not None and weight.ndim == 2 and weight.shape[0] == 1 else None
+
+
+def _head_in(path: Path) -> dict[str, torch.Tensor]:
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt") as file:
+        matches = {name: _NAME.search(name) for name in file.keys()}  # noqa: SIM118 (it is no mapping)
+        return {match[1]: file.get_tensor(name) for name, match in matches.items() if match}
+
+
+def _file(source: str, name: str) -> Path | None:
+    if Path(source).is_dir():
+        path = Path(source) / name
+        return path if path.is_file() else None
+    from transformers.utils.hub import cached_file
+
+    found = cached_file(source, name, _raise_exceptions_for_missing_entries=False)
+    return Path(found) if found else None
+
+
+def put_head(model: Any, head: dict[str, torch.Tensor]) -> None:
+    """Replace a sequence classifier's head, which has no bias, by this one."""
+    old = model.score.weight
+    new = torch.nn.Linear(old.shape[1], 1, bias="bias" in head, device=old.device, dtype=old.dtype)
+    with torch.no_grad():
+        for kind, tensor in head.items():
+            getattr(new, kind).copy_(tensor)
+    model.score = new

@@ -1,83 +1,62 @@
-"""Proof, when a reward model has been loaded, that packed or padded rows get the scores that each gets alone.
+"""Proves, when a reward model has been loaded, that packed or padded sequences get the scores that each gets alone.
 
-As in `proof.py`, on the same two rows. A head that is still to be trained says nothing, so the hidden states that it
-will read are compared as well.
+It works as in `proof.py`, on the same two sequences. An untrained head shows nothing, so the hidden states that it
+reads are compared too.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from posttrain.kernels.packed_attention import PackedLayout
 from posttrain.models.attention import ATTENTION, set_attention
-from posttrain.models.forward import hidden_states
-from posttrain.models.proof import PACKABLE, ProofError, layer_kinds, narrowed, proof_rows, proved_hidden, windows
+from posttrain.models.forward import ForwardMode, hidden_states
+from posttrain.models.proof import (
+    PACKABLE,
+    Compute,
+    Plain,
+    ProofError,
+    checked_hidden,
+    compute_plain,
+    disagreement,
+    layer_kinds,
+)
 from posttrain.models.scorer import packed_scores, padded_scores
-from posttrain.models.ways import Way
 
+# Scores (2,) of the sequences, and the hidden states (2, E) at their ends.
 Numbers = tuple[torch.Tensor, torch.Tensor]
-"""Scores (2,) of the rows, and the hidden states (2, E) at their ends."""
 
 
-@dataclass
-class PlainScores:
-    """What the model gave before anything of ours was in it, by the width of its windows."""
-
-    rows: list[list[int]]
-    found: dict[int | None, Numbers]
+def plain_scores(model: Any, what: str) -> Plain:
+    """Return scores as transformers computes them, one sequence at a time; `what` names the model in errors."""
+    return compute_plain(model, what, _alone)
 
 
 @torch.no_grad()
-def plain_scores(model: Any, what: str) -> PlainScores:
-    """Scores as transformers gives them, row by row; `what` names the model in errors."""
-    rows, found = proof_rows(model.config), {}
-    try:
-        for window in windows(model):
-            with narrowed(model, window):
-                found[window] = _alone(model, rows)
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:
-        raise ProofError(f"{what}: transformers' own forward pass fails on plain tokens: {error}") from error
-    return PlainScores(rows, found)
+def find_scorer_mode(model: Any, plain: Plain, what: str) -> ForwardMode:
+    """Choose packing for a decoder with a linear head if it agrees, else padding, else one sequence at a time."""
 
+    def holds(compute: Compute) -> bool:
+        return disagreement(model, plain, compute, _near) is None
 
-@torch.no_grad()
-def find_scorer_way(model: Any, plain: PlainScores, what: str) -> Way:
-    """Packed rows for a decoder below a linear head where they agree, else padded ones, else one at a time."""
     own = model.config._attn_implementation
     if layer_kinds(model) <= PACKABLE and type(getattr(model, "score", None)) is torch.nn.Linear:
         set_attention(model, ATTENTION)
-        if _holds(model, plain, _packed) and _holds(model, plain, _padded):
-            return Way(packed=True, padded=True)
+        if holds(_packed) and holds(_padded):
+            return ForwardMode(packed=True, padded=True)
         set_attention(model, own)
-    if not _holds(model, plain, _alone):
+    if not holds(_alone):
         raise ProofError(f"{what}: the model does not give a row the same score twice")
-    if _holds(model, plain, _padded):
-        return Way(padded=True)
+    if holds(_padded):
+        return ForwardMode(padded=True)
     kind = model.config.model_type
-    return Way(note=f"{kind}: a row's score depends on the padding beside it; rows are scored one at a time.")
-
-
-def _holds(model: Any, plain: PlainScores, compute: Any) -> bool:
-    try:
-        for window, expected in plain.found.items():
-            with narrowed(model, window):
-                found = compute(model, plain.rows)
-            if not all(_near(mine, theirs) for mine, theirs in zip(found, expected[: len(found)], strict=True)):
-                return False
-    except torch.OutOfMemoryError:
-        raise
-    except Exception:  # whatever a model's own code may do with rows that it was not written for
-        return False
-    return True
+    return ForwardMode(note=f"{kind}: a row's score depends on the padding beside it; rows are scored one at a time.")
 
 
 def _near(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
-    """Equal up to the rounding of the type, measured by the size of what is compared."""
+    # Relative to the size of what is compared, because scores have no natural scale.
     share = 1e-3 if theirs.dtype in (torch.float32, torch.float64) else 0.1
     ours, theirs = ours.double(), theirs.double()
     return bool((ours - theirs).norm() <= share * theirs.norm())
@@ -98,7 +77,7 @@ def _packed(model: Any, rows: list[list[int]]) -> Numbers:
     ids_T, position_T = (
         torch.tensor([x for row in rows for x in f(row)], device=model.device) for f in (list, _places)
     )
-    hidden_TE = proved_hidden(model, ids_T, position_T, PackedLayout(lengths, model.device, position_T=position_T))
+    hidden_TE = checked_hidden(model, ids_T, position_T, PackedLayout(lengths, model.device, position_T=position_T))
     return packed_scores(model, rows).to(hidden_TE.dtype), hidden_TE[torch.tensor(lengths).cumsum(0) - 1]
 
 

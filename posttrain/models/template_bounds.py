@@ -1,16 +1,16 @@
-"""Chat templates that must end: `bound_templates(tokenizer, folder)` limits every rendering of a tokenizer's template.
+"""Bounds chat templates: `bound_templates(tokenizer, folder)` limits time and memory of every rendering.
 
-A chat template is a program from a model's folder. One that loops without end would hang whatever loads data, and one
-that builds gigabytes would take the machine's memory. Two limits, neither of which costs an ordinary prompt anything
-that could be measured:
+A chat template is a program from a model's folder. An endless loop in it would hang whatever loads data, and one that
+builds gigabytes would exhaust the machine's memory. Two limits apply, neither of which measurably slows an ordinary
+prompt:
 
-- The first rendering of a template is tried in a process of its own, with limits of the kernel (template_trial.py). It
-  ends what Python cannot interrupt.
-- Every rendering is watched by a thread that wakes up every `_TICK_S` seconds while there are any. It raises an
-  exception in the thread that renders, at its next step of Python, once that has used `RENDER_S` seconds of CPU time or
-  the process has grown by `RENDER_BYTES`. So a template that loops on some conversations only is stopped as well.
+- The first rendering of a template runs in its own process, with limits of the kernel (template_trial.py). This stops
+  what Python cannot interrupt.
+- A thread checks every running rendering each `_TICK_S` seconds. It raises an exception in the rendering thread, at its
+  next Python instruction, once that has used `RENDER_S` seconds of CPU time or the process has grown by `RENDER_BYTES`.
+  So a template that loops only on some conversations is stopped too.
 
-CPU time, because a busy machine must not turn a good template into a bad one.
+CPU time is used because a busy machine must not turn a good template into a bad one.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.models import template_trial
-from posttrain.models.errors import ModelError
+from posttrain.models.paths import ModelError
 
+# Seconds of CPU time for one rendering; ordinary ones take less than a thousandth of one.
 RENDER_S = 5
-"""Seconds of CPU time for one rendering; ordinary ones take less than a thousandth of one."""
+# Memory that one rendering may take.
 RENDER_BYTES = 1 << 30
-"""Memory that one rendering may take."""
+# Characters of a rendered text, besides those of the conversation itself.
 LONGEST = 1 << 26
-"""Characters of a rendered text, beside those of the conversation itself."""
 _TICK_S = 0.25
+# The watching thread ends after this many ticks without a rendering.
 _IDLE_TICKS = 8
-"""The watching thread ends after so many ticks without a rendering."""
+# A trial that gets no processor time by then is abandoned: it has shown nothing.
 _TRIAL_WALL_S = 60.0
-"""A trial that gets no processor is given up: it has shown nothing."""
 
 
 class EndlessTemplate(ModelError):
@@ -49,7 +49,7 @@ class EndlessTemplate(ModelError):
 
 
 def bound_templates(tokenizer: Any, folder: str) -> Any:
-    """The same tokenizer, whose `apply_chat_template` raises `EndlessTemplate` instead of hanging."""
+    """Make the tokenizer's `apply_chat_template` raise `EndlessTemplate` instead of hanging."""
     tokenizer.apply_chat_template = _Bounded(tokenizer, folder)
     return tokenizer
 
@@ -62,7 +62,6 @@ class _Bounded:
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
-        """The tokenizer's own method, whose parameters are those of this one."""
         return functools.partial(type(self._tokenizer).apply_chat_template, self._tokenizer)
 
     def __call__(self, conversation: Any, *args: Any, **options: Any) -> Any:
@@ -77,10 +76,10 @@ class _Bounded:
         return text
 
     def _trial(self, conversation: Any, options: dict[str, Any]) -> str | None:
-        """What is wrong with the template, found when it was first tried in this process; None where nothing is."""
+        # What is wrong with the template, found when this process first tried it; None if nothing is.
         try:
             template = self._tokenizer.get_chat_template(options.get("chat_template"), options.get("tools"))
-        except Exception:  # there is none: the method itself says so
+        except Exception:  # there is none, which the method itself reports
             return None
         if template not in _tried:
             messages = conversation[0] if conversation and isinstance(conversation[0], list) else conversation
@@ -99,19 +98,18 @@ class _Bounded:
 
 # -- the first rendering, in a process of its own ----------------------------------------------------------------------
 
+# Templates that this process has tried -> what is wrong with them.
 _tried: dict[str, str | None] = {}
-"""Templates that were tried in this process -> what is wrong with them."""
 
 
 def _outcome(template: str, variables: dict[str, Any]) -> str | None:
-    """What is wrong with a template that does not end on this conversation; None where it does."""
     limits = {"seconds": RENDER_S, "bytes": RENDER_BYTES}
     program = [sys.executable, "-S", "-E", str(Path(template_trial.__file__))]
     try:
         job = json.dumps({"path": sys.path, "template": template, "variables": variables, **limits}, default=str)
         done = subprocess.run(program, input=job.encode(), capture_output=True, timeout=_TRIAL_WALL_S, check=False)
     except (OSError, ValueError, TypeError, subprocess.TimeoutExpired):
-        return None  # nothing was shown; the watch below still holds
+        return None  # the trial showed nothing; the watching thread still applies
     if done.returncode == -getattr(signal, "SIGXCPU", 0) != 0:
         return _Stopped.why
     return _StoppedForMemory.why if done.returncode == template_trial.TOO_BIG else None
@@ -121,7 +119,7 @@ def _outcome(template: str, variables: dict[str, Any]) -> str | None:
 
 
 class _Stopped(BaseException):
-    """Raised in a thread that renders. No `Exception`, which jinja would take for one of the template's own."""
+    """Raised in a rendering thread. Not an `Exception`, because jinja would treat that as the template's own."""
 
     why = f"did not end within {RENDER_S} seconds"
 
@@ -136,8 +134,8 @@ class _Rendering:
     def __init__(self) -> None:
         self.thread = threading.get_ident()
         self.cpu_s = _cpu_s(self.thread)
+        # Memory of the process when the rendering was first seen.
         self.bytes: int | None = None
-        """Memory of the process when the rendering was first seen."""
         self.stopped: type[_Stopped] | None = None
 
 
@@ -147,18 +145,17 @@ _watcher: threading.Thread | None = None
 
 
 def _watched(render: Callable[[], Any]) -> Any:
-    """What `render` gives, or `_Stopped`."""
     mine = _Rendering()
     _begin(mine)
     try:
         try:
             return render()
         finally:
-            with _lock:  # it can no longer be stopped
+            with _lock:  # from here on it can no longer be stopped
                 _renderings.pop(mine.thread, None)
             _raise_if_stopped(mine)
     except _Stopped:
-        # It may have come within the lines above: the rendering is taken out, and nothing stays to be raised later.
+        # The exception may arrive within the lines above: remove the rendering, and cancel an exception still pending.
         with _lock:
             _renderings.pop(mine.thread, None)
         _cancel(mine.thread)
@@ -188,12 +185,12 @@ def _watch() -> None:
         with _lock:
             idle = 0 if _renderings else idle + 1
             for rendering in list(_renderings.values()):
-                _look_at(rendering)
+                _check_rendering(rendering)
             if idle == _IDLE_TICKS:
-                _watcher = None  # under the lock: a rendering that begins now starts another
+                _watcher = None  # under the lock, so that a rendering that begins now starts another
 
 
-def _look_at(rendering: _Rendering) -> None:
+def _check_rendering(rendering: _Rendering) -> None:
     used = _memory()
     if rendering.bytes is None:
         rendering.bytes = used
@@ -214,7 +211,7 @@ def _cancel(thread: int) -> None:
 
 
 def _cpu_s(thread: int) -> float:
-    """CPU time of a thread, or, where the system does not tell, the time."""
+    # Wall time where the system does not report CPU time.
     if hasattr(time, "pthread_getcpuclockid"):
         return time.clock_gettime(time.pthread_getcpuclockid(thread))
     return time.monotonic()
@@ -229,7 +226,7 @@ def _memory() -> int:
 
 
 def _forget_after_fork() -> None:
-    """A forked process has none of the threads."""
+    # A forked process has none of the threads.
     global _watcher, _lock
     _watcher, _lock = None, threading.Lock()
     _renderings.clear()

@@ -1,12 +1,12 @@
-"""The first rendering of a chat template, as a program of its own with limits on time and memory.
+"""The first rendering of a chat template, as its own program with limits on time and memory.
 
-A template is a program from a model's folder. Most of what it could do without end is stopped where it is rendered
-(template_bounds.py), but not one operation of Python's that does not end or takes all memory, such as `10 ** 10 ** 10`
-or `'x' * 10 ** 10`. The kernel ends those here, where nothing else is lost.
+A template is a program from a model's folder. template_bounds.py stops most endless templates while they are rendered,
+but not a single Python operation that does not end or takes all memory, such as `10 ** 10 ** 10` or `'x' * 10 ** 10`.
+Here the kernel ends those, and nothing else is lost.
 
 Reads JSON from stdin: {"path": sys.path, "template": ..., "variables": {...}, "seconds": ..., "bytes": ...}. Ends with
-the status TOO_BIG where memory ran out, with SIGXCPU where time did, and with 0 otherwise: what else is wrong with a
-template is said when it is rendered for a prompt. Imports nothing of posttrain, to start quickly.
+the status TOO_BIG if memory ran out, with SIGXCPU if time did, and with 0 otherwise: other errors of a template are
+reported when it is rendered for a prompt. Imports nothing of posttrain, to start quickly.
 """
 
 import json
@@ -23,7 +23,7 @@ def main() -> int:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """transformers' block around what a model wrote; here it is its content."""
+        """transformers' block around what a model wrote; here it is only its content."""
 
         tags = {"generation"}  # noqa: RUF012
 
@@ -54,10 +54,9 @@ def main() -> int:
 
 
 def _limit(seconds: int, size: int) -> None:
-    """CPU time and memory of this process from here on."""
     try:
         import resource
-    except ImportError:  # not on this system; the caller still has a deadline
+    except ImportError:  # not available on this system; the caller still has a deadline
         return
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))

@@ -19,9 +19,8 @@ def dialect(program: str) -> Dialect:
     from posttrain.other_systems.names import counterpart
     from posttrain.other_systems.verl import renamed
     from posttrain.other_systems.verl.apply import apply_answers
-    from posttrain.other_systems.verl.keys import verl_keys
-    from posttrain.other_systems.verl.mains import as_ours
-    from posttrain.other_systems.verl.tables import find_rule
+    from posttrain.other_systems.verl.renamed import as_ours
+    from posttrain.other_systems.verl.tables import find_rule, verl_keys
 
     rl = program == "ppo_trainer"
     return Dialect(

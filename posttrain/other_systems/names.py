@@ -10,6 +10,7 @@ _ACTOR, _ROLLOUT, _MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout
 TRL, OPENRLHF, UNSLOTH, TRANSFORMERS = "TRL", "OpenRLHF", "Unsloth", "transformers"
 _BATCH = "`data.train_batch_size` counts the prompts of a step"
 
+# Name there -> (whose it is, what it is here).
 COUNTERPARTS: dict[str, tuple[str, str]] = {
     "num_generations": (TRL, f"`{_ROLLOUT}.n`"),
     "per_device_train_batch_size": (TRL, _BATCH),
@@ -69,9 +70,9 @@ COUNTERPARTS: dict[str, tuple[str, str]] = {
         f"not needed: all roles share the workers; with {_ROLLOUT}.n_workers others generate",
     ),
 }
-"""Name there -> (whose it is, what it is here)."""
 
 
+# Options that trainers of other systems have, and train.sh -> what they are in `posttrain sft` and `reward-model`.
 SUPERVISED: dict[str, str] = {
     "model": "`model.path`",
     "model_name": "`model.path`",
@@ -101,9 +102,8 @@ SUPERVISED: dict[str, str] = {
     "seed": "`trainer.seed`",
     "report_to": "`trainer.logger`",
 }
-"""Options that trainers of other systems have, and train.sh -> what they are in `posttrain sft` and `reward-model`."""
+# Names that are none here in any section, so that the section before them may be anything.
 _IN_SECTIONS = ("load_in_4bit", "load_in_8bit", "max_seq_length", "max_new_tokens")
-"""Names that are none here in any section, so that the section before them may be anything."""
 
 
 def counterpart(name: str, *, supervised: bool = False) -> str | None:

@@ -23,8 +23,7 @@ class Sizes:
     mini_batch_prompts: int
     updates_per_step: int
     total_steps: int
-    critic_warmup: int = 0
-    """Steps at the start in which the actor is not updated."""
+    critic_warmup: int = 0  # steps at the start in which the actor is not updated
 
     @property
     def total_updates(self) -> int:

@@ -13,17 +13,16 @@ from typing import Any
 
 from posttrain.algorithms import get_adv_estimator
 from posttrain.config import PPOConfig
-from posttrain.config.base import Section
-from posttrain.config.engine_kwargs import OUTSIDE
-from posttrain.config.schema import assign, lookup
+from posttrain.config.schema import Section, assign, lookup
 from posttrain.engine.facts import joining_cost
 from posttrain.planning import cuda_bytes
 from posttrain.planning.memory_plan import GIB, USABLE, Device, Plan, Planner, shown
 from posttrain.planning.rl import RLPlanner
 from posttrain.planning.supervised import SupervisedPlanner
+from posttrain.rollout.engine_kwargs import OUTSIDE
 
+# Token budgets that are tried, below the default. Few, because each costs a plan.
 TOKENS = (12288, 8192, 6144, 4096, 3072, 2048, 1536, 1024, 768, 512)
-"""Token budgets that are tried, below the default. Few, because each costs a plan."""
 KV_KEY, SHARE_KEY = (f"actor_rollout_ref.rollout.{name}" for name in ("kv_cache_gb", "gpu_memory_utilization"))
 DOES_NOT_FIT = "By the memory plan this run does not fit"
 

@@ -19,13 +19,12 @@ from posttrain.kernels.logprob_head import CHUNK_ELEMENTS
 from posttrain.kernels.packed_attention import PackedLayout, active_layout, packed_rows
 from posttrain.kernels.train import can_train
 from posttrain.kernels.whole_step import COLUMNS
-from posttrain.models.arena import FUSED, base_layer, can_lay_out_anew
-from posttrain.models.cut import own_key_heads
+from posttrain.models.arena import FUSED, base_layer, can_repack_weights
 from posttrain.models.decoder import KNOWN
-from posttrain.models.forward import LAYERS, decoder_of, hidden_states, token_log_probs, without_adapters
+from posttrain.models.forward import LAYERS, ValueModel, decoder_of, hidden_states, token_log_probs, without_adapters
 from posttrain.models.recompute import recompute_layers
-from posttrain.models.scorer import head_scores, widened
-from posttrain.models.value import ValueModel
+from posttrain.models.scorer import head_scores, to_float32
+from posttrain.models.shards import own_key_heads
 from posttrain.planning.meta_models import META, is_scorer
 from posttrain.rollout.base import Sampling
 from posttrain.rollout.sampling import sample
@@ -36,14 +35,10 @@ class ModelBytes:
     """What a model and its optimizer hold, whatever the batch."""
 
     weights: int
-    gradients: int
-    """Sums over the micro-batches, in the masters' precision."""
-    optimizer: int
-    """AdamW's two moments, and float32 masters of weights in lower precision."""
-    largest: int
-    """The largest trained tensor, in the masters' precision."""
-    masters: int
-    """Float32 copies of trained weights in lower precision, a part of `optimizer`."""
+    gradients: int  # sums over the micro-batches, in the masters' precision
+    optimizer: int  # AdamW's two moments, and float32 masters of weights in lower precision
+    largest: int  # the largest trained tensor, in the masters' precision
+    masters: int  # float32 copies of trained weights in lower precision, a part of `optimizer`
 
     @classmethod
     def of(cls, model: torch.nn.Module) -> ModelBytes:
@@ -127,7 +122,7 @@ def _outputs(model: torch.nn.Module, rows: int, length: int) -> torch.Tensor:
     packed = active_layout() is not None
     if is_scorer(model) and not hasattr(without_adapters(model), "score"):  # an encoder
         ids = torch.zeros(rows, length, dtype=torch.long, device=META)
-        return widened(model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits.squeeze(-1))
+        return to_float32(model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits.squeeze(-1))
     ids = torch.zeros((1, rows * length) if packed else (rows, length), dtype=torch.long, device=META)
     # With a mask transformers does not look into the positions for packed rows, which have no contents here.
     hidden = hidden_states(model, ids, ids, torch.ones_like(ids))
@@ -211,7 +206,7 @@ def packed_bytes(model: Any) -> int:
     that has the instructions."""
     if model.config.get_text_config().model_type not in KNOWN or unpacked_bytes(model):
         return 0
-    if not can_lay_out_anew(next(model.parameters()).dtype):
+    if not can_repack_weights(next(model.parameters()).dtype):
         return 0
     layers: Any = decoder_of(model).layers
     linear = (

@@ -17,12 +17,11 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from posttrain.kernels.cuda import bucket
-from posttrain.kernels.cuda.sizes import DEPTH, FINE, LEAST_ROWS, MOST_TOKENS
+from posttrain.kernels.cuda import DEPTH, FINE, LEAST_ROWS, MOST_TOKENS, bucket
 from posttrain.kernels.decode import BLOCK
 from posttrain.kernels.logprob_head import CHUNK_ELEMENTS, DEVICE_SHARE, KEPT_SHARE, kept_chunks
 from posttrain.models.decoder import KNOWN
-from posttrain.models.value import ValueModel
+from posttrain.models.forward import ValueModel
 from posttrain.planning.meta_models import is_scorer
 
 WIDE = 4  # bytes of a float32
@@ -43,10 +42,8 @@ class Sizes:
     vocabulary: int
     itemsize: int
     normed_heads: bool
-    ranks: int = 0
-    """Ranks of a layer's adapters, added up; with adapters the head has no gradient."""
-    bare_head: bool = True
-    """Logits are one matrix product, and no more."""
+    ranks: int = 0  # ranks of a layer's adapters, added up; with adapters the head has no gradient
+    bare_head: bool = True  # logits are one matrix product, and no more
 
     @property
     def columns(self) -> int:

@@ -3,19 +3,24 @@
 A plan adds up what lies in memory at the worst moment of each stage. Weights, gradients and optimizer state are exact;
 activations and temporary tensors come from the model's own code on the meta device (`counting.py`), for the largest
 micro-batch that the settings allow.
+
+`find_remedies` names settings that would lower a peak. Each is tried by planning again with it, because their effects
+depend on each other: with LoRA, say, offloading the optimizer saves little.
 """
 
 from __future__ import annotations
 
+import copy
 import math
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from posttrain.config.schema import Section, assign, lookup
 from posttrain.errors import UserError, first_line
 from posttrain.planning.counting import ModelBytes
 
@@ -35,8 +40,8 @@ class Device:
     kind: str
     bytes: int
     words: str
+    # Captured steps multiply by its matrix units. Not so of a GPU that is not here: others need more memory.
     hopper: bool = False
-    """Captured steps multiply by its matrix units. Not so of a GPU that is not here: others need more memory."""
 
     @property
     def offloads(self) -> bool:
@@ -74,12 +79,10 @@ class Planner(ABC):
     `find_remedies`, share most of them.
     """
 
-    model_section: str
-    """Where the settings of the trained model lie."""
+    model_section: str  # where the settings of the trained model lie
+    # Settings that memory depends on -> the next lower value, or None where there is none.
     lower: Mapping[str, Callable[[Any, Plan], Any]]
-    """Settings that memory depends on -> the next lower value, or None where there is none."""
-    always_named: Sequence[str]
-    """Settings that are named with their values even where they change nothing."""
+    always_named: Sequence[str]  # settings that are named with their values even where they change nothing
 
     def __init__(self) -> None:
         self._kept: dict[Any, Any] = {}
@@ -127,11 +130,9 @@ class Plan:
     """Bytes of every part in every stage, on one worker's device."""
 
     device: Device
-    shape: Any
-    """Rows and tokens that meet in one worker's memory, with `workers` and `longest`."""
+    shape: Any  # rows and tokens that meet in one worker's memory, with `workers` and `longest`
     stages: dict[str, Parts] = field(default_factory=dict)
-    host: Parts = field(default_factory=dict)
-    """What offloading moves to host memory while it is not used."""
+    host: Parts = field(default_factory=dict)  # what offloading moves to host memory while it is not used
 
     def peak(self, stage: str | None = None) -> int:
         """Bytes at the worst moment of a stage, or of the whole step."""
@@ -199,3 +200,42 @@ def step_parts(role: str, device: Device, held: ModelBytes, *, workers: int) -> 
         f"{role} gradients": math.ceil(held.gradients / workers),
         "temporary tensors": math.ceil(temporary / workers),
     }
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """One setting, its present value, and what another value would do to a stage."""
+
+    key: str
+    present: Any
+    value: Any
+    stage: str
+    saves: int
+
+    def words(self) -> str:
+        if self.saves <= 0:
+            return f"{self.key}={self.present}: changes nothing here"
+        return f"{self.key}={self.present}: with {self.value}, {self.stage} takes {shown(self.saves)} less"
+
+
+def find_remedies(config: Section, plan: Plan, planner: Planner, stage: str | None = None) -> list[Remedy]:
+    """What lowers this stage (or the worst) first, then what lowers others; settings without effect are left out."""
+    first = stage or plan.worst
+    found = list(_try_all(config, plan, planner, first))
+    return sorted(found, key=lambda remedy: (remedy.stage != first, -remedy.saves))
+
+
+def _try_all(config: Section, plan: Plan, planner: Planner, first: str) -> Iterator[Remedy]:
+    for key, lower in planner.lower.items():
+        present = lookup(config, key)
+        value = lower(present, plan)
+        saves: dict[str, int] = {}
+        if value is not None and value != present:
+            changed = copy.deepcopy(config)
+            assign(changed, key, value)
+            other = planner.plan(changed, plan.device)
+            saves = {stage: plan.peak(stage) - other.peak(stage) for stage in plan.stages}
+        helped = {stage: saved for stage, saved in saves.items() if saved > 0}
+        if helped or key in planner.always_named:
+            stage = first if first in helped or not helped else max(helped, key=lambda name: helped[name])
+            yield Remedy(key, present, value, stage, helped.get(stage, 0))

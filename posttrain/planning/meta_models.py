@@ -10,18 +10,16 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from posttrain.config.lora import SCORE_HEADS
 from posttrain.config.model import ModelConfig
-from posttrain.config.reward_model import RewardModelModelConfig
+from posttrain.config.reward import RewardModelModelConfig
 from posttrain.config.root import PPOConfig
 from posttrain.errors import first_line
 from posttrain.models.attention import set_attention
-from posttrain.models.forward import without_adapters
-from posttrain.models.fused_layer import fuse_layers
+from posttrain.models.forward import ValueModel, without_adapters
+from posttrain.models.fused_layer import fuse_layers, fuse_norms
 from posttrain.models.loading import ModelError, local_or_hub, own_attention
 from posttrain.models.lora import add_adapters
-from posttrain.models.norms import fuse_norms
 from posttrain.models.quantized import quantized_bytes
 from posttrain.models.scorer_loading import CLASSIFIER
-from posttrain.models.value import ValueModel
 
 ATTENTION = "posttrain_meta"
 META = torch.device("meta")

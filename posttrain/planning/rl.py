@@ -15,7 +15,6 @@ import torch
 
 from posttrain.algorithms import get_adv_estimator
 from posttrain.config import PPOConfig, needs_reference
-from posttrain.config.engine_kwargs import OUTSIDE, longest_row
 from posttrain.config.parallel import rollout_workers_of, workers_of
 from posttrain.engine.facts import joining_cost
 from posttrain.kernels.decode import BLOCK
@@ -34,6 +33,7 @@ from posttrain.planning.memory_plan import (
     step_parts,
 )
 from posttrain.rollout.base import Sampling
+from posttrain.rollout.engine_kwargs import OUTSIDE, longest_row
 from posttrain.rollout.native.build import cache_limit, step_limit
 from posttrain.rollout.native.engine import MANY
 from posttrain.rollout.native.pool import KEPT_SHARE, blocks_for, with_slack
@@ -52,12 +52,9 @@ class Shape:
     prompt: int
     batch_rows: int
     mini_rows: int
-    wave: int
-    """Responses decoded at once: `max_num_seqs`, or all of an engine's share of the batch."""
-    prefill: int
-    """Prompts computed at once: the distinct ones of a wave."""
-    generating: int = 0
-    """Workers that only generate; 0 where the others do."""
+    wave: int  # responses decoded at once: `max_num_seqs`, or all of an engine's share of the batch
+    prefill: int  # prompts computed at once: the distinct ones of a wave
+    generating: int = 0  # workers that only generate; 0 where the others do
 
     @classmethod
     def of(cls, config: PPOConfig) -> Shape:

@@ -9,8 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from posttrain.config.reward_trainer import RewardTrainerConfig
-from posttrain.config.sft import SFTConfig
+from posttrain.config.supervised import RewardTrainerConfig, SFTConfig
 from posttrain.models.loading import resolve_dtype
 from posttrain.planning import counting, cuda_bytes, meta_models
 from posttrain.planning.counting import ModelBytes
@@ -35,12 +34,9 @@ class RowShape:
 
     workers: int
     longest: int
-    together: int
-    """Sequences that are always computed in one pass: the two of a pair."""
-    batch_rows: int
-    """Of an optimizer step."""
-    pass_rows: int
-    """Sequences of full length in the largest pass."""
+    together: int  # sequences that are always computed in one pass: the two of a pair
+    batch_rows: int  # of an optimizer step
+    pass_rows: int  # sequences of full length in the largest pass
 
     @classmethod
     def of(cls, config: SupervisedConfig) -> RowShape:

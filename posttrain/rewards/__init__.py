@@ -1,4 +1,4 @@
-"""Scores for responses: built-in scorers by data source, your own function, and the worker processes that run both.
+"""Scores responses: by built-in scorers per data source or by your own function, in worker processes.
 
 Nothing here imports torch or transformers, because every reward worker starts by importing this package.
 """

@@ -1,6 +1,6 @@
-"""The final answer of a response or a stored solution.
+"""Finds the final answer of a response or a stored solution.
 
-It stands in `\\boxed{}`, after `####`, in `<answer>`, after "the answer is" or 答案是, or else it is the last number.
+It is in `\\boxed{}`, after `####`, in `<answer>`, or after "the answer is" or 答案是; otherwise it is the last number.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import re
 from functools import lru_cache
 
 from posttrain.rewards.numbers import Number, find_numbers, is_unfinished, last_number, parse_number
+from posttrain.rewards.scorers import canonical_source, is_code
 
 _HASHES = re.compile(r"####[ \t]*([^\s#][^\n]*)")
 _TAG = re.compile(r"<(/?)answer>", re.IGNORECASE)
@@ -23,11 +24,11 @@ _MATH = re.compile(r"(?<!\\)\$\$?((?:[^$\\]|\\.)+)\$\$?|\\\(((?:(?!\\\().)+?)\\\
 REMARK = re.compile(r"(?<=[\w%])\s+[(（].*", re.DOTALL)
 _CLAUSE = re.compile(r"\b(?:because|since|which|where)\b|因为|[,，;；](?=\s)")
 _SHORT = 100
-_BOXES_READ = 20  # from the end; a response of nothing but unclosed boxes must not cost quadratic time
+_BOXES_READ = 20  # from the end; otherwise a response of nothing but unclosed boxes would take quadratic time
 
 
-def boxed(text: str) -> tuple[int, str] | None:
-    """Position and content of the last closed `\\boxed{}` (braces may nest), or None."""
+def find_boxed(text: str) -> tuple[int, str] | None:
+    """Return position and content of the last closed `\\boxed{}` (braces may nest), or None."""
     end = len(text)
     for _ in range(_BOXES_READ):
         start = max(text.rfind("\\boxed", 0, end), text.rfind("\\fbox", 0, end))
@@ -42,21 +43,21 @@ def boxed(text: str) -> tuple[int, str] | None:
 
 
 def explicit_answer(text: str) -> str | None:
-    """What stands in the last marker for answers: `\\boxed{...}`, `#### ...` or `<answer>...</answer>`; or None."""
+    """Return the content of the last answer marker, or None: `\\boxed{...}`, `#### ...` or `<answer>...</answer>`."""
     found = []
-    if (box := boxed(text)) is not None:
+    if (box := find_boxed(text)) is not None:
         found.append(box)
     for match in reversed(list(_HASHES.finditer(text))):
         if not is_prose(match.group(1)):  # `#### Step 2: add them up` is a heading
             found.append((match.start(), match.group(1).strip()))
             break
-    if (tagged := last_tagged(text)) is not None:
+    if (tagged := find_tagged(text)) is not None:
         found.append(tagged)
     return max(found)[1] if found else None
 
 
-def last_tagged(text: str) -> tuple[int, str] | None:
-    """Position and content of the last `<answer>...</answer>`, or None; in one pass, however many are left open."""
+def find_tagged(text: str) -> tuple[int, str] | None:
+    """Return position and content of the last `<answer>...</answer>`, or None. Linear, however many are unclosed."""
     opened: re.Match[str] | None = None
     found: tuple[re.Match[str], int] | None = None
     for tag in _TAG.finditer(text):
@@ -68,7 +69,7 @@ def last_tagged(text: str) -> tuple[int, str] | None:
 
 
 def said_answer(text: str) -> tuple[str, bool] | None:
-    """What follows the last "the answer is" or 答：, to its sentence's end; and whether it was 答： (a sentence)."""
+    """Return what follows the last "the answer is" or 答：, and whether it was 答： (then it is a sentence)."""
     matches = list(_SAYS.finditer(text))
     if not matches:
         return None
@@ -78,7 +79,7 @@ def said_answer(text: str) -> tuple[str, bool] | None:
 
 
 def final_number(text: str) -> Number | None:
-    """The number that a text ends up with, or None."""
+    """Return the number that a text ends up with, or None."""
     return _final_number_of_short(text) if len(text) < _SHORT else _final_number(text)
 
 
@@ -93,22 +94,22 @@ def _final_number(text: str) -> Number | None:
     if said is not None:
         clause = said[0] if said[1] else _CLAUSE.split(said[0], maxsplit=1)[0]
         numbers = find_numbers(result_of(clause))
-        if numbers or find_numbers(clause):  # what is said and left open (`5 or 6`) is no answer
+        if numbers or find_numbers(clause):  # an answer that leaves a choice open (`5 or 6`) is none
             return None if not numbers else numbers[-1] if said[1] else numbers[0]
     return last_number(text)
 
 
-_final_number_of_short = lru_cache(maxsize=4096)(_final_number)  # truths come back, and so do short responses
+_final_number_of_short = lru_cache(maxsize=4096)(_final_number)  # ground truths and short responses recur
 
 
 def result_of(answer: str) -> str:
-    """Where an answer's number stands: `18` of `9 * 2 = 18` and of `18 (9 * 2)`; nothing in `9 * 2` or `5 or 6`."""
+    """Return the part of an answer that holds its number: `18` of `9 * 2 = 18` or `18 (9 * 2)`; empty for `9 * 2`."""
     result = REMARK.sub("", answer).rpartition("=")[2]
     return "" if is_unfinished(result) else result
 
 
 def final_expression(text: str) -> str | None:
-    """The expression that a text ends up with (a number, a formula, a word), as it is written, or None."""
+    """Return the expression that a text ends up with (a number, a formula, a word), as it is written, or None."""
     explicit = explicit_answer(text)
     if explicit is not None:
         return explicit
@@ -130,7 +131,7 @@ def final_expression(text: str) -> str | None:
 
 
 def extract_final_answer(solution_str: str) -> str | None:
-    """The final answer as a string: `42` for `15 + 27 = 42`, `\\boxed{42}`, `#### 42` and 答案是42; else None."""
+    """Return the final answer as text: `42` for `15 + 27 = 42`, `\\boxed{42}`, `#### 42` and 答案是42; else None."""
     explicit = explicit_answer(solution_str)
     if explicit is not None and parse_number(explicit) is None:
         return explicit
@@ -142,7 +143,7 @@ def extract_final_answer(solution_str: str) -> str | None:
 
 
 def is_prose(text: str) -> bool:
-    """Whether a text is running words rather than an answer: three words or more outside LaTeX, or a heading."""
+    """Whether a text is prose rather than an answer: three words or more outside LaTeX, or a heading."""
     bare = _LATEX_COMMAND.sub(" ", _LATEX_WORDS.sub(" ", text))
     words = re.findall(r"[A-Za-z]{3,}", bare)
     return len(words) >= 3 or bool(re.match(r"\s*(?:step|solution|answer|final|explanation)\b", bare, re.IGNORECASE))
@@ -158,3 +159,16 @@ def _braced(text: str, start: int) -> str | None:
             if depth == 0:
                 return text[start : match.start()]
     return None
+
+
+# Sources for which the whole response is the answer.
+_WHOLE = ("qa", "trivia", "classification")
+
+
+def read_answer(data_source: str | None, response: str) -> str | None:
+    """Return what a response answered, if its reward does not report it; None for programs, or if nothing is found."""
+    if is_code(data_source):
+        return None
+    if canonical_source(str(data_source)) in _WHOLE:
+        return response.strip() or None
+    return extract_final_answer(response)

@@ -3,9 +3,9 @@
     def accuracy(completions, answer, **kwargs):
         return [1.0 if a in c[0]["content"] else 0.0 for c, a in zip(completions, answer)]
 
-One call gets all responses of a prompt. Prompts and completions are lists of messages where the rows' prompts are, and
-texts where those are texts. A result of None (or NaN) says that the function does not apply to a response: it is left
-out of that response's sum.
+One call gets all responses of a prompt. Prompts and completions are lists of messages if the rows' prompts are, and
+texts otherwise. A result of None (or NaN) means that the function does not apply to a response: it is not part of
+that response's sum.
 """
 
 from __future__ import annotations
@@ -17,30 +17,37 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from posttrain.rewards.failures import describe_exception, text_of
-from posttrain.rewards.outcomes import Outcome, failure, not_a_list, read_part, read_result
-from posttrain.rewards.signatures import BATCH, Fields, awaited, required, takes_all
+from posttrain.rewards.outcomes import (
+    Outcome,
+    check_length,
+    describe_exception,
+    failure,
+    read_part,
+    read_result,
+    text_of,
+)
+from posttrain.rewards.signatures import BATCH, Fields, required_parameters, takes_any_keyword, wait_for_result
 from posttrain.rewards.types import RewardError
 
+# The outcome of a response that a function does not apply to.
 NOT_APPLICABLE: Outcome = (math.nan, {}, None)
-"""Of a response that a function does not apply to."""
 _NAME_CHARS = 200
 
 
 @dataclass(frozen=True)
 class BatchFacts:
-    """What a function of this form may be given of a response besides the fields of all forms."""
+    """What only functions of TRL's form can receive of a response."""
 
+    # Messages or a text, as in the row; None if unknown.
     prompt: Any = None
-    """Messages or a text, as the row has it; None where it is unknown."""
+    # Finished steps, and steps of the run.
     progress: tuple[int, int] | None = None
-    """Steps that are done, and steps of the run."""
     token_ids: Sequence[int] | None = None
 
 
 @dataclass(frozen=True)
 class TrainerState:
-    """How far the run is, under the names of transformers' TrainerState."""
+    """The run's progress, under the names of transformers' TrainerState."""
 
     global_step: int
     max_steps: int
@@ -48,7 +55,7 @@ class TrainerState:
 
 @dataclass
 class _Logs:
-    """What a function logs by `log_extra` and `log_metric`: parts of its responses."""
+    """What a function logs with `log_extra` and `log_metric`. It becomes named parts of its scores."""
 
     count: int
     parts: list[dict[str, float | str]] = field(default_factory=list)
@@ -71,19 +78,19 @@ class _Logs:
 
 
 class BatchCall:
-    """Scores the responses of a prompt by one function."""
+    """Scores all responses of a prompt with one function."""
 
     def __init__(self, function: Callable[..., Any], kwargs: dict[str, Any]) -> None:
         self.function, self.kwargs = function, kwargs
-        self._all, self._names = takes_all(function), set(inspect.signature(function).parameters)
-        self._required = required(function) - kwargs.keys()
+        self._all, self._names = takes_any_keyword(function), set(inspect.signature(function).parameters)
+        self._required = required_parameters(function) - kwargs.keys()
 
     def __call__(self, items: Sequence[Fields]) -> list[Outcome]:
         logs = _Logs(len(items))
         try:
-            results = awaited(self.function(**self._arguments(items, logs), **self.kwargs))
+            results = wait_for_result(self.function(**self._arguments(items, logs), **self.kwargs))
             results = results.tolist() if hasattr(results, "tolist") else results
-            wrong = not_a_list(results, len(items))
+            wrong = check_length(results, len(items))
             if wrong is not None:
                 return [failure(wrong)] * len(items)
             return [_read(result, logs.of(row)) for row, result in enumerate(results)]
@@ -93,7 +100,6 @@ class BatchCall:
             return [failure(describe_exception(error))] * len(items)
 
     def _arguments(self, items: Sequence[Fields], logs: _Logs) -> dict[str, Any]:
-        """What the function takes of all that there is, by name."""
         facts = [item[6] or BatchFacts() for item in items]
         prompts = [one.prompt for one in facts]
         texts = [item[1] for item in items]
@@ -124,7 +130,6 @@ class BatchCall:
 
 
 def columns_of(item: Fields) -> dict[str, Any]:
-    """A row's columns by name, as training has them."""
     source, _, truth, extra_info, *_ = item
     own = extra_info if isinstance(extra_info, dict) else {}
     return {**own, "ground_truth": truth, "data_source": source, "extra_info": extra_info}
@@ -133,7 +138,7 @@ def columns_of(item: Fields) -> dict[str, Any]:
 def _read(result: Any, logged: dict[str, float | str]) -> Outcome:
     applies = result is not None
     if applies and not isinstance(result, str | bytes | dict):
-        with contextlib.suppress(TypeError, ValueError, OverflowError):  # which is read below, in words
+        with contextlib.suppress(TypeError, ValueError, OverflowError):  # read_result reports these
             applies = not math.isnan(result)
     score, parts, error = read_result(result) if applies else NOT_APPLICABLE
     return score, {**logged, **parts}, error

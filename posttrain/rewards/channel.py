@@ -1,14 +1,14 @@
-"""Messages between a RewardPool and one of its workers: pickles with their length before them, over a socket.
+"""Messages between a RewardPool and one of its workers: pickles, each preceded by its length, over a socket.
 
 To the worker: the RewardSpec, then chunks of tasks [(task's number, [Payload, ...]), ...]
 From it:       ("ready", spec) or ("failed", what, todo); ("print", line); ("wait", seconds);
                ("done", number, [(score, parts, error), ...], start, end);
                ("back", seconds of a task): gives back the rest of its chunk
-               ("damage", what, what was put back): behind a "done", if its score changed what all scores of a worker
-               share (surroundings.py). Where `what` names something, the worker ends.
+               ("damage", what, what was restored): after a "done", if its score changed what all scores of a worker
+               share (damage.py). If `what` is not empty, the worker ends.
 
-A worker sends each answer when it has it, into the socket's buffer. There it is safe whatever the worker does next, and
-the pool takes out many at a time.
+A worker sends each answer at once, into the socket's buffer. There it is safe whatever the worker does next, and the
+pool reads many at a time.
 """
 
 from __future__ import annotations
@@ -21,33 +21,33 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
+# Pickled (data_source, ground_truth, extra_info), followed by (prompt, progress) for functions of TRL's form; the
+# response, its number of tokens, the part that the model wrote if that is not all, and the token ids for TRL's form.
 Payload = tuple[bytes, str, "int | None", "str | None", "Sequence[int] | None"]
-"""Pickled (data_source, ground_truth, extra_info), with (prompt, progress) behind for functions of TRL's form; the
-response, its number of tokens, what the model wrote of it if that is not all, and its token ids for that form."""
 
+# Seconds of work in one chunk; a worker gives back the tasks that it has not begun by then.
 CHUNK_S = 0.05
-"""Seconds of work that a chunk should hold; what a worker has not begun by then it gives back."""
+# Most tasks in a chunk. All their answers fit into the socket's buffer, so that a worker never blocks on sending.
 CHUNK = 512
-"""Most tasks of a chunk. All their answers fit into the socket's buffer."""
-_BUFFER = 1 << 20  # the kernel gives as much of it as it allows
+_BUFFER = 1 << 20  # the kernel may grant less
 _LENGTH = struct.Struct("!Q")
 _READ = 1 << 18
+# A larger length means that something else wrote into the connection.
 _LONGEST = 1 << 32
-"""A length above this is none of ours: something else wrote into the connection."""
 
 
 class Channel:
-    """One end; `send` may be called by several threads."""
+    """One end of the connection. Several threads may call `send`."""
 
     def __init__(self, sock: socket.socket, send_s: float | None = None) -> None:
-        """`send_s` seconds without progress end a `send` with an OSError; with it `receive` never waits."""
+        # After `send_s` seconds without progress `send` raises OSError; if set, `receive` never waits.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER)
         sock.settimeout(send_s)
         self._socket, self._lock, self._received = sock, threading.Lock(), bytearray()
+        # Whether the other end has closed, and everything that it sent was received.
         self.ended = False
-        """Whether the other end was closed and all that it said was received."""
+        # Whether invalid bytes arrived; nothing after them can be read.
         self.broken = False
-        """Whether something came that is no message; nothing after it can be read."""
 
     def fileno(self) -> int:
         return self._socket.fileno()
@@ -58,7 +58,7 @@ class Channel:
             self._socket.sendall(_LENGTH.pack(len(data)) + data)
 
     def receive(self) -> list[Any]:
-        """The whole messages of what has come; once something else has come, `broken` is set and there are no more."""
+        """Return the complete messages received so far. Invalid bytes set `broken`; no more follow."""
         try:
             data = os.read(self._socket.fileno(), _READ)
             self.ended = not data
@@ -83,7 +83,7 @@ class Channel:
                     break
                 try:
                     messages.append(pickle.loads(view[body:end]))
-                except Exception:  # what unpickling nonsense raises is anybody's guess
+                except Exception:  # unpickling invalid bytes can raise anything
                     self.broken = True
                     break
                 start = end

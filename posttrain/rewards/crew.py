@@ -1,7 +1,7 @@
-"""Crew: the worker processes of a RewardPool. Hands them tasks in chunks, hears them, and replaces those that fail.
+"""The worker processes of a RewardPool: hands them tasks in chunks, reads their answers, and replaces those that fail.
 
-A task is blamed exactly: answers come in the order of a chunk's tasks, and those of a worker that is gone still lie in
-its channel, so the first task without one is the one it was at.
+The failing task is always known: answers arrive in the order of a chunk's tasks, and those of a dead worker are still
+in its channel, so it was working on the first task without an answer.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from posttrain.rewards.outcomes import Outcome, failure
 from posttrain.rewards.process import WorkerProcess
 from posttrain.rewards.types import RewardError, RewardSpec
 
+# Answers to tasks quicker than this are collected: waking up for each would cost more than scoring it.
 _QUICK_S = 0.0005
-"""Answers of tasks below this are taken together: to wake up for each would cost more than to score it."""
+# The longest pause for collecting them.
 _PAUSE_S = 0.005
-"""For how long they are left to gather at most."""
+# Less work than this is not worth waking a second worker.
 _TRIFLE_S = 0.002
-"""Work that is not worth the waking of a second worker."""
+# If this many workers in a row die before they could work, the reward cannot be loaded.
 _USELESS_DEATHS = 3
-"""Workers that may die in a row before they could work: the reward cannot be loaded."""
 _ENDED = "the worker process ended"
 _NONSENSE = "what the worker process sent could not be read: something else writes into its connection"
 
@@ -38,10 +38,10 @@ class Task:
     number: int
     keys: list[Hashable]
     payloads: list[Payload]
+    # How long the call took; None if it did not return.
     seconds: float | None = None
-    """How long the call took; None where it did not come back."""
+    # Its worker was killed from outside, perhaps before it began. It gets one second try.
     killed_once: bool = False
-    """Its worker was killed from outside, perhaps before it began: it gets another one, once."""
 
 
 @dataclass
@@ -52,14 +52,14 @@ class _Worker:
     warm: bool = False
     pending: deque[Task] = field(default_factory=deque)
     complaint: RewardError | None = None
+    # Why it must be replaced although it may be alive.
     fault: str | None = None
-    """Why it must be replaced although it may live."""
+    # Its last score changed what the next one needs. It is replaced, and no task is to blame.
     damaged: bool = False
-    """Whether its last score changed what the next would need: it is replaced, and no task is to blame."""
 
 
 class Crew:
-    """Used by one thread alone. Tasks go into `backlog`; `work` gives those that are done."""
+    """The workers of a pool, used by one thread only. Tasks go into `backlog`; `work` returns those that are done."""
 
     def __init__(
         self,
@@ -74,18 +74,18 @@ class Crew:
         self._workers = [_Worker(first, 0.0, ready=True)] if first else []
         self._done: list[tuple[Task, list[Outcome]]] = []
         self._useless_deaths, self._lost_idle = 0, False
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
         self._task_s: float | None = None
 
     def work(self, wake: int) -> list[tuple[Task, list[Outcome]]]:
-        """Hand out, and wait until a worker has something to say, a deadline passes or `wake` can be read."""
-        # A worker that died idle (the kernel's choice when memory was short) is replaced when there is work for it.
+        """Hand out tasks, and wait until a worker sends something, a deadline passes or `wake` can be read."""
+        # A worker that died idle (the kernel picks one when memory is short) is replaced when there is work for it.
         while len(self._workers) < self._size and (self.backlog or not self._lost_idle):
             self._workers.append(_Worker(WorkerProcess(self._spec), time.monotonic() + IMPORT_S))
         self._lost_idle = self._lost_idle and len(self._workers) < self._size
         self._hand_out()
-        self._let_answers_gather()
-        self._listen(wake)
+        self._let_answers_accumulate()
+        self._wait_for_messages(wake)
         self._enforce_deadlines()
         done, self._done = self._done, []
         return done
@@ -95,7 +95,7 @@ class Crew:
             worker.handle.kill()
 
     def _hand_out(self) -> None:
-        """Give idle workers a chunk each. Only idle ones: they are reading, so that sending cannot block."""
+        # Only idle workers get a chunk: they are reading, so that sending cannot block.
         idle = [worker for worker in self._workers if worker.ready and not worker.pending]
         for place, worker in enumerate(idle):
             if not self.backlog:
@@ -106,10 +106,10 @@ class Crew:
             try:
                 worker.handle.channel.send([(task.number, task.payloads) for task in worker.pending])
             except OSError:
-                self._bury(worker, "the worker process hung up", blame=False)
+                self._replace_worker(worker, "the worker process hung up", blame=False)
 
     def _chunk_size(self, idle: int, waiting: int) -> int:
-        """An equal share, if it is neither trifling nor long; slow functions are spread one by one over the workers."""
+        # An equal share, unless that is too little or too long; tasks of slow functions are handed out one by one.
         if self._task_s is None:
             return 1
         task_s = max(self._task_s, 1e-6)
@@ -117,8 +117,8 @@ class Crew:
         most = max(1, min(CHUNK, int(CHUNK_S / task_s), waiting))
         return min(most, max(share, int(_TRIFLE_S / task_s)))
 
-    def _let_answers_gather(self) -> None:
-        """Sleep while quick tasks are at work, until the first worker may need more."""
+    def _let_answers_accumulate(self) -> None:
+        # Sleep while quick tasks run, until the first worker may need more.
         busy = [worker for worker in self._workers if worker.pending]
         if busy and self._task_s is not None and self._quick():
             work = self._task_s * min(len(worker.pending) for worker in busy)
@@ -128,29 +128,28 @@ class Crew:
     def _quick(self) -> bool:
         return self._task_s is not None and self._task_s < _QUICK_S
 
-    def _listen(self, wake: int) -> None:
+    def _wait_for_messages(self, wake: int) -> None:
         channels: dict[Any, _Worker] = {worker.handle.channel: worker for worker in self._workers}
         busy = [worker.deadline for worker in self._workers if worker.pending or not worker.ready]
         seconds = max(0.0, min(busy) - time.monotonic()) if busy else None
         for source in wait([*channels, wake], seconds):
-            if source != wake and not self._hear(channels[source]):
+            if source != wake and not self._receive(channels[source]):
                 worker = channels[source]
                 reason = worker.fault or f"the worker process ended ({worker.handle.exit_text()})"
-                self._bury(worker, reason, blame=not (worker.damaged or self._spared(worker)))
+                self._replace_worker(worker, reason, blame=not (worker.damaged or self._gets_second_try(worker)))
 
-    def _spared(self, worker: _Worker) -> bool:
-        """Whether a worker's first task gets another one, as the kernel may have killed an idle worker in the moment in
-        which it was given work. A task that is at fault itself is found out with the second."""
+    def _gets_second_try(self, worker: _Worker) -> bool:
+        # The kernel may have killed an idle worker just when it got work. A faulty task fails again.
         if not worker.pending or not worker.handle.was_killed() or worker.pending[0].killed_once:
             return False
         worker.pending[0].killed_once = True
         return True
 
-    def _hear(self, worker: _Worker) -> bool:
-        """Take in what a worker has said; False when it is gone or must go."""
+    def _receive(self, worker: _Worker) -> bool:
+        # False if the worker is gone or must be replaced.
         channel = worker.handle.channel
         for message in channel.receive():
-            if not self._heed(worker, message):
+            if not self._handle(worker, message):
                 worker.fault = _NONSENSE
                 return False
             if worker.complaint is not None or worker.damaged:
@@ -158,13 +157,13 @@ class Crew:
         worker.fault = _NONSENSE if channel.broken else None
         return not (channel.ended or channel.broken)
 
-    def _heed(self, worker: _Worker, message: Any) -> bool:
-        """Do what a message asks; False if it is none of those that a worker sends."""
+    def _handle(self, worker: _Worker, message: Any) -> bool:
+        # False if it is no message that a worker sends.
         match message:
             case ("done", int(number), [*outcomes], float(start), float(end)):
-                return self._take(worker, number, outcomes, start, end)
+                return self._accept_answer(worker, number, outcomes, start, end)
             case ("print", str(line)):
-                if worker.ready:  # what the import prints was shown when the reward was resolved
+                if worker.ready:  # what the import prints was already shown when the reward was resolved
                     self._print(line)
             case ("wait", float(seconds)):
                 worker.deadline = time.monotonic() + seconds + self._timeout
@@ -173,7 +172,7 @@ class Crew:
                 self._give_back(worker)
             case ("damage", str(lasting), str(repaired)):
                 worker.damaged, worker.fault = bool(lasting), _ENDED if lasting else None
-                self._tell_of_damage(lasting, repaired)
+                self._report_damage(lasting, repaired)
             case ("ready", _):
                 worker.ready = True
             case ("failed", str(what), str(todo)):
@@ -183,18 +182,20 @@ class Crew:
                 return False
         return True
 
-    def _take(self, worker: _Worker, number: int, outcomes: list[Outcome], start: float, end: float) -> bool:
-        """The answer to the worker's first task; False if it is no such answer."""
+    def _accept_answer(self, worker: _Worker, number: int, outcomes: list[Outcome], start: float, end: float) -> bool:
+        # False if it is no answer to the worker's first task.
         expected = worker.pending[0] if worker.pending else None
         if expected is None or expected.number != number or len(outcomes) != len(expected.keys):
             return False
         task = worker.pending.popleft()
         task.seconds = end - start
-        worker.deadline = end + self._timeout  # by the worker's clock, which is ours: the answer may have lain here
-        if worker.warm:  # the first task may have imported what it needs: it says nothing about the next
+        # By the worker's clock, which is also ours: the answer may have waited in the channel.
+        worker.deadline = end + self._timeout
+        if worker.warm:  # the first task may have imported something, so its time says nothing about the next
             seconds = end - start
             known = seconds if self._task_s is None else self._task_s
-            self._task_s = 0.9 * known + 0.1 * min(seconds, 10 * known)  # one that was interrupted is no slow function
+            # Capped, because a task may only have been interrupted.
+            self._task_s = 0.9 * known + 0.1 * min(seconds, 10 * known)
         worker.warm = True
         self._finish(task, outcomes)
         return True
@@ -211,17 +212,19 @@ class Crew:
         now = time.monotonic()
         for worker in [w for w in self._workers if w.deadline <= now]:
             if not worker.ready:
-                self._bury(worker, f"it did not start within {IMPORT_S:g} s")
+                self._replace_worker(worker, f"it did not start within {IMPORT_S:g} s")
             elif worker.pending:
                 slow = worker.pending[0]
-                alive = self._hear(worker)  # the answer may have come in this very moment
+                alive = self._receive(worker)  # the answer may have arrived just now
                 if worker.damaged:
-                    self._bury(worker, _ENDED, blame=False)
+                    self._replace_worker(worker, _ENDED, blame=False)
                 elif worker.pending and worker.pending[0] is slow:
-                    self._bury(worker, f"took longer than {self._timeout:g} s" if alive else worker.fault or _ENDED)
+                    self._replace_worker(
+                        worker, f"took longer than {self._timeout:g} s" if alive else worker.fault or _ENDED
+                    )
 
-    def _bury(self, worker: _Worker, reason: str, *, blame: bool = True) -> None:
-        """Replace a worker: its first task failed for the reason stated, the others go back to the backlog's front."""
+    def _replace_worker(self, worker: _Worker, reason: str, *, blame: bool = True) -> None:
+        # The first task fails with `reason` if it is to blame; the others return to the front of the backlog.
         worker.handle.kill()
         self._workers.remove(worker)
         if blame and worker.pending:
@@ -231,7 +234,7 @@ class Crew:
             self._lost_idle = True
         else:
             self._useless_deaths += 1
-            # Workers that were ready may all have died at once, in the moment in which they were given work.
+            # Workers that were ready may all have died at once, at the moment they got work.
             if self._useless_deaths >= _USELESS_DEATHS + worker.ready * self._size:
                 raise worker.complaint or RewardError(
                     f"{_USELESS_DEATHS} reward workers in a row were lost, the last because {reason}",
@@ -240,18 +243,18 @@ class Crew:
                 )
         self._give_back(worker)
 
-    def _tell_of_damage(self, lasting: str, repaired: str) -> None:
-        """Say what a reward changes, once for each kind of change."""
+    def _report_damage(self, lasting: str, repaired: str) -> None:
+        # Once per kind of change: a thousand scores would print it a thousand times.
         label = self._spec.label
-        if lasting and "lasting" not in self._told:
-            self._told.add("lasting")
+        if lasting and "lasting" not in self._reported:
+            self._reported.add("lasting")
             self._print(
                 f"note: the reward {label} replaced {lasting} while it scored. Other scores of the same worker process "
                 "would be wrong, so each worker is replaced after such a score, which takes time. Let the function "
                 "put back what it changes, or run what changes it in a process of its own."
             )
-        if repaired and "repaired" not in self._told:
-            self._told.add("repaired")
+        if repaired and "repaired" not in self._reported:
+            self._reported.add("repaired")
             self._print(
                 f"note: the reward {label} changed {repaired} while it scored; it is put back after each score."
             )
@@ -259,5 +262,5 @@ class Crew:
     def _print(self, line: str) -> None:
         try:
             self._on_print(line)
-        except Exception as error:  # the caller's mistake, in our thread: say it and go on scoring
+        except Exception as error:  # a bug of the caller's callback, in our thread: report it and go on scoring
             print(f"on_print failed: {error!r}")

@@ -1,8 +1,8 @@
-"""Finds the user's reward function: `resolve_reward` before a run (fails early), `load_function` in workers.
+"""Loads the user's reward function: `resolve_reward` checks it before a run, `load_function` loads it in workers.
 
-The user's file is never imported by the training process: `resolve_reward` starts one worker, which imports the file,
-looks at signatures and ends, or is the first of the run's workers. So the check sees what the workers will see, and a
-file that exits, hangs or prints cannot hurt the run.
+The training process never imports the user's file: `resolve_reward` starts one worker, which imports the file and
+checks signatures. It then ends, or becomes the first of the run's workers. So the check sees what the workers will see,
+and a file that exits, hangs or prints cannot harm the run.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from typing import TYPE_CHECKING, Any
 
 from posttrain.masking import mask_urls
 from posttrain.rewards.batch import BatchCall
-from posttrain.rewards.finding import choose, find_dotted, import_file, made
-from posttrain.rewards.outcomes import NONE_APPLIES, Outcome, ScoreItems, outcomes_of
-from posttrain.rewards.signatures import Fields, caller, check_call, columns_needed, name_of
+from posttrain.rewards.outcomes import NONE_APPLIES, Outcome, ScoreItems, call_and_read
+from posttrain.rewards.signatures import Fields, check_call, columns_needed, make_caller, name_of
 from posttrain.rewards.types import RewardError, RewardList, RewardPart, RewardSpec
+from posttrain.rewards.user_functions import choose_function, find_dotted, import_file, instantiate
 
 if TYPE_CHECKING:
     from posttrain.config.reward import CustomRewardConfig
     from posttrain.rewards.process import WorkerProcess
 
+# Seconds that importing the user's file may take.
 IMPORT_S = 120.0
-"""Seconds that importing the user's file may take."""
 
 
 def resolve_reward(
@@ -45,11 +45,11 @@ def resolve_reward(
     told: Mapping[str, Any] | None = None,
     kept: list[WorkerProcess] | None = None,
 ) -> RewardSpec:
-    """The reward that the settings (or function objects) name, checked without calling it; RewardError if unusable.
+    """Describe the reward that the settings (or function objects) name, checked without calling it.
 
-    `functions` are those of the setting `reward.functions`: then the reward is their weighted sum. `told` are further
-    fields of the spec, so that a worker which knows them can score. The one that looked at the reward goes into `kept`,
-    ready to be the first of a RewardPool; without such a list it is ended.
+    With `functions`, those of the setting `reward.functions`, the reward is their weighted sum. `told` are set
+    on the spec, so that the worker which checks the reward could also score. That worker is appended to `kept`, to
+    become the first of a RewardPool; without such a list it is ended.
     """
     try:
         if functions:
@@ -66,14 +66,13 @@ def resolve_reward(
 
 
 def load_scores(spec: RewardSpec) -> tuple[ScoreItems, RewardSpec]:
-    """In a worker: what scores a response or a group, and the spec with what was found out filled in."""
+    """In a worker: return what scores a response or a group, and the spec completed by what was found."""
     score, found = _load_scores(spec)
-    return (_if_it_applies(score) if found.form == "batch" else score), found
+    return (_fail_if_none_applies(score) if found.form == "batch" else score), found
 
 
-def _if_it_applies(score: ScoreItems) -> ScoreItems:
-    """A response that a function does not apply to, and no other scores, has no score."""
-
+def _fail_if_none_applies(score: ScoreItems) -> ScoreItems:
+    # A response that no function applies to has no score.
     def scores(items: Sequence[Fields]) -> list[Outcome]:
         return [
             (0.0, parts, NONE_APPLIES) if math.isnan(found) else (found, parts, error)
@@ -89,21 +88,20 @@ def _load_scores(spec: RewardSpec) -> tuple[ScoreItems, RewardSpec]:
     if spec.kind == "shape":
         from posttrain.rewards.shaping import shaping
 
-        return _of_own_words(shaping(spec.kwargs)), spec
+        return _on_model_text(shaping(spec.kwargs)), spec
     if spec.kind == "url":
         return _load_remote(spec)
     function, spec = load_function(spec)
     if spec.form == "batch":
         return BatchCall(function, spec.kwargs), spec
-    call = caller(function, spec.form, spec.kwargs)
-    scores: ScoreItems = lambda items: outcomes_of(call, items, spec.form)  # noqa: E731
-    return (_of_own_words(scores) if spec.kind == "builtin" else scores), spec
+    call = make_caller(function, spec.form, spec.kwargs)
+    scores: ScoreItems = lambda items: call_and_read(call, items, spec.form)  # noqa: E731
+    return (_on_model_text(scores) if spec.kind == "builtin" else scores), spec
 
 
-def _of_own_words(score: ScoreItems) -> ScoreItems:
-    """Built-in rewards read what the model wrote: what a tool said is no answer of the model's, and no form of its own.
-    Functions of users get the whole response, as elsewhere, and what the model wrote in `extra_info`."""
-
+def _on_model_text(score: ScoreItems) -> ScoreItems:
+    # Built-in rewards read only what the model wrote: a tool's output must not count as its answer or its format.
+    # Users' functions get the whole response, as in other systems, and what the model wrote in `extra_info`.
     def scores(items: Sequence[Fields]) -> list[Outcome]:
         return score([item if item[5] is None else (item[0], item[5], *item[2:]) for item in items])
 
@@ -140,13 +138,13 @@ def _load_remote(spec: RewardSpec) -> tuple[ScoreItems, RewardSpec]:
             f"{', '.join(spec.kwargs)}",
             todo="remove the others",
         ) from None
-    if spec.name is None:  # only once, before the run: workers that are started later find out by scoring
+    if spec.name is None:  # only before the run: workers that start later notice when they score
         remote.check()
     return remote, replace(spec, name="url", form="list", label=mask_urls(spec.path))
 
 
 def check_columns(spec: RewardSpec, known: Collection[str]) -> None:
-    """RewardError where the reward takes a column by name that no row has."""
+    """Raise RewardError if the reward takes a column by name that no row has."""
     missing = [name for name in spec.columns if name not in known]
     if missing:
         near = difflib.get_close_matches(missing[0], known, n=1)
@@ -160,7 +158,7 @@ def check_columns(spec: RewardSpec, known: Collection[str]) -> None:
 
 
 def load_function(spec: RewardSpec) -> tuple[Callable[..., Any], RewardSpec]:
-    """In a worker: the function of a spec, and the spec with its name, form and label filled in."""
+    """In a worker: return the function of a spec, and the spec with its name, form and label filled in."""
     if spec.kind == "builtin":
         from posttrain.rewards.scorers import find_scorer, score_by_source
 
@@ -172,12 +170,12 @@ def load_function(spec: RewardSpec) -> tuple[Callable[..., Any], RewardSpec]:
         sys.path[:] = [*spec.sys_path, *(p for p in sys.path if p not in spec.sys_path)]
         function, place = pickle.loads(spec.pickled), "given as an object"
     elif spec.kind == "file":
-        function = choose(import_file(Path(spec.path)), spec.name)
+        function = choose_function(import_file(Path(spec.path)), spec.name)
         place = f"in {spec.path}"
     else:
         function = find_dotted(spec)
         place = f"in {inspect.getsourcefile(inspect.unwrap(function)) or spec.path}"
-    function = made(function)
+    function = instantiate(function)
     form, name = check_call(function, spec.kwargs), name_of(function)
     columns = columns_needed(function, form, spec.kwargs)
     found = RewardSpec(**{**vars(spec), "name": name, "form": form, "columns": columns, "label": f"{name} {place}"})
@@ -187,7 +185,7 @@ def load_function(spec: RewardSpec) -> tuple[Callable[..., Any], RewardSpec]:
 def _combine(
     config: CustomRewardConfig, function: Callable[..., Any] | RewardList | None, functions: Mapping[str, Any]
 ) -> RewardSpec:
-    from posttrain.rewards.functions import read_parts
+    from posttrain.rewards.combined import read_parts
 
     if config.path or function is not None:
         named = f"custom_reward_function.path={config.path}" if config.path else "a function object"
@@ -203,8 +201,7 @@ def _combine(
 
 
 def _combine_objects(config: CustomRewardConfig, given: RewardList) -> RewardSpec:
-    """The weighted sum of function objects, each recorded under its name."""
-    from posttrain.rewards.functions import part_name
+    from posttrain.rewards.combined import part_name
 
     if config.path:
         raise RewardError(
@@ -248,7 +245,7 @@ def _describe(config: CustomRewardConfig, function: Callable[..., Any] | None) -
                 f"two rewards are named: a function object and custom_reward_function.path={config.path}",
                 todo="keep one of them",
             )
-        reward: Callable[..., Any] = made(function)
+        reward: Callable[..., Any] = instantiate(function)
         check_call(reward, kwargs)
         return RewardSpec(kind="pickled", kwargs=kwargs, sys_path=list(sys.path), pickled=_pickle(reward))
     if not config.path:
@@ -270,15 +267,12 @@ def _describe(config: CustomRewardConfig, function: Callable[..., Any] | None) -
 
 
 def is_url(path: str) -> bool:
-    """Whether a reward's path is a server's address."""
     return path.startswith(("http://", "https://"))
 
 
 def _pickle(function: Callable[..., Any]) -> bytes:
-    """The function with the globals it uses; only an installed package is imported by the workers instead.
-
-    A training script imports torch, and its reward needs none of that.
-    """
+    # Pickled with the globals it uses, unless it is from an installed package, which workers can import. Otherwise
+    # workers would import the training script, and torch with it.
     import cloudpickle
 
     inner: Any = function
@@ -291,7 +285,7 @@ def _pickle(function: Callable[..., Any]) -> bytes:
             cloudpickle.register_pickle_by_value(module)
             try:
                 return cloudpickle.dumps(function)
-            except Exception:  # a global that cannot travel: let the workers import the module after all
+            except Exception:  # a global that cannot be pickled: let the workers import the module after all
                 pass
             finally:
                 cloudpickle.unregister_pickle_by_value(module)

@@ -1,4 +1,4 @@
-"""Numbers as people and models write them: signs, separators (1,234), decimals, fractions, percent, LaTeX, 1.2万."""
+"""Reads numbers as they are written: signs, separators (1,234), decimals, fractions, percent, LaTeX, 1.2万."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple
 _WIDE = str.maketrans("０１２３４５６７８９．％－＋−–＄⁄／＝", "0123456789.%-+--$//=")
 _DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?(?:[eE][+-]?\d+)?|(?<!\d)\.\d+"
 _FRAC = r"\\[dtc]?frac\s*(?:\{\s*(?P<num>-?[\d.,]+)\s*\}|(?P<num1>\d))\s*(?:\{\s*(?P<den>-?[\d.,]+)\s*\}|(?P<den1>\d))"
-# A sign counts only when it touches the number and nothing that could be its left operand: `10-4` ends in 4, not in -4.
+# A sign counts only if it touches the number and no possible left operand: `10-4` ends in 4, not in -4.
 _NUMBER = re.compile(
     rf"(?P<sign>(?<![\w.)\]}}])[-+])?(?:\\?\$)?(?P<sign2>(?<=\$)[-+])?(?<![A-Za-z_])"
     rf"(?:(?:(?P<whole>\d+)\s*)?{_FRAC}|(?P<mixed>\d+)\s+(?P<mnum>\d+)/(?P<mden>\d+)"
@@ -24,7 +24,7 @@ _DECORATION = re.compile(
     r"\\left|\\right|\\displaystyle|\\[!;:]|\^\s*(?:\{\s*)?\\circ\s*\}?|°|\\degree|[*`]|\\[()\[\]]"
 )
 _THOUSANDS = re.compile(r"(?<=\d)(?:\{,\}|\\,|\\!,|,\\!)(?=\d{3})")
-_LONGEST = 100  # more characters than this are no answer, and int() of a huge string is slow
+_LONGEST = 100  # anything longer is no answer, and int() of a huge string is slow
 
 
 class Number(NamedTuple):
@@ -34,7 +34,7 @@ class Number(NamedTuple):
     percent: bool
 
     def __str__(self) -> str:
-        """The plain spelling, equal for equal values: 42, 0.5, 1/3, 50%."""
+        """Return the plain spelling, equal for equal values: 42, 0.5, 1/3, 50%."""
         value = self.value
         denominator = value.denominator
         for prime in (2, 5):
@@ -48,13 +48,13 @@ class Number(NamedTuple):
 
 
 def tidy(text: str) -> str:
-    """The text with full-width characters made plain and LaTeX separators and decoration removed."""
+    """Replace full-width characters by plain ones, and remove LaTeX separators and decoration."""
     text = _THOUSANDS.sub(",", text.translate(_WIDE))
     return _DECORATION.sub("", text)
 
 
 def parse_number(text: str) -> Number | None:
-    """The number that the whole text is (`\\$1,234.50`, `\\frac{1}{2}`, `x = 5`, `10\\text{ cm}`), or None."""
+    """Read the whole text as one number (`\\$1,234.50`, `\\frac{1}{2}`, `x = 5`, `10\\text{ cm}`), or return None."""
     text = _WORDS_IN_LATEX.sub("", tidy(text)).strip().strip("$").strip().rstrip(".。").replace("\\,", "")
     text = re.sub(r"^[A-Za-z]\s*=\s*", "", text).replace("\\$", "$")
     if re.fullmatch(r"([-+]?)\s*\{(.*)\}", text):
@@ -64,16 +64,16 @@ def parse_number(text: str) -> Number | None:
 
 
 def find_numbers(text: str) -> list[Number]:
-    """All numbers in running text, in order."""
+    """Return all numbers in running text, in order."""
     found = (_value(match) for match in _NUMBER.finditer(tidy(text)))
     return [number for number in found if number is not None]
 
 
 def last_number(text: str) -> Number | None:
-    """The last number in running text, or None; long texts are read from their end."""
+    """Return the last number in running text, or None; long texts are read from their end."""
     for tail in (200, 4000, len(text)):
         start = max(0, len(text) - tail)
-        # A cut may fall into a number: what the window's first characters say is not trusted.
+        # The window may begin inside a number, so a single number that it starts with is not trusted.
         numbers = find_numbers(text[start:])
         if len(numbers) > 1 or (numbers and start == 0):
             return numbers[-1]
@@ -81,7 +81,7 @@ def last_number(text: str) -> Number | None:
 
 
 def is_unfinished(text: str) -> bool:
-    """Whether a text is a calculation or a choice that is left open (`3 \\times 18`, `5 or 6`): it gives no number."""
+    """Whether a text is an open calculation or choice (`3 \\times 18`, `5 or 6`), which gives no number."""
     return _UNFINISHED.search(_WORDS_IN_LATEX.sub("", text.translate(_WIDE))) is not None
 
 

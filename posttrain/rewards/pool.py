@@ -1,7 +1,7 @@
-"""RewardPool: scores in worker processes, each with a deadline, while the caller goes on generating.
+"""RewardPool: computes scores in worker processes, each with a deadline, while the caller goes on generating.
 
-Results are the same for any number of workers and any timing, unless a function passes its deadline. A function that
-raises, hangs, exits or returns no finite number gives its sample the failure score and an error text; it never stops or
+Results are the same for any number of workers and any timing, unless a function exceeds its deadline. If a function
+raises, hangs, exits or returns no finite number, its sample gets the failure score and an error text. It never stops or
 hangs the run.
 """
 
@@ -11,6 +11,7 @@ import contextlib
 import os
 import pickle
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
@@ -26,7 +27,7 @@ from posttrain.texts import well_formed
 
 
 def pool_size(num_workers: int | None) -> int:
-    """Worker processes of a pool by `reward.num_workers`, where null is one per core, at most eight."""
+    """Return the number of worker processes for `reward.num_workers`; null means one per core, at most eight."""
     return num_workers or min(8, cores.usable())
 
 
@@ -43,7 +44,7 @@ class RewardPool:
         on_print: Callable[[str], Any] = print,
         first: WorkerProcess | None = None,
     ) -> None:
-        """`first` is a worker that is ready, and was told of this spec; it is the pool's from now on."""
+        # `first` is a worker that is ready and already has this spec; the pool owns it from now on.
         if num_workers is not None and num_workers < 1:
             raise RewardError(
                 f"reward.num_workers is {num_workers}", "reward.num_workers", "set it to 1 or more, or to null"
@@ -71,17 +72,17 @@ class RewardPool:
         self._thread.start()
 
     def submit(self, key: Hashable, item: RewardItem) -> None:
-        """Take an item to be scored; a list-form function is called when the last item of its group has come."""
+        """Submit an item for scoring; a list-form function is called when the last item of its group has arrived."""
         self.submit_many([(key, item)])
 
     def submit_many(self, items: Sequence[tuple[Hashable, RewardItem]]) -> None:
-        """As `submit` for each, at the price of few; none is taken if one cannot be."""
+        """Submit many items at little cost; none is accepted if one is invalid."""
         payloads = _payloads([item for _, item in items], whole=self.spec.form == "batch")
         keys = {key for key, _ in items}
         with self._changed:
             self._check_usable()
             if len(keys) < len(items) or self._open & keys or self._done.keys() & keys:
-                raise ValueError(f"key {self._taken(items)!r} is already being scored")
+                raise ValueError(f"key {self._find_duplicate(items)!r} is already being scored")
             self._open |= keys
             for (key, item), payload in zip(items, payloads, strict=True):
                 if not self.spec.takes_groups or item.group is None or item.group_size <= 1:
@@ -93,8 +94,8 @@ class RewardPool:
                     self._enqueue(self._groups.pop(item.group)[1])
             self._wake()
 
-    def leave_out(self, group: Hashable, size: int) -> None:
-        """One item fewer will come of a group of so many."""
+    def shrink_group(self, group: Hashable, size: int) -> None:
+        """Expect one item fewer of a group of this size."""
         if not self.spec.takes_groups:
             return
         with self._changed:
@@ -106,20 +107,20 @@ class RewardPool:
             self._wake()
 
     def poll(self) -> list[tuple[Hashable, RewardResult]]:
-        """What has been scored since the last call, without waiting."""
+        """Return what has been scored since the last call, without waiting."""
         with self._changed:
             self._check_usable()
             done, self._done = self._done, {}
         return list(done.items())
 
     def wait_some(self) -> list[tuple[Hashable, RewardResult]]:
-        """As `poll`, waiting for at least one score if any is being computed."""
+        """Like `poll`, but wait for at least one score if any is being computed."""
         with self._changed:
             self._changed.wait_for(lambda: self._done or not self._open or self._error or self._closing)
         return self.poll()
 
     def wait_all(self) -> dict[Hashable, RewardResult]:
-        """Everything submitted and not yet returned; groups that are still incomplete are scored as they are."""
+        """Return everything submitted and not yet returned; incomplete groups are scored as they are."""
         with self._changed:
             for group in list(self._groups):
                 self._enqueue(self._groups.pop(group)[1])
@@ -132,7 +133,7 @@ class RewardPool:
         return done
 
     def close(self) -> None:
-        """End all workers; results that were not fetched are gone."""
+        """End all workers; results that were not fetched are lost."""
         with self._changed:
             if self._closing:
                 return
@@ -155,7 +156,7 @@ class RewardPool:
         if self._closing:
             raise RuntimeError("this RewardPool is closed")
 
-    def _taken(self, items: Sequence[tuple[Hashable, RewardItem]]) -> Hashable:
+    def _find_duplicate(self, items: Sequence[tuple[Hashable, RewardItem]]) -> Hashable:
         seen = self._open | self._done.keys()
         for key, _ in items:
             if key in seen:
@@ -165,7 +166,8 @@ class RewardPool:
 
     def _enqueue(self, members: list[tuple[Any, Payload]]) -> None:
         if len(members) > 1:
-            with contextlib.suppress(TypeError):  # keys without an order: a group stays in the order of submission
+            # Keys that cannot be compared: the group stays in the order of submission.
+            with contextlib.suppress(TypeError):
                 members = sorted(members, key=lambda member: member[0])
         self._queue.append(Task(self._next, [key for key, _ in members], [payload for _, payload in members]))
         self._next += 1
@@ -189,7 +191,7 @@ class RewardPool:
                     self._queue.clear()
         except RewardError as error:
             self._fail(error)
-        except BaseException as error:  # a mistake of ours must not leave the caller waiting for ever
+        except BaseException as error:  # our own bug must not leave the caller waiting forever
             self._fail(RewardError(f"the reward pool stopped: {type(error).__name__}: {error}"))
             raise
         finally:
@@ -215,15 +217,15 @@ class RewardPool:
 
 
 def _result(score: float, parts: dict[str, float | str], error: str | None) -> RewardResult:
-    """A result whose texts can be written anywhere: a program may raise half a character as its error."""
-    mended = {well_formed(name): part for name, part in parts.items()}
-    mended |= {name: well_formed(part) for name, part in mended.items() if isinstance(part, str)}
-    return RewardResult(score, mended, well_formed(error) if error else error)
+    # A program may raise half a character as its error, which could not be written to a file.
+    cleaned = {well_formed(name): part for name, part in parts.items()}
+    cleaned |= {name: well_formed(part) for name, part in cleaned.items() if isinstance(part, str)}
+    return RewardResult(score, cleaned, well_formed(error) if error else error)
 
 
 def _payloads(items: Sequence[RewardItem], *, whole: bool) -> list[Payload]:
-    """What workers need of each item; all of it with `whole`, for functions of TRL's form. What the responses to one
-    prompt share is pickled once, and read by each anew: a function that changes it changes its own copy."""
+    # With `whole`, also what functions of TRL's form need. What the responses to one prompt share is pickled once, and
+    # unpickled for each: a function that changes it changes only its own copy.
     known: dict[tuple[int, ...], bytes] = {}
     payloads: list[Payload] = []
     for item in items:
@@ -235,3 +237,29 @@ def _payloads(items: Sequence[RewardItem], *, whole: bool) -> list[Payload]:
             row = known[same] = pickle.dumps(shared, protocol=5)
         payloads.append((row, item.solution_str, item.tokens, item.own_words, item.token_ids if whole else None))
     return payloads
+
+
+# At most this many lines are shown per this many seconds.
+SHOWN_LINES, SHOWN_S = 40, 10.0
+CUT = f"... more than {SHOWN_LINES} lines of the reward in {SHOWN_S:.0f} s; `posttrain reward try` shows all"
+
+
+class PrintLimiter:
+    """Passes lines on to `say`; beyond the limit, one line says that others are omitted.
+
+    A thousand responses per step may print a line each, which would flood a console and a log.
+    """
+
+    def __init__(self, say: Callable[[str], Any], clock: Callable[[], float] = time.monotonic) -> None:
+        self._say, self._clock = say, clock
+        self._since, self._lines = clock(), 0
+
+    def __call__(self, line: str) -> None:
+        now = self._clock()
+        if now - self._since >= SHOWN_S:
+            self._since, self._lines = now, 0
+        self._lines += 1
+        if self._lines <= SHOWN_LINES:
+            self._say(line)
+        elif self._lines == SHOWN_LINES + 1:
+            self._say(CUT)

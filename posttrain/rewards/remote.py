@@ -3,8 +3,8 @@
 out:  {"rows": [{"data_source": ..., "solution_str": ..., "ground_truth": ..., "extra_info": ...}, ...]}
 back: {"scores": [0.5, {"score": 1.0, "acc": 1}, ...]}, or the list alone
 
-What may pass is tried again (posting.py); whatever remains gives its rows an error. All attempts together end before
-the deadline of the score.
+Temporary failures are retried (posting.py); rows that still fail get an error. All attempts together end before the
+score's deadline.
 """
 
 from __future__ import annotations
@@ -24,28 +24,27 @@ from posttrain.rewards.signatures import Fields
 from posttrain.rewards.types import RewardError
 
 NAMES = ("data_source", "solution_str", "ground_truth", "extra_info")
+# The share of a score's time for all attempts; the rest is for writing and reading.
 _SHARE = 0.9
-"""Share of a score's time that all attempts may take; the rest is for writing and reading."""
 
 
 @dataclass
 class Remote:
-    """Scores items by a server; `total_s` is the time of all attempts together."""
+    """Scores items on a server; `total_s` limits all attempts together."""
 
     url: str
+    # How often a request is tried.
     attempts: int = 4
-    """How often a request is tried."""
+    # Seconds for one attempt; None gives each attempt the time that is left.
     attempt_s: float | None = None
-    """Seconds of one attempt; None gives each what is left."""
+    # Pause before the second attempt; it doubles each time.
     pause_s: float = 0.1
-    """Pause before the second attempt; it doubles from one to the next."""
+    # Environment variable whose value is sent as the bearer token.
     token_env: str | None = None
-    """Environment variable whose value is sent as the bearer token."""
     total_s: float = 10.0
 
     @property
     def shown(self) -> str:
-        """The address as people may see it."""
         return mask_urls(self.url)
 
     def __call__(self, items: Sequence[Fields]) -> list[Outcome]:
@@ -61,7 +60,7 @@ class Remote:
         ]
 
     def check(self) -> None:
-        """RewardError if nobody answers; what the server thinks of an empty batch does not matter."""
+        """Raise RewardError if the server does not answer; its response to an empty batch does not matter."""
         try:
             self._post(b'{"rows": []}')
         except Refused as error:
@@ -86,14 +85,14 @@ class Remote:
 
 
 def _without_user(url: str) -> tuple[str, str]:
-    """The address without `user:password@`, and what stood there, decoded: urllib takes it for a host."""
+    # urllib takes `user:password@` for a part of the host name.
     parts = urllib.parse.urlsplit(url)
     user, _, host = parts.netloc.rpartition("@")
     return urllib.parse.urlunsplit(parts._replace(netloc=host)), urllib.parse.unquote(user)
 
 
 def _plain(value: Any) -> Any:
-    if hasattr(value, "tolist"):  # numpy, as parquet columns arrive
+    if hasattr(value, "tolist"):  # numpy values, from parquet columns
         return value.tolist()
     if isinstance(value, bytes):
         return value.decode(errors="replace")

@@ -16,11 +16,11 @@ from posttrain.rewards.outcomes import Outcome, ScoreItems, failure
 from posttrain.rewards.signatures import Fields
 from posttrain.rewards.types import RewardError
 
-_BYTES_PER_TOKEN = 4  # where a response comes without its tokens (`posttrain reward try`)
+_BYTES_PER_TOKEN = 4  # used if a response comes without its tokens (`posttrain reward try`)
 
 
 def shaping(settings: dict[str, Any]) -> ScoreItems:
-    """The reward of a part's settings; RewardError if they make none."""
+    """Build the reward of a part's settings; RewardError if they are invalid."""
     if settings.get("tags"):
         score = tags_score(list(settings["tags"]))
     elif settings.get("pattern"):
@@ -37,12 +37,11 @@ def shaping(settings: dict[str, Any]) -> ScoreItems:
 def _outcome(score: Callable[[Fields], float], item: Fields) -> Outcome:
     try:
         return score(item), {}, None
-    except RecursionError as error:  # a regular expression that is too deep for this response
+    except RecursionError as error:  # the regular expression is too deep for this response
         return failure(f"RecursionError: {error}")
 
 
 def tags_score(tags: Sequence[str]) -> Callable[[Fields], float]:
-    """1.0 if the response consists of these tags, in order."""
     names = [re.escape(tag) for tag in tags]
     first = rf"(?:<{names[0]}>)?(?P<t0>.*?)</{names[0]}>"
     rest = [rf"<{name}>(?P<t{i}>.*?)</{name}>" for i, name in enumerate(names[1:], 1)]
@@ -59,7 +58,6 @@ def tags_score(tags: Sequence[str]) -> Callable[[Fields], float]:
 
 
 def pattern_score(pattern: str) -> Callable[[Fields], float]:
-    """1.0 if the regular expression is found in the response."""
     try:
         compiled = re.compile(pattern, re.DOTALL)
     except re.error as error:
@@ -70,7 +68,7 @@ def pattern_score(pattern: str) -> Callable[[Fields], float]:
 
 
 def length_score(least: int, free: int | None, most: int | None) -> Callable[[Fields], float]:
-    """1.0 within the free range, less beyond it, 0.0 at the most."""
+    """Score 1.0 within the free range, less beyond it, and 0.0 at the maximum."""
     free = max(least, free or 0) if most is not None else free
     if most is not None and free is not None and most <= free:
         raise RewardError(

@@ -1,11 +1,11 @@
-"""The ways to write a reward function, told apart by parameter names, and how each is called.
+"""The ways to write a reward function, distinguished by parameter names, and how each is called.
 
 source: `fn(data_source, solution_str, ground_truth, extra_info)`   pair: `fn(response, ground_truth)`
-list:   `fn(completions, ground_truths)`, called once with all responses of a prompt
-batch:  `fn(prompts, completions, COLUMN, ..., **kwargs)`, TRL's, called likewise (batch.py)
+    list:   `fn(completions, ground_truths)`, called once with all responses of a prompt
+    batch:  `fn(prompts, completions, COLUMN, ..., **kwargs)`, TRL's, called likewise (batch.py)
 
-A function with `prompts`, `completions` or `completion_ids` is of the last two forms, since no other has them; it is a
-list where it asks for `completions` and `ground_truths` and nothing else. All its other parameters are columns.
+Only the last two forms have `prompts`, `completions` or `completion_ids`. A function is a list if it requires
+`completions` and `ground_truths` and nothing else; otherwise its other parameters are columns.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from typing import Any
 
 from posttrain.rewards.types import RewardError
 
+# data_source, solution_str, ground_truth, extra_info and number of tokens of one response; the part that the model
+# wrote, if that is not all; and BatchFacts, for functions of that form.
 Fields = tuple[str, str, Any, Any, "int | None", "str | None", Any]
-"""data_source, solution_str, ground_truth, extra_info and number of tokens of one response; what the model wrote of it,
-if that is not all; and BatchFacts, for functions of that form."""
 
 FORMS = (
     "(data_source, solution_str, ground_truth, extra_info), (response, ground_truth), (completions, ground_truths), or "
     "as TRL's: (prompts, completions, COLUMN, ..., **kwargs)"
 )
+# What functions of TRL's form get besides the columns of the rows.
 BATCH = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
-"""What functions of TRL's form are given besides the columns of the rows."""
 _OF_BATCHES = {"prompts", "completions", "completion_ids"}
 
 _GIVEN = {
@@ -42,24 +42,24 @@ _NEEDED = {
 
 
 def form_of(function: Callable[..., Any], kwargs: Mapping[str, Any] | None = None) -> str | None:
-    """`source`, `pair`, `list`, `batch`, or None for a signature that is none of them. `kwargs` are given besides."""
+    """Return `source`, `pair`, `list` or `batch`; None for any other signature. `kwargs` are given in addition."""
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):
         return None
     if _OF_BATCHES & set(parameters):
         needs = set(_GIVEN["list"])
-        others = required(function) - needs - set(kwargs or {})
+        others = required_parameters(function) - needs - set(kwargs or {})
         return "list" if needs <= set(parameters) and not others else "batch"
     for form, needed in _NEEDED.items():
         if needed <= set(parameters):
             return form
-    # Only *args and **kwargs: written to take whatever it is given, by name.
-    return "source" if takes_all(function) and not required(function) else None
+    # With only *args and **kwargs it takes whatever it is given, by name.
+    return "source" if takes_any_keyword(function) and not required_parameters(function) else None
 
 
 def check_call(function: Callable[..., Any], kwargs: dict[str, Any]) -> str:
-    """The function's form, after checking that it can be called with what a run has; RewardError otherwise."""
+    """Return the function's form, after checking that a run can call it; RewardError otherwise."""
     form, name = form_of(function, kwargs), name_of(function)
     if form is None:
         try:
@@ -74,14 +74,14 @@ def check_call(function: Callable[..., Any], kwargs: dict[str, Any]) -> str:
         raise RewardError(
             f"reward function {name} has positional-only parameters", todo="remove the `/` from its signature"
         )
-    missing = required(function) - set(_GIVEN[form]) - set(kwargs)
-    if missing and form != "batch":  # whose other parameters are columns: see check_columns
+    missing = required_parameters(function) - set(_GIVEN[form]) - set(kwargs)
+    if missing and form != "batch":  # other parameters of that form are columns: see check_columns
         raise RewardError(
             f"reward function {name} needs {', '.join(sorted(missing))}, which a run does not have",
             todo="give a default, or a value in custom_reward_function.reward_kwargs",
         )
     clash = set(kwargs) & set(_GIVEN[form])
-    unknown = set() if takes_all(function) else set(kwargs) - set(parameters)
+    unknown = set() if takes_any_keyword(function) else set(kwargs) - set(parameters)
     if clash or unknown:
         raise RewardError(
             f"custom_reward_function.reward_kwargs names {', '.join(sorted(clash or unknown))}, "
@@ -91,57 +91,59 @@ def check_call(function: Callable[..., Any], kwargs: dict[str, Any]) -> str:
     return form
 
 
-def caller(function: Callable[..., Any], form: str, kwargs: dict[str, Any]) -> Callable[[Sequence[Fields]], Any]:
-    """`call(items)` for one item (source, pair) or a group (list), by keyword, with only what the function takes."""
+def make_caller(function: Callable[..., Any], form: str, kwargs: dict[str, Any]) -> Callable[[Sequence[Fields]], Any]:
+    """Return `call(items)` for one item (source, pair) or a group (list); it passes only what the function takes."""
     if form == "list":
-        return lambda items: awaited(
+        return lambda items: wait_for_result(
             function(completions=[i[1] for i in items], ground_truths=[i[2] for i in items], **kwargs)
         )
     if form == "pair":
-        return lambda items: awaited(function(response=items[0][1], ground_truth=items[0][2], **kwargs))
+        return lambda items: wait_for_result(function(response=items[0][1], ground_truth=items[0][2], **kwargs))
     names = _GIVEN["source"]
-    if not takes_all(function):
+    if not takes_any_keyword(function):
         parameters = inspect.signature(function).parameters
         names = tuple(name for name in names if name in parameters)
     places = [_GIVEN["source"].index(name) for name in names]
-    return lambda items: awaited(function(**{n: items[0][p] for n, p in zip(names, places, strict=True)}, **kwargs))
+    return lambda items: wait_for_result(
+        function(**{n: items[0][p] for n, p in zip(names, places, strict=True)}, **kwargs)
+    )
 
 
-def awaited(result: Any) -> Any:
-    """The result of a function that may be `async def`."""
+def wait_for_result(result: Any) -> Any:
+    """Return the result of a function that may be `async def`."""
     if not inspect.isawaitable(result):
         return result
 
     async def wait() -> Any:
         return await result
 
-    import asyncio  # a third of a worker's start, which few rewards need
+    import asyncio  # it takes a third of a worker's start, and few rewards need it
 
     return asyncio.run(wait())
 
 
 def columns_needed(function: Callable[..., Any], form: str, kwargs: Mapping[str, Any]) -> list[str]:
-    """Columns that the rows must have for a function of TRL's form."""
+    """List the columns that the rows must have for a function of TRL's form."""
     if form != "batch":
         return []
     return sorted(
-        required(function) - set(kwargs) - {*BATCH, "ground_truth", "ground_truths", "data_source", "extra_info"}
+        required_parameters(function)
+        - set(kwargs)
+        - {*BATCH, "ground_truth", "ground_truths", "data_source", "extra_info"}
     )
 
 
-def required(function: Callable[..., Any]) -> set[str]:
-    """Parameters without a default."""
+def required_parameters(function: Callable[..., Any]) -> set[str]:
     parameters = inspect.signature(function).parameters.values()
     return {p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
 
 
-def takes_all(function: Callable[..., Any]) -> bool:
-    """Whether it has `**kwargs`."""
+def takes_any_keyword(function: Callable[..., Any]) -> bool:
     return any(p.kind is p.VAR_KEYWORD for p in inspect.signature(function).parameters.values())
 
 
 def name_of(function: Any) -> str:
-    """What a function, a partial one or a callable object is called."""
+    """Return the name of a function, a partial one or a callable object."""
     while isinstance(function, partial):
         function = function.func
     return getattr(function, "__name__", None) or type(function).__name__

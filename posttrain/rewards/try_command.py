@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,15 +12,14 @@ from typing import Any
 from posttrain.config.options import OptionParser
 from posttrain.config.reward import CustomRewardConfig, RewardConfig
 from posttrain.errors import UserError
-from posttrain.rewards.files import read_rows
-from posttrain.rewards.findings import report
 from posttrain.rewards.loading import resolve_reward
-from posttrain.rewards.programs import code_settings
+from posttrain.rewards.scorers.code import code_settings
+from posttrain.rewards.try_report import report
 from posttrain.rewards.tryout import as_trained, examine, truth_of
 from posttrain.rewards.types import RewardError
 
+# Samples responses with --model: returns each row with `response` and `group`, k times.
 Sample = Callable[[argparse.Namespace, list[dict[str, Any]]], list[dict[str, Any]]]
-"""Responses of --model to rows: each row with `response` and `group`, k times."""
 USAGE = """posttrain reward try FN DATA [--model M [-k K]] [options] [key=value ...]
        posttrain reward try DATA                the built-in scorers, by data_source
        posttrain reward try --data DATA [--reward_func FN] [--responses FILE] ..."""
@@ -29,7 +29,7 @@ ROWS, PROMPTS = 1000, 100
 
 
 def main(args: Sequence[str] | None = None, sample: Sample | None = None, tell: Callable[[str], object] = print) -> int:
-    """Try a reward; 0 if nothing suspicious was found. `sample` answers prompts, for --model; `tell` shows reports."""
+    """Try a reward; return 0 if nothing suspicious was found. `sample` samples for --model; `tell` shows reports."""
     options = _parser().parse_intermixed_args(list(args) if args is not None else None)
     try:
         _sort_words(options)
@@ -87,7 +87,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _sort_words(options: argparse.Namespace) -> None:
-    """FN, DATA and key=value of the words, beside the flags that say the same."""
+    # FN, DATA and key=value may be given as words instead of flags.
     options.settings = [word for word in options.words if "=" in word and "://" not in word and not Path(word).exists()]
     words = [word for word in options.words if word not in options.settings]
     options.fn_where = f"--reward_func {options.reward_func}"
@@ -124,7 +124,7 @@ def _responses(
 
 
 def _settings(options: argparse.Namespace) -> tuple[CustomRewardConfig, RewardConfig]:
-    """The sections of a run's settings that decide about rewards; flags win over them."""
+    # Flags take precedence over settings.
     config, limits = CustomRewardConfig(), RewardConfig()
     if options.settings:
         from posttrain.config import load_config
@@ -138,7 +138,7 @@ def _settings(options: argparse.Namespace) -> tuple[CustomRewardConfig, RewardCo
 
 
 def _with_truths(responses: list[dict[str, Any]], rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Responses with the data row's columns: as they are when they carry a truth, else line by line."""
+    # Responses that carry a ground truth stay as they are; others belong to the data rows line by line.
     missing = [row for row in responses if row.get("response") is None]
     if missing:
         raise RewardError("a row of the responses has no `response`", "--responses", "name the column `response`")
@@ -151,3 +151,38 @@ def _with_truths(responses: list[dict[str, Any]], rows: list[dict[str, Any]]) ->
             "give one response per row of --data, or add ground_truth and data_source to the responses",
         )
     return [{**as_trained(row), **response} for row, response in zip(rows, responses, strict=True)]
+
+
+def read_rows(path: str | Path, limit: int | None = None) -> list[dict[str, Any]]:
+    """Read the first `limit` rows of a file; RewardError says what is wrong with it."""
+    path = Path(path).expanduser()
+    if not path.is_file():
+        raise RewardError(f"data file {path} does not exist", todo="give a parquet, json or jsonl file")
+    try:
+        rows = _parquet(path, limit) if path.suffix == ".parquet" else _json(path, limit)
+    except (ValueError, OSError, RecursionError) as error:
+        raise RewardError(
+            f"data file {path} cannot be read: {error}", todo="give a parquet, json or jsonl file"
+        ) from error
+    if not rows or not all(isinstance(row, dict) for row in rows):
+        raise RewardError(f"data file {path} holds no rows", todo="write one JSON object per row")
+    return rows
+
+
+def _parquet(path: Path, limit: int | None) -> list[dict[str, Any]]:
+    import pyarrow.parquet
+
+    rows: list[dict[str, Any]] = []
+    with pyarrow.parquet.ParquetFile(path) as file:
+        for batch in file.iter_batches(batch_size=1024):
+            rows += batch.to_pylist()
+            if limit is not None and len(rows) >= limit:
+                break
+    return rows[:limit]
+
+
+def _json(path: Path, limit: int | None) -> list[dict[str, Any]]:
+    text = path.read_text(encoding="utf-8")
+    if text.lstrip().startswith("["):
+        return json.loads(text)[:limit]
+    return [json.loads(line) for line in text.splitlines() if line.strip()][:limit]

@@ -1,9 +1,9 @@
-"""`posttrain reward try`: what a reward makes of a data file, before a run spends time on it.
+"""`posttrain reward try`: scores a data file with a reward, before a run spends time on it.
 
-Every row's truth is scored as if it were the response, in the usual spellings (bare, `\\boxed{}`, `#### `, `<answer>`),
-next to the truth of another row and to an empty response; of a whole solution also the answer that it ends with. Two
-responses that know nothing are scored as well: many answers in a row, and the question repeated. Responses, where there
-are some, are scored too.
+Every row's ground truth is scored as if it were the response, in the usual spellings (bare, `\\boxed{}`, `#### `,
+`<answer>`), and so are the ground truth of another row and an empty response. If the ground truth is a whole solution,
+its final answer is scored too. Two uninformed responses are added: many answers in a row, and the question repeated.
+Given responses are scored as well.
 """
 
 from __future__ import annotations
@@ -13,35 +13,33 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
-from posttrain.rewards.answers import explicit_answer, extract_final_answer, is_prose
-from posttrain.rewards.findings import EMPTY, LISTED, REPEATED, Findings, report
-from posttrain.rewards.functions import asks_sources
+from posttrain.rewards.answers import explicit_answer, extract_final_answer, is_prose, read_answer
+from posttrain.rewards.combined import asks_sources
 from posttrain.rewards.loading import check_columns
 from posttrain.rewards.numbers import parse_number
 from posttrain.rewards.pool import RewardPool
-from posttrain.rewards.programs import is_code
-from posttrain.rewards.read_answer import read_answer
-from posttrain.rewards.scorers import NO_SCORER, find_scorer
+from posttrain.rewards.scorers import NO_SCORER, find_scorer, is_code
+from posttrain.rewards.try_report import EMPTY, LISTED, REPEATED, Findings, report
 from posttrain.rewards.types import RewardError, RewardItem, RewardResult, RewardSpec
 
+# How a right response may spell the ground truth; one of these must score 1.
 SPELLINGS: dict[str, Callable[[str], str]] = {
     "bare": lambda truth: truth,
     "\\boxed{}": lambda truth: f"\\boxed{{{truth}}}",
     "####": lambda truth: f"#### {truth}",
     "<answer>": lambda truth: f"<answer>{truth}</answer>",
 }
-"""How a right response may spell the truth; a truth counts as scored if one of them scores 1."""
 
+# What is spelled: the ground truth as it is, and the final answer if it is a whole solution (`... #### 72`).
 TRUTH, ANSWER = "truth", "its answer"
-"""What is spelled: the truth as it stands, and of a whole solution (`... #### 72`) the answer that it ends with."""
 LISTED_ON_EACH_SIDE = 4
 
+# Columns (or keys of extra_info) in which data sets of coding tasks keep a program that passes.
 SOLUTIONS = ("canonical_solution", "solution", "code", "reference_solution")
-"""Columns (or keys of extra_info) in which data sets of coding tasks keep a program that passes."""
 
 
 def try_reward(rows: Sequence[dict[str, Any]], spec: RewardSpec | None = None, **options: Any) -> str:
-    """The report of `examine` as text."""
+    """Return the report of `examine` as text."""
     spec = spec or RewardSpec()
     return report(examine(rows, spec, **options), spec)
 
@@ -57,10 +55,10 @@ def examine(
     times: int = 2,
     patience_s: float | None = None,
 ) -> Findings:
-    """Score truths, wrong answers and responses (those given, else the rows' own column `response`).
+    """Score ground truths, wrong answers and responses (those given, else the rows' own column `response`).
 
-    `times`: how often everything is scored; what did not get the same score each time is named. `patience_s`: try only
-    as many rows as that lasts for, by the time of a first call. Responses with the same `group` are scored together.
+    Everything is scored `times` times, and differing scores are reported. `patience_s` limits the number of rows, by
+    the time of a first call. Responses with the same `group` are scored together.
     """
     rows = [as_trained(row) for row in rows]
     check_columns(spec, {name for row in rows for name in extra_info_of(row) or ()})
@@ -89,10 +87,11 @@ def examine(
         results = pool.wait_all()
         found.seconds = [result.seconds for result in results.values() if result.seconds is not None]
         for _ in range(0 if _hopeless(results) else times - 1):
-            pool.submit_many(list(reversed(asked.items())))  # another order: nothing may follow from what came before
+            # In another order, to find scores that depend on earlier ones.
+            pool.submit_many(list(reversed(asked.items())))
             _note_flaky(found, results, pool.wait_all())
     if times > 1 and asked and not (found.flaky or _hopeless(results)):
-        # Workers seed random numbers by the response, which hides a reward that draws them.
+        # Workers seed random numbers by the response, which hides that a reward draws some. Another seed shows it.
         with RewardPool(replace(spec, seed=1), num_workers=num_workers, timeout_s=timeout_s, on_print=_ignore) as pool:
             pool.submit_many(list(asked.items()))
             _note_flaky(found, results, pool.wait_all())
@@ -109,13 +108,13 @@ def examine(
 
 
 def _ignore(line: str) -> None:
-    """What a reward prints when it is asked again was printed before."""
+    """What a reward prints the second time was already shown."""
 
 
 def _affordable(
     pool: RewardPool, usable: list[Any], default_source: str | None, patience_s: float, found: Findings
 ) -> list[Any]:
-    """The rows that `patience_s` lasts for; none if the first call did not come back."""
+    # As many rows as fit into `patience_s`; none if the first call did not return.
     row = usable[0][1]
     text = "" if _is_code(row, default_source) else _one(truth_of(row))
     pool.submit("first", _item(row, text, default_source))
@@ -128,7 +127,7 @@ def _affordable(
 
 
 def _hopeless(results: dict[Any, RewardResult]) -> bool:
-    """Whether every call failed: nothing is learnt by failing again, and a deadline costs its seconds each time."""
+    # If every call failed, trying again shows nothing new, and each deadline costs its seconds.
     return all(result.error for result in results.values())
 
 
@@ -140,12 +139,12 @@ def _note_flaky(found: Findings, first: dict[Any, RewardResult], second: dict[An
             found.flaky.append((row, form, result.score, other.score))
 
 
+# The key by which responses to the same prompt belong together.
 GROUP = "group"
-"""Key of a response that was sampled with others: which prompt they answer."""
 
 
 def truth_of(row: dict[str, Any]) -> Any:
-    """A row's truth: `ground_truth`, `reward_model.ground_truth` or `answer`."""
+    """Return a row's ground truth: `ground_truth`, `reward_model.ground_truth` or `answer`."""
     if row.get("ground_truth") is not None:
         return row["ground_truth"]
     nested = row.get("reward_model")
@@ -155,7 +154,7 @@ def truth_of(row: dict[str, Any]) -> Any:
 
 
 def as_trained(row: dict[str, Any]) -> dict[str, Any]:
-    """A row of data as training reads it: the column `response` is the truth of a row that has no other."""
+    """Return a row as training reads it: without another ground truth, the column `response` is the ground truth."""
     nested = row.get("reward_model")
     given = row.get("ground_truth") is not None or (isinstance(nested, dict) and nested.get("ground_truth") is not None)
     if given or row.get("response") is None:
@@ -164,7 +163,7 @@ def as_trained(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _matched(row: dict[str, Any], spec: RewardSpec, default_source: str | None, found: Findings | None) -> bool:
-    """Whether the reward can score the row's source; a user's own function is taken to know all its sources."""
+    # A user's own function is assumed to handle all sources.
     if not asks_sources(spec):
         return True
     source = _source(row, default_source)
@@ -189,7 +188,7 @@ def _item(row: dict[str, Any], text: str, default_source: str | None) -> RewardI
 
 
 def extra_info_of(row: dict[str, Any]) -> Any:
-    """What training gives rewards of a row beside its truth: its other columns, and its own `extra_info` over them."""
+    """Return what training passes to rewards as `extra_info`: other columns, under the row's own `extra_info`."""
     taken = ("prompt", "ground_truth", "data_source", "extra_info", "response", "own_words", GROUP)
     others = {name: value for name, value in row.items() if name not in taken and value is not None}
     own = row.get("extra_info")
@@ -199,7 +198,7 @@ def extra_info_of(row: dict[str, Any]) -> Any:
 
 
 def _trials(row: dict[str, Any], others: Sequence[Any]) -> Iterable[tuple[str, str]]:
-    """(form, response) of all that is scored for a row; `others` are the truths of the rows after it."""
+    # (form, response) of all that is scored for a row; `others` are the ground truths of the rows after it.
     truth, other = _one(truth_of(row)), _one(others[0])
     own = _short(truth)
     is_wrong = _short(other) != own  # two solutions may end with the same answer
@@ -220,7 +219,7 @@ def _trials(row: dict[str, Any], others: Sequence[Any]) -> Iterable[tuple[str, s
 
 
 def _answer_in(truth: str) -> str | None:
-    """The answer of a whole solution; None where the truth is the answer itself."""
+    # The final answer of a whole solution; None if the ground truth is the answer itself.
     answer = explicit_answer(truth) or (extract_final_answer(truth) if is_prose(truth) else None)
     return answer if answer != truth.strip() else None
 
@@ -230,7 +229,6 @@ def _short(truth: str) -> str:
 
 
 def _question(row: dict[str, Any]) -> str | None:
-    """What the row asks, without what a chat template puts around it."""
     prompt = row.get("prompt")
     if isinstance(prompt, list | tuple) and prompt and isinstance(prompt[-1], dict):
         prompt = prompt[-1].get("content")
@@ -242,7 +240,7 @@ def _is_code(row: dict[str, Any], default_source: str | None) -> bool:
 
 
 def _code_trials(row: dict[str, Any]) -> Iterable[tuple[str, str]]:
-    """Tests are no response; where the row has a solution, that must pass them."""
+    # Tests are no response. If the row has a solution, it must pass them.
     extra = row.get("extra_info")
     for place in (row, extra if isinstance(extra, dict) else {}):
         for name in SOLUTIONS:
@@ -264,7 +262,7 @@ def _note_truth(found: Findings, i: int, row: dict[str, Any], scored: dict[str, 
     of_row = {form: result for form, result in scored.items() if form != "response"}
     tried = [result for form, result in of_row.items() if form.startswith((f"{TRUTH}, ", f"{ANSWER}, "))]
     if all(NO_SCORER in (result.error or "") for result in tried):
-        found.unmatched[str(row.get("data_source"))] += 1  # a user's function that asks ours by data source
+        found.unmatched[str(row.get("data_source"))] += 1  # a user's function that calls our scorers by data source
         return
     for form, result in of_row.items():
         found.by_form[form].append(result.score)
@@ -277,13 +275,13 @@ def _note_truth(found: Findings, i: int, row: dict[str, Any], scored: dict[str, 
     others = [result for form, result in of_row.items() if form.startswith("another row's ")]
     if others:
         _note_parts(found, "another's truth", max(others, key=lambda result: result.score))
-        found.told_apart.append(best - max(result.score for result in others))
+        found.score_gaps.append(best - max(result.score for result in others))
     found.best.append(best)
     if best > of_row[EMPTY].score:
         for form in (LISTED, REPEATED):
             if form in of_row:
                 found.unearned[form].append(not of_row[form].error and of_row[form].score >= best)
-    # Where a reward says what is right, its score may be anything: weights, bonuses.
+    # If a reward reports `acc`, its score may be anything: weights, bonuses.
     if max(float(result.parts.get("acc", result.score)) for result in tried) < 1.0:
         found.unscored.append((i, _one(truth_of(row)), best))
 
@@ -314,12 +312,12 @@ def _note_response(found: Findings, i: int, row: dict[str, Any], result: RewardR
     response, is_right = str(row["response"]), _is_right(result)
     if GROUP in row:
         found.groups[row[GROUP]].append((result.score, is_right))
-    # A function that reports what it read decides; for the others our own extraction stands in.
+    # If the function reports what it read, that counts; otherwise our own extraction is used.
     pred = result.parts["pred"] if "pred" in result.parts else read_answer(_source(row, None), response)
     if pred == "" or pred is None:
         found.unanswered.append((i, response))
     elif not result.error and not _is_code(row, None):
-        found.agrees[is_right, _says(str(pred), truth_of(row))] += 1
+        found.agrees[is_right, _matches_truth(str(pred), truth_of(row))] += 1
 
 
 def _note_parts(found: Findings, whose: str, result: RewardResult) -> None:
@@ -329,12 +327,12 @@ def _note_parts(found: Findings, whose: str, result: RewardResult) -> None:
 
 
 def _is_right(result: RewardResult) -> bool:
-    """What the reward takes for right: by its part `acc`, else by its score, as the metrics of a run have it."""
+    # By its part `acc`, else by its score, as in a run's metrics.
     return float(result.parts.get("acc", result.score)) >= 0.5
 
 
-def _says(answer: str, truth: Any) -> bool:
-    """Whether an answer is the truth (or one of several), as texts or as numbers."""
+def _matches_truth(answer: str, truth: Any) -> bool:
+    # As texts or as numbers; the ground truth may be a list of several.
     truths = truth if isinstance(truth, list | tuple) else [truth]
     wanted = [text for one in truths for text in (str(one), extract_final_answer(str(one))) if text]
     if any(answer.strip() == text.strip() for text in wanted):

@@ -1,4 +1,4 @@
-"""The records that rewards are made of: what is scored, what came out, which function does it, and what went wrong."""
+"""The records of the reward package: what is scored, the result, which function scores, and errors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from posttrain.errors import UserError
 
 
 class RewardError(UserError):
-    """A reward that cannot be used; says what is wrong, where it was set and what to do."""
+    """A reward that cannot be used. The message says what is wrong, where it was set and what to do."""
 
     def __init__(self, what: str, where: str = "", todo: str = "") -> None:
         super().__init__(what)
@@ -28,7 +28,7 @@ class RewardError(UserError):
 
 @dataclass
 class RewardItem:
-    """One response to be scored. Items that share `group` are handed to a list-form function in one call."""
+    """One response to be scored. Items that share `group` are passed to a list-form function in one call."""
 
     data_source: str | None
     solution_str: str
@@ -36,61 +36,59 @@ class RewardItem:
     extra_info: Any = None
     group: Hashable = None
     group_size: int = 1
+    # Tokens that the model wrote, if known.
     tokens: int | None = None
-    """Tokens of the response that the model wrote, where they are known."""
+    # What the model wrote itself, one line per turn, if `solution_str` also holds observations.
     own_words: str | None = None
-    """What the model wrote itself, a line for each turn, where `solution_str` has what it was told too."""
+    # For functions of TRL's form: the row's prompt, the response's tokens, and (finished steps, all steps).
     prompt: Any = None
-    """The row's prompt, for functions of TRL's form: messages, or a text where the data has texts."""
     token_ids: Sequence[int] | None = None
-    """Of the response, for functions of TRL's form."""
     progress: tuple[int, int] | None = None
-    """Steps that are done, and steps of the run, for functions of TRL's form."""
 
 
 @dataclass
 class RewardResult:
-    """A score and its named parts; `error` tells why the failure score was given instead, or is None."""
+    """A score and its named parts; `error` says why the failure score was given instead, or is None."""
 
     score: float
     parts: dict[str, float | str] = field(default_factory=dict)
     error: str | None = None
+    # The duration of the call, which a group shares; None if it did not return.
     seconds: float | None = field(default=None, compare=False)
-    """Of the call that gave it, which a group shares; None where the call did not come back."""
 
 
 @dataclass
 class RewardSpec:
-    """Where a reward function comes from and how it is called: plain data that travels to the workers."""
+    """Where a reward function comes from and how it is called: plain data that is sent to the workers."""
 
+    # `builtin` (by data source), `file`, `dotted`, `pickled`, `url`, `shape` (format) or `combined`.
     kind: str = "builtin"
-    """`builtin` (by data source), `file`, `dotted`, `pickled`, `url`, `shape` (its form) or `combined`."""
+    # The file, dotted path or URL as given; the name of a built-in scorer, or empty for the row's own.
     path: str = ""
-    """The file, dotted path or URL, as it was given; of a built-in scorer its name, or nothing for the row's own."""
+    # The function's name; filled in when the reward is resolved.
     name: str | None = None
-    """The function's name; filled in when the reward is resolved."""
+    # Which signature the function has: `source`, `pair`, `list` or `batch`.
     form: str = "source"
-    """`source`, `pair`, `list` or `batch`: which of the signatures the function has."""
+    # Columns that the rows must have.
     columns: list[str] = field(default_factory=list)
-    """Columns of the rows that it cannot do without."""
+    # Further keyword arguments of every call.
     kwargs: dict[str, Any] = field(default_factory=dict)
-    """Further keyword arguments of every call."""
+    # The working folder: dotted paths are looked up here first.
     folder: str = field(default_factory=os.getcwd)
-    """The working folder: dotted paths are looked up here first."""
+    # Import path of the process that named the function; needed for functions pickled by reference.
     sys_path: list[str] = field(default_factory=list)
-    """Import path of the process that named the function; needed for functions that were pickled by reference."""
+    # The function itself, if an object was given instead of a path.
     pickled: bytes = b""
-    """The function itself, when an object was given instead of a path."""
+    # Arguments of `scorers.code.configure`; empty means the defaults.
     code: dict[str, Any] = field(default_factory=dict)
-    """Arguments of `scorers.code.configure`; empty leaves the defaults."""
+    # Seeds the random numbers that the function draws.
     seed: int = 0
-    """Of the random numbers that the function draws: with another one, the same response may score differently."""
+    # The deadline of a score; requests to servers end before it.
     timeout_s: float = 10.0
-    """Seconds that a score may take: what waits for others stops before that."""
+    # The functions of a combined reward.
     parts: list[RewardPart] = field(default_factory=list)
-    """The functions of a combined reward."""
+    # How messages name it.
     label: str = "built-in scorers, by data_source"
-    """How the run names it to its user."""
 
     @property
     def takes_groups(self) -> bool:
@@ -104,15 +102,15 @@ class RewardPart:
 
     name: str
     weight: float
+    # Counts only if the part of this name judged the response right.
     needs: str | None
-    """Counts only where the part of this name found the response right."""
     spec: RewardSpec
 
 
 @dataclass(frozen=True)
 class RewardList:
-    """Functions whose scores are summed, as `posttrain.train(reward=[f, g], reward_weights=[1.0, 0.5])` has them."""
+    """Functions whose scores are summed, from `posttrain.train(reward=[f, g], reward_weights=[1.0, 0.5])`."""
 
     functions: Sequence[Callable[..., Any]]
+    # One per function; None means 1.
     weights: Sequence[float] | None = None
-    """One of each; None takes 1."""

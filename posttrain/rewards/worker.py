@@ -1,7 +1,6 @@
-"""A reward worker, a process with the arguments FD PARENT (process.py): imports the reward once, then scores for
-RewardPool.
+"""A reward worker, a process with the arguments FD PARENT (process.py): imports the reward once, then scores.
 
-What it hears and says stands in channel.py.
+channel.py lists its messages.
 """
 
 from __future__ import annotations
@@ -16,28 +15,29 @@ import signal
 import socket
 import sys
 import time
+import zlib
 from collections.abc import Callable, Iterator, Sequence
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
 from typing import Any
 
 from posttrain.rewards.batch import BatchFacts
 from posttrain.rewards.channel import CHUNK_S, Channel, Payload
-from posttrain.rewards.failures import describe_exception
+from posttrain.rewards.damage import SharedState
 from posttrain.rewards.loading import load_scores
-from posttrain.rewards.outcomes import Outcome, ScoreItems, failure
-from posttrain.rewards.seeding import Seeding
-from posttrain.rewards.surroundings import Surroundings
+from posttrain.rewards.outcomes import Outcome, ScoreItems, describe_exception, failure
 from posttrain.rewards.types import RewardError
 from posttrain.texts import utf8, well_formed
 
+# How much one sample may print before the rest is cut.
 PRINT_LINES, PRINT_CHARS = 20, 2000
-"""How much one sample may print before the rest is cut."""
 _SLOW_IMPORT_S = 60.0
 
 
 def main() -> None:
-    """Serve one parent until it hangs up."""
+    """Serve one parent until it closes the connection."""
     _die_with_parent(int(sys.argv[2]))
-    os.set_inheritable(int(sys.argv[1]), False)  # a program that outlives the worker must not hold its connection
+    os.set_inheritable(int(sys.argv[1]), False)  # a program that outlives the worker must not keep its connection open
     channel = Channel(socket.socket(fileno=int(sys.argv[1])))
     messages = _messages(channel)
     spec = next(messages, None)
@@ -58,12 +58,12 @@ def main() -> None:
     except BaseException as error:
         channel.send(("failed", f"the reward could not be loaded: {describe_exception(error)}", ""))
         return
-    _announce_slow_imports(channel)
-    surroundings = Surroundings(out)
+    _extend_deadline_for_slow_imports(channel)
+    shared_state = SharedState(out)
     channel.send(("ready", spec))
-    gc.freeze()  # collections need not walk through what was imported
+    gc.freeze()  # so that collections skip what was imported
     for chunk in messages:
-        if not _score_chunk(lambda payloads: score_task(score, payloads, seeding), chunk, channel, out, surroundings):
+        if not _score_chunk(lambda payloads: score_task(score, payloads, seeding), chunk, channel, out, shared_state):
             return
 
 
@@ -77,23 +77,28 @@ def _score_chunk(
     chunk: list[tuple[int, list[Payload]]],
     channel: Channel,
     out: _Lines,
-    surroundings: Surroundings,
+    shared_state: SharedState,
 ) -> bool:
-    """False where a score damaged what the next would need: the rest of the chunk is another worker's."""
-    process, own_process, now = os.getpid(), os.getpid, time.monotonic  # a function may replace those of the modules
+    # False if a score damaged what the next one needs: another worker gets the rest of the chunk.
+    # Bound now, because a function may replace those of the modules.
+    process, own_process, now = (
+        os.getpid(),
+        os.getpid,
+        time.monotonic,
+    )
     begin = start = now()
     for place, (number, payloads) in enumerate(chunk):
-        if start > begin + CHUNK_S:  # slower than the pool thought: other workers may be idle
+        if start > begin + CHUNK_S:  # slower than the pool expected: other workers may be idle
             channel.send(("back", (start - begin) / place))
             return True
         out.new_sample()
         try:
             outcomes = score(payloads)
-        except _ANYTHING:  # where builtins are damaged even describing an error raises one
+        except _ANYTHING:  # with damaged builtins even describing an error raises one
             outcomes = None
-        if own_process() != process:  # the function forked, and this is the child that came back, too
+        if own_process() != process:  # the function forked, and this is the child, which returned too
             os._exit(0)
-        damage = surroundings.check()
+        damage = shared_state.check()
         out.flush_line()
         end = now()
         if outcomes is None:
@@ -111,7 +116,7 @@ _ANYTHING = BaseException
 
 
 def score_task(score: ScoreItems, payloads: Sequence[Payload], seeding: Seeding) -> list[Outcome]:
-    """One outcome per payload; whatever happens is turned into an outcome."""
+    """Return one outcome per payload; whatever is raised becomes an outcome."""
     try:
         items = []
         for row, response, tokens, own_words, ids in payloads:
@@ -125,21 +130,21 @@ def score_task(score: ScoreItems, payloads: Sequence[Payload], seeding: Seeding)
 
 
 def _die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when its parent ends, however that happens (elsewhere EOF has to do)."""
+    # The kernel then kills this process when its parent ends, however that happens; elsewhere end-of-file must do.
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
         if os.getppid() != parent:  # it ended before the call
             os._exit(0)
 
 
-def _announce_slow_imports(channel: Channel) -> None:
+def _extend_deadline_for_slow_imports(channel: Channel) -> None:
     from posttrain.rewards.scorers import math as math_scorer
 
     math_scorer.before_slow_import = lambda: channel.send(("wait", _SLOW_IMPORT_S))
 
 
 class _Lines(io.TextIOBase):
-    """Stands for stdout and stderr: sends whole lines to the parent, and per sample no more than a screen."""
+    """Replaces stdout and stderr: sends whole lines to the parent, limited per sample."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel, self._pid, self._rest = channel, os.getpid(), ""
@@ -152,10 +157,10 @@ class _Lines(io.TextIOBase):
         return True
 
     def close(self) -> None:
-        """Stays open: a function that closes its stdout must not silence the next."""
+        """Do nothing: a function that closes its stdout must not silence the next one."""
 
     def write(self, text: str, /) -> int:
-        if os.getpid() != self._pid:  # a forked child must not speak on its parent's connection
+        if os.getpid() != self._pid:  # a forked child must not write to its parent's connection
             return os.write(2, utf8(text))
         if self._lines <= PRINT_LINES:
             *lines, self._rest = (self._rest + text[: PRINT_CHARS * 2]).split("\n")
@@ -181,8 +186,53 @@ class _Lines(io.TextIOBase):
 
 
 def serve() -> None:
-    """All that the process does."""
-    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):  # the parent hung up
+    """Run the whole process."""
+    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):  # the parent closed the connection
         main()
     # Threads that the user's function left behind must not keep the process alive.
     os._exit(0)
+
+
+_GENERATORS = ("random", "numpy.random")
+
+
+class Seeding:
+    """Seeds random numbers per sample, so that a score does not depend on which worker computed it, or after what.
+
+    Seeding takes longer than many a score, so only generators that were imported are seeded. As an entry of
+    `sys.meta_path` it also sees a generator that a function imports while it scores, and seeds it at once.
+    """
+
+    def __init__(self, seed: int = 0) -> None:
+        self._base = self._number = seed
+        sys.meta_path.insert(0, self)
+        for name in _GENERATORS:
+            self._seed(sys.modules.get(name))
+
+    def new_sample(self, text: str) -> None:
+        self._number = zlib.crc32(text.encode("utf-8", "surrogatepass"), self._base)
+        for name in _GENERATORS:
+            if name in sys.modules:
+                self._seed(sys.modules[name])
+
+    def _seed(self, generator: ModuleType | None) -> None:
+        if generator is not None and hasattr(generator, "seed"):  # not if it is a user's file with that name
+            generator.seed(self._number)
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Find the module as usual, and seed it after it has run."""
+        if name not in _GENERATORS:
+            return None
+        spec = PathFinder.find_spec(name, path, target)
+        if spec is None or spec.loader is None:
+            return None
+        run = spec.loader.exec_module
+
+        def run_and_seed(module: ModuleType) -> None:
+            run(module)
+            self._seed(module)
+
+        spec.loader.exec_module = run_and_seed
+        return spec

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from typing import Any
 
@@ -18,9 +19,9 @@ from posttrain.config.model import ModelConfig
 from posttrain.config.rollout import RolloutConfig
 from posttrain.errors import UserError
 from posttrain.kernels.tensor_parallel import Team
-from posttrain.models.cut import KEY
 from posttrain.models.decoder import FastDecoder
 from posttrain.models.loading import load_causal_lm, resolve_dtype
+from posttrain.models.shards import KEY
 from posttrain.registry import Registry
 from posttrain.rollout.base import RolloutEngine
 from posttrain.rollout.hf import MODES, HFEngine
@@ -53,8 +54,14 @@ ENGINES: Registry[Maker] = Registry("rollout engine")
 """Name -> maker: an engine that was proved, with its name and version; or why there is none for this model."""
 
 
-def register_engine(name: str) -> Callable[[Maker], Maker]:
-    """Makes an engine known under a name; one that is taken already is an error."""
+_BY_TEAMS: set[str] = set()  # engines that several workers can hold together
+
+
+def register_engine(name: str, *, by_teams: bool = False) -> Callable[[Maker], Maker]:
+    """Makes an engine known under a name; one that is taken already is an error. `by_teams`: several workers can hold
+    one together, and then its maker gets an order with a `team`."""
+    if by_teams:
+        _BY_TEAMS.add(name)
     return ENGINES.register(name)
 
 
@@ -81,7 +88,7 @@ def build_engine(
     are moved, or a folder, which is loaded onto `device`. `longest` is the most tokens of a row. With a `team` it is in
     host memory: the engine copies this rank's part of it, and the rest is gone then."""
     check_engine_name(config.name)
-    if team is not None and config.name != "native":
+    if team is not None and config.name not in _BY_TEAMS:
         raise UserError(
             f"{KEY}={team.size}: the engine {config.name} cannot be held by several workers; set it to 1, or "
             "actor_rollout_ref.rollout.name=native"
@@ -113,7 +120,7 @@ def _kind(module: Any) -> str:
     return module.config.model_type
 
 
-@register_engine("native")
+@register_engine("native", by_teams=True)
 def make_native(order: Order) -> Made | str:
     """posttrain's own."""
     if not can_run_native(order.module):
@@ -121,7 +128,7 @@ def make_native(order: Order) -> Made | str:
     engine, name = build_native(order.module, order.config, decode=order.decode, device=order.device, team=order.team)
     problem = why_wrong(engine, order.module)
     if problem is None and isinstance(engine.decoder, FastDecoder) and order.team is not None:
-        engine.decoder.forget_whole()
+        engine.decoder.drop_unsharded_weights()
     if problem is None and order.config.quantization == "fp8":  # proved first: rounding would hide an error
         name = use_fp8(engine, name)
     return problem or (engine, name)
@@ -146,10 +153,10 @@ def make_hf(order: Order) -> Made | str:
     return problem
 
 
-@register_engine("vllm")
+@register_engine("vllm", by_teams=True)
 def make_vllm(order: Order) -> Made | str:
     """vLLM, where it is installed."""
-    return _made_outside(order, build_vllm)
+    return _made_outside(order, partial(build_vllm, team=order.team))
 
 
 @register_engine("sglang")

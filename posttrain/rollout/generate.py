@@ -6,9 +6,10 @@ Shapes: B rows, P prompt width, R response width.
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from itertools import chain
+from itertools import chain, count
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,10 @@ import torch
 from posttrain import pulse
 from posttrain.protocol import DataProto
 from posttrain.rollout.base import Output, Request, RolloutEngine, Sampling
+
+# How long a request that is ready may wait for running rows, in seconds or in steps. Each return costs a call between
+# processes (about a millisecond), so it is not done after every step.
+JOIN_S, STEPS_TOGETHER = 0.03, 4
 
 
 def advance(engine: RolloutEngine, until: Callable[[], bool] = lambda: False) -> list[Output]:
@@ -27,6 +32,15 @@ def advance(engine: RolloutEngine, until: Callable[[], bool] = lambda: False) ->
             ended = engine.step()
             work.advance(running_tokens=engine.running_tokens())
     return ended
+
+
+def until_others_may_join(engine: RolloutEngine) -> Callable[[], bool]:
+    """For `advance`: ends it soon, between two steps, so that requests that are ready by then can be admitted."""
+    if engine.ranks > 1:  # ranks that hold an engine together must make the same steps, whatever their clocks say
+        steps = count()
+        return lambda: next(steps) >= STEPS_TOGETHER
+    end = time.monotonic() + JOIN_S
+    return lambda: time.monotonic() >= end
 
 
 def generate(

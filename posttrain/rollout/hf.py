@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from posttrain.models.plain_rows import next_logits, row_log_probs
+from posttrain.models.forward import next_logits, row_log_probs
 from posttrain.rollout.base import Output, Request, RolloutEngine, Stage
 from posttrain.rollout.sampling import sample, uniforms
 

@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 
-from posttrain.config.engine_kwargs import OUTSIDE
-from posttrain.config.outside import OutsideEngine
 from posttrain.config.rollout import RolloutConfig
 from posttrain.errors import UserError, first_line
 from posttrain.models.lora import has_adapters, merged_state
 from posttrain.rollout.base import Request
+from posttrain.rollout.engine_kwargs import OUTSIDE
 from posttrain.rollout.native.build import cache_limit
+from posttrain.rollout.outside_engine import OutsideEngine
 
 Weights = Iterable[tuple[str, torch.Tensor]]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from posttrain.models.plain_rows import row_log_probs
+from posttrain.models.forward import row_log_probs
 from posttrain.models.proof import agree, proof_rows
 from posttrain.rollout.base import RolloutEngine, Sampling
 from posttrain.rollout.generate import generate

@@ -1,7 +1,7 @@
-"""The first process of a job: shuts the last doors, forks the program, and tells the caller what came of it.
+"""The first process of a job: locks itself in, forks the program, and reports to the caller.
 
-It stays between the program and the caller: the program has no descriptor that leads out of the sandbox, and cannot
-signal or read this process. The order matters: tests arrive only after the program was forked.
+It stays between the program and the caller. The program has no descriptor that leads out of the sandbox, and cannot
+signal or read this process. The order matters: the tests are read only after the program was forked.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _MB = 1 << 20
 
 
 def main(channel: int, limits: dict[str, Any], proc: int, *, isolated: bool) -> None:
-    """One job, from the fork to the last message."""
-    os.setsid()  # away from the terminal, and one session for all of the job
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # which the first process of a namespace is immune to
+    """Run one job, from the fork to the last message."""
+    os.setsid()  # detaches from the terminal; the whole job is one session
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # the first process of a namespace ignores it otherwise
     null = os.open("/dev/null", os.O_RDWR)
     for fd in (0, 1, 2):
         os.dup2(null, fd)
     try:
-        folder = _shut_doors(channel, limits, proc, isolated)
+        folder = _lock_down(channel, limits, proc, isolated)
     except OSError as error:
         wire.send(channel, {"refused": getattr(error, "step", str(error)), "errno": error.errno})
         return
@@ -49,8 +49,8 @@ def main(channel: int, limits: dict[str, Any], proc: int, *, isolated: bool) -> 
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _shut_doors(channel: int, limits: dict[str, Any], proc: int, isolated: bool) -> str:
-    """Everything that holds the job; afterwards not even this process could undo it."""
+def _lock_down(channel: int, limits: dict[str, Any], proc: int, isolated: bool) -> str:
+    # Applies everything that confines the job. Afterwards not even this process could undo it.
     base, folder = address_space(proc), "/"
     if isolated:
         kernel.unshare(_NAMESPACES, "namespaces of a job")
@@ -69,7 +69,7 @@ def _shut_doors(channel: int, limits: dict[str, Any], proc: int, isolated: bool)
     _set_limits(limits, base)
     os.umask(0o077)
     if isolated:
-        kernel.prctl(kernel.PR_SET_DUMPABLE, 0, "dumpable")  # the program may not trace or read this process
+        kernel.prctl(kernel.PR_SET_DUMPABLE, 0, "dumpable")  # the program must not trace or read this process
         kernel.drop_capabilities()
         install_filter()
     return folder
@@ -100,7 +100,7 @@ def _set_limits(limits: dict[str, Any], base: int) -> None:
 
 
 def _run_program(channel: int, request: dict[str, Any], limits: dict[str, Any]) -> None:
-    """Run the program once for each standard input, each time in a fresh process; the deadline is for all of them."""
+    # Each standard input gets a fresh process; the deadline and the output limit are for all of them together.
     left, room = limits["seconds"], limits["output_bytes"]
     for stdin in request["stdins"]:
         ended = Program(lambda theirs: _run_once(theirs, request), stdin, left, room).wait()
@@ -127,13 +127,13 @@ def _judge_program(channel: int, request: dict[str, Any], limits: dict[str, Any]
         if not error:
             for outcome in judge(program, tests, loaded.get("value"), until_failure=request["until_failure"]):
                 wire.send(channel, outcome)
-    except (Ended, ValueError, RecursionError):  # it ended, or spoke nonsense, before it was loaded
+    except (Ended, ValueError, RecursionError):  # it ended, or sent an invalid message, before it was loaded
         pass
     wire.send(channel, program.end())
 
 
 def _load_error(message: Any) -> dict[str, Any] | None:
-    """Why the program could not be loaded, in its own words: it may have written the message by itself."""
+    # The program may have forged this message, so only strings of limited length are taken from it.
     error = message.get("error") if isinstance(message, dict) else "no message"
     if not error:
         return None
@@ -153,4 +153,4 @@ def _write_file(name: str, content: str) -> None:
         file.write(content)
 
 
-assert "posttrain.sandbox.values" in sys.modules  # nothing may be left to import once the root is gone
+assert "posttrain.sandbox.values" in sys.modules  # once the root is gone, nothing can be imported

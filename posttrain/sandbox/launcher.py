@@ -1,6 +1,7 @@
-"""The first process of a sandbox: enters the outer namespaces, starts the template in them, and lives as long as both.
+"""The first process of a sandbox: enters the outer namespaces, starts the template in them, and ends with either.
 
-`process.SandboxProcess` starts it as a bare Python with an empty environment, and tells it in one message what to show.
+`process.SandboxProcess` starts it as a bare Python with an empty environment, and sends the configuration as one
+message.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import sys
 from typing import Any
 
 from posttrain.sandbox import kernel, wire
-from posttrain.sandbox.mounts import enter_root, take_trees
+from posttrain.sandbox.mounts import clone_trees, enter_root
 from posttrain.sandbox.template import serve
 
 _NOBODY = 65534
@@ -31,7 +32,7 @@ _NAMESPACES = {
 def main(control: int, parent: int) -> None:
     """Serve the process `parent` over the socket `control` until it ends."""
     parent_fd = os.pidfd_open(os.getppid())
-    if os.getppid() != parent:  # it ended before we looked
+    if os.getppid() != parent:  # the caller ended before we looked
         os._exit(0)
     config = wire.receive(control)
     sys.path[:] = [path for path in sys.path if path != config["code"]] + config["site_packages"]
@@ -59,12 +60,12 @@ def main(control: int, parent: int) -> None:
 
 
 def _wait_for_either(child: int, parent_fd: int) -> None:
-    """Until the template or the process that it serves has ended; then neither is left."""
+    # Waits until the template or the caller has ended, and then ends the template: no job outlives its caller.
     poll = select.poll()
     for fd in (parent_fd, os.pidfd_open(child)):
         poll.register(fd, select.POLLIN)
     poll.poll()
-    os.kill(child, signal.SIGKILL)  # the first process of its namespace: the kernel ends all the others with it
+    os.kill(child, signal.SIGKILL)  # it is the first process of its namespace, so the kernel ends all others with it
     os.waitpid(child, 0)
     os._exit(0)
 
@@ -73,17 +74,17 @@ def _isolate(config: dict[str, Any]) -> None:
     _enter_user_namespace()
     for name, flag in _NAMESPACES.items():
         kernel.unshare(flag, name)
-    trees = take_trees(config["paths"])
-    # From here on not even the numbers of the user who started us: as root we are nobody, whom limits bind.
+    trees = clone_trees(config["paths"])
+    # Give up the user's own ids. If root started us we are `nobody` outside: RLIMIT_NPROC does not bind root.
     os.setresgid(0, 0, 0)
     os.setresuid(0, 0, 0)
-    kernel.prctl(kernel.PR_SET_DUMPABLE, 1, "dumpable")  # else /proc/self/uid_map belongs to somebody else
+    kernel.prctl(kernel.PR_SET_DUMPABLE, 1, "dumpable")  # otherwise /proc/self/uid_map belongs to root
     kernel.sethostname("sandbox")
     enter_root(trees)
 
 
 def _enter_user_namespace() -> None:
-    """Become user 0 of a namespace of our own; outside we are the same user as before, or nobody if we were root."""
+    # Become user 0 of a new namespace; outside we stay the same user, or become nobody if we were root.
     if os.geteuid() == 0 and _maps_nobody():
         os.setgroups([])
         with _Mapper() as mapper:
@@ -97,7 +98,7 @@ def _enter_user_namespace() -> None:
 
 
 class _Mapper:
-    """A child that stays outside: only from there may a process be mapped to a user other than its own."""
+    """A child outside of the namespace: only from there may a process be mapped to a user other than its own."""
 
     def __enter__(self) -> _Mapper:
         self._ours, theirs = socket.socketpair()
@@ -124,8 +125,7 @@ class _Mapper:
 
 
 def _maps_nobody() -> bool:
-    """Whether the user nobody exists in the namespace that we are in (not so for the root of `unshare -Ur`)."""
-
+    # The user nobody does not exist everywhere: not for the root of `unshare -Ur`.
     def covers(path: str) -> bool:
         with open(path) as file:
             return any(int(first) <= _NOBODY < int(first) + int(count) for first, _, count in map(str.split, file))

@@ -1,7 +1,7 @@
-"""The judge's end of the channel to a program: nothing that comes back is believed but for its form.
+"""The judge's end of the channel to a program: of what comes back, only the form is relied on.
 
-What comes back was made in a process that the program owns, so it may be anything. A message that the honest server in
-program.py would never send is no answer: it breaks the link, the test at hand fails, and no other one is run.
+The program owns the process that sends it, so a message may hold anything. A message that the honest server in
+program.py would never send breaks the link: the current test fails, and no other one runs.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
 
-from posttrain.sandbox.belief import PLAIN_NAMES, Belief, is_container
 from posttrain.sandbox.objects import form_of, importable
-from posttrain.sandbox.peer import Peer, Unspeakable
+from posttrain.sandbox.peer import NotTransferable, Peer
 from posttrain.sandbox.stand_ins import (
     ARITHMETIC,
     COMPARISONS,
@@ -22,11 +21,12 @@ from posttrain.sandbox.stand_ins import (
     FunctionStandIn,
     StandInType,
     is_stand_in,
+    locate,
     new_stand_in,
-    place_of,
 )
 from posttrain.sandbox.supervise import Ended, Program
 from posttrain.sandbox.surroundings import Surroundings, log, warn
+from posttrain.sandbox.trust import PLAIN_NAMES, Trust, is_solution_object
 from posttrain.sandbox.values import plain_base
 
 _STOPS = (StopIteration, StopAsyncIteration)
@@ -42,37 +42,37 @@ _RUNNING = (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType)
 _OF_RUNNING = {"send", "throw", "close", "asend", "athrow", "aclose"}
 _OF_DUNDER = {"__name__", "__qualname__", "__doc__", "__module__", "__dict__", "__wrapped__", "__annotations__"}
 _NEVER = (types.ModuleType, types.FrameType, types.CodeType, types.TracebackType, unittest.TestCase)
+# Special methods with which an object makes a statement about another value: `__eq__` could always say True.
 _VOUCHES = COMPARISONS | ARITHMETIC
-"""Special methods by which an object says something of other values than itself."""
 
 
 class ProgramError(Exception):
-    """An exception of the program's that must not be raised here as what it is."""
+    """Stands for an exception of the program that must not be raised here as its own class."""
 
 
 class ProgramExit(SystemExit):
-    """`sys.exit()` of the program: not the end of the tests."""
+    """`sys.exit()` of the program, which must not end the tests."""
 
 
 class Link(Peer):
-    """Asks a program to do things, and lets it use the objects of the tests that were handed to it."""
+    """Sends requests to a program, and lets it use the objects of the tests that were handed to it."""
 
     def __init__(self, program: Program) -> None:
         super().__init__(1)
-        self.broken: str | None = None  # why nothing more is believed
-        self.belief = Belief()
-        self.around = Surroundings(self, program)
+        self.broken: str | None = None  # why no further message is accepted
+        self.trust = Trust()
+        self.surroundings = Surroundings(self, program)
         self._program = program
         self._copies: dict[int, _Copy] = {}
-        self._given_by_calls: set[int] = set()
-        self._containers: set[Any] = set()
-        self.unspeakable: str | None = None  # what the tests wanted to hand over, and could not
+        self._returned_by_calls: set[int] = set()
+        self._named_classes: set[Any] = set()
+        self.not_transferable: str | None = None  # what the tests tried to hand over, and could not
         self._offers: Callable[[], dict[str, Any]] = dict
         self._defined: dict[str, Any] = {}
         self._lent: set[int] = set()
 
     def names(self, wanted: list[str]) -> dict[str, Any]:
-        """Those of the names that the program defines; what it gives beyond them is not taken."""
+        """Return those of the wanted names that the program defines; extra ones that it sends are dropped."""
         found = self.ask("names", None, wanted)
         if type(found) is not dict:
             self._break("no names")
@@ -82,9 +82,9 @@ class Link(Peer):
         return found
 
     def offer(self, space: dict[str, Any], given: dict[str, Any], free: Any) -> None:
-        """Let the program have classes and modules of the tests that it uses and does not define (`free`).
+        """Let the program use classes and modules of the tests that it needs and does not define (`free`).
 
-        As in one file with them. Nothing else: it must not find what they expect.
+        It is as if both were one file. Nothing else is offered: the program must not find the expected values.
         """
         wanted = [name for name in free[:_MOST_NAMES] if isinstance(name, str)] if isinstance(free, list) else []
         self._offers = lambda: {
@@ -101,29 +101,21 @@ class Link(Peer):
                 module = value.__name__ if isinstance(value, types.ModuleType) else None
                 self.ask("define", None, (name, None if module else value, module))
 
-    def ask(
-        self,
-        operation: str,
-        target: Any,
-        args: Any = (),
-        options: dict[str, Any] | None = None,
-        *,
-        may_stop: bool = False,
-    ) -> Any:
+    def ask(self, operation: str, target: Any, args: Any = (), options: Any = None, *, may_stop: bool = False) -> Any:
         if operation in ("call", "special"):
             self._define()
         try:
             return super().ask(operation, target, args, options, may_stop=may_stop)
-        except Unspeakable as error:
+        except NotTransferable as error:
             if operation != "special" or args[0] not in _VOUCHES:
-                self.unspeakable = str(error)
+                self.not_transferable = str(error)
             raise
 
     def _note_class(self, name: str, value: Any) -> None:
         if isinstance(value, StandInType):
-            self.belief.name(value, name)
+            self.trust.note_class(value, name)
             if name[:1].isupper():
-                self._containers.add(value)
+                self._named_classes.add(value)
 
     # Messages.
 
@@ -133,29 +125,29 @@ class Link(Peer):
         self._program.send(message)
 
     def _exchange(self, operation: str, target: Any, args: Any, options: dict[str, Any]) -> dict[str, Any]:
-        self.around.before()
+        self.surroundings.before()
         message = super()._exchange(operation, target, args, options)
-        self.around.after()
+        self.surroundings.after()
         return message
 
     def _receive(self) -> dict[str, Any]:
-        return self._believe(lambda: _as_message(self._program.receive()))
+        return self._read_or_break(lambda: _as_message(self._program.receive()))
 
     def _next(self) -> dict[str, Any]:
-        return self._believe(super()._next)
+        return self._read_or_break(super()._next)
 
     def _answer(self, message: dict[str, Any], may_stop: bool) -> Any:
         if "error" in message:
-            raise _raisable(self._believe(lambda: self.exception(message["error"])), may_stop)
-        return self._believe(lambda: self.read(message["value"]))
+            raise _raisable(self._read_or_break(lambda: self.exception(message["error"])), may_stop)
+        return self._read_or_break(lambda: self.read(message["value"]))
 
     def exception(self, error: dict[str, Any]) -> BaseException:
         if "exception" in error:
             return super().exception(error)
         return ProgramError(f"{str(error['name'])[:100]}: {str(error['text'])[:500]}")  # it could not be described
 
-    def _believe(self, read: Callable[[], Any]) -> Any:
-        """Read something that the program sent; if that fails, the link is broken and stays so."""
+    def _read_or_break(self, read: Callable[[], Any]) -> Any:
+        # If a message cannot be read, the link is broken for good: a forger gets no second try.
         try:
             return read()
         except Ended:
@@ -173,7 +165,7 @@ class Link(Peer):
         if request["do"] not in _SERVED:
             self._break(f"a request to {str(request['do'])[:50]!r}")
         try:
-            self.around.after()  # what the program has printed comes before what the tests do now
+            self.surroundings.after()  # what the program printed so far comes before what the tests do now
             super()._serve(request)
         except Ended:
             raise
@@ -184,7 +176,7 @@ class Link(Peer):
         target, args = request["of"], request.get("args", [])
         if request["do"] in ("get", "put", "delete"):
             name, found = args[0], self._target(target)
-            # A decorator of the program may add to a class that the tests hand to it, and not to one that they lent.
+            # A decorator of the program may add to a class that it is handed, but not change one that it is lent.
             lent, writes = id(found) in self._lent, request["do"] != "get"
             added = isinstance(found, type) and name in SPECIAL and writes and not lent
             if not isinstance(name, str) or (lent and writes) or not (added or _may_use(found, name, request["do"])):
@@ -200,7 +192,7 @@ class Link(Peer):
 
     def _export(self, value: Any) -> Any:
         if isinstance(value, _NEVER) or type(value).__module__.partition(".")[0] == "posttrain":
-            raise Unspeakable(f"a {type(value).__name__} of the tests cannot be handed to the program")
+            raise NotTransferable(f"a {type(value).__name__} of the tests cannot be handed to the program")
         form = form_of(value)
         if (form in ("class", "method") or form.endswith("function")) and (place := importable(value)):
             return {"import": place}
@@ -208,20 +200,20 @@ class Link(Peer):
 
     # What the tests do with objects of the program.
 
-    def believes(self, stand_in: Any) -> bool:
-        return self.belief.believes(stand_in)
+    def trusts(self, stand_in: Any) -> bool:
+        return self.trust.trusts(stand_in)
 
-    def believes_value(self, stand_in: Any) -> bool:
-        return self.belief.believes_value(stand_in)
+    def trusts_value(self, stand_in: Any) -> bool:
+        return self.trust.trusts_value(stand_in)
 
     def get(self, stand_in: Any, name: str) -> Any:
         value = super().get(stand_in, name)
         if isinstance(stand_in, (StandInType, FunctionStandIn)):
             self._note_class(name, value)
-        elif not self.believes(stand_in):
+        elif not self.trusts(stand_in):
             if name in PLAIN_NAMES and callable(value):
-                self.belief.owe(stand_in, f".{name}()")
-            self.belief.show(stand_in, name)
+                self.trust.require_proof(stand_in, f".{name}()")
+            self.trust.note_use(stand_in, name)
         return value
 
     def put(self, stand_in: Any, name: str, value: Any) -> None:
@@ -232,14 +224,14 @@ class Link(Peer):
         self._copies.clear()
         value = super().call(stand_in, args, options)
         if is_stand_in(value) and not isinstance(value, StandInType):
-            number = place_of(value)[1]
-            self._given_by_calls.add(number)
-            if is_container(value):
-                return new_stand_in(type(value), (self, number), "object")  # one that is not believed
+            number = locate(value)[1]
+            self._returned_by_calls.add(number)
+            if is_solution_object(value):
+                return new_stand_in(type(value), (self, number), "object")  # this one is not trusted
         return value
 
     def derive(self, name: str, bases: tuple[type, ...], space: dict[str, Any], options: dict[str, Any]) -> type:
-        """A class of the tests that inherits from one of the program: it is made there, its methods run here."""
+        # A class of the tests that inherits from one of the program: it is created there, its methods run here.
         space = dict(space)
         cell = space.pop("__classcell__", None)
         members = [_member(key, value) for key, value in space.items() if key not in _OF_STATEMENT]
@@ -255,18 +247,18 @@ class Link(Peer):
         self._copies.clear()
         value = super().construct(kind, args, options)
         if is_stand_in(value) and isinstance(value, kind):
-            number = place_of(value)[1]
-            if (args or options) and number in self._given_by_calls:
-                # What a call gave before would be equal to whatever the tests construct to compare it with.
+            number = locate(value)[1]
+            if (args or options) and number in self._returned_by_calls:
+                # An object that a call returned before would equal whatever the tests construct to compare it with.
                 value = new_stand_in(type(value), (self, number), "object", value)
-            if kind in self._containers:
+            if kind in self._named_classes:
                 object.__setattr__(value, "_StandIn__made", True)
         return value
 
     def special(self, stand_in: Any, name: str, args: Any, options: dict[str, Any]) -> Any:
         if name in ("__exit__", "__aexit__"):
             return self._exit(stand_in, name, args, options)
-        if isinstance(stand_in, StandInType) or plain_base(type(stand_in)) is not None or self.believes(stand_in):
+        if isinstance(stand_in, StandInType) or plain_base(type(stand_in)) is not None or self.trusts(stand_in):
             return super().special(stand_in, name, args, options)
         if name in ("__setitem__", "__delitem__", "__call__"):
             self._copies.clear()
@@ -274,31 +266,31 @@ class Link(Peer):
             return iter(self._copy(stand_in))
         value = super().special(stand_in, name, args, options)
         if name in _VOUCHES and value is not NotImplemented:
-            self.belief.owe(stand_in, name)
+            self.trust.require_proof(stand_in, name)
         elif name in _CHECKS or (name == "__getitem__" and isinstance(args[0], slice)):
             self._check(stand_in, name, args, value)
         return value
 
     def _exit(self, stand_in: Any, name: str, args: Any, options: dict[str, Any]) -> Any:
-        """The end of a `with` block of the tests. A program must not swallow what their assertions say."""
+        # A context manager of the program must not swallow a failed assertion of the tests.
         error = args[1] if len(args) > 1 else None
         try:
             value = super().special(stand_in, name, args, options)
-        except Unspeakable:
+        except NotTransferable:
             value = super().special(stand_in, name, (None, None, None), options)
         if isinstance(error, (AssertionError, Ended)) and not is_stand_in(error):
             return False
         return value
 
     def _copy(self, stand_in: Any) -> _Copy:
-        """The items of a collection, taken once: it must not have three when counted and none when compared."""
-        number = place_of(stand_in)[1]
+        # Items are read once: a collection must not have three items when counted and none when compared.
+        number = locate(stand_in)[1]
         if number not in self._copies:
             self._copies[number] = _Copy(super().special(stand_in, "__iter__", (), {}))
         return self._copies[number]
 
     def _check(self, stand_in: Any, name: str, args: Any, value: Any) -> None:
-        """Whether an answer agrees with the items of the object; if not, or if it has none, the word is owed."""
+        # If the answer does not follow from the object's items, it needs a proof that the tests expect such an object.
         kind: Any = type(stand_in)
         iterable = (hasattr(kind, "__iter__") or hasattr(kind, "__getitem__")) and not hasattr(kind, "__next__")
         try:
@@ -309,20 +301,20 @@ class Link(Peer):
         except Exception:
             agrees = False
         if not agrees:
-            self.belief.owe(stand_in, name)
+            self.trust.require_proof(stand_in, name)
 
 
+# Answers that the judge can compute itself, from the items.
 _CHECKS: dict[str, Callable[[list[Any], Any, Any], bool]] = {
     "__len__": lambda items, args, value: value == len(items),
     "__bool__": lambda items, args, value: value == bool(items),
     "__contains__": lambda items, args, value: bool(value) == (args[0] in items),
     "__getitem__": lambda items, args, value: list(value) == items[args[0]],
 }
-"""Answers that the judge can compute by itself, over the items."""
 
 
 class _Copy:
-    """The items of a collection of the program's, each asked for once and kept."""
+    """The items of one of the program's collections; each is requested once and kept."""
 
     def __init__(self, iterator: Any) -> None:
         self._rest, self._items = iter(iterator), []
@@ -340,7 +332,7 @@ class _Copy:
 
 
 def _member(name: str, value: Any) -> tuple[str, str, Any]:
-    """Part of a class of the tests: name, how it is wrapped, and the functions in it."""
+    # One part of a class of the tests: its name, how it is wrapped, and the functions in it.
     if isinstance(value, property):
         return name, "property", (value.fget, value.fset, value.fdel)
     if isinstance(value, (classmethod, staticmethod)):
@@ -355,10 +347,7 @@ def _may_be_defined(value: Any) -> bool:
 
 
 def _may_use(target: Any, name: str, operation: str) -> bool:
-    """Whether the program may name an attribute of an object of the tests.
-
-    Nothing by which it would get at the code, the variables or the modules of the tests.
-    """
+    # Nothing through which the program could reach the code, the variables or the modules of the tests.
     if isinstance(target, _RUNNING):
         return operation == "get" and name in _OF_RUNNING
     if name.startswith("__") and name.endswith("__"):
@@ -369,10 +358,7 @@ def _may_use(target: Any, name: str, operation: str) -> bool:
 
 
 def _raisable(error: BaseException, may_stop: bool) -> BaseException:
-    """What may be raised here of what the program raised: nothing that would end the process that judges.
-
-    Nor what ends a loop of the tests: `all(map(right, cases))` is true when `right` raises StopIteration.
-    """
+    # Nothing that would end the judge or a loop of the tests: `all(map(right, cases))` is True after StopIteration.
     if isinstance(error, GeneratorExit) or (isinstance(error, _STOPS) and not may_stop):
         return ProgramError(f"{type(error).__name__}: {error}")
     if isinstance(error, SystemExit) and not isinstance(error, ProgramExit):
@@ -381,7 +367,7 @@ def _raisable(error: BaseException, may_stop: bool) -> BaseException:
 
 
 def _as_message(message: Any) -> dict[str, Any]:
-    """A request, or an answer with one of `value` and `error`; nothing else is sent by an honest server."""
+    # An honest server sends requests, and answers with one of `value` and `error`; nothing else.
     if not isinstance(message, dict):
         raise TypeError("no message")
     keys = set(message)

@@ -1,7 +1,7 @@
-"""The file system that jobs see: a small read-only root with what Python needs, and /box, which is each job's own.
+"""The file system that jobs see: a small read-only root with what Python needs, and /box, which each job owns.
 
-Nothing of the host is there but the interpreter, its libraries, the system's programs and four devices: no home, no
-checkout, no run outputs, no /proc and no /sys.
+Of the host it shows only the interpreter, its libraries, the system's programs and four devices: no home, no checkout,
+no run outputs, no /proc and no /sys.
 """
 
 from __future__ import annotations
@@ -17,16 +17,17 @@ from posttrain.sandbox import kernel
 BOX, WORK, TMP = "/box", "/box/work", "/box/tmp"
 _SYSTEM = ("/usr/bin", "/usr/lib", "/usr/lib64", "/usr/lib32", "/usr/share/zoneinfo")
 _SYSTEM += ("/etc/ld.so.cache", "/etc/localtime", "/etc/alternatives")
-_OUTSIDE_USR = ("/bin", "/lib", "/lib64", "/lib32")  # on most systems links into /usr
+_OUTSIDE_USR = ("/bin", "/lib", "/lib64", "/lib32")  # on most systems these are links into /usr
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
-_STAGE = "/tmp"  # covered by the new root in a mount namespace of our own, and gone with the old root
+_STAGE = "/tmp"  # the new root covers it in our own mount namespace, and it vanishes with the old root
 _READ_ONLY = kernel.RDONLY | kernel.NOSUID | kernel.NODEV
 
 
 def python_paths() -> list[str]:
-    """The files and folders of the running interpreter, its standard library and its installed packages.
+    """List the files and folders of the running interpreter, its standard library and its installed packages.
 
-    Of a virtual environment no more than that: it may be a folder in which other things lie, as the root of a project.
+    Nothing else of a virtual environment is shown: it may be a folder that holds other things, such as a project's
+    root.
     """
     paths = sysconfig.get_paths()
     found = [paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")]
@@ -38,13 +39,12 @@ def python_paths() -> list[str]:
 
 
 def site_packages() -> list[str]:
-    """Folders of the running environment's packages."""
     paths = sysconfig.get_paths()
     return [path for path in dict.fromkeys([paths["purelib"], paths["platlib"]]) if os.path.isdir(path)]
 
 
-def take_trees(paths: list[str]) -> dict[str, int]:
-    """Detached copies of what will be visible, as descriptors by path; needs the rights of the user who started us."""
+def clone_trees(paths: list[str]) -> dict[str, int]:
+    """Clone what will be visible, as descriptors by path; this still needs the rights of the user who started us."""
     kernel.mount("none", "/", None, kernel.MS_REC | kernel.MS_PRIVATE, "", "making the mount tree private")
     trees = {}
     for path in _outermost([*_SYSTEM, *(path for path in _OUTSIDE_USR if not os.path.islink(path)), *paths]):
@@ -58,7 +58,7 @@ def take_trees(paths: list[str]) -> dict[str, int]:
 
 
 def enter_root(trees: dict[str, int]) -> None:
-    """Build the root out of the trees and make it the only one."""
+    """Build the new root from the trees and make it the only one."""
     links = [path for path in _OUTSIDE_USR if os.path.islink(path)]
     targets = {path: os.readlink(path) for path in links}
     options = "size=1m,nr_inodes=2000,mode=0755"
@@ -74,7 +74,8 @@ def enter_root(trees: dict[str, int]) -> None:
     os.mkdir(_STAGE + BOX)
     for path, target in targets.items():
         os.symlink(target, _STAGE + path)
-    if not os.path.lexists(_STAGE + "/tmp"):  # it is there if Python itself lies below it: TMPDIR then leads to the box
+    # It exists if Python itself lies below /tmp; TMPDIR then points into the box.
+    if not os.path.lexists(_STAGE + "/tmp"):
         os.symlink(TMP, _STAGE + "/tmp")
     os.symlink(TMP, _STAGE + "/dev/shm")
     _write(_STAGE + "/etc/passwd", f"user:x:1000:1000::{WORK}:/bin/sh\n")
@@ -84,7 +85,7 @@ def enter_root(trees: dict[str, int]) -> None:
 
 
 def mount_box(megabytes: int, files: int) -> None:
-    """In a job: its own empty working folder and /tmp, together no larger than this."""
+    """In a job: mount its own empty working folder and /tmp, with this limit for both together."""
     options = f"size={megabytes}m,nr_inodes={files},mode=0700"
     kernel.mount("box", BOX, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, options, "mounting a tmpfs")
     os.mkdir(WORK)
@@ -92,7 +93,6 @@ def mount_box(megabytes: int, files: int) -> None:
 
 
 def _outermost(paths: list[str]) -> list[str]:
-    """Without paths that lie inside another one."""
     unique = sorted({os.path.normpath(path) for path in paths})
     kept: list[str] = []
     for path in unique:

@@ -1,7 +1,7 @@
-"""Which names of test code mean the program: those that neither the tests nor Python define.
+"""Decides which names of test code mean the program: those that neither the tests nor Python define.
 
-Python's own functions and modules stay Python's, so that no program can replace `abs` or `math`; the exceptions are a
-test of a function that bears such a name (`assert sum(10, 15) == 6`), and imports from `solution`.
+Python's own functions and modules stay Python's, so a program cannot replace `abs` or `math`. The exceptions are tests
+of a function with such a name (`assert sum(10, 15) == 6`), and imports from `solution`.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 from posttrain.sandbox.objects import MODULE  # tests may import the program under this name
 
+# Modules that tests use without importing them, like those of the standard library.
 USUAL = {"np": "numpy", "pd": "pandas"}
-"""Modules that tests use without importing them, as those of the standard library."""
 _WRAPPERS = {
     "abs", "all", "any", "bool", "dict", "enumerate", "float", "frozenset", "int", "isinstance", "len", "list", "map",
     "print", "range", "repr", "round", "set", "sorted", "str", "tuple", "type", "zip",
@@ -24,8 +24,8 @@ _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
 @functools.lru_cache(maxsize=16)
-def nodes_of(tree: ast.AST) -> list[ast.AST]:
-    """All nodes of a tree, in which several questions are looked up."""
+def list_nodes(tree: ast.AST) -> list[ast.AST]:
+    """List all nodes of a tree. Cached, because several questions are asked about the same tree."""
     return list(ast.walk(tree))
 
 
@@ -33,21 +33,20 @@ def nodes_of(tree: ast.AST) -> list[ast.AST]:
 class Names:
     """The names that one test uses."""
 
+    # Names that only the program can define.
     program: set[str]
-    """Those that only the program can define."""
+    # Names that the tests import from `solution`, whatever Python has under the same name.
     imported: set[str]
-    """Those that the tests take from the module `solution`, whatever Python has under the same name."""
+    # Modules that the tests use, perhaps without importing them.
     modules: set[str]
-    """Modules that the tests use, which may lack an import."""
 
 
-def names_of(tree: ast.AST, entry: str | None, replaced: set[str]) -> Names:
-    """Sorts the names of a test; `entry` is the name of the function under test, if the data tells,
-    and `replaced` are the builtins that are under test."""
+def classify_names(tree: ast.AST, entry: str | None, replaced: set[str]) -> Names:
+    """Sort the names of a test. `entry` names the function under test, if known; `replaced` are tested builtins."""
     called = called_names(tree)
     own = _defined_names(tree)
     program, modules = set(), set()
-    for name in {node.id for node in nodes_of(tree) if isinstance(node, ast.Name)} - own - {MODULE}:
+    for name in {node.id for node in list_nodes(tree) if isinstance(node, ast.Name)} - own - {MODULE}:
         if name.startswith("__") or (hasattr(builtins, name) and name not in replaced):
             continue
         if name not in called and (name in sys.stdlib_module_names or name in USUAL):
@@ -58,47 +57,44 @@ def names_of(tree: ast.AST, entry: str | None, replaced: set[str]) -> Names:
 
 
 def _defined_names(tree: ast.AST) -> set[str]:
-    """Functions and classes that the tests define; a method is none of them, because no name alone means it."""
-    methods = {id(one) for node in nodes_of(tree) if isinstance(node, ast.ClassDef) for one in node.body}
-    return {node.name for node in nodes_of(tree) if isinstance(node, _DEFINITIONS) and id(node) not in methods}
+    # Functions and classes that the tests define. Methods are left out: a bare name never means one.
+    methods = {id(one) for node in list_nodes(tree) if isinstance(node, ast.ClassDef) for one in node.body}
+    return {node.name for node in list_nodes(tree) if isinstance(node, _DEFINITIONS) and id(node) not in methods}
 
 
 def builtins_under_test(trees: list[ast.AST]) -> set[str]:
-    """Names of Python's own functions that the tests mean as the program's: those that every test calls.
+    """Find Python's own functions that the tests mean as the program's: those that every test calls.
 
-    Only where the tests name nothing else that could be the program's: in `assert abs(f(1) - 2) < 1e-6` nobody may
-    replace `abs`. Of several the one that others are not wrapped round: in `abs(max(a) - 2) < 1e-6` it is `max`.
+    Only if the tests use no other name that could be the program's: in `assert abs(f(1) - 2) < 1e-6` a program must not
+    replace `abs`. Of several, the innermost one is meant: in `abs(max(a) - 2) < 1e-6` that is `max`.
     """
-    if not trees or any(_is_foreign(tree) for tree in trees):
+    if not trees or any(_uses_program_names(tree) for tree in trees):
         return set()
     common = {name for name in set.intersection(*map(called_names, trees)) if hasattr(builtins, name)}
     return common - _WRAPPERS or common & set.intersection(*map(_innermost, trees))
 
 
 def called_names(tree: ast.AST) -> set[str]:
-    """Names that are called as functions."""
-    calls = [node.func for node in nodes_of(tree) if isinstance(node, ast.Call)]
+    calls = [node.func for node in list_nodes(tree) if isinstance(node, ast.Call)]
     return {function.id for function in calls if isinstance(function, ast.Name)}
 
 
 def loaded_names(tree: ast.AST) -> set[str]:
-    """Names that are used, not only defined."""
-    return {node.id for node in nodes_of(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+    return {node.id for node in list_nodes(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
 
 
 def _innermost(tree: ast.AST) -> set[str]:
-    """Names that are called with arguments in which nothing else is."""
-    calls = [node for node in nodes_of(tree) if isinstance(node, ast.Call)]
+    # Functions in whose arguments no other function is called.
+    calls = [node for node in list_nodes(tree) if isinstance(node, ast.Call)]
     inner = [call for call in calls if sum(isinstance(node, ast.Call) for node in ast.walk(call)) == 1]
     return {call.func.id for call in inner if isinstance(call.func, ast.Name)}
 
 
-def _is_foreign(tree: ast.AST) -> bool:
-    """Whether a test uses a name that only the program can define."""
+def _uses_program_names(tree: ast.AST) -> bool:
     bound = _defined_names(tree)
-    bound |= {node.id for node in nodes_of(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
-    bound |= {node.arg for node in nodes_of(tree) if isinstance(node, ast.arg)}
-    imports = [node for node in nodes_of(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
+    bound |= {node.id for node in list_nodes(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    bound |= {node.arg for node in list_nodes(tree) if isinstance(node, ast.arg)}
+    imports = [node for node in list_nodes(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
     bound |= {(alias.asname or alias.name).partition(".")[0] for node in imports for alias in node.names}
     free = {name for name in loaded_names(tree) - bound if not hasattr(builtins, name)}
     return MODULE in bound or bool(_imported(tree)) or bool(free - sys.stdlib_module_names - USUAL.keys())
@@ -106,7 +102,7 @@ def _is_foreign(tree: ast.AST) -> bool:
 
 def _imported(tree: ast.AST) -> set[str]:
     names = set()
-    for node in nodes_of(tree):
+    for node in list_nodes(tree):
         if isinstance(node, ast.ImportFrom) and node.module == MODULE:
             names |= {alias.name for alias in node.names}
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == MODULE:

@@ -1,6 +1,6 @@
-"""What a process does for the other one with objects that live in it: says what their class is, and uses them.
+"""What a process does for the other one with its own objects: describes their class, and uses them on request.
 
-Both processes of a test use this for the objects of their own that they have handed to the other.
+Both processes of a test do this for objects that they have handed to the other.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Any
 from posttrain.sandbox.stand_ins import SPECIAL
 from posttrain.sandbox.values import plain_base
 
+# The program's name as a module.
 MODULE = "solution"
-"""The program as a module."""
 _FUNCTIONS = (
     types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.MethodWrapperType,
     types.WrapperDescriptorType, types.MethodDescriptorType, types.ClassMethodDescriptorType,
@@ -82,8 +82,7 @@ def importable(value: Any) -> list[str] | None:
 
 
 def known_class(place: Any) -> type | None:
-    """The class of ours that a class of the other process is, if it says the truth: plain data, or an exception of
-    Python's own. Of no other class is that believed."""
+    """Return our class for one that the other process names, if that is safe: plain data, or Python's exceptions."""
     if not isinstance(place, list) or len(place) != 2:
         return None
     module, name = place
@@ -96,13 +95,13 @@ def known_class(place: Any) -> type | None:
         return found
     if module == "builtins" and (issubclass(found, BaseException) or found in (type, bool)):
         return found
-    # Never one by which a test is left without a failure, as unittest.SkipTest.
+    # Never a class that lets a test end without a failure, such as unittest.SkipTest.
     library = module.partition(".")[0] in sys.stdlib_module_names and module.partition(".")[0] != "unittest"
     return found if library and issubclass(found, Exception) else None
 
 
 def do_special(target: Any, name: str, /, *args: Any, **options: Any) -> Any:
-    """Call a special method as Python does: that of the class."""
+    """Call a special method as Python does: the one of the class."""
     if name not in SPECIAL:
         raise AttributeError(name)
     method = getattr(type(target), name, None)
@@ -126,8 +125,8 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
 class Tasks:
     """Coroutines of this process that the other one waits for.
 
-    Each process has an event loop of its own. Who waits asks again and again whether the task is done, and lets the
-    tasks of its own loop run in between; a process that has no loop running lets its tasks run while it is asked.
+    Each process has its own event loop. The waiting process polls whether the task is done, and runs the tasks of its
+    own loop in between; a process without a running loop runs its tasks while it is polled.
     """
 
     def __init__(self) -> None:
@@ -146,7 +145,7 @@ class Tasks:
         return self._last
 
     def step(self, number: int) -> bool:
-        """Whether it is done; before that, let the loop run for a moment, unless it is running anyway."""
+        # Unless the loop is running anyway, run it for a moment, so that the task makes progress.
         task = self._tasks[number]
         loop = task.get_loop()
         if not task.done() and _asyncio()._get_running_loop() is None:
@@ -170,7 +169,7 @@ class Tasks:
 
 
 def _asyncio() -> Any:
-    """Imported when it is needed: every job is a fork of what was imported before, and costs more for it."""
+    # Imported on demand: every job is a fork of what is imported, and a larger fork costs more.
     return importlib.import_module("asyncio")
 
 

@@ -1,15 +1,14 @@
-"""One end of the channel between the tests and a program: what objects become on it, requests and answers.
+"""One end of the channel between the tests and a program: sends requests and answers, and translates objects.
 
-Plain data travels as its content. Other objects stay where they are and travel as a number, for which the other end
-has a stand-in. A list, a dictionary or a set is there on both sides under one number: every message begins with what
-its sender has changed in them. Nothing is ever unpickled, and no code travels.
+Plain data travels as its content. Other objects stay where they are and travel as a number, for which the other end has
+a stand-in. A list, a dictionary or a set exists on both sides under one number: every message begins with what its
+sender has changed in them. Nothing is ever unpickled, and no code travels.
 """
 
 from __future__ import annotations
 
-import operator
 import threading
-from collections import Counter, OrderedDict, defaultdict, deque
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Generator
 from typing import Any
 
@@ -23,50 +22,34 @@ from posttrain.sandbox.stand_ins import (
     form_of_stand_in,
     generator_of,
     is_stand_in,
+    locate,
     new_stand_in,
-    place_of,
     stand_in_class,
 )
-from posttrain.sandbox.values import MUTABLE, decode, encode, encode_content, pairs_of, plain_base
+from posttrain.sandbox.values import (
+    EMPTY_CONTAINERS,
+    MUTABLE,
+    WatchedContainer,
+    assign,
+    decode,
+    encode,
+    encode_content,
+    plain_base,
+)
 
 _WATCHED = 256
+# Before each message, only the containers mentioned last are searched for changes, at most _WATCHED of them. One with
+# more than _LARGE members is searched once after each mention: comparing a long list would slow every message.
 _LARGE = 1000
-"""Changes are looked for before each message: in so many containers, those that were mentioned last. One that has many
-members is looked at only once after it was mentioned, because a long list would make every message slow."""
 _CONSTANTS = {"NotImplemented": NotImplemented, "Ellipsis": Ellipsis}
-_EMPTY: dict[str, Callable[[], Any]] = {
-    "dict": dict,
-    "set": set,
-    "bytearray": bytearray,
-    "deque": deque,
-    "ordered": OrderedDict,
-    "counter": Counter,
-}
 
 
-class Unspeakable(TypeError):
+class NotTransferable(TypeError):
     """An object that cannot be handed to the other side."""
 
 
-class _Watched:
-    """A container that both sides have, and what it held when they last agreed."""
-
-    def __init__(self, container: Any, mine: bool, number: int) -> None:
-        self.container, self.mine, self.number = container, mine, number
-        self.before = _members(container)
-
-    def changed(self) -> bool:
-        """Whether it holds other objects than before; the members themselves are not compared, only which they are."""
-        now = _members(self.container)
-        same = now == self.before if isinstance(now, bytes) else all(map(operator.is_, now, self.before))
-        if same and len(now) == len(self.before):
-            return False
-        self.before = now
-        return True
-
-
 class _Default(defaultdict[Any, Any]):
-    """A defaultdict of the other side: it makes there what is missing."""
+    """A defaultdict of the other side, which creates missing members there."""
 
     def __init__(self, peer: Peer, number: int) -> None:
         super().__init__()
@@ -81,23 +64,23 @@ class _Default(defaultdict[Any, Any]):
 
 
 class Peer:
-    """Asks the other side to do things, and does what it asks."""
+    """Sends requests to the other side, and serves its requests."""
 
     def __init__(self, sign: int) -> None:
-        """`sign` is 1 for one end and -1 for the other, so that their numbers differ."""
+        # `sign` is 1 for one end and -1 for the other, so that their numbers differ.
         self._sign = sign
-        self._turn = threading.RLock()  # of the threads of this process
-        self._mine: dict[int, Any] = {}
+        self._turn = threading.RLock()  # one exchange at a time among the threads of this process
+        self._own_objects: dict[int, Any] = {}
         self._numbers: dict[int, int] = {}
-        self._theirs: dict[int, Any] = {}
-        self._returned: dict[int, int] = {}
-        self._watched: OrderedDict[int, _Watched] = OrderedDict()
+        self._remote_objects: dict[int, Any] = {}
+        self._remote_numbers: dict[int, int] = {}
+        self._watched: OrderedDict[int, WatchedContainer] = OrderedDict()
         self._fresh: list[int] = []
-        self._late: list[Any] = []
+        self._late_changes: list[Any] = []
         self._known: dict[type, type] = {}
         self._tasks = Tasks()
 
-    # Messages, which the two ends send and receive in ways of their own.
+    # Messages; each end defines how to send and receive them.
 
     def _send(self, message: dict[str, Any]) -> None:
         raise NotImplementedError
@@ -105,21 +88,13 @@ class Peer:
     def _receive(self) -> dict[str, Any]:
         raise NotImplementedError
 
-    def ask(
-        self,
-        operation: str,
-        target: Any,
-        args: Any = (),
-        options: dict[str, Any] | None = None,
-        *,
-        may_stop: bool = False,
-    ) -> Any:
-        """The value that the other side gives, or the exception that it raised."""
+    def ask(self, operation: str, target: Any, args: Any = (), options: Any = None, *, may_stop: bool = False) -> Any:
+        """Return the value that the other side gives, or raise the exception that it raised."""
         with self._turn:
             return self._answer(self._exchange(operation, target, args, options or {}), may_stop)
 
     def _exchange(self, operation: str, target: Any, args: Any, options: dict[str, Any]) -> dict[str, Any]:
-        """The answer to a request; what the other side asks before it answers is done first."""
+        # The other side may send requests of its own before it answers; these are served first.
         self._post({"do": operation, "of": target}, lambda: self._arguments(args, options))
         while "do" in (message := self._next()):
             self._serve(message)
@@ -127,18 +102,18 @@ class Peer:
 
     def _arguments(self, args: Any, options: dict[str, Any]) -> dict[str, Any]:
         return {
-            "args": [self.out(arg) for arg in args],
-            "options": {name: self.out(one) for name, one in options.items()},
+            "args": [self.write(arg) for arg in args],
+            "options": {name: self.write(one) for name, one in options.items()},
         }
 
     def _post(self, message: dict[str, Any], content: Callable[[], dict[str, Any]]) -> None:
-        """Send a message with what has changed. If it cannot be written, nothing of it counts as sent."""
+        # If the message cannot be encoded, nothing of it counts as sent.
         with self._turn:
             self._fresh.clear()
             try:
-                changes, self._late = self._changes(), []
+                changes, self._late_changes = self._changes(), []
                 message = {**message, **content()}
-                message["changes"] = changes + self._late
+                message["changes"] = changes + self._late_changes
             except BaseException:
                 for key in self._fresh:
                     self._watched.pop(key, None)  # so that it is sent with its content the next time
@@ -148,7 +123,7 @@ class Peer:
     def _next(self) -> dict[str, Any]:
         message = self._receive()
         for owner, number, content in message.get("changes", []):
-            self._take_change(owner, number, content)
+            self._apply_change(owner, number, content)
         return message
 
     def _answer(self, message: dict[str, Any], may_stop: bool) -> Any:
@@ -157,17 +132,16 @@ class Peer:
         return self.read(message["value"])
 
     def _serve(self, request: dict[str, Any]) -> None:
-        """Do what the other side asks, and tell it what came of that."""
         try:
             if request["do"] == "describe":
-                told = describe(self._target(request["of"]), self._class_reference)
-                self._post({}, lambda: {"value": told})
+                description = describe(self._target(request["of"]), self._class_reference)
+                self._post({}, lambda: {"value": description})
                 return
             value = self._perform(request)
-            self._post({}, lambda: {"value": self.out(value)})
+            self._post({}, lambda: {"value": self.write(value)})
         except BaseException as error:
-            said = error
-            self._post({}, lambda: {"error": self.error(said)})
+            raised = error
+            self._post({}, lambda: {"error": self.error(raised)})
 
     def _perform(self, request: dict[str, Any]) -> Any:
         operation, target = request["do"], self._target(request["of"])
@@ -180,46 +154,32 @@ class Peer:
         return OPERATIONS[operation](target, *args, **options)
 
     def _target(self, target: Any) -> Any:
-        return self._mine[target] if target is not None else None
+        return self._own_objects[target] if target is not None else None
 
-    # What stand-ins ask for.
+    # Requests that stand-ins make.
 
     def get(self, stand_in: Any, name: str) -> Any:
-        return self.ask("get", place_of(stand_in)[1], (name,))
+        return self.ask("get", locate(stand_in)[1], (name,))
 
     def put(self, stand_in: Any, name: str, value: Any) -> None:
-        self.ask("put", place_of(stand_in)[1], (name, value))
-
-    def delete(self, stand_in: Any, name: str) -> None:
-        self.ask("delete", place_of(stand_in)[1], (name,))
+        self.ask("put", locate(stand_in)[1], (name, value))
 
     def call(self, stand_in: Any, args: Any, options: dict[str, Any]) -> Any:
-        return self.ask("call", place_of(stand_in)[1], args, options)
+        return self.ask("call", locate(stand_in)[1], args, options)
 
     def construct(self, kind: Any, args: Any, options: dict[str, Any]) -> Any:
-        return self.ask("call", place_of(kind)[1], args, options)
+        return self.ask("call", locate(kind)[1], args, options)
 
     def derive(self, name: str, bases: tuple[type, ...], space: dict[str, Any], options: dict[str, Any]) -> type:
-        """A class of this side that inherits from one of the other."""
         raise TypeError(f"{name} cannot inherit from a class of the other process")
 
-    def item_of_class(self, kind: Any, key: Any) -> Any:
-        return self.ask("item", place_of(kind)[1], (key,))
-
-    def is_instance(self, kind: Any, value: Any) -> bool:
-        return self.ask("is_instance", place_of(kind)[1], (value,)) is True
-
-    def is_subclass(self, kind: Any, value: Any) -> bool:
-        return self.ask("is_subclass", place_of(kind)[1], (value,)) is True
-
     def special(self, stand_in: Any, name: str, args: Any, options: dict[str, Any]) -> Any:
-        """A special method, as `__add__`."""
         if isinstance(stand_in, StandInType):
             return self._ask_special(stand_in, name, args, options)
         if name == "__iter__" and form_of_stand_in(stand_in) == "generator":
-            return stand_in  # the other side would give the generator of ours that draws from it
+            return stand_in  # the other side would return our own generator that wraps it
         base = plain_base(type(stand_in))
-        if base is not None and hasattr(base, name) and not self.believes_value(stand_in):
+        if base is not None and hasattr(base, name) and not self.trusts_value(stand_in):
             return getattr(base, name)(stand_in, *args, **options)
         return self._ask_special(stand_in, name, args, options)
 
@@ -227,19 +187,15 @@ class Peer:
         if name in ("__exit__", "__aexit__"):
             args = (*args[:2], None)  # a traceback holds the frames of this process
         try:
-            return self.ask("special", place_of(stand_in)[1], (name, *args), options, may_stop=name == "__next__")
-        except Unspeakable:
+            return self.ask("special", locate(stand_in)[1], (name, *args), options, may_stop=name == "__next__")
+        except NotTransferable:
             if name in COMPARISONS or name in ARITHMETIC:
                 return NotImplemented
             raise
 
-    def ask_import(self, module: str, name: str, *args: Any) -> Any:
-        """Call a function of the library in the other process."""
-        return self.ask("call", [module, name], args)
-
     def waits(self, stand_in: Any) -> Generator[Any, Any, Any]:
         """What `await` does with an awaitable of the other side."""
-        task = self.ask("start", place_of(stand_in)[1])
+        task = self.ask("start", locate(stand_in)[1])
         try:
             while not self.ask("step", None, (task,)):
                 yield
@@ -248,84 +204,86 @@ class Peer:
             raise
         return self.ask("finish", None, (task,), may_stop=True)
 
-    def believes_value(self, stand_in: Any) -> bool:
-        """Whether what an object redefines of plain data is asked of it."""
+    def trusts_value(self, stand_in: Any) -> bool:
+        """Whether an object that inherits from plain data may answer with its own methods."""
         return True
 
-    # Writing.
+    # Encoding.
 
-    def out(self, value: Any) -> Any:
+    def write(self, value: Any) -> Any:
         return encode(value, self._refer, self._refer_held, self._refer_shared)
 
     def _refer(self, value: Any) -> Any:
         if is_stand_in(value):
-            return {"yours": place_of(value)[1]}
-        if id(value) in self._returned:
-            return {"yours": self._returned[id(value)]}
+            return {"yours": locate(value)[1]}
+        if id(value) in self._remote_numbers:
+            return {"yours": self._remote_numbers[id(value)]}
         for name, constant in _CONSTANTS.items():
             if value is constant:
                 return {"constant": name}
         return self._export(value)
 
     def _export(self, value: Any) -> Any:
-        """A reference to an object of this side."""
         form = form_of(value)
         if form == "class":
             return {"mine": {"form": "class", **self._class_reference(value)}}
-        said: dict[str, Any] = {"id": self.keep(value), "form": form}
+        reference: dict[str, Any] = {"id": self.register(value), "form": form}
         if form == "exception":
-            said |= {"args": [self._out_or_text(one) for one in value.args], "cause": self.out(value.__cause__)}
-            said["fields"] = {key: self.out(one) for key, one in vars(value).items() if isinstance(key, str)}
-            said["fields"].pop("__notes__", None)
+            reference |= {
+                "args": [self._write_or_repr(one) for one in value.args],
+                "cause": self.write(value.__cause__),
+            }
+            reference["fields"] = {key: self.write(one) for key, one in vars(value).items() if isinstance(key, str)}
+            reference["fields"].pop("__notes__", None)
         if "function" not in form and form != "method":
-            said["of"] = self._class_reference(type(value))
-        return {"mine": said}
+            reference["of"] = self._class_reference(type(value))
+        return {"mine": reference}
 
-    def _out_or_text(self, value: Any) -> Any:
+    def _write_or_repr(self, value: Any) -> Any:
         try:
-            return self.out(value)
-        except Unspeakable:
+            return self.write(value)
+        except NotTransferable:
             return repr(value)
 
     def _refer_held(self, value: Any, content: Callable[[], Any]) -> Any:
         if is_stand_in(value):
-            return {"yours": place_of(value)[1]}
-        number = self.keep(value)
-        said = {"id": number, "form": "object", "of": self._class_reference(type(value))}
+            return {"yours": locate(value)[1]}
+        number = self.register(value)
+        reference = {"id": number, "form": "object", "of": self._class_reference(type(value))}
         if isinstance(value, MUTABLE):
             if id(value) in self._watched:
-                return {"mine": said}
+                return {"mine": reference}
             self._watch(value, True, number)
-        return {"mine": {**said, "holds": content()}}
+        return {"mine": {**reference, "holds": content()}}
 
     def _refer_shared(self, value: Any, content: Callable[[], Any]) -> Any:
-        if id(value) in self._returned:
-            number = self._returned[id(value)]
+        if id(value) in self._remote_numbers:
+            number = self._remote_numbers[id(value)]
             if id(value) not in self._watched:
                 self._watch(value, False, number)
-                self._late.append(["yours", number, content()])
+                self._late_changes.append(["yours", number, content()])
             return {"yours": number}
-        number = self.keep(value)
+        number = self.register(value)
         if id(value) in self._watched:
             return {"mine": {"id": number}}
         self._watch(value, True, number)
         return {"mine": {"id": number, "holds": content()}}
 
-    def keep(self, value: Any) -> int:
-        """The number of an object of this side; it lives as long as the channel."""
+    def register(self, value: Any) -> int:
+        """Return the number of an object of this side. It stays registered as long as the channel exists."""
         number = self._numbers.get(id(value))
         if number is None:
-            number = self._numbers[id(value)] = self._sign * (len(self._mine) + 1)
-            self._mine[number] = value
+            number = self._numbers[id(value)] = self._sign * (len(self._own_objects) + 1)
+            self._own_objects[number] = value
         return number
 
     def _class_reference(self, kind: type) -> dict[str, Any]:
         if is_stand_in(kind):
-            return {"yours": place_of(kind)[1]}
-        return {"id": self.keep(kind), "known": importable(kind)}
+            return {"yours": locate(kind)[1]}
+        return {"id": self.register(kind), "known": importable(kind)}
 
     def _watch(self, container: Any, mine: bool, number: int) -> None:
-        self._watched[id(container)] = _Watched(container, mine, number)
+        self._watched[id(container)] = WatchedContainer(container, mine, number)
         self._fresh.append(id(container))
         if len(self._watched) > _WATCHED:
             self._watched.popitem(last=False)
@@ -334,156 +292,139 @@ class Peer:
         found = [one for one in list(self._watched.values()) if one.changed()]
         for key in [key for key, one in self._watched.items() if len(one.before) > _LARGE]:
             del self._watched[key]
-        return [["mine" if one.mine else "yours", one.number, encode_content(one.container, self.out)] for one in found]
+        return [
+            ["mine" if one.mine else "yours", one.number, encode_content(one.container, self.write)] for one in found
+        ]
 
     def error(self, error: BaseException) -> dict[str, Any]:
-        """An exception of this side, for the other."""
-        said = words_of(error)
+        described = describe_error(error)
         try:
-            return {**said, "exception": self.out(error)}
+            return {**described, "exception": self.write(error)}
         except Exception:
-            return said
+            return described
 
-    # Reading.
+    # Decoding.
 
     def read(self, data: Any) -> Any:
         return decode(data, self._special)
 
     def _special(self, tag: str, content: Any) -> Any:
         if tag == "yours":
-            return self._mine[content]
+            return self._own_objects[content]
         if tag == "mine":
             return self._read_theirs(content)
         if tag == "constant":
             return _CONSTANTS[content]
         raise ValueError(f"unknown tag {tag!r}")
 
-    def _read_theirs(self, said: dict[str, Any]) -> Any:
-        form = said.get("form", "container")
+    def _read_theirs(self, reference: dict[str, Any]) -> Any:
+        form = reference.get("form", "container")
         if form == "class":
-            return self._read_class(said)
-        number = _number(said["id"])
-        found = self._theirs.get(number)
+            return self._read_class(reference)
+        number = _number(reference["id"])
+        found = self._remote_objects.get(number)
         if form == "container":
-            return self._read_container(number, found, said)
+            return self._read_container(number, found, reference)
         if found is None:
-            found = self._theirs[number] = self._stand_in(number, form, said)
-        elif "holds" in said and isinstance(found, MUTABLE):
-            assign(found, self.read(said["holds"]))
+            found = self._remote_objects[number] = self._stand_in(number, form, reference)
+        elif "holds" in reference and isinstance(found, MUTABLE):
+            assign(found, self.read(reference["holds"]))
         return found
 
-    def _read_container(self, number: int, found: Any, said: dict[str, Any]) -> Any:
-        if "holds" not in said:
+    def _read_container(self, number: int, found: Any, reference: dict[str, Any]) -> Any:
+        if "holds" not in reference:
             if found is None:
                 raise ValueError("a container without content")
             return found
         if found is None:
-            tag = next(iter(said["holds"])) if isinstance(said["holds"], dict) else None
+            tag = next(iter(reference["holds"])) if isinstance(reference["holds"], dict) else None
             if tag == "default":
                 found = _Default(self, number)
             else:
-                found = _EMPTY[tag]() if tag else []
-            self._theirs[number] = found
-            self._returned[id(found)] = number
-        assign(found, self.read(said["holds"]))
+                found = EMPTY_CONTAINERS[tag]() if tag else []
+            self._remote_objects[number] = found
+            self._remote_numbers[id(found)] = number
+        assign(found, self.read(reference["holds"]))
         self._watch(found, False, number)
         return found
 
-    def _take_change(self, owner: str, number: int, content: Any) -> None:
-        container = self._mine[number] if owner == "yours" else self._theirs[number]
+    def _apply_change(self, owner: str, number: int, content: Any) -> None:
+        container = self._own_objects[number] if owner == "yours" else self._remote_objects[number]
         assign(container, self.read(content))
         if id(container) in self._watched:
             self._watched[id(container)].changed()
 
-    def _stand_in(self, number: int, form: str, said: dict[str, Any]) -> Any:
+    def _stand_in(self, number: int, form: str, reference: dict[str, Any]) -> Any:
         place = (self, number)
         if form.endswith("function") or form == "method":
             return new_stand_in(FunctionStandIn, place, form)
-        kind: Any = self._read_class(said["of"])
+        kind: Any = self._read_class(reference["of"])
         if form == "exception":
-            return self._read_exception(kind, place, said)
+            return self._read_exception(kind, place, reference)
         if type(kind) is not StandInType:
             kind = self._class_over(kind)
         if form == "object" and plain_base(kind) is not None:
-            found = new_stand_in(kind, place, form, self.read(said["holds"]))
+            found = new_stand_in(kind, place, form, self.read(reference["holds"]))
             if isinstance(found, MUTABLE):
                 self._watch(found, False, number)
             return found
         found = new_stand_in(kind, place, form)
         if form in ("generator", "coroutine"):
-            # A real one, because that is what tests look for.
+            # A real generator or coroutine, because tests check for that.
             found = generator_of(found) if form == "generator" else coroutine_of(found)
-            self._returned[id(found)] = number
+            self._remote_numbers[id(found)] = number
         return found
 
-    def _read_class(self, said: dict[str, Any]) -> type:
-        if "yours" in said:
-            return self._mine[said["yours"]]
-        known = known_class(said.get("known"))
+    def _read_class(self, reference: dict[str, Any]) -> type:
+        if "yours" in reference:
+            return self._own_objects[reference["yours"]]
+        known = known_class(reference.get("known"))
         if known is not None:
             return known
-        number = _number(said["id"])
-        if number not in self._theirs:
-            told = self._exchange("describe", number, (), {})["value"]
-            bases = tuple(self._read_class(base) for base in told["bases"])
-            self._theirs[number] = stand_in_class(self, number, told["name"], bases, told, self._class_space(told))
-        return self._theirs[number]
+        number = _number(reference["id"])
+        if number not in self._remote_objects:
+            description = self._exchange("describe", number, (), {})["value"]
+            bases = tuple(self._read_class(base) for base in description["bases"])
+            self._remote_objects[number] = stand_in_class(
+                self, number, description["name"], bases, description, self._class_space(description)
+            )
+        return self._remote_objects[number]
 
-    def _class_space(self, told: dict[str, Any]) -> dict[str, Any]:
-        """What a class that stands for one of the other side has beyond that."""
+    def _class_space(self, description: dict[str, Any]) -> dict[str, Any]:
         return {}
 
     def _class_over(self, known: type) -> type:
-        """For an object whose class both sides know, but which must stay where it is."""
+        # For an object whose class both sides know, but which must stay where it is.
         if known not in self._known:
-            told = {"qualname": known.__qualname__, "module": known.__module__, "doc": known.__doc__}
-            told |= {"special": [], "none": [], "redefined": []}
-            self._known[known] = stand_in_class(self, 0, known.__name__, (known,), told, {})
+            description = {"qualname": known.__qualname__, "module": known.__module__, "doc": known.__doc__}
+            description |= {"special": [], "none": [], "redefined": []}
+            self._known[known] = stand_in_class(self, 0, known.__name__, (known,), description, {})
         return self._known[known]
 
-    def _read_exception(self, kind: Any, place: tuple[Any, int], said: dict[str, Any]) -> BaseException:
+    def _read_exception(self, kind: Any, place: tuple[Any, int], reference: dict[str, Any]) -> BaseException:
         if not issubclass(kind, BaseException):
             raise TypeError("no exception")
-        args = tuple(self.read(arg) for arg in said["args"])
+        args = tuple(self.read(arg) for arg in reference["args"])
         if type(kind) is not StandInType and kind.__module__ == "builtins":
             error = _builtin_exception(kind, args)
-            self._returned[id(error)] = place[1]
-            vars(error).update({str(key): self.read(one) for key, one in said["fields"].items()})
+            self._remote_numbers[id(error)] = place[1]
+            vars(error).update({str(key): self.read(one) for key, one in reference["fields"].items()})
         else:
             error = new_stand_in(kind if type(kind) is StandInType else self._class_over(kind), place, "exception")
             object.__setattr__(error, "args", args)
-        cause = self.read(said["cause"])
+        cause = self.read(reference["cause"])
         if isinstance(cause, BaseException):
             error.__cause__ = cause
         return error
 
     def exception(self, error: dict[str, Any]) -> BaseException:
-        """The exception that the other side raised."""
         found = self.read(error["exception"])
         if not isinstance(found, BaseException):
             raise TypeError("no exception")
         return found
 
 
-def assign(container: Any, content: Any) -> None:
-    """Let a container hold what another of its type holds."""
-    kind = next((kind for kind in MUTABLE if isinstance(container, kind)), None)
-    if kind is None or not isinstance(content, kind):
-        raise TypeError(f"a {type(content).__name__} in place of a {type(container).__name__}")
-    if isinstance(container, OrderedDict):  # methods of dict would change its members and not its order
-        OrderedDict.clear(container)
-        for key, value in pairs_of(content):
-            OrderedDict.__setitem__(container, key, value)
-        return
-    kind.clear(container)
-    if kind in (dict, set):
-        kind.update(container, content)
-    else:
-        kind.extend(container, content)
-
-
-def words_of(error: BaseException) -> dict[str, Any]:
-    """The name and the text of an exception."""
+def describe_error(error: BaseException) -> dict[str, Any]:
     try:
         text = str(error)[:500]
     except BaseException:
@@ -494,7 +435,7 @@ def words_of(error: BaseException) -> dict[str, Any]:
 def _builtin_exception(kind: Any, args: tuple[Any, ...]) -> BaseException:
     try:
         return kind(*args)
-    except Exception:  # UnicodeDecodeError and its like need more than a text
+    except Exception:  # UnicodeDecodeError and similar ones need more arguments
         error = kind.__new__(kind)
         error.args = args
         return error
@@ -504,12 +445,3 @@ def _number(number: Any) -> int:
     if type(number) is not int:
         raise ValueError("no number of an object")
     return number
-
-
-def _members(container: Any) -> list[Any] | bytes:
-    if isinstance(container, dict):
-        return [one for pair in pairs_of(container) for one in pair]
-    if isinstance(container, bytearray):
-        return bytes(container)
-    base = plain_base(type(container)) or list
-    return list(base.__iter__(container))  # pyright: ignore

@@ -1,8 +1,9 @@
-"""One warm sandbox as its caller sees it: the processes behind it, a job at a time, and a sure end."""
+"""One warm sandbox as its caller sees it: starts the processes, runs one job at a time, and ends them reliably."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import select
 import socket
@@ -13,27 +14,72 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from posttrain.errors import UserError
 from posttrain.sandbox import wire
 from posttrain.sandbox.mounts import python_paths, site_packages
-from posttrain.sandbox.refusal import SandboxError, refused
+
+_CONTAINER = (
+    "in a container allow user namespaces and mounts: docker run --security-opt seccomp=unconfined "
+    "--security-opt apparmor=unconfined --security-opt systempaths=unconfined, or --privileged "
+    "(Kubernetes: securityContext with seccompProfile Unconfined, or privileged)"
+)
+_SYSCTL = (
+    "as root: sysctl -w kernel.unprivileged_userns_clone=1 (Debian), "
+    "sysctl -w kernel.apparmor_restrict_unprivileged_userns=0 (Ubuntu 24.04 and later)"
+)
+_COUNT = "as root: sysctl -w user.max_user_namespaces=10000 (it is 0, or all are in use)"
+_OLD = "use Linux 5.12 or later, which this sandbox needs for read-only copies of mounts"
+_UNSAFE = "or set reward.sandbox.mode=unsafe, which runs programs with your rights: only for programs that you trust"
+
+
+class SandboxError(UserError):
+    """Programs cannot be isolated here. The message names the refused step and what to do."""
+
+
+def isolation_error(step: str, number: int | None) -> SandboxError:
+    """Build the error for a step that failed with this errno."""
+    why = os.strerror(number) if number else "for no reason given"
+    ways = []
+    if number == errno.ENOSYS:
+        ways.append(_OLD)
+    elif number in (errno.ENOSPC, errno.EUSERS) and "namespace" in step:
+        ways.append(_COUNT)
+    elif step.startswith("user namespace"):
+        ways += [_SYSCTL, _CONTAINER]
+    else:
+        ways.append(_CONTAINER)
+    todo = ";\n          ".join([*ways, _UNSAFE])
+    return SandboxError(
+        f"the kernel does not let programs be isolated: {step}: {why}\n  set in: reward.sandbox.mode=kernel\n"
+        f"  to do:  {todo}"
+    )
+
+
+def platform_error(platform: str) -> SandboxError:
+    """Build the error for systems without namespaces."""
+    return SandboxError(
+        f"programs are isolated by the Linux kernel, and this is {platform}\n  set in: data_source of the data\n"
+        "  to do:  run on Linux, or score these rows with a function of your own (custom_reward_function.path)"
+    )
+
 
 _CODE = str(Path(__file__).resolve().parents[2])
 _START_S = 60.0
+# On a busy machine, a job's report may arrive this much later than its deadline.
 _PATIENCE_S = 10.0
-"""How much longer than its own deadline a job may take to be heard of, on a busy machine."""
+# Every job finds these modules imported: the standard library that short programs use.
 _PRELOAD = """
 abc argparse array ast atexit bisect calendar cmath collections contextlib copy dataclasses datetime decimal
 encodings.idna enum fractions functools gc hashlib heapq inspect io itertools json linecache logging math numbers
 operator os queue random re resource select shutil signal socket statistics string struct subprocess sys tempfile
 textwrap threading time traceback types typing unittest uuid warnings
 """
-"""Modules that every job finds imported: the standard library that short programs use."""
 _ENVIRONMENT = {
     "PATH": "/usr/local/bin:/usr/bin:/bin",
     "LANG": "C.UTF-8",
-    "PYTHONHASHSEED": "0",  # a program does the same in every job
+    "PYTHONHASHSEED": "0",  # so that a program behaves the same in every job
     "PYTHONDONTWRITEBYTECODE": "1",
-    "MALLOC_ARENA_MAX": "2",  # an arena per thread would count against the address space
+    "MALLOC_ARENA_MAX": "2",  # one arena per thread would count against the address space limit
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
@@ -41,17 +87,17 @@ _ENVIRONMENT = {
 
 
 class Lost(Exception):
-    """The processes of a sandbox are gone, or do not answer."""
+    """The processes of a sandbox have ended, or do not answer."""
 
 
 class SandboxProcess:
-    """A launcher with its template. SandboxError if the kernel refuses."""
+    """A launcher with its template. Raises SandboxError if the kernel refuses."""
 
     def __init__(self, *, isolated: bool, preload: Sequence[str] = ()) -> None:
         self._control, theirs = socket.socketpair()
         start = f"import sys; sys.path.insert(0, {_CODE!r}); from posttrain.sandbox.launcher import main; "
         start += f"main({theirs.fileno()}, {os.getpid()})"
-        # A bare interpreter with nothing in its environment: whatever is in its memory, jobs can read.
+        # A bare interpreter with an empty environment: jobs are forks of it and can read all that it holds.
         self._process = subprocess.Popen(
             [sys.executable, "-S", "-s", "-P", "-c", start],
             pass_fds=[theirs.fileno()],
@@ -79,43 +125,42 @@ class SandboxProcess:
             ) from None
         if "refused" in answer:
             self.kill()
-            raise refused(answer["refused"], answer["errno"])
+            raise isolation_error(answer["refused"], answer["errno"])
 
     def run(self, limits: dict[str, Any], *messages: Any) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-        """Run one job: what it said, and what the template said about its end. Lost if nobody is there any more."""
+        """Run one job: return its messages, and the template's report on its end. Raises Lost if the processes died."""
         end = time.monotonic() + limits["seconds"] + _PATIENCE_S
         ours, theirs = socket.socketpair()
-        said: list[dict[str, Any]] = []
+        answers: list[dict[str, Any]] = []
         try:
             with ours:
                 with theirs:
                     socket.send_fds(self._control, [b"J"], [theirs.fileno()])
                 self._control.sendall(wire.pack(limits))
                 ours.settimeout(limits["seconds"] + _PATIENCE_S)
-                with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it ended before it had read all
+                # It ended before it had read everything.
+                with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                     for message in messages:
                         ours.sendall(wire.pack(message))
                 with contextlib.suppress(wire.Closed):
                     while True:
-                        said.append(self._receive(ours, end))
+                        answers.append(self._receive(ours, end))
             verdict = self._receive(self._control, end)
         except (OSError, Lost, wire.Closed) as error:
             self.kill()
             raise Lost(str(error)) from None
-        if "refused" in verdict or (said and "refused" in said[0]):
-            answer = verdict if "refused" in verdict else said[0]
-            raise refused(answer["refused"], answer["errno"])
-        return said, verdict
+        if "refused" in verdict or (answers and "refused" in answers[0]):
+            answer = verdict if "refused" in verdict else answers[0]
+            raise isolation_error(answer["refused"], answer["errno"])
+        return answers, verdict
 
     @property
     def alive(self) -> bool:
-        """Whether it can take a job."""
         return self._process.poll() is None
 
     def kill(self) -> None:
-        """End everything at once."""
         with contextlib.suppress(ProcessLookupError):
-            self._process.kill()  # the kernel ends the template with it, and all jobs with that
+            self._process.kill()  # the kernel then ends the template, and all jobs with it
         self._process.wait()
         self._control.close()
 

@@ -1,4 +1,4 @@
-"""The process that holds untrusted code: runs it as a script, or loads it and answers calls to what it defines."""
+"""The process that runs the untrusted code: as a script, or as a module whose functions the judge calls."""
 
 from __future__ import annotations
 import __future__
@@ -27,8 +27,8 @@ _FILE = "program.py"
 
 
 def run_source(source: str) -> int:
-    """Run a script as Python would, and give its exit code."""
-    _become_ordinary()
+    """Run a script as Python would, and return its exit code."""
+    _reset_interpreter()
     try:
         exec(_compiled(source), _module("__main__", source).__dict__)
         code = 0
@@ -37,7 +37,7 @@ def run_source(source: str) -> int:
     except BaseException as error:
         _print_error(error)
         code = 1
-    return _finish(code)
+    return _shut_down_interpreter(code)
 
 
 def run_argv(argv: list[str]) -> int:
@@ -51,8 +51,8 @@ def run_argv(argv: list[str]) -> int:
 
 
 def answer_calls(channel: int, source: str) -> int:
-    """Load a program as a module, then do what is asked of it until the other side hangs up."""
-    _become_ordinary()
+    """Load a program as a module, then answer requests until the other side closes the channel."""
+    _reset_interpreter()
     try:
         module, code = _load(source)
     except BaseException as error:
@@ -69,7 +69,7 @@ def answer_calls(channel: int, source: str) -> int:
 
 
 def _load(source: str) -> tuple[types.ModuleType, types.CodeType]:
-    """The program as a module. Annotations may name a class that only the tests define, as those of LeetCode do."""
+    # Annotations may name a class that only the tests define, as in LeetCode's form: then they are not evaluated.
     module, code = _module("solution", source), _compiled(source)
     try:
         exec(code, module.__dict__)
@@ -80,12 +80,12 @@ def _load(source: str) -> tuple[types.ModuleType, types.CodeType]:
 
 
 def _compiled(source: str, flags: int = 0) -> types.CodeType:
-    # Not as this file, in which annotations are not evaluated: programs look at theirs.
+    # Without the `annotations` future of this file: programs may look at their own annotations.
     return compile(source, _FILE, "exec", flags=flags, dont_inherit=True)
 
 
 class _Server(Peer):
-    """Answers requests; what is no plain data stays here and travels as a number."""
+    """Answers requests. Objects that are not plain data stay here and travel as a number."""
 
     def __init__(self, channel: int, module: types.ModuleType) -> None:
         super().__init__(-1)
@@ -94,7 +94,6 @@ class _Server(Peer):
         self._defined: set[str] = set()
 
     def serve_next(self) -> None:
-        """Wait for a request, and do what it says."""
         self._serve(self._next())
 
     def _send(self, message: dict[str, Any]) -> None:
@@ -126,31 +125,31 @@ class _Server(Peer):
         return {name: known[name] for name in wanted if name in known}
 
     def _define(self, name: str, value: Any, module: str | None) -> None:
-        """A class or a module of the tests that the program uses and does not define, as in one file with them."""
+        # A class or module of the tests that the program uses and does not define, as if both were one file.
         if name in self._defined or name not in vars(self._module):
             self._defined.add(name)
             vars(self._module)[name] = importlib.import_module(module) if module else value
 
     def _derive(self, name: str, bases: list[Any], members: list[Any], /, **options: Any) -> type:
-        """A class of the tests that inherits from one of the program's; the functions in it are theirs."""
+        # A class of the tests that inherits from one of the program's; its functions run in the tests' process.
         wraps: dict[str, Any] = {"property": property, "classmethod": classmethod, "staticmethod": staticmethod}
         space = {key: wraps[how](*parts) if how else parts[0] for key, how, parts in members}
         return types.new_class(name, tuple(bases), options, lambda own: own.update(space, __module__="__main__"))
 
     def _replace(self, module: str, name: str, back: bool, value: Any) -> None:
-        """What tests patch in their own process is patched here too."""
+        # What the tests patch in their own process is patched here too.
         owner = self._module if module == self._module.__name__ else importlib.import_module(module)
         if back:
-            value = self._replaced.pop((module, name), _NOTHING)
+            value = self._replaced.pop((module, name), _MISSING)
         else:
-            self._replaced.setdefault((module, name), getattr(owner, name, _NOTHING))
-        if value is not _NOTHING:
+            self._replaced.setdefault((module, name), getattr(owner, name, _MISSING))
+        if value is not _MISSING:
             setattr(owner, name, value)
         elif hasattr(owner, name):
             delattr(owner, name)
 
     def _report(self, what: str) -> None:
-        """Let the tests have the warnings, or the log, of the program."""
+        # Sends the program's warnings or log messages to the tests.
         if what == "warn":
 
             def show(message: Any, category: Any, *_: Any, **__: Any) -> None:
@@ -158,35 +157,35 @@ class _Server(Peer):
 
             warnings.simplefilter("always")
             warnings.showwarning = show
-        elif not any(type(handler).__name__ == "_Reports" for handler in logging.getLogger().handlers):
-            logging.getLogger().addHandler(_Reports(self))
+        elif not any(type(handler).__name__ == "_ForwardingHandler" for handler in logging.getLogger().handlers):
+            logging.getLogger().addHandler(_ForwardingHandler(self))
             logging.getLogger().setLevel(1)
 
     def _target(self, target: Any) -> Any:
         if isinstance(target, list):
-            return _imported(target)
+            return _resolve(target)
         return self._find(target) if isinstance(target, str) else super()._target(target)
 
     def _find(self, target: str) -> Any:
         found: Any = self._module
         for name in target.split("."):
             found = getattr(found, name, None)
-            if found is None and "Solution" in vars(self._module):  # the form of LeetCode
+            if found is None and "Solution" in vars(self._module):  # LeetCode's form
                 found = getattr(vars(self._module)["Solution"](), name, None)
             if found is None:
                 raise NameError(f"the program defines no {target}")
         return found
 
     def _special(self, tag: str, content: Any) -> Any:
-        return _imported(content) if tag == "import" else super()._special(tag, content)
+        return _resolve(content) if tag == "import" else super()._special(tag, content)
 
-    def _class_space(self, told: dict[str, Any]) -> dict[str, Any]:
-        """Tests and program may each define the class of a node; to the program both are the same."""
-        own = vars(self._module).get(told["name"])
+    def _class_space(self, description: dict[str, Any]) -> dict[str, Any]:
+        # Tests and program may each define the same class, such as a node; to the program both must be one class.
+        own = vars(self._module).get(description["name"])
         return {"__class__": property(lambda _: own)} if isinstance(own, type) and not is_stand_in(own) else {}
 
 
-class _Reports(logging.Handler):
+class _ForwardingHandler(logging.Handler):
     def __init__(self, server: _Server) -> None:
         super().__init__()
         self._server = server
@@ -195,10 +194,10 @@ class _Reports(logging.Handler):
         self._server.ask("log", None, (record.name, record.levelno, record.getMessage()))
 
 
-_NOTHING = object()
+_MISSING = object()
 
 
-def _imported(place: list[str]) -> Any:
+def _resolve(place: list[str]) -> Any:
     return functools.reduce(getattr, place[1].split("."), importlib.import_module(place[0]))
 
 
@@ -208,7 +207,7 @@ def _set_environment(variables: dict[str, str]) -> None:
 
 
 def _free_names(code: types.CodeType, known: dict[str, Any]) -> list[str]:
-    """Names that a program uses and does not define; among them are names of attributes."""
+    # Names that the program uses and does not define. Names of attributes are among them.
     found, left = set(), [code]
     while left:
         one = left.pop()
@@ -217,8 +216,8 @@ def _free_names(code: types.CodeType, known: dict[str, Any]) -> list[str]:
     return sorted(name for name in found if name not in known and not hasattr(builtins, name))
 
 
-def _become_ordinary() -> None:
-    """Undo what tells this process from a fresh interpreter."""
+def _reset_interpreter() -> None:
+    # Programs should find a fresh interpreter, not one that has posttrain's modules and streams.
     for name in [name for name in sys.modules if name.partition(".")[0] == "posttrain"]:
         del sys.modules[name]
     sys.argv = [_FILE]
@@ -230,7 +229,7 @@ def _become_ordinary() -> None:
     )
     sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    random.seed(0)  # a fork gets a new seed; with a fixed one a program does the same in every job
+    random.seed(0)  # each fork would get a new seed; a fixed one makes every job behave the same
 
 
 def _module(name: str, source: str) -> types.ModuleType:
@@ -272,8 +271,8 @@ def _flush() -> None:
             stream.flush()
 
 
-def _finish(code: int) -> int:
-    """What an interpreter does at its end: wait for threads, run exit functions, flush."""
+def _shut_down_interpreter(code: int) -> int:
+    # What an interpreter does at its end: wait for threads, run exit functions, flush.
     import atexit
     import threading
 

@@ -1,4 +1,4 @@
-"""The sandbox for its users: `run` a program, or `test` one."""
+"""The public interface of the sandbox: `run` a program, or `test` one."""
 
 from __future__ import annotations
 
@@ -6,24 +6,68 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
-from posttrain.config.sandbox import SandboxConfig
-from posttrain.sandbox.process import Lost, SandboxProcess
-from posttrain.sandbox.refusal import not_linux
-from posttrain.sandbox.results import Result, TestReport
+from posttrain.config.reward import SandboxConfig
+from posttrain.sandbox.process import Lost, SandboxProcess, platform_error
 
+# What to say of a program that was ended. The other statuses are `ok` (exit code 0) and `error`.
+LIMITS = {
+    "timeout": "took too long",
+    "memory": "used too much memory",
+    "processes": "had too many processes",
+    "output": "wrote too much",
+    "lost": "ended its sandbox",
+}
+
+
+@dataclass
+class Result:
+    """One run of a program."""
+
+    # `ok`, `error`, or why it was ended: `timeout`, `memory`, `processes`, `output`; `lost` if the sandbox died.
+    status: str
+    # None if it was ended before it had one; negative for a signal.
+    exit_code: int | None = None
+    stdout: str = ""
+    stderr: str = ""
+    seconds: float = 0.0
+    # CPU time of the whole job.
+    cpu_seconds: float = 0.0
+    # The peak: of the largest process, or of all together with what their pipes and sockets can hold.
+    memory_mb: float = 0.0
+
+    @property
+    def ok(self) -> bool:
+        return self.status == "ok"
+
+
+@dataclass
+class TestReport(Result):
+    """One program and its tests."""
+
+    __test__ = False  # keeps pytest from collecting it
+
+    # Whether the program could be imported; if not, `load_error` says why.
+    loaded: bool = False
+    load_error: dict[str, Any] | None = None
+    # Per test `{"passed": bool, "error": text}`, or `{"value": encoded}` for a call; fewer if the program ended early.
+    # `unjudged` is set if no program could pass, `unproven` if the program passed only because its own object said so.
+    outcomes: list[dict[str, Any]] = field(default_factory=list)
+
+
+# Files and folders in a job's working folder; open descriptors per process.
 _FILES, _OPEN_FILES = 4096, 64
-"""Files and folders in a job's working folder; descriptors that a process may have open."""
 
 
 class Sandbox:
-    """Runs programs under limits; may be used from several threads, each of which gets a warm process of its own."""
+    """Runs programs under limits. Threads may share it: each concurrent job gets a warm process of its own."""
 
     def __init__(self, config: SandboxConfig | None = None, *, preload: Sequence[str] = ()) -> None:
-        """`preload` names modules that jobs should find imported, beyond the usual ones (`("numpy",)`)."""
+        """`preload` names modules that jobs find imported, besides the usual ones (`("numpy",)`)."""
         if not sys.platform.startswith("linux"):
-            raise not_linux(sys.platform)
+            raise platform_error(sys.platform)
         self.config = config or SandboxConfig()
         self._preload = tuple(preload)
         self._idle: list[SandboxProcess] = []
@@ -31,7 +75,7 @@ class Sandbox:
         self._closed = False
 
     def start(self) -> None:
-        """Have one process warm; SandboxError if the kernel refuses. Otherwise the first job does it."""
+        """Start one process now rather than at the first job. Raises SandboxError if the kernel refuses."""
         with self._process():
             pass
 
@@ -55,13 +99,13 @@ class Sandbox:
         files: Mapping[str, str] | None = None,
         until_failure: bool = False,
     ) -> list[Result]:
-        """Run a program once for each standard input, within one deadline; fewer results if it passed a limit."""
+        """Run a program once per standard input, within one deadline; fewer results if it exceeds a limit."""
         if (code is None) == (argv is None):
             raise ValueError("give code or argv")
-        said, verdict = self._job(
+        messages, verdict = self._job(
             {"source": code, "argv": list(argv or []), "stdins": list(stdins)}, files, until_failure
         )
-        results = [_result(message, verdict) for message in said]
+        results = [_result(message, verdict) for message in messages]
         if verdict["reason"] and len(results) < len(stdins) and (not results or results[-1].ok):
             results.append(_result({"status": verdict["reason"]}, verdict))
         elif verdict["reason"] and results:
@@ -76,15 +120,15 @@ class Sandbox:
         files: Mapping[str, str] | None = None,
         until_failure: bool = False,
     ) -> TestReport:
-        """Load a program as a module and run tests against it from another process; see judge.py for their form."""
-        said, verdict = self._job({"source": code, "tests": True}, files, until_failure, list(tests))
-        loaded = next((message for message in said if "loaded" in message), None)
-        last = next((message for message in said if "status" in message), {"status": "lost"})
+        """Load a program as a module and run tests against it from another process; judge.py describes their form."""
+        messages, verdict = self._job({"source": code, "tests": True}, files, until_failure, list(tests))
+        loaded = next((message for message in messages if "loaded" in message), None)
+        last = next((message for message in messages if "status" in message), {"status": "lost"})
         report = TestReport(**vars(_result(last, verdict)))
         report.status = verdict["reason"] or report.status
         report.load_error = loaded["loaded"] if loaded else None
         report.loaded = loaded is not None and report.load_error is None
-        report.outcomes = [message for message in said if "test" in message]
+        report.outcomes = [message for message in messages if "test" in message]
         return report
 
     def close(self) -> None:
@@ -112,7 +156,7 @@ class Sandbox:
 
     @contextmanager
     def _process(self) -> Iterator[SandboxProcess]:
-        """A process for one job; one that was lost, or whose job did not end in order, is not used again."""
+        # A process that was lost, or whose job raised, is not used again.
         with self._lock:
             if self._closed:
                 raise RuntimeError("this Sandbox is closed")

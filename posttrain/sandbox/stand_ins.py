@@ -1,9 +1,9 @@
-"""Stand-ins: what one process of a test has in place of an object that lives in the other.
+"""Stand-ins: what one process of a test holds in place of an object that lives in the other.
 
-A class of the other side gets a class here, with the same name, the same bases and the special methods that it says it
-has, each of which asks the other side. So `isinstance`, `except`, `with`, `await`, operators and pattern matching work
-by Python's own rules. A class that inherits from plain data (`class Point(tuple)`, `class Stack(list)`) gets one that
-does so too: its content is here, and what it did not redefine is computed here.
+A class of the other side gets a class here, with the same name and bases and with the special methods that it claims to
+have; each of them sends a request. So `isinstance`, `except`, `with`, `await`, operators and pattern matching work by
+Python's own rules. For a class that inherits from plain data (`class Point(tuple)`, `class Stack(list)`) the stand-in
+inherits from it too: its content is here, and what it did not redefine is computed here.
 """
 
 from __future__ import annotations
@@ -16,22 +16,17 @@ from posttrain.sandbox.values import plain_base
 
 
 class OtherSide(Protocol):
-    """What a stand-in asks of the process that holds its object (`peer.Peer`)."""
+    """What stand-ins need of the channel to the process that holds their object (`peer.Peer`)."""
 
     def ask(self, operation: str, target: Any, args: Any = (), options: Any = None) -> Any: ...
     def get(self, stand_in: Any, name: str) -> Any: ...
     def put(self, stand_in: Any, name: str, value: Any) -> None: ...
-    def delete(self, stand_in: Any, name: str) -> None: ...
     def call(self, stand_in: Any, args: Any, options: dict[str, Any]) -> Any: ...
     def construct(self, kind: Any, args: Any, options: dict[str, Any]) -> Any: ...
     def derive(self, name: str, bases: tuple[type, ...], space: dict[str, Any], options: dict[str, Any]) -> type: ...
-    def item_of_class(self, kind: Any, key: Any) -> Any: ...
-    def is_instance(self, kind: Any, value: Any) -> bool: ...
-    def is_subclass(self, kind: Any, value: Any) -> bool: ...
     def special(self, stand_in: Any, name: str, args: Any, options: dict[str, Any]) -> Any: ...
-    def ask_import(self, module: str, name: str, *args: Any) -> Any: ...
     def waits(self, stand_in: Any) -> Generator[Any, Any, Any]: ...
-    def believes_value(self, stand_in: Any) -> bool: ...
+    def trusts_value(self, stand_in: Any) -> bool: ...
 
 
 _BINARY = "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift divmod"
@@ -42,8 +37,8 @@ _REST = """
     contains iter next reversed missing call enter exit aenter aexit aiter anext await str repr format bytes fspath dir
     get set delete set_name
 """
+# Special methods that may be requested from the other side.
 SPECIAL = COMPARISONS | ARITHMETIC | frozenset(f"__{name}__" for name in _REST.split())
-"""Special methods that may be asked of the other side."""
 _ATTRIBUTE_NAMES = """
     name qualname module doc dict annotations wrapped self func slots members match_args dataclass_fields
     dataclass_params defaults kwdefaults cause context notes init post_init orig_class origin args version all
@@ -54,77 +49,79 @@ _NOT_FORWARDED = frozenset({"__code__", "__signature__", "__traceback__", "__sup
 
 
 def may_be_asked(name: str) -> bool:
-    """Whether an attribute is the other side's to give.
-
-    Not a protocol as `__array_interface__`, by which memory of this process could be named.
-    """
+    # Not for a protocol such as `__array_interface__`, which could name memory of this process.
     return not name.startswith("__") or not name.endswith("__") or name in _ATTRIBUTES or name in SPECIAL
 
 
+def _special(name: str) -> Callable[..., Any]:
+    def method(self: Any, /, *args: Any, **options: Any) -> Any:
+        return locate(self)[0].special(self, name, args, options)
+
+    method.__name__ = name
+    return method
+
+
+def _ask(stand_in: Any, operation: str, *args: Any) -> Any:
+    peer, number = locate(stand_in)
+    return peer.ask(operation, number, args)
+
+
 class StandInType(type):
-    """The class of classes that stand for one of the other side."""
+    """The metaclass of stand-in classes."""
 
     def __new__(cls, name: str, bases: tuple[type, ...], space: dict[str, Any], **options: Any) -> Any:
-        # A `class` statement of this side; stand_in_class goes round it.
+        # This is a `class` statement of this side; stand_in_class bypasses it.
         placed = [base for base in bases if type(base) is StandInType and "_place" in vars(base)]
         if not placed:
             return type.__new__(cls, name, bases, space)
-        return place_of(placed[0])[0].derive(name, bases, space, options)
+        return locate(placed[0])[0].derive(name, bases, space, options)
 
     def __init__(cls, *_: Any, **__: Any) -> None:
         pass
 
     def __call__(cls, /, *args: Any, **options: Any) -> Any:
-        peer, _ = place_of(cls)
+        peer, _ = locate(cls)
         return peer.construct(cls, args, options)
 
     def __getattr__(cls, name: str) -> Any:
         if not may_be_asked(name) or "_place" not in vars(cls):
             raise AttributeError(f"type object {cls.__name__!r} has no attribute {name!r}")
-        return place_of(cls)[0].get(cls, name)
+        return locate(cls)[0].get(cls, name)
 
     def __setattr__(cls, name: str, value: Any) -> None:
         if "_place" not in vars(cls) or not may_be_asked(name):
             return type.__setattr__(cls, name, value)
-        place_of(cls)[0].put(cls, name, value)
+        locate(cls)[0].put(cls, name, value)
         if name in SPECIAL:
             type.__setattr__(cls, name, _special(name))
 
     def __delattr__(cls, name: str) -> None:
-        place_of(cls)[0].delete(cls, name)
-
-    def __iter__(cls) -> Any:
-        return place_of(cls)[0].special(cls, "__iter__", (), {})
-
-    def __len__(cls) -> int:
-        return place_of(cls)[0].special(cls, "__len__", (), {})
+        _ask(cls, "delete", name)
 
     def __getitem__(cls, key: Any) -> Any:
-        return place_of(cls)[0].item_of_class(cls, key)
+        return _ask(cls, "item", key)
 
-    def __contains__(cls, value: Any) -> bool:
-        return place_of(cls)[0].special(cls, "__contains__", (value,), {})
+    # So that the tests can iterate over an enum of the program, and look into it.
+    __iter__, __len__ = _special("__iter__"), _special("__len__")
+    __contains__, __dir__ = _special("__contains__"), _special("__dir__")
 
     def __bool__(cls) -> bool:
         return True
 
     def __repr__(cls) -> str:
-        return place_of(cls)[0].special(cls, "__repr__", (), {}) if "_place" in vars(cls) else type.__repr__(cls)
-
-    def __dir__(cls) -> Any:
-        return place_of(cls)[0].special(cls, "__dir__", (), {})
+        return locate(cls)[0].special(cls, "__repr__", (), {}) if "_place" in vars(cls) else type.__repr__(cls)
 
     def __instancecheck__(cls, instance: Any) -> bool:
         if type.__instancecheck__(cls, instance):
             return True
-        # A class may know others as its own (abc.ABC.register); about plain data of ours it is not asked.
+        # A class may register others as its subclasses (abc.ABC.register). About our plain data it is not asked.
         asked = "_place" in vars(cls) and is_stand_in(instance) and plain_base(type(instance)) is None
-        return asked and place_of(cls)[0].is_instance(cls, instance)
+        return asked and _ask(cls, "is_instance", instance) is True
 
     def __subclasscheck__(cls, other: Any) -> bool:
         if type.__subclasscheck__(cls, other):
             return True
-        return "_place" in vars(cls) and is_stand_in(other) and place_of(cls)[0].is_subclass(cls, other)
+        return "_place" in vars(cls) and is_stand_in(other) and _ask(cls, "is_subclass", other) is True
 
 
 class StandIn(metaclass=StandInType):
@@ -136,47 +133,35 @@ class StandIn(metaclass=StandInType):
     def __getattr__(self, name: str) -> Any:
         if not may_be_asked(name):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return place_of(self)[0].get(self, name)
+        return locate(self)[0].get(self, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _NOT_FORWARDED or name in ("__cause__", "__context__", "__notes__"):
             object.__setattr__(self, name, value)
         else:
-            place_of(self)[0].put(self, name, value)
+            locate(self)[0].put(self, name, value)
 
     def __delattr__(self, name: str) -> None:
-        place_of(self)[0].delete(self, name)
+        _ask(self, "delete", name)
 
-    def __repr__(self) -> str:
-        return place_of(self)[0].special(self, "__repr__", (), {})
-
-    def __str__(self) -> str:
-        return place_of(self)[0].special(self, "__str__", (), {})
-
-    def __format__(self, form: str) -> str:
-        return place_of(self)[0].special(self, "__format__", (form,), {})
-
-    def __dir__(self) -> Any:
-        return place_of(self)[0].special(self, "__dir__", (), {})
+    __repr__, __str__ = _special("__repr__"), _special("__str__")
+    __format__, __dir__ = _special("__format__"), _special("__dir__")
 
     def __copy__(self) -> Any:
-        return place_of(self)[0].ask_import("copy", "copy", self)
+        return locate(self)[0].ask("call", ["copy", "copy"], (self,))
 
     def __deepcopy__(self, _: Any) -> Any:
-        return place_of(self)[0].ask_import("copy", "deepcopy", self)
+        return locate(self)[0].ask("call", ["copy", "deepcopy"], (self,))
 
     def __reduce_ex__(self, _: Any) -> Any:
         raise TypeError(f"a {type(self).__name__} of the other process cannot be pickled")
 
 
 def _asked(name: str) -> property:
-    return property(lambda self: place_of(self)[0].get(self, name))
+    return property(lambda self: locate(self)[0].get(self, name))
 
 
-_CODES: dict[str, Any] = {}
-
-
-def _template() -> None:
+def _make_codes() -> dict[str, types.CodeType]:
     def plain(*args: Any, **options: Any) -> None: ...
     def generates(*args: Any, **options: Any) -> Generator[Any, Any, Any]:
         yield
@@ -185,25 +170,25 @@ def _template() -> None:
     async def flows(*args: Any, **options: Any) -> Any:
         yield
 
-    for form, function in (("", plain), ("generator ", generates), ("async ", waits), ("async generator ", flows)):
-        _CODES[f"{form}function"] = function.__code__
+    functions = {"": plain, "generator ": generates, "async ": waits, "async generator ": flows}
+    return {f"{form}function": function.__code__ for form, function in functions.items()}
 
 
-_template()
+_CODES = _make_codes()
 
 
 class FunctionStandIn(StandIn):
     """A function, a method or a builtin of the other side; in a class body it is a method."""
 
     def __call__(self, /, *args: Any, **options: Any) -> Any:
-        return place_of(self)[0].call(self, args, options)
+        return locate(self)[0].call(self, args, options)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None or "method" in self._StandIn__form else types.MethodType(self, instance)
 
     @property
     def __code__(self) -> Any:
-        """For `inspect.iscoroutinefunction` and its like, which look at its flags."""
+        # `inspect.iscoroutinefunction` and similar functions look at its flags.
         return _CODES.get(self._StandIn__form, _CODES["function"])
 
     __doc__ = _asked("__doc__")  # pyright: ignore
@@ -212,27 +197,32 @@ class FunctionStandIn(StandIn):
 
 
 def stand_in_class(
-    peer: OtherSide, number: int, name: str, bases: tuple[type, ...], said: dict[str, Any], space: dict[str, Any]
+    peer: OtherSide, number: int, name: str, bases: tuple[type, ...], description: dict[str, Any], space: dict[str, Any]
 ) -> type:
-    """The class that stands for one of the other side. `said` is what `objects.describe` says of it."""
+    """Create the class that stands for one of the other side. `description` comes from `objects.describe`."""
     bases = tuple(dict.fromkeys(StandIn if base is object else base for base in bases))
     if not any(issubclass(base, StandIn) for base in bases):
         bases = (StandIn, *bases)
-    space = {**space, "_place": (peer, number), "__qualname__": said["qualname"], "__module__": said["module"]}
-    space["__doc__"] = _Doc(said["doc"])
+    space = {
+        **space,
+        "_place": (peer, number),
+        "__qualname__": description["qualname"],
+        "__module__": description["module"],
+    }
+    space["__doc__"] = _Doc(description["doc"])
     base = next((kind for one in bases if (kind := plain_base(one)) is not None), None)
-    for special in said["special"]:
+    for special in description["special"]:
         if special in SPECIAL:
             space[special] = _awaits if special == "__await__" else _special(special)
-    for special in said["none"]:
+    for special in description["none"]:
         if special in SPECIAL:
             space[special] = None
     if base is not None:
         for attribute in ("__repr__", "__str__", "__format__", "__copy__", "__deepcopy__"):
-            # Of StandIn, which comes before the type of the content: for what was not redefined, the content speaks.
+            # StandIn precedes the content's type among the bases; methods that were not redefined must use the content.
             if attribute not in space and StandIn in bases and hasattr(base, attribute):
                 space[attribute] = getattr(base, attribute)
-        for attribute in said["redefined"]:
+        for attribute in description["redefined"]:
             if hasattr(base, attribute) and not attribute.startswith("__"):
                 space[attribute] = _redefined(attribute, base)
     else:
@@ -241,51 +231,42 @@ def stand_in_class(
 
 
 class _Doc:
-    """The documentation of a class, and that of an object, which may have one of its own."""
+    """The docstring of a class, or of an object, which may have its own."""
 
     def __init__(self, of_class: str | None) -> None:
         self._of_class = of_class
 
     def __get__(self, stand_in: Any, owner: Any) -> Any:
-        return self._of_class if stand_in is None else place_of(stand_in)[0].get(stand_in, "__doc__")
+        return self._of_class if stand_in is None else locate(stand_in)[0].get(stand_in, "__doc__")
 
 
 class Super:
-    """`super()` in a method of the tests, of a class that inherits from one of the program."""
+    """`super()` in a method of a test class that inherits from one of the program's."""
 
     def __init__(self, kind: Any, stand_in: Any) -> None:
         object.__setattr__(self, "_bound", (kind, stand_in))
 
     def __getattribute__(self, name: str) -> Any:
         kind, stand_in = object.__getattribute__(self, "_bound")
-        peer, number = place_of(kind)
+        peer, number = locate(kind)
         return peer.ask("super", number, (stand_in, name))
 
 
-def _special(name: str) -> Callable[..., Any]:
-    def method(self: Any, /, *args: Any, **options: Any) -> Any:
-        return place_of(self)[0].special(self, name, args, options)
-
-    method.__name__ = name
-    return method
-
-
 def _awaits(self: Any) -> Any:
-    return place_of(self)[0].waits(self)
+    return locate(self)[0].waits(self)
 
 
 def _redefined(name: str, base: type) -> property:
-    """A method that the other side's class has in place of the one of plain data."""
-
+    # A method that the other side's class defines in place of the one of plain data.
     def read(self: Any) -> Any:
-        peer, _ = place_of(self)
-        return peer.get(self, name) if peer.believes_value(self) else getattr(base, name).__get__(self)
+        peer, _ = locate(self)
+        return peer.get(self, name) if peer.trusts_value(self) else getattr(base, name).__get__(self)
 
     return property(read)
 
 
-def place_of(stand_in: Any) -> tuple[OtherSide, int]:
-    """The other side, and what it knows the object by."""
+def locate(stand_in: Any) -> tuple[OtherSide, int]:
+    """Return the other side, and the number that it knows the object by."""
     if isinstance(stand_in, StandInType):
         return vars(stand_in)["_place"]
     return object.__getattribute__(stand_in, "_StandIn__place")
@@ -301,7 +282,6 @@ def is_stand_in(value: Any) -> bool:
 
 
 def new_stand_in(kind: Any, place: tuple[OtherSide, int], form: str, content: Any = None) -> Any:
-    """An object of a class that stands for one of the other side."""
     base = plain_base(kind)
     if base is None:
         made = kind.__new__(kind)
@@ -330,10 +310,8 @@ def _immutable(kind: Any, base: Any, content: Any) -> Any:
 
 
 def generator_of(source: Any) -> Generator[Any, Any, Any]:
-    """A generator of ours that draws from one of the other side."""
     return (yield from source)
 
 
 async def coroutine_of(source: Any) -> Any:
-    """A coroutine of ours that waits for one of the other side."""
     return await source

@@ -1,4 +1,4 @@
-"""A program's process as the first process of its job sees it: forked, fed, listened to, and ended for sure."""
+"""A program's process as the first process of its job sees it: forks it, exchanges messages with it, and ends it."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from typing import Any, NoReturn
 
 from posttrain.sandbox import kernel, wire
 
+# How often orphans are reaped. Unreaped ones would count towards the process limit.
 _LOOK_MS = 50
-"""How often orphans are reaped, which the process limit would count otherwise."""
 LONGEST_REPLY = 32 << 20
 
 
 class Ended(Exception):
-    """The program is gone, or was ended because it passed a limit."""
+    """The program has ended, or was ended because it exceeded a limit."""
 
 
 class Program:
-    """A forked process. `body` runs in it, gets the descriptor of its end of a channel, and gives the exit code."""
+    """A forked process. It calls `body` with the descriptor of its end of a channel; the result is its exit code."""
 
     def __init__(self, body: Callable[[int], int], stdin: str, seconds: float, output_bytes: int) -> None:
         self._start = time.monotonic()
         self._end, self._room = self._start + seconds, output_bytes
-        self.limit: str | None = None  # the limit that it passed
+        self.limit: str | None = None  # the limit that it exceeded
         self.exit_code: int | None = None
         self.gone = False
         source = _as_file(stdin)
@@ -42,47 +42,47 @@ class Program:
             os.close(fd)
         self._pidfd = os.pidfd_open(self._pid)
         self._written: dict[int, list[bytes]] = {out[0]: [], err[0]: []}
-        self._taken = [0, 0]
+        self._read_so_far = [0, 0]
         self._poll = select.poll()
         for fd in (*self._written, self._pidfd):
             os.set_blocking(fd, False)
             self._poll.register(fd, select.POLLIN)
 
     def send(self, message: Any) -> None:
-        """Tell the program something; Ended if it does not listen any more."""
+        """Send the program a message. Raises Ended if it no longer reads."""
         try:
             wire.send(self._channel, message)
         except wire.Closed:
-            self._give_up()
+            self._raise_ended()
 
     def receive(self) -> Any:
-        """The program's next message; Ended if there will be none."""
+        """Return the program's next message. Raises Ended if there will be none."""
         try:
-            return wire.receive(self._channel, LONGEST_REPLY, lambda: self._listen(self._channel))
+            return wire.receive(self._channel, LONGEST_REPLY, lambda: self._collect_until(self._channel))
         except wire.Closed:
-            self._give_up()
+            self._raise_ended()
 
-    def take_written(self) -> tuple[str, str]:
-        """What it has written to standard output and error since this was last asked."""
+    def read_new_output(self) -> tuple[str, str]:
+        """Return what it has written to standard output and error since the last call."""
         found = []
         for place, (fd, chunks) in enumerate(self._written.items()):
-            while self._take(fd):
+            while self._read_available(fd):
                 pass
             data = b"".join(chunks)
-            found.append(data[self._taken[place] :].decode(errors="replace"))
-            self._taken[place], chunks[:] = len(data), [data]
+            found.append(data[self._read_so_far[place] :].decode(errors="replace"))
+            self._read_so_far[place], chunks[:] = len(data), [data]
         return found[0], found[1]
 
-    def _give_up(self) -> NoReturn:
-        select.select([self._pidfd], [], [], 0.2)  # most often it is about to end, and its exit code says more
+    def _raise_ended(self) -> NoReturn:
+        select.select([self._pidfd], [], [], 0.2)  # usually it is about to end, and its exit code says more
         self._reap()
         self.gone = True
         raise Ended
 
     def wait(self) -> dict[str, Any]:
-        """Let it run to its end, or to a limit; how that went and what it wrote."""
+        """Let it run to its end, or to a limit; return its status and output."""
         with contextlib.suppress(Ended):
-            self._listen(None)
+            self._collect_until(None)
         return self.end()
 
     def end(self) -> dict[str, Any]:
@@ -90,7 +90,7 @@ class Program:
         alive = self.exit_code is None
         self._kill_all()
         for fd in list(self._written):
-            while self._take(fd):
+            while self._read_available(fd):
                 pass
             os.close(fd)
         os.close(self._pidfd)
@@ -114,8 +114,8 @@ class Program:
             return "memory"
         return "error" if self.exit_code else "ok"
 
-    def _listen(self, wanted: int | None) -> None:
-        """Collect what it writes until `wanted` can be read; Ended when it has ended, or passes a limit."""
+    def _collect_until(self, wanted: int | None) -> None:
+        # Collects output until `wanted` can be read. Raises Ended at the program's end, or if it exceeds a limit.
         if wanted is not None:
             self._poll.register(wanted, select.POLLIN)
         try:
@@ -123,7 +123,7 @@ class Program:
                 left = self._end - time.monotonic()
                 ready = [fd for fd, _ in self._poll.poll(max(0.0, min(left * 1000, _LOOK_MS)))]
                 for fd in self._written:
-                    if fd in ready and not self._take(fd):
+                    if fd in ready and not self._read_available(fd):
                         self._poll.unregister(fd)
                 self._reap()
                 if self.limit is None and left <= 0:
@@ -137,8 +137,8 @@ class Program:
             if wanted is not None:
                 self._poll.unregister(wanted)
 
-    def _take(self, fd: int) -> bool:
-        """Read what is there; False at the end, or when there is nothing now."""
+    def _read_available(self, fd: int) -> bool:
+        # False at the end of the stream, and if nothing is there now.
         try:
             data = os.read(fd, 1 << 16)
         except BlockingIOError:
@@ -172,8 +172,9 @@ class Program:
 def _become_program(source: int, out: int, err: int, channel: int, body: Callable[[int], int]) -> None:
     code = 1
     try:
-        os.setpgid(0, 0)  # a group to be killed by; the session is the job's
-        kernel.prctl(kernel.PR_SET_DUMPABLE, 1, "dumpable")  # so that the template can read how much memory is its own
+        os.setpgid(0, 0)  # so that killpg reaches all of it; the session stays the job's
+        # So that the template can read how much of the memory is its own.
+        kernel.prctl(kernel.PR_SET_DUMPABLE, 1, "dumpable")
         for fd, place in ((source, 0), (out, 1), (err, 2)):
             os.dup2(fd, place)
         kernel.close_all_but([0, 1, 2, channel])

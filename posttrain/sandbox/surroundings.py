@@ -1,7 +1,8 @@
-"""What surrounds a program besides its arguments: standard streams, `input`, `print`, and what tests patch.
+"""Makes what tests patch in their own process (streams, `input`, `print`, modules) take effect in the program's.
 
-Tests replace these in their own process (`redirect_stdout`, `patch("builtins.input")`, `sys.stdin = StringIO(...)`).
-The program lives in another one, so it is told before it runs, and what it prints is written to where the tests look.
+Tests use `redirect_stdout`, `patch("builtins.input")` or `sys.stdin = StringIO(...)`. The replacements are sent to the
+program before it runs, and what it prints is written to where the tests look. This module also changes libraries in the
+process that judges: to look at objects where they live, and to compare strictly.
 """
 
 from __future__ import annotations
@@ -11,20 +12,23 @@ import builtins
 import contextlib
 import functools
 import importlib
+import inspect
 import logging
 import os
 import sys
 import warnings
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from posttrain.sandbox.names import list_nodes
 from posttrain.sandbox.objects import MODULE
 from posttrain.sandbox.stand_ins import is_stand_in
-from posttrain.sandbox.strict import imported_packages
 
 if TYPE_CHECKING:
     from posttrain.sandbox.peer import Peer
     from posttrain.sandbox.supervise import Program
 
+# What tests replace by assignment. What they replace with unittest.mock is forwarded by forward_patches.
 _PLACES: tuple[tuple[Any, str], ...] = (
     (sys, "stdin"),
     (sys, "argv"),
@@ -32,120 +36,119 @@ _PLACES: tuple[tuple[Any, str], ...] = (
     (builtins, "print"),
     (builtins, "open"),
 )
-"""What tests replace by assignment; what they replace by unittest.mock is told by it."""
 
 
 class Surroundings:
-    """Those of the tests, as the program was last told of them."""
+    """What the tests have replaced, as last sent to the program."""
 
     def __init__(self, peer: Peer, program: Program) -> None:
         self._peer, self._program = peer, program
-        self._told = [getattr(owner, name) for owner, name in _PLACES]
-        self._first = list(self._told)
+        self._last_sent = [getattr(owner, name) for owner, name in _PLACES]
+        self._first = list(self._last_sent)
         self._environment = dict(os.environ._data)  # pyright: ignore
         self._streams = self._now = (sys.stdout, sys.stderr)
         self._busy = False
 
     def before(self) -> None:
-        """Called before every request."""
+        """Send what the tests have replaced; called before every request."""
         if self._busy:
             return
         self._busy = True
         try:
-            self._tell()
+            self._send_changes()
         finally:
             self._busy = False
 
-    def _tell(self) -> None:
+    def _send_changes(self) -> None:
         for place, (owner, name) in enumerate(_PLACES):
             now = getattr(owner, name)
-            if now is not self._told[place]:
-                self._told[place] = now
+            if now is not self._last_sent[place]:
+                self._last_sent[place] = now
                 self.replace(owner.__name__, name, now, now is self._first[place])
         if os.environ._data != self._environment:  # pyright: ignore  # its own comparison decodes every variable
             self._environment = dict(os.environ._data)  # pyright: ignore
             self._peer.ask("environment", None, (dict(os.environ),))
         if (sys.stdout, sys.stderr) != self._now:
-            self._program.take_written()  # what was printed before is not for the new ones
+            self._program.read_new_output()  # earlier output does not belong to the new streams
             self._now = (sys.stdout, sys.stderr)
 
     def after(self) -> None:
-        """Called when the program has answered, or asks something: what it printed goes to where the tests look."""
+        """Write what the program printed to where the tests look; called after every message from it."""
         if self._now == self._streams:
             return
-        for text, stream, first in zip(self._program.take_written(), self._now, self._streams, strict=True):
+        for text, stream, first in zip(self._program.read_new_output(), self._now, self._streams, strict=True):
             if text and stream is not first:
                 with contextlib.suppress(Exception):
                     stream.write(text)
 
     def replace(self, module: str, name: str, value: Any, back: bool) -> None:
-        """Let the program have something of ours in place of its own, or its own again."""
+        """Replace something in the program's process by an object of the tests, or restore it."""
         self._peer.ask("replace", None, (module, name, back, None if back else value))
 
 
 def warn(category: Any, text: str) -> None:
-    """A warning of the program's, for tests that expect one."""
+    """Repeat a warning of the program here, for tests that expect one."""
     if not (isinstance(category, type) and issubclass(category, Warning)):
         category = UserWarning
     warnings.warn_explicit(str(text), category, "program.py", 1, registry={})
 
 
 def log(name: str, level: int, text: str) -> None:
-    """A message that the program logs, for tests that expect one."""
+    """Repeat a log message of the program here, for tests that expect one."""
     logger = logging.getLogger(str(name))
     if logger.isEnabledFor(int(level)):
         logger.handle(logger.makeRecord(logger.name, int(level), "program.py", 1, str(text), (), None))
 
 
-def tell_of_patches(mock: Any, around: Surroundings) -> None:
-    """Let unittest.mock replace things in the program's modules as well."""
+def forward_patches(mock: Any, surroundings: Surroundings) -> None:
+    """Let unittest.mock also patch the modules in the program's process."""
     patch: Any = mock._patch
-    if hasattr(patch, "_told"):
+    if hasattr(patch, "_forwards"):
         return
     enter, leave = patch.__enter__, patch.__exit__
 
-    def told_enter(self: Any) -> Any:
+    def enter_and_send(self: Any) -> Any:
         value = enter(self)
-        _tell(self, False)
+        _send_changes(self, False)
         return value
 
-    def told_leave(self: Any, *error: Any) -> Any:
+    def send_and_leave(self: Any, *error: Any) -> Any:
         try:
-            _tell(self, True)
+            _send_changes(self, True)
         finally:
             left = leave(self, *error)
         return left
 
-    def _tell(self: Any, back: bool) -> None:
+    def _send_changes(self: Any, back: bool) -> None:
         module = str(getattr(self.target, "__name__", ""))
         if module == MODULE or sys.modules.get(module) is not self.target or (module, self.attribute) in _WATCHED:
             return
         module = MODULE if module == "__main__" else module
-        around.replace(module, self.attribute, getattr(self.target, self.attribute, None), back)
+        surroundings.replace(module, self.attribute, getattr(self.target, self.attribute, None), back)
 
-    patch.__enter__, patch.__exit__, patch._told = told_enter, told_leave, True
+    patch.__enter__, patch.__exit__, patch._forwards = enter_and_send, send_and_leave, True
 
 
 _WATCHED = {(owner.__name__, name) for owner, name in _PLACES} | {("sys", "stdout"), ("sys", "stderr")}
+# Functions that inspect their argument, which only works in the process where it lives.
 _LIBRARY = {
     "dataclasses": ("asdict", "astuple", "fields", "is_dataclass", "replace"),
     "inspect": ("getdoc", "getsource", "isabstract", "signature"),
     "typing": ("get_type_hints",),
 }
-"""Functions that look into their argument; those of the process in which it lives can."""
 
 
-def ask_of_library(tree: ast.AST, peer: Peer) -> None:
-    """Let functions of the library that the tests use be called where the object lives."""
+def forward_library_calls(tree: ast.AST, peer: Peer) -> None:
+    """Call these library functions where their argument lives."""
     for module in imported_packages(tree) & _LIBRARY.keys():
         library = importlib.import_module(module)
         for name in _LIBRARY[module]:
             function = getattr(library, name)
             if not hasattr(function, "_asks"):
-                setattr(library, name, _where_it_lives(peer, module, name, function))
+                setattr(library, name, _forwarding(peer, module, name, function))
 
 
-def _where_it_lives(peer: Peer, module: str, name: str, function: Any) -> Any:
+def _forwarding(peer: Peer, module: str, name: str, function: Any) -> Any:
     @functools.wraps(function)
     def wrapper(*args: Any, **options: Any) -> Any:
         if args and is_stand_in(args[0]):
@@ -154,3 +157,75 @@ def _where_it_lives(peer: Peer, module: str, name: str, function: Any) -> Any:
 
     wrapper.__dict__["_asks"] = True
     return wrapper
+
+
+_TRUTHS = ("allclose", "array_equiv", "isclose")
+_ASSERTIONS = (
+    "assert_allclose", "assert_almost_equal", "assert_array_almost_equal", "assert_array_almost_equal_nulp",
+    "assert_array_equal", "assert_array_less", "assert_array_max_ulp", "assert_equal",
+)  # fmt: skip
+_done: set[str] = set()
+
+
+def make_strict(tree: ast.AST, modules: set[str]) -> None:
+    """Make comparisons of numpy and pytest strict, if the test code imports them or uses them as `modules`.
+
+    `numpy.allclose([], 4.2)` is True, and so is `numpy.array([]) == pytest.approx(4.2)`: a program that returns an
+    empty list would pass every test of a number written that way.
+    """
+    for name, prepare in (("numpy", _prepare_numpy), ("pytest", _prepare_pytest)):
+        if name in imported_packages(tree) | modules and name not in _done:
+            try:
+                module = importlib.import_module(name)
+            except ImportError:
+                continue  # the tests report it themselves
+            prepare(module)
+            _done.add(name)
+
+
+def imported_packages(tree: ast.AST) -> set[str]:
+    found = {alias.name for node in list_nodes(tree) if isinstance(node, ast.Import) for alias in node.names}
+    found |= {node.module or "" for node in list_nodes(tree) if isinstance(node, ast.ImportFrom)}
+    return {name.partition(".")[0] for name in found}
+
+
+def _prepare_numpy(numpy: Any) -> None:
+    testing = importlib.import_module("numpy.testing")
+    for name in _TRUTHS:
+        setattr(numpy, name, _compare_strictly(getattr(numpy, name), lambda: numpy.False_))
+    for name in _ASSERTIONS:
+        if hasattr(testing, name):
+            setattr(testing, name, _compare_strictly(getattr(testing, name), _fail))
+
+
+def _prepare_pytest(pytest: Any) -> None:
+    pytest.main = lambda *_, **__: 0  # the judge runs the tests; main would search for them elsewhere
+    kind: Any = type(pytest.approx(1.0))
+    close = kind.__eq__
+    kind.__eq__ = lambda self, actual: not _is_empty(actual) and close(self, actual)
+
+
+def _compare_strictly(compare: Callable[..., Any], different: Callable[[], Any]) -> Callable[..., Any]:
+    # A value without members differs from one with members.
+    signature = inspect.signature(compare)
+
+    @functools.wraps(compare)
+    def compared(*args: Any, **options: Any) -> Any:
+        first, second = list(signature.bind(*args, **options).arguments.values())[:2]
+        if _is_empty(first) != _is_empty(second):
+            return different()
+        return compare(*args, **options)
+
+    return compared
+
+
+def _is_empty(value: Any) -> bool:
+    numpy = sys.modules.get("numpy")
+    try:
+        return numpy is not None and numpy.size(value) == 0
+    except (TypeError, ValueError):  # rows of different lengths
+        return False
+
+
+def _fail() -> None:
+    raise AssertionError("one of the two has no members")

@@ -1,7 +1,7 @@
-"""The template: a warm Python, alone in its namespaces, that forks one job at a time and watches what the job uses.
+"""The template: a warm Python in its own namespaces that forks one job at a time and watches its use of resources.
 
 It is the first process of its process namespace: when it ends, the kernel ends everything in it. Each job is forked
-into a process namespace of its own, so that it can neither see nor signal the template or an earlier job.
+into another process namespace, so that it can neither see nor signal the template or an earlier job.
 """
 
 from __future__ import annotations
@@ -18,31 +18,30 @@ import time
 from typing import Any
 
 from posttrain.sandbox import job, kernel, wire
-from posttrain.sandbox.fairness import share
 from posttrain.sandbox.seccomp import assemble
-from posttrain.sandbox.usage import descendants, memory_of
+from posttrain.sandbox.usage import descendants, lower_priorities, measure_memory
 
 _MB = 1 << 20
 _TICK_MS = 25
+# A job ends itself at its deadline and reports what it had; after this much longer it is killed.
 _GRACE_S = 1.0
-"""A job ends itself at its deadline and tells what it had; after this much longer it is killed."""
 _PR_SET_CHILD_SUBREAPER = 36
 
 
 def serve(control: int, proc: int, *, isolated: bool) -> None:
-    """Run jobs until the other side hangs up. `proc` is the host's /proc, which no job gets to see."""
+    """Run jobs until the other side closes the connection. `proc` is the host's /proc, which no job can see."""
     connection = socket.socket(fileno=control)
     own = os.open("self/ns/pid", os.O_RDONLY, dir_fd=proc)
     if not isolated:
-        kernel.prctl(_PR_SET_CHILD_SUBREAPER, 1, "subreaper")  # so that what a job leaves behind is found
+        kernel.prctl(_PR_SET_CHILD_SUBREAPER, 1, "subreaper")  # so that processes which a job leaves behind are found
     with contextlib.suppress(OSError), os.fdopen(_open(proc, "self/oom_score_adj", os.O_WRONLY), "w") as file:
-        file.write("1000")  # if the machine runs out of memory, jobs go first
-    site.setquit()  # `exit` and `quit`, which a Python without its site module does not have
+        file.write("1000")  # if the machine runs out of memory, jobs are killed first
+    site.setquit()  # `exit` and `quit`, which Python lacks without its site module
     site.sethelper()
     if isolated:
         assemble(platform.machine())
     gc.collect()
-    gc.freeze()  # the collector would otherwise write to every page that jobs share with us
+    gc.freeze()  # otherwise the collector would write to, and so copy, every page that jobs share with us
     wire.send(control, {"ready": True})
     while True:
         data, fds, _, _ = socket.recv_fds(connection, 1, 1)
@@ -72,11 +71,11 @@ def _fork_job(channel: int, limits: dict[str, Any], proc: int, own: int, isolate
         return pid
     finally:
         if isolated:
-            kernel.setns(own, kernel.NEWPID)  # the next job needs another one
+            kernel.setns(own, kernel.NEWPID)  # the next job gets another one
 
 
 def _watch(pid: int, limits: dict[str, Any], proc: int, isolated: bool) -> dict[str, Any]:
-    """Wait for a job, hold it to what only shows from outside, and tell how it ended."""
+    # Some limits can only be enforced from outside: memory of all processes together, and their number for root.
     reason, most, end = None, 0, time.monotonic() + limits["seconds"] + _GRACE_S
     poll = select.poll()
     fd = os.pidfd_open(pid)
@@ -87,11 +86,11 @@ def _watch(pid: int, limits: dict[str, Any], proc: int, isolated: bool) -> dict[
             os.kill(pid, signal.SIGKILL)
             continue
         processes = descendants(proc)
-        share(proc, processes[1:])
-        excess, held = _excess(proc, processes, limits)
+        lower_priorities(proc, processes[1:])
+        excess, held = _find_excess(proc, processes, limits)
         most = max(most, held)
         if excess:
-            # The job's first process stays, to tell what the program had written; unless it is the eater.
+            # The job's first process survives the first time, to report what the program had written.
             for process in descendants(proc)[0 if reason else 1 :]:
                 _kill(proc, process)
             reason = excess
@@ -110,17 +109,16 @@ def _watch(pid: int, limits: dict[str, Any], proc: int, isolated: bool) -> dict[
     }
 
 
-def _excess(proc: int, processes: list[int], limits: dict[str, Any]) -> tuple[str | None, int]:
-    """The limit that a job passes, if it does, and the bytes that it holds."""
+def _find_excess(proc: int, processes: list[int], limits: dict[str, Any]) -> tuple[str | None, int]:
     enough = limits["memory_mb"] * _MB
-    held = memory_of(proc, processes, enough, limits["open_files"])
+    held = measure_memory(proc, processes, enough, limits["open_files"])
     if len(processes) > limits["processes"] + 1:
-        return "processes", held  # only where the kernel's own limit does not bind, as for root
+        return "processes", held  # needed where the kernel's own limit does not bind, as for root
     return "memory" if held > enough else None, held
 
 
 def _kill(proc: int, process: int) -> None:
-    # By its folder in /proc, because we do not share the host's numbering.
+    # By its folder in /proc: the template has another process numbering than the host's /proc.
     with contextlib.suppress(OSError):
         folder = _open(proc, str(process), os.O_RDONLY | os.O_DIRECTORY)
         try:

@@ -1,9 +1,15 @@
-"""What a job's processes use, read from the host's /proc by the template."""
+"""What a job's processes use, read by the template from the host's /proc; and their share of the processors.
+
+The kernel divides processors among runnable threads, so a job of 16 spinning processes would leave a neighbour only a
+seventeenth. Two things reduce its share to about that of one process: a job stays one session, by which many kernels
+group threads (autogroup); elsewhere, threads that run at the same time get a lower priority.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import os
 import re
 import socket
@@ -14,7 +20,7 @@ _PSS = re.compile(rb"^Pss:\s+(\d+) kB", re.M)
 
 
 def descendants(proc: int, root: str = "self") -> list[int]:
-    """The processes below this one, parents before their children, by the host's numbers."""
+    """List the processes below this one, parents before their children, by the host's numbers."""
     found: list[int] = []
     todo = [root]
     while todo:
@@ -24,12 +30,9 @@ def descendants(proc: int, root: str = "self") -> list[int]:
     return found
 
 
-def memory_of(proc: int, processes: list[int], enough: int, open_files: int) -> int:
-    """Bytes that the processes of a job hold together, and that their pipes and sockets can hold.
-
-    Pages that they share count once, if it is worth looking closer.
-    """
-    buffers = buffers_of(proc, processes[1:], open_files)  # without the job's first process, which is ours
+def measure_memory(proc: int, processes: list[int], enough: int, open_files: int) -> int:
+    """Bytes that a job's processes hold together, with what their pipes and sockets can hold."""
+    buffers = measure_buffers(proc, processes[1:], open_files)  # without the job's first process, which is ours
     resident = sum(_resident(proc, process) for process in processes)
     if resident + buffers > enough:
         resident = sum(_proportional(proc, process) for process in processes)
@@ -38,20 +41,20 @@ def memory_of(proc: int, processes: list[int], enough: int, open_files: int) -> 
 
 @functools.cache
 def socket_size() -> int:
-    """Bytes that a socket may have on their way to its other end."""
+    """Bytes that a socket can hold in transit."""
     with socket.socketpair()[0] as one:
         return one.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
 
 
-def buffers_of(proc: int, processes: list[int], open_files: int) -> int:
-    """What the kernel may hold for the processes outside of any of them: a full socket shows in no process's size."""
+def measure_buffers(proc: int, processes: list[int], open_files: int) -> int:
+    # The kernel can hold data outside of every process: a full socket shows in no process's size.
     found: set[str] = set()
     hidden = 0
     for process in processes:
-        for thread in threads(proc, str(process)):
+        for thread in list_threads(proc, str(process)):
             try:
                 found |= _links(proc, f"{process}/task/{thread}/fd")
-            except PermissionError:  # it made itself unreadable; what it hides counts in full
+            except PermissionError:  # it made itself unreadable, so it counts as if all its descriptors were sockets
                 hidden += open_files
             except OSError:  # it has ended
                 continue
@@ -60,7 +63,7 @@ def buffers_of(proc: int, processes: list[int], open_files: int) -> int:
 
 
 def _links(proc: int, name: str) -> set[str]:
-    """Where the descriptors of a thread lead to; threads may have tables of their own."""
+    # Asked per thread, because a thread may have a descriptor table of its own.
     folder = os.open(name, os.O_RDONLY | os.O_DIRECTORY, dir_fd=proc)
     found = set()
     try:
@@ -73,12 +76,11 @@ def _links(proc: int, name: str) -> set[str]:
 
 
 def address_space(proc: int) -> int:
-    """Bytes of this process's address space."""
     return int(read_proc(proc, "self/statm").split()[0]) * _PAGE
 
 
-def threads(proc: int, process: str) -> list[str]:
-    """The threads of a process, by the host's numbers."""
+def list_threads(proc: int, process: str) -> list[str]:
+    """List the threads of a process, by the host's numbers."""
     with contextlib.suppress(OSError):
         folder = os.open(f"{process}/task", os.O_RDONLY | os.O_DIRECTORY, dir_fd=proc)
         try:
@@ -90,7 +92,7 @@ def threads(proc: int, process: str) -> list[str]:
 
 def _children(proc: int, process: str) -> list[int]:
     found: list[int] = []
-    for thread in threads(proc, process):
+    for thread in list_threads(proc, process):
         found += map(int, read_proc(proc, f"{process}/task/{thread}/children").split())
     return found
 
@@ -106,7 +108,7 @@ def _proportional(proc: int, process: int) -> int:
 
 
 def read_proc(proc: int, name: str) -> bytes:
-    """A file of /proc, or nothing when its process has ended."""
+    """Read a file of /proc; empty if its process has ended."""
     with contextlib.suppress(OSError):
         fd = os.open(name, os.O_RDONLY, dir_fd=proc)
         try:
@@ -114,3 +116,38 @@ def read_proc(proc: int, name: str) -> bytes:
         finally:
             os.close(fd)
     return b""
+
+
+_STEP = math.log(1.25)  # ratio of a thread's weight from one nice level to the next
+_NICEST = 19
+
+
+def lower_priorities(proc: int, processes: list[int]) -> None:
+    """Lower the priority of threads that run at the same time until together they weigh as one; children inherit it."""
+    tasks = [(process, thread) for process in processes for thread in list_threads(proc, str(process))]
+    if len(tasks) < 2:
+        return
+    looks = [read_proc(proc, f"{process}/task/{thread}/stat").rpartition(b")")[2].split() for process, thread in tasks]
+    running = sum(fields[:1] == [b"R"] for fields in looks)
+    if running < 2:
+        return
+    level = min(_NICEST, math.ceil(math.log(running) / _STEP))
+    for (process, thread), fields in zip(tasks, looks, strict=True):
+        if fields and int(fields[16]) < level:
+            # The thread may have ended, and its number may be free or belong to another user: both are harmless.
+            with contextlib.suppress(OSError, IndexError):
+                os.setpriority(
+                    os.PRIO_PROCESS, _thread_numbers(proc, f"{process}/task/{thread}")[_namespace_depth(proc)], level
+                )
+
+
+@functools.cache
+def _namespace_depth(proc: int) -> int:
+    # How many process namespaces we are in, because the host's thread numbers are not ours.
+    return len(_thread_numbers(proc, "self")) - 1
+
+
+def _thread_numbers(proc: int, name: str) -> list[int]:
+    # The numbers of a thread in all namespaces that it is in, the host's first; none if it has ended.
+    lines = read_proc(proc, f"{name}/status").splitlines()
+    return [int(number) for line in lines if line.startswith(b"NSpid:") for number in line.split()[1:]]

@@ -1,12 +1,13 @@
-"""Python values as JSON and back: what both processes of a test rebuild from its content, and never from code.
+"""Encodes Python values as JSON and back: both processes of a test rebuild them from content, never from code.
 
-A subclass of one of these types is encoded as what it holds, unless `held` says more of it. What is no plain data is
-handed to `unknown`, which may refuse it or put a reference in its place. Lists and other containers that can be changed
-are handed to `shared`, if there is one, with a function that gives their content.
+A subclass of one of these types is encoded as its content, unless `held` adds to it. Other objects are passed to
+`unknown`, which may reject them or return a reference. Containers that can change are passed to `shared`, if given,
+with a function that returns their content.
 """
 
 from __future__ import annotations
 
+import operator
 import re
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
@@ -16,35 +17,35 @@ from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
-_BIG = 10**1000  # json refuses integers of more digits than Python prints
+_BIG = 10**1000  # json rejects integers with more digits than Python prints
 _DTYPE = re.compile(r"[<>|=]?[biufcUS]\d*")
+# Most members of an array: a forged shape alone must not make the reader allocate memory.
 _MAX_SIZE = 1 << 26
-"""Members that an array may have: its shape alone must not make the reader allocate memory."""
 _Encode = Callable[[Any], Any]
 
 MUTABLE: tuple[type, ...] = (list, dict, set, bytearray, deque)
+# Mutable types of plain data; both processes see their changes.
 SHARED = {list, dict, set, bytearray, deque, Counter, OrderedDict, defaultdict}
-"""Types of plain data that can be changed; both processes see the change."""
 
 
-def refuse(value: Any) -> Any:
-    """For `unknown`: plain data only."""
+def reject(value: Any) -> Any:
+    """For `unknown`: accept plain data only."""
     raise TypeError(f"{type(value).__name__} is no plain data")
 
 
 def encode(
     value: Any,
-    unknown: Callable[[Any], Any] = refuse,
+    unknown: Callable[[Any], Any] = reject,
     held: Callable[[Any, Callable[[], Any]], Any] | None = None,
     shared: Callable[[Any, Callable[[], Any]], Any] | None = None,
 ) -> Any:
-    """A value as JSON types; other types than None, bool, int, float, str and list as `{tag: content}`."""
+    """Encode a value as JSON types; all but None, bool, int, float, str and list become `{tag: content}`."""
     # By its type and never by isinstance: an object may claim any `__class__`.
     kind = type(value)
-    if kind in _AS_THEY_ARE:
+    if kind in _UNCHANGED:
         return value
     base = kind if kind in _ENCODERS else plain_base(kind)
-    if base is None or kind.__module__ == "numpy":  # numpy.float64 is a float, and says nothing that a float does not
+    if base is None or kind.__module__ == "numpy":  # a numpy.float64 is a float and holds nothing more
         return _encode_array(value, unknown)
 
     def content() -> Any:
@@ -56,16 +57,16 @@ def encode(
 
 
 def encode_content(value: Any, inner: _Encode) -> Any:
-    """What a container of plain data holds; `inner` encodes its members."""
+    """Encode what a container of plain data holds; `inner` encodes its members."""
     return _ENCODERS[plain_base(type(value)) or list](value, inner)
 
 
 def plain_base(kind: type) -> type | None:
-    """The type of plain data that a class is, or inherits from."""
+    """Return the type of plain data that a class is, or inherits from."""
     return next((base for base in kind.__mro__ if base in _ENCODERS), None)
 
 
-def _whole(value: int, _: _Encode) -> Any:
+def _encode_int(value: int, _: _Encode) -> Any:
     value = int.__add__(value, 0)
     return value if -_BIG < value < _BIG else {"int": hex(value)}
 
@@ -79,14 +80,15 @@ def _mapping(tag: str) -> Callable[[Any, _Encode], Any]:
 
 
 def pairs_of(value: dict[Any, Any]) -> Any:
-    """The members of a mapping, without a subclass's own methods; an OrderedDict keeps its order beside the dict."""
+    # Bypasses the methods of a subclass. An OrderedDict keeps its order apart from the dict.
+
     return OrderedDict.items(value) if isinstance(value, OrderedDict) else dict.items(value)
 
 
-_AS_THEY_ARE = {type(None), bool, str, float}
+_UNCHANGED = {type(None), bool, str, float}
 _ENCODERS: dict[type, Callable[[Any, _Encode], Any]] = {
     str: lambda value, _: str.__str__(value),
-    int: _whole,
+    int: _encode_int,
     float: lambda value, _: float.__pos__(value),
     list: lambda value, inner: [inner(one) for one in list.__iter__(value)],
     dict: _mapping("dict"),
@@ -123,13 +125,13 @@ def _encode_array(value: Any, unknown: Callable[[Any], Any]) -> Any:
     return unknown(value)
 
 
-def no_reference(tag: str, content: Any) -> Any:
-    """For `special`: a reader that knows no references."""
+def reject_tag(tag: str, content: Any) -> Any:
+    """For `special`: accept no references."""
     raise ValueError(f"unknown tag {tag!r}")
 
 
-def decode(data: Any, special: Callable[[str, Any], Any] = no_reference) -> Any:
-    """The value that was encoded; tags that are not ours go to `special`."""
+def decode(data: Any, special: Callable[[str, Any], Any] = reject_tag) -> Any:
+    """Decode a value; unknown tags are passed to `special`."""
     if isinstance(data, list):
         return [decode(one, special) for one in data]
     if not isinstance(data, dict):
@@ -157,7 +159,7 @@ def _array(content: Any) -> Any:
 
 _PAIRS: dict[str, Callable[[dict[Any, Any]], Any]] = {
     "dict": dict,
-    "default": dict,  # what makes its members stays where it is
+    "default": dict,  # its factory stays in its own process
     "counter": Counter,
     "ordered": OrderedDict,
 }
@@ -185,3 +187,54 @@ _SIMPLE: dict[str, Callable[[Any], Any]] = {
     "time": time.fromisoformat,
     "timedelta": lambda content: timedelta(*content),
 }
+EMPTY_CONTAINERS: dict[str, Callable[[], Any]] = {
+    "dict": dict,
+    "set": set,
+    "bytearray": bytearray,
+    "deque": deque,
+    "ordered": OrderedDict,
+    "counter": Counter,
+}
+
+
+class WatchedContainer:
+    """A container that both sides have, and what it held when they last agreed."""
+
+    def __init__(self, container: Any, mine: bool, number: int) -> None:
+        self.container, self.mine, self.number = container, mine, number
+        self.before = _members(container)
+
+    def changed(self) -> bool:
+        # Members are compared by identity, not by value: an `__eq__` of the program could lie.
+        now = _members(self.container)
+        same = now == self.before if isinstance(now, bytes) else all(map(operator.is_, now, self.before))
+        if same and len(now) == len(self.before):
+            return False
+        self.before = now
+        return True
+
+
+def assign(container: Any, content: Any) -> None:
+    """Replace a container's content by that of another of its type."""
+    kind = next((kind for kind in MUTABLE if isinstance(container, kind)), None)
+    if kind is None or not isinstance(content, kind):
+        raise TypeError(f"a {type(content).__name__} in place of a {type(container).__name__}")
+    if isinstance(container, OrderedDict):  # dict's methods would change its members but not its order
+        OrderedDict.clear(container)
+        for key, value in pairs_of(content):
+            OrderedDict.__setitem__(container, key, value)
+        return
+    kind.clear(container)
+    if kind in (dict, set):
+        kind.update(container, content)
+    else:
+        kind.extend(container, content)
+
+
+def _members(container: Any) -> list[Any] | bytes:
+    if isinstance(container, dict):
+        return [one for pair in pairs_of(container) for one in pair]
+    if isinstance(container, bytearray):
+        return bytes(container)
+    base = plain_base(type(container)) or list
+    return list(base.__iter__(container))  # pyright: ignore

@@ -1,4 +1,4 @@
-"""Messages between the processes of a sandbox: JSON with its length in front."""
+"""Messages between the processes of a sandbox: JSON, preceded by its length."""
 
 from __future__ import annotations
 
@@ -13,17 +13,16 @@ _LENGTH = struct.Struct("!Q")
 
 
 class Closed(EOFError):
-    """The other side has hung up."""
+    """The other side has closed the channel."""
 
 
 def pack(message: Any) -> bytes:
-    """A message as bytes."""
     data = json.dumps(message).encode()
     return _LENGTH.pack(len(data)) + data
 
 
 def send(fd: int, message: Any) -> None:
-    """Write a whole message; Closed if nobody reads any more."""
+    """Write a whole message. Raises Closed if the other side no longer reads."""
     data = memoryview(pack(message))
     try:
         while data:
@@ -33,14 +32,14 @@ def send(fd: int, message: Any) -> None:
 
 
 def receive(fd: int, longest: int = LONGEST, wait: Callable[[], None] = lambda: None) -> Any:
-    """Read a whole message; `wait` is called before every read and may raise. ValueError if it is none of ours."""
-    size = _LENGTH.unpack(_exactly(fd, _LENGTH.size, wait))[0]
+    """Read a whole message. `wait` is called before every read and may raise. An oversized one is a ValueError."""
+    size = _LENGTH.unpack(_read_exactly(fd, _LENGTH.size, wait))[0]
     if size > longest:
         raise ValueError(f"a message of {size} bytes")
-    return json.loads(_exactly(fd, size, wait))
+    return json.loads(_read_exactly(fd, size, wait))
 
 
-def _exactly(fd: int, count: int, wait: Callable[[], None]) -> bytes:
+def _read_exactly(fd: int, count: int, wait: Callable[[], None]) -> bytes:
     chunks = []
     while count:
         wait()

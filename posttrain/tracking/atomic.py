@@ -20,7 +20,7 @@ def replace_file(path: Path, content: bytes | Callable[[Path], object]) -> None:
         else:
             temporary.write_bytes(content)
         with temporary.open("rb") as file:
-            os.fsync(file.fileno())
+            os.fsync(file.fileno())  # or else the name may reach the disk before the content
         os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
@@ -28,7 +28,7 @@ def replace_file(path: Path, content: bytes | Callable[[Path], object]) -> None:
 
 
 def clear_leftovers(*folders: Path) -> None:
-    """Remove what a killed process left of `replace_file`; for folders in which nobody else writes now."""
+    """Remove temporary files of killed processes; only for folders into which no other process writes."""
     for folder in folders:
         for path in folder.glob(".*.tmp"):
             if _LEFT.fullmatch(path.name):

@@ -1,4 +1,4 @@
-"""Threads beside the main one: `Every` repeats a call, `Background` writes files while the next step is computed."""
+"""Threads: `Every` repeats a call, `Background` writes files while the next step is computed."""
 
 from __future__ import annotations
 
@@ -20,17 +20,16 @@ class Every:
             self._act()
 
     def close(self) -> None:
-        """`act` is not running and will not be called again once this returns."""
+        """Once this returns, `act` is not running and will not be called again."""
         self._closed.set()
         if self._thread is not threading.current_thread():
             self._thread.join()
 
 
 class Background:
-    """Runs pieces of work in a thread, one at a time and in order, so that at most one step's samples wait in memory.
+    """Runs work in a thread, one piece at a time and in order, so that at most one step's samples wait in memory.
 
-    What a piece raises is raised by the next call of `run` or `wait`: an error reaches the run a little later, but
-    is never lost. The thread is no daemon: a process that ends by itself ends after it.
+    An error is raised by the next call of `run` or `wait`: a little later, but never lost.
     """
 
     def __init__(self, name: str) -> None:
@@ -48,6 +47,7 @@ class Background:
             except BaseException as error:
                 self._error = error
 
+        # Not a daemon: a process that ends normally waits until the files are written.
         self._thread = threading.Thread(target=piece, name=self.name)
         self._thread.start()
 

@@ -1,6 +1,6 @@
-"""The batches of past steps, as their updates took them, for `posttrain replay`: tensors and JSON, nothing pickled.
+"""The batches of past steps as the updates received them, for `posttrain replay`: tensors and JSON, no pickle.
 
-batches/replay.json    the settings that the workers were made with, fitted to the data, and the run's updates
+batches/replay.json    the settings of the workers, adjusted to the data, and the run's updates
 batches/step_N/        a saved DataProto
 """
 
@@ -17,8 +17,8 @@ from posttrain.texts import utf8
 from posttrain.tracking.atomic import replace_file
 
 FACTS = "replay.json"
+# The columns that an update reads besides tensors, and those that identify rows.
 FIELDS = ("uid", "sample", "reward_score")
-"""What an update reads beside tensors, and what tells rows apart."""
 _STEP = re.compile(r"step_(\d+)")
 
 
@@ -47,7 +47,7 @@ def keep_batch(folder: Path, step: int, batch: Any, keep: int) -> None:
 
 
 def drop_batches_after(folder: Path, step: int) -> None:
-    """A resumed run makes these steps anew."""
+    """A resumed run repeats these steps."""
     for later in kept_steps(folder):
         if later > step:
             shutil.rmtree(batch_folder(folder, later), ignore_errors=True)

@@ -14,7 +14,7 @@ from posttrain.tracking.loggers import read_metrics
 from posttrain.tracking.progress import console_width
 from posttrain.tracking.row import STAGE_WORDS, clock
 from posttrain.tracking.rundir import ROOT, RunDirectory, find_run, runs_under
-from posttrain.tracking.status import age, read_status, stands
+from posttrain.tracking.status import age, read_status, run_state
 
 _WATCHED = ("reward_mean", "val/loss", "train/loss")
 
@@ -42,22 +42,22 @@ def runs(args: Sequence[str]) -> int:
 
 def _row(folder: Path, root: Path) -> tuple[str, str, str, str, str]:
     known = read_status(folder)
-    status = stands(folder)
+    status = run_state(folder)
     stage = known.get("stage")
     if status == "running" and stage:
         status = f"running ({STAGE_WORDS.get(stage, stage)})"
-    reached = _reached(folder)
+    reached = _last_value(folder)
     written = f"{clock(age(known))} ago" if known.get("time") else ""
     step = f"{known.get('step', '?')}/{known.get('total_steps', '?')}"
     return str(folder.relative_to(root)), status, step, reached, written
 
 
-def _reached(folder: Path) -> str:
+def _last_value(folder: Path) -> str:
     try:
         lines = _lines(folder)
     except (OSError, ValueError, AttributeError, RecursionError):  # one damaged run must not hide the others
         return "metrics.jsonl cannot be read"
-    name = _watched(lines) if lines else None
+    name = _main_metric(lines) if lines else None
     value = next((line[name] for line in reversed(lines) if name in line), None) if name else None
     return f"{name} {value:.3f}" if isinstance(value, float) else ""
 
@@ -121,7 +121,7 @@ def plot(args: Sequence[str]) -> int:
     options = parser.parse_args(args)
     folders = [find_run(name) for name in options.run]
     lines = {_label(folder, folders): _lines(folder) for folder in folders}
-    metric = options.metric or _watched(next(iter(lines.values())))
+    metric = options.metric or _main_metric(next(iter(lines.values())))
     series = {name: _series(name, found, metric) for name, found in lines.items()}
     values = [value for _, one in series.values() for value in one]
     for name, (steps, found) in series.items():
@@ -154,8 +154,8 @@ def _lines(folder: Path) -> list[dict[str, Any]]:
     return list(read_metrics(path)) if path.is_file() else []
 
 
-def _watched(lines: list[dict[str, Any]]) -> str:
-    """What a run is judged by: a validation's mean, else the reward, else the loss."""
+def _main_metric(lines: list[dict[str, Any]]) -> str:
+    # What a run is judged by: a validation's mean, else the reward, else the loss.
     names = list(dict.fromkeys(key for line in lines for key in line))
     means = [name for name in names if name.startswith("val/") and "/mean@" in name]
     return next(iter([*means, *(name for name in _WATCHED if name in names)]), "reward_mean")

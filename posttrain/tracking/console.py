@@ -1,31 +1,39 @@
 """The console of a run, which may go away: a pipe that is closed (`| head`), a terminal that hangs up, a full disk.
 
-Watching a run must never end it: inside a run, writing to the console cannot fail, and what the console does not take
-is in the run's log. `exit_status` ends a whole command: it prints errors that are meant for users in their own words,
-and Ctrl-C and lost output in a line.
+Watching a run must never end it: inside a run, writing to the console cannot fail, and everything is in the run's log.
+`exit_status` wraps a whole command and prints user errors, Ctrl-C and lost output in one line.
+
+A command that trains has three output modes: posttrain's messages, its result alone (--quiet), or one JSON object per
+step (--json). Meanwhile descriptors 1 and 2 lead to the run's `logs/libraries.log`, so that output of C++ code and of
+started programs does not break the live row. Before the run has a directory that output is buffered.
 """
 
 from __future__ import annotations
 
 import errno
+import io
+import json
 import os
 import select
+import shutil
 import signal
 import sys
+import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any, TextIO
 
 from posttrain.errors import UserError
 from posttrain.interrupts import interrupted
-from posttrain.tracking.terminal_text import tell
+from posttrain.tracking.terminal_text import print_text
 
 
 class Console:
-    """A stand-in for a stream: characters that it cannot show are escaped, and once it fails it is left alone.
+    """Wraps a stream: unsupported characters are escaped, and after a failure nothing more is written.
 
-    `on_lost` gets one sentence, once; it is not called for a stream that was never there.
+    `on_lost` is called once with a sentence, but not for a stream that was never there.
     """
 
     def __init__(
@@ -58,7 +66,7 @@ class Console:
         assert self._stream is not None
         try:
             return action(self._stream)
-        except BlockingIOError:  # a reader that is slow; what it missed is in the log
+        except BlockingIOError:  # a slow reader; what it misses is in the log
             return None
         except (OSError, ValueError) as error:  # ValueError: it was closed
             self.lose()
@@ -69,7 +77,7 @@ class Console:
             return None
 
     def lose(self) -> None:
-        """Write no more; what Python still holds for the process's own stream must not fail at the end either."""
+        """Write no more. The descriptor leads to /dev/null from here on: Python flushes its buffers at exit."""
         self.lost = True
         if self._stream is not None and (self._owned or self._stream in (sys.__stdout__, sys.__stderr__)):
             with suppress(OSError, ValueError):
@@ -98,10 +106,8 @@ def as_console(stream: Any, on_lost: Callable[[str], object] | None = None) -> C
 
 
 def prepare_streams() -> None:
-    """For the start of a program: streams that were closed lead nowhere, and no character is an error.
-
-    A descriptor that is missing would be given to the next file that is opened, and be written to as the console.
-    """
+    """For the start of a program: closed streams lead to /dev/null, and no character is an error."""
+    # A missing descriptor would be given to the next opened file, which would then receive the console's output.
     for number in (0, 1, 2):
         try:
             os.fstat(number)
@@ -115,17 +121,17 @@ def prepare_streams() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
-def keep_going() -> None:
+def protect_console() -> None:
     """For the start of a command that trains: from here on the console cannot end it."""
     sys.stdout, sys.stderr = as_console(sys.stdout), as_console(sys.stderr)  # pyright: ignore
 
 
 @contextmanager
-def hang_up_is_no_end() -> Iterator[None]:
-    """Inside, a terminal that goes away (SIGHUP) does not end the process; `nohup` and handlers of others stay."""
+def ignore_hangup() -> Iterator[None]:
+    """Inside, a closed terminal (SIGHUP) does not end the process; `nohup` and other handlers stay."""
     mine = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
     if mine:
-        signal.signal(signal.SIGHUP, lambda *_: None)  # a function: programs started from here are not affected
+        signal.signal(signal.SIGHUP, lambda *_: None)  # unlike SIG_IGN, not inherited by started programs
     try:
         yield
     finally:
@@ -137,7 +143,7 @@ INTERRUPTED = "interrupted"
 
 
 def exit_status(work: Callable[[], int], *, if_interrupted: str = INTERRUPTED) -> int:
-    """The status with which a process ends that does this work."""
+    """Run `work` and give the process's exit status."""
     try:
         status = work()
         sys.stdout.flush()
@@ -147,7 +153,7 @@ def exit_status(work: Callable[[], int], *, if_interrupted: str = INTERRUPTED) -
             print(if_interrupted, file=sys.stderr)
             return 130
         if isinstance(error, UserError):
-            tell(error, sys.stderr)
+            print_text(error, sys.stderr)
             return 2
         if isinstance(error, BrokenPipeError) and _nobody_reads(sys.stdout):  # `posttrain config | head`
             as_console(sys.stdout).lose()
@@ -160,7 +166,7 @@ def exit_status(work: Callable[[], int], *, if_interrupted: str = INTERRUPTED) -
 
 
 def _nobody_reads(stream: TextIO) -> bool:
-    """Whether the other end of this pipe is closed: the same error may come from any other one."""
+    # Whether it is this pipe that is closed: the error may come from another one.
     poll = select.poll()
     try:
         poll.register(stream.fileno(), select.POLLOUT)
@@ -170,6 +176,134 @@ def _nobody_reads(stream: TextIO) -> bool:
 
 
 def _is_lost_output(error: Any) -> bool:
-    """`posttrain config > /dev/full`: an error of writing that names no file."""
+    # `posttrain config > /dev/full`: an error of writing that names no file.
     codes = (errno.ENOSPC, errno.EIO, errno.EBADF)
     return isinstance(error, OSError) and error.filename is None and error.errno in codes
+
+
+# -- the console of a command that trains ------------------------------------------------------------------------------
+NORMAL, QUIET, JSON = "normal", "quiet", "json"
+OUTPUT_MODES = {"--quiet": QUIET, "--json": JSON}
+HELP = "--quiet shows errors and the last result only, --json one JSON object per step and nothing else"
+
+_active: CommandConsole | None = None
+
+
+def split_output_mode(args: Sequence[str]) -> tuple[list[str], str]:
+    """The arguments without `--quiet` and `--json`, and which of them was there."""
+    found = {OUTPUT_MODES[arg] for arg in args if arg in OUTPUT_MODES}
+    if len(found) > 1:
+        raise UserError("--quiet and --json exclude each other: give one of them.")
+    return [arg for arg in args if arg not in OUTPUT_MODES], found.pop() if found else NORMAL
+
+
+@contextmanager
+def command_console(mode: str = NORMAL) -> Iterator[CommandConsole]:
+    """The console of a command; streams and descriptors are restored afterwards."""
+    global _active
+    before, console = _active, CommandConsole(mode)
+    console.redirect()
+    _active = console
+    try:
+        yield console
+    finally:
+        _active = before
+        console.restore()
+
+
+class CommandConsole:
+    """`out` and `err` lead to the console, whatever sys.stdout is."""
+
+    def __init__(self, mode: str) -> None:
+        self.mode = mode
+        self._before = sys.stdout, sys.stderr
+        self.out, self.err = as_console(sys.stdout), as_console(sys.stderr)
+        self._kept: list[int] = []
+        self._held: Any = None
+
+    def redirect(self) -> None:
+        for stream in self._before:
+            with suppress(OSError, ValueError):
+                stream.flush()
+        if [_descriptor(stream) for stream in self._before] == [1, 2]:
+            self._kept = [os.dup(1), os.dup(2)]
+            self.out, self.err = (
+                Console(_stream_like(stream, kept), owned=True)
+                for stream, kept in zip(self._before, self._kept, strict=True)
+            )
+            self._held = tempfile.TemporaryFile()  # noqa: SIM115 (until the run has a directory)
+            self._lead_to(self._held.fileno())
+        loud = self.mode == NORMAL
+        sys.stdout, sys.stderr = (self.out, self.err) if loud else (Console(None), Console(None))  # pyright: ignore
+
+    def attach(self, path: Path) -> None:
+        """Lead descriptors 1 and 2 to this file, which gets the buffered output first."""
+        if self._held is None:
+            return
+        with path.open("ab") as file:
+            self._held.seek(0)
+            shutil.copyfileobj(self._held, file)
+            file.flush()
+            self._lead_to(file.fileno())
+        self._held.close()
+        self._held = None
+
+    def restore(self) -> None:
+        sys.stdout, sys.stderr = self._before
+        for console in (self.out, self.err):
+            console.flush()
+        for number, kept in zip((1, 2), self._kept, strict=False):
+            os.dup2(kept, number)
+        if self._held is not None:  # there was no run: the output may say why
+            self._held.seek(0)
+            with suppress(OSError):
+                os.write(2, self._held.read())
+            self._held.close()
+        if self._kept:
+            for console in (self.out, self.err):
+                console.close()
+
+    def write_step(self, line: Mapping[str, Any]) -> None:
+        """A step's numbers, as `metrics.jsonl` has them."""
+        if self.mode == JSON:
+            self.out.write(json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n")
+            self.out.flush()
+
+    def end(self, result: Any) -> None:
+        """The last line of a quiet command; other results than a run's have been shown."""
+        if self.mode == QUIET and hasattr(result, "steps"):
+            self.out.write(f"{result}\n")
+            self.out.flush()
+
+    def alert(self, text: str) -> None:
+        """Shown even if the command is quiet."""
+        if self.mode != NORMAL:
+            self.err.write(f"{text}\n")
+            self.err.flush()
+
+    @staticmethod
+    def _lead_to(descriptor: int) -> None:
+        os.dup2(descriptor, 1)
+        os.dup2(descriptor, 2)
+
+
+def active() -> CommandConsole | None:
+    """The console of the command that runs, if this process is one."""
+    return _active
+
+
+def _descriptor(stream: Any) -> int | None:
+    try:
+        return stream.fileno()
+    except (OSError, ValueError, AttributeError):  # closed, or no file at all: a notebook's
+        return None
+
+
+def _stream_like(stream: Any, descriptor: int) -> TextIO:
+    raw = io.FileIO(descriptor, "w", closefd=True)
+    return io.TextIOWrapper(
+        io.BufferedWriter(raw),
+        encoding=getattr(stream, "encoding", None) or "utf-8",
+        errors="backslashreplace",
+        line_buffering=os.isatty(descriptor),
+    )

@@ -1,4 +1,4 @@
-"""Pictures of a run for a terminal: a metric over the steps in braille, and samples from before beside samples now."""
+"""A run on a terminal: a metric over its steps in braille, and samples of its start next to those of now."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import unicodedata
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+# Bit of the braille dot at (row, column) of a character's 4 x 2 dots.
 _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
-"""Bit of the braille dot at (row, column) of a character's 4 x 2 dots."""
 
 
 def text_plot(
@@ -61,7 +61,7 @@ def _draw(points: list[tuple[float, float]], span: tuple[float, float], columns:
 
 
 def before_after(rows: Sequence[tuple[str, str, float, str, float]], *, width: int = 100, lines: int = 4) -> str:
-    """Prompts with a response (and its score) from the start of a run beside one from now.
+    """Prompts with a response (and its score) from the start of a run next to one from now.
 
     `rows` are (prompt, response before, score before, response now, score now).
     """
@@ -69,11 +69,11 @@ def before_after(rows: Sequence[tuple[str, str, float, str, float]], *, width: i
     out = []
     for prompt, before, before_score, after, after_score in rows:
         out.append(textwrap.shorten(" ".join(prompt.split()), width, placeholder=" …"))
-        left = [f"before  score {before_score:.3g}", *_wrapped(before, half, lines)]
-        right = [f"after   score {after_score:.3g}", *_wrapped(after, half, lines)]
+        left = [f"before  score {before_score:.3g}", *_wrap(before, half, lines)]
+        right = [f"after   score {after_score:.3g}", *_wrap(after, half, lines)]
         for i in range(max(len(left), len(right))):
             a, b = (side[i] if i < len(side) else "" for side in (left, right))
-            out.append(f"{_padded(a, half)} │ {b}".rstrip())
+            out.append(f"{_pad(a, half)} │ {b}".rstrip())
         out.append("─" * width)
     return "\n".join(out)
 
@@ -85,19 +85,19 @@ def sample_groups(rows: Sequence[Mapping[str, Any]], *, count: int, width: int =
         groups.setdefault(row["uid"], []).append(row)
     out = []
     for members in list(groups.values())[:count]:
-        out += ["─" * width, *_wrapped(members[0].get("prompt") or "", width, lines)]
+        out += ["─" * width, *_wrap(members[0].get("prompt") or "", width, lines)]
         if members[0].get("ground_truth") is not None:
-            out += _wrapped(f"truth: {members[0]['ground_truth']}", width, 2)
+            out += _wrap(f"truth: {members[0]['ground_truth']}", width, 2)
         for row in sorted(members, key=lambda row: -(row["score"] if row["score"] is not None else -math.inf)):
             score = "     -" if row["score"] is None else f"{row['score']:6.3g}"
-            first, *rest = _wrapped(row.get("response") or "", width - 10, lines) or [""]
+            first, *rest = _wrap(row.get("response") or "", width - 10, lines) or [""]
             out += [f"{score} │ {first}", *(f"{'':6} │ {line}" for line in rest)]
             if row.get("error"):
-                out += _wrapped(f"       ! {row['error']}", width, 2)
+                out += _wrap(f"       ! {row['error']}", width, 2)
     return "\n".join(out)
 
 
-def _wrapped(text: str, width: int, most: int) -> list[str]:
+def _wrap(text: str, width: int, most: int) -> list[str]:
     lines: list[str] = []
     for paragraph in text.splitlines() or [""]:
         line = ""
@@ -113,11 +113,11 @@ def _wrapped(text: str, width: int, most: int) -> list[str]:
 
 
 def _columns(text: str) -> int:
-    """Terminal columns: wide characters (Chinese, Japanese, ...) take two, combining ones none."""
+    # Terminal columns: wide characters (Chinese, Japanese, ...) take two, combining ones none.
     return sum(0 if unicodedata.combining(c) else 2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in text)
 
 
-def _padded(text: str, width: int) -> str:
+def _pad(text: str, width: int) -> str:
     return text + " " * max(0, width - _columns(text))
 
 

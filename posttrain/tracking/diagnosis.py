@@ -1,7 +1,7 @@
-"""diagnose: one plain line about a step, and advice when something needs attention.
+"""diagnose: one line about a step, and advice when something needs attention.
 
-A rule is a function of what is known about the run up to now that returns a sentence of advice, or None. Rules use only
-the names of `metrics.py`; no rule is built on `policy_loss`, which stays near 0 on-policy and says little.
+A rule is a function of the metrics so far that returns a sentence of advice, or None. Rules use only the names of
+`metrics.py`. None uses `policy_loss`, which stays near 0 on-policy and says little.
 """
 
 from __future__ import annotations
@@ -10,14 +10,12 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from posttrain.tracking.step_line import WINDOW, RunFacts, StepFacts, fitted, stage_shares, summary
+from posttrain.tracking.step_line import WINDOW, RunFacts, StepFacts, join_within, stage_shares, summary
 
-__all__ = ["RULES", "RunFacts", "StepFacts", "diagnose", "findings", "fitted", "stage_shares"]
+__all__ = ["RULES", "RunFacts", "StepFacts", "collect_advice", "diagnose", "join_within", "stage_shares"]
 
-LINE = 82
-"""Columns of a step's line; with `step 10000/10000: ` before it, it fits one row of 100."""
-FIRST_STEPS = 5
-"""KL starts at 0, so its lower bound counts only after this many steps."""
+LINE = 82  # columns of a step's line; with `step 10000/10000: ` before it, it fits one row of 100
+FIRST_STEPS = 5  # KL starts at 0, so its lower bound counts only after this many steps
 
 
 Rule = Callable[[StepFacts], str | None]
@@ -66,12 +64,12 @@ def tools_fail(known: StepFacts) -> str | None:
 
 
 def groups_without_signal(known: StepFacts) -> str | None:
-    """Most groups have equal rewards, so they teach nothing. That of a run which learns its prompts becomes high by
-    itself, and is told when hardly a group is left."""
+    """Most groups have equal rewards, so they give no gradient."""
     share = known.get("groups/no_signal")
     if share is None or not known.run.grouped or _is_all_zero(known):
         return None
     right, wrong = known.get("groups/all_right") or 0.0, known.get("groups/all_wrong") or 0.0
+    # A run that learns its prompts reaches a high share by itself: warn only when hardly any group is left.
     if share < (0.9 if right > wrong else 0.7):
         return None
     if known.run.temperature < 0.3:
@@ -96,7 +94,7 @@ def reward_falls(known: StepFacts) -> str | None:
     if recent is not None and recent < -least and not known.is_noise("reward_mean"):
         fall = f"by {-recent:.3g} over the last {WINDOW} steps"
     elif whole is not None and whole < -least and not known.is_noise("reward_mean", whole, of=3):
-        fall = f"from {known.start('reward_mean'):.3g} in the first steps to {known.lately('reward_mean'):.3g}"
+        fall = f"from {known.start('reward_mean'):.3g} in the first steps to {known.recent_mean('reward_mean'):.3g}"
     else:
         return None
     return f"The reward fell {fall}. {_steadier(known)}"
@@ -165,7 +163,7 @@ def length_drifts(known: StepFacts) -> str | None:
 
 
 def responses_run_on(known: StepFacts) -> str | None:
-    """From the first steps on hardly a response ends, and hardly one is right: the model is not asked as it knows."""
+    """From the first steps on hardly any response ends or is right: probably the wrong chat template."""
     early = known.series("response_length/clip_ratio")[:3]
     right = known.series("right/mean")[:3]
     if not early or not right or min(early) < 0.8 or max(right) > 0.05:
@@ -177,7 +175,7 @@ def responses_run_on(known: StepFacts) -> str | None:
 
 
 def responses_empty(known: StepFacts) -> str | None:
-    """The first responses hold hardly more than their end token, and hardly one is right: the same, seen otherwise."""
+    """The first responses are hardly more than an end token, and hardly any is right: the same cause."""
     first, right = known.series("response_length")[:1], known.series("right/mean")[:1]
     if not first or not right or first[0] >= 2 or right[0] > 0.05:
         return None
@@ -204,7 +202,11 @@ def responses_cut_off(known: StepFacts) -> str | None:
 
 def entropy_collapses(known: StepFacts) -> str | None:
     """The policy has become sure of its answers without becoming right: it tries nothing new."""
-    start, now, right = known.start("actor/entropy"), known.lately("actor/entropy"), known.lately("right/mean")
+    start, now, right = (
+        known.start("actor/entropy"),
+        known.recent_mean("actor/entropy"),
+        known.recent_mean("right/mean"),
+    )
     if start is None or now is None or now > 0.2 * start:
         return None
     at_first = known.start("right/mean")
@@ -220,7 +222,7 @@ def entropy_collapses(known: StepFacts) -> str | None:
 
 def entropy_grows(known: StepFacts) -> str | None:
     """The policy becomes more and more random, and not better by it."""
-    start, now = known.start("actor/entropy"), known.lately("actor/entropy")
+    start, now = known.start("actor/entropy"), known.recent_mean("actor/entropy")
     if start is None or now is None or now < max(3 * start, start + 0.3) or _is_all_zero(known):
         return None
     gain = known.since_start("reward_mean") or 0.0
@@ -234,11 +236,11 @@ def entropy_grows(known: StepFacts) -> str | None:
 
 def mismatch_rises(known: StepFacts) -> str | None:
     """Rollout and trainer no longer compute the same policy; a gap that is there from the first step is rounding."""
-    now, seen = known.lately("mismatch/logp_mean"), known.series("mismatch/logp_mean")
+    now, seen = known.recent_mean("mismatch/logp_mean"), known.series("mismatch/logp_mean")
     if now is None or now < 0.01 or (now < 3 * seen[0] and now < 0.05):
         return None
     if known.get("rollout/age"):
-        return None  # these weights are meant to be others: an update lies between
+        return None  # one-step-off: the rollout's weights are meant to be older
     return (
         f"Rollout and trainer log-probs differ by {now:.2g} per token (mismatch/logp_mean): responses come from other "
         "weights than the trained ones (stale, or computed differently). actor_rollout_ref.rollout.name=hf tells "
@@ -264,42 +266,24 @@ def parts_diverge(known: StepFacts) -> str | None:
     )
 
 
-METRIC_OF = {
-    "reward_failures": "reward/failures",
-    "tools_fail": "tools/failing",
-    "rewards_all_zero": "critic/score/max",
-    "responses_run_on": "response_length/clip_ratio",
-    "responses_empty": "response_length",
-    "groups_without_signal": "groups/no_signal",
-    "parts_diverge": "right/mean",
-    "reward_falls": "reward_mean",
-    "update_unstable": "actor/pg_clipfrac",
-    "entropy_collapses": "actor/entropy",
-    "entropy_grows": "actor/entropy",
-    "mismatch_rises": "mismatch/logp_mean",
-    "kl_out_of_range": "kl_loss",
-    "length_drifts": "response_length",
-    "responses_cut_off": "response_length/clip_ratio",
+# Rule -> the metric to look at. Advice is printed in this order.
+RULES: dict[Rule, str] = {
+    reward_failures: "reward/failures",
+    tools_fail: "tools/failing",
+    rewards_all_zero: "critic/score/max",
+    responses_run_on: "response_length/clip_ratio",
+    responses_empty: "response_length",
+    groups_without_signal: "groups/no_signal",
+    parts_diverge: "right/mean",
+    reward_falls: "reward_mean",
+    update_unstable: "actor/pg_clipfrac",
+    entropy_collapses: "actor/entropy",
+    entropy_grows: "actor/entropy",
+    mismatch_rises: "mismatch/logp_mean",
+    kl_out_of_range: "kl_loss",
+    length_drifts: "response_length",
+    responses_cut_off: "response_length/clip_ratio",
 }
-"""Rule -> the metric to look at."""
-
-RULES: tuple[Rule, ...] = (
-    reward_failures,
-    tools_fail,
-    rewards_all_zero,
-    responses_run_on,
-    responses_empty,
-    groups_without_signal,
-    parts_diverge,
-    reward_falls,
-    update_unstable,
-    entropy_collapses,
-    entropy_grows,
-    mismatch_rises,
-    kl_out_of_range,
-    length_drifts,
-    responses_cut_off,
-)
 
 
 def diagnose(
@@ -314,33 +298,30 @@ def diagnose(
 ) -> tuple[str, list[str]]:
     """(the step in one line, sentences of advice); `history` holds the metrics of the steps before, oldest first."""
     known = StepFacts(metrics, history, facts or RunFacts(), reward_error, tool_error)
-    line = ("" if step is None else f"step {step}: ") + fitted(summary(known), width)
-    return line, [advice.text for advice in findings(known)]
+    line = ("" if step is None else f"step {step}: ") + join_within(summary(known), width)
+    return line, [advice.text for advice in collect_advice(known)]
 
 
 class Advice(NamedTuple):
-    """What a rule said."""
+    """The sentence of one rule."""
 
     rule: str
-    metric: str
-    """The metric that it is about, to be looked at."""
+    metric: str  # the metric that it is about, to be looked at
     text: str
 
 
-def findings(known: StepFacts) -> list[Advice]:
-    """What every rule that speaks has to say, in their order."""
-    said = [(rule, rule(known)) for rule in RULES]
-    return [Advice(rule.__name__, METRIC_OF[rule.__name__], text) for rule, text in said if text]
+def collect_advice(known: StepFacts) -> list[Advice]:
+    """The advice of all rules that apply, in their order."""
+    return [Advice(rule.__name__, metric, text) for rule, metric in RULES.items() if (text := rule(known))]
 
 
 def _is_all_zero(known: StepFacts) -> bool:
-    """Whether no reward of any step was anything but 0."""
     bounds = known.series("critic/score/max") + known.series("critic/score/min")
     return bool(bounds) and not any(bounds)
 
 
 def _steadier(known: StepFacts) -> str:
-    """What makes training steadier, in the order of trust; a wider clip comes last, as it loosens the constraint."""
+    # The safest remedy first; a wider clip comes last, because it loosens the constraint.
     run = known.run
     lr = f" ({run.lr:g} now; try {run.lr / 5:g})" if run.lr else ""
     kl = (

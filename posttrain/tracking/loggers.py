@@ -1,7 +1,10 @@
 """Where metrics go: `metrics.jsonl` always, and details on the console and services as `trainer.logger` says.
 
-A logger has `log(step, metrics)` and `close()`. One that cannot start or fails later is named in a note and left out: a
-run never ends because of a logger. Only `metrics.jsonl`, which the run's own tools read, must be writable.
+A logger has `log(step, metrics)` and `close()`. One that fails is reported once and skipped from then on: a run never
+ends because of a logger. Only `metrics.jsonl`, which posttrain's own tools read, must be writable.
+
+Services (wandb, MLflow, ...) record below the run directory unless a key or a server's address is set, so that nothing
+leaves the machine by default. They get the settings without secrets.
 """
 
 from __future__ import annotations
@@ -10,22 +13,19 @@ import errno
 import json
 import math
 import os
+import re
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from posttrain.registry import Registry
 from posttrain.texts import utf8
+from posttrain.tracking.atomic import replace_file
+from posttrain.tracking.console import active
 from posttrain.tracking.diagnosis import stage_shares
-from posttrain.tracking.own_console import active
-from posttrain.tracking.rundir import RunDirectory
-from posttrain.tracking.services import (
-    MlflowLogger,
-    SwanlabLogger,
-    TensorBoardLogger,
-    TrackioLogger,
-    WandbLogger,
-)
+from posttrain.tracking.redact import redact
+from posttrain.tracking.rundir import RunDirectory, flatten
 
 Note = Callable[[str], object]
 
@@ -39,16 +39,16 @@ class Logger(Protocol):
 
 
 class JsonlLogger:
-    """One JSON object per line, `step` first; floats bitwise, NaN and infinities as text that any reader takes.
+    """One JSON object per line, `step` first, `time` last if there is a clock.
 
-    With a clock each line ends with its `time`.
+    Floats are written so that they read back bit-for-bit; NaN and infinities, which JSON has not, as text.
     """
 
     def __init__(self, path: Path, clock: Callable[[], float] | None = None) -> None:
         self._file, self._clock = path.open("ab"), clock
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        if os.fstat(self._file.fileno()).st_nlink == 0:  # deleted: lines written now would be lost
+        if os.fstat(self._file.fileno()).st_nlink == 0:  # deleted: lines written to it would be lost silently
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self._file.name)
         line = as_line(step, metrics)
         if self._clock is not None:
@@ -66,7 +66,7 @@ def as_line(step: int, metrics: Mapping[str, float]) -> dict[str, Any]:
 
 
 def read_metrics(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
-    """The lines of a `metrics.jsonl`, NaN and infinities as floats; a last line that was cut off is left out."""
+    """The lines of a `metrics.jsonl`, NaN and infinities as floats; a last line without its end is skipped."""
     with Path(path).open("rb") as file:
         for line in file:
             if line.endswith(b"\n"):
@@ -90,13 +90,13 @@ class DetailsLogger:
 
 
 class LoggerGroup:
-    """All loggers of a run as one; a command with `--json` has its lines from here too."""
+    """All loggers of a run as one; it also prints the lines of `--json`."""
 
     def __init__(self, required: Logger, optional: dict[str, Logger], note: Note) -> None:
         self._required, self._optional, self._note = required, optional, note
 
     def log(self, step: int, metrics: Mapping[str, float], advice: Sequence[Mapping[str, str]] = ()) -> None:
-        """`advice`: what the diagnosis said of the step, for readers of `--json`."""
+        """`advice`: sentences of the diagnosis, which `--json` shows with the step."""
         self._required.log(step, metrics)
         self._each(lambda logger: logger.log(step, metrics))
         if (console := active()) is not None:
@@ -116,10 +116,9 @@ class LoggerGroup:
                 del self._optional[name]
 
 
+# (run, settings, first step that will be logged, say) -> logger.
 LoggerMaker = Callable[[RunDirectory, Mapping[str, Any], int, Note], Logger]
-"""(run, settings, first step that will be logged, say) -> logger."""
-MAKERS: Registry[LoggerMaker] = Registry("logger")
-"""By the name that `trainer.logger` gives."""
+MAKERS: Registry[LoggerMaker] = Registry("logger")  # by the name that `trainer.logger` gives
 register_logger = MAKERS.register
 register_logger("details")(lambda run, config, first_step, say: DetailsLogger(say))
 register_logger("tensorboard")(
@@ -129,8 +128,8 @@ register_logger("wandb")(lambda run, config, first_step, say: WandbLogger(run, c
 register_logger("mlflow")(lambda run, config, first_step, say: MlflowLogger(run, config, say))
 register_logger("swanlab")(lambda run, config, first_step, say: SwanlabLogger(run, config, say))
 register_logger("trackio")(lambda run, config, first_step, say: TrackioLogger(run, config, say))
+# `console` is the line that a run prints per step; it needs no logger.
 LOGGERS = ("console", *MAKERS)
-"""`console` is the line that a run prints per step; it needs no logger."""
 
 
 def open_loggers(
@@ -163,7 +162,6 @@ def open_loggers(
 
 
 def _rows(words: Sequence[str], width: int) -> list[str]:
-    """Words side by side, two blanks apart and before."""
     rows = [""]
     for word in words:
         if rows[-1] and len(rows[-1]) + len(word) + 2 > width:
@@ -185,3 +183,142 @@ def _number(value: Any) -> Any:
 
 def _short(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+# -- loggers that are packages of their own ----------------------------------------------------------------------------
+_NOT_MLFLOW = re.compile(r"[^\w\-. /:]")
+
+
+class TensorBoardLogger:
+    """Event files under `<run>/tensorboard`; after a resume, later steps of the earlier process are hidden."""
+
+    def __init__(self, folder: Path, first_step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(folder), purge_step=first_step or None)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandbLogger:
+    """A wandb run, sent to its server if WANDB_API_KEY is set and otherwise recorded below the run directory."""
+
+    def __init__(self, run: RunDirectory, config: Mapping[str, Any], note: Note) -> None:
+        import wandb  # pyright: ignore[reportMissingImports]  (an extra)
+
+        online = bool(os.environ.get("WANDB_API_KEY"))
+        mode: Any = os.environ.get("WANDB_MODE") or ("online" if online else "offline")
+        if mode == "offline":
+            note(f"wandb records to {run.path / 'wandb'}; set WANDB_API_KEY to send runs, or run `wandb sync` later.")
+        self._run = wandb.init(
+            project=run.path.parent.name,
+            name=run.path.name,
+            id=_kept_id(run.path / "wandb_id", lambda: os.urandom(8).hex()),
+            resume="allow" if mode == "online" else None,
+            dir=str(run.path),
+            config=redact(config),
+            mode=mode,
+            # Without metadata: wandb would record the command line, which may hold secrets.
+            settings=wandb.Settings(console="off", silent=True, x_disable_meta=True),
+        )
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class MlflowLogger:
+    """A run of MLflow's experiment of the project's name: on the server of MLFLOW_TRACKING_URI, else in `mlflow.db`."""
+
+    def __init__(self, run: RunDirectory, config: Mapping[str, Any], note: Note) -> None:
+        from mlflow import MlflowClient  # pyright: ignore[reportMissingImports]  (an extra)
+
+        address = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{run.path.absolute() / 'mlflow.db'}"
+        if "MLFLOW_TRACKING_URI" not in os.environ:
+            note(f"MLflow records to {run.path / 'mlflow.db'}; set MLFLOW_TRACKING_URI to send runs to a server.")
+        self._client = MlflowClient(tracking_uri=address)
+        project = run.path.parent.name
+        found = self._client.get_experiment_by_name(project)
+        experiment = found.experiment_id if found else self._client.create_experiment(project)
+        make = lambda: self._client.create_run(experiment, run_name=run.path.name).info.run_id  # noqa: E731
+        self._id = _kept_id(run.path / "mlflow_id", make)
+        for key, value in flatten(redact(config)).items():
+            self._client.log_param(self._id, _NOT_MLFLOW.sub("_", key), str(value)[:500])
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        from mlflow.entities import Metric  # pyright: ignore[reportMissingImports]
+
+        now = int(1000 * time.time())
+        # MLflow knows no `@` in names: val/math/mean@1 is val/math/mean_1 there.
+        sent = [Metric(_NOT_MLFLOW.sub("_", name), float(value), now, step) for name, value in metrics.items()]
+        self._client.log_batch(self._id, metrics=sent)
+
+    def close(self) -> None:
+        self._client.set_terminated(self._id)
+
+
+class SwanlabLogger:
+    """A SwanLab experiment, sent if SWANLAB_API_KEY is set and otherwise recorded under `<run>/swanlab`."""
+
+    def __init__(self, run: RunDirectory, config: Mapping[str, Any], note: Note) -> None:
+        import swanlab  # pyright: ignore[reportMissingImports]  (an extra)
+
+        mode = os.environ.get("SWANLAB_MODE") or ("cloud" if os.environ.get("SWANLAB_API_KEY") else "offline")
+        folder = run.path / "swanlab"
+        folder.mkdir(exist_ok=True)
+        if mode == "offline":
+            note(f"SwanLab records to {folder}; set SWANLAB_API_KEY to send runs, or run `swanlab sync` later.")
+        self._run = swanlab.init(
+            project=run.path.parent.name,
+            experiment_name=run.path.name,
+            config=dict(redact(config)),
+            logdir=str(folder),
+            mode=mode,
+        )
+        self._swanlab = swanlab
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log({name: float(value) for name, value in metrics.items() if _finite(value)}, step=step)
+
+    def close(self) -> None:
+        self._swanlab.finish()
+
+
+class TrackioLogger:
+    """A Trackio run, in TRACKIO_DIR or under `<run>/trackio`; `trackio show` opens its page."""
+
+    def __init__(self, run: RunDirectory, config: Mapping[str, Any], note: Note) -> None:
+        if "TRACKIO_DIR" not in os.environ:
+            os.environ["TRACKIO_DIR"] = str(run.path.absolute() / "trackio")  # read when the package is imported
+            note(f"Trackio records to {run.path / 'trackio'}; TRACKIO_DIR names another place.")
+        import trackio  # pyright: ignore[reportMissingImports]  (an extra)
+
+        self._trackio = trackio
+        self._run = trackio.init(
+            project=run.path.parent.name, name=run.path.name, config=dict(redact(config)), resume="allow", embed=False
+        )
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log({name: float(value) for name, value in metrics.items()}, step=step)
+
+    def close(self) -> None:
+        self._trackio.finish()
+
+
+def _kept_id(path: Path, make: Callable[[], str]) -> str:
+    # Kept in the run directory, so that a resumed run continues the same record.
+    if not path.is_file():
+        replace_file(path, make().encode())
+    return path.read_text().strip()
+
+
+def _finite(value: Any) -> bool:
+    return math.isfinite(float(value))

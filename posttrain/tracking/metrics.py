@@ -13,15 +13,15 @@ from typing import Any
 
 import numpy as np
 
-from posttrain.tracking.failures import failing_tools
 from posttrain.tracking.fields import Fields, groups_of
+from posttrain.tracking.step_line import failing_tools
 
+# A response whose score reaches this counts as right, unless its reward gave an `acc` part.
 RIGHT_FROM = 0.5
-"""A response whose score reaches this counts as right, unless its reward gave an `acc` part."""
+# A variance below this share of the mean square is float32 rounding of equal numbers.
 ROUNDING = 1e-10
-"""A variance below this share of the mean square is what float32 leaves of equal numbers."""
+# Key of `meta_info`: seconds of a generation that overlapped other work.
 GENERATED_S = "generated_s"
-"""In a batch's `meta_info`: seconds of its generation where other work was done meanwhile."""
 _CORRECTNESS_PARTS = ("acc", "accuracy", "correct")
 
 
@@ -40,7 +40,7 @@ def step_metrics(
     `token_level_rewards`, `advantages`, `returns`, `values`, `attention_mask`, `data_source`, `finish_reason`,
     `reward_parts` (a dict per row) and `reward_error` (text or None per row).
     `timing` maps stages (`gen`, `reward`, ..., and `step` for all of it) to seconds.
-    `generated_s` are the seconds from the first token to the last, where `gen` is only what was waited for.
+    `generated_s` are the seconds from the first token to the last; with one-step-off `gen` is only the waiting time.
     `update` holds the update's metrics by their names (`actor/policy_loss`, ...): numbers, or one per mini-batch.
     """
     fields = Fields(batch)
@@ -50,7 +50,7 @@ def step_metrics(
         raise KeyError("a step's batch needs response_mask and token_level_scores")
     scores = _row_sums(scores_BT)
     lengths = mask.sum(axis=1)
-    parts = _parts_of(fields, len(scores))
+    parts: list[Mapping[str, Any]] = [part or {} for part in fields.objects("reward_parts") or [{}] * len(scores)]
     right = right_answers(scores, parts)
     metrics = _score_metrics(fields, scores)
     metrics |= _group_metrics(fields, scores, right)
@@ -91,7 +91,7 @@ def sample_deviation(values: Iterable[float]) -> float:
 
 
 def _score_metrics(fields: Fields, scores: np.ndarray) -> dict[str, float]:
-    metrics = {"reward_mean": mean(scores), **_spread("critic/score", scores)}
+    metrics = {"reward_mean": mean(scores), **_mean_max_min("critic/score", scores)}
     rewards = fields.numbers("token_level_rewards")
     metrics["critic/rewards/mean"] = metrics["reward_mean"] if rewards is None else mean(_row_sums(rewards))
     return metrics
@@ -122,12 +122,12 @@ def _token_metrics(fields: Fields, mask: np.ndarray) -> dict[str, float]:
     for name in ("advantages", "returns", "values"):
         values = fields.numbers(name)
         if values is not None and mask.any():
-            metrics |= _spread(f"critic/{name}", values[mask > 0])
+            metrics |= _mean_max_min(f"critic/{name}", values[mask > 0])
     return metrics | _explained_variance(fields, mask)
 
 
 def _explained_variance(fields: Fields, mask: np.ndarray) -> dict[str, float]:
-    """1 - variance(returns - values) / variance(returns): 1 is a perfect critic, 0 one that knows the mean alone."""
+    # 1 - variance(returns - values) / variance(returns): 1 is a perfect critic, 0 one that knows the mean alone.
     returns, values = fields.numbers("returns"), fields.numbers("values")
     if returns is None or values is None or not mask.any():
         return {}
@@ -144,7 +144,7 @@ def _variance(values: np.ndarray) -> float:
 
 
 def _length_metrics(fields: Fields, lengths: np.ndarray, right: np.ndarray, limit: int | None) -> dict[str, float]:
-    metrics = {"response_length": mean(lengths), **_spread("response_length", lengths)}
+    metrics = {"response_length": mean(lengths), **_mean_max_min("response_length", lengths)}
     reasons = fields.objects("finish_reason")
     if reasons is not None:
         metrics["response_length/clip_ratio"] = mean(float(reason == "length") for reason in reasons)
@@ -152,7 +152,7 @@ def _length_metrics(fields: Fields, lengths: np.ndarray, right: np.ndarray, limi
         metrics["response_length/clip_ratio"] = mean(float(length >= limit) for length in lengths)
     prompt_lengths = _prompt_lengths(fields)
     if prompt_lengths is not None:
-        metrics |= _spread("prompt_length", prompt_lengths)
+        metrics |= _mean_max_min("prompt_length", prompt_lengths)
     for name, chosen in (("right", lengths[right]), ("wrong", lengths[~right])):
         if len(chosen):
             metrics[f"response_length/{name}/mean"] = mean(chosen)
@@ -160,14 +160,13 @@ def _length_metrics(fields: Fields, lengths: np.ndarray, right: np.ndarray, limi
 
 
 def _turn_metrics(fields: Fields) -> dict[str, float]:
-    """Of responses of several turns."""
     turns, calls = fields.objects("num_turns"), fields.objects("tool_calls")
     if turns is None or calls is None:
         return {}
     all_calls = [call for row in calls for call in row]
     reasons, seconds = fields.objects("finish_reason") or [], fields.objects("tool_seconds") or [0.0]
     metrics = {
-        **_spread("num_turns", np.asarray(turns, np.float64)),
+        **_mean_max_min("num_turns", np.asarray(turns, np.float64)),
         "num_turns/limit": mean(float(reason == "turns") for reason in reasons),
         "tools/calls": len(all_calls) / len(calls),
         "tools/seconds": mean(seconds),
@@ -204,13 +203,13 @@ def _part_metrics(fields: Fields, parts: list[Mapping[str, Any]]) -> dict[str, f
 
 
 def _reward_model_metrics(scores: list[float], truncated: Sequence[Any]) -> dict[str, float]:
-    """Of the rows that the reward model could score; it failed on the others."""
+    # `scores` has only the rows that the reward model could score.
     metrics = {
         "reward_model/failures": float(len(truncated) - len(scores)),
         "reward_model/truncated": float(sum(map(bool, truncated))),
     }
     if scores:
-        metrics |= {**_spread("reward_model", np.asarray(scores)), "reward_model/std": sample_deviation(scores)}
+        metrics |= {**_mean_max_min("reward_model", np.asarray(scores)), "reward_model/std": sample_deviation(scores)}
     return metrics
 
 
@@ -240,11 +239,6 @@ def _time_metrics(
     return metrics
 
 
-def _parts_of(fields: Fields, rows: int) -> list[Mapping[str, Any]]:
-    parts = fields.objects("reward_parts")
-    return [part or {} for part in parts] if parts is not None else [{}] * rows
-
-
 def _prompt_lengths(fields: Fields) -> np.ndarray | None:
     attention, responses = fields.numbers("attention_mask"), fields.raw("responses", "response_mask")
     if attention is None or responses is None:
@@ -256,5 +250,5 @@ def _row_sums(values_BT: np.ndarray) -> np.ndarray:
     return values_BT.sum(axis=1) if values_BT.ndim == 2 else values_BT
 
 
-def _spread(name: str, values: np.ndarray) -> dict[str, float]:
+def _mean_max_min(name: str, values: np.ndarray) -> dict[str, float]:
     return {f"{name}/mean": mean(values), f"{name}/max": float(np.max(values)), f"{name}/min": float(np.min(values))}

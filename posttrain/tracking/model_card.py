@@ -11,11 +11,14 @@ from typing import Any
 from posttrain.tracking.loggers import read_metrics
 from posttrain.tracking.origin import read_origin
 from posttrain.tracking.redact import redact
-from posttrain.tracking.stored import DamagedFile, read_settings
+from posttrain.tracking.rundir import flatten
+from posttrain.tracking.safe_files import DamagedFile, read_settings
 from posttrain.tracking.svg import write_chart
+from posttrain.yaml_text import dump_yaml
 
 CURVE = "curve.svg"
 _MODEL_KEYS = ("actor_rollout_ref.model.path", "model.path", "model.partial_pretrain")
+# What a reader asks first. All settings are in the published config.yaml.
 _SHOWN = (
     *("algorithm.adv_estimator", "actor_rollout_ref.actor.policy_loss.loss_mode", "actor_rollout_ref.model.lora_rank"),
     *("actor_rollout_ref.actor.optim.lr", "actor_rollout_ref.actor.use_kl_loss", "actor_rollout_ref.rollout.n"),
@@ -23,7 +26,6 @@ _SHOWN = (
     *("model.lora_rank", "data.train_batch_size", "data.max_prompt_length", "data.max_response_length"),
     *("data.train_files", "trainer.seed"),
 )
-"""What a reader asks first. All settings are in the published config.yaml."""
 
 
 def write_card(folder: Path, repo: str, run: Path, step: int) -> Path:
@@ -36,12 +38,10 @@ def write_card(folder: Path, repo: str, run: Path, step: int) -> Path:
         series = {metric: ([x for x, _ in points], [y for _, y in points])}
         write_chart(folder / CURVE, series, title=f"{metric} by step", y_label=metric)
     if settings:
-        import yaml
-
-        (folder / "posttrain_config.yaml").write_text(yaml.safe_dump(settings, sort_keys=False), encoding="utf-8")
+        (folder / "posttrain_config.yaml").write_text(dump_yaml(settings), encoding="utf-8")
     card = folder / "README.md"
     parts = (_front_matter(settings), _summary(repo, settings, step), _results(lines, metric), _usage(repo, folder))
-    card.write_text("\n".join((*parts, _origin(run, _flat(settings)))), encoding="utf-8")
+    card.write_text("\n".join((*parts, _origin(run, flatten(settings)))), encoding="utf-8")
     return card
 
 
@@ -57,7 +57,7 @@ def _lines(run: Path) -> list[dict[str, Any]]:
 
 
 def _metric(lines: list[dict[str, Any]]) -> str | None:
-    """The first of these that has two values at least: validation's mean, the reward, the loss."""
+    # The first of these that has two values at least: validation's mean, the reward, the loss.
     names = [name for line in lines for name in line if name.startswith("val/") and "/mean@" in name]
     for name in (*dict.fromkeys(names), "reward_mean", "val/loss", "train/loss"):
         if sum(name in line for line in lines) > 1:
@@ -65,16 +65,9 @@ def _metric(lines: list[dict[str, Any]]) -> str | None:
     return None
 
 
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, value in tree.items():
-        found |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
-    return found
-
-
 def _base(settings: Mapping[str, Any]) -> str | None:
-    """The model that was trained: a name on the hub, or the last part of a local path: the rest is private."""
-    flat = _flat(settings)
+    # The model that was trained: a name on the hub, or the last part of a local path: the rest is private.
+    flat = flatten(settings)
     path = next((str(flat[key]) for key in _MODEL_KEYS if flat.get(key)), None)
     return None if path is None else path if _is_hub_name(path) else Path(path).name
 
@@ -84,7 +77,7 @@ def _is_hub_name(path: str) -> bool:
 
 
 def _front_matter(settings: Mapping[str, Any]) -> str:
-    base, estimator = _base(settings), _flat(settings).get("algorithm.adv_estimator")
+    base, estimator = _base(settings), flatten(settings).get("algorithm.adv_estimator")
     tags = ["posttrain", *(["reinforcement-learning", str(estimator)] if estimator else ["sft"])]
     lines = ["library_name: transformers", "pipeline_tag: text-generation", f"tags: {json.dumps(tags)}"]
     if base is not None and _is_hub_name(base):
@@ -93,7 +86,7 @@ def _front_matter(settings: Mapping[str, Any]) -> str:
 
 
 def _summary(repo: str, settings: Mapping[str, Any], step: int) -> str:
-    base, estimator = _base(settings), _flat(settings).get("algorithm.adv_estimator")
+    base, estimator = _base(settings), flatten(settings).get("algorithm.adv_estimator")
     how = f"with {str(estimator).upper()}" if estimator else "by supervised training"
     what = f"`{base}`" if base else "A model"
     return f"\n# {repo.partition('/')[2]}\n\n{what}, trained {how} for {step} steps by posttrain.\n"
@@ -157,13 +150,13 @@ def _origin(run: Path, flat: Mapping[str, Any]) -> str:
 
 
 def _cell(value: Any) -> str:
-    """A value in a table; of files their names only."""
+    # A value in a table; of files their names only.
     values = value if isinstance(value, list) else [value]
     return ", ".join(Path(str(item)).name if "/" in str(item) else str(item) for item in values).replace("|", "\\|")
 
 
 def _command(line: str) -> str:
-    """Without the folder of the interpreter, which is different everywhere."""
+    # Without the folder of the interpreter, which is different everywhere.
     try:
         words = shlex.split(line)
     except ValueError:

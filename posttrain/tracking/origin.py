@@ -1,6 +1,6 @@
-"""run.json: by which command, versions and machine a run was made; one entry for each start of it.
+"""run.json: command, versions and machine of each start of a run.
 
-Settings alone do not make a run again: the same ones give other numbers with another torch or on another GPU.
+Settings alone do not reproduce a run: the same ones give other numbers with another torch or on another GPU.
 """
 
 from __future__ import annotations
@@ -20,16 +20,15 @@ from typing import Any
 from posttrain.errors import working_folder
 from posttrain.tracking.atomic import replace_file
 from posttrain.tracking.redact import HIDDEN, redact
-from posttrain.tracking.stored import DamagedFile, read_object
+from posttrain.tracking.safe_files import DamagedFile, read_object
 
 NAME = "run.json"
+# Packages whose versions change what a run computes or how fast.
 PACKAGES = (
     *("posttrain", "torch", "transformers", "tokenizers", "numpy", "pyarrow", "safetensors", "peft"),
     *("accelerate", "flash-attn", "triton", "vllm", "sglang", "megatron-core", "ray"),
 )
-"""Whose versions change what a run computes or how fast."""
-MOST_STARTS = 20
-"""A run that is started again and again keeps its first start and the newest ones."""
+MOST_STARTS = 20  # a run that is started again and again keeps its first start and the newest ones
 
 
 def write_origin(folder: Path, step: int) -> None:
@@ -40,7 +39,7 @@ def write_origin(folder: Path, step: int) -> None:
 
 
 def read_origin(folder: Path) -> list[dict[str, Any]]:
-    """The starts of a run, oldest first; none where nothing was written, or nothing that can be read."""
+    """The starts of a run, oldest first; empty if there is no readable file."""
     try:
         starts = read_object(folder / NAME).get("starts")
     except (FileNotFoundError, DamagedFile):
@@ -49,7 +48,7 @@ def read_origin(folder: Path) -> list[dict[str, Any]]:
 
 
 def origin() -> dict[str, Any]:
-    """What is true of this process and this machine, now."""
+    """Facts about this process and this machine."""
     return {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": command(sys.orig_argv),
@@ -61,11 +60,12 @@ def origin() -> dict[str, Any]:
 
 
 def command(arguments: Sequence[str]) -> str:
-    """The command line as it can be given again, but for secrets."""
+    """The command line as it can be repeated, without secrets."""
     kept, secret_next = [], False
     for argument in arguments:
         name, equals, value = argument.partition("=")
-        is_secret = _is_secret(name.lstrip("+-").replace("-", "_"))
+        plain = name.lstrip("+-").replace("-", "_")
+        is_secret = redact({plain: "x"})[plain] == HIDDEN
         if secret_next and not argument.startswith("-"):
             kept.append(HIDDEN)
         elif is_secret and equals and value:
@@ -76,12 +76,8 @@ def command(arguments: Sequence[str]) -> str:
     return shlex.join(kept)
 
 
-def _is_secret(name: str) -> bool:
-    return redact({name: "x"})[name] == HIDDEN
-
-
 def cpu_name() -> str:
-    """The CPU's name, family and model: a virtual machine often has no telling name."""
+    """The CPU's name, family and model: in a virtual machine the name alone says little."""
     try:
         lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
     except OSError:

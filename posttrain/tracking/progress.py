@@ -1,6 +1,6 @@
 """What a run shows: a live row with its progress, one line per step, and notes.
 
-`say` prints a message from anywhere in posttrain: above the row where there is one, as a plain line elsewhere.
+`say` prints a message from anywhere in posttrain: above the row if there is one, otherwise as a plain line.
 """
 
 from __future__ import annotations
@@ -17,34 +17,33 @@ from typing import TextIO
 from posttrain import pulse
 from posttrain.tracking.background import Every
 from posttrain.tracking.row import Moment, progress_row
-from posttrain.tracking.tee import Tee, active, console_of, set_active
-from posttrain.tracking.terminal_text import columns, folded, has_colour, is_terminal, painted
+from posttrain.tracking.tee import Tee, active, set_active_bar, underlying_console
+from posttrain.tracking.terminal_text import add_colours, columns, fold_lines, has_colour, is_terminal
 from posttrain.tracking.waiting import DRAW_EVERY, LiveRow
 
-ADVICE_EVERY = 10
-"""The same advice is printed again after this many steps."""
+ADVICE_EVERY = 10  # the same advice is printed again after this many steps
 LINE_COLUMNS = 100
+# Without a terminal, a stage that takes longer than this logs its progress, this often.
 WORD_EVERY = 60.0
-"""Without a terminal a stage that takes longer than this says how far it is, this often."""
 
 
 def say(text: str) -> None:
-    """Print one note, without tearing the live row apart; a running tee writes it to the log too."""
-    bar, stream = active(), console_of(sys.stdout)
-    shown = folded(text, columns(stream)) if is_terminal(stream) else text
-    shown = painted(shown) if has_colour(stream) else shown
+    """Print a message above the live row; a tee also writes it to the log."""
+    bar, stream = active(), underlying_console(sys.stdout)
+    shown = fold_lines(text, columns(stream)) if is_terminal(stream) else text
+    shown = add_colours(shown) if has_colour(stream) else shown
     if isinstance(sys.stdout, Tee):  # it moves the bar itself
         sys.stdout.say(text, shown)
     elif bar is None or not bar.has_bar:
         print(shown, flush=True)
     else:
-        with bar.moved_away(sys.stdout):
+        with bar.hidden_while_writing(sys.stdout):
             print(shown, flush=True)
 
 
 def console_width(most: int = LINE_COLUMNS) -> int:
     """Columns for a table: those of the terminal, at most `most`, which is also what logs get."""
-    stream = console_of(sys.stdout)
+    stream = underlying_console(sys.stdout)
     return min(most, columns(stream)) if is_terminal(stream) else most
 
 
@@ -52,7 +51,7 @@ class Progress:
     """A live row over the steps of a run on a terminal; elsewhere, one line per step."""
 
     def __init__(self, total: int, *, done: int = 0, stream: TextIO | None = None, label: str = "step") -> None:
-        self._stream = stream or console_of(sys.stderr)
+        self._stream = stream or underlying_console(sys.stderr)
         self._total, self._done, self._label = total, done, label
         self._first, self._started = done, time.monotonic()
         self._stage: str | None = None
@@ -72,18 +71,18 @@ class Progress:
         return self._row is not None
 
     def __enter__(self) -> Progress:
-        if is_terminal(self._stream) and not _is_pipe(console_of(sys.stdout)):
+        if is_terminal(self._stream) and not _is_pipe(underlying_console(sys.stdout)):
             colour = has_colour(self._stream)
             self._row = LiveRow(self._stream, lambda width: progress_row(self.moment(), width, colour=colour))
             self._row.draw()
             self._ticker = Every(DRAW_EVERY, self._row.draw)
         else:
             self._ticker = Every(1.0, self._speak_if_long)
-        set_active(self)
+        set_active_bar(self)
         return self
 
     def __exit__(self, *exc: object) -> None:
-        set_active(None)
+        set_active_bar(None)
         if self._ticker is not None:
             self._ticker.close()
         if self._row is not None:
@@ -91,7 +90,7 @@ class Progress:
         self._row = self._ticker = None
 
     @contextmanager
-    def moved_away(self, stream: TextIO) -> Iterator[None]:
+    def hidden_while_writing(self, stream: TextIO) -> Iterator[None]:
         """Take the row off the screen while `stream` is written to."""
         assert self._row is not None
         with self._row.aside():
@@ -110,7 +109,6 @@ class Progress:
             self._stage, self._stage_since = before
 
     def moment(self) -> Moment:
-        """Where the run stands now."""
         now = time.monotonic()
         made = self._done - self._first
         left = None
@@ -139,7 +137,7 @@ class Progress:
         loss: float | None = None,
         quiet: bool = False,
     ) -> None:
-        """One step is done: print its line and its advice (unless `quiet`), reward or loss go beside the bar."""
+        """One step is done: print its line and its advice (unless `quiet`), and show reward or loss next to the bar."""
         self._done += 1
         self._step_since = self._spoke = time.monotonic()
         for name, value in (("reward", reward), ("loss", loss)):
@@ -159,7 +157,7 @@ class Progress:
             say(f"  ... {moment.label} {moment.step}/{moment.total}: {moment.sentence()}")
 
     def _is_news(self, sentence: str) -> bool:
-        # With other numbers, or another error behind its colon, a sentence is the same advice.
+        # Sentences that differ only in numbers, or in the error after a colon, are the same advice.
         kind = re.sub(r"[\d.,]+", "#", sentence.partition(": ")[0])
         if self._done - self._advised.get(kind, -ADVICE_EVERY) < ADVICE_EVERY:
             return False
@@ -168,7 +166,7 @@ class Progress:
 
 
 def _is_pipe(stream: TextIO) -> bool:
-    """Whether another program reads this stream: if it shows it on the same terminal, a row would be torn."""
+    # Another program reads this stream. If it prints to the same terminal (`| tee`), it would tear the row.
     try:
         return stat.S_ISFIFO(os.fstat(stream.fileno()).st_mode)
     except (OSError, ValueError, AttributeError):  # closed, or no stream at all

@@ -1,4 +1,4 @@
-"""Taking secrets out of settings before they are written anywhere."""
+"""Removes secrets from settings before they are written."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ _SECRET_NAME = re.compile(r"(^|[_.-])(api_?key|secret(_key)?|password|passwd|tok
 def redact(value: Any, environ: Mapping[str, str] = os.environ) -> Any:
     """A copy of `value` in plain dicts and lists, with `***` for secrets.
 
-    A secret is what stands under a name like `api_key`, and any text that holds the value of an environment variable
-    with such a name (`WANDB_API_KEY`, `HF_TOKEN`); so are the users and keys in addresses.
+    Secrets are values under a name like `api_key`, the values of environment variables with such a name
+    (`WANDB_API_KEY`, `HF_TOKEN`) inside any text, and users and keys in URLs.
     """
+    # Values of fewer than 8 characters are no keys, and replacing them would garble other text.
     values = {text for name, text in environ.items() if _SECRET_NAME.search(name) and len(text) >= 8}
     return _redact(value, values)
 

@@ -26,8 +26,7 @@ STAGE_WORDS = {
     "update_critic": "critic update",
     "sync": "weight sync",
 }
-SHORT_STEP = 1.0
-"""Stages of steps below this many seconds would only flicker."""
+SHORT_STEP = 1.0  # stages of steps below this many seconds would only flicker
 _DROP = ("number", "unit", "tokens", "bar", "percent", "rate", "stage_left", "run_left", "counts", "stage")
 _BAR = (6, 24)
 

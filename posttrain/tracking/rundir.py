@@ -1,22 +1,24 @@
-"""RunDirectory: the files of one run, the lock on them, and what a resumed run cuts off; and how runs are found.
+"""The directory of a run: its files and lock, what a resumed run removes, and how runs are found.
 
 outputs/<project>/<experiment>/
-  config.yaml     the resolved settings, secrets taken out
+  config.yaml     the resolved settings without secrets
   run.json        command, versions and machine of each start
   metrics.jsonl   one line per step; so have diagnosis.jsonl and timeline.jsonl
   samples/        step_N.parquet, val_N.parquet
   logs/           run.log
   checkpoints/    global_step_N/
   traces/         step_N.json.gz of trainer.profile_steps
-  crash/          what was at hand when a run failed
+  crash/          what was known when a run failed
 outputs/checkpoints -> the checkpoints of the newest run that has one
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
+import socket
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -27,9 +29,9 @@ import yaml
 from posttrain.errors import UserError
 from posttrain.texts import utf8
 from posttrain.tracking.atomic import clear_leftovers, replace_file
-from posttrain.tracking.lock import RunDirectoryError, RunLock
 from posttrain.tracking.redact import redact
-from posttrain.tracking.stored import DamagedFile, stored_lines
+from posttrain.tracking.safe_files import DamagedFile, stored_lines
+from posttrain.yaml_text import dump_yaml
 
 _SAMPLES = re.compile(r"(?:step|val)_(\d+)\.parquet")
 _BY_STEP = ("metrics.jsonl", "diagnosis.jsonl", "timeline.jsonl")
@@ -42,7 +44,7 @@ _FREE_TO_CHANGE = {
 
 
 class RunDirectory:
-    """The paths of one run; `open()` (or `with`) makes them and takes the lock that keeps a second process out."""
+    """The paths of one run; `open()` (or `with`) creates them and takes the lock against a second process."""
 
     def __init__(
         self,
@@ -82,7 +84,6 @@ class RunDirectory:
         return self
 
     def close(self) -> None:
-        """Give the lock back."""
         self._lock.release()
 
     def __enter__(self) -> Self:
@@ -92,7 +93,7 @@ class RunDirectory:
         self.close()
 
     def holds_run(self) -> bool:
-        """Whether an earlier run wrote something here that a new one would mix with."""
+        """Whether an earlier run wrote metrics or checkpoints here."""
         if self.metrics.is_file() and self.metrics.stat().st_size > 0:
             return True
         return self.checkpoints.is_dir() and any(self.checkpoints.glob("global_step_*"))
@@ -105,6 +106,7 @@ class RunDirectory:
                 f"{link} is a real folder, so it is left alone; this run's checkpoints are in {self.checkpoints}."
             )
             return
+        # A link is replaced by renaming another one over it: readers find the old run or the new, never nothing.
         temporary = self.root / f".checkpoints.{os.getpid()}.tmp"
         try:
             temporary.unlink(missing_ok=True)
@@ -119,8 +121,7 @@ class RunDirectory:
 
     def write_config(self, config: Mapping[str, Any]) -> None:
         """Store the resolved settings, without secrets."""
-        text = yaml.safe_dump(redact(config), sort_keys=False, allow_unicode=True)
-        replace_file(self.config, text.encode())
+        replace_file(self.config, dump_yaml(redact(config), allow_unicode=True).encode())
 
     def read_config(self) -> dict[str, Any] | None:
         """The stored settings, None if there are none."""
@@ -136,7 +137,7 @@ class RunDirectory:
     # -- resuming
 
     def truncate_after(self, step: int) -> None:
-        """Cut what was written past `step`, so that a killed and resumed run leaves what a straight one would have."""
+        """Remove what was written after `step`: a killed and resumed run leaves the files of an uninterrupted one."""
         for file in (self.path / name for name in _BY_STEP):
             if file.is_file():
                 kept = [line for line in file.read_bytes().splitlines(keepends=True) if _is_up_to(line, step)]
@@ -148,8 +149,8 @@ class RunDirectory:
 
 
 def diff_config(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
-    """(dotted key, old value, new value) wherever two trees differ; how long a run is and how it resumes may differ."""
-    before, after = _flat(old), _flat(new)
+    """(dotted key, old value, new value) wherever two trees differ, except for a run's length and how it resumes."""
+    before, after = flatten(old), flatten(new)
     keys = [*before, *(key for key in after if key not in before)]
     return [
         (key, before.get(key), after.get(key))
@@ -158,11 +159,12 @@ def diff_config(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[tuple[st
     ]
 
 
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Values by dotted key."""
     flat: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, Mapping) and value:
-            flat |= _flat(value, f"{prefix}{key}.")
+            flat |= flatten(value, f"{prefix}{key}.")
         else:
             flat[f"{prefix}{key}"] = value
     return flat
@@ -172,7 +174,7 @@ def _equal(old: Any, new: Any) -> bool:
     if isinstance(old, list | tuple) and isinstance(new, list | tuple):
         return len(old) == len(new) and all(map(_equal, old, new))
     if old in (None, {}, []) and new in (None, {}, []):
-        return True  # an empty section and an absent one say the same
+        return True  # an empty section equals an absent one
     return old == new
 
 
@@ -187,16 +189,15 @@ def _is_up_to(line: bytes, step: int) -> bool:
 
 # -- finding runs ------------------------------------------------------------------------------------------------------
 _FILES = ("metrics.jsonl", "config.yaml")
-ROOT = "outputs"
-"""Where runs lie unless trainer.default_local_dir says otherwise."""
+ROOT = "outputs"  # the default of trainer.default_local_dir
 
 
 class NoSuchRun(UserError):
-    """There is no run of that name; the text says where it was looked for."""
+    """There is no run of that name; the message lists the runs that exist."""
 
 
 def is_run(folder: Path) -> bool:
-    """Whether a run was written here; a link that leads nowhere in place of its files makes it a damaged one."""
+    """Whether a run was written here, be it damaged: a broken link in place of a file counts."""
     return any(os.path.lexists(folder / name) for name in _FILES)
 
 
@@ -204,7 +205,7 @@ def runs_under(root: str | os.PathLike[str]) -> list[Path]:
     """Runs in `root` and in its projects, oldest first."""
     folders = [*Path(root).glob("*/*"), *Path(root).glob("*")]
     found = {os.path.realpath(folder): folder for folder in folders if os.path.isdir(folder) and is_run(folder)}
-    return sorted(found.values(), key=_changed)
+    return sorted(found.values(), key=_modified_at)
 
 
 def find_run(name: str, root: str | os.PathLike[str] = ROOT) -> Path:
@@ -221,7 +222,7 @@ def find_run(name: str, root: str | os.PathLike[str] = ROOT) -> Path:
     raise NoSuchRun(f"{what}. Give the path of its folder, or its name. {where}")
 
 
-def _changed(folder: Path) -> tuple[float, str]:
+def _modified_at(folder: Path) -> tuple[float, str]:
     times = [0.0]
     for name in _FILES:
         with suppress(OSError):  # absent, removed a moment ago, or a link that leads nowhere
@@ -230,11 +231,10 @@ def _changed(folder: Path) -> tuple[float, str]:
 
 
 # -- small files -------------------------------------------------------------------------------------------------------
+# Responses to a few held-out prompts at the first validation, kept for the end of the run: a resumed run is compared
+# with its own beginning, not with the step at which it resumed.
 BEFORE = "before.json"
-"""What the model answered to a few held-out prompts at the first validation, kept for the end of the run: a run that is
-stopped and resumed is compared with its own beginning, not with where it went on."""
-Before = tuple[int, list[dict[str, Any]]]
-"""(step, samples with `prompt`, `response` and `score`)."""
+Before = tuple[int, list[dict[str, Any]]]  # (step, samples with `prompt`, `response` and `score`)
 
 
 def write_before(folder: Path, step: int, samples: list[dict[str, Any]]) -> None:
@@ -243,7 +243,7 @@ def write_before(folder: Path, step: int, samples: list[dict[str, Any]]) -> None
 
 
 def read_before(folder: Path) -> Before | None:
-    """What was kept; None where there is nothing, or nothing readable."""
+    """What was kept; None if nothing readable is there."""
     path = folder / BEFORE
     try:
         known = json.loads(path.read_bytes()) if path.is_file() else {}
@@ -253,18 +253,18 @@ def read_before(folder: Path) -> Before | None:
         return None
 
 
+# One JSON object per step: its line and advice; when each stage began and how long it took.
 DIAGNOSIS, TIMELINE = "diagnosis.jsonl", "timeline.jsonl"
-"""One JSON object per step: its line and advice; when each stage began and how long it took."""
 
 
 def append_line(path: Path, line: Mapping[str, Any]) -> None:
-    """One more line. What is lost with a killed process is written again when its steps are made again."""
+    """Append without fsync: lines that a killed process loses are written again when its steps are repeated."""
     with path.open("ab") as file:
         file.write(utf8(json.dumps(line, ensure_ascii=False)) + b"\n")
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """All whole lines up to one that cannot be read as any, none where there is no file."""
+    """The objects of a file, up to the first damaged part; none if there is no file."""
     with suppress(FileNotFoundError, DamagedFile):
         for line in stored_lines(path):
             found = None
@@ -272,3 +272,56 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
                 found = json.loads(line)
             if isinstance(found, dict):
                 yield found
+
+
+# -- the lock ----------------------------------------------------------------------------------------------------------
+class RunDirectoryError(UserError):
+    """A run directory cannot be used; the text says what to do."""
+
+
+class RunTaken(RunDirectoryError):
+    """Another process writes into the run directory."""
+
+
+# POSIX locks do not exclude a second opener in the same process, so this set does. They are chosen over flock because a
+# forked child (a reward worker that outlives a killed run) does not inherit them.
+_held: set[Path] = set()
+
+
+class RunLock:
+    """At most one living process writes a run: the kernel frees the lock when its process ends, however it ends."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._descriptor: int | None = None
+
+    def acquire(self) -> None:
+        """Take the lock, or raise RunTaken with the process that holds it."""
+        key = self.path.resolve()
+        if key in _held:
+            raise self._taken(f"this process ({os.getpid()})")
+        descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            owner = os.read(descriptor, 200).decode(errors="replace").strip()
+            os.close(descriptor)
+            raise self._taken(owner or "another process") from None
+        os.ftruncate(descriptor, 0)  # only now: before, it names the owner
+        os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+        self._descriptor = descriptor
+        _held.add(key)
+
+    def release(self) -> None:
+        if self._descriptor is None:
+            return
+        os.ftruncate(self._descriptor, 0)
+        os.close(self._descriptor)
+        self._descriptor = None
+        _held.discard(self.path.resolve())
+
+    def _taken(self, owner: str) -> RunTaken:
+        return RunTaken(
+            f"The run directory {self.path.parent} is in use by {owner}. Wait for it or end it, or choose another "
+            "trainer.experiment_name."
+        )

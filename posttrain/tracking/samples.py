@@ -1,9 +1,12 @@
-"""samples/step_N.parquet: every response of a step with its tokens, log-probs and scores, for looking at.
+"""samples/step_N.parquet: every response of a step with its tokens, log-probs and scores, for reading.
 
 One row per response, zstd. Lists are cut to the row's own length: `prompt_ids` without padding, and `response_ids`,
 `response_mask`, `*_log_probs`, `advantages`, `entropy` position by position. Equal input gives equal bytes.
-`length`, `advantage` and `mismatch` say in one number what is sorted and filtered by, so that lists need not be read.
-Responses of a validation lie beside them, in samples/val_N.parquet.
+`length`, `advantage` and `mismatch` summarise lists, so that sorting and filtering need not read them. Responses of a
+validation are in samples/val_N.parquet.
+
+vocabulary.parquet has the bytes of each token id (row i is token i), so that samples can be read token by token without
+the model's tokenizer, which may be on another machine. Bytes, because a character may be spread over several tokens.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ import pyarrow.parquet as pq
 from posttrain.texts import utf8
 from posttrain.tracking.atomic import replace_file
 from posttrain.tracking.fields import Fields, as_numpy
+from posttrain.tracking.safe_files import is_plain
 
 _FLOAT_LISTS = {
     "rollout_log_probs": ("rollout_log_probs",),
@@ -46,8 +50,7 @@ _TEXTS = {
     "own_words": ("own_words",),
 }
 _NUMBERS = {"seed": "seed", "data_row": "index", "num_turns": "num_turns"}
-ROWS_AT_ONCE = 256
-"""Rows that are read together when one of them is looked at."""
+ROWS_AT_ONCE = 256  # rows of a parquet row group: the viewer reads one group to show one response
 
 
 def write_samples(
@@ -121,7 +124,7 @@ def _scores(fields: Fields, rows: int) -> Any:
 
 
 def _in_one_number(fields: Fields, mask_BT: np.ndarray) -> dict[str, pa.Array]:
-    """Of each response: tokens that the policy wrote, mean advantage, largest gap of rollout and trainer log-probs."""
+    # Tokens that the policy sampled, mean advantage, largest difference of rollout and trainer log-probs.
     written = mask_BT > 0
     found = {"length": pa.array(written.sum(axis=1), pa.int32())}
     advantages = fields.numbers("advantages")
@@ -130,13 +133,14 @@ def _in_one_number(fields: Fields, mask_BT: np.ndarray) -> dict[str, pa.Array]:
         found["advantage"] = pa.array(sums / np.maximum(written.sum(axis=1), 1), pa.float32())
     rollout = fields.numbers("rollout_log_probs")
     ours = fields.numbers("old_log_probs", "new_log_probs")
-    if ours is not None and rollout is not None and not np.array_equal(ours, rollout):  # a copy says nothing
+    # Old log-probs may be a copy of the rollout's, whose mismatch of 0 would mean nothing.
+    if ours is not None and rollout is not None and not np.array_equal(ours, rollout):
         found["mismatch"] = pa.array(np.where(written, abs(ours - rollout), 0.0).max(axis=1, initial=0.0), pa.float32())
     return found
 
 
 def thin_samples(folder: str | os.PathLike[str], max_bytes: float) -> None:
-    """Bring the sample files under `max_bytes`: the oldest give up groups first, down to one, then whole files go."""
+    """Shrink the sample files to `max_bytes`: first groups of the oldest files, down to one each, then whole files."""
     paths = sorted([*sample_files(folder), *validation_files(folder)], key=step_of)
     for path in paths:
         if (excess := _total(paths) - max_bytes) <= 0:
@@ -159,7 +163,6 @@ def validation_files(folder: str | os.PathLike[str]) -> list[Path]:
 
 
 def step_of(path: Path) -> int:
-    """The step of a sample file."""
     return int(path.stem.rpartition("_")[2])
 
 
@@ -169,7 +172,7 @@ def _files(folder: str | os.PathLike[str], kind: str) -> list[Path]:
 
 
 def _thin(path: Path, excess: float) -> None:
-    """Drop groups of one file, evenly over it, so that about `excess` bytes are saved; one group stays."""
+    # Drop groups of one file, evenly over it, so that about `excess` bytes are saved; one group stays.
     table = pq.read_table(path)
     uids = table["uid"].to_pylist()
     groups = list(dict.fromkeys(uids))
@@ -193,7 +196,7 @@ def _total(paths: list[Path]) -> int:
 
 
 def _ends(present_BT: np.ndarray) -> np.ndarray:
-    """One past the last marked position of each row."""
+    # One past the last marked position of each row, 0 without one.
     width = present_BT.shape[1]
     # argmax gives the first mark of the reversed row, which is the last of the row.
     last = width - np.argmax(present_BT[:, ::-1] > 0, axis=1) if width else np.zeros(len(present_BT), np.int64)
@@ -214,7 +217,6 @@ def _prompt_ids(prompts_BP: np.ndarray, attention: np.ndarray | None) -> pa.Arra
 
 
 def _numbers_within(uids: list[Any]) -> list[int]:
-    """0, 1, 2, ... within each group."""
     seen: dict[Any, int] = {}
     numbers = []
     for uid in uids:
@@ -224,7 +226,7 @@ def _numbers_within(uids: list[Any]) -> list[int]:
 
 
 def _texts(values: list[Any]) -> list[str | None]:
-    """Each value as text; one that several rows share is written down once."""
+    # Rows of a group share their prompt: convert each object once.
     known: dict[int, str | None] = {}  # by identity: values may be dicts, and comparing long texts costs more
     for value in values:
         if id(value) not in known:
@@ -243,3 +245,66 @@ def _json(value: Any) -> str:
         return json.dumps(value, ensure_ascii=False, sort_keys=True, default=str)
     except TypeError:  # names of several kinds have no order
         return json.dumps(value, ensure_ascii=False, default=str, skipkeys=True)
+
+
+# -- vocabulary.parquet ------------------------------------------------------------------------------------------------
+NAME = "vocabulary.parquet"
+_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+def write_vocabulary(folder: Path, tokenizer: Any) -> Path:
+    """Write the tokens of `tokenizer` into a run's folder."""
+    path = folder / NAME
+    table = pa.table({"token": pa.array(token_bytes(tokenizer), pa.binary())})
+    replace_file(path, lambda temporary: pq.write_table(table, temporary, compression="zstd", use_dictionary=False))
+    return path
+
+
+def read_vocabulary(folder: Path) -> list[bytes]:
+    """The tokens; empty if there is no readable file."""
+    if not is_plain(folder / NAME):
+        return []
+    try:
+        tokens = pq.read_table(folder / NAME)["token"].cast(pa.binary()).to_pylist()
+    except (OSError, pa.ArrowException, KeyError):
+        return []
+    return [token or b"" for token in tokens]
+
+
+def token_bytes(tokenizer: Any) -> list[bytes]:
+    """Bytes by token id; unused ids are empty."""
+    pieces = tokenizer.get_vocab()
+    added = {number: str(token) for number, token in getattr(tokenizer, "added_tokens_decoder", {}).items()}
+    tokens = [b""] * (max([*pieces.values(), *added], default=-1) + 1)
+    of_piece = _from_bytes() if _is_byte_level(tokenizer) else _from_words
+    for piece, number in pieces.items():
+        tokens[number] = of_piece(piece)
+    for number, text in added.items():
+        tokens[number] = utf8(text)
+    return tokens
+
+
+def _is_byte_level(tokenizer: Any) -> bool:
+    # In GPT-2, Qwen and Llama 3 every character of a piece encodes one byte.
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return hasattr(tokenizer, "byte_decoder")
+    return '"ByteLevel"' in json.dumps(json.loads(backend.to_str()).get("decoder"))
+
+
+def _from_bytes():
+    # GPT-2's table: printable bytes encode themselves, the others are the characters from U+0100 on, in order.
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in printable]
+    table = {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+
+    def of_piece(piece: str) -> bytes:
+        return bytes(table[char] for char in piece) if all(char in table for char in piece) else utf8(piece)
+
+    return of_piece
+
+
+def _from_words(piece: str) -> bytes:
+    # Pieces of SentencePiece (`▁` for a blank, `<0x0A>` for a byte), or plain words.
+    match = _BYTE.fullmatch(piece)
+    return bytes([int(match[1], 16)]) if match else utf8(piece.replace("▁", " "))

@@ -1,4 +1,4 @@
-"""status.json: where a run stands, for people, for `posttrain runs`, and for the next start of the same run."""
+"""status.json: the state of a run, for people, for `posttrain runs`, and for the next start of the same run."""
 
 from __future__ import annotations
 
@@ -13,22 +13,21 @@ from typing import Any
 
 from posttrain.tracking.atomic import replace_file
 from posttrain.tracking.row import Moment
-from posttrain.tracking.stored import DamagedFile, read_object
+from posttrain.tracking.safe_files import DamagedFile, read_object
 
-FRESH_S = 2.0
-"""A running run writes its status this often."""
+FRESH_S = 2.0  # a running run writes its status this often
 NAME = "status.json"
+# Types of the values; a file may have been edited or cut off.
 KINDS: dict[str, type] = {
     **dict.fromkeys(("status", "stage", "unit", "time", "host"), str),
     **dict.fromkeys(("step", "total_steps", "pid"), int),
     **dict.fromkeys(("stage_seconds", "done", "of", "tokens", "tokens_per_s"), float),
     **dict.fromkeys(("stage_seconds_left", "seconds_left"), float),
 }
-"""Of the values that a status may hold."""
 
 
 def write_status(folder: Path, status: str, step: int, total_steps: int, moment: Moment | None = None) -> None:
-    """`running`, `stopped`, `failed` or `finished`, how far it is, when this was written, and by whom."""
+    """Write the state (`running`, `stopped`, `failed` or `finished`), the progress, the time and the process."""
     known: dict[str, Any] = {
         "status": status,
         "step": step,
@@ -43,7 +42,7 @@ def write_status(folder: Path, status: str, step: int, total_steps: int, moment:
 
 
 def read_status(folder: Path) -> dict[str, Any]:
-    """What a run wrote last; empty where there is nothing readable."""
+    """What a run wrote last; empty if nothing is readable."""
     try:
         return load_status(folder)
     except DamagedFile:
@@ -58,19 +57,19 @@ def load_status(folder: Path) -> dict[str, Any]:
         return {}
     for key, kind in KINDS.items():
         value = found.get(key)
-        if value is not None and not _is_of(value, kind):
+        if value is not None and not _has_type(value, kind):
             raise DamagedFile(f"{NAME}: `{key}` is {str(value)[:40]!r}, not a {'text' if kind is str else 'number'}.")
     return found
 
 
-def _is_of(value: Any, kind: type) -> bool:
+def _has_type(value: Any, kind: type) -> bool:
     if isinstance(value, float) and not math.isfinite(value):
         return False
     return isinstance(value, str) if kind is str else isinstance(value, (int, kind)) and not isinstance(value, bool)
 
 
-def stands(folder: Path) -> str:
-    """The status in one word; a run that says `running` while its process is gone was `killed`."""
+def run_state(folder: Path) -> str:
+    """The state in one word: `killed` if the process of a running run is gone, `silent` if it stopped writing."""
     known = read_status(folder)
     status = str(known.get("status", "unknown"))
     if status == "running" and known.get("host") == platform.node() and not _is_alive(known.get("pid")):
@@ -90,7 +89,7 @@ def age(known: dict[str, Any]) -> float:
 
 def _is_alive(pid: Any) -> bool:
     if not isinstance(pid, int) or pid <= 0:
-        return True  # written by a version that did not say
+        return True  # unknown: older versions wrote no pid
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

@@ -48,7 +48,6 @@ def line_chart(
 
 
 def write_chart(path: str | os.PathLike[str], series: Series, **kwargs: str | int) -> Path:
-    """Write `line_chart(series, ...)` to `path`."""
     replace_file(Path(path), line_chart(series, **kwargs).encode())  # type: ignore[arg-type]
     return Path(path)
 
@@ -63,8 +62,6 @@ def ticks(low: float, high: float, about: int = 6) -> list[float]:
 
 
 class _Plane:
-    """Where a point of the data lies in the picture."""
-
     def __init__(self, x_ticks: list[float], y_ticks: list[float], width: int, height: int) -> None:
         self.x_ticks, self.y_ticks = x_ticks, y_ticks
         self.right, self.bottom = width - _RIGHT, height - _BOTTOM

@@ -1,7 +1,6 @@
-"""Everything printed goes to the console and into the run's log; a live row, where there is one, makes way for it.
+"""Prints go to the console, above a live row, and into the run's log.
 
-Libraries are kept off the console: their warnings, loggers, and what reaches descriptors 1 and 2 go to
-`logs/libraries.log`.
+Output of libraries (warnings, loggers, descriptors 1 and 2) goes to `logs/libraries.log` instead.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
-from posttrain.tracking import own_console
+from posttrain.tracking.console import active as active_console
 from posttrain.tracking.console import as_console
 from posttrain.tracking.terminal_text import is_terminal, plain
 
@@ -24,7 +23,7 @@ LIBRARY_LOG = "libraries.log"
 
 
 class LibraryLog:
-    """A file that is made when something is written to it; one that cannot be written is no reason to stop."""
+    """A file that is created at the first write; failures to write are ignored."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._lock = path, threading.RLock()
@@ -44,10 +43,10 @@ class LibraryLog:
 
 @contextmanager
 def redirect_libraries(folder: Path, consoles: tuple[Any, ...]) -> Iterator[None]:
-    """Inside, warnings and what loggers would write to one of `consoles` (or to the streams that stand for them) go to
+    """Inside, warnings and what loggers would write to one of `consoles` (or to streams that wrap them) go to
     the file in `folder`."""
     log = LibraryLog(folder / LIBRARY_LOG)
-    command = own_console.active()
+    command = active_console()
     if command is not None:
         command.attach(folder / LIBRARY_LOG)
     shown, emitted = warnings.showwarning, logging.StreamHandler.emit
@@ -60,11 +59,12 @@ def redirect_libraries(folder: Path, consoles: tuple[Any, ...]) -> Iterator[None
         log.write(warnings.formatwarning(message, category, filename, lineno, line))
 
     def emit(self: Any, record: logging.LogRecord) -> None:
-        if not _is_console(self.stream, consoles):
+        known = (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__, *consoles)
+        if not any(self.stream is console for console in known):
             return emitted(self, record)
         try:
             log.write(self.format(record) + self.terminator)
-        except Exception:  # a format that does not fit its arguments: reported the way logging does
+        except Exception:  # e.g. a format that does not match its arguments: report it as logging does
             self.handleError(record)
 
     warnings.showwarning, logging.StreamHandler.emit = showwarning, emit
@@ -78,18 +78,13 @@ def redirect_libraries(folder: Path, consoles: tuple[Any, ...]) -> Iterator[None
         log.close()
 
 
-def _is_console(stream: Any, consoles: tuple[Any, ...]) -> bool:
-    known = (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__, *consoles)
-    return any(stream is one for one in known)
-
-
 class Bar(Protocol):
     """What draws a live row on the screen."""
 
     @property
     def has_bar(self) -> bool: ...
 
-    def moved_away(self, stream: TextIO) -> AbstractContextManager[None]:
+    def hidden_while_writing(self, stream: TextIO) -> AbstractContextManager[None]:
         """Take the row off the screen while `stream` is written to."""
         ...
 
@@ -98,17 +93,17 @@ _active: Bar | None = None
 
 
 def active() -> Bar | None:
-    """Whose row is on the screen now."""
+    """The bar on the screen, if any."""
     return _active
 
 
-def set_active(bar: Bar | None) -> None:
+def set_active_bar(bar: Bar | None) -> None:
     global _active
     _active = bar
 
 
 class Tee:
-    """A stand-in for `sys.stdout` or `sys.stderr` that writes to it and to a log file."""
+    """Replaces `sys.stdout` or `sys.stderr`: writes to it and to a log file."""
 
     def __init__(self, stream: Any, log: TextIO, lock: threading.RLock) -> None:
         self.stream, self._log, self._lock = stream, log, lock
@@ -126,14 +121,15 @@ class Tee:
 
     def _write(self, text: str, shown: str) -> None:
         with self._lock:
-            self._to_log(lambda: self._log.write(_for_log(text)))
+            if not _is_bar(text):  # a bar that is redrawn would fill the log
+                self._to_log(lambda: self._log.write(plain(text)))
             if not self._hides(text):
                 self._show(shown)
             if self._lost and text.endswith("\n"):
                 self._log_loss()
 
     def _hides(self, text: str) -> bool:
-        """Whether this is a bar that another program's code draws where there is a row already, or nobody to look."""
+        # A library's progress bar is hidden if there is a live row already, or no terminal.
         if text == "\n" and self._hid_bar:  # the bar's end
             self._hid_bar = False
             return True
@@ -145,7 +141,7 @@ class Tee:
         # A log on a full disk must not end the run; what is printed is still shown.
         try:
             action()
-        except ValueError:  # closed: a handler of a library outlives the run
+        except ValueError:  # closed: a library's handler outlived the run
             return
         except OSError as error:
             if not self._log_failed:
@@ -161,12 +157,12 @@ class Tee:
         self._pending += text
         if "\n" in self._pending:
             lines, _, self._pending = self._pending.rpartition("\n")
-            with bar.moved_away(self.stream):
+            with bar.hidden_while_writing(self.stream):
                 self.stream.write(lines + "\n")
 
     def lost_console(self, other: TextIO, path: Path, text: str) -> None:
-        """Says so where it can still be read: in the log, and on the other stream."""
-        self._lost = text  # into the log after the line that is being written
+        """Report it in the log and on the other stream."""
+        self._lost = text  # logged after the line that is being written
         other.write(f"{text} Its log: {path}\n")
 
     def _log_loss(self) -> None:
@@ -192,7 +188,7 @@ class Tee:
 @contextmanager
 def tee_output(path: Path) -> Iterator[None]:
     """Everything printed in this process, also by user code, goes to the console and is added to the file `path`; what
-    libraries say (warnings, loggers) goes to a file beside it."""
+    libraries print (warnings, loggers) goes to another file in that folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     lock = threading.RLock()
     log = path.open("a", encoding="utf-8", errors="backslashreplace", buffering=1)
@@ -219,15 +215,10 @@ def tee_output(path: Path) -> Iterator[None]:
             log.close()
 
 
-def _for_log(text: str) -> str:
-    """Without colours, and without what a bar draws over again and again."""
-    return "" if _is_bar(text) else plain(text)
-
-
 def _is_bar(text: str) -> bool:
     return "\r" in text and not text.endswith("\n")
 
 
-def console_of(stream: TextIO) -> TextIO:
-    """The stream below a tee: a row that is drawn again and again has no place in a log."""
+def underlying_console(stream: TextIO) -> TextIO:
+    """The stream below a tee, for a row that is redrawn and must not fill the log."""
     return stream.stream if isinstance(stream, Tee) else stream

@@ -39,8 +39,8 @@ def styled(text: str, style: str) -> str:
     return f"\x1b[{CODES[style]}m{text}\x1b[0m"
 
 
-def painted(text: str) -> str:
-    """A line of the console in the colours of its kind."""
+def add_colours(text: str) -> str:
+    """A line of the console in the colours of its kind (step, advice, ...)."""
     found = _STEP.fullmatch(text)
     if found:
         return styled(found[1], "dim") + _TREND.sub(_trend, found[2])
@@ -53,27 +53,25 @@ def _trend(found: re.Match[str]) -> str:
 
 
 def plain(text: str) -> str:
-    """The text without colours."""
     return _SGR.sub("", text) if "\x1b" in text else text
 
 
-_FULL = 90
-"""Columns of a line, at least, that its writer broke because it was full."""
+_FULL = 90  # a line of at least so many columns was broken because it was full
 
 
-def tell(text: object, stream: TextIO | None = None) -> None:
+def print_text(text: object, stream: TextIO | None = None) -> None:
     """Print an answer of a command: broken between words on a terminal, as it is elsewhere."""
     out: TextIO = stream or sys.stdout
-    print(folded(str(text), columns(out)) if is_terminal(out) else text, file=out, flush=True)
+    print(fold_lines(str(text), columns(out)) if is_terminal(out) else text, file=out, flush=True)
 
 
-def tell_page(text: str) -> None:
-    """The same for a page of prose, whose lines have a width of their own: paragraphs are broken anew."""
+def print_page(text: str) -> None:
+    """The same for a page of prose, whose lines have a width of their own: paragraphs are wrapped again."""
     width = columns(sys.stdout)
-    print(folded(_paragraphs(text), width, hang=0) if is_terminal(sys.stdout) else text, flush=True)
+    print(fold_lines(_paragraphs(text), width, hang=0) if is_terminal(sys.stdout) else text, flush=True)
 
 
-def folded(text: str, width: int, hang: int = 2) -> str:
+def fold_lines(text: str, width: int, hang: int = 2) -> str:
     """The text with its long lines broken, and what follows set in by `hang` columns."""
     return "\n".join(line if len(line) <= width else _broken(line, width, hang) for line in text.split("\n"))
 
@@ -85,7 +83,7 @@ def _broken(line: str, width: int, hang: int) -> str:
 
 
 def _paragraphs(text: str) -> str:
-    """Paragraphs that were broken at a page's own width as one line each; formulas, lists and tables stay."""
+    # Paragraphs that were broken at a page's own width as one line each; formulas, lists and tables stay.
     lines = text.split("\n")
     for place in reversed(range(len(lines) - 1)):
         line, following = lines[place : place + 2]

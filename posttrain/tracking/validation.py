@@ -75,7 +75,7 @@ def _source_metrics(
     yield f"mean@{n}", mean(mean(scores[rows]) for rows in groups)
     if n > 1:
         yield f"std@{n}", mean(sample_deviation(scores[rows]) for rows in groups)
-    for k in _ks(n):
+    for k in (*(2**power for power in range(n.bit_length()) if 2**power < n), n):
         yield f"pass@{k}", mean(pass_at_k(len(rows), int(right[rows].sum()), k) for rows in groups)
     if n > 1 and any(answers[row] is not None for rows in groups for row in rows):
         chosen = [rows[majority_row([answers[row] for row in rows])] for rows in groups]
@@ -87,12 +87,7 @@ def _source_metrics(
             yield f"{name}/mean@{n}", mean(numbers)
 
 
-def _ks(n: int) -> list[int]:
-    """1, 2, 4, ... below n, and n."""
-    return [*(2**power for power in range(n.bit_length()) if 2**power < n), n]
-
-
-def says_answer(part: Mapping[str, Any]) -> bool:
+def has_answer(part: Mapping[str, Any]) -> bool:
     """Whether a reward's parts say what was read, be it nothing."""
     return any(part.get(name) is not None for name in ANSWER_PARTS)
 

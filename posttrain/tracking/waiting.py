@@ -1,5 +1,5 @@
-"""LiveRow, one row at the bottom of a terminal that steps aside for whole lines; `waiting()` shows one while a command
-loads libraries or does something else that takes seconds."""
+"""LiveRow, one row at the bottom of a terminal; `waiting()` shows one while a command does something that takes
+seconds, such as loading libraries."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from typing import TextIO
 
 from posttrain.tracking.background import Every
-from posttrain.tracking.tee import active, console_of, set_active
+from posttrain.tracking.tee import active, set_active_bar, underlying_console
 from posttrain.tracking.terminal_text import columns, is_terminal
 
 CLEAR = "\r\x1b[K"
@@ -19,7 +19,7 @@ DRAW_EVERY = 0.2  # seconds, of a run's progress
 
 
 class LiveRow:
-    """Draws `text(width)` on `stream`; a terminal that went away is left alone."""
+    """Draws `text(width)` on `stream`; a closed terminal is ignored."""
 
     def __init__(self, stream: TextIO, text: Callable[[int], str]) -> None:
         self.stream, self._text = stream, text
@@ -59,7 +59,7 @@ class Waiting(LiveRow):
     has_bar = True
 
     @contextmanager
-    def moved_away(self, stream: object) -> Iterator[None]:
+    def hidden_while_writing(self, stream: object) -> Iterator[None]:
         with self.aside():
             yield
 
@@ -67,17 +67,17 @@ class Waiting(LiveRow):
 @contextmanager
 def waiting(what: str = LIBRARIES) -> Iterator[None]:
     """Inside, a terminal shows what is done and for how long; nothing is shown elsewhere, or below another row."""
-    stream = console_of(sys.stderr)
+    stream = underlying_console(sys.stderr)
     if active() is not None or not is_terminal(stream):
         yield
         return
     since = time.monotonic()
     row = Waiting(stream, lambda width: f"{what} … {time.monotonic() - since:.0f} s"[:width])
-    set_active(row)
+    set_active_bar(row)
     ticker = Every(COUNT_EVERY, row.draw)
     try:
         yield
     finally:
-        set_active(None)
+        set_active_bar(None)
         ticker.close()
         row.clear()

@@ -27,6 +27,7 @@ from posttrain.models.loading import proved, silence_progress_bars
 from posttrain.tracking.progress import Progress
 from posttrain.trainer.sft import fit_pairs, greedy_accuracy
 
+# `withheld` training rows are kept from the warm-up; it ends when `until` of them are right, or after `max_steps`.
 RECIPE: dict[str, Any] = {
     "version": 5,
     "shape": SHAPE,
@@ -39,7 +40,6 @@ RECIPE: dict[str, Any] = {
     "max_steps": 400,
     "seed": 0,
 }
-"""`withheld` training rows are kept from the warm-up; it ends when `until` of them are right, or after `max_steps`."""
 CHECK_EVERY = 4
 
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from posttrain.data.supervised import look_at_row
+from posttrain.data.supervised import check_row
 from posttrain.doctor import dry_run
 from posttrain.interrupts import one_interrupt
 from posttrain.tracking.waiting import waiting
@@ -27,36 +26,12 @@ def run_sft(config: Sequence[str] | Mapping[str, Any] | Any, *, data: Any = None
 
     resolved = settings_of(config, SFT, data=data, val_data=val_data)
     if data is None and val_data is None:
-        check_inputs(resolved, look_at_row)
+        check_inputs(resolved, check_row)
     with waiting():
-        from posttrain.data.supervised import SFTDataset
         from posttrain.trainer.supervised.runner import run_supervised
         from posttrain.trainer.supervised.tasks import SFTTask
 
-    return run_supervised(
-        resolved,
-        stem="sft",
-        make_data=lambda rows, tokenizer, settings, split: SFTDataset(rows, tokenizer, settings, split=split),
-        make_task=SFTTask,
-        words=_words,
-        embedded_files=_embedded_files,
-        data=data,
-        val_data=val_data,
-    )
-
-
-def _embedded_files(folder: Path) -> dict[str, Path]:
-    return {"train": folder / "train.json", "test": folder / "test.json"}
-
-
-def _words(train: Any, val: Any, steps: int) -> str:
-    trained, whole = train.tokens
-    kind = "conversations" if train.multiturn else "prompts with responses"
-    held_out = f"{len(val)} rows are held out" if val is not None else "no rows are held out"
-    return (
-        f"SFT: {steps} optimizer steps on {len(train)} rows ({kind}); an epoch has {whole} tokens, {trained} of them "
-        f"the assistant's, which are trained; {held_out}."
-    )
+    return run_supervised(resolved, SFTTask, data=data, val_data=val_data)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -14,12 +14,12 @@ from typing import Any
 from posttrain.errors import UserError
 from posttrain.trainer.main_generation import cli, read_pairs
 
+# Key that names a column -> the name under which it is read here.
 COLUMNS = {
     "data.data_source_key": "data_source",
     "data.reward_model_key": "reward_model",
     "data.prompt_key": "prompt",
 }
-"""Key that names a column -> the name under which it is read here."""
 KNOWN = ("data.path", "data.response_key", *COLUMNS, "custom_reward_function", "reward")
 
 
@@ -27,8 +27,8 @@ def main(args: Sequence[str]) -> int:
     values = read_pairs(args, KNOWN, "main_eval")
     if not values.get("data.path"):
         raise UserError("data.path is missing: set it to the file with the responses")
+    from posttrain.commands.generation.settings import USED_BY_REWARDS, read_settings
     from posttrain.data.rows import load_rows
-    from posttrain.trainer.generation.settings import USED_BY_REWARDS, read_settings
 
     rewards = [arg for arg in args if arg.startswith(("custom_reward_function.", "reward."))]
     settings = read_settings(argparse.Namespace(n=None, temperature=None), rewards, used=USED_BY_REWARDS)
@@ -36,8 +36,8 @@ def main(args: Sequence[str]) -> int:
     for key, ours in COLUMNS.items():
         if values.get(key) not in (None, ours):
             table.rows = [_renamed(row, values[key], ours) for row in table.rows]
-    from posttrain.trainer.evaluation.evaluate import evaluate_responses
-    from posttrain.trainer.evaluation.report import table as lines
+    from posttrain.commands.evaluation.evaluate import evaluate_responses
+    from posttrain.commands.evaluation.report import table as lines
 
     report = evaluate_responses(table, settings, None, response_key=values.get("data.response_key"))
     print(lines(report))

@@ -44,13 +44,13 @@ KEYS = {
     "model.trust_remote_code": "actor_rollout_ref.model.trust_remote_code",
     "model.tokenizer_path": "actor_rollout_ref.model.tokenizer_path",
 }
+# Keys that must be 1, and why.
 ONE = {
     "trainer.nnodes": "generation runs on one machine",
     "rollout.tensor_model_parallel_size": "each worker has an engine of its own, with the whole model in it",
 }
-"""Keys that must be 1, and why."""
+# Keys that change nothing, and why.
 IDLE = {"data.batch_size": "the engine is kept full; actor_rollout_ref.rollout.max_num_seqs bounds it"}
-"""Keys that change nothing, and why."""
 OTHERS = ("model.path", "rollout.do_sample")
 
 
@@ -97,7 +97,7 @@ def read_pairs(args: Sequence[str], known: Sequence[str], entry: str) -> dict[st
 
 
 def main(args: Sequence[str]) -> int:
-    from posttrain.trainer.generation import command
+    from posttrain.commands.generation import command
 
     return command.main(translate(args))
 

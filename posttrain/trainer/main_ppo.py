@@ -10,8 +10,8 @@ from posttrain.config.parallel import one_process
 from posttrain.doctor import dry_run
 from posttrain.interrupts import one_interrupt
 from posttrain.tracking.console import exit_status as status_of_work
-from posttrain.tracking.console import keep_going, prepare_streams
-from posttrain.tracking.terminal_text import tell
+from posttrain.tracking.console import prepare_streams, protect_console
+from posttrain.tracking.terminal_text import print_text
 from posttrain.tracking.waiting import waiting
 
 HELP = """usage: python -m posttrain.trainer.main_ppo key=value ... [--config-path DIR --config-name NAME] [--cfg job]
@@ -25,11 +25,11 @@ def main(config: Any = None) -> Any:
     """Compose `ppo_trainer` from `config/` with the command line (unless a configuration is given), and train."""
     if config is not None:
         return run_ppo(config)
-    from posttrain.tracking.own_console import take_voice
+    from posttrain.tracking.console import split_output_mode
 
-    args, voice = take_voice(sys.argv[1:])
+    args, mode = split_output_mode(sys.argv[1:])
     config = _from_command_line(args)
-    return None if config is None else run_command(config, voice, greeting(config))
+    return None if config is None else run_command(config, mode, greeting(config))
 
 
 def _from_command_line(args: list[str]) -> Any:
@@ -39,12 +39,12 @@ def _from_command_line(args: list[str]) -> Any:
     resolved = load_config(args, environment=not shows)
     if resolved.show == "help":
         print(HELP)
-        tell(resolved.describe())
+        print_text(resolved.describe())
         return None
     if resolved.show is not None:
         print(resolved.to_yaml(), end="")
         return None
-    keep_going()
+    protect_console()
     return resolved
 
 
@@ -52,11 +52,11 @@ def greeting(resolved: Any) -> str:
     return f"Configuration: {resolved.main_file} and the command line"
 
 
-def run_command(resolved: Any, voice: str, first: str = "") -> Any:
-    """A training that has this process's console: it speaks as `voice` says, and libraries speak into its log."""
-    from posttrain.tracking.own_console import own_console
+def run_command(resolved: Any, mode: str, first: str = "") -> Any:
+    """A training that has this process's console: it speaks as `mode` says, and libraries speak into its log."""
+    from posttrain.tracking.console import command_console
 
-    with own_console(voice) as console:
+    with command_console(mode) as console:
         if first:
             print(first)
         result = run_ppo(resolved)
@@ -84,10 +84,10 @@ class TaskRunner:
         resolved = as_resolved(config)
         if resolved.dry_run:
             return dry_run(resolved)
-        from posttrain.data.fields import look_at_prompt
+        from posttrain.data.fields import check_prompt
         from posttrain.trainer.run.preflight import check_inputs
 
-        check_inputs(resolved, look_at_prompt)
+        check_inputs(resolved, check_prompt)
         if one_process(resolved.config):
             print("One worker: Ray is not needed, the run works in this process.")
         with waiting():

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from posttrain.data.pairs import look_at_pair
+from posttrain.data.pairs import check_pair
 from posttrain.doctor import dry_run
 from posttrain.interrupts import one_interrupt
 from posttrain.tracking.waiting import waiting
@@ -27,28 +27,12 @@ def run_reward_model(config: Sequence[str] | Mapping[str, Any] | Any, *, data: A
 
     resolved = settings_of(config, REWARD_MODEL, data=data, val_data=val_data)
     if data is None and val_data is None:
-        check_inputs(resolved, look_at_pair)
+        check_inputs(resolved, check_pair)
     with waiting():
-        from posttrain.data.pairs import PairDataset
-        from posttrain.trainer.embedded import embedded_pairs
         from posttrain.trainer.supervised.runner import run_supervised
         from posttrain.trainer.supervised.tasks import PairTask
 
-    return run_supervised(
-        resolved,
-        stem="reward-model",
-        make_data=lambda rows, tokenizer, settings, split: PairDataset(rows, tokenizer, settings, split=split),
-        make_task=PairTask,
-        words=_words,
-        embedded_files=embedded_pairs,
-        data=data,
-        val_data=val_data,
-    )
-
-
-def _words(train: Any, val: Any, steps: int) -> str:
-    held_out = f"{len(val)} pairs are held out" if val is not None else "no pairs are held out"
-    return f"Reward model: {steps} optimizer steps on {len(train)} pairs; {held_out}."
+    return run_supervised(resolved, PairTask, data=data, val_data=val_data)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

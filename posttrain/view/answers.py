@@ -1,4 +1,4 @@
-"""What the page may ask: a name and plain texts in, an object for JSON (or a stream of them) out."""
+"""The questions of the page: a name and plain texts in, an object for JSON (or a stream of them) out."""
 
 from __future__ import annotations
 
@@ -12,21 +12,17 @@ import pyarrow as pa
 
 from posttrain.errors import first_line
 from posttrain.view import health, samples
-from posttrain.view.catalogue import Catalogue, previews
-from posttrain.view.metrics import Metrics
-from posttrain.view.priority import answering
-from posttrain.view.runs import Runs, about
+from posttrain.view.catalogue import Catalogue, answering, previews
+from posttrain.view.runs import Metrics, Runs, describe_run
 from posttrain.view.search import TrigramIndex, search
 from posttrain.view.settings import details, differences, settings
 
 Query = Mapping[str, str]
-
-
-LEARN_AFTER_S = 0.8
+LEARN_AFTER_S = 0.8  # until background reading starts
 
 
 class NotFound(LookupError):
-    """There is no such question, run or sample; the text says which."""
+    """There is no such question, run or sample."""
 
 
 class Answers:
@@ -39,12 +35,12 @@ class Answers:
         self._trigrams: dict[tuple[Path, str], TrigramIndex] = {}
         self._pending: set[str] = set()
         self._questions: dict[str, Callable[[Query], Any]] = {
-            "runs": lambda q: [about(name, folder) for name, folder in self.runs.folders().items()],
-            "run": lambda q: about(q["run"], self._folder(q)),
+            "runs": lambda q: [describe_run(name, folder) for name, folder in self.runs.folders().items()],
+            "run": lambda q: describe_run(q["run"], self._folder(q)),
             "metrics": self._columns,
             "config": lambda q: settings(self._folder(q)),
             "details": lambda q: details(self._folder(q)),
-            "explain": lambda q: self._explained(self.metrics(self._folder(q)).refresh().names),
+            "explain": lambda q: self._explain_metrics(self.metrics(self._folder(q)).refresh().names),
             "compare": lambda q: differences({name: self._folder({"run": name}) for name in q["runs"].split("\t")}),
             "steps": self._steps,
             "groups": lambda q: samples.groups(self._folder(q), _kind(q), int(q["step"])),
@@ -70,12 +66,12 @@ class Answers:
                 return self._questions[name](query)
         except (samples.NoSamples, health.NoPlan) as error:
             raise NotFound(str(error)) from error
-        except (NotFound, KeyError) as error:  # what was asked for makes no sense
+        except (NotFound, KeyError) as error:  # the question itself is wrong
             raise error
         except Exception as error:
             if isinstance(error, ValueError) and not isinstance(error, pa.ArrowException):
                 raise
-            # files of a run may hold anything: the page says which could not be read, and goes on
+            # Files of a run may hold anything: the page shows the problem and stays usable.
             raise NotFound(f"The files of this run cannot be read: {first_line(error)}.") from error
 
     def read_all(self, run: str) -> None:
@@ -100,9 +96,8 @@ class Answers:
         return self.metrics(self._folder(query)).columns(names, after=after, identity=identity)
 
     @staticmethod
-    def _explained(names: list[str]) -> dict[str, str]:
-        """What `posttrain explain` says of each metric, in one line."""
-        from posttrain.explain.pages import metric_text  # a second of imports, not before the first page stands
+    def _explain_metrics(names: list[str]) -> dict[str, str]:
+        from posttrain.explain.pages import metric_text  # a second of imports: not before the first page is shown
 
         texts = {name: metric_text(name) for name in names}
         return {name: " ".join(text.split()) for name, text in texts.items() if text}
@@ -114,7 +109,7 @@ class Answers:
         return found
 
     def _learn_soon(self, run: str) -> None:
-        """What is read in the background waits until the page stands, which asks a few things first."""
+        # Background reading starts after the page's own first questions.
         if run not in self._pending:
             self._pending.add(run)
             timer = threading.Timer(LEARN_AFTER_S, self._learn_all, (run,))
@@ -127,7 +122,9 @@ class Answers:
             for kind in ("val", "step"):
                 catalogue = self._catalogue({"run": run, "kind": kind})
                 catalogue.refresh()
-                self._learn(catalogue)
+                # The index for searches is built after the catalogue, which filters need first.
+                files = list(reversed(samples.KINDS[kind](catalogue.folder / "samples")))
+                self._trigrams_of(catalogue.folder, kind).learn(files, catalogue.wait)
 
     def _catalogue(self, query: Query) -> Catalogue:
         key = (self._folder(query), _kind(query))
@@ -141,11 +138,6 @@ class Answers:
     def _trigrams_of(self, folder: Path, kind: str) -> TrigramIndex:
         return self._trigrams.setdefault((folder, kind), TrigramIndex())
 
-    def _learn(self, catalogue: Catalogue) -> None:
-        """What searches need, once the catalogue was read."""
-        files = list(reversed(samples.KINDS[catalogue.kind](catalogue.folder / "samples")))
-        self._trigrams_of(catalogue.folder, catalogue.kind).learn(files, catalogue.wait)
-
 
 def _kind(query: Query) -> str:
     kind = query.get("kind") or "step"
@@ -155,6 +147,6 @@ def _kind(query: Query) -> str:
 
 
 def _places(text: str) -> list[tuple[int, int]]:
-    """`12.3,12.4` as (step, row)."""
+    # `12.3,12.4`: step.row
     pairs = [pair.split(".") for pair in text.split(",") if pair]
     return [(int(step), int(row)) for step, row in pairs[:100]]

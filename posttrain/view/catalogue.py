@@ -1,14 +1,15 @@
-"""Catalogue: one row of numbers for every response of a run, in memory, so that a million of them are filtered at once.
+"""Catalogue: a few numbers of every response of a run, in memory, so that a million of them can be filtered quickly.
 
-It is read in the background, newest step first, and an answer says how much of it was there.
+It is read in the background, newest step first; an answer says how much has been read. Background work pauses while a
+request is being answered, because Python computes in one thread at a time.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +17,11 @@ import numpy as np
 import pyarrow as pa
 
 from posttrain.tracking.samples import step_of
-from posttrain.view.metrics import number
-from posttrain.view.priority import give_way, waiting_for_it
-from posttrain.view.sample_file import LIGHT, SampleFile, pc
-from posttrain.view.samples import KINDS, preview
+from posttrain.view.runs import number
+from posttrain.view.samples import KINDS, LIGHT, SampleFile, pc, preview
 
 REFRESH_S = 2.0
-MOST = 500
-"""Responses in one answer."""
+MOST = 500  # responses in one answer
 
 
 class Part:
@@ -54,7 +52,7 @@ class Catalogue:
             if time.monotonic() - self._looked < REFRESH_S or (self._thread and self._thread.is_alive()):
                 return
             self._looked = time.monotonic()
-            files = {path: _changed(path) for path in reversed(KINDS[self.kind](self.folder / "samples"))}
+            files = {path: _modified_at(path) for path in reversed(KINDS[self.kind](self.folder / "samples"))}
             self._parts = {path: known for path, known in self._parts.items() if files.get(path) == known[0]}
             self.total = len(files)
             missing = [(path, changed) for path, changed in files.items() if path not in self._parts]
@@ -64,10 +62,10 @@ class Catalogue:
 
     def _read(self, missing: list[tuple[Path, int]]) -> None:
         for path, changed in missing:
-            give_way()
+            yield_to_answers()
             try:
                 part = Part(path)
-            except Exception:  # thinned away, or damaged in any way: the other files are read nevertheless
+            except Exception:  # removed by thinning, or damaged: read the other files
                 part = None
             self._parts[path] = (changed, part)
 
@@ -75,7 +73,7 @@ class Catalogue:
         """Until everything was read; within an answer, at most so long."""
         thread = self._thread
         if thread and thread.is_alive():
-            with nullcontext() if seconds is None else waiting_for_it():
+            with nullcontext() if seconds is None else while_waiting():
                 thread.join(seconds)
 
     def parts(self) -> list[Part]:
@@ -89,7 +87,7 @@ class Catalogue:
         """At most MOST responses by one of FILTERS, of a step or of all, newest first among equals."""
         rule = FILTERS[which]
         self.refresh()
-        self.wait(0.15)  # short runs are complete by then; of long ones the answer says how much was read
+        self.wait(0.15)  # enough for short runs; for long ones the answer says how much was read
         parts = [part for part in self.parts() if step is None or part.step == step]
         chosen, count = rule(parts)
         return self._answer(parts, chosen) | {"count": count}
@@ -153,8 +151,7 @@ Rule = Callable[[list[Part]], tuple[list[tuple[int, int]], int]]
 
 
 def _largest(values_of: Callable[[Part], np.ndarray]) -> Rule:
-    """The responses with the largest finite values, in falling order; among equals those of newer steps."""
-
+    # In descending order; among equal values newer steps first.
     def rule(parts: list[Part]) -> tuple[list[tuple[int, int]], int]:
         if not parts:
             return [], 0
@@ -174,9 +171,7 @@ def _largest(values_of: Callable[[Part], np.ndarray]) -> Rule:
     return rule
 
 
-def _marked(marks_of: Callable[[Part], np.ndarray]) -> Rule:
-    """The responses with a mark, newest step first."""
-
+def _with_flag(marks_of: Callable[[Part], np.ndarray]) -> Rule:
     def rule(parts: list[Part]) -> tuple[list[tuple[int, int]], int]:
         marks = np.concatenate([marks_of(part) for part in parts]) if parts else np.zeros(0, bool)
         found = np.flatnonzero(marks)
@@ -190,13 +185,13 @@ FILTERS: dict[str, Rule] = {
     "worst": _largest(lambda part: -part.score),
     "mismatch": _largest(lambda part: part.mismatch),
     "longest": _largest(lambda part: part.length.astype(np.float32)),
-    "truncated": _marked(lambda part: part.truncated),
-    "failed": _marked(lambda part: part.failed),
+    "truncated": _with_flag(lambda part: part.truncated),
+    "failed": _with_flag(lambda part: part.failed),
 }
 
 
 def _places(parts: list[Part], rows: np.ndarray) -> list[tuple[int, int]]:
-    """(number of the part, row in it) of rows counted over all parts."""
+    # Rows counted over all parts -> (number of the part, row in it).
     ends = np.cumsum([part.rows for part in parts])
     owners = np.searchsorted(ends, rows, side="right")
     return [(int(owner), int(row - (ends[owner - 1] if owner else 0))) for owner, row in zip(owners, rows, strict=True)]
@@ -219,8 +214,39 @@ def _flags(column: Any, text: str) -> np.ndarray:
     return pc.fill_null(pc.equal(column, text), False).to_numpy(zero_copy_only=False)
 
 
-def _changed(path: Path) -> int:
+def _modified_at(path: Path) -> int:
     try:
         return path.stat().st_mtime_ns
     except OSError:
         return 0
+
+
+# The longest pause: a page that asks without end must not stop the reading.
+LONGEST_S = 0.5
+
+_lock, _asked = threading.Lock(), 0
+
+
+@contextmanager
+def answering(change: int = 1) -> Iterator[None]:
+    """Wraps the making of an answer."""
+    global _asked
+    with _lock:
+        _asked += change
+    try:
+        yield
+    finally:
+        with _lock:
+            _asked -= change
+
+
+def while_waiting() -> AbstractContextManager[None]:
+    """Wraps the part of an answer that waits for the background work itself, which must not pause then."""
+    return answering(-1)
+
+
+def yield_to_answers() -> None:
+    """Called by background work between two files: wait until no answer is being made."""
+    until = time.monotonic() + LONGEST_S
+    while _asked > 0 and time.monotonic() < until:
+        time.sleep(0.002)

@@ -1,6 +1,6 @@
 """One HTML file of some runs: all metrics, settings and advice, and as many samples as fit.
 
-Styles, scripts and answers are inside, under a policy that forbids every request.
+Styles, scripts and answers are embedded; its content security policy forbids every request.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from typing import Any
 
 from posttrain.tracking.atomic import replace_file
 from posttrain.view.answers import Answers, NotFound
-from posttrain.view.page import SCRIPT, static_file
-from posttrain.view.server import to_json
+from posttrain.view.server import SCRIPT, static_file, to_json
 
 _STYLES = re.compile(r'<link rel="(?:stylesheet|preload)"[^>]*>\n')
 _SCRIPTS = re.compile(r"<script [^>]*></script>\n")
@@ -29,7 +28,7 @@ def one_file(embedded: dict[str, Any]) -> str:
     style = "\n".join(static_file(name).decode() for name in ("uplot.min.css", "style.css"))
     charts, code = static_file("uplot.min.js").decode(), static_file(SCRIPT).decode()
     policy = (
-        f"default-src 'none'; script-src {_allowed(charts)} {_allowed(code)}; style-src {_allowed(style)}; "
+        f"default-src 'none'; script-src {_source_hash(charts)} {_source_hash(code)}; style-src {_source_hash(style)}; "
         "img-src data:; base-uri 'none'; form-action 'none'"
     )
     data = json.dumps(embedded, ensure_ascii=False, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
@@ -43,18 +42,17 @@ def one_file(embedded: dict[str, Any]) -> str:
     return page.encode("utf-8", "replace").decode()
 
 
-def _allowed(text: str) -> str:
+def _source_hash(text: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
+# Samples in one file, shared by its runs: so much opens quickly and can be sent by mail.
 SAMPLE_BYTES = 15_000_000
-"""Of samples in one file, shared by its runs: browsers open it at once, and it can be sent by mail."""
+# Of one run: steps with samples, spread evenly from the first to the last, and groups of each step.
 STEPS, GROUPS = 12, 16
-"""Of one run: steps with samples, spread evenly from the first to the last, and groups of each."""
 
 
 def export(answers: Answers, path: Path) -> Path:
-    """Write the file and give its path."""
     names = list(answers.runs.folders())
     held: dict[str, Any] = {"runs": answers.answer("runs", {})}
     for name in names:
@@ -84,10 +82,10 @@ def _run(answers: Answers, run: str, room: int) -> dict[str, Any]:
 
 
 def _steps(answers: Answers, run: str, room: int) -> Iterator[tuple[str, int, dict[str, Any]]]:
-    """(kind, step, its answers) of the newest, the first and those between, until there is no more room."""
+    # (kind, step, its answers) of the newest, the first and those between, until there is no more room.
     available = answers.answer("steps", {"run": run})
-    wanted = [("val", step) for step in spread(available["val"], 3)] + [
-        ("step", step) for step in spread(available["step"], STEPS)
+    wanted = [("val", step) for step in pick_evenly(available["val"], 3)] + [
+        ("step", step) for step in pick_evenly(available["step"], STEPS)
     ]
     for kind, step in sorted(wanted, key=lambda one: -one[1]):
         try:
@@ -115,7 +113,7 @@ def _step(answers: Answers, run: str, kind: str, step: int) -> dict[str, Any]:
     return held
 
 
-def spread(steps: list[int], count: int) -> list[int]:
+def pick_evenly(steps: list[int], count: int) -> list[int]:
     """At most `count` of the steps, evenly, the first and the last among them."""
     if len(steps) <= count:
         return steps

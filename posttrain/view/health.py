@@ -1,5 +1,5 @@
-"""What went wrong and where: advice with its metric, failures of the reward with their inputs, stages in time, and the
-memory that was planned for each stage."""
+"""The health of a run: advice with its metric, failures of the reward with their inputs, stages in time, planned memory
+of each stage."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 
 import pyarrow as pa
 
-from posttrain.tracking.failures import kind_of
 from posttrain.tracking.rundir import DIAGNOSIS, TIMELINE, read_lines
-from posttrain.tracking.stored import read_settings
+from posttrain.tracking.safe_files import read_settings
+from posttrain.tracking.step_line import error_kind
 from posttrain.view.catalogue import Catalogue
-from posttrain.view.sample_file import SampleFile
-from posttrain.view.samples import preview
+from posttrain.view.samples import SampleFile, preview
 
+# The metric of an advice by its words, for lines of diagnosis.jsonl that have only texts.
 METRIC_OF = {
     r"rewards are (all )?0": "reward_mean",
     r"reward failed": "reward/failures",
@@ -30,12 +30,11 @@ METRIC_OF = {
     r"cut off": "response_length/clip_ratio",
     r"entropy": "actor/entropy",
 }
-"""What an advice speaks about, by its words: lines of diagnosis.jsonl may be texts alone."""
 TIMELINE_STEPS = 40
 
 
 def diagnosis(folder: Path, names: list[str]) -> list[dict[str, Any]]:
-    """Advice of all steps: (step, text, the metric behind it, the rule that spoke)."""
+    """Advice of all steps: (step, text, the metric behind it, its rule)."""
     found = []
     for line in read_lines(folder / DIAGNOSIS):
         step, said = line.get("step"), line.get("advice")
@@ -70,7 +69,7 @@ def failures(catalogue: Catalogue) -> dict[str, Any]:
             continue
         for one in texts:
             newest = {"error": one["error"], "count": 0, "step": step, **_inputs(one)}
-            kind = kinds.setdefault(kind_of(one["error"] or ""), newest)
+            kind = kinds.setdefault(error_kind(one["error"] or ""), newest)
             kind["count"] += 1
     ordered = sorted(kinds.values(), key=lambda kind: -kind["count"])
     return {"kinds": ordered, "count": found["count"], "read": found["read"], "files": found["files"]}
@@ -102,7 +101,7 @@ def timeline(folder: Path, last: int | None = None) -> dict[str, Any]:
 
 
 def _spans(stages: Any) -> list[list[Any]]:
-    """[stage, when it began, its seconds, perhaps the worker] of those that are of this kind."""
+    # [stage, start, seconds, perhaps the worker]; anything else in the file is ignored.
     return [span[:4] for span in stages if _is_span(span)] if isinstance(stages, list) else []
 
 
@@ -114,20 +113,20 @@ def _is_span(span: Any) -> bool:
     )
 
 
+# Stage of the plan -> the stages of a run that it covers.
 MEASURED = {
     "generate": ("gen",),
     "log-probs": ("old_log_prob", "ref", "values", "reward_model"),
     "update": ("update_actor", "update_critic"),
 }
-"""The stages of a run that a stage of the plan stands for."""
 
 
 class NoPlan(LookupError):
-    """The settings cannot be planned for here; the text says why."""
+    """These settings cannot be planned for here; the message says why."""
 
 
 def planned_memory(folder: Path) -> dict[str, Any]:
-    """Planned GB by stage, with the run's stages that each stands for. Loads torch, but no weights."""
+    """Planned GB by stage, with the run's stages that each covers. Loads torch, but no weights."""
     from posttrain.config import load_config
     from posttrain.errors import UserError
     from posttrain.planning.budgets import apply_plan, planner_for
@@ -154,7 +153,7 @@ def planned_memory(folder: Path) -> dict[str, Any]:
 
 
 def _without_model_code(tree: Any) -> Any:
-    """Looking at a run, which may be somebody else's, must not run the code that comes with its model."""
+    # Viewing another user's run must not execute the code that comes with its model.
     if not isinstance(tree, dict):
         return tree
     return {key: False if key == "trust_remote_code" else _without_model_code(value) for key, value in tree.items()}

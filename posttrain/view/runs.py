@@ -1,28 +1,30 @@
-"""Which runs a viewer shows, each under a name of its own, and what each reached. Requests name runs, never paths.
+"""The runs that a viewer shows, each under a unique name, and what each reached. Requests name runs, never paths.
 
-Of metrics.jsonl only both ends are read: a table of many runs must not read them all.
+For the table of runs only the two ends of metrics.jsonl are read; `Metrics` reads all of it, and later only what was
+appended.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from posttrain.errors import UserError, first_line
 from posttrain.tracking.rundir import ROOT, find_run, is_run, runs_under
-from posttrain.tracking.status import age, load_status, stands
-from posttrain.tracking.stored import DamagedFile, open_stored
-from posttrain.view.metrics import number
+from posttrain.tracking.safe_files import DamagedFile, open_stored, stored_lines
+from posttrain.tracking.status import age, load_status, run_state
 from posttrain.view.settings import family, settings_problem
 
 
 class Runs:
-    """Runs that were named, and those below folders that were named; new ones of the latter appear by themselves."""
+    """The given runs, and the runs below the given folders, where new ones appear by themselves."""
 
     def __init__(self, places: Sequence[str]) -> None:
         self._single: list[Path] = []
@@ -39,7 +41,7 @@ class Runs:
             )
 
     def folders(self) -> dict[str, Path]:
-        """By name, oldest first: the last part of the path, and as many more as tell it from others."""
+        """By name, oldest first. A name is the end of the path, as short as it is unique."""
         found = [folder for root in self._roots for folder in runs_under(root)] + self._single
         unique = [Path(path) for path in dict.fromkeys(os.path.realpath(folder) for folder in found)]
         return {_name(folder, unique): folder for folder in unique}
@@ -56,15 +58,15 @@ def _name(folder: Path, others: Sequence[Path]) -> str:
 
 
 def _readable(name: str) -> str:
-    """Escapes what folder names may hold besides text, and tabs, which separate names in addresses."""
+    # Escapes control characters, among them tabs, which separate names in addresses.
     return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in name)
 
 
-def about(name: str, folder: Path) -> dict[str, Any]:
-    """How a run stands and what it reached. Of one that is damaged `problem` says what cannot be read."""
+def describe_run(name: str, folder: Path) -> dict[str, Any]:
+    """The state of a run and what it reached; `problem` says what cannot be read of a damaged one."""
     problems: list[str] = []
-    known, ends = (_or_problem(read, folder, problems) for read in (load_status, reached))
-    status = "damaged" if problems and not known else stands(folder)
+    known, ends = (_or_problem(read, folder, problems) for read in (load_status, read_progress))
+    status = "damaged" if problems and not known else run_state(folder)
     settings_wrong = settings_problem(folder)
     wanted = ("step", "total_steps", "stage", "stage_seconds", "unit", "done", "of", "tokens_per_s", "seconds_left")
     return {
@@ -80,19 +82,20 @@ def about(name: str, folder: Path) -> dict[str, Any]:
 
 
 def _or_problem(read: Callable[[Path], dict[str, Any]], folder: Path, problems: list[str]) -> dict[str, Any]:
-    """What `read` gives; one run that cannot be read must not keep all the others from being listed."""
+    # One damaged run must not keep the others from being listed.
     try:
         return read(folder)
     except DamagedFile as error:
         problems.append(str(error))
-    except Exception as error:  # whatever else a folder that anyone may have written brings about
+    except Exception as error:  # a folder may hold anything
         problems.append(f"{folder.name} cannot be read: {first_line(error)}.")
     return {}
 
 
+# At the end of the file: about fifty steps, which usually include the newest validation.
 END_BYTES = 256 * 1024
-"""Of the end of the file: some fifty steps, among which the newest validation mostly is."""
 START_BYTES = 64 * 1024
+# Column of the table -> the metrics that it may show, of which a run usually has one; the last value counts.
 COLUMNS = {
     "reward": re.compile(r"reward_mean"),
     "accuracy": re.compile(r"right/mean|train/accuracy"),
@@ -100,25 +103,24 @@ COLUMNS = {
     "loss": re.compile(r"train/loss"),
     "throughput": re.compile(r"perf/throughput"),
 }
-"""Of the table -> the metrics that it may show, of which a run mostly has one; the last recorded value counts."""
 
 
-def reached(folder: Path) -> dict[str, Any]:
+def read_progress(folder: Path) -> dict[str, Any]:
     """{column: {metric, value}}, and when the first and the last line were written. DamagedFile if it is no file."""
     path = folder / "metrics.jsonl"
     try:
         facts = os.stat(path)
     except FileNotFoundError:
         if path.is_symlink():
-            open_stored(path)  # says what is wrong with it
+            open_stored(path)  # raises the right error
         return {}
     except OSError as error:
         raise DamagedFile(f"{path.name} cannot be opened: {error.strerror}.") from error
-    return _reached(path, (facts.st_ino, facts.st_mtime_ns, facts.st_size))
+    return _read_version(path, (facts.st_ino, facts.st_mtime_ns, facts.st_size))
 
 
 @lru_cache(maxsize=2000)
-def _reached(path: Path, version: tuple[int, int, int]) -> dict[str, Any]:
+def _read_version(path: Path, version: tuple[int, int, int]) -> dict[str, Any]:
     with open_stored(path) as file:
         start = file.read(START_BYTES)
         file.seek(max(0, version[2] - END_BYTES))
@@ -127,7 +129,8 @@ def _reached(path: Path, version: tuple[int, int, int]) -> dict[str, Any]:
         end = end.partition(b"\n")[2]  # it begins within a line
     first, lines = _lines(start)[:1], _lines(end)
     found: dict[str, Any] = {column: _last(lines, pattern) for column, pattern in COLUMNS.items()}
-    times = [_time(line) for line in (*first, *lines[-1:])]
+    times = [line.get("time") for line in (*first, *lines[-1:])]
+    times = [None if isinstance(time, bool) else number(time) for time in times]
     return {name: value for name, value in found.items() if value} | {
         "started": times[0] if times else None,
         "written": times[-1] if times else None,
@@ -154,6 +157,95 @@ def _last(lines: list[dict[str, Any]], pattern: re.Pattern[str]) -> dict[str, An
     return None
 
 
-def _time(line: dict[str, Any]) -> float | None:
-    time = line.get("time")
-    return None if isinstance(time, bool) else number(time)
+# Significant digits of a number in an answer: more than a chart can show.
+DIGITS = 7
+
+
+class Metrics:
+    """The lines of one run. A file that was replaced or truncated (by a resumed run) is read from its start."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._lock = path, threading.Lock()
+        self._forget(None)
+
+    def _forget(self, identity: int | None) -> None:
+        self._identity, self._offset = identity, 0
+        self.lines: list[dict[str, Any]] = []
+        self.names: list[str] = []
+        self._known: set[str] = set()
+        self._columns: dict[str, list[Any]] = {}
+        self.problem: str | None = None
+
+    def refresh(self) -> Metrics:
+        with self._lock:
+            try:
+                facts = self._path.stat()
+            except OSError:
+                self._forget(None)
+                return self
+            if facts.st_ino != self._identity or facts.st_size < self._offset:
+                self._forget(facts.st_ino)
+            if facts.st_size > self._offset and self.problem is None:
+                self._read_on()
+            return self
+
+    def _read_on(self) -> None:
+        try:
+            for text in stored_lines(self._path, self._offset):
+                self._offset += len(text)
+                self._add(text)
+        except FileNotFoundError:
+            self._forget(None)
+        except DamagedFile as error:
+            self.problem = str(error)
+
+    def _add(self, text: bytes) -> None:
+        try:
+            line = json.loads(text)
+        except (ValueError, RecursionError):
+            return
+        if isinstance(line, dict) and isinstance(line.get("step"), int):
+            self.lines.append(line)
+            new = [name for name in line if name not in self._known and name != "step"]
+            self._known.update(new)
+            self.names += new
+
+    def columns(self, names: Iterable[str], *, after: int = 0, identity: str = "") -> dict[str, Any]:
+        """`steps` and one list per name, from line `after` on, or all if `identity` is that of another file."""
+        self.refresh()
+        now = str(self._identity)
+        first = after if identity == now and after <= len(self.lines) else 0
+        lines = self.lines[first:]
+        wanted = self._meant(names)
+        return {
+            "identity": now,
+            "first": first,
+            "count": len(self.lines),
+            "names": self.names,
+            "problem": self.problem,
+            "steps": [line["step"] for line in lines],
+            "values": {name: self._column(name)[first:] for name in wanted},
+        }
+
+    def _meant(self, names: Iterable[str]) -> list[str]:
+        # `val/*` means all that begin so.
+        asked = list(names)
+        begun = tuple(name[:-1] for name in asked if name.endswith("*"))
+        exact = {name for name in asked if name in self._known}
+        return [name for name in self.names if name in exact or (begun and name.startswith(begun))]
+
+    def _column(self, name: str) -> list[Any]:
+        # Columns are made at the first request and extended afterwards.
+        column = self._columns.setdefault(name, [])
+        with self._lock:
+            column += [number(line.get(name)) for line in self.lines[len(column) :]]
+        return column
+
+
+def number(value: Any) -> Any:
+    """A number short enough to send, None for what is none or not finite."""
+    if isinstance(value, bool | int):
+        return value
+    if not isinstance(value, float) or not math.isfinite(value):
+        return None
+    return float(f"{value:.{DIGITS}g}") if abs(value) < 1e9 else value

@@ -1,27 +1,34 @@
-"""Samples of one run: which steps have some, a step's groups, a group's responses, a response's tokens."""
+"""Samples of one run: which steps have some, a step's groups, a group's responses, a response's tokens.
+
+`SampleFile` reads columns, or single rows without the others. Columns that older versions did not write are computed
+from others, or empty.
+"""
 
 from __future__ import annotations
 
 import codecs
 import json
 import math
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute
+import pyarrow.parquet as pq
 
 from posttrain.errors import first_line
-from posttrain.tracking.samples import sample_files, step_of, validation_files
-from posttrain.tracking.vocabulary import NAME, read_vocabulary
-from posttrain.view.metrics import number
-from posttrain.view.sample_file import LIGHT, TEXTS, TOKENS, SampleFile
+from posttrain.tracking.safe_files import is_plain
+from posttrain.tracking.samples import NAME, read_vocabulary, sample_files, step_of, validation_files
+from posttrain.view.runs import number
 
 
 def token_texts(ids: Sequence[int], vocabulary: Sequence[bytes]) -> list[str]:
-    """One text per token, which join to the response: a character that is spread over tokens goes to the last of them.
+    """One text per token, which join to the response. A character of several tokens belongs to the last of them.
 
     Bytes that are no UTF-8 become U+FFFD, ids without bytes their number.
     """
@@ -39,14 +46,12 @@ def token_texts(ids: Sequence[int], vocabulary: Sequence[bytes]) -> list[str]:
 
 
 KINDS = {"step": sample_files, "val": validation_files}
-PREVIEW = 160
-"""Characters of a prompt or response in a list."""
-SAME = 40
-"""Characters with which the prompts of a step may all begin before a list leaves them out."""
+PREVIEW = 160  # characters of a prompt or response in a list
+SAME = 40  # a common beginning of all prompts of a step is omitted from this many characters on
 
 
 class NoSamples(LookupError):
-    """Nothing was written, or it was thinned since."""
+    """Nothing was written, or it has been thinned since."""
 
 
 def steps(folder: Path) -> dict[str, list[int]]:
@@ -55,12 +60,12 @@ def steps(folder: Path) -> dict[str, list[int]]:
 
 
 def open_step(folder: Path, kind: str, step: int) -> SampleFile:
-    """The file of a step; a run that goes on may have thinned it away."""
+    """The file of a step; a running run may have thinned it."""
     if kind not in KINDS:
         raise NoSamples(f"There are samples of steps and of validations (val), not of `{kind}`.")
     path = folder / "samples" / f"{kind}_{int(step)}.parquet"
     try:
-        return _opened(path, path.stat().st_mtime_ns)
+        return _open_cached(path, path.stat().st_mtime_ns)
     except OSError as error:
         raise NoSamples(
             f"{folder} has no samples of step {step} (tracking.samples_freq, tracking.samples_max_gb)."
@@ -70,8 +75,8 @@ def open_step(folder: Path, kind: str, step: int) -> SampleFile:
 
 
 @lru_cache(maxsize=8)
-def _opened(path: Path, changed: int) -> SampleFile:
-    """Kept for the next question, which is mostly about the same step."""
+def _open_cached(path: Path, changed: int) -> SampleFile:
+    # Cached: the next question is usually about the same step.
     return SampleFile(path)
 
 
@@ -82,12 +87,12 @@ def groups(folder: Path, kind: str, step: int) -> list[dict[str, Any]]:
     rows: dict[Any, list[int]] = {}
     for row, uid in enumerate(column["uid"]):
         rows.setdefault(uid, []).append(row)
-    same = _beginning([column["prompt"][members[0]] or "" for members in rows.values()])
+    same = _common_prefix([column["prompt"][members[0]] or "" for members in rows.values()])
     return [_group(uid, members, column, same) for uid, members in rows.items()]
 
 
-def _beginning(prompts: list[str]) -> int:
-    """Characters with which all prompts begin, where they would fill a list: system prompt, tools, instruction."""
+def _common_prefix(prompts: list[str]) -> int:
+    # The common beginning of all prompts (system prompt, tools, instruction) would fill every line of the list.
     first, last = min(prompts, default=""), max(prompts, default="")  # what these share, all do
     length = next((place for place, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), 0)
     while length and first[length - 1].isalnum():  # whole words
@@ -114,7 +119,7 @@ def _group(uid: Any, rows: list[int], column: dict[str, list[Any]], same: int) -
 
 
 def group(folder: Path, kind: str, step: int, uid: str) -> dict[str, Any]:
-    """A prompt with everything that is known of it and of its responses, but for their tokens."""
+    """A prompt and its responses with all columns except tokens."""
     file = open_step(folder, kind, step)
     found = file.take(file.rows_of(uid), (*LIGHT, *TEXTS, "seed"))
     if not found:
@@ -180,3 +185,111 @@ def _parts(text: str | None) -> dict[str, Any]:
         if isinstance(found, dict)
         else {}
     )
+
+
+MOST_ROWS = 4_000_000  # responses of one step
+pc: Any = pyarrow.compute  # its functions are created at run time, unseen by type checkers
+LIGHT = ("uid", "sample", "score", "length", "advantage", "mismatch", "finish_reason", "error", "data_row")
+TEXTS = (
+    "prompt",
+    "response",
+    "ground_truth",
+    "data_source",
+    "extra_info",
+    "sampling",
+    "reward_parts",
+    "policy_versions",
+)
+TOKENS = (
+    "response_ids",
+    "response_mask",
+    "rollout_log_probs",
+    "old_log_probs",
+    "new_log_probs",
+    "ref_log_probs",
+    "advantages",
+    "entropy",
+)
+
+
+class SampleFile:
+    """A step's responses. Opening reads the file's footer alone."""
+
+    def __init__(self, path: Path) -> None:
+        if not is_plain(path):  # opening a named pipe would wait forever
+            raise FileNotFoundError(f"{path.name} is not a file")
+        self._file, self._lock = pq.ParquetFile(path, memory_map=True), threading.Lock()
+        self._uids: Any = None
+        self.names = set(self._file.schema_arrow.names)
+        self.rows = self._file.metadata.num_rows
+        if self.rows > MOST_ROWS:  # a few bytes of parquet can encode any number of equal rows
+            raise pa.ArrowInvalid(f"{path.name} holds {self.rows:,} responses; at most {MOST_ROWS:,} are read")
+
+    def columns(self, names: Iterable[str], groups: list[int] | None = None) -> pa.Table:
+        """These columns, of all rows or of some row groups; absent ones are null."""
+        names = list(names)
+        made_of = {name: _MADE[name][0] for name in names if name in _MADE and name not in self.names}
+        sources = [source for needed in made_of.values() for source in needed]
+        wanted = [name for name in dict.fromkeys([*names, *sources]) if name in self.names]
+        with self._lock:  # requests in several threads may read the same file
+            if groups is None:
+                table = self._file.read(columns=wanted, use_threads=False)
+            else:
+                table = self._file.read_row_groups(groups, columns=wanted, use_threads=False)
+        found = {name: table[name] for name in names if name in self.names}
+        for name, needed in made_of.items():
+            if set(needed) <= self.names:
+                found[name] = _MADE[name][1](*(table[source].combine_chunks() for source in needed))
+        return pa.table({name: found.get(name, pa.nulls(len(table))) for name in names})
+
+    def rows_of(self, uid: str) -> list[int]:
+        """Numbers of the rows of a group, in the order of its samples."""
+        if self._uids is None:
+            self._uids = self.columns(("uid",))["uid"]
+        return np.flatnonzero(pc.fill_null(pc.equal(self._uids, uid), False).to_numpy(zero_copy_only=False)).tolist()
+
+    def take(self, rows: list[int], names: Iterable[str]) -> list[dict[str, Any]]:
+        """Single rows as dicts; only the row groups that hold them are read."""
+        ends = np.cumsum([self._file.metadata.row_group(i).num_rows for i in range(self._file.metadata.num_row_groups)])
+        group_of = np.searchsorted(ends, rows, side="right")
+        groups = sorted(set(group_of.tolist()))
+        sizes = {group: int(ends[group] - (ends[group - 1] if group else 0)) for group in groups}
+        starts, total = {}, 0
+        for group in groups:
+            starts[group], total = total, total + sizes[group]
+        places = [
+            starts[group] + row - int(ends[group] - sizes[group])
+            for row, group in zip(rows, group_of.tolist(), strict=True)
+        ]
+        return self.columns(names, groups).take(pa.array(places, pa.int64())).to_pylist() if rows else []
+
+
+def _lengths(mask: Any) -> Any:
+    return pa.array(_row_sums(mask, mask.values.to_numpy(zero_copy_only=False)), pa.int64())
+
+
+def _advantages(advantages: Any, mask: Any) -> Any:
+    written = mask.values.to_numpy(zero_copy_only=False)
+    sums = _row_sums(advantages, advantages.values.to_numpy(zero_copy_only=False) * written)
+    return pa.array(sums / np.maximum(_row_sums(mask, written), 1), pa.float32())
+
+
+def _mismatches(ours: Any, rollout: Any, mask: Any) -> Any:
+    gaps = abs(ours.values.to_numpy(zero_copy_only=False) - rollout.values.to_numpy(zero_copy_only=False))
+    gaps = np.where(mask.values.to_numpy(zero_copy_only=False) > 0, gaps, 0)
+    offsets = ours.offsets.to_numpy()
+    return pa.array([gaps[a:b].max(initial=0.0) for a, b in pairwise(offsets)], pa.float32())
+
+
+def _row_sums(lists: Any, values: np.ndarray) -> np.ndarray:
+    # Lists lie end to end in one array: differences of one cumulative sum, not a loop over responses.
+    sums = np.concatenate([[0.0], np.cumsum(values, dtype=np.float64)])
+    offsets = lists.offsets.to_numpy()
+    return sums[offsets[1:]] - sums[offsets[:-1]]
+
+
+_MADE: dict[str, tuple[tuple[str, ...], Any]] = {
+    "length": (("response_mask",), _lengths),
+    "advantage": (("advantages", "response_mask"), _advantages),
+    "mismatch": (("old_log_probs", "rollout_log_probs", "response_mask"), _mismatches),
+}

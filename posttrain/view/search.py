@@ -1,8 +1,8 @@
 """Full-text search over samples: newest step first, hits are given as they are found.
 
-Two threads read ahead (reading and comparing happen outside Python). Files that cannot hold the words are skipped:
-`TrigramIndex` keeps, for every file, which three bytes follow each other anywhere in its texts, as a bitmap of 32 KiB.
-It is built in the background as soon as samples are viewed, newest file first, and kept in memory.
+Two threads read ahead (Arrow reads and compares outside of Python's lock). Files that cannot contain the words are
+skipped: `TrigramIndex` holds the trigrams (three consecutive bytes) of each file's texts as a bitmap of 32 KiB. It is
+built in the background as soon as samples are viewed, newest file first, and kept in memory.
 """
 
 from __future__ import annotations
@@ -18,16 +18,15 @@ import numpy as np
 import pyarrow as pa
 
 from posttrain.tracking.samples import step_of
-from posttrain.view.metrics import number
-from posttrain.view.priority import give_way
-from posttrain.view.sample_file import SampleFile, pc
-from posttrain.view.samples import KINDS
+from posttrain.view.catalogue import yield_to_answers
+from posttrain.view.runs import number
+from posttrain.view.samples import KINDS, SampleFile, pc
 
 BITS = 18  # 2**18 bits are 32 KiB a file
 
 
 class TrigramIndex:
-    """The maps of one run's files. `learn` makes the missing ones; until then nothing is ruled out."""
+    """The bitmaps of one run's files. `learn` makes missing ones; a file without one is not ruled out."""
 
     def __init__(self) -> None:
         self._maps: dict[Path, tuple[int, np.ndarray]] = {}
@@ -62,11 +61,11 @@ class TrigramIndex:
     def _make(self, paths: list[Path], wait: Callable[[], object]) -> None:
         wait()
         for path in paths:
-            give_way()
+            yield_to_answers()
             try:
                 changed = path.stat().st_mtime_ns
                 self._maps[path] = (changed, bitmap(path))
-            except Exception:  # thinned away, or damaged in any way: nothing is ruled out there
+            except Exception:  # removed by thinning, or damaged: it is not ruled out
                 continue
 
 
@@ -79,7 +78,8 @@ def bitmap(path: Path) -> np.ndarray:
             continue
         for chunk in column.chunks:
             data = pc.utf8_lower(chunk).buffers()[2]
-            if data is not None and data.size >= 3:  # rows stand end to end: what spans two of them does no harm
+            # Rows lie end to end. Trigrams that span two of them only make the index less strict.
+            if data is not None and data.size >= 3:
                 marks[_codes(np.frombuffer(data, np.uint8))] = True
     return np.packbits(marks, bitorder="little")
 
@@ -92,8 +92,7 @@ def _codes(data: np.ndarray) -> np.ndarray:
 
 
 MOST = 200
-AROUND = 60
-"""Characters on either side of a hit."""
+AROUND = 60  # characters on either side of a hit
 _COLUMNS = ("prompt", "response")
 _AHEAD = 6
 
@@ -103,7 +102,7 @@ def search(
 ) -> Iterator[dict[str, Any]]:
     """Lines `{"hits": [...]}` and `{"at": step, "done": files, "files": all}`; the last has `end`.
 
-    A hit is (step, uid, sample, score, column, text around). `before`: only steps before this one, to go on with.
+    A hit is (step, uid, sample, score, column, text around). `before`: only steps before this one, to continue.
     """
     paths = [path for path in reversed(KINDS[kind](folder / "samples")) if before is None or step_of(path) < before]
     words, found, at = words.strip(), 0, None
@@ -128,7 +127,7 @@ def search(
 def _ahead(
     pool: ThreadPoolExecutor, paths: list[Path], words: str, index: TrigramIndex
 ) -> Iterator[tuple[Path, list[Any]]]:
-    """(path, hits) in order, some files being searched ahead."""
+    # In order, with up to _AHEAD files being searched in advance.
     waiting: deque[tuple[Path, Future[list[Any]]]] = deque()
     for path in paths:
         if index.rules_out(path, words):
@@ -150,7 +149,7 @@ def _search_file(path: Path, words: str) -> list[dict[str, Any]]:
         if not rows:
             return []
         about = file.take(rows, ("uid", "sample", "score"))
-    except Exception:  # thinned away meanwhile, or damaged in any way: the others are searched nevertheless
+    except Exception:  # removed meanwhile, or damaged: search the others
         return []
     hits = []
     for row, one in zip(rows, about, strict=True):
@@ -168,7 +167,6 @@ def _contains(column: Any, words: str) -> np.ndarray:
 
 
 def _around(text: str, words: str) -> list[str]:
-    """What stands before the hit, the hit, and what follows it."""
     place = text.lower().find(words.lower())
     if place < 0 or len(text.lower()) != len(text):
         return ["", "", text[: 2 * AROUND]]

@@ -1,12 +1,15 @@
 """The web server: static files, answers as JSON, and searches as a stream of lines; read-only, on 127.0.0.1.
 
-It is the standard library's, a thread per request: there is one user, nothing to upload, and a dozen addresses.
-Only a browser on this machine (or at the other end of an ssh tunnel) that was given the token gets answers:
+It is the standard library's server with a thread per request: there is one user and a dozen addresses. Only a browser
+on this machine (or at the other end of an ssh tunnel) that has the token gets answers:
 
 - `Host` must name this machine, so that no web page reaches the server under a name of its own (DNS rebinding).
-- The token comes once in the address, is answered with a cookie, and leaves the address at once. The cookie is kept
-  from scripts and is not sent along by other sites' pages.
-- The answers' headers forbid the page everything that it does not need: other hosts, frames, inline scripts and styles.
+- The token comes once in the address and is exchanged for a cookie by a redirect, so it does not stay in the address.
+  Scripts cannot read the cookie, and pages of other sites do not send it.
+- The headers forbid the page what it does not need: other hosts, frames, inline scripts and styles.
+
+The page's scripts are modules that import each other by one-line statements. They are served joined in the order of
+their imports as one module, since no two use the same top-level name: one request instead of twenty.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import gzip
 import hmac
 import json
 import mimetypes
+import re
 import secrets
 import socket
 from collections.abc import Iterator, Mapping
@@ -22,12 +26,12 @@ from email.message import Message
 from functools import cache
 from http.cookies import CookieError, SimpleCookie
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib import resources
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from posttrain.errors import UserError
 from posttrain.view.answers import Answers, NotFound
-from posttrain.view.page import static_file, static_files
 
 Headers = Mapping[str, str] | Message
 LOCAL = ("127.0.0.1", "localhost", "::1")
@@ -46,7 +50,7 @@ HEADERS = {
 
 
 class Guard:
-    """Holds the token of one viewer. `port` keeps the cookies of several viewers apart."""
+    """Holds the token of one viewer. `port` is part of the cookie's name, so that several viewers do not clash."""
 
     def __init__(self, port: int, token: str | None = None) -> None:
         self.token = token or secrets.token_urlsafe(18)
@@ -61,6 +65,7 @@ class Guard:
             return False
 
     def is_token(self, given: str) -> bool:
+        # In constant time: the duration of an ordinary comparison tells how many characters were right.
         return hmac.compare_digest(given.encode("utf-8", "replace"), self.token.encode())
 
     def knows(self, headers: Headers) -> bool:
@@ -87,7 +92,7 @@ _NO_TOKEN = (
 
 
 class Viewer(ThreadingHTTPServer):
-    """Serves `answers` on 127.0.0.1:`port`, or on the next free port where that is the default and taken."""
+    """Serves `answers` on 127.0.0.1:`port`, or on the next free port if no port was given and the default is taken."""
 
     daemon_threads = True
 
@@ -107,11 +112,11 @@ class Viewer(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_port}/?token={self.guard.token}"
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A browser that went away is no news."""
+        """Print nothing: browsers close connections all the time."""
 
 
 def _free(port: int) -> int:
-    """`port`, the next one that nobody listens on, or any."""
+    # The first free one of 20; 0 lets the system choose.
     for one in range(port, port + 20):
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -155,7 +160,7 @@ class _Handler(BaseHTTPRequestHandler):
             data = b"" if isinstance(found, Iterator) else to_json(found)
         except NotFound as error:
             return self._say(404, str(error))
-        except (KeyError, ValueError, TypeError, RecursionError) as error:  # the latter: of files that hold anything
+        except (KeyError, ValueError, TypeError, RecursionError) as error:  # the last from deeply nested files
             return self._say(400, f"This cannot be answered: {error}")
         if isinstance(found, Iterator):
             return self._stream(found)
@@ -169,7 +174,6 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(200, f"{kind}; charset=utf-8", static_file(name), kept=True)
 
     def _stream(self, lines: Iterator[Any]) -> None:
-        """One JSON line each, as soon as it is known, until the reader leaves."""
         self.send_response(200)
         self.send_header("Content-Type", "application/x-ndjson")
         self.send_header("Transfer-Encoding", "chunked")
@@ -186,7 +190,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _send(self, status: int, kind: str, data: bytes, *, kept: bool = False) -> None:
         self.send_response(status)
         if len(data) > _SMALL and "gzip" in (self.headers.get("Accept-Encoding") or ""):
-            data = _packed(data) if kept else gzip.compress(data, 1)
+            data = _compress(data) if kept else gzip.compress(data, 1)
             self.send_header("Content-Encoding", "gzip")
         self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(data)))
@@ -199,14 +203,48 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Nothing: the terminal is the user's, and addresses may hold the token."""
+        """Print nothing: addresses may contain the token."""
 
 
 @cache
-def _packed(data: bytes) -> bytes:
-    """A file of the page, compressed once."""
+def _compress(data: bytes) -> bytes:
+    # Files of the page never change, so they are compressed once, and better than answers.
     return gzip.compress(data, 6)
 
 
 def to_json(value: Any) -> bytes:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode("utf-8", "replace")
+
+
+# -- the files of the page ---------------------------------------------------------------------------------------------
+SCRIPT = "page.js"  # the name under which the joined modules are served
+_IMPORT = re.compile(r'^import \{[^}]*\} from "\./(\w+\.js)";\n', re.M)
+_EXPORT = re.compile(r"^export (?=const|let|function|async)", re.M)
+
+
+@cache
+def static_files() -> set[str]:
+    """Names of the files that are served; a list of names leaves no way out of the folder."""
+    folder = resources.files("posttrain.view") / "static"
+    return {SCRIPT, *(entry.name for entry in folder.iterdir() if entry.is_file())}
+
+
+@cache
+def static_file(name: str) -> bytes:
+    if name == SCRIPT:
+        return joined_modules("main.js").encode()
+    return (resources.files("posttrain.view") / "static" / name).read_bytes()
+
+
+def joined_modules(entry: str) -> str:
+    """The module and all that it imports, each after its own imports."""
+    order: list[str] = []
+
+    def visit(name: str) -> None:
+        if name not in order:
+            for needed in _IMPORT.findall(static_file(name).decode()):
+                visit(needed)
+            order.append(name)
+
+    visit(entry)
+    return "\n".join(_EXPORT.sub("", _IMPORT.sub("", static_file(name).decode())) for name in order)

@@ -1,5 +1,5 @@
-"""How a run was made: its settings beside their defaults, where runs differ, and the command, versions and machine of
-each start. Secrets are taken out again: the file may come from anywhere."""
+"""How a run was made: its settings beside their defaults, differences between runs, and the command, versions and
+machine of each start. Secrets are removed once more, because the files may come from anywhere."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from typing import Any
 
 from posttrain.tracking.origin import read_origin
 from posttrain.tracking.redact import redact
-from posttrain.tracking.stored import DamagedFile, read_settings
+from posttrain.tracking.rundir import flatten
+from posttrain.tracking.safe_files import DamagedFile, read_settings
 
 FILE = "config.yaml"
 _SEED_OR_NAME = re.compile(
@@ -21,24 +22,24 @@ _SEED_OR_NAME = re.compile(
 
 
 def settings(folder: Path) -> dict[str, str]:
-    """By dotted key, as text; empty where there is no file that can be read."""
+    """By dotted key, as text; empty without a readable file."""
     return _kept(folder)[0]
 
 
 def settings_problem(folder: Path) -> str | None:
-    """Why the settings cannot be read; None where they can, or where there are none."""
+    """Why the settings cannot be read; None if they can, or if there are none."""
     return _kept(folder)[1]
 
 
 def family(folder: Path) -> str | None:
-    """The same text for runs that differ in nothing but seeds and where they are written; None without settings."""
+    """The same text for runs that differ only in seeds and folders; None without settings."""
     known = settings(folder)
     kept = sorted(item for item in known.items() if not _SEED_OR_NAME.search(item[0]))
     return hashlib.sha256(repr(kept).encode("utf-8", "replace")).hexdigest()[:12] if known else None
 
 
 def _kept(folder: Path) -> tuple[dict[str, str], str | None]:
-    """Read once for each version of the file: a list of runs asks for all of them again and again."""
+    # Read once per version of the file: the list of runs is requested again and again.
     path = folder / FILE
     try:
         facts = path.stat()
@@ -71,15 +72,9 @@ def differences(folders: Mapping[str, Path]) -> list[dict[str, Any]]:
     return [{"key": key, "values": values} for key, values in rows if len(set(values)) > 1]
 
 
-def flat(tree: Mapping[Any, Any], prefix: str = "") -> dict[str, str]:
+def flat(tree: Mapping[Any, Any]) -> dict[str, str]:
     """By dotted key, as text."""
-    found: dict[str, str] = {}
-    for key, value in tree.items():
-        if isinstance(value, Mapping) and value:
-            found |= flat(value, f"{prefix}{key}.")
-        else:
-            found[f"{prefix}{key}"] = "" if value is None else str(value)
-    return found
+    return {key: "" if value is None else str(value) for key, value in flatten(tree).items()}
 
 
 FACTS = ("time", "step", "command", "folder", "host")
@@ -105,14 +100,14 @@ def details(folder: Path) -> dict[str, Any]:
 
 
 def _start(found: dict[str, Any]) -> dict[str, Any]:
-    """Texts alone: the file may come from anywhere."""
+    # Only plain texts are passed on: the file may come from anywhere.
     facts = {name: str(found[name]) for name in FACTS if isinstance(found.get(name), str | int)}
     tables = {name: found.get(name) for name in TABLES}
     return facts | {name: flat(table) if isinstance(table, dict) else {} for name, table in tables.items()}
 
 
 def _usual(known: dict[str, str]) -> tuple[dict[str, str], dict[str, str]]:
-    """Defaults and sentences by key, of the kind of run that these settings are of."""
+    # Defaults and sentences of the kind of run (RL, SFT, ...) that shares the most keys.
     return max(_trees(), key=lambda tree: len(known.keys() & tree[0].keys()))
 
 

@@ -1,14 +1,20 @@
-"""What all workers with a train engine have in common: facts, checkpoints, and an exported folder."""
+"""What all workers with a train engine have in common: facts, checkpoints, exported folders, and notes on adapters."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
+from posttrain.config.lora import ADAPTER_CONFIG
+from posttrain.config.model import ModelConfig
 from posttrain.controller.dispatch import register, to_all, to_first
 from posttrain.engine.base import TrainEngine
 from posttrain.engine.facts import EngineFacts
 from posttrain.engine.ranks import this_rank
+from posttrain.models.adapter_files import fingerprint
+from posttrain.models.adapter_targets import stacked_note
+from posttrain.rollout.engine_kwargs import OUTSIDE
 
 
 class EngineWorker:
@@ -52,3 +58,61 @@ class ExportingWorker(EngineWorker):
         self.engine.export_hf(folder, adapter, merged=self.config.trainer.export_lora == "merged")
         if this_rank() == 0:
             self.tokenizer.save_pretrained(folder)
+
+
+def lora_state(facts: EngineFacts, model: ModelConfig, path: str | None = None) -> dict[str, Any] | None:
+    """The policy's adapter settings and the identity of the base, as plain JSON; None for a model without adapters."""
+    if facts.adapters is None:
+        return None
+    base = path or str(model.path)
+    dtype = str(facts.dtype).removeprefix("torch.")
+    shape = {"adapter": facts.adapters | {"base_model_name_or_path": base}} if facts.adapters else {}
+    return shape | {
+        "base": {
+            "path": base,
+            "fingerprint": fingerprint(base),
+            "dtype": dtype,
+            "quantization": model.quantization,
+            "override_config": model.override_config,
+            "tokenizer_path": model.tokenizer_path,
+        },
+    }
+
+
+def adapter_notes(facts: EngineFacts, model: ModelConfig) -> list[str]:
+    """What a user of adapters should know about them: another base than theirs, weights that get none."""
+    notes = [note for note in [stacked_note(facts.stacked, model, "model.target_modules")] if note]
+    if model.quantization is not None and facts.stacked:
+        notes.append(
+            f"model.quantization={model.quantization} holds linear modules in 4 bits; {facts.stacked} keep model.dtype."
+        )
+    if model.lora_adapter_path is not None:
+        made_for = json.loads((Path(model.lora_adapter_path) / ADAPTER_CONFIG).read_bytes()).get(
+            "base_model_name_or_path"
+        )
+        if made_for and not _same_place(made_for, str(model.path)):
+            notes.append(
+                f"The adapter in {model.lora_adapter_path} was made beside {made_for}; here its base is {model.path}."
+            )
+    return notes
+
+
+def policy_notes(model: ModelConfig, engine: str, *, has_reference: bool) -> list[str]:
+    """What the adapters of a policy mean for its reference and its rollout."""
+    notes = []
+    if model.lora_adapter_path is not None and has_reference:
+        notes.append("The reference is the base without the adapter that the run starts from: KL does not begin at 0.")
+    if model.quantization is not None:
+        held = f"The base is held in 4 bits (model.quantization={model.quantization})"
+        if (outside := OUTSIDE.get(engine.partition(" ")[0])) is not None:
+            notes.append(f"{held}; {outside.title} has it unpacked, with the adapters folded in.")
+        else:
+            notes.append(
+                f"{held}, which the fused decoder does not read: the rollout goes through the model's own layers "
+                f"({engine})."
+            )
+    return notes
+
+
+def _same_place(one: str, other: str) -> bool:
+    return one == other or (Path(one).is_dir() and Path(other).is_dir() and Path(one).samefile(other))

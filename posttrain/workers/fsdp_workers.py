@@ -15,13 +15,11 @@ from posttrain.models.adapter_targets import stacked_note
 from posttrain.protocol import DataProto
 from posttrain.workers.actor.dp_actor import DataParallelPPOActor
 from posttrain.workers.critic.dp_critic import DataParallelPPOCritic, critic_schedule, prepare_values
-from posttrain.workers.engine_worker import EngineWorker
-from posttrain.workers.lora_state import lora_state
+from posttrain.workers.engine_worker import EngineWorker, lora_state
 from posttrain.workers.measures import Measures
 from posttrain.workers.plan import UpdatePlan, join_updates, plan_updates
-from posttrain.workers.policy import PolicyCalls, PolicyWorker
-from posttrain.workers.reference import ReferenceCalls, ReferenceWorker
-from posttrain.workers.reward_model.worker import RewardModelWorker
+from posttrain.workers.policy import PolicyCalls, PolicyWorker, ReferenceCalls, ReferenceWorker
+from posttrain.workers.reward_model import RewardModelWorker
 from posttrain.workers.roles import check_vocabulary, critic_engine, rollout_model
 from posttrain.workers.rollout import RolloutCalls, RolloutWorker
 from posttrain.workers.row_dispatch import batch_of, by_passes, in_row_order
@@ -135,9 +133,9 @@ class ActorRolloutRefWorker(ActorRefWorker, RolloutCalls):
         return [*self.policy.notes(), *self.rollout.rollout_notes(self.policy.vocabulary())]
 
 
+# verl's name for the one whose requests are under way while others are scored; here there is no other: `submit`
+# queues them, `advance` hands responses over as they end, and what is sampled follows from each request's seed alone.
 AsyncActorRolloutRefWorker = ActorRolloutRefWorker
-"""verl's name for the one whose requests are under way while others are scored; here there is no other: `submit` queues
-them, `advance` hands responses over as they end, and what is sampled follows from each request's seed alone."""
 
 
 class CriticWorker(EngineWorker):

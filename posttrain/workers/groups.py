@@ -12,7 +12,6 @@ from __future__ import annotations
 import torch
 
 from posttrain.controller.group import Future, RoleGroup, WorkerGroup
-from posttrain.workers.buckets import SyncError
 from posttrain.workers.fsdp_workers import (
     ActorRefWorker,
     ActorRolloutRefWorker,
@@ -20,10 +19,9 @@ from posttrain.workers.fsdp_workers import (
     RewardModelWorker,
     RolloutWorker,
 )
-from posttrain.workers.policy import PolicyCalls
-from posttrain.workers.probe import compare_scores
-from posttrain.workers.reference import ReferenceCalls
+from posttrain.workers.policy import PolicyCalls, ReferenceCalls
 from posttrain.workers.rollout import RolloutCalls
+from posttrain.workers.weight_sync import SyncError, compare_scores
 
 
 class PolicyGroup(RoleGroup, PolicyCalls, ReferenceCalls):

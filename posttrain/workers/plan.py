@@ -14,7 +14,7 @@ import torch
 
 from posttrain.controller.group import Calls, WorkerGroup
 from posttrain.protocol import DataProto
-from posttrain.workers.measures import Measures, over_ranks, over_steps
+from posttrain.workers.measures import Measures, reduce_over_ranks, reduce_over_steps
 from posttrain.workers.row_dispatch import parts_by_rank, reporting_ranks
 
 Prepare = Callable[[DataProto], DataProto]
@@ -43,8 +43,7 @@ class MiniBatch:
 class UpdatePlan:
     """The optimizer steps of one rank on a batch, made one by one as they are asked for; between processes a list."""
 
-    rows: int
-    """Rows that are computed with, those of every pass over the batch counted."""
+    rows: int  # rows that are computed with, those of every pass over the batch counted
     make: Callable[[], Iterator[MiniBatch]] | None = None
     steps: list[MiniBatch] = field(default_factory=list)
 
@@ -105,4 +104,4 @@ def plan_updates(group: WorkerGroup, batch: DataProto, schedule: Schedule, prepa
 def join_updates(results: list[list[Measures]], calls: Calls) -> dict[str, float]:
     """Metrics of a batch's optimizer steps, from those that every rank gave for each of them; ranks that computed the
     same rows count once."""
-    return over_steps([over_ranks(parts) for parts in zip(*calls.reported(results), strict=True)])
+    return reduce_over_steps([reduce_over_ranks(parts) for parts in zip(*calls.reported(results), strict=True)])

@@ -1,8 +1,9 @@
-"""The policy: weights that are trained, and what they say of a batch."""
+"""The policy, whose weights are trained, and the reference, a frozen policy that it is compared with."""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -10,21 +11,19 @@ import torch
 from posttrain.config.root import PPOConfig
 from posttrain.controller.dispatch import delegate, register, to_all, to_first
 from posttrain.controller.group import Calls, WorkerGroup
-from posttrain.engine.base import Passes
+from posttrain.engine.base import Passes, TrainEngine
+from posttrain.engine.facts import EngineFacts
 from posttrain.engine.ranks import this_rank
-from posttrain.models.finite import not_finite
+from posttrain.models.completeness import not_finite
 from posttrain.protocol import DataProto
 from posttrain.workers.actor.dp_actor import DataParallelPPOActor, actor_objective, actor_schedule
-from posttrain.workers.actor.importance import finish_importance_metrics
-from posttrain.workers.buckets import Bucket, in_buckets, without_tied_copies
-from posttrain.workers.engine_worker import ExportingWorker
-from posttrain.workers.lora_state import adapter_notes, lora_state
-from posttrain.workers.measures import Measures
+from posttrain.workers.actor.objective import finish_importance_metrics
+from posttrain.workers.engine_worker import ExportingWorker, adapter_notes, lora_state
+from posttrain.workers.measures import Kept, Measures, join_token_stats
 from posttrain.workers.plan import UpdatePlan, join_updates, plan_updates
-from posttrain.workers.probe import WeightProbe
-from posttrain.workers.roles import actor_engine
+from posttrain.workers.roles import actor_engine, reference_engine
 from posttrain.workers.row_dispatch import batch_of, by_passes, in_row_order
-from posttrain.workers.token_stats import Kept, join_token_stats
+from posttrain.workers.weight_sync import Bucket, WeightProbe, split_into_buckets, without_tied_copies
 
 
 def plan_actor_updates(group: WorkerGroup, batch: DataProto) -> Calls:
@@ -101,12 +100,12 @@ class PolicyWorker(ExportingWorker):
     def next_bucket(self, first: bool) -> Bucket:
         """The next of the weights, from the beginning with `first`; all ranks must be asked, rank 0 gives them."""
         if first:
-            self._leaving = self._buckets()
+            self._outgoing = self._buckets()
         self._was_last = True  # an error below must end the caller's loop over buckets, on every rank
-        bucket = next(self._leaving)
+        bucket = next(self._outgoing)
         self._was_last = bucket.last
         if bucket.last:
-            self._leaving.close()  # weights go back to where they rest
+            self._outgoing.close()  # weights go back to where they rest
         return bucket
 
     def _buckets(self) -> Generator[Bucket]:
@@ -115,7 +114,7 @@ class PolicyWorker(ExportingWorker):
             # Tied weights share memory only in a whole live model. Gathered layers are copies whose memory is reused,
             # so that an address says nothing there.
             whole = self.engine.live_model() is not None
-            yield from in_buckets(without_tied_copies(weights) if whole else weights, keep=this_rank() == 0)
+            yield from split_into_buckets(without_tied_copies(weights) if whole else weights, keep=this_rank() == 0)
 
     @register(to_first)
     def was_last_bucket(self) -> bool:
@@ -170,3 +169,49 @@ class PolicyCalls:
     was_last_bucket = delegate(PolicyWorker.was_last_bucket, to="policy")
     probe_scores = delegate(PolicyWorker.probe_scores, to="policy")
     lost_weights = delegate(PolicyWorker.lost_weights, to="policy")
+
+
+class ReferenceWorker:
+    """Log-probs of the policy as it was at the start: of a frozen copy, or, without one, of the base of a `policy`
+    in the same process, whose adapters are switched off for it."""
+
+    engine: TrainEngine | None = None
+
+    def __init__(self, config: PPOConfig, device: torch.device, policy: PolicyWorker | None = None) -> None:
+        self.config, self.device, self.policy = config, device, policy
+
+    @register(to_all)
+    def init_model(self) -> None:
+        """Load the frozen copy."""
+        self.engine = reference_engine(self.config, self.device)
+
+    @register(to_first)
+    def engine_facts(self) -> EngineFacts:
+        """About the role's model."""
+        assert self.engine is not None
+        return self.engine.facts()
+
+    @contextmanager
+    def _reference_engine(self) -> Iterator[TrainEngine]:
+        """The engine that holds the reference, its weights where they are computed with."""
+        if self.engine is not None:
+            with self.engine.on_device():
+                yield self.engine
+            return
+        assert self.policy is not None
+        with self.policy.engine.on_device(), self.policy.engine.base_only():
+            yield self.policy.engine
+
+    @register(by_passes, in_row_order)
+    def compute_ref_log_prob(self, data: DataProto, passes: Passes | None = None) -> DataProto:
+        """`ref_log_prob`: of the frozen copy, or of the base with its adapters off."""
+        temperature = self.config.actor_rollout_ref.rollout.temperature
+        with self._reference_engine() as engine:
+            out = engine.log_probs(data, temperature=temperature, passes=passes)
+        return batch_of(ref_log_prob=out.get("log_probs"))
+
+
+class ReferenceCalls:
+    """The reference's methods, of a worker that has it as `reference` and of that worker's group."""
+
+    compute_ref_log_prob = delegate(ReferenceWorker.compute_ref_log_prob, to="reference")

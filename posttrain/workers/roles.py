@@ -9,12 +9,12 @@ import torch
 
 from posttrain.config.optim import FSDPConfig, OptimConfig
 from posttrain.config.root import PPOConfig
-from posttrain.config.train_engines import RL
 from posttrain.engine.base import EngineSettings, TrainEngine
 from posttrain.engine.registry import build_train_engine, layout_of, loading_device
+from posttrain.engine.settings import RL
+from posttrain.models.forward import ValueModel
 from posttrain.models.loading import ModelError, load_causal_lm, resolve_dtype
 from posttrain.models.lora import add_adapters, with_adapters
-from posttrain.models.value import ValueModel
 
 
 def pick_device(name: str) -> torch.device:

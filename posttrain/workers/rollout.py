@@ -12,22 +12,21 @@ import torch
 
 from posttrain.config import needs_reference
 from posttrain.config.root import PPOConfig
-from posttrain.config.turns import turn_settings
 from posttrain.controller.dispatch import all_of, delegate, register, to_all, to_first
 from posttrain.conversations.conversation import Key, TurnRequest
+from posttrain.conversations.settings import turn_settings
 from posttrain.engine.ranks import team_of
 from posttrain.models.loading import check_positions, end_token_ids, end_token_note, model_end_ids, positions_of
 from posttrain.protocol import DataProto
 from posttrain.rollout.base import Output, Request, RolloutEngine, Sampling
 from posttrain.rollout.engines import build_engine
-from posttrain.rollout.generate import advance, generate, to_batch
+from posttrain.rollout.generate import advance, generate, to_batch, until_others_may_join
 from posttrain.rollout.settings import sampling_for
-from posttrain.workers.buckets import Bucket, checksum_of_all
-from posttrain.workers.lora_state import policy_notes
+from posttrain.workers.engine_worker import policy_notes
 from posttrain.workers.policy import PolicyWorker
-from posttrain.workers.probe import WeightProbe
 from posttrain.workers.roles import engine_ranks, rollout_model
 from posttrain.workers.row_dispatch import by_groups, in_row_order
+from posttrain.workers.weight_sync import Bucket, WeightProbe, checksum_of_all
 
 
 class RolloutWorker:
@@ -35,8 +34,7 @@ class RolloutWorker:
 
     engine: RolloutEngine
     awake = False
-    conversations: dict[Key, Hashable]
-    """Of several turns: the request that came last in each."""
+    conversations: dict[Key, Hashable]  # of several turns: the request that came last in each
 
     def __init__(
         self, config: PPOConfig, tokenizer: Any, device: torch.device, policy: PolicyWorker | None = None
@@ -123,14 +121,15 @@ class RolloutWorker:
     def end_conversations(self, conversations: Sequence[Key]) -> None:
         """These have had their last turn."""
         self.engine.release([self.conversations.pop(key) for key in conversations])
-        self._rest()
+        self._sleep_if_idle()
 
     @register(to_all, team=engine_ranks)
-    def advance(self) -> tuple[list[Output], bool]:
-        """(responses that ended, whether others are under way): decodes until there is news, or nothing to do."""
-        ended = advance(self.engine)
+    def advance(self, others_may_join: bool = False) -> tuple[list[Output], bool]:
+        """(responses that ended, whether others are under way): decodes until there is news, or nothing to do; or for a
+        moment only, where turns of other conversations may become ready meanwhile."""
+        ended = advance(self.engine, until_others_may_join(self.engine)) if others_may_join else advance(self.engine)
         self._check_lock_step(ended)
-        self._rest()
+        self._sleep_if_idle()
         return ended, self.engine.has_work()
 
     def _check_lock_step(self, outputs: Sequence[Output]) -> None:
@@ -145,7 +144,7 @@ class RolloutWorker:
             self._made = zlib.crc32(b"".join((said, *(array.tobytes() for array in made))), self._made)
         self.team.check_same(self._made, "what it has sampled")
 
-    def _rest(self) -> None:
+    def _sleep_if_idle(self) -> None:
         """Sleep when nothing is left to do and no conversation goes on."""
         if self.awake and not self.engine.has_work() and not self.conversations:
             self.sleep()

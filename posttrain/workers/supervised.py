@@ -13,21 +13,21 @@ import torch
 
 from posttrain.algorithms.bradley_terry import bradley_terry_loss
 from posttrain.config.lora import SCORE_HEADS
-from posttrain.config.train_engines import SUPERVISED
-from posttrain.controller.dispatch import Calls, register, to_all, to_first
+from posttrain.controller.dispatch import register, to_all, to_first
+from posttrain.controller.group import Calls, RoleGroup, WorkerGroup
 from posttrain.engine.base import EngineSettings, Passes, TrainEngine
 from posttrain.engine.heads import Head, ScoreHead
 from posttrain.engine.registry import build_train_engine, layout_of, loading_device
+from posttrain.engine.settings import SUPERVISED
 from posttrain.models.loading import load_causal_lm, resolve_dtype
 from posttrain.models.lora import with_adapters
 from posttrain.models.scorer_loading import load_scorer
 from posttrain.protocol import DataProto
-from posttrain.workers.engine_worker import ExportingWorker
-from posttrain.workers.lora_state import lora_state
+from posttrain.workers.engine_worker import ExportingWorker, lora_state
 from posttrain.workers.row_dispatch import by_passes, in_row_order, parts_by_rank, reporting_ranks
 
 
-def planned_step(group: Any, batch: DataProto) -> Calls:
+def planned_step(group: WorkerGroup, batch: DataProto) -> Calls:
     """One optimizer step on a batch: parts that balance the ranks' tokens, in equal numbers of passes. The weights in
     the batch are those of its rows in the whole of it, so that shares of the loss add up."""
     if group.world_size == 1:
@@ -46,8 +46,7 @@ def join_steps(results: list[dict[str, Any]], calls: Calls) -> dict[str, Any]:
 class SupervisedWorker(ExportingWorker):
     """A model that learns rows with given answers; `config` is an SFTConfig or a RewardTrainerConfig."""
 
-    head: Head | None = None
-    """What is trained on top of the decoder; None is the language model's own head."""
+    head: Head | None = None  # what is trained on top of the decoder; None is the language model's own head
 
     def __init__(self, config: Any, tokenizer: Any, device: torch.device, *, total_steps: int = 1) -> None:
         self.config, self.tokenizer, self.device, self.total_steps = config, tokenizer, device, total_steps
@@ -165,3 +164,29 @@ class PairWorker(SupervisedWorker):
     def scores(self, data: DataProto, passes: Passes | None = None) -> DataProto:
         """`scores` of all rows."""
         return DataProto.from_dict({"scores": self.engine.scores(data, passes=passes)})
+
+
+class SupervisedGroup(RoleGroup):
+    """The workers of a supervised run, as its loop calls them (see `workers/groups.py`)."""
+
+    init_model = SupervisedWorker.init_model
+    engine_facts = SupervisedWorker.engine_facts
+    lora_state = SupervisedWorker.lora_state
+    save = SupervisedWorker.save
+    load = SupervisedWorker.load
+    export_hf = SupervisedWorker.export_hf
+
+
+class SFTGroup(SupervisedGroup):
+    """A language model that learns the assistant's turns."""
+
+    update = SFTWorker.update
+    log_probs = SFTWorker.log_probs
+
+
+class PairGroup(SupervisedGroup):
+    """A reward model that learns from pairs."""
+
+    pad_token_id = PairWorker.pad_token_id
+    update = PairWorker.update
+    scores = PairWorker.scores

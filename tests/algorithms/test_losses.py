@@ -13,7 +13,7 @@ import torch
 
 from posttrain.algorithms import AlgorithmError, call_policy_loss, prepare_policy_loss
 from posttrain.algorithms.registry import POLICY_LOSSES
-from posttrain.config.actor import ActorConfig, PolicyLossConfig
+from posttrain.config.root import ActorConfig, PolicyLossConfig
 
 LOW, HIGH, C = 0.15, 0.3, 1.5
 STEP = 1e-6

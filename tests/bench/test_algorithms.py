@@ -10,11 +10,9 @@ from pathlib import Path
 import pytest
 
 from posttrain import cli
-from posttrain.bench.algorithms import without_folders
-from posttrain.bench.learning import training
-from posttrain.bench.learning.entries import TUNED, Entry, choose, entries
-from posttrain.bench.learning.results import BEGIN, END, as_text, between, fill_page, gains, markdown
-from posttrain.bench.learning.training import COMMON, Process, Run
+from posttrain.bench import algorithm_runs
+from posttrain.bench.algorithm_runs import COMMON, TUNED, Algorithm, Process, Run, all_algorithms, choose_algorithms
+from posttrain.bench.algorithms import BEGIN, END, as_text, between, fill_page, gains, markdown, without_folders
 from posttrain.bench.pictures import mean_curve, write_panels
 from posttrain.config import load_config
 from posttrain.config.choices import ESTIMATORS, POLICY_LOSSES
@@ -38,25 +36,25 @@ SESSION |= {"jobs": 1, "threads": 2, "python": "3.11", "packages": {"torch": "2.
 def made(name: str, seed: int, *accuracies: float, step_s: float = 0.5) -> dict:
     """A run as the file keeps it: an accuracy every ten steps."""
     steps = 10 * (len(accuracies) - 1)
-    run = Run(choose(name)[0], seed, steps)
+    run = Run(choose_algorithms(name)[0], seed, steps)
     return {**run.identity, "curve": [[10 * i, a] for i, a in enumerate(accuracies)], "step_s": step_s, "session": 0}
 
 
 def test_every_preset_estimator_and_loss_is_trained_once_and_its_settings_select_it():
-    chosen = {row.name: load_config([*COMMON, *row.settings]) for row in entries()}
-    assert len(chosen) == len(entries())
+    chosen = {row.name: load_config([*COMMON, *row.settings]) for row in all_algorithms()}
+    assert len(chosen) == len(all_algorithms())
     assert {config.value("algorithm.adv_estimator") for config in chosen.values()} == set(ESTIMATORS)
     assert {config.value(LOSS) for config in chosen.values()} == set(POLICY_LOSSES)
     assert {f"algorithm/{name}" for name in chosen} >= {name for name in PRESETS if name.startswith("algorithm/")}
-    for row in entries():
+    for row in all_algorithms():
         if row.kind == "loss":
             assert chosen[row.name].value(LOSS) == row.name.removesuffix("_loss")
     assert all(config.value("actor_rollout_ref.rollout.n") == 5 for config in chosen.values())
 
 
 def test_settings_beside_a_preset_have_a_reason_and_change_something():
-    assert set(TUNED) <= {row.name for row in entries()}
-    for row in entries():
+    assert set(TUNED) <= {row.name for row in all_algorithms()}
+    for row in all_algorithms():
         settings, why = row.tuned
         assert bool(settings) == bool(why)
         plain = load_config([*COMMON, *row.chosen]).values()
@@ -65,11 +63,11 @@ def test_settings_beside_a_preset_have_a_reason_and_change_something():
 
 
 def test_only_names_known_algorithms():
-    assert [row.name for row in choose("gspo, ppo,grpo")] == ["grpo", "gspo", "ppo"]
+    assert [row.name for row in choose_algorithms("gspo, ppo,grpo")] == ["grpo", "gspo", "ppo"]
     with pytest.raises(UserError, match=r"--only names dpo; known: cispo, dapo"):
-        choose("dpo,grpo")
+        choose_algorithms("dpo,grpo")
     with pytest.raises(UserError, match="--only names nothing"):
-        choose(" ,")
+        choose_algorithms(" ,")
 
 
 @pytest.fixture
@@ -97,10 +95,10 @@ def test_runs_are_made_kept_and_not_made_again(tiny_task, tmp_path: Path, capsys
     assert [step for step, _ in run["curve"]] == [0, 2] and run["step_s"] > 0
     assert kept["sessions"][run["session"]]["packages"]["torch"] and picture.read_text().startswith("<svg")
 
-    monkeypatch.setattr(training, "Process", None)  # a run would fail
+    monkeypatch.setattr(algorithm_runs, "Process", None)  # a run would fail
     assert cli.main(command) == 0 and json.loads(file.read_text()) == kept
     # Another setting is another run, which fails here before it starts anything heavy.
-    monkeypatch.setattr(training, "Process", Process)
+    monkeypatch.setattr(algorithm_runs, "Process", Process)
     monkeypatch.setitem(TUNED, "rloo", (("actor_rollout_ref.rollout.n=1",), "a wrong one"))
     assert cli.main(command) == 1
     shown = capsys.readouterr()
@@ -118,7 +116,7 @@ def test_a_stopped_bench_leaves_no_process(tmp_path: Path, tiny_task, monkeypatc
         def steps_done(self):
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(training, "Process", Watched)
+    monkeypatch.setattr(algorithm_runs, "Process", Watched)
     assert cli.main(["bench", "algorithms", "--only", "grpo", "--threads", "1"]) == 130
     (process,) = started
     assert process.process.returncode is not None
@@ -127,17 +125,17 @@ def test_a_stopped_bench_leaves_no_process(tmp_path: Path, tiny_task, monkeypatc
 def test_the_row_of_an_algorithm_is_the_mean_over_its_seeds_with_the_extremes():
     runs = [made("grpo", 1, 0.3, 0.5, 0.7, step_s=0.5), made("grpo", 2, 0.4, 0.4, 0.5, step_s=0.25)]
     short = made("grpo", 3, 0.3, 0.9)  # of another length
-    row, empty = gains(choose("grpo,ppo"), {"steps": 20, "runs": [*runs, short]})
+    row, empty = gains(choose_algorithms("grpo,ppo"), {"steps": 20, "runs": [*runs, short]})
     assert row.cells() == ["0.350", "0.600", "+0.250", "+0.100", "+0.400", "2", "2.67"]
     assert empty.cells() == ["-", "-", "-", "-", "-", "0", "-"]
-    assert mean_curve(row) == [[0, 0.35], [10, 0.45], [20, 0.6]]
+    assert mean_curve(row.curves) == [[0, 0.35], [10, 0.45], [20, 0.6]]
 
 
 def test_a_page_is_filled_between_its_markers_and_the_rest_stays(tmp_path: Path):
     page = tmp_path / "page.md"
     page.write_text(f"above\n{BEGIN}\nold\n{END}\nbelow\n")
     record = {"steps": 10, "sessions": [SESSION], "runs": [made("ppo", 1, 0.3, 0.5)]}
-    found = gains(choose("ppo,gspo"), record)
+    found = gains(choose_algorithms("ppo,gspo"), record)
     for _ in range(2):
         fill_page(page, markdown(found, record))
         text = page.read_text()
@@ -152,7 +150,8 @@ def test_a_page_is_filled_between_its_markers_and_the_rest_stays(tmp_path: Path)
 
 def test_the_picture_has_a_panel_per_algorithm_and_a_line_per_seed(tmp_path: Path):
     runs = [made("grpo", 1, 0.3, 0.7), made("grpo", 2, 0.4, 0.5), made("ppo", 1, 0.3, 0.5)]
-    write_panels(tmp_path / "a.svg", gains(choose("grpo,ppo"), {"steps": 10, "runs": runs}), "Title")
+    found = gains(choose_algorithms("grpo,ppo"), {"steps": 10, "runs": runs})
+    write_panels(tmp_path / "a.svg", {gain.algorithm.name: gain.curves for gain in found}, "Title")
     text = (tmp_path / "a.svg").read_text()
     assert text.count("<path") == 3 + 2 and all(f">{name}</text>" in text for name in ("grpo", "ppo", "Title"))
 
@@ -182,7 +181,7 @@ def test_wrong_options_are_answered_before_anything_is_trained(args, words, caps
 
 
 def test_an_entry_without_tuning_has_only_what_selects_it():
-    assert Entry("grpo", "preset", ("algorithm=grpo",)).settings == ("algorithm=grpo",)
+    assert Algorithm("grpo", "preset", ("algorithm=grpo",)).settings == ("algorithm=grpo",)
 
 
 def test_a_file_without_runs_is_said_to_be_one(tmp_path: Path, capsys):

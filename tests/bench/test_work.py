@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.bench.preparing import tuned
+from posttrain.bench.contest import Bench, apply_options
+from posttrain.bench.device import Device
 from posttrain.bench.presets import PRESETS, find_model
 from posttrain.bench.rollout import WARM_UPS
-from posttrain.bench.step import ending_model, make_job
+from posttrain.bench.step import make_job, model_with_end_tokens
 from posttrain.bench.systems import ROLLOUT, STEP, choose
-from posttrain.bench.workload import as_job, make_workload, response_lengths
+from posttrain.bench.table import StatusLine
+from posttrain.bench.workload import make_workload, response_lengths
 from posttrain.errors import UserError
 
 
@@ -40,19 +42,24 @@ def test_rows_are_prompts_times_n_and_a_group_shares_its_prompt():
     assert all(token < 40 for prompt in work("fixed", vocab_size=40).prompts for token in prompt)
 
 
-def test_every_system_is_given_the_same_rows():
-    jobs = [as_job([work("long-tail")], model="m", dtype="float32", threads=2, engine=s.engine) for s in ROLLOUT]
-    assert len({json.dumps([job["works"], job["temperature"]]) for job in jobs}) == 1
+def prepared(folder: Path, **options) -> Bench:
+    return Bench(argparse.Namespace(**options), Device("cpu"), [], find_model(str(folder)), {}, None, StatusLine())
+
+
+def test_every_system_is_given_the_same_rows(tiny: Path):
+    given = prepared(tiny, threads=2)
+    jobs = [given.job(system, works=[work("long-tail").lengths]) for system in ROLLOUT]
+    assert len({json.dumps([job["works"], job["model"], job["dtype"], job["threads"]]) for job in jobs}) == 1
     assert [job["engine"] for job in jobs] == ["native", "hf", None, None, None]
     assert WARM_UPS >= 1
 
 
 def test_the_steps_of_all_trainers_see_the_same_prompts(tiny: Path):
-    options = argparse.Namespace(
-        prompts=4, n=8, tokens=16, prompt_tokens=32, lengths="fixed", steps=30, threads=2, model=str(tiny),
+    given = prepared(
+        tiny, prompts=4, n=8, tokens=16, prompt_tokens=32, lengths="fixed", steps=30, threads=2, model=str(tiny),
         budget=None, lora_rank=None, checkpointing=False, deadline=None,
     )  # fmt: skip
-    jobs = [make_job(system, find_model(str(tiny)), "m", options) for system in STEP]
+    jobs = [make_job(given, system, "m") for system in STEP]
     assert len({json.dumps({**job, "engine": None}) for job in jobs}) == 1
     assert len(jobs[0]["texts"]) == 4 * 30 and {len(text) for text in jobs[0]["texts"]} == {29}
 
@@ -72,7 +79,7 @@ def test_the_presets_have_the_sizes_that_they_are_called_by(own_cache: Path):
 
 def test_long_tails_of_steps_come_from_end_tokens_that_both_trainers_read(tiny: Path, tmp_path: Path):
     model = find_model(str(tiny))
-    folder = ending_model(model, 64, tmp_path)
+    folder = model_with_end_tokens(model, 64, tmp_path)
     ends = json.loads((folder / "generation_config.json").read_text())["eos_token_id"]
     assert len(ends) == round(model.vocab_size * 4 / 64)
     assert (folder / "model.safetensors").resolve() == (model.folder / "model.safetensors").resolve()
@@ -80,19 +87,21 @@ def test_long_tails_of_steps_come_from_end_tokens_that_both_trainers_read(tiny: 
 
 def test_settings_and_variables_of_one_system_can_be_changed():
     systems = choose(ROLLOUT, "generate,vllm")
-    changed = tuned(systems, ["vllm:LD_PRELOAD=", "vllm:A=b"], ["vllm:enforce_eager=true", "vllm:block_size=64"])
+    changed = apply_options(
+        systems, ["vllm:LD_PRELOAD=", "vllm:A=b"], ["vllm:enforce_eager=true", "vllm:block_size=64"]
+    )
     assert changed[0] == systems[0]
-    assert tuned(systems, ["generate:GOMP_SPINCOUNT="], [])[0].variables == {}
+    assert apply_options(systems, ["generate:GOMP_SPINCOUNT="], [])[0].variables == {}
     assert changed[1].settings == {"enforce_eager": True, "block_size": 64}
     assert changed[1].preload is None and changed[1].variables == {**systems[1].variables, "A": "b"}
-    *_, second = tuned(systems, ["spawned:A=b"], [], ["spawned=vllm"])
+    *_, second = apply_options(systems, ["spawned:A=b"], [], ["spawned=vllm"])
     assert second.name == "spawned" and second.script == "run_vllm.py" and second.variables["A"] == "b"
     for wrong in ("vllm=generate", "x=hf", "a/b=vllm", "x"):
         with pytest.raises(UserError, match=r"--also .*: give NEWNAME=SYSTEM"):
-            tuned(systems, [], [], [wrong])
+            apply_options(systems, [], [], [wrong])
     for wrong in ("hf:A=b", "A=b", "vllm:A", "vllm:=b"):
         with pytest.raises(UserError, match="give SYSTEM:KEY=VALUE, SYSTEM being generate, vllm"):
-            tuned(systems, [wrong], [])
+            apply_options(systems, [wrong], [])
 
 
 def test_only_names_known_systems():

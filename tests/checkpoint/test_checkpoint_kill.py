@@ -12,6 +12,8 @@ import torch
 
 from posttrain.checkpoint import CheckpointManager, verify
 
+pytestmark = pytest.mark.slow
+
 STAGES = ["fsync", "rename", "replace", "mkdir", "rmdir", "unlink"]
 
 

@@ -16,8 +16,8 @@ import yaml
 
 from posttrain import cli
 from posttrain.checkpoint import CheckpointManager
+from posttrain.commands.push import main
 from posttrain.tracking.model_card import write_card
-from posttrain.trainer.push import main
 
 STEP = 4
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.data.fields import look_at_prompt
-from posttrain.data.pairs import look_at_pair
+from posttrain.data.fields import check_prompt
+from posttrain.data.pairs import check_pair
 from posttrain.data.rows import DataError, load_rows, read_ahead, table_of_rows
-from posttrain.data.supervised import look_at_row
+from posttrain.data.supervised import check_row
 
 REACHED = 77
 WITHOUT_TORCH = f"""
@@ -164,15 +164,14 @@ def test_what_was_read_ahead_is_taken_once_and_only_while_the_file_is_the_same(d
 
 def test_a_look_at_a_row_asks_for_what_training_needs_and_no_more():
     from posttrain.config.data import DataConfig
-    from posttrain.config.reward_trainer import PairDataConfig
-    from posttrain.config.sft import SFTDataConfig
+    from posttrain.config.supervised import PairDataConfig, SFTDataConfig
 
     talk = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]}
     for look, config, right, wrong in (
-        (look_at_prompt, DataConfig(), GOOD[0], {"question": "?"}),
-        (look_at_row, SFTDataConfig(), GOOD[0], {"prompt": "?"}),
-        (look_at_row, SFTDataConfig(), talk, {"messages": "hi"}),
-        (look_at_pair, PairDataConfig(), PAIRS[0], {"prompt": "?", "chosen": "2"}),
+        (check_prompt, DataConfig(), GOOD[0], {"question": "?"}),
+        (check_row, SFTDataConfig(), GOOD[0], {"prompt": "?"}),
+        (check_row, SFTDataConfig(), talk, {"messages": "hi"}),
+        (check_pair, PairDataConfig(), PAIRS[0], {"prompt": "?", "chosen": "2"}),
     ):
         look(table_of_rows([right]), 0, config)
         with pytest.raises(DataError):

@@ -13,7 +13,7 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
 from posttrain.config.defaults_list import ComposeError, ConfigFiles, DefaultsList, merge_trees, placed
-from posttrain.config.yaml_text import parse_yaml, read_yaml
+from posttrain.yaml_text import parse_yaml, read_yaml
 
 FILES = {
     "db/mysql": "port: 3306\nuser: {name: a, roles: [x, y]}\n",

@@ -183,7 +183,7 @@ def test_a_hub_that_nobody_can_reach_is_named(monkeypatch, tmp_path):
 
     from huggingface_hub import constants
 
-    from posttrain.config import hub
+    from posttrain.models import hub
 
     with socket.create_server(("127.0.0.1", 0)) as listening:
         endpoint = f"http://127.0.0.1:{listening.getsockname()[1]}"

@@ -97,7 +97,7 @@ def test_an_engine_that_nothing_registers_is_unknown(problems):
 
 
 def test_without_the_package_the_error_names_the_extra(monkeypatch, tmp_path):
-    monkeypatch.setattr("posttrain.config.megatron.is_installed", lambda: False)
+    monkeypatch.setattr("posttrain.engine.megatron.settings.is_installed", lambda: False)
     said = [
         problem for problem in check_environment(load_config([BY_MEGATRON]), tmp_path) if "megatron" in problem.what
     ]
@@ -132,8 +132,8 @@ def test_of_a_model_on_the_hub_the_config_alone_is_fetched(tmp_path, monkeypatch
         return str(tmp_path / "config.json")
 
     monkeypatch.setattr("huggingface_hub.hf_hub_download", fetch)
-    for module in ("environment", "model_files"):
-        monkeypatch.setattr(f"posttrain.config.{module}.why_not_from_hub", lambda name: None)
+    for module in ("folders", "model_files"):
+        monkeypatch.setattr(f"posttrain.models.{module}.why_not_from_hub", lambda name: None)
     resolved = load_config([BY_MEGATRON, "actor_rollout_ref.model.path=deepseek-ai/DeepSeek-V3"])
     found = [problem.what for problem in check_environment(resolved, tmp_path) if "deepseek_v3" in problem.what]
     assert len(found) == 1 and asked == [("deepseek-ai/DeepSeek-V3", "config.json")]

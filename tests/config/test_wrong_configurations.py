@@ -15,7 +15,7 @@ from posttrain.rollout.engines import ENGINES
 ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 RM = ("reward_model.enable=True", "reward_model.model.path=a/b")
 TEN = {
-    "misspelt estimator": (["algorithm.adv_estimator=gropo"], ["known: gae, gdpo, gpg, grpo", "did you mean `grpo`"]),
+    "misspelt estimator": (["algorithm.adv_estimator=gropo"], ["known: gae, ", " grpo, ", "did you mean `grpo`"]),
     "misspelt key": ([f"{ROLLOUT}.temprature=1"], ["Unknown key", f"did you mean `{ROLLOUT}.temperature`"]),
     "wrong type": (["data.train_batch_size=many"], ["expected an integer, got 'many'", "command line"]),
     "wrong name": ([f"{ACTOR}.loss_agg_mode=mean"], ["is not known", "token-mean", "seq-mean-token-sum-norm"]),
@@ -106,7 +106,8 @@ def test_the_default_estimator_is_pointed_to(load):
 
 
 def test_a_name_registered_in_the_working_folder_loads_its_file(load, problems, write):
-    code = "from core import register_adv_est\n\n@register_adv_est('mine')\ndef f(**kwargs):\n    return None\n"
+    core = "import posttrain.trainer.ppo.core_algos as core\n"
+    code = core + "\n@core.register_adv_est('mine')\ndef f(**kwargs):\n    return None\n"
     args = ["algorithm.adv_estimator=mine"]
     assert f"{MODEL}.external_lib=FILE" in problems(*args)
     write("my_algorithm.py", code + "\n@core.register_policy_loss(name='my_loss')\ndef g(**kwargs): ...\n")
@@ -117,6 +118,16 @@ def test_a_name_registered_in_the_working_folder_loads_its_file(load, problems, 
     assert load(*args, f"{MODEL}.external_lib=elsewhere").value(f"{MODEL}.external_lib") == "elsewhere"
     write("second.py", code)
     assert "my_algorithm.py, second.py" in problems(*args)
+
+
+@pytest.mark.parametrize("given", [[f"{MODEL}.external_lib=mine.py"], [f"{MODEL}.external_lib=mine"], []])
+def test_a_file_that_fails_to_import_is_named_with_its_error_and_line(problems, write, given, monkeypatch):
+    """Not its settings: which ones it would declare cannot be known."""
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
+    write("mine.py", "import posttrain\n\n1 / 0\n\n@core.register_adv_est('mine')\ndef f(**kwargs): ...\n")
+    text = problems("algorithm.adv_estimator=mine", "algorithm.own_setting=3", *given)
+    assert "1 problem in the configuration" in text and "mine.py, line 3: ZeroDivisionError: division by zero." in text
+    assert f"where: {'command line' if given else 'found in the working folder'}" in text
 
 
 def test_a_rollout_engine_of_the_users_own_is_named_as_any_other_and_an_unknown_one_is_refused(load, problems, write):
@@ -196,7 +207,8 @@ def test_a_mistake_is_answered_with(problems, args, part):
     [
         (["data.train_files=$HOME/data/gsm8k/train.parquet"], "posttrain data gsm8k"),
         ([f"{ROLLOUT}.name=sglang"], "pip install --no-deps sglang"),
-        ([f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.tensor_model_parallel_size=2"], "over several devices is not built"),
+        ([f"{ROLLOUT}.name=sglang", f"{ROLLOUT}.tensor_model_parallel_size=2"], "over several devices is not built"),
+        ([f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.tensor_model_parallel_size=2"], "does not divide the 1 x 1 = 1"),
         (["trainer.n_gpus_per_node=8"], "asks for 8 workers"),
         (["trainer.nnodes=4"], "RAY_HEAD_ADDRESS"),
         ([f"{ROLLOUT}.tensor_model_parallel_size=2"], "does not divide the 1 x 1 = 1"),

@@ -19,10 +19,10 @@ from posttrain import cli
 from posttrain.config import environment
 from posttrain.config.data import DataConfig
 from posttrain.data.dataset import PromptDataset
+from posttrain.data.recipes.command import RECIPES
 from posttrain.data.recipes.hh_rlhf import _turns
-from posttrain.data.recipes.making import prepare
 from posttrain.data.recipes.math import last_boxed
-from posttrain.data.recipes.table import RECIPES
+from posttrain.data.recipes.recipe import prepare
 from posttrain.data.rows import DataError, load_rows
 from posttrain.rewards.scorers import code, score_by_source
 from posttrain.sandbox import Sandbox

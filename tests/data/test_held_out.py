@@ -7,7 +7,7 @@ import random
 import pytest
 
 from posttrain.config import load_config
-from posttrain.data.held_out import held_out_words, hold_out
+from posttrain.data.dataset import describe_held_out, hold_out
 from posttrain.data.rows import RowTable, table_of_rows
 
 
@@ -25,7 +25,7 @@ def test_a_tenth_is_held_out_at_most_256_and_none_of_few(rows, wanted):
     assert (len(train), len(val or ())) == (rows - wanted, wanted)
     assert not set(prompts(train)) & set(prompts(val))
     assert sorted(prompts(train) + prompts(val)) == sorted(f"prompt {n}" for n in range(rows))
-    said = held_out_words(len(train), len(val or ()))
+    said = describe_held_out(len(train), len(val or ()))
     assert f"{wanted} of the {rows} training rows are held out" in said if wanted else "makes no validation" in said
 
 

@@ -113,6 +113,7 @@ def test_an_example_that_waits_says_so_in_one_sentence_with_a_status_of_its_own(
     assert done.stdout == "" and len(done.stderr.splitlines()) == 1 and "not built" in done.stderr
 
 
+@pytest.mark.slow
 def test_the_small_form_of_the_large_model_trains_by_megatron(tmp_path):
     script = EXAMPLES / "grpo_trainer" / "run_deepseek671b_math_megatron_80gb.sh"
     status, _, said = check_examples.run(script, tmp_path)

@@ -12,8 +12,8 @@ import pytest
 
 from posttrain.algorithms import registry
 from posttrain.config import choices, environment
+from posttrain.data.recipes.command import RECIPES
 from posttrain.data.recipes.recipe import Recipe
-from posttrain.data.recipes.table import RECIPES
 from posttrain.rewards.scorers import SCORERS
 from posttrain.rollout.base import RolloutEngine
 from posttrain.rollout.engines import ENGINES
@@ -72,7 +72,7 @@ def test_a_recipe_that_has_a_file_is_in_the_table_and_known_to_the_hints():
         for value in vars(importlib.import_module(name)).values()
         if isinstance(value, Recipe)
     }
-    assert made <= set(RECIPES), f"add {made - set(RECIPES)} to posttrain/data/recipes/table.py"
+    assert made <= set(RECIPES), f"add {made - set(RECIPES)} to posttrain/data/recipes/command.py"
     hinted = {*environment.RECIPES, "gsm8k"}  # which has its own hint
     assert set(RECIPES) == hinted, f"RECIPES of posttrain/config/environment.py differs: {set(RECIPES) ^ hinted}"
 

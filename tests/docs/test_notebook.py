@@ -8,6 +8,8 @@ import re
 import subprocess
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOK = ROOT / "examples" / "quickstart.ipynb"
 
@@ -25,6 +27,7 @@ def test_the_notebook_holds_no_outputs_and_its_links_lead_to_pages():
     assert len(links) >= 3 and all((NOTEBOOK.parent / link).exists() for link in links)
 
 
+@pytest.mark.slow
 def test_the_notebook_runs_and_its_three_runs_finish(tmp_path, forked):
     script = tmp_path / "notebook.py"
     text = "\n".join(cells("code"))

@@ -117,11 +117,11 @@ def test_each_subject_has_a_page_and_trls_arguments_have_a_table(staged):
 
 
 def test_the_api_page_has_every_public_function_and_class_with_a_sentence():
-    from posttrain.explain.api import MODULES, public
+    from posttrain.explain.docs import MODULES, public_names
 
     for module in MODULES:
         imported = importlib.import_module(module)
         names = {name for name in imported.__all__ if callable(getattr(imported, name))}
-        shown = dict(public(module))
+        shown = dict(public_names(module))
         assert names == {signature.partition("(")[0] for signature in shown}, module
         assert [signature for signature, sentence in shown.items() if len(sentence) < 10] == []

@@ -14,9 +14,8 @@ from posttrain.config.model import ModelConfig
 from posttrain.kernels import logprob_head
 from posttrain.kernels.packed_attention import PackedLayout, packed_rows
 from posttrain.models.forward import hidden_states
-from posttrain.models.fused_layer import fuse_layers
+from posttrain.models.fused_layer import fuse_layers, fuse_norms
 from posttrain.models.lora import with_adapters
-from posttrain.models.norms import fuse_norms
 from posttrain.planning import cuda_bytes
 from posttrain.planning.counting import LiveBytes, saved_bytes
 from posttrain.planning.meta_models import META

@@ -8,7 +8,7 @@ import pytest
 
 from posttrain.cli import main
 from posttrain.doctor.command import examine
-from posttrain.doctor.finding import ERROR, WARNING
+from posttrain.doctor.report import ERROR, WARNING
 from tests.doctor import mistakes, sound_runs
 from tests.doctor.desk import Desk
 

@@ -7,7 +7,7 @@ import pytest
 from posttrain.config import load_config
 from posttrain.config.ppo_tree import PPO
 from posttrain.doctor.command import run_checks
-from posttrain.doctor.finding import NOTE, WARNING
+from posttrain.doctor.report import NOTE, WARNING
 
 NAME = "actor_rollout_ref.rollout.name"
 

@@ -14,8 +14,7 @@ from posttrain import cli
 from posttrain.config import PPOConfig, load_config
 from posttrain.doctor.plan_command import ROWS, report
 from posttrain.planning import cuda_bytes
-from posttrain.planning.memory_plan import GIB, Device, Plan
-from posttrain.planning.remedies import find_remedies
+from posttrain.planning.memory_plan import GIB, Device, Plan, find_remedies
 from posttrain.planning.rl import RLPlanner
 
 GPU = Device("cuda", 80 * GIB, "a GPU of 80 GiB")

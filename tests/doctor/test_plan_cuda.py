@@ -13,8 +13,7 @@ import torch
 
 from posttrain.bench.presets import PRESETS
 from posttrain.config import load_config
-from posttrain.kernels.cuda import bucket
-from posttrain.kernels.cuda.sizes import MOST_TOKENS
+from posttrain.kernels.cuda import MOST_TOKENS, bucket
 from posttrain.planning import cuda_bytes
 from posttrain.planning.memory_plan import GIB, WORKSPACES, Device
 from posttrain.planning.rl import CAPTURED, RLPlanner, Shape

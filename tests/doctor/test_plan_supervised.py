@@ -17,8 +17,7 @@ from posttrain.data.spans import TrainedRow
 from posttrain.doctor.plan_command import report
 from posttrain.planning import cuda_bytes
 from posttrain.planning.counting import LiveBytes
-from posttrain.planning.memory_plan import GIB, WORKSPACES, Device, Plan
-from posttrain.planning.remedies import find_remedies
+from posttrain.planning.memory_plan import GIB, WORKSPACES, Device, Plan, find_remedies
 from posttrain.planning.supervised import SupervisedPlanner
 from posttrain.trainer.sft import sft_batch
 from posttrain.trainer.supervised.tasks import PairTask, SFTTask, pair_batch

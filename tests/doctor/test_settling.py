@@ -152,11 +152,11 @@ def test_a_run_settles_before_it_loads_and_goes_on_where_no_plan_can_be_made(mod
     monkeypatch.setattr("posttrain.planning.memory_plan.find_device", lambda config: gpu(16))
     monkeypatch.setattr("posttrain.planning.budgets.planner_for", lambda config: PLANNER)
     found = resolved(model)
-    memory.settle_memory(found.config, torch.device("cuda"), found.explicit)
+    memory.plan_memory(found.config, torch.device("cuda"), found.explicit)
     assert found.config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu < 16384
     assert "tokens at once fit here" in capsys.readouterr().out
     untouched = resolved(model, actor_rollout_ref__model__path="/no/such/folder")
-    memory.settle_memory(untouched.config, torch.device("cuda"), untouched.explicit)
+    memory.plan_memory(untouched.config, torch.device("cuda"), untouched.explicit)
     assert untouched.config.actor_rollout_ref.rollout.kv_cache_gb is None
     assert "No memory plan could be made, so that defaults stay as they are" in capsys.readouterr().out
 
@@ -173,8 +173,8 @@ def test_the_trainers_of_every_kind_settle_memory_before_workers_are_made(tiny_m
 
     rows = [{"prompt": "1 + 1 =", "ground_truth": "2", "data_source": "math"}] * 4
     common = {"trainer.default_local_dir": str(tmp_path), "trainer.device": "cpu"}
-    monkeypatch.setattr("posttrain.trainer.ppo.ray_trainer.settle_memory", instead)
-    monkeypatch.setattr("posttrain.trainer.supervised.runner.settle_memory", instead)
+    monkeypatch.setattr("posttrain.trainer.ppo.ray_trainer.plan_memory", instead)
+    monkeypatch.setattr("posttrain.trainer.supervised.runner.plan_memory", instead)
     with pytest.raises(Settled, match=r"trainer\."):
         posttrain.train({"actor_rollout_ref.model.path": str(tiny_model), **common}, data=rows)
     with pytest.raises(Settled, match=r"trainer\."):
@@ -185,22 +185,22 @@ def test_a_run_tells_the_plan_which_settings_were_given(monkeypatch, capsys):
     from posttrain.config.root import PPOConfig
     from posttrain.planning import budgets
     from posttrain.planning import memory_plan as devices
-    from posttrain.trainer.run.memory import settle_memory
+    from posttrain.trainer.run.memory import plan_memory
 
     told = []
     monkeypatch.setattr(devices, "find_device", lambda config: "the device")
     monkeypatch.setattr(budgets, "apply_plan", lambda *given: told.append(given[1:3]) or ["The plan chose."])
-    settle_memory(PPOConfig(), torch.device("cuda"), {"given.key"})
+    plan_memory(PPOConfig(), torch.device("cuda"), {"given.key"})
     assert told == [("the device", {"given.key"})] and "The plan chose." in capsys.readouterr().out
-    settle_memory(PPOConfig(), torch.device("cpu"), set())
+    plan_memory(PPOConfig(), torch.device("cpu"), set())
     assert len(told) == 1, "on a CPU nothing is settled"
 
 
 def test_a_model_that_only_generates_leaves_its_cache_what_is_free(model, monkeypatch):
     """Where a training run would have optimizer and gradients; the free memory counts, not all of the device."""
+    from posttrain.commands.generation import session as generating
+    from posttrain.commands.generation.settings import Settings
     from posttrain.config.model import ModelConfig
-    from posttrain.trainer.generation import memory as generating
-    from posttrain.trainer.generation.settings import Settings
 
     def settled_for(**rollout) -> float | None:
         config = resolved(model, **rollout).config
@@ -208,7 +208,7 @@ def test_a_model_that_only_generates_leaves_its_cache_what_is_free(model, monkey
         settings = Settings(config, 4, 1.0, False, frozenset())
         monkeypatch.setattr(generating, "free_bytes", lambda device: 16 * GIB)
         monkeypatch.setattr("posttrain.planning.memory_plan.is_hopper", lambda device: False)
-        generating.settle_generation(settings, ModelConfig(path=model), torch.device("cuda"), 100, pytest.fail)
+        generating.plan_cache(settings, ModelConfig(path=model), torch.device("cuda"), 100, pytest.fail)
         return config.actor_rollout_ref.rollout.kv_cache_gb
 
     config = resolved(model, actor_rollout_ref__rollout__n=4, data__train_batch_size=100).config
@@ -221,28 +221,28 @@ def test_a_model_that_only_generates_leaves_its_cache_what_is_free(model, monkey
 
 
 def test_generation_goes_on_where_no_plan_can_be_made_and_on_a_cpu_nothing_is_asked(monkeypatch):
+    from posttrain.commands.generation import session as generating
+    from posttrain.commands.generation.settings import Settings
     from posttrain.config.model import ModelConfig
     from posttrain.config.root import PPOConfig
-    from posttrain.trainer.generation import memory as generating
-    from posttrain.trainer.generation.settings import Settings
 
     said, settings = [], Settings(PPOConfig(), 1, 0.0, False, frozenset())
     monkeypatch.setattr(generating, "free_bytes", lambda device: 16 * GIB)
-    generating.settle_generation(settings, ModelConfig(path="/no/such"), torch.device("cuda"), 1, said.append)
+    generating.plan_cache(settings, ModelConfig(path="/no/such"), torch.device("cuda"), 1, said.append)
     assert len(said) == 1 and said[0].startswith("note: No memory plan could be made")
-    generating.settle_generation(settings, ModelConfig(path="/no/such"), torch.device("cpu"), 1, said.append)
+    generating.plan_cache(settings, ModelConfig(path="/no/such"), torch.device("cpu"), 1, said.append)
     assert len(said) == 1 and settings.config.actor_rollout_ref.rollout.kv_cache_gb is None
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("x"), RuntimeError("DefaultCPUAllocator: y"), MemoryError()])
 def test_generation_that_runs_out_of_any_memory_says_what_lowers_it(error):
+    from posttrain.commands.generation.session import explain_out_of_memory
     from posttrain.config.rollout import RolloutConfig
     from posttrain.errors import UserError
-    from posttrain.trainer.generation.memory import memory_words
 
-    with pytest.raises(UserError, match="max_num_seqs=7"), memory_words(RolloutConfig(max_num_seqs=7), 5):
+    with pytest.raises(UserError, match="max_num_seqs=7"), explain_out_of_memory(RolloutConfig(max_num_seqs=7), 5):
         raise error
-    with pytest.raises(RuntimeError, match="another"), memory_words(RolloutConfig(), 5):
+    with pytest.raises(RuntimeError, match="another"), explain_out_of_memory(RolloutConfig(), 5):
         raise RuntimeError("another")
 
 
@@ -250,12 +250,12 @@ def test_errors_without_words_are_told_by_their_names(tmp_path, monkeypatch):
     """A model's own code may raise anything."""
     from transformers import AutoConfig
 
+    from posttrain.commands.generation.model import ModelSource, set_lengths
+    from posttrain.commands.generation.settings import Settings
     from posttrain.config.model import ModelConfig
     from posttrain.config.root import PPOConfig
     from posttrain.errors import UserError
     from posttrain.models.loading import ModelError
-    from posttrain.trainer.generation.model import ModelSource, fit_lengths
-    from posttrain.trainer.generation.settings import Settings
 
     def fail(error):
         raise error
@@ -266,4 +266,4 @@ def test_errors_without_words_are_told_by_their_names(tmp_path, monkeypatch):
         )
     monkeypatch.setattr(AutoConfig, "from_pretrained", lambda *given, **named: fail(OSError()))
     with pytest.raises(ModelError, match=r"could not be read: OSError$"):
-        fit_lengths(ModelSource("mine", ModelConfig(path="mine")), Settings(PPOConfig(), 1, 0.0, False, frozenset()))
+        set_lengths(ModelSource("mine", ModelConfig(path="mine")), Settings(PPOConfig(), 1, 0.0, False, frozenset()))

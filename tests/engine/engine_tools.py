@@ -7,8 +7,8 @@ import copy
 import numpy as np
 import torch
 
-from posttrain.config.actor import ActorConfig
 from posttrain.config.algorithm import RolloutCorrectionConfig
+from posttrain.config.root import ActorConfig
 from posttrain.engine.torch_engine import TorchEngine
 from posttrain.protocol import DataProto
 from posttrain.rollout.base import Output

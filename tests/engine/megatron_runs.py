@@ -23,9 +23,9 @@ from rank_runs import summed, words
 
 from posttrain import pulse
 from posttrain.checkpoint import CheckpointManager
-from posttrain.config.actor import PolicyLossConfig
 from posttrain.config.model import ModelConfig
 from posttrain.config.optim import OptimConfig
+from posttrain.config.root import PolicyLossConfig
 from posttrain.engine.base import EngineLayout, EngineSettings, TrainEngine
 from posttrain.engine.heads import Head, ScoreHead
 from posttrain.engine.megatron.groups import leave_groups
@@ -33,10 +33,10 @@ from posttrain.engine.megatron.package import part
 from posttrain.engine.pass_plan import plan_passes, plan_ranks
 from posttrain.engine.ranks import this_rank, world_size
 from posttrain.engine.registry import build_train_engine
+from posttrain.models.forward import ValueModel
 from posttrain.models.loading import load_causal_lm
 from posttrain.models.lora import add_adapters
 from posttrain.models.scorer_loading import load_scorer
-from posttrain.models.value import ValueModel
 
 DEVICE = torch.device("cpu")
 LOSSES = ("vanilla", "gspo", "cispo")

@@ -35,10 +35,10 @@ from posttrain.engine.sharding import sharded_parts
 from posttrain.engine.torch_engine import TorchEngine
 from posttrain.errors import UserError
 from posttrain.models import fused_layer
+from posttrain.models.forward import ValueModel
 from posttrain.models.loading import load_causal_lm
 from posttrain.models.lora import add_adapters
 from posttrain.models.scorer_loading import load_scorer
-from posttrain.models.value import ValueModel
 from posttrain.protocol import DataProto
 from posttrain.rollout.base import Output
 from posttrain.rollout.generate import to_batch

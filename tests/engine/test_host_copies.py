@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from posttrain.engine.export import host_copies
+from posttrain.engine.sharding import host_copies
 
 
 def walk(count: int) -> Iterator[tuple[str, torch.Tensor]]:

@@ -6,8 +6,8 @@ import os
 
 import pytest
 
-from posttrain.engine import interface, ranks
-from posttrain.engine.interface import GLOO, NCCL, address_facing, name_interface
+from posttrain.engine import ranks
+from posttrain.engine.ranks import GLOO, NCCL, address_facing, name_interface
 
 
 @pytest.fixture
@@ -17,9 +17,9 @@ def machine(monkeypatch):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     found = {"lo": "127.0.0.1", "down0": None, "eth7": "10.0.0.3"}
-    monkeypatch.setattr(interface.socket, "if_nameindex", lambda: list(enumerate(found)))
-    monkeypatch.setattr(interface, "_address_of", found.get)
-    monkeypatch.setattr(interface, "address_facing", lambda host: "10.0.0.3" if host == "10.0.0.1" else "127.0.0.1")
+    monkeypatch.setattr(ranks.socket, "if_nameindex", lambda: list(enumerate(found)))
+    monkeypatch.setattr(ranks, "_address_of", found.get)
+    monkeypatch.setattr(ranks, "address_facing", lambda host: "10.0.0.3" if host == "10.0.0.1" else "127.0.0.1")
     return monkeypatch
 
 
@@ -44,5 +44,5 @@ def test_users_with_a_choice_are_left_alone(machine):
 
 
 def test_addresses_are_those_that_the_system_gives():
-    assert address_facing("127.0.0.1") == interface._address_of("lo") == "127.0.0.1"
-    assert address_facing("no such host") is None and interface._address_of("nothing0") is None
+    assert address_facing("127.0.0.1") == ranks._address_of("lo") == "127.0.0.1"
+    assert address_facing("no such host") is None and ranks._address_of("nothing0") is None

@@ -18,7 +18,9 @@ from megatron_runs import CASES, FSDP, MIXTURES, layout
 from megatron_runs import WHOLE as MODELS
 from test_ranks import furthest
 
-from posttrain.config.train_engines import ENGINES
+from posttrain.engine.settings import ENGINES
+
+pytestmark = pytest.mark.slow
 
 HERE = Path(__file__).parent
 CUT = [case for case in CASES if case[1] != FSDP]

@@ -15,6 +15,8 @@ import pytest
 import torch
 from rank_runs import STEPS
 
+pytestmark = pytest.mark.slow
+
 HERE = Path(__file__).parent
 MANY = [2, 4]
 

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from references import plain_logprob_head
 
 from posttrain.kernels import logprob_head as module
-from posttrain.kernels.logprob_head import kept_chunks, logprob_head, plain_logprob_head
+from posttrain.kernels.logprob_head import kept_chunks, logprob_head
 
 
 def inputs(tokens=23, hidden=6, vocabulary=11):

@@ -2,8 +2,9 @@
 
 import pytest
 import torch
+from references import plain_attention
 
-from posttrain.kernels.packed_attention import PackedLayout, packed_attention, packed_rows, plain_attention
+from posttrain.kernels.packed_attention import PackedLayout, packed_attention, packed_rows
 
 
 def inputs(lengths, heads=4, kv_heads=2, size=8, seed=0):

@@ -9,9 +9,9 @@ from posttrain.trainer.run import process
 
 CODE = """
 import torch
-from posttrain.kernels.onednn import settle_products
+from posttrain.kernels.onednn import fix_product_library
 
-settle_products()
+fix_product_library()
 x = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
 before = torch.nn.functional.linear(x, x, x[0])
 torch.nn.functional.linear(x.bfloat16(), x.bfloat16(), x[0].bfloat16())
@@ -26,8 +26,8 @@ def test_a_product_in_bfloat16_does_not_change_those_in_float32_that_follow(fork
 
 def test_every_process_that_computes_on_a_cpu_settles_them_before_its_first_step(monkeypatch):
     settled = []
-    monkeypatch.setattr(process, "settle_products", lambda: settled.append("run"))
-    monkeypatch.setattr(ranks, "settle_products", lambda: settled.append("rank"))
+    monkeypatch.setattr(process, "fix_product_library", lambda: settled.append("run"))
+    monkeypatch.setattr(ranks, "fix_product_library", lambda: settled.append("rank"))
     monkeypatch.setattr(ranks.dist, "init_process_group", lambda *args, **named: settled.append("met"))
     monkeypatch.setattr(ranks, "_store", lambda *_: None)
     trainer = SimpleNamespace(seed=1, deterministic=False)

@@ -49,9 +49,9 @@ HALF = (
 
 def test_sums_of_the_heads_product_and_tokens_from_logits_computed_again():
     """Rows and columns beyond the last whole tile; rows of all temperatures, sampled and greedy."""
+    from posttrain.kernels.cuda import FINE
     from posttrain.kernels.cuda.fused_products import head_sums
     from posttrain.kernels.cuda.sampling import _pick, chunk_room
-    from posttrain.kernels.cuda.sizes import FINE
 
     rows, size, width = 130, 300, 128
     hidden, weight = draw(rows, width, dtype=HALF, seed=8), draw(size, width, dtype=HALF) / 4
@@ -128,7 +128,7 @@ def half_turn(x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("splits", [1, 4])
 @pytest.mark.parametrize("normed", [False, True])
 def test_decoding_attention_reads_live_keys_only(dtype, window, splits, normed):
-    from posttrain.kernels.cuda.decode_attention import StepRows, decode_attention
+    from posttrain.kernels.cuda.paged_attention import StepRows, decode_attention
 
     prompts, newest = [40, 7, 64, 5], [45, 7, 100, 9]
     table = torch.tensor([[0, 1, 2, 3], [4, 5, 0, 0], [6, 7, 8, 9], [10, 11, 0, 0]], dtype=torch.int32)
@@ -179,7 +179,7 @@ def test_decoding_attention_reads_live_keys_only(dtype, window, splits, normed):
 @pytest.mark.parametrize(("heads", "key_heads", "size"), [(3, 3, 24), (16, 1, 40), (6, 2, 96), (4, 1, 256)])
 def test_decoding_attention_of_any_group_and_head_size(dtype, heads, key_heads, size):
     """Head sizes that are no power of two, and a row that fills its blocks to the last place."""
-    from posttrain.kernels.cuda.decode_attention import StepRows, decode_attention
+    from posttrain.kernels.cuda.paged_attention import StepRows, decode_attention
 
     lengths, table = [32, 63, 64], torch.tensor([[0, 1, 0], [2, 3, 0], [4, 5, 6]], dtype=torch.int32, device=DEVICE)
     columns = (heads + 2 * key_heads) * size

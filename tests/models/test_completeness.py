@@ -72,7 +72,7 @@ def test_weights_of_another_shape_are_refused_with_both_shapes(folder):
 
 def test_whole_folders_old_tables_and_value_heads_are_no_reason(folder):
     tables = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4), "v_head.summary.weight": torch.ones(1, 32)}
-    assert load(folder(more=tables)).way.packed
+    assert load(folder(more=tables)).forward_mode.packed
 
 
 def test_a_critic_may_come_from_a_reward_model_whose_folder_has_no_language_head(folder):

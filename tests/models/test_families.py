@@ -10,8 +10,8 @@ import torch
 
 from posttrain.config.model import ModelConfig
 from posttrain.models import attention, proof
+from posttrain.models.forward import forward_mode_of
 from posttrain.models.loading import load_causal_lm
-from posttrain.models.ways import way_of
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 CPU = torch.device("cpu")
@@ -71,8 +71,8 @@ def test_attention_that_never_asks_is_not_packed_even_where_it_hardly_counts(fam
     from transformers import AutoModelForCausalLM
 
     AutoModelForCausalLM.from_config(families.tiny_config("gptj")).save_pretrained(tmp_path)
-    way = way_of(load_causal_lm(ModelConfig(path=str(tmp_path)), dtype=torch.float32, device=CPU))
-    assert not way.packed and way.padded and "gptj" in (way.note or "")
+    forward_mode = forward_mode_of(load_causal_lm(ModelConfig(path=str(tmp_path)), dtype=torch.float32, device=CPU))
+    assert not forward_mode.packed and forward_mode.padded and "gptj" in (forward_mode.note or "")
 
 
 def test_windows_are_proved_on_rows_that_are_shorter_than_they(families, tmp_path, monkeypatch):
@@ -80,9 +80,9 @@ def test_windows_are_proved_on_rows_that_are_shorter_than_they(families, tmp_pat
     monkeypatch.setattr(attention, "packed_attention", lambda *args, sliding_window=None, **named: kept(*args, **named))
     monkeypatch.setitem(families.SHAPE, "sliding_window", 4096)
     model = load(families, "starcoder2", tmp_path)
-    assert model.config.sliding_window == 4096 and not way_of(model).packed
+    assert model.config.sliding_window == 4096 and not forward_mode_of(model).packed
     monkeypatch.undo()
-    assert way_of(load(families, "starcoder2", tmp_path / "again")).packed
+    assert forward_mode_of(load(families, "starcoder2", tmp_path / "again")).packed
 
 
 def test_a_row_that_sees_its_neighbour_is_not_packed(families, tmp_path, monkeypatch):
@@ -92,16 +92,18 @@ def test_a_row_that_sees_its_neighbour_is_not_packed(families, tmp_path, monkeyp
         "PackedLayout",
         lambda lengths, *args, **named: kept([sum(lengths)], *args, position_T=named["position_T"]),
     )
-    way = way_of(load(families, "qwen2", tmp_path))
-    assert (way.packed, way.padded, way.split_head) == (False, True, True)
-    assert "padded rows" in (way.note or "")
+    forward_mode = forward_mode_of(load(families, "qwen2", tmp_path))
+    assert (forward_mode.packed, forward_mode.padded, forward_mode.split_head) == (False, True, True)
+    assert "padded rows" in (forward_mode.note or "")
 
 
 def test_padding_that_changes_a_row_sends_rows_one_by_one(families, tmp_path, monkeypatch):
     monkeypatch.setattr(proof, "PACKABLE", set())
     monkeypatch.setattr(proof, "padding", _padding_on_the_left)
-    way = way_of(load(families, "rwkv", tmp_path))
-    assert (way.packed, way.padded) == (False, False) and "one row at a time" in (way.note or "")
+    forward_mode = forward_mode_of(load(families, "rwkv", tmp_path))
+    assert (forward_mode.packed, forward_mode.padded) == (False, False) and "one row at a time" in (
+        forward_mode.note or ""
+    )
 
 
 def _padding_on_the_left(rows, device):
@@ -112,7 +114,11 @@ def _padding_on_the_left(rows, device):
 def test_a_head_that_changes_logits_in_its_own_way_is_called_whole(check, families, tmp_path, monkeypatch):
     monkeypatch.setattr("posttrain.models.forward._logit_changes", lambda model: (None, 1.0))
     model = load(families, "cohere", tmp_path)  # it multiplies its logits by 1/16
-    assert (way_of(model).packed, way_of(model).padded, way_of(model).split_head) == (False, True, False)
+    assert (forward_mode_of(model).packed, forward_mode_of(model).padded, forward_mode_of(model).split_head) == (
+        False,
+        True,
+        False,
+    )
     plain = type(model).from_pretrained(tmp_path).eval()
     batch = check._batch(plain)
     engine = check.TorchEngine(model, check.EngineSettings(CPU))

@@ -13,11 +13,10 @@ from posttrain.engine.base import EngineSettings
 from posttrain.engine.torch_engine import TorchEngine
 from posttrain.kernels import compiled, gradient_sums, packed_attention, train
 from posttrain.kernels.packed_attention import PackedLayout, packed_rows
-from posttrain.models import fused_adapters, fused_layer, layer_weights
+from posttrain.models import fused_layer, layer_weights
 from posttrain.models.forward import hidden_states
-from posttrain.models.fused_layer import fuse_layers, join_weights
+from posttrain.models.fused_layer import fuse_layers, join_weights, weights_unchanged
 from posttrain.models.lora import add_adapters, base_only
-from posttrain.models.unchanged import weights_unchanged
 from tests.machine import has_compiler
 from tests.rollout.tiny import tiny
 
@@ -289,8 +288,8 @@ def test_gradients_of_adapters_are_added_to_sums_that_wait_for_them(order, monke
 @needs_compiler
 def test_copies_of_adapters_are_made_once_while_weights_stay_and_anew_when_they_may_have_changed(monkeypatch):
     model = with_drawn_adapters("qwen2", "all-linear")
-    filled, fill = [], fused_adapters.fill
-    monkeypatch.setattr(fused_adapters, "fill", lambda products: filled.append(1) or fill(products))
+    filled, fill = [], layer_weights.fill
+    monkeypatch.setattr(layer_weights, "fill", lambda products: filled.append(1) or fill(products))
     found = []
     for passes_made in (1, 3):
         with weights_unchanged():

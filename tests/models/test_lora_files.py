@@ -13,9 +13,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from posttrain.config.model import ModelConfig
-from posttrain.models.adapter_files import adapter_parameters, adapter_settings, write_adapter
+from posttrain.models.adapter_files import adapter_parameters, adapter_settings, fingerprint, write_adapter
 from posttrain.models.adapter_targets import AdapterError
-from posttrain.models.identity import fingerprint
 from posttrain.models.lora import add_adapters, save_merged, with_adapters
 from tests.rollout.tiny import tiny
 

@@ -110,6 +110,7 @@ def test_bfloat16_adapters_stay_beside_the_base_where_folding_would_round_them_a
     assert gaps.abs().mean() < 0.03 and gaps.abs().max() < 0.3
 
 
+@pytest.mark.slow
 def test_the_base_is_bit_identical_after_200_updates_and_weight_syncs():
     module = add_adapters(tiny("qwen2-tied"), ModelConfig(lora_rank=2))
     before = {name: w.detach().clone() for name, w in module.named_parameters() if "lora_" not in name}

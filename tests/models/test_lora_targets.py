@@ -7,7 +7,7 @@ import torch
 from peft.tuners.lora import LoraLayer
 
 from posttrain.config.model import ModelConfig
-from posttrain.models.adapter_targets import AdapterError, find_targets, stacked_note, stacked_words
+from posttrain.models.adapter_targets import AdapterError, describe_stacked, find_targets, stacked_note
 from posttrain.models.lora import add_adapters
 from tests.rollout.tiny import tiny
 
@@ -79,22 +79,22 @@ def test_experts_that_lie_in_one_tensor_get_no_adapters_and_that_is_said():
     names = "model.layers.N.mlp.experts.gate_up_proj, model.layers.N.mlp.experts.down_proj"
     stacked = sum(weight.numel() for name, weight in model.named_parameters() if "experts" in name)
     share = stacked / sum(weight.numel() for weight in model.parameters())
-    before = stacked_note(stacked_words(model), shape, "model.target_modules")
+    before = stacked_note(describe_stacked(model), shape, "model.target_modules")
     assert f"get no adapters. {names} ({share:.0%} of the base) stay as they are" in before
     assert before.startswith("model.target_modules=all-linear: ")
-    assert stacked_note(stacked_words(add_adapters(model, shape)), shape, "model.target_modules") == before
+    assert stacked_note(describe_stacked(add_adapters(model, shape)), shape, "model.target_modules") == before
     with pytest.raises(AdapterError, match="gate_up_proj holds experts in one tensor; adapters stand beside linear"):
         find_targets(tiny("qwen3-moe"), ["q_proj", "gate_up_proj"])
 
 
 @pytest.mark.parametrize("kind, shape", [("qwen2", {}), ("qwen3-moe", {"target_modules": ["q_proj"]})])
 def test_nothing_is_said_of_experts_where_there_are_none_or_modules_were_named(kind, shape):
-    assert stacked_note(stacked_words(tiny(kind)), ModelConfig(lora_rank=2, **shape), "model.target_modules") is None
+    assert stacked_note(describe_stacked(tiny(kind)), ModelConfig(lora_rank=2, **shape), "model.target_modules") is None
 
 
 def test_weights_that_4_bits_leave_out_are_named():
     from posttrain.engine.facts import facts_of
-    from posttrain.workers.lora_state import adapter_notes
+    from posttrain.workers.engine_worker import adapter_notes
 
     shape = ModelConfig(lora_rank=2, quantization="nf4", target_modules=["q_proj"])
     notes = adapter_notes(facts_of(tiny("qwen3-moe"), packed=True), shape)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from posttrain.models.proof import beyond_rounding
-from posttrain.workers.probe import SyncError, WeightProbe
+from posttrain.workers.weight_sync import SyncError, WeightProbe
 
 
 def noisy(log_probs, mean):

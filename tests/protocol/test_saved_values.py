@@ -15,8 +15,8 @@ from zoneinfo import ZoneInfo
 import numpy as np
 import pytest
 
+from posttrain.batch.saving import TAG, Unsavable, from_json, to_json
 from posttrain.protocol import DataProto
-from posttrain.protocol_values import TAG, Unsavable, from_json, to_json
 
 BERLIN = ZoneInfo("Europe/Berlin")
 TWICE = datetime(2023, 10, 29, 2, 30, tzinfo=BERLIN)

@@ -10,14 +10,12 @@ from pathlib import Path
 import numpy
 import pytest
 
-from posttrain.config.reward import RewardConfig
-from posttrain.config.sandbox import SandboxConfig
+from posttrain.config.reward import RewardConfig, SandboxConfig
 from posttrain.rewards import RewardError, RewardItem, RewardPool, RewardSpec, score_by_source, try_reward
-from posttrain.rewards.programs import NOT_ISOLATED, check_programs, code_settings
 from posttrain.rewards.scorers import canonical_source, code
-from posttrain.rewards.scorers.code_compare import same_text, same_value
+from posttrain.rewards.scorers.code import NOT_ISOLATED, check_programs, code_settings, same_text, same_value
 from posttrain.rewards.scorers.code_tests import read_tests
-from posttrain.rewards.scorers.code_text import complete, extract_program
+from posttrain.rewards.scorers.code_text import complete_program, extract_program
 
 CHEATS_FILE = Path(__file__).parent / "cheats.txt"
 ADD = "def add(a, b):\n    return a + b\n"
@@ -225,7 +223,7 @@ def test_a_function_may_be_completed_or_written_anew():
         fenced("    return 2 * x"),
     ):
         space: dict = {}
-        exec(complete(response, PROMPT, "twice"), space)
+        exec(complete_program(response, PROMPT, "twice"), space)
         assert space["twice"](4) == 8 and space["helper"](1) == 2, response
 
 
@@ -409,12 +407,12 @@ def test_reward_try_shows_why_programs_failed():
 
 
 def test_the_settings_of_a_run_reach_the_sandbox_and_the_scorer():
-    from posttrain.trainer.ppo.runner import _reward_pool
+    from posttrain.trainer.ppo.reward import make_reward_pool
 
     limits = RewardConfig(code_partial_credit=True, num_workers=1, sandbox=SandboxConfig(output_kb=4))
     half = "def f(x):\n    return x if x < 2 else 0"
     programs = {"half": half, "loud": "print('x' * 9000)\n" + half}
-    with _reward_pool(RewardSpec(), limits, {"code"}) as pool:
+    with make_reward_pool(RewardSpec(), limits, {"code"}, print) as pool:
         for name, program in programs.items():
             truth = [f"assert f({i}) == {i}" for i in range(4)]
             pool.submit(name, RewardItem("code", fenced(program), truth))

@@ -9,7 +9,7 @@ import pytest
 
 from posttrain.config.reward import CustomRewardConfig
 from posttrain.rewards import RewardItem, RewardPool, resolve_reward
-from posttrain.rewards.surroundings import Damage, Surroundings
+from posttrain.rewards.damage import Damage, SharedState
 
 REWARD = """
 import builtins, math, os, pickle, shutil, signal, subprocess, sys, time
@@ -123,5 +123,5 @@ def test_a_reward_file_may_replace_what_it_likes_when_it_is_imported(tmp_path):
 
 def test_the_check_finds_nothing_where_nothing_changed(monkeypatch):
     monkeypatch.setattr(sys, "stderr", sys.stdout)
-    surroundings = Surroundings(sys.stdout)
+    surroundings = SharedState(sys.stdout)
     assert surroundings.check() == Damage("", "") == surroundings.check()

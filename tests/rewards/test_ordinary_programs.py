@@ -8,7 +8,7 @@ import sys
 import pytest
 from ordinary_programs import ORDINARY
 
-from posttrain.config.sandbox import SandboxConfig
+from posttrain.config.reward import SandboxConfig
 from posttrain.rewards import score_by_source
 from posttrain.rewards.scorers import code
 

@@ -15,7 +15,7 @@ from patience import alive, gone, until
 
 from posttrain.config.reward import CustomRewardConfig
 from posttrain.rewards import RewardError, RewardItem, RewardPool, RewardSpec, crew, resolve_reward
-from posttrain.rewards.prints import Prints
+from posttrain.rewards.pool import PrintLimiter
 
 
 def _frame(message):
@@ -157,7 +157,7 @@ def test_of_a_line_that_is_too_long_its_beginning_is_shown(spec):
 
 def test_rewards_that_print_in_every_call_do_not_bury_the_console():
     shown, now = [], 0.0
-    prints = Prints(shown.append, clock=lambda: now)
+    prints = PrintLimiter(shown.append, clock=lambda: now)
     for number in range(100_000):
         prints(f"response {number}")
     assert len(shown) == 41 and shown[39] == "response 39" and "`posttrain reward try` shows all" in shown[40]

@@ -189,8 +189,7 @@ def test_a_row_whose_response_is_its_truth_is_tried_as_training_reads_it(tmp_pat
 
 
 def _joined(folder):
-    from posttrain.rewards.files import read_rows
-    from posttrain.rewards.try_command import _with_truths
+    from posttrain.rewards.try_command import _with_truths, read_rows
 
     return _with_truths(read_rows(folder / "said.jsonl"), read_rows(folder / "data.json"))
 

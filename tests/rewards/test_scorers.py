@@ -280,6 +280,6 @@ def test_the_last_answer_tags_count_and_open_ones_are_passed_over():
     ],
 )
 def test_a_set_has_every_expected_member_once(got, expected, same):
-    from posttrain.rewards.scorers.code_compare import same_value
+    from posttrain.rewards.scorers.code import same_value
 
     assert same_value(got, expected) is same

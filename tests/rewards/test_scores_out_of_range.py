@@ -6,8 +6,7 @@ import pytest
 
 from posttrain.config import ConfigError, load_config
 from posttrain.rewards.combined import Combined
-from posttrain.rewards.failures import text_of
-from posttrain.rewards.outcomes import outcomes_of, read_result
+from posttrain.rewards.outcomes import call_and_read, read_result, text_of
 from posttrain.rewards.types import RewardPart, RewardSpec
 
 HUGE = 10**5000  # str() of it raises
@@ -43,7 +42,7 @@ def test_an_exception_without_a_text_is_named_by_its_type():
         raise ValueError(HUGE) if items[0] == "huge" else Silent()
 
     for item, name in (("huge", "ValueError"), ("silent", "Silent")):
-        [(_, _, error)] = outcomes_of(fails, [item], "pair")  # pyright: ignore[reportArgumentType]
+        [(_, _, error)] = call_and_read(fails, [item], "pair")  # pyright: ignore[reportArgumentType]
         assert error is not None and error.startswith(f"{name}: a {name} that has no text")
     assert text_of("x" * 9, 3) == "xxx"
 

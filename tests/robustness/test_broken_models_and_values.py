@@ -71,7 +71,7 @@ def test_a_broken_file_of_a_model_is_named_before_and_at_loading(place, name):
 
 
 def test_a_good_model_folder_has_no_broken_files(tiny_model):
-    from posttrain.config.model_files import broken_files
+    from posttrain.models.model_files import broken_files
 
     assert broken_files(tiny_model) == []
 
@@ -180,7 +180,7 @@ def test_an_odd_row_is_named(place, name):
 @pytest.mark.parametrize("text", ["[" * 100_000, '[{"prompt": "a", "index": %s}]' % ("7" * 5000)])
 def test_a_json_file_that_cannot_be_read_is_named_here_and_in_reward_try(place, text):
     from posttrain.data.rows import load_rows
-    from posttrain.rewards.files import read_rows
+    from posttrain.rewards.try_command import read_rows
 
     path = place.write("rows.json", text)
     for read in (load_rows, read_rows):

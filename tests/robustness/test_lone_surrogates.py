@@ -8,6 +8,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
+from posttrain.commands.evaluation.report import write_report
 from posttrain.data.rows import table_of_rows
 from posttrain.protocol import DataProto
 from posttrain.rewards import RewardItem, RewardPool, RewardSpec
@@ -15,7 +16,6 @@ from posttrain.sandbox import Sandbox
 from posttrain.texts import utf8, well_formed
 from posttrain.tracking.loggers import JsonlLogger, read_metrics
 from posttrain.tracking.samples import sample_table
-from posttrain.trainer.evaluation.report import write_report
 from tests.machine import warm
 
 HALF = "half \ud800 of one"

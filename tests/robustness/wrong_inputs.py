@@ -17,8 +17,7 @@ from posttrain.checkpoint import CheckpointManager
 from posttrain.config import ConfigError, load_config
 from posttrain.config.data import DataConfig
 from posttrain.config.model import ModelConfig
-from posttrain.config.reward import CustomRewardConfig
-from posttrain.config.sandbox import SandboxConfig
+from posttrain.config.reward import CustomRewardConfig, SandboxConfig
 from posttrain.data.dataset import PromptDataset
 from posttrain.models.loading import check_positions, load_tokenizer, positions_of
 from posttrain.rewards import RewardItem, RewardPool, resolve_reward, score_by_source

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from posttrain.config.sglang import SGLANG
 from posttrain.rollout.sglang import inside
+from posttrain.rollout.sglang.settings import SGLANG
 
 ARGUMENTS = {
     *("model_path", "dtype", "device", "base_gpu_id", "context_length", "max_running_requests", "max_total_tokens"),

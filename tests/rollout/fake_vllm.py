@@ -15,11 +15,13 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from posttrain.config.vllm import VLLM
 from posttrain.rollout.vllm.build import VARIABLES
+from posttrain.rollout.vllm.settings import VLLM
 
+ENDED = object()  # what ending torch's process group gives
 ARGUMENTS = (
     *("model", "dtype", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "kv_cache_memory_bytes"),
+    *("tensor_parallel_size", "distributed_executor_backend"),
     *("gpu_memory_utilization", "enable_sleep_mode", "block_size", "mm_processor_cache_gb", "compilation_config"),
     *VLLM.fixed,
     *VLLM.on_cpu,
@@ -84,8 +86,15 @@ class LLMEngine:
             device_config=SimpleNamespace(device="cpu"), model_config=SimpleNamespace(max_model_len=args.max_model_len)
         )
         self.closed = False
-        self.engine_core = SimpleNamespace(shutdown=lambda: setattr(self, "closed", True))
+        self.ended_process_group = False
+        self.engine_core = SimpleNamespace(shutdown=self._shutdown)
         LLMEngine.made.append(self)
+
+    def _shutdown(self) -> None:
+        """As the real one: its last act ends torch's process group, by a function that it finds by name."""
+        self.closed = True
+        state = sys.modules["vllm.distributed.parallel_state"]
+        self.ended_process_group = state.destroy_distributed_environment() is ENDED
 
     @classmethod
     def from_engine_args(cls, args: Any) -> LLMEngine:
@@ -180,6 +189,9 @@ def install(monkeypatch: Any) -> type[LLMEngine]:
         },
         "vllm.inputs": {},
         "vllm.inputs.engine": {"tokens_input": lambda ids: {"prompt_token_ids": ids}},
+        "vllm.distributed": {},
+        "vllm.distributed.parallel_state": {"destroy_distributed_environment": lambda: ENDED},
+        "vllm.v1.executor.uniproc_executor": {"ExecutorWithExternalLauncher": object},
         "vllm.sampling_params": {"RequestOutputKind": SimpleNamespace(DELTA="delta", FINAL_ONLY="final")},
     }
     for name, members in parts.items():
@@ -187,4 +199,5 @@ def install(monkeypatch: Any) -> type[LLMEngine]:
         module.__spec__ = importlib.machinery.ModuleSpec(name, None)
         module.__dict__.update(members)
         monkeypatch.setitem(sys.modules, name, module)
+    sys.modules["vllm.distributed"].parallel_state = sys.modules["vllm.distributed.parallel_state"]  # pyright: ignore
     return LLMEngine

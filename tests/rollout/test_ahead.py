@@ -59,7 +59,7 @@ def make(monkeypatch):
 
 
 def interpret(monkeypatch) -> None:
-    from posttrain.kernels.cuda import ahead
+    from posttrain.kernels.cuda import async_rounds
 
     def cache(blocks, heads, size, dtype, device):
         return tuple(torch.zeros(blocks, heads, BLOCK, size, dtype=dtype) for _ in range(2))
@@ -67,8 +67,8 @@ def interpret(monkeypatch) -> None:
     monkeypatch.setattr(cuda, "runs_here", lambda tensor: tensor.dtype is torch.float32)
     monkeypatch.setattr("posttrain.rollout.native.pool.new_cache", cache)
     monkeypatch.setattr("posttrain.models.decoder.can_run_whole", lambda layer: False)
-    monkeypatch.setattr(ahead, "_leave_for_host", Late.leave)
-    monkeypatch.setattr(ahead, "_after_all_that_is_queued", lambda device: Late())
+    monkeypatch.setattr(async_rounds, "_leave_for_host", Late.leave)
+    monkeypatch.setattr(async_rounds, "_after_all_that_is_queued", lambda device: Late())
 
 
 class Late:
@@ -138,12 +138,12 @@ def test_products_with_what_follows_them_inside_give_the_same(make, monkeypatch)
 
 
 def test_the_next_round_is_begun_before_the_last_one_is_waited_for(make, monkeypatch):
-    from posttrain.kernels.cuda import ahead, graphs
+    from posttrain.kernels.cuda import async_rounds, graphs
 
     engine, seen = make(), []
-    launch, wait = graphs.GraphedSteps._launch, ahead.Flight.wait
+    launch, wait = graphs.GraphedSteps._launch, async_rounds.PendingResults.wait
     monkeypatch.setattr(graphs.GraphedSteps, "_launch", lambda *given: (seen.append("begin"), launch(*given))[1])
-    monkeypatch.setattr(ahead.Flight, "wait", lambda flight: (seen.append("wait"), wait(flight))[1])
+    monkeypatch.setattr(async_rounds.PendingResults, "wait", lambda flight: (seen.append("wait"), wait(flight))[1])
     settings = [Sampling(max_tokens=2 * ROUND + 3, stop_token_ids=(97,))]
     generate(engine, PROMPTS[:1], settings, [0])
     assert seen == ["begin", "begin", "wait", "begin", "wait", "wait"]

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from posttrain.config.turns import FORMATS as NAMED
 from posttrain.conversations.formats.base import FORMATS, Unreadable
+from posttrain.conversations.settings import FORMATS as NAMED
 from posttrain.conversations.templates import MessageTemplate, NoToolsInTemplate
 from posttrain.conversations.tools.base import ToolCall
 from posttrain.models.embedded import byte_tokenizer

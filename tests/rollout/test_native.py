@@ -201,7 +201,7 @@ def test_weights_that_were_moved_are_fused_anew(kind):
     expected = plain_log_probs(module, PROMPTS[1][:1], PROMPTS[1][1:])
     torch.testing.assert_close(engine.score([PROMPTS[1]])[0], expected, rtol=0, atol=1e-5)
     assert not torch.allclose(before, expected)
-    assert not engine.decoder.arena.left_behind()
+    assert not engine.decoder.arena.is_outdated()
 
 
 @pytest.mark.parametrize("kind", ["llama", *sorted(MIXTURES)])

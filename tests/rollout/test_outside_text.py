@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizer, PreTrainedTokenizerFast
 
 from posttrain.conversations.templates import MessageTemplate
 from posttrain.models.embedded import byte_tokenizer
-from posttrain.workers.reward_model.conversations import Conversations
+from posttrain.workers.reward_model import Conversations
 
 CONTROLS = ["<|im_start|>", "<|im_end|>"]
 CORPUS = [

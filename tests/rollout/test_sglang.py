@@ -19,9 +19,9 @@ from posttrain.config.model import ModelConfig
 from posttrain.config.problem import ConfigError
 from posttrain.config.rollout import RolloutConfig
 from posttrain.errors import UserError
+from posttrain.models.forward import row_log_probs
 from posttrain.models.loading import load_causal_lm, load_tokenizer
 from posttrain.models.lora import with_adapters
-from posttrain.models.plain_rows import row_log_probs
 from posttrain.rollout.base import Request, Sampling
 from posttrain.rollout.engines import build_engine
 from posttrain.rollout.generate import generate

@@ -17,9 +17,10 @@ from posttrain.config.model import ModelConfig
 from posttrain.config.problem import ConfigError
 from posttrain.config.rollout import RolloutConfig
 from posttrain.errors import UserError
+from posttrain.kernels.tensor_parallel import Team
+from posttrain.models.forward import row_log_probs
 from posttrain.models.loading import load_causal_lm, load_tokenizer
 from posttrain.models.lora import merged_state, with_adapters
-from posttrain.models.plain_rows import row_log_probs
 from posttrain.rollout import engines
 from posttrain.rollout.base import Request, Sampling
 from posttrain.rollout.engines import build_engine
@@ -78,13 +79,63 @@ def test_without_vllm_asking_for_it_is_answered_at_once_with_what_to_install(mon
         build_engine(RolloutConfig(name="vllm"), model, load_tokenizer(ModelConfig(path=str(tiny_model))))
 
 
-def test_an_engine_over_several_devices_is_refused_and_one_that_is_there_is_not(fake):
-    assert load_config([f"{ROLLOUT}.name=vllm"], environment=True).value(f"{ROLLOUT}.name") == "vllm"
-    with pytest.raises(ConfigError, match="a vLLM engine over several devices is not built") as refused:
-        load_config([f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.tensor_model_parallel_size=2"], environment=True)
-    text = str(refused.value)
-    assert text.startswith("1 problem") and "every worker has one of its own, with the whole model in it" in text
-    assert f"set {ROLLOUT}.tensor_model_parallel_size=1" in text and "`posttrain plan`" in text
+def test_an_engine_may_be_held_by_as_many_workers_as_divide_all(fake):
+    together = [f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.tensor_model_parallel_size=2"]
+    resolved = load_config([*together, "trainer.n_gpus_per_node=2"], environment=True)
+    assert resolved.value(f"{ROLLOUT}.tensor_model_parallel_size") == 2
+    with pytest.raises(ConfigError, match=r"tensor_model_parallel_size=2` does not divide the 1 x 1 = 1 worker"):
+        load_config(together, environment=True)
+
+
+class Pair(Team):
+    """Two ranks of which only this one is there."""
+
+    def __init__(self):
+        self.rank, self.size, self.device = 0, 2, CPU
+
+    def _all(self, number):
+        return [number, number + 1]
+
+
+def test_workers_that_hold_one_engine_tell_vllm_their_rank_and_a_name_of_this_run(fake, model, monkeypatch):
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: 3)
+    held = []
+    for team in (Pair(), Pair(), None):
+        config = RolloutConfig(name="vllm", max_num_seqs=4)
+        made = build.build_vllm(model, config, decode=None, longest=64, team=team)
+        assert not isinstance(made, str)
+        held.append((made, fake.made[-1].args))
+    (_, said), args = held[0]
+    assert args.tensor_parallel_size == 2 and "held by 2 workers" in said
+    method, rank, local_rank = args.distributed_executor_backend()._distributed_args()
+    assert (rank, local_rank) == (3, 0)
+    assert method != held[1][1].distributed_executor_backend()._distributed_args()[0], (
+        "after a kill nothing would start"
+    )
+    (_, alone), whole = held[2]
+    assert whole.tensor_parallel_size is None and "held by" not in alone
+    assert args.kv_cache_memory_bytes == whole.kv_cache_memory_bytes // 2
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_closing_an_engine_leaves_the_process_group_to_those_who_train_with_it(fake, model, monkeypatch, trains):
+    with monkeypatch.context() as patch:
+        patch.setattr("torch.distributed.is_initialized", lambda: trains)
+        engine = built(model)
+    engine.close()
+    assert engine.llm.closed and engine.llm.ended_process_group is not trains
+
+
+def test_a_tied_head_that_a_sync_sends_once_is_renewed_too(fake, model):
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    engine = built(model)
+    got = []
+    engine.inside.model.load_weights = lambda weights: got.extend(name for name, _ in weights)  # pyright: ignore
+    engine.load_weights([("model.embed_tokens.weight", model.lm_head.weight), ("model.norm.weight", torch.ones(1))], 1)
+    assert got == ["model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"]
+    got.clear()
+    engine.load_weights(model.state_dict().items(), 2)
+    assert sorted(got) == sorted(model.state_dict())
 
 
 def test_it_is_built_by_its_name_and_proved_and_what_it_does_not_know_hf_serves(fake, model, tiny_model, monkeypatch):
@@ -117,7 +168,7 @@ def test_a_model_that_made_room_for_vllm_is_back_on_its_device_where_vllm_does_n
     monkeypatch.setattr(engines, "build_vllm", lambda module, *args, **named: module.to("cpu") or (engine, "vllm"))
     for problem, where in (("its log-probs are wrong", "cuda"), (None, "cpu")):
         monkeypatch.setattr(engines, "why_wrong", lambda engine, module, problem=problem: problem)
-        order: Any = SimpleNamespace(module=Module(), config=None, decode=None, device=None, longest=None)
+        order: Any = SimpleNamespace(module=Module(), config=None, decode=None, device=None, longest=None, team=None)
         engines.make_vllm(order)
         assert order.module.device.type == where
     assert closed == [True]

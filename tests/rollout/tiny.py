@@ -8,7 +8,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from posttrain.models.attention import ATTENTION
-from posttrain.models.norms import fuse_norms
+from posttrain.models.fused_layer import fuse_norms
 
 VOCABULARY = 97
 _COMMON = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from posttrain.config.sandbox import SandboxConfig
+from posttrain.config.reward import SandboxConfig
 from posttrain.sandbox import Sandbox
 from tests.machine import warm
 

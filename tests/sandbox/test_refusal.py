@@ -10,9 +10,9 @@ import sys
 
 import pytest
 
-from posttrain.config.sandbox import SandboxConfig
+from posttrain.config.reward import SandboxConfig
 from posttrain.sandbox import Sandbox, SandboxError, mounts, process
-from posttrain.sandbox.refusal import refused
+from posttrain.sandbox.process import isolation_error
 
 START = "from posttrain.sandbox import Sandbox\nSandbox().start()"
 
@@ -39,7 +39,7 @@ def test_a_kernel_without_user_namespaces_is_named_with_the_sysctl_to_set(box):
     ],
 )
 def test_every_refusal_says_what_was_refused_and_what_to_do(step, number, words):
-    text = str(refused(step, number))
+    text = str(isolation_error(step, number))
     assert text.startswith(f"the kernel does not let programs be isolated: {step}: {os.strerror(number)}")
     assert "to do:" in text and "reward.sandbox.mode=unsafe" in text
     assert [word for word in words if word not in text] == []
@@ -61,7 +61,7 @@ def test_processes_that_do_not_start_are_an_error_that_says_where_to_look(monkey
 def test_unsafe_mode_needs_no_namespaces(box):
     script = 'echo 0 > /proc/sys/user/max_user_namespaces && exec "$0" -c "$1"'
     code = (
-        "from posttrain.sandbox import Sandbox\nfrom posttrain.config.sandbox import SandboxConfig\n"
+        "from posttrain.sandbox import Sandbox\nfrom posttrain.config.reward import SandboxConfig\n"
         "print(Sandbox(SandboxConfig(mode='unsafe')).run('print(6 * 7)').stdout)"
     )
     done = subprocess.run(["unshare", "-Ur", "sh", "-c", script, sys.executable, code], capture_output=True, text=True)

@@ -14,7 +14,7 @@ import pytest
 from patience import gone
 from sandbox_tools import SMALL, opened
 
-from posttrain.config.sandbox import SandboxConfig
+from posttrain.config.reward import SandboxConfig
 from posttrain.sandbox import Sandbox, usage
 
 
@@ -127,7 +127,7 @@ def test_wrong_use_is_refused(box):
 
 OWNER = """
 import os, sys, time
-from posttrain.config.sandbox import SandboxConfig
+from posttrain.config.reward import SandboxConfig
 from posttrain.sandbox import Sandbox
 sandbox = Sandbox(SandboxConfig(timeout_s=60))
 sandbox.start()
@@ -197,9 +197,9 @@ def test_memory_in_sockets_and_pipes_is_counted_and_reported(box):
     wait = "import socket, time\nkept = [socket.socketpair() for _ in range(25)]\ntime.sleep(0.3)"
     assert box.run(wait).memory_mb > 50 * usage.socket_size() / (1 << 20) + 15  # sockets, and a Python
     proc, everything = os.open("/proc", os.O_RDONLY), []
-    before = usage.buffers_of(proc, [os.getpid()], 64)
+    before = usage.measure_buffers(proc, [os.getpid()], 64)
     everything += [*socket.socketpair(), *map(os.fdopen, os.pipe(), "rw")]
-    after = usage.buffers_of(proc, [os.getpid()], 64)
+    after = usage.measure_buffers(proc, [os.getpid()], 64)
     assert after - before == 2 * usage.socket_size() + 16 * os.sysconf("SC_PAGE_SIZE")
     for one in everything:
         one.close()

@@ -14,17 +14,17 @@ from posttrain.rewards.scorers import check_sources
 
 ROLLOUT, ACTOR = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
 VLLM = f"`{ROLLOUT}.name=vllm`: the package vllm is not installed in this environment"
-ONE_DEVICE = f"`{ROLLOUT}.tensor_model_parallel_size=2`: a vLLM engine over several devices is not built"
+ONE_WORKER = f"`{ROLLOUT}.tensor_model_parallel_size=2` does not divide the 1 x 1 = 1 worker(s)"
 EIGHT = "`trainer.n_gpus_per_node=8` asks for 8 workers; this machine has 2 CPU core(s)"
 FOUR_MACHINES = "`trainer.nnodes=4` asks for 4 machines, but no cluster or head address is given"
 REFUSED = {
     "document 0, 1.4, four YAML parts as one file": (
         ["algorithm.adv_estimator=grpo", f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.tensor_model_parallel_size=2"],
-        [VLLM, ONE_DEVICE],
+        [VLLM, ONE_WORKER],
     ),
     "document 0, 2.2, and document 4, 2.1, in full": (
         [f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.tensor_model_parallel_size=2", "trainer.n_gpus_per_node=8"],
-        [VLLM, ONE_DEVICE, EIGHT],
+        [VLLM, EIGHT],
     ),
     "document 0, 2.3, several nodes": (
         ["algorithm.adv_estimator=grpo", "trainer.nnodes=4", "trainer.n_gpus_per_node=8"],
@@ -65,8 +65,8 @@ REFUSED = {
 def test_a_block_is_refused_for_every_part_that_is_not_built_and_for_nothing_else(block, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("posttrain.cores.usable", lambda: 2)
-    monkeypatch.setattr("posttrain.config.outside.OutsideEngine.is_installed", lambda self: False)
-    monkeypatch.setattr("posttrain.config.megatron.is_installed", lambda: False)
+    monkeypatch.setattr("posttrain.rollout.outside_engine.OutsideEngine.is_installed", lambda self: False)
+    monkeypatch.setattr("posttrain.engine.megatron.settings.is_installed", lambda: False)
     monkeypatch.setattr("posttrain.config.environment.gpus_present", lambda: 0)
     given, reasons = REFUSED[block]
     with pytest.raises(ConfigError) as refused:

@@ -61,6 +61,7 @@ def test_the_script_sets_the_22_keys_of_the_document_in_one_unbroken_command(mon
     assert {key: resolved.value(key) for key in wanted} == wanted
 
 
+@pytest.mark.slow
 def test_the_script_trains_two_small_steps_and_the_hubs_token_is_written_nowhere(brief_model: Path, tmp_path: Path):
     """Added settings win; the model comes from a hub that gives it to whoever shows the token."""
     from posttrain.data.recipes.gsm8k import prepare

@@ -11,7 +11,7 @@ from chat_templates import CHATML, tokenizer_with
 
 from posttrain.algorithms.bradley_terry import bradley_terry_loss
 from posttrain.config.optim import OptimConfig
-from posttrain.config.reward_trainer import PairDataConfig
+from posttrain.config.supervised import PairDataConfig
 from posttrain.data.pairs import Pair, PairDataset
 from posttrain.data.rows import DataError
 from posttrain.engine.base import EngineSettings

@@ -7,7 +7,7 @@ import json
 import pytest
 from chat_templates import CHATML, tokenizer_with, trained_texts
 
-from posttrain.config.sft import MultiturnConfig, SFTDataConfig
+from posttrain.config.supervised import MultiturnConfig, SFTDataConfig
 from posttrain.data.rows import DataError
 from posttrain.data.supervised import SFTDataset
 

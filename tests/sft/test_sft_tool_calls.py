@@ -9,7 +9,7 @@ import pyarrow.parquet
 import pytest
 from chat_templates import CHATML, tokenizer_with, trained_texts
 
-from posttrain.config.sft import SFTDataConfig
+from posttrain.config.supervised import SFTDataConfig
 from posttrain.conversations.formats.base import FORMATS
 from posttrain.conversations.templates import MessageTemplate
 from posttrain.conversations.tools.base import ToolCall

@@ -20,8 +20,7 @@ from textbook import CLIP, OPTIM, rates
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
 from posttrain.config.model import ModelConfig
-from posttrain.config.reward_trainer import PairDataConfig
-from posttrain.config.sft import SFTDataConfig
+from posttrain.config.supervised import PairDataConfig, SFTDataConfig
 from posttrain.data.pairs import PairDataset
 from posttrain.data.supervised import SFTDataset
 from posttrain.models.loading import load_tokenizer

@@ -18,7 +18,7 @@ from transformers import AutoModelForSequenceClassification
 from posttrain import cli
 from posttrain.checkpoint.errors import CheckpointError
 from posttrain.checkpoint.manager import CheckpointManager
-from posttrain.trainer.export import export_checkpoint
+from posttrain.commands.export import export_checkpoint
 
 LORA = {"model__lora_rank": 4, "model__lora_alpha": 8, "optim__lr": 1e-2, "trainer__save_freq": 1}
 

@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 import torch
 
+pytestmark = pytest.mark.slow
+
 HERE = Path(__file__).parent
 KINDS = ("sft", "pairs")
 

@@ -8,8 +8,8 @@ from lora_tools import logits, plain, scores, started, watched
 from sft_runs import metrics_of, reward_model, sft
 from transformers import AutoModelForSequenceClassification
 
+from posttrain.commands.export import export_checkpoint
 from posttrain.models.quantized import is_quantized
-from posttrain.trainer.export import export_checkpoint
 
 bitsandbytes = pytest.importorskip("bitsandbytes")
 KEYS = {"model__lora_rank": 4, "model__quantization": "nf4", "optim__lr": 1e-2}

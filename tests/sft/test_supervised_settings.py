@@ -14,8 +14,7 @@ from safetensors.torch import load_file
 from sft_runs import PAIRS, PREFERENCES, metrics_of, reward_model, sft
 
 from posttrain.config.model import ModelConfig
-from posttrain.config.reward_trainer import PairDataConfig, RewardTrainerConfig
-from posttrain.config.sft import SFTConfig, SFTDataConfig
+from posttrain.config.supervised import PairDataConfig, RewardTrainerConfig, SFTConfig, SFTDataConfig
 from posttrain.data.pairs import PairDataset
 from posttrain.data.supervised import SFTDataset
 from posttrain.models import forward, scorer

@@ -1,6 +1,6 @@
 """Turns that no model should write: calls of a format, cut, doubled, nested and mixed with what other formats use."""
 
-# ruff: noqa: E501 (marks of formats are long)
+
 from __future__ import annotations
 
 import random
@@ -17,7 +17,8 @@ MARKS = [
     "<|start|>", "<|message|>", "<|channel|>", "<|call|>", " to=functions.f ", "<|tool_call_begin|>", "functions.f:0",
     "<|tool_call_argument_begin|>", "<minimax:tool_call>", '<invoke name="f">', '<parameter name="a">', "```json\n",
     "{", "}", "[", "]", '"', "'", ",", ":", "(", ")", "\\", "\n", "\0", "\ud800", "é", "½", "f(a=", "NaN", "1e999", "-",
-    "9" * 5000, " ", '{"name": "f", "arguments": {}}', '{"name": "f", "parameters": {"a": 1}}', "[f(a=1)]", "null", "lambda:",
+    "9" * 5000, " ", '{"name": "f", "arguments": {}}', '{"name": "f", "parameters": {"a": 1}}', "[f(a=1)]", "null",
+    "lambda:",
 ]  # fmt: skip
 ARGUMENTS = [{}, {"a": 1}, {"text": "</tool_call>"}, {"a": [1, {"b": None}]}, {"x": "<think>"}, {"é": "\n"}]
 

@@ -9,9 +9,9 @@ import pytest
 from chat_templates import TEMPLATES, chatml, tokenizer_of
 from fuzzed_turns import read_all
 
-from posttrain.config.turns import FORMATS as NAMED
 from posttrain.conversations.format_proof import WrongFormat, choose_format, prove_formats
 from posttrain.conversations.formats.base import FORMATS, Unreadable
+from posttrain.conversations.settings import FORMATS as NAMED
 from posttrain.conversations.templates import MessageTemplate
 from posttrain.conversations.tools.base import ToolCall
 

@@ -7,14 +7,14 @@ import errno
 
 import pytest
 
-from posttrain.config.sandbox import SandboxConfig
+from posttrain.config.reward import SandboxConfig
 from posttrain.conversations.tools.base import ToolCall
 from posttrain.conversations.tools.python import PythonTool, said
 from posttrain.conversations.tools.registry import make_tools
 from posttrain.conversations.tools.runner import ToolRunner
 from posttrain.errors import UserError
 from posttrain.sandbox import Result
-from posttrain.sandbox.refusal import refused
+from posttrain.sandbox.process import isolation_error
 
 CONFIG = SandboxConfig()
 
@@ -45,7 +45,7 @@ def test_the_model_is_shown_the_output_and_the_last_line_of_the_error(result, te
 
 def test_where_no_sandbox_can_be_had_it_is_refused_when_it_is_made(monkeypatch):
     def refuse(self):
-        raise refused("user namespace", errno.EPERM)
+        raise isolation_error("user namespace", errno.EPERM)
 
     monkeypatch.setattr("posttrain.sandbox.sandbox.Sandbox.start", refuse)
     with pytest.raises(UserError, match="in the sandbox and nowhere else") as caught:

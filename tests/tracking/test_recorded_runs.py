@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.tracking.diagnosis import RULES, RunFacts, StepFacts, findings
+from posttrain.tracking.diagnosis import RULES, RunFacts, StepFacts, collect_advice
 
 RECORDED = sorted((Path(__file__).parent / "recorded").glob("*.tsv"))
 A = "actor_rollout_ref.actor"
@@ -31,7 +31,7 @@ def first_spoken(path: Path) -> tuple[list[str], dict[str, int]]:
     ]
     first: dict[str, int] = {}
     for i, metrics in enumerate(steps):
-        for advice in findings(StepFacts(metrics, steps[:i], facts)):
+        for advice in collect_advice(StepFacts(metrics, steps[:i], facts)):
             first.setdefault(advice.rule, i + 1)
     return about["rules"], first
 

@@ -20,20 +20,20 @@ from posttrain.tracking.console import Console, as_console
 from posttrain.tracking.progress import Progress, say
 from posttrain.tracking.tee import tee_output
 from posttrain.trainer import fsdp_sft_trainer, main_generation, main_ppo
-from posttrain.trainer.run.stopping import GracefulStop
+from posttrain.trainer.run.result import GracefulStop
 
 PROGRAM = """
 import sys, time
-from posttrain.tracking.console import hang_up_is_no_end, keep_going, prepare_streams
+from posttrain.tracking.console import ignore_hangup, protect_console, prepare_streams
 from posttrain.tracking.progress import Progress, say
 from posttrain.tracking.tee import tee_output
 from pathlib import Path
 
 folder = Path(sys.argv[1])
 prepare_streams()
-keep_going()
+protect_console()
 print("before the log")
-with hang_up_is_no_end(), tee_output(folder / "run.log"), Progress(50) as progress:
+with ignore_hangup(), tee_output(folder / "run.log"), Progress(50) as progress:
     say("begins")
     (folder / "begun").touch()
     while sys.argv[2] == "waits" and not (folder / "go").exists():
@@ -98,7 +98,7 @@ def test_a_terminal_that_goes_away_does_not_take_the_run_with_it(tmp_path):
 HAMMERED = """
 import sys, time
 from posttrain import cli
-from posttrain.trainer.run.stopping import GracefulStop
+from posttrain.trainer.run.result import GracefulStop
 
 def slow(args):
     if "loop" in args:

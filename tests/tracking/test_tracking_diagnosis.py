@@ -9,8 +9,8 @@ import pytest
 
 from posttrain.tracking import diagnosis
 from posttrain.tracking.diagnosis import RULES, RunFacts, StepFacts, diagnose
-from posttrain.tracking.failures import FEW, commonest, failing_tools, words_on
 from posttrain.tracking.progress import Progress
+from posttrain.tracking.step_line import FEW, describe_failures, failing_tools, most_common_error
 
 HEALTHY = {
     "reward_mean": 0.5,
@@ -268,10 +268,6 @@ def test_first_responses_without_a_word_point_to_the_template():
     assert diagnosis.responses_empty(over("response_length", [30.0, 1.1], right__mean=[0.0, 0.0])) is None
 
 
-def test_every_rule_names_the_metric_behind_it():
-    assert {rule.__name__ for rule in RULES} == set(diagnosis.METRIC_OF)
-
-
 ERRORS = [
     None,
     "returned None instead of a number",
@@ -282,12 +278,12 @@ ERRORS = [
 
 
 def test_a_reward_that_fails_now_and_then_is_told_of_with_its_commonest_error_and_where_the_others_are():
-    assert commonest([]) == commonest([None]) == ""
-    assert commonest(ERRORS) == "ValueError: cannot read 13 (mine.py, line 3)"
-    assert commonest(ERRORS[1:2]) == "returned None instead of a number"
+    assert most_common_error([]) == most_common_error([None]) == ""
+    assert most_common_error(ERRORS) == "ValueError: cannot read 13 (mine.py, line 3)"
+    assert most_common_error(ERRORS[1:2]) == "returned None instead of a number"
     now = HEALTHY | {"reward/failures": 4.0}
     for freq, kept in ((1, "column `error`"), (10, "every 10 steps"), (0, "tracking.samples_freq=1 keeps")):
-        _, (said,) = diagnose(now, [], RunFacts(samples_freq=freq), reward_error=commonest(ERRORS))
+        _, (said,) = diagnose(now, [], RunFacts(samples_freq=freq), reward_error=most_common_error(ERRORS))
         assert said.startswith("The reward failed on 4 responses, most often: ValueError: cannot read 13 (mine.py")
         assert kept in said
 
@@ -306,12 +302,12 @@ def test_a_tool_fails_when_no_call_is_answered_and_calls_that_are_asked_wrongly_
     assert failing_tools([nobodys]) == {}, "names that a model makes up are no tools"
     errors = ["raised: KeyError: a", "raised: ValueError: b", "raised: ValueError: c", "timeout: late"]
     failing = failing_tools([calls("search", *errors), calls("add", "open: no.")])
-    assert words_on(failing) == (
+    assert describe_failures(failing) == (
         "the only call of the tool add failed, most often: open: no; "
         "all 4 calls of the tool search failed, most often: raised: ValueError: b"
     )
     now = HEALTHY | {"tools/failing": 2.0}
-    _, (told,) = diagnose(now, [], RunFacts(), tool_error=words_on(failing))
+    _, (told,) = diagnose(now, [], RunFacts(), tool_error=describe_failures(failing))
     assert told.startswith("The only call of the tool add failed") and "`posttrain tool try`" in told
     assert diagnose(HEALTHY | {"tools/failing": 0.0}, [], RunFacts())[1] == []
 

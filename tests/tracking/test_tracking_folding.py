@@ -13,7 +13,7 @@ from posttrain import cli
 from posttrain.tracking import waiting as module
 from posttrain.tracking.progress import say
 from posttrain.tracking.tee import active
-from posttrain.tracking.terminal_text import folded, tell, tell_page
+from posttrain.tracking.terminal_text import fold_lines, print_page, print_text
 from posttrain.tracking.waiting import waiting
 from tests.tracking.test_tracking_progress import Terminal, rows_of
 
@@ -48,17 +48,17 @@ def test_no_word_is_torn_on_a_terminal_of_80_columns(command, monkeypatch):
 def test_pages_are_broken_anew_and_formulas_and_settings_stay(monkeypatch):
     screen = a_screen(monkeypatch)
     page = "x" * 50 + " " + "y" * 50 + " the\nend.\n\n    a = b\n    c = d\n\n- one\n- two"
-    tell_page(page)
+    print_page(page)
     first, *rest = screen.getvalue().rstrip("\n").split("\n")
     assert first == "x" * 50 and rest == ["y" * 50 + " the end.", "", "    a = b", "    c = d", "", "- one", "- two"]
 
 
 def test_what_is_read_by_a_program_is_left_as_it_is(capsys):
     text = "word " * 60
-    tell(text)
-    tell_page(f"{text}\nmore")
+    print_text(text)
+    print_page(f"{text}\nmore")
     assert capsys.readouterr().out == f"{text}\n{text}\nmore\n"
-    assert folded("  a b c", 5) == "  a b\n    c"
+    assert fold_lines("  a b c", 5) == "  a b\n    c"
 
 
 def test_whatever_takes_seconds_shows_a_row_that_moves_and_leaves_nothing(monkeypatch):

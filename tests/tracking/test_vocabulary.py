@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from posttrain.models.embedded import byte_tokenizer
-from posttrain.tracking.vocabulary import read_vocabulary, token_bytes, write_vocabulary
+from posttrain.tracking.samples import read_vocabulary, token_bytes, write_vocabulary
 
 
 def test_a_byte_level_tokenizers_tokens_join_to_the_text(tmp_path):

@@ -11,12 +11,11 @@ import pytest
 from runs import run
 
 from posttrain import cli
+from posttrain.commands.evaluation.report import compare, notes, read_report
+from posttrain.commands.generation import files as parts_module
 from posttrain.data.rows import load_rows
-from posttrain.rewards.files import read_rows
+from posttrain.rewards.try_command import read_rows
 from posttrain.trainer import main_eval
-from posttrain.trainer.evaluation.compare import compare, notes
-from posttrain.trainer.evaluation.report import read_report
-from posttrain.trainer.generation import parts as parts_module
 from posttrain.trainer.main_generation import cli as entry
 
 REWARD = Path(__file__).parent / "light_rewards.py"
@@ -285,7 +284,7 @@ WRONG = {
 
 @pytest.mark.parametrize("case", WRONG)
 def test_wrong_input_is_answered_before_weights_are_loaded(case, tiny_model, tmp_path, monkeypatch, capsys):
-    from posttrain.trainer.generation import model as models
+    from posttrain.commands.generation import model as models
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(models, "load_causal_lm", lambda *args, **named: pytest.fail("weights were loaded"))
@@ -313,8 +312,8 @@ def test_a_command_line_that_says_too_much_or_too_little(args, message, capsys):
 
 
 def test_a_file_of_responses_without_a_list_is_grouped_by_its_prompt(tmp_path):
+    from posttrain.commands.evaluation.evaluate import answered_prompts
     from posttrain.config.data import DataConfig
-    from posttrain.trainer.evaluation.responses import answered_prompts
 
     rows = [{"prompt": "a", "response": "1", "ground_truth": "1"}, {"prompt": "b", "response": "2"}]
     rows.append({"prompt": "a", "response": "3", "ground_truth": "1"})

@@ -9,9 +9,8 @@ import random
 import numpy as np
 import pytest
 
-from posttrain.tracking.validation import answer_of, majority_row, pass_at_k
-from posttrain.trainer.evaluation.scored import ScoredPrompt, per_prompt, summary
-from posttrain.trainer.evaluation.statistics import (
+from posttrain.commands.evaluation.scored import ScoredPrompt, per_prompt, summary
+from posttrain.commands.evaluation.statistics import (
     EXACT_UP_TO,
     bootstrap,
     estimate,
@@ -19,6 +18,7 @@ from posttrain.trainer.evaluation.statistics import (
     sign_flip_p,
     wilson,
 )
+from posttrain.tracking.validation import answer_of, majority_row, pass_at_k
 
 
 @pytest.mark.parametrize("n", range(1, 7))

@@ -14,20 +14,20 @@ import torch
 from runs import run
 
 from posttrain import cli
+from posttrain.commands.generation import files as parts_module
+from posttrain.commands.generation import model as models
+from posttrain.commands.generation.command import settings_folder
+from posttrain.commands.generation.settings import Settings, read_settings
 from posttrain.data.rows import load_rows
 from posttrain.errors import UserError
 from posttrain.trainer import main_generation
-from posttrain.trainer.generation import model as models
-from posttrain.trainer.generation import parts as parts_module
-from posttrain.trainer.generation.command import settings_folder
-from posttrain.trainer.generation.settings import Settings, read_settings
 
 KILLED = """
     import os, signal, sys
-    from posttrain.trainer.generation import parts
+    from posttrain.commands.generation import files
     from posttrain import cli
 
-    parts.ROWS, plain, seen = 2, parts.Parts.add, []
+    files.ROWS, plain, seen = 2, files.Parts.add, []
 
     def add(self, answers):
         seen.append(answers)
@@ -35,7 +35,7 @@ KILLED = """
             os.kill(os.getpid(), signal.SIGKILL)
         plain(self, answers)
 
-    parts.Parts.add = add
+    files.Parts.add = add
     cli.main({args!r})
 """
 
@@ -174,6 +174,7 @@ def test_another_prompt_column_and_verls_spelling(lively, generate, tmp_path, ca
         assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_several_workers_write_the_file_of_one_and_go_on_with_what_is_finished(
     lively, sums, tmp_path, capfd, monkeypatch
 ):
@@ -193,6 +194,7 @@ def test_several_workers_write_the_file_of_one_and_go_on_with_what_is_finished(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["one.jsonl", "two.jsonl"], "no parts are left"
 
 
+@pytest.mark.slow
 def test_a_worker_that_fails_ends_the_command_with_its_words(lively, sums, tmp_path, capfd, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
     command = ["generate", str(lively), "--data", str(sums["test"]), "--device", "cpu", "--max-tokens", "4"]

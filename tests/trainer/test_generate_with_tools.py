@@ -13,12 +13,12 @@ import scripted
 from runs import run
 
 from posttrain import cli
+from posttrain.commands.evaluation.evaluate import answered_prompts
+from posttrain.commands.evaluation.report import read_report
+from posttrain.commands.generation import files as parts_module
 from posttrain.config.data import DataConfig
 from posttrain.data.rows import load_rows, table_of_rows
 from posttrain.rollout.engines import ENGINES
-from posttrain.trainer.evaluation.report import read_report
-from posttrain.trainer.evaluation.responses import answered_prompts
-from posttrain.trainer.generation import parts as parts_module
 
 FLAGS = ["--tools", "my_tools.py:add", "--max-tokens", "240"]
 

@@ -6,7 +6,7 @@ import signal
 import pytest
 
 from posttrain import interrupts
-from posttrain.trainer.run.stopping import GracefulStop
+from posttrain.trainer.run.result import GracefulStop
 
 
 def left_at_once():

@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from posttrain import cli
 from posttrain.checkpoint.errors import CheckpointError
 from posttrain.checkpoint.manager import CheckpointManager
+from posttrain.commands.export import export_checkpoint
 from posttrain.models.lora import base_only
-from posttrain.trainer.export import export_checkpoint
 from posttrain.trainer.ppo.ray_trainer import RayPPOTrainer
 from posttrain.workers import roles
 

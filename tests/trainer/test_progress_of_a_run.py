@@ -13,7 +13,7 @@ from runs import run
 from posttrain import pulse
 from posttrain.explain.pages import metric_text
 from posttrain.tracking import status
-from posttrain.tracking.status import stands, write_status
+from posttrain.tracking.status import run_state, write_status
 from posttrain.trainer.fsdp_sft_trainer import run_sft
 from posttrain.trainer.run.writer import RunWriter
 
@@ -93,9 +93,9 @@ def test_supervised_steps_count_too(tiny_model, tmp_path, seen):
 
 def test_a_run_whose_process_is_gone_was_killed(tmp_path, monkeypatch):
     write_status(tmp_path, "running", 3, 10)
-    assert stands(tmp_path) == "running"
+    assert run_state(tmp_path) == "running"
     monkeypatch.setattr(status.os, "getpid", lambda: 2**22 + 1)  # above every pid there can be
     write_status(tmp_path, "running", 3, 10)
-    assert stands(tmp_path) == "killed"
+    assert run_state(tmp_path) == "killed"
     write_status(tmp_path, "finished", 10, 10)
-    assert stands(tmp_path) == "finished" and stands(tmp_path / "nowhere") == "unknown"
+    assert run_state(tmp_path) == "finished" and run_state(tmp_path / "nowhere") == "unknown"

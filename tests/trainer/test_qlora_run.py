@@ -7,11 +7,11 @@ import torch
 from runs import metrics_of, run
 from transformers import AutoModelForCausalLM
 
+from posttrain.commands.export import export_checkpoint
 from posttrain.config.model import ModelConfig
 from posttrain.models.quantized import is_quantized
 from posttrain.planning.counting import ModelBytes
 from posttrain.planning.meta_models import actor_model
-from posttrain.trainer.export import export_checkpoint
 from posttrain.trainer.ppo.ray_trainer import RayPPOTrainer
 
 bitsandbytes = pytest.importorskip("bitsandbytes")

@@ -9,9 +9,9 @@ import torch
 
 import posttrain
 from posttrain.cli import main
+from posttrain.commands.replay import ReplayError, find_start, replayable
+from posttrain.commands.replay_updates import replay
 from posttrain.tracking.batches import kept_steps
-from posttrain.trainer.replay.steps import ReplayError, replayable
-from posttrain.trainer.replay.updates import replay
 
 
 def right(data_source, solution_str, ground_truth, extra_info=None):
@@ -48,7 +48,9 @@ def test_the_losses_of_a_replayed_step_are_those_of_the_run_to_the_bit(run):
     assert kept_steps(run.path / "batches") == [2, 3, 4, 5]  # the last four
     assert replayable(run.path) == {4: 3, 5: 3}  # 2 and 3 would need the batch of step 1
     seen: dict[str, torch.Tensor] = {}
-    made = list(replay(run.path, 5, lambda name, tensor: seen.setdefault(name, tensor.clone())))
+    made = list(
+        replay(run.path, find_start(run.path, 5), 5, lambda name, tensor: seen.setdefault(name, tensor.clone()))
+    )
     assert [one.step for one in made] == [4, 5] and all(one.differing == {} for one in made)
     compared = {"policy_loss", "actor/grad_norm", "critic/vf_loss", "critic/grad_norm"}
     for one in made:
@@ -60,7 +62,7 @@ def test_the_losses_of_a_replayed_step_are_those_of_the_run_to_the_bit(run):
 
 def test_a_step_that_cannot_be_replayed_is_answered_with_those_that_can(run, tmp_path, capsys):
     with pytest.raises(ReplayError, match="These can: 4 to 5"):
-        next(replay(run.path, 2))
+        find_start(run.path, 2)
     copy = shutil.copytree(run.path, tmp_path / "copy")
     shutil.rmtree(copy / "batches")
     assert main(["replay", str(copy), "5"]) == 2

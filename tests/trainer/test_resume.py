@@ -110,7 +110,7 @@ def test_more_steps_are_accepted_and_changed_keys_are_named(tiny_model, sums, tm
 
 
 def test_disabled_resume_refuses_a_directory_that_holds_a_run(tiny_model, sums, tmp_path):
-    from posttrain.tracking.lock import RunDirectoryError
+    from posttrain.tracking.rundir import RunDirectoryError
 
     run(tiny_model, sums, tmp_path)
     before = metrics_of(tmp_path / "test" / "run")
@@ -141,7 +141,7 @@ def test_resume_from_a_given_checkpoint(tiny_model, sums, tmp_path):
 
 
 def test_a_foreign_checkpoint_is_not_mixed_into_a_directory_that_holds_a_run(tiny_model, sums, tmp_path):
-    from posttrain.tracking.lock import RunDirectoryError
+    from posttrain.tracking.rundir import RunDirectoryError
 
     for name in ("one", "two"):
         run(tiny_model, sums, tmp_path, trainer__experiment_name=name, trainer__total_training_steps=1)

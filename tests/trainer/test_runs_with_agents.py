@@ -443,7 +443,7 @@ def test_generate_shows_a_conversation_with_its_reward_and_eval_counts_it(tiny_m
     more = ["--max-tokens", "60", "actor_rollout_ref.rollout.agent=lead.py:lead"]
     assert cli.main(["generate", str(tiny_model), "--prompt", "1?", *more]) == 0
     assert capsys.readouterr().out == "7\n  [agent: LookupError: no truth (lead.py, line 4)]\n"
-    monkeypatch.setattr("posttrain.trainer.generation.session.PromptDataset", with_truth(PromptDataset))
+    monkeypatch.setattr("posttrain.commands.generation.session.PromptDataset", with_truth(PromptDataset))
     assert cli.main(["generate", str(tiny_model), "--prompt", "1?", *more]) == 0
     assert capsys.readouterr().out == "7\n  -> once more\n7\n  [reward 0.75]\n"
     assert cli.main(["eval", str(tiny_model), "--data", "rows.jsonl", "--out", "out", *more]) == 0

@@ -16,16 +16,15 @@ from patience import gone
 from runs import metrics_of, run, settings
 
 import posttrain
+from posttrain.commands.evaluation.scoring import Scoring
 from posttrain.config.reward import CustomRewardConfig, RewardConfig
 from posttrain.config.root import PPOConfig
 from posttrain.errors import UserError
 from posttrain.protocol import DataProto
 from posttrain.rewards import resolve_reward
 from posttrain.tracking.rundir import TIMELINE, read_lines
-from posttrain.tracking.samples import sample_files, validation_files
-from posttrain.tracking.vocabulary import read_vocabulary
-from posttrain.trainer.evaluation.scoring import Scoring
-from posttrain.trainer.ppo import runner
+from posttrain.tracking.samples import read_vocabulary, sample_files, validation_files
+from posttrain.trainer.ppo import reward
 from posttrain.trainer.ppo.first_batch import MismatchError, compare_log_probs, tolerance
 from posttrain.trainer.ppo.recorder import Recorder
 from posttrain.trainer.run.process import prepare_torch, restore_determinism
@@ -291,8 +290,8 @@ def test_the_reward_settings_of_a_run_decide_the_scores(tiny_model, sums, tmp_pa
         "reward__num_workers": 3,
     }
     workers: list[int] = []
-    pool = runner.RewardPool
-    monkeypatch.setattr(runner, "RewardPool", lambda *a, **k: workers.append(k["num_workers"]) or pool(*a, **k))
+    pool = reward.RewardPool
+    monkeypatch.setattr(reward, "RewardPool", lambda *a, **k: workers.append(k["num_workers"]) or pool(*a, **k))
     rows = samples(run(tiny_model, sums, tmp_path / "out", reward=None, **more, **ONE).path)
     assert {row["score"] for row in rows} == {0.75, -3.0}
     late = [row for row in rows if row["score"] == -3.0]
@@ -323,7 +322,9 @@ def test_unless_said_there_is_a_reward_worker_for_each_core_that_the_process_may
     monkeypatch.setattr("os.sched_getaffinity", lambda process: {0, 5}, raising=False)
     with Scoring(PPOConfig(), ["math_reasoning"], print) as scoring:
         assert scoring._pool._crew._size == 2
-    with runner._reward_pool(resolve_reward(CustomRewardConfig()), RewardConfig(), {"math_reasoning"}) as pool:
+    with reward.make_reward_pool(
+        resolve_reward(CustomRewardConfig()), RewardConfig(), {"math_reasoning"}, print
+    ) as pool:
         assert pool._crew._size == 2
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from runs import run
 
-from posttrain.trainer.run.traces import StepTraces
+from posttrain.trainer.run.writer import StepTraces
 
 
 def ranges(path: Path) -> set[str]:

@@ -13,7 +13,7 @@ import pytest
 from runs import settings
 
 from posttrain.errors import UserError
-from posttrain.tracking.own_console import QUIET, take_voice
+from posttrain.tracking.console import QUIET, split_output_mode
 from posttrain.trainer.run.workers import keep_worker_logs
 
 NOISE = (
@@ -109,9 +109,9 @@ def test_what_libraries_say_is_in_a_log_of_its_own(spoken, voice):
 
 
 def test_two_voices_at_once_are_refused():
-    assert take_voice(["a=1", "--quiet"]) == (["a=1"], QUIET)
+    assert split_output_mode(["a=1", "--quiet"]) == (["a=1"], QUIET)
     with pytest.raises(UserError, match="exclude each other"):
-        take_voice(["--json", "--quiet"])
+        split_output_mode(["--json", "--quiet"])
 
 
 def test_what_ranks_printed_outlives_rays_folder(tmp_path):

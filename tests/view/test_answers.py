@@ -14,13 +14,12 @@ from viewing import RESPONSES, STEPS, Client, small_run
 
 from posttrain.tracking.rundir import DIAGNOSIS, append_line
 from posttrain.tracking.samples import write_samples
-from posttrain.view import priority
+from posttrain.view import catalogue
 from posttrain.view.answers import Answers
-from posttrain.view.metrics import Metrics
-from posttrain.view.page import SCRIPT, static_file
-from posttrain.view.runs import Runs
+from posttrain.view.runs import Metrics, Runs
 from posttrain.view.samples import groups, token_texts
 from posttrain.view.search import TrigramIndex
+from posttrain.view.server import SCRIPT, static_file
 
 NEW = ["length", "advantage", "mismatch", "seed", "data_row", "extra_info", "sampling"]
 
@@ -66,18 +65,18 @@ def test_whoever_opens_samples_has_all_of_them_read_a_moment_later(made):
 def test_work_in_the_background_gives_way_to_answers_and_not_to_those_that_wait_for_it(monkeypatch):
     naps: list[float] = []
     clock = iter(range(100))
-    monkeypatch.setattr(priority.time, "sleep", naps.append)
-    monkeypatch.setattr(priority.time, "monotonic", lambda: 0.1 * next(clock))
-    priority.give_way()
+    monkeypatch.setattr(catalogue.time, "sleep", naps.append)
+    monkeypatch.setattr(catalogue.time, "monotonic", lambda: 0.1 * next(clock))
+    catalogue.yield_to_answers()
     assert naps == []
-    with priority.answering():
-        priority.give_way()
+    with catalogue.answering():
+        catalogue.yield_to_answers()
         assert 0 < len(naps) < 10  # half a second at most
-        with priority.waiting_for_it():
+        with catalogue.while_waiting():
             before = len(naps)
-            priority.give_way()
+            catalogue.yield_to_answers()
             assert len(naps) == before
-    assert priority._asked == 0
+    assert catalogue._asked == 0
 
 
 def test_metrics_come_as_columns_and_then_only_what_is_new(client):

@@ -11,8 +11,8 @@ import pytest
 from viewing import STEPS, Client, small_run
 
 from posttrain.explain.pages import metric_text
-from posttrain.view.page import static_file
-from posttrain.view.runs import END_BYTES, reached
+from posttrain.view.runs import END_BYTES, read_progress
+from posttrain.view.server import static_file
 
 
 @pytest.fixture(scope="module")
@@ -42,13 +42,13 @@ def test_of_a_long_run_only_the_ends_are_read_and_a_cut_line_counts_for_nothing(
     lines[-2] = json.dumps({"step": 998, "time": 998, "val/gsm8k/mean@4": 0.5, "reward_mean": True})
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + '\n{"step": 1000, "reward_mean": 7')
     assert (tmp_path / "metrics.jsonl").stat().st_size > END_BYTES
-    assert reached(tmp_path) == {
+    assert read_progress(tmp_path) == {
         "reward": {"metric": "reward_mean", "value": 99.9},
         "validation": {"metric": "val/gsm8k/mean@4", "value": 0.5},
         "started": 0,
         "written": 999,
     }
-    assert reached(tmp_path / "nowhere") == {}
+    assert read_progress(tmp_path / "nowhere") == {}
 
 
 def test_runs_that_differ_in_their_seed_alone_are_one_family(several):

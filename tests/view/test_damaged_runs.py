@@ -14,8 +14,8 @@ import yaml
 from viewing import STEPS, Client
 
 from posttrain.cli import main
-from posttrain.tracking.status import load_status, read_status, stands, write_status
-from posttrain.tracking.stored import DamagedFile, read_settings
+from posttrain.tracking.safe_files import DamagedFile, read_settings
+from posttrain.tracking.status import load_status, read_status, run_state, write_status
 
 BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 10)
@@ -177,7 +177,7 @@ def test_a_status_that_is_none_is_one_damaged_entry(bad, content):
     found = shown(bad)
     assert found["status"] == "damaged" and found["problem"].startswith("status.json")
     assert found["reached"]["reward"]["metric"] == "reward_mean"  # what can be read is shown
-    assert read_status(bad) == {} and stands(bad) == "unknown"
+    assert read_status(bad) == {} and run_state(bad) == "unknown"
     with pytest.raises(DamagedFile):
         load_status(bad)
 
@@ -185,11 +185,11 @@ def test_a_status_that_is_none_is_one_damaged_entry(bad, content):
 def test_a_status_as_runs_write_it_is_no_damage(tmp_path):
     assert load_status(tmp_path) == {}
     write_status(tmp_path, "running", 3, 10)
-    assert load_status(tmp_path)["step"] == 3 and stands(tmp_path) == "running"
+    assert load_status(tmp_path)["step"] == 3 and run_state(tmp_path) == "running"
     (tmp_path / "status.json").write_text(
         '{"status": "running", "pid": 99999999999999999999, "host": null, "more": [1]}'
     )
-    assert load_status(tmp_path)["more"] == [1] and stands(tmp_path) == "running"
+    assert load_status(tmp_path)["more"] == [1] and run_state(tmp_path) == "running"
 
 
 def test_lines_of_any_kind_break_neither_charts_nor_health(bad):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.view.page import static_file, static_files
+from posttrain.view.server import static_file, static_files
 
 ROOT = Path(__file__).resolve().parents[2]
 

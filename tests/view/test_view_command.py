@@ -11,7 +11,7 @@ import pytest
 from viewing import STEPS
 
 from posttrain.cli import main
-from posttrain.view.page import joined_modules
+from posttrain.view.server import joined_modules
 
 
 @pytest.fixture(scope="module")

@@ -7,13 +7,13 @@ from runs import metrics_of, run
 from sft_runs import metrics_of as supervised_metrics
 from sft_runs import reward_model, sft
 
-from posttrain.config.train_engines import ENGINES, RL, register_train_engine, train_engine
+from posttrain.engine.settings import ENGINES, RL, register_train_engine, train_engine
 from posttrain.errors import UserError
 
 COUNTING = '''
 from collections import Counter
 
-from posttrain.config.train_engines import register_train_engine
+from posttrain.engine.settings import register_train_engine
 from posttrain.engine.base import TrainEngine
 from posttrain.engine.torch_engine import TorchEngine
 

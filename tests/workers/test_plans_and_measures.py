@@ -8,10 +8,9 @@ import torch
 
 from posttrain.controller.dispatch import Calls
 from posttrain.protocol import DataProto
-from posttrain.workers.measures import Measures, over_ranks, over_steps
+from posttrain.workers.measures import ROW, Measures, TokenStats, join_token_stats, reduce_over_ranks, reduce_over_steps
 from posttrain.workers.plan import Schedule, mini_batches
 from posttrain.workers.row_dispatch import in_row_order, split_rows
-from posttrain.workers.token_stats import ROW, TokenStats, join_token_stats
 
 
 def batch_of(*groups: int) -> DataProto:
@@ -71,15 +70,17 @@ def test_metrics_are_reduced_as_they_say():
         made.tell("skipped", 1.0, steps="sum")
         return made
 
-    steps = [over_ranks([step(0, number), step(1, number)]) for number in range(2)]
-    assert over_steps(steps) == pytest.approx({"loss": 2.25, "gap": 1.5, "worst": 10.5, "norm": 3.5, "skipped": 2.0})
+    steps = [reduce_over_ranks([step(0, number), step(1, number)]) for number in range(2)]
+    assert reduce_over_steps(steps) == pytest.approx(
+        {"loss": 2.25, "gap": 1.5, "worst": 10.5, "norm": 3.5, "skipped": 2.0}
+    )
 
 
 def test_a_metric_of_some_ranks_or_steps_only_is_that_of_those():
     one, other = Measures(), Measures()
     other.add("rare", 0.5)
-    assert over_steps([over_ranks([one, other]), Measures()]) == {"rare": 0.5}
-    assert np.isfinite(list(over_steps([other]).values())).all()
+    assert reduce_over_steps([reduce_over_ranks([one, other]), Measures()]) == {"rare": 0.5}
+    assert np.isfinite(list(reduce_over_steps([other]).values())).all()
 
 
 def test_tokens_are_kept_as_of_the_first_time_they_were_trained_on_from_all_ranks_in_row_order():

@@ -267,7 +267,7 @@ def test_a_tokenizer_beside_the_model_and_another_type_are_taken_as_set(rm_same,
 
 
 def test_code_of_a_reward_model_runs_only_if_it_is_trusted(rm_same, monkeypatch):
-    from posttrain.workers.reward_model import worker as module
+    from posttrain.workers import reward_model as module
 
     told: list[bool] = []
 

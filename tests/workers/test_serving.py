@@ -12,8 +12,7 @@ import pytest
 
 from posttrain.config import load_config
 from posttrain.errors import UserError
-from posttrain.tracking.lock import RunTaken
-from posttrain.tracking.rundir import RunDirectory
+from posttrain.tracking.rundir import RunDirectory, RunTaken
 from posttrain.trainer.main_ppo import run_ppo
 
 pytest.importorskip("ray")

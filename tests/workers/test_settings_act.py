@@ -295,7 +295,7 @@ def test_an_engine_that_reads_the_actors_weights_holds_nothing_where_they_were(t
     group = actor(tiny_model, {f"{ACTOR}.fsdp_config.param_offload": True})
     worker, plain = group.worker, actor(tiny_model, {}).worker
     prompts = [[5, 6, 7], [9]]
-    assert worker.rollout.engine.decoder.gone, "of the weights that the engine was tried with"
+    assert worker.rollout.engine.decoder.is_released, "of the weights that the engine was tried with"
     found = []
     for one in (worker, plain):
         one.rollout.wake()
@@ -307,7 +307,7 @@ def test_an_engine_that_reads_the_actors_weights_holds_nothing_where_they_were(t
         one.rollout.sleep()
         assert all((x() is None) == (one is worker) for x in held)
         one.sync_weights(1)
-        assert one.rollout.engine.decoder.gone == (one is worker)
+        assert one.rollout.engine.decoder.is_released == (one is worker)
     assert found[0] == found[1]
 
 

@@ -38,10 +38,12 @@ from posttrain.protocol import DataProto
 from posttrain.trainer.main_ppo import run_ppo
 from posttrain.trainer.ppo import runner as rl
 from posttrain.trainer.ppo.ray_trainer import RayPPOTrainer
-from posttrain.workers.buckets import SyncError
+from posttrain.workers.weight_sync import SyncError
 
 ray = pytest.importorskip("ray")
 from posttrain.controller.ray_cluster import RayCluster  # noqa: E402
+
+pytestmark = pytest.mark.slow
 
 RAYS_OWN = ["ray_init.num_cpus=5", "ray_kwargs.ray_init.runtime_env.env_vars.SEEN_BY_RANKS=1", "trainer.n_workers=4"]
 

@@ -19,6 +19,8 @@ from sft_runs import settings as sft_settings
 
 from posttrain.trainer.fsdp_sft_trainer import run_sft
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("ray")
 
 

@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("ray")
-from posttrain.controller import ray_node, ray_processes
-from posttrain.controller.ray_node import RayNode
-from posttrain.controller.ray_processes import Watched
+from posttrain.controller import ray_node
+from posttrain.controller.ray_node import RayNode, Watched
 
 
 def started(watched: Watched) -> subprocess.Popen[bytes]:
@@ -32,7 +31,7 @@ def test_what_was_started_ends_also_where_its_watcher_was_killed(killed):
 
 def test_a_process_that_cannot_be_killed_does_not_hold_the_run(monkeypatch):
     """A watcher that goes on trying stands for it."""
-    monkeypatch.setattr(ray_processes, "CLOSE_S", 0.2)
+    monkeypatch.setattr(ray_node, "CLOSE_S", 0.2)
     watched, began = Watched(), time.monotonic()
     watched._watcher.kill()
     watched._watcher.wait()
@@ -49,9 +48,9 @@ def test_a_node_that_its_watcher_does_not_find_is_ended_by_its_own_process(monke
     made, plain = [], subprocess.Popen.__init__
 
     def unmarked(self, command, **given):
-        stands = command if "watcher.py" in str(command) else ["sleep", "60"]
+        run_state = command if "watcher.py" in str(command) else ["sleep", "60"]
         made.append(self)
-        plain(self, stands, **{**given, "env": {"PATH": os.environ["PATH"]}})
+        plain(self, run_state, **{**given, "env": {"PATH": os.environ["PATH"]}})
 
     monkeypatch.setattr(subprocess.Popen, "__init__", unmarked)
     with pytest.raises(ray_node.NoNode):

@@ -185,7 +185,7 @@ def _whole_batch(data: Any) -> dict[str, Any]:
 
 
 def _column(parts: Any, name: str) -> Any:
-    from posttrain.protocol_fields import object_array
+    from posttrain.batch.fields import object_array
 
     return object_array([(part or {}).get(name) for part in parts])
 

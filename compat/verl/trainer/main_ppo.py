@@ -25,17 +25,17 @@ def main(config: Any = None) -> Any:
     """Train with the command line's settings, or with a configuration."""
     if config is not None:
         return run_ppo(config)
-    from posttrain.tracking.own_console import take_voice
+    from posttrain.tracking.console import split_output_mode
     from verl._added import take_added
     from verl._named_manager import NamedManager
 
-    args, voice = take_voice(sys.argv[1:])
+    args, mode = split_output_mode(sys.argv[1:])
     manager, args = NamedManager.taken_from(take_added(args))
     resolved = ours._from_command_line(args)
     if resolved is None:
         return None
     if manager is None:
-        return ours.run_command(resolved, voice, ours.greeting(resolved))
+        return ours.run_command(resolved, mode, ours.greeting(resolved))
     print(ours.greeting(resolved))
     return manager.train(resolved)
 

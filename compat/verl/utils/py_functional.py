@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from posttrain.protocol_fields import same
+from posttrain.batch.fields import same
 from verl._missing import not_given
 
 __getattr__ = not_given(__name__)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
-from posttrain.protocol_fields import same
+from posttrain.batch.fields import same
 from verl._missing import not_given
 
 __getattr__ = not_given(__name__)

@@ -1,30 +1,29 @@
-"""GDPO: every part of the reward is normalised within its group by itself; the sum is normalised over the batch.
+"""GDPO: each part of the reward is normalised within its group, and the weighted sum is normalised over the batch.
 
     A_i^k = (r_i^k - mean(r^k)) / (std(r^k) + epsilon)       k: parts of the reward; over the n responses to one prompt
     S_i   = sum over k of w_k * A_i^k
     A_i   = (S_i - mean(S)) / (std(S) + epsilon)             over all responses of the batch
 
-Summed first and normalised then, as `grpo` does, different mixtures of parts (right but badly formatted, wrong but
-well formatted) fall onto the same advantage, and the part with the largest spread drowns the others. Normalised one by
-one, each part counts by its weight alone. In a group of one each part keeps its value.
+`grpo` sums the parts first. Then different mixtures of parts (right but badly formatted, wrong but well formatted) get
+the same advantage, and the part with the largest spread dominates. Normalised separately, each part counts by its
+weight alone. In a group of one, each part keeps its value.
 
 Source: GDPO: Group reward-Decoupled Normalization Policy Optimization for Multi-reward RL Optimization,
 arXiv 2601.05242.
 
-When to use: a reward function that returns a dict of several numbers (correctness, format, length), all of which
-matter.
+When to use: the reward function returns several numbers (correctness, format, length), and all of them matter.
 
 Settings: algorithm.adv_estimator=gdpo, algorithm.gdpo_reward_keys, algorithm.gdpo_reward_weights,
-algorithm.norm_adv_by_std_in_grpo, actor_rollout_ref.rollout.n. Without keys the parts are the functions of
-reward.functions, or a reward model and the function beside it, each with its own weight (one of weight 0 is only
-recorded); of a single function the numbers beside its `score`, but not `acc`, `pred` and `answer`; where there are
-none, the score. reward.overlong_buffer is a part of its own, its penalty_factor the weight. A part that a response
-lacks (None, NaN, a text, or a reward that failed) counts as reward.failure_score.
+algorithm.norm_adv_by_std_in_grpo, actor_rollout_ref.rollout.n. Without keys, the parts are the functions of
+reward.functions, or a reward model and the function used with it, each with its own weight (weight 0: only recorded).
+For a single function they are the numbers that it returns besides `score`, except `acc`, `pred` and `answer`; if there
+are none, the score. reward.overlong_buffer is a separate part, weighted by its penalty_factor. A part that a response
+lacks (None, NaN, a text, or a failed reward) counts as reward.failure_score.
 
 Watch: reward/PART/mean for every part (each should rise), reward_mean.
 
-Signs of failure: one part that falls while the others rise (raise its weight, or make it a condition of the others in
-the reward function).
+Signs of failure: one part falls while the others rise (raise its weight, or make it a condition of the others in the
+reward function).
 """
 
 from __future__ import annotations
@@ -50,13 +49,13 @@ from posttrain.lazy import torch
 
 @dataclass
 class GDPOSettings:
-    """Which parts of the reward count, and how much."""
+    """Which parts of the reward count, and with which weights."""
 
     gdpo_reward_keys: list[str] | None = None
-    """Parts of the reward that `gdpo` normalises one by one; null takes those that the reward is the sum of, or the
-    numbers that a function gave beside its score."""
+    """Parts of the reward that `gdpo` normalises separately; null means the terms of the reward's sum, or the numbers
+    that a function returned besides its score."""
     gdpo_reward_weights: list[float] | None = None
-    """One weight per part in `gdpo`; null takes the parts' own weights in the reward, 1 where they have none."""
+    """One weight per part in `gdpo`; null means the parts' own weights in the reward, or 1."""
 
 
 @register_adv_est(
@@ -78,11 +77,10 @@ def compute_gdpo_outcome_advantage(
     config: Any = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(advantages, advantages), each (rows, response length), 0 outside the mask.
+    """Return (advantages, advantages), each (rows, response length), 0 outside the mask.
 
-    `reward_parts` is a dict per row, `reward_scores` and `reward_errors` what the reward gave beside them (null: the
-    rows' own sums, no errors), `reward_weights` the weighted sum that the reward is, `failure_score` what a part that a
-    row lacks counts as.
+    `reward_parts` is a dict per row. `reward_scores` and `reward_errors` are the reward's own results (null: the rows'
+    sums, no errors), `reward_weights` the weights of its sum. A part that a row lacks counts as `failure_score`.
     """
     own, rows = own_settings(GDPOSettings, config), len(token_level_rewards)
     group_B = group_of_rows(index, rows, "gdpo")
@@ -95,14 +93,15 @@ def compute_gdpo_outcome_advantage(
         failure_score=failure_score,
     )
     terms = _weighed(terms, own.gdpo_reward_weights)
+    # Without the deviation a part counts by its spread as well as by its weight.
     relative = normalised if read_setting(config, "norm_adv_by_std_in_grpo", True) else above_mean
     sums_B = np.zeros(rows)
     for term in terms:
         sums_B += term.weight * relative(term.values_B, group_B)
 
-    counted_B = np.sort(
-        sums_B[response_mask.bool().any(dim=-1).cpu().numpy()]
-    )  # sorted: any order of rows adds up alike
+    # Sorted, so that the sum does not depend on the order of rows. Rows without response tokens do not count.
+    counted_B = np.sort(sums_B[response_mask.bool().any(dim=-1).cpu().numpy()])
+    # A batch of one has no deviation: its sum is kept as it is.
     several = len(counted_B) > 1
     mean = counted_B.mean() if several else 0.0
     deviation = np.sqrt(np.square(counted_B - mean).sum() / (len(counted_B) - 1)) if several else 1.0
@@ -111,7 +110,7 @@ def compute_gdpo_outcome_advantage(
 
 
 def _weighed(terms: list[Term], weights: Sequence[float] | None) -> list[Term]:
-    """The terms with the weights that the user gave, if any; the overlong penalty keeps its own factor."""
+    # With the user's weights, if given; the overlong penalty keeps its own factor.
     if weights is None:
         return terms
     named = [term for term in terms if term.name != OVERLONG]

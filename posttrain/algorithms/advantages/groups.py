@@ -1,10 +1,10 @@
-"""What the estimators share: scores of responses, statistics of groups, reward-to-go, spreading over tokens.
+"""Functions that the estimators share: scores of responses, group statistics, reward-to-go, broadcasting to tokens.
 
-Statistics are taken on the host, in float64 and in order of size, so that neither row order nor device changes a
-result. Scores of a group are first taken relative to its lowest: the rounded mean of equal numbers can differ from
-them (three times 0.1), and a division by their tiny deviation would turn that rounding into an advantage.
+Statistics are computed on the host, in float64 and in sorted order, so that neither row order nor device changes a
+result. Scores are first taken relative to the lowest of their group: the rounded mean of equal numbers can differ from
+them (three times 0.1), and dividing by that tiny deviation would turn rounding into an advantage.
 
-Shapes: B rows, T response tokens. An array (B,) of a group's statistic holds, for each row, that of its own group.
+Shapes: B rows, T response tokens. An array (B,) of a group statistic holds each row's own group's value.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ EPSILON = 1e-6
 
 
 def outcome_scores(token_level_rewards: torch.Tensor) -> np.ndarray:
-    """(B,) the sum of each response's rewards, wherever in it they stand."""
+    """Return (B,) the sum of the rewards in each response."""
     return token_level_rewards.detach().sum(dim=-1).to("cpu", torch.float64).numpy()
 
 
 def group_of_rows(index: Any, rows: int, estimator: str) -> np.ndarray:
-    """(B,) the number of each row's group; `index` names the groups (the `uid` array)."""
+    """Return (B,) the number of each row's group; `index` names the groups (the `uid` array)."""
     if index is None:
         raise AlgorithmError(
             f"`{estimator}` compares the responses of one prompt and needs `index`, the `uid` of each row."
@@ -35,6 +35,7 @@ def group_of_rows(index: Any, rows: int, estimator: str) -> np.ndarray:
             f"`index` must name the group of each row: it has {names_B.size} entries (shape {names_B.shape}), "
             f"but `token_level_rewards` has {rows} rows."
         )
+    # uids may be strings; the statistics below need consecutive numbers.
     return np.unique(names_B, return_inverse=True)[1]
 
 
@@ -43,50 +44,52 @@ def group_size(group_B: np.ndarray) -> np.ndarray:
 
 
 def group_sum(values_B: np.ndarray, group_B: np.ndarray) -> np.ndarray:
-    """The sum over each row's group, the same to the bit in any order of rows."""
+    """Return the sum over each row's group, bitwise identical for any order of rows."""
+    # Floating-point addition depends on the order, so members are added in sorted order.
     order = np.lexsort((values_B, group_B))
     return np.bincount(group_B[order], weights=values_B[order])[group_B]
 
 
 def above_lowest(scores_B: np.ndarray, group_B: np.ndarray) -> np.ndarray:
-    """Each score less the lowest of its group: exactly 0 in a group of equal scores."""
+    """Return each score minus the lowest of its group: exactly 0 if all scores are equal."""
+    # minimum.at handles repeated indices, which a plain assignment would not.
     lowest_G = np.full(group_B.max(initial=-1) + 1, np.inf)
     np.minimum.at(lowest_G, group_B, scores_B)
     return scores_B - lowest_G[group_B]
 
 
 def above_mean(scores_B: np.ndarray, group_B: np.ndarray) -> np.ndarray:
-    """Each score less the mean of its group; a group of one keeps its score."""
+    """Return each score minus the mean of its group; a group of one keeps its score."""
     above_B, size_B = above_lowest(scores_B, group_B), group_size(group_B)
     return np.where(size_B == 1, scores_B, above_B - group_sum(above_B, group_B) / size_B)
 
 
 def group_deviation(scores_B: np.ndarray, group_B: np.ndarray) -> np.ndarray:
-    """The sample deviation (n - 1) of each row's group; 0 for a group of one."""
+    """Return the sample deviation (n - 1) of each row's group; 0 for a group of one."""
     size_B = group_size(group_B)
     distance_B = np.where(size_B == 1, 0.0, above_mean(scores_B, group_B))
     return np.sqrt(group_sum(distance_B**2, group_B) / np.maximum(size_B - 1, 1))
 
 
 def normalised(scores_B: np.ndarray, group_B: np.ndarray, epsilon: float = EPSILON) -> np.ndarray:
-    """Distance from the group's mean over its deviation; a group of one keeps its score."""
+    """Return the distance from the group's mean divided by its deviation; a group of one keeps its score."""
     distance_B = above_mean(scores_B, group_B)
     several_B = group_size(group_B) > 1
     return np.where(several_B, distance_B / (group_deviation(scores_B, group_B) + epsilon), scores_B)
 
 
 def on_every_token(values_B: np.ndarray, rewards_BT: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
-    """(B, T) one number per response on each token that the policy wrote, 0 elsewhere."""
+    """Return (B, T) one number per response on each token that the policy wrote, 0 elsewhere."""
+    # Integer rewards would round the advantages.
     dtype = rewards_BT.dtype if rewards_BT.is_floating_point() else torch.float32
     values_B1 = torch.from_numpy(values_B).to(rewards_BT.device, dtype).unsqueeze(-1)
     return keep_masked(values_B1.expand(rewards_BT.shape), response_mask)
 
 
 def reward_to_go(rewards_BT: torch.Tensor, response_mask: torch.Tensor, gamma: float = 1.0) -> torch.Tensor:
-    """(B, T) in float64: what a response still earns from each token on, discounted per token that the policy wrote.
+    """Return (B, T) in float64: the reward still to come from each token on, discounted per token written.
 
-    Tokens that it did not write are stepped over: they cost no discount, and a reward placed on them is credited to
-    the tokens before them.
+    Other tokens are skipped: they cost no discount, and a reward on them counts for the tokens before them.
     """
     rewards_BT, mask_BT = rewards_BT.detach().double(), response_mask.bool()
     returns_BT = torch.zeros_like(rewards_BT)
@@ -101,8 +104,9 @@ def reward_to_go(rewards_BT: torch.Tensor, response_mask: torch.Tensor, gamma: f
 
 
 def masked_whiten(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """The values under the mask with mean 0 and sample variance 1; 0 elsewhere, and for a single value."""
+    """Whiten the values under the mask to mean 0 and sample variance 1; 0 elsewhere, and for a single value."""
     count = mask.bool().sum()
+    # keep_masked twice: NaN outside the mask must reach neither the mean nor the result.
     centred = keep_masked(values - keep_masked(values, mask).sum() / count.clamp(min=1), mask)
     variance = (centred**2).sum() / (count - 1).clamp(min=1)
     return centred * torch.rsqrt(variance + 1e-8)

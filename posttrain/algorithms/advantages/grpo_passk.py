@@ -1,22 +1,22 @@
-"""GRPO for pass@k: only the best response of a group is rewarded, by how much it beats the second best.
+"""GRPO for pass@k: only the best response of a group gets an advantage, by how much it beats the second best.
 
     A_best = (r_best - r_second) / (std(r) + epsilon)       all others: 0
-    without algorithm.norm_adv_by_std_in_grpo the division is left out
+    without algorithm.norm_adv_by_std_in_grpo there is no division
 
-The reward of a whole group is its best response, so only a response without which that best would be lower earns
-anything. Where two share the first place nobody does. A group of one keeps its reward.
+The reward of a group is that of its best response, so a response earns only what the best would lose without it. If two
+share first place, no response earns anything. A group of one keeps its reward.
 
 Source: Optimizing Language Models for Inference Time Objectives using Reinforcement Learning, arXiv 2503.19595.
 
-When to use: what counts is that one of k tries succeeds (code with tests, search with a checker), and plain `grpo`
-makes the responses too much alike.
+When to use: one success in k tries is enough (code with tests, search with a checker), and plain `grpo` makes the
+responses too similar.
 
 Settings: algorithm.adv_estimator=grpo_passk, actor_rollout_ref.rollout.n (the k), algorithm.norm_adv_by_std_in_grpo.
 
-Watch: val/.../pass@k, groups/all_wrong, actor/entropy (should stay higher than under `grpo`).
+Watch: val/.../pass@k, groups/all_wrong, actor/entropy (should stay higher than with `grpo`).
 
-Signs of failure: hardly any response with an advantage (prompts that are solved twice or never teach nothing): harder
-prompts, or a reward with more steps than right and wrong.
+Signs of failure: hardly any response has an advantage (prompts that are solved twice or never teach nothing): use
+harder prompts, or a reward with more steps than right and wrong.
 """
 
 from __future__ import annotations
@@ -41,11 +41,13 @@ from posttrain.lazy import torch
 def compute_grpo_passk_outcome_advantage(
     token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: Any = None, config: Any = None, **kwargs: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(advantages, advantages), each (rows, response length), 0 outside the mask."""
+    """Return (advantages, advantages), each (rows, response length), 0 outside the mask."""
     group_B = group_of_rows(index, len(token_level_rewards), "grpo_passk")
     scores_B = outcome_scores(token_level_rewards)
+    # Sorted by group and then by score, so the best of a group is its last place.
     order = np.lexsort((scores_B, group_B))
     best_G = np.cumsum(np.bincount(group_B)) - 1  # the last place of each group in `order`
+    # A tie for first place gives a lead of 0.
     lead_G = scores_B[order[best_G]] - scores_B[order[np.maximum(best_G - 1, 0)]]
     advantages_B = np.zeros_like(scores_B)
     advantages_B[order[best_G]] = lead_G

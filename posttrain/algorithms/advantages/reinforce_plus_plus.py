@@ -1,24 +1,24 @@
-"""REINFORCE++: discounted reward-to-go of every token, normalised over the whole batch. No critic and no groups.
+"""REINFORCE++: the discounted reward-to-go of every token, normalised over the whole batch. No critic, no groups.
 
     G_t = r_t + gamma * G_(t+1)
     A_t = (G_t - mean(G)) / sqrt(variance(G) + 1e-8)      over all tokens of the batch; returns = G
 
-Tokens that the policy did not write are stepped over: they cost no discount, and a reward on them counts for the
-tokens before them.
+Tokens that the policy did not write are skipped: they cost no discount, and a reward on them counts for the tokens
+before them.
 
 Source: REINFORCE++: Stabilizing Critic-Free Policy Optimization with Global Advantage Normalization,
 arXiv 2501.03262.
 
-When to use: one response per prompt, many prompts per batch, and rewards that compare across prompts (a reward
-model). Where prompts differ much in difficulty, `reinforce_plus_plus_baseline` with several responses is steadier.
+When to use: one response per prompt, many prompts per batch, and rewards that are comparable across prompts (a reward
+model). If prompts differ much in difficulty, `reinforce_plus_plus_baseline` with several responses is steadier.
 
 Settings: algorithm=reinforce_pp sets algorithm.adv_estimator=reinforce_plus_plus and KL in the reward
 (algorithm.use_kl_in_reward), which is spread over the tokens; algorithm.gamma.
 
 Watch: reward_mean, critic/returns/mean, actor/reward_kl_penalty, actor/grad_norm.
 
-Signs of failure: a batch whose easy and hard prompts drown what a response did itself (take a larger batch, or the
-variant with a baseline).
+Signs of failure: the difference between easy and hard prompts hides what a response achieved (use a larger batch, or
+the variant with a baseline).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ REINFORCE_PP = Preset(
 def compute_reinforce_plus_plus_outcome_advantage(
     token_level_rewards: torch.Tensor, response_mask: torch.Tensor, config: Any = None, **kwargs: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(advantages, returns), each (rows, response length), 0 outside the mask."""
+    """Return (advantages, returns), each (rows, response length), 0 outside the mask."""
     gamma = float(read_setting(config, "gamma", 1.0))
     returns_BT = reward_to_go(token_level_rewards, response_mask, gamma)
     dtype = token_level_rewards.dtype

@@ -1,10 +1,10 @@
-"""Clip-Cov: a few tokens that would cut the entropy most are left out of the update.
+"""Clip-Cov: leaves a few tokens out of the update, chosen from those that would reduce the entropy most.
 
     cov_t = (A_t - mean(A)) * (log_prob_t - mean(log_prob))       means over all tokens of the mini-batch
     loss  = PPO's clipped loss; 0 on `clip_cov_ratio` of all tokens, drawn from those with lb < cov_t < ub
 
-The policy's entropy falls where likely tokens have high advantages: there cov is large. Taking a few of those tokens
-out keeps exploration alive. The covariance is measured once per mini-batch with the old policy's log-probs, over all
+The policy's entropy falls where likely tokens have high advantages; there cov is large. Leaving out a few of these
+tokens keeps exploration alive. The covariance is measured once per mini-batch with the old policy's log-probs, over all
 its tokens, so that no split into micro-batches changes the choice.
 
 Source: The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models, arXiv 2505.22617.
@@ -17,8 +17,8 @@ actor_rollout_ref.actor.clip_ratio.
 
 Watch: actor/entropy (falls more slowly), actor/cov_chosen (share of tokens left out), actor/pg_clipfrac.
 
-Signs of failure: entropy that rises without end (a smaller clip_cov_ratio); actor/cov_chosen at 0 (no token lies
-between the bounds: advantages are small, lower clip_cov_lb).
+Signs of failure: entropy keeps rising (use a smaller clip_cov_ratio); actor/cov_chosen is 0 (no token is between the
+bounds because advantages are small: lower clip_cov_lb).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from posttrain.settings import POSITIVE, POSITIVE_SHARE, setting
 
 @dataclass
 class ClipCovSettings:
-    """What the loss `clip_cov` has of its own."""
+    """The settings of the loss `clip_cov`."""
 
     clip_cov_ratio: float = setting(0.0002, range=POSITIVE_SHARE)
     """Share of the mini-batch's tokens that `clip_cov` leaves out."""
@@ -59,12 +59,14 @@ METRICS = PPO_KL | CLIP_FRACTION | COVARIANCE_METRICS
 
 
 def choose_tokens(mini_batch: Any, config: Any = None) -> dict[str, torch.Tensor]:
-    """`chosen`: 1 on the tokens of the mini-batch that are left out. The draw depends on the batch alone."""
+    """Return `chosen`: 1 on the tokens of the mini-batch that are left out. The draw depends only on the batch."""
     own = loss_settings(ClipCovSettings, config)
     covariance, mask = token_covariance(mini_batch)
     is_candidate = (covariance > own.clip_cov_lb) & (covariance < own.clip_cov_ub) & mask
     candidates = is_candidate.flatten().nonzero().squeeze(-1)
+    # The default share is 0.0002: a small mini-batch would otherwise leave out nothing.
     count = max(1, int(own.clip_cov_ratio * int(mask.sum())))
+    # Seeded by the step and drawn on the CPU, so that all ranks and a resumed run choose the same tokens.
     generator = torch.Generator().manual_seed(int(mini_batch.meta_info.get("step", 0)))
     picked = candidates[torch.randperm(len(candidates), generator=generator)[:count].to(candidates.device)]
     return {"chosen": mask_of(picked, mask)}
@@ -83,7 +85,7 @@ def compute_policy_loss_clip_cov(
     rollout_is_weights: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Per-token losses and per-token metrics, each (rows, response length), 0 outside the mask.
+    """Return per-token losses and per-token metrics, each (rows, response length), 0 outside the mask.
 
     `chosen` (rows, response length) marks the tokens that `choose_tokens` picked in the whole mini-batch.
     """

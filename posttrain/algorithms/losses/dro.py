@@ -1,9 +1,9 @@
-"""DRO (direct reward optimisation): plain policy gradient with a quadratic penalty on the log-ratio instead of a clip.
+"""DRO (direct reward optimisation): policy gradient with a quadratic penalty on the log-ratio instead of a clip.
 
     loss = -A * log_prob + beta / 2 * (log_prob - old_log_prob)^2
 
-The penalty is the same whether the token became likelier or not, its pull grows with the distance, and no token loses
-its gradient: at log-ratio A / beta both pulls are equal.
+The penalty is symmetric, its gradient grows with the distance, and no token loses its gradient: at log-ratio A / beta
+penalty and advantage balance.
 
 Source: Offline Regularised Reinforcement Learning for Large Language Models Alignment, arXiv 2405.19107; used online in
 Kimi k1.5: Scaling Reinforcement Learning with LLMs, arXiv 2501.12599. The papers write it for whole responses; here it
@@ -16,7 +16,7 @@ settings have no effect.
 
 Watch: actor/dro_penalty, actor/ppo_kl, reward_mean.
 
-Signs of failure: a penalty that outweighs the policy loss (lower dro_beta); actor/ppo_kl that keeps growing (raise it).
+Signs of failure: the penalty outweighs the policy loss (lower dro_beta); actor/ppo_kl keeps growing (raise it).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from posttrain.settings import POSITIVE, setting
 
 @dataclass
 class DROSettings:
-    """What the loss `dro` has of its own."""
+    """The settings of the loss `dro`."""
 
     dro_beta: float = setting(1.0, range=POSITIVE)
     """Coefficient of the quadratic penalty of `dro`."""
@@ -55,9 +55,10 @@ def compute_policy_loss_dro(
     rollout_is_weights: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Per-token losses and per-token metrics, each (rows, response length), 0 outside the mask."""
+    """Return per-token losses and per-token metrics, each (rows, response length), 0 outside the mask."""
     beta = loss_settings(DROSettings, config).dro_beta
     log_ratio = safe_log_ratio(log_prob, old_log_prob, response_mask)
+    # Quadratic in the log-ratio, so doubling and halving a probability cost the same.
     penalty = 0.5 * beta * log_ratio**2
     losses = -keep_masked(advantages, response_mask) * keep_masked(log_prob, response_mask) + penalty
     losses = weighted(losses, rollout_is_weights, response_mask)

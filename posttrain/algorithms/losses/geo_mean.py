@@ -1,15 +1,15 @@
-"""GMPO (geometric mean): the ratios of a response's tokens are clipped one by one, then averaged geometrically.
+"""GMPO (geometric mean): clips the ratios of a response's tokens one by one, then averages them geometrically.
 
-    d_t  = log_prob - old_log_prob, kept within -low ... high on the side where A pulls it outwards
+    d_t  = log_prob - old_log_prob, limited to -low ... high on the side towards which A pushes it
     loss = -A * exp(mean over the response's tokens of d_t)         A: the response's advantage
 
-GRPO's mean of ratios follows outliers; the geometric mean hardly does, so a wider clip is bearable. Every token carries
-the loss of its whole response; the mean over tokens and responses is then the paper's mean over responses.
+GRPO's mean of ratios follows outliers; the geometric mean hardly does, so a wider clip is safe. Every token carries the
+loss of its whole response; the mean over tokens and responses is then the paper's mean over responses.
 
 Importance weights (algorithm.rollout_correction) follow the same rule: a response has one ratio, so it has one weight,
-the geometric mean of its tokens' weights. Unclipped, ratio times weight is then the geometric mean of the ratios to the
-policy that sampled. The mean of token weights would follow the outliers that the loss is made to ignore. Tokens of
-weight 0 (rejected or masked) enter none of the means, and carry no loss: one of them does not drop its response.
+the geometric mean of its tokens' weights. Without clipping, ratio times weight is then the geometric mean of the ratios
+to the sampling policy. The mean of token weights would follow the outliers that the loss is designed to ignore. Tokens
+of weight 0 (rejected or masked) are not part of any mean and carry no loss: one of them does not drop its response.
 
 Source: Geometric-Mean Policy Optimization, arXiv 2507.20673.
 
@@ -21,8 +21,8 @@ actor_rollout_ref.actor.loss_agg_mode is seq-mean-token-mean, as in the paper.
 
 Watch: actor/pg_clipfrac, actor/ppo_kl, actor/entropy.
 
-Signs of failure: advantages that differ within a response (`gae`, `remax` with KL in the reward) are averaged over
-it: take a loss per token instead.
+Signs of failure: advantages that differ within a response (`gae`, `remax` with KL in the reward) are averaged over it:
+use a loss per token instead.
 """
 
 from __future__ import annotations
@@ -53,15 +53,18 @@ def compute_policy_loss_geo_mean(
     rollout_is_weights: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Per-token losses and per-token metrics, each (rows, response length), 0 outside the mask."""
+    """Return per-token losses and per-token metrics, each (rows, response length), 0 outside the mask."""
     low, high = clip_sides(config)
     log_ratio = safe_log_ratio(log_prob, old_log_prob, response_mask)
     weight_B1, counted = _row_weights(rollout_is_weights, response_mask)
+    # The paper has one advantage per response; estimators with one per token are averaged.
     advantage_B1 = row_mean(advantages, counted)
     clipped = log_ratio.clamp(-low, high)
+    # Only the side is clipped towards which the advantage pushes, as in PPO.
     kept = torch.where(advantage_B1 > 0, torch.minimum(log_ratio, clipped), torch.maximum(log_ratio, clipped))
     row_loss_B1 = -advantage_B1 * torch.exp(row_mean(kept, counted)) * weight_B1
 
+    # On every token, so that the mean over tokens gives back the loss of the response.
     losses = keep_masked(row_loss_B1.expand_as(log_ratio), counted)
     bounded = keep_masked((kept != log_ratio).to(losses.dtype), response_mask)
     return losses, detached({"actor/ppo_kl": -log_ratio, "actor/pg_clipfrac": bounded})

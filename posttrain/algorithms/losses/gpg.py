@@ -2,11 +2,11 @@
 
     loss = -A * log_prob
 
-Right only for responses that the present policy sampled: nothing holds it near the policy that did.
+It is only right for responses that the current policy sampled: nothing keeps the policy near the one that sampled.
 
 Source: GPG: A Simple and Strong Reinforcement Learning Baseline for Model Reasoning, arXiv 2504.02546.
 
-When to use: one update per batch, with the estimator of the same name; the simplest loss to compare others with.
+When to use: one update per batch, with the estimator of the same name; as the simplest loss to compare others with.
 
 Settings: actor_rollout_ref.actor.policy_loss.loss_mode=gpg, algorithm.adv_estimator=gpg, and
 actor_rollout_ref.actor.ppo_mini_batch_size equal to data.train_batch_size with
@@ -14,7 +14,7 @@ actor_rollout_ref.actor.ppo_epochs=1. The clip settings have no effect.
 
 Watch: actor/ppo_kl (0: one update per batch), actor/grad_norm, reward_mean.
 
-Signs of failure: actor/ppo_kl away from 0: several updates are made on one batch; take `vanilla` or `cispo`.
+Signs of failure: actor/ppo_kl is not 0: several updates are made on one batch; use `vanilla` or `cispo`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ def compute_policy_loss_gpg(
     rollout_is_weights: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Per-token losses and per-token metrics, each (rows, response length), 0 outside the mask."""
+    """Return per-token losses and per-token metrics, each (rows, response length), 0 outside the mask."""
     losses = -keep_masked(advantages, response_mask) * keep_masked(log_prob, response_mask)
+    # The ratio below is only a metric: it has no part in the loss.
     losses = weighted(losses, rollout_is_weights, response_mask)
     return losses, detached({"actor/ppo_kl": -safe_log_ratio(log_prob, old_log_prob, response_mask)})

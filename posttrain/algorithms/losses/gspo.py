@@ -1,12 +1,12 @@
-"""GSPO: one ratio per response, the geometric mean of its tokens' ratios; clipping acts on whole responses.
+"""GSPO: one ratio per response, the geometric mean of its tokens' ratios; whole responses are clipped.
 
     s    = exp(mean over the response's tokens of (log_prob - old_log_prob))
     loss = max(-A * s, -A * clip(s, 1 - low, 1 + high))       on every token of the response
 
-A reward is given to a whole response, so the ratio that corrects for it is one of whole responses; ratios of single
-tokens are noisy, and in mixtures of experts jump when the routing changes. The gradient of a token is that of
-s = (value of s) * p_t / (value of p_t), the paper's GSPO-token, which equals GSPO's where all tokens of a response
-share one advantage.
+A reward belongs to a whole response, so the ratio that corrects for it is also that of a response. Ratios of single
+tokens are noisy, and in mixtures of experts they jump when the routing changes. The gradient of a token is that of s =
+(value of s) * p_t / (value of p_t), the paper's GSPO-token, which equals GSPO's if all tokens of a response share one
+advantage.
 
 Source: Group Sequence Policy Optimization, arXiv 2507.18071.
 
@@ -15,13 +15,13 @@ When to use: mixtures of experts, long responses, several updates per batch.
 Settings: algorithm=gspo sets actor_rollout_ref.actor.policy_loss.loss_mode=gspo, the estimator `grpo`,
 actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean and the paper's narrow clip
 (actor_rollout_ref.actor.clip_ratio_low=0.0003, actor_rollout_ref.actor.clip_ratio_high=0.0004): means of ratios stay
-much nearer to 1 than ratios of tokens.
+much closer to 1 than ratios of tokens.
 
-Watch: actor/pg_clipfrac (share of tokens in clipped responses; 0.1 to 0.2 is usual, far more than under `vanilla`),
+Watch: actor/pg_clipfrac (share of tokens in clipped responses; 0.1 to 0.2 is usual, far more than with `vanilla`),
 actor/ppo_kl, reward_mean.
 
-Signs of failure: hardly anything is clipped and the policy drifts (a clip range made for tokens, such as 0.2, was
-left); nearly everything is clipped (too many updates per batch).
+Signs of failure: hardly anything is clipped and the policy drifts (the clip range is one for tokens, such as 0.2);
+nearly everything is clipped (too many updates per batch).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ GSPO = Preset(
         "actor_rollout_ref.rollout.n": 5,
         "actor_rollout_ref.actor.policy_loss.loss_mode": "gspo",
         "actor_rollout_ref.actor.loss_agg_mode": "seq-mean-token-mean",
-        "actor_rollout_ref.actor.clip_ratio_low": 0.0003,
+        "actor_rollout_ref.actor.clip_ratio_low": 0.0003,  # means of ratios stay near 1
         "actor_rollout_ref.actor.clip_ratio_high": 0.0004,
         "actor_rollout_ref.actor.use_kl_loss": False,
     },
@@ -73,11 +73,12 @@ def compute_policy_loss_gspo(
     rollout_is_weights: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Per-token losses and per-token metrics, each (rows, response length), 0 outside the mask."""
+    """Return per-token losses and per-token metrics, each (rows, response length), 0 outside the mask."""
     low, high = ratio_range(config)
     log_ratio = safe_log_ratio(log_prob, old_log_prob, response_mask)
     advantages = keep_masked(advantages, response_mask)
     own = keep_masked(log_prob - log_prob.detach(), response_mask)  # 0 with the gradient of log_prob
+    # The value is the ratio of the response, the gradient that of the token (GSPO-token).
     ratio = torch.exp(row_mean(log_ratio, response_mask).detach() + own)
 
     plain = -advantages * ratio

@@ -1,4 +1,4 @@
-"""What the policy losses share: a safe log-ratio, the clip range, importance weights, a row's mean.
+"""Functions that the policy losses share: a safe log-ratio, the clip range, importance weights, a row's mean.
 
 Shapes: B rows, T response tokens.
 """
@@ -14,8 +14,8 @@ from posttrain.lazy import torch
 # exp(20) is about 5e8: beyond every useful ratio, and far from overflow in float32.
 MAX_LOG_RATIO = 20.0
 
+# The settings that `clip_sides` and `ratio_range` read; `clip_ratio_c` is for the dual clip.
 CLIP = ("clip_ratio", "clip_ratio_low", "clip_ratio_high")
-"""Shared settings that `clip_sides` and `ratio_range` read; `clip_ratio_c` is the dual clip's."""
 
 PPO_KL = {
     "actor/ppo_kl": """\
@@ -31,24 +31,25 @@ S = TypeVar("S")
 
 
 def safe_log_ratio(log_prob: torch.Tensor, old_log_prob: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """log_prob - old_log_prob within +-20 (beyond it there is no gradient), 0 outside the mask."""
+    """Return log_prob - old_log_prob within +-20 (no gradient beyond), 0 outside the mask."""
+    # Masked before clamping, so that NaN in padding becomes 0 and gets no gradient.
     return keep_masked(log_prob - old_log_prob, mask).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 def weighted(losses: torch.Tensor, rollout_is_weights: torch.Tensor | None, mask: torch.Tensor) -> torch.Tensor:
-    """Losses times importance weights, which carry no gradient (see `rollout_correction`)."""
+    """Multiply losses by importance weights, which carry no gradient (see `rollout_correction`)."""
     if rollout_is_weights is None:
         return losses
     return losses * keep_masked(rollout_is_weights, mask).detach()
 
 
 def row_mean(values_BT: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """(B, 1) the mean over each row's own tokens; it depends on no other row, so no packing changes it."""
+    """Return (B, 1) the mean over each row's own tokens; it depends on no other row, so packing does not change it."""
     return keep_masked(values_BT, mask).sum(-1, keepdim=True) / mask.bool().sum(-1, keepdim=True).clamp(min=1)
 
 
 def clip_sides(config: Any) -> tuple[float, float]:
-    """(low, high): `clip_ratio_low` and `clip_ratio_high`, each `clip_ratio` where it is not set."""
+    """Return (low, high): `clip_ratio_low` and `clip_ratio_high`, each `clip_ratio` if it is not set."""
     both = read_setting(config, "clip_ratio", 0.2)
     low, high = read_setting(config, "clip_ratio_low", both), read_setting(config, "clip_ratio_high", both)
     if low < 0 or high < 0:
@@ -60,7 +61,7 @@ def clip_sides(config: Any) -> tuple[float, float]:
 
 
 def ratio_range(config: Any) -> tuple[float, float]:
-    """(low, high) of a clip of the ratio to 1 - low ... 1 + high."""
+    """Return (low, high) for clipping the ratio to 1 - low ... 1 + high."""
     low, high = clip_sides(config)
     if low > 1:
         raise AlgorithmError(
@@ -71,7 +72,7 @@ def ratio_range(config: Any) -> tuple[float, float]:
 
 
 def loss_settings(kind: type[S], config: Any) -> S:
-    """A loss's own settings, from the actor's section."""
+    """Return a loss's own settings, from the actor's section."""
     return own_settings(kind, read_setting(config, "policy_loss", None), "actor_rollout_ref.actor.policy_loss.")
 
 

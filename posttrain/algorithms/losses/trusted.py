@@ -1,4 +1,4 @@
-"""The loss that `dppo_tv` and `dppo_kl` share once they have chosen their tokens, and the KL between two outcomes."""
+"""The loss that `dppo_tv` and `dppo_kl` share once they have chosen their tokens, and the KL of two outcomes."""
 
 from __future__ import annotations
 
@@ -25,12 +25,13 @@ def trusted_losses(
     config: Any,
     rollout_is_weights: torch.Tensor | None,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """-A * min(ratio, c) * log_prob on the tokens `inside` the trust region; the ratio carries no gradient."""
+    """Return -A * min(ratio, c) * log_prob on the tokens `inside` the trust region; the ratio carries no gradient."""
     bound = read_setting(config, "clip_ratio_c", 3.0)
     if bound <= 1:
         raise AlgorithmError(f"actor_rollout_ref.actor.clip_ratio_c is {bound}; it must be above 1.")
     log_ratio = safe_log_ratio(log_prob, old_log_prob, mask)
     ratio = torch.exp(log_ratio).detach()
+    # Dropped tokens still count in the denominator of the mean, as with PPO's clip.
     kept = keep_masked(inside.to(ratio.dtype), mask)
     losses = weighted(
         -keep_masked(advantages, mask) * ratio.clamp(max=bound) * log_prob * kept, rollout_is_weights, mask
@@ -44,6 +45,7 @@ def trusted_losses(
 
 
 def binary_kl(old_log_prob: torch.Tensor, log_prob: torch.Tensor) -> torch.Tensor:
-    """KL(old against new) between "this token" and "any other"."""
+    """Return KL(old || new) between "this token" and "any other"."""
+    # expm1 keeps 1 - p accurate for probabilities near 1.
     old, others_old, others = torch.exp(old_log_prob), -torch.expm1(old_log_prob), -torch.expm1(log_prob)
     return old * (old_log_prob - log_prob) + others_old * torch.log((others_old + TINY) / (others + TINY))

@@ -3,7 +3,7 @@
     near = clip(V, V_old - c, V_old + c)
     loss = 0.5 * max((V - R)^2, (near - R)^2)           R: returns, c: critic.cliprange_value
 
-A value that moved further than c from the old one has no gradient where moving on would lower the loss.
+A value that moved further than c from the old one has no gradient if moving further would lower the loss.
 
 Source: Proximal Policy Optimization Algorithms, arXiv 1707.06347, in the form of its reference implementation.
 
@@ -13,7 +13,7 @@ Settings: critic.cliprange_value, critic.loss_agg_mode, critic.optim.lr.
 
 Watch: critic/vf_loss (falls), critic/vf_clipfrac (share of clipped values).
 
-Signs of failure: a clip fraction near 1: the range is small against the size of the returns; raise
+Signs of failure: the clip fraction is near 1: the range is small compared with the returns; raise
 critic.cliprange_value or scale the reward.
 """
 
@@ -31,15 +31,16 @@ def compute_value_loss(
     *,
     cliprange_value: float,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Per-token losses and metrics of new values `vpreds` against `returns`; `values` are those before the update.
+    """Return per-token losses and metrics of new values `vpreds`; `values` are those before the update.
 
-    With `response_mask` both are 0 outside it.
+    With `response_mask`, both are 0 outside it.
     """
     if cliprange_value <= 0:
         raise AlgorithmError(f"critic.cliprange_value is {cliprange_value}; it must be above 0 (customary: 0.5).")
     if response_mask is not None:
         # Outside the mask anything may stand, NaN too: zeros there give loss 0 and gradient 0.
         vpreds, values, returns = (keep_masked(t, response_mask) for t in (vpreds, values, returns))
+    # The larger of the two losses is used: a value beyond the range gets no gradient that moves it further away.
     near = torch.clamp(vpreds, values - cliprange_value, values + cliprange_value)
     plain, clipped = (vpreds - returns) ** 2, (near - returns) ** 2
     losses = 0.5 * torch.maximum(plain, clipped)

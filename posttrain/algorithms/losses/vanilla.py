@@ -1,11 +1,11 @@
-"""The clipped policy loss of PPO, used by GRPO too; per token, with a separate lower and upper clip and dual clip.
+"""The clipped policy loss of PPO, also used by GRPO: per token, with separate lower and upper clips and a dual clip.
 
     ratio = exp(log_prob - old_log_prob)
     loss  = max(-A * ratio, -A * clip(ratio, 1 - low, 1 + high))
-    where A < 0 also at most -A * c (dual clip), so that one token that became much likelier cannot take over a step
+    if A < 0, at most -A * c (dual clip), so that a token that became much likelier cannot dominate a step
 
-Clipping removes the reason to move a token's probability further than the range in one batch. A clipped token has
-no gradient. With one update per batch the ratio is 1 everywhere and nothing is clipped.
+Clipping removes the incentive to move a token's probability beyond the range in one batch. A clipped token has no
+gradient. With one update per batch the ratio is 1 everywhere and nothing is clipped.
 
 Source: Proximal Policy Optimization Algorithms, arXiv 1707.06347; dual clip: arXiv 1912.09729; a higher upper
 clip: DAPO, arXiv 2503.14476.
@@ -18,8 +18,8 @@ clip_ratio_c, and loss_agg_mode for how token losses become one number (all unde
 Watch: actor/pg_clipfrac (share of clipped tokens, usually below 0.2), actor/pg_clipfrac_lower (dual clip, near 0),
 actor/ppo_kl (how far the batch's updates moved the policy).
 
-Signs of failure: a clip fraction that keeps growing (lower the learning rate or ppo_epochs; a wider clip only
-loosens the constraint); actor/ppo_kl far from 0 at the first update (rollout and trainer disagree).
+Signs of failure: the clip fraction keeps growing (lower the learning rate or ppo_epochs; a wider clip only loosens the
+constraint); actor/ppo_kl is far from 0 at the first update (rollout and trainer disagree).
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def compute_policy_loss_vanilla(
     rollout_is_weights: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Per-token losses and per-token metrics, each (rows, response length), 0 outside the mask.
+    """Return per-token losses and per-token metrics, each (rows, response length), 0 outside the mask.
 
     `rollout_is_weights` multiply the losses (see `rollout_correction`).
     """
@@ -68,7 +68,9 @@ def compute_policy_loss_vanilla(
 
     plain = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - low, 1 + high)
+    # The larger loss: clipping may only remove an incentive, never add one.
     pessimistic = torch.maximum(plain, clipped)
+    # Without it, the loss of a token with A < 0 grows with its ratio without limit.
     bound = -advantages * dual
     negative = advantages < 0
     losses = weighted(
@@ -84,7 +86,7 @@ def compute_policy_loss_vanilla(
 
 
 def clip_range(config: Any) -> tuple[float, float, float]:
-    """(low, high, dual) from the actor's settings."""
+    """Return (low, high, dual) from the actor's settings."""
     low, high = ratio_range(config)
     dual = read_setting(config, "clip_ratio_c", 3.0)
     if dual <= 1:

@@ -1,1 +1,1 @@
-"""Runners of posttrain itself; they speak with the bench as the peers' scripts do."""
+"""Runners of posttrain itself; they use the same protocol as the peers' scripts."""

@@ -1,7 +1,7 @@
 """Whole GRPO steps by the trainer itself, and the policy's update alone: `python -m posttrain.bench.ours.training JOB
 step|train`; one training or one update per request.
 
-The clock of a step stands around the trainer's own, so metrics, logging and the weight sync with its proof are in it.
+The time of a step is taken around the trainer's own step, so metrics, logging and the verified weight sync are in it.
 """
 
 from __future__ import annotations
@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.bench.peers import reward
-from posttrain.bench.peers.wire import serve, timed
+from posttrain.bench.peers.wire import serve, time_call
 from posttrain.trainer.constants_ppo import apply_environment
 
 
 def settings_of(job: dict[str, Any], folder: str, seed: int) -> dict[str, Any]:
-    """The run's configuration."""
     return {
         "algorithm.adv_estimator": "grpo",
         "actor_rollout_ref.model.path": job["model"],
@@ -42,7 +41,7 @@ def settings_of(job: dict[str, Any], folder: str, seed: int) -> dict[str, Any]:
         "trainer.export_hf": "none",
         "trainer.device": job["device"],
         "trainer.seed": seed,
-        "tracking.samples_freq": 0,
+        "tracking.samples_freq": 0,  # peers write no samples
         **({"actor_rollout_ref.actor.ppo_max_token_len_per_gpu": job["budget"]} if job["budget"] else {}),
         **({"actor_rollout_ref.model.lora_rank": job["lora_rank"]} if job["lora_rank"] else {}),
         **({"actor_rollout_ref.model.enable_gradient_checkpointing": True} if job["checkpointing"] else {}),
@@ -56,7 +55,6 @@ def peak(lines: list[dict[str, float]]) -> float:
 
 
 def step(job: dict[str, Any]):
-    """Whole steps."""
     import torch
 
     import posttrain
@@ -64,6 +62,7 @@ def step(job: dict[str, Any]):
 
     torch.set_num_threads(job["threads"])
     rows = [{"prompt": text, "ground_truth": "", "data_source": "bench"} for text in job["texts"]]
+    # The trainer is timed from outside, by replacing two methods, so that it needs no hooks for a bench.
     train_step, fit = RayPPOTrainer._train_step, RayPPOTrainer.fit
     ends: list[float] = []
 
@@ -76,7 +75,7 @@ def step(job: dict[str, Any]):
         ends.append(time.perf_counter())
 
     RayPPOTrainer._train_step, RayPPOTrainer.fit = timed_step, timed_fit
-    RayPPOTrainer._save_checkpoint = lambda self: self.run.path  # no peer's step has it
+    RayPPOTrainer._save_checkpoint = lambda self: self.run.path  # no peer saves one in its steps
 
     def run(request: dict[str, Any]) -> dict[str, Any]:
         with tempfile.TemporaryDirectory(prefix="posttrain-bench-step-") as folder:
@@ -99,10 +98,10 @@ def train(job: dict[str, Any]):
     import numpy as np
     import torch
 
-    from posttrain.config.actor import ActorConfig
     from posttrain.config.algorithm import RolloutCorrectionConfig
     from posttrain.config.model import ModelConfig
     from posttrain.config.optim import OptimConfig
+    from posttrain.config.root import ActorConfig
     from posttrain.engine.base import EngineSettings
     from posttrain.engine.pass_plan import plan_passes
     from posttrain.engine.torch_engine import TorchEngine
@@ -129,11 +128,12 @@ def train(job: dict[str, Any]):
     batch = to_batch(job["prompts"], outputs, pad_token_id=0)
     uids = [str(row // job["n"]) for row in range(len(outputs))]
     batch.non_tensor_batch["uid"] = np.array(uids, dtype=object)
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)  # the same advantages as `peers/run_transformers.py`
     mask_BR = batch.batch["response_mask"]
     batch.batch["advantages"] = torch.randn(len(outputs), 1, generator=generator) * mask_BR
     actor = ActorConfig(loss_agg_mode="seq-mean-token-mean")
     objective = ActorObjective(actor, RolloutCorrectionConfig(), float(mask_BR.shape[1]))
+    # Packing depends on lengths alone, which do not change: it is done once, as the peer pads once.
     passes = plan_passes(batch, engine.facts())
     computed = sum(unit.tokens for units in passes for unit in units)
 
@@ -144,7 +144,7 @@ def train(job: dict[str, Any]):
             torch.cuda.synchronize()
 
     def run(request: dict[str, Any]) -> dict[str, Any]:
-        seconds, _ = timed(update)
+        seconds, _ = time_call(update)
         peak = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else None
         return {"seconds": seconds, "computed": computed, "passes": len(passes), "peak_gib": peak}
 

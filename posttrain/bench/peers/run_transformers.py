@@ -5,10 +5,10 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from wire import largest, rollout_answer, rows_of, sampled, serve, shares_prompts, timed  # pyright: ignore
+from wire import get_rows, largest, pick_samples, rollout_answer, serve, shares_prompts, time_call  # pyright: ignore
 
 
-def loaded(job: dict[str, Any]) -> Any:
+def load_model(job: dict[str, Any]) -> Any:
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -18,12 +18,11 @@ def loaded(job: dict[str, Any]) -> Any:
 
 
 def generate(job: dict[str, Any]):
-    """One padded batch, decoded until its longest row is done: it takes one length per batch, so that rows which need
-    less run on; only the tokens asked for are counted."""
+    """One padded batch, decoded until its longest row is done; only the requested tokens are counted."""
     import torch
     from transformers import GenerationConfig
 
-    model = loaded(job).eval()
+    model = load_model(job).eval()
     model.generation_config = GenerationConfig()
     settings = {"attn_implementation": "sdpa", "cache_implementation": None, "compile": False, **job["settings"]}
     if settings["compile"]:
@@ -43,7 +42,7 @@ def generate(job: dict[str, Any]):
             cache_implementation=settings["cache_implementation"],
         )
 
-    def padded(prompts: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
+    def pad(prompts: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
         width = max(map(len, prompts))
         ids = [[0] * (width - len(row)) + row for row in prompts]
         mask = [[0] * (width - len(row)) + [1] * len(row) for row in prompts]
@@ -62,12 +61,12 @@ def generate(job: dict[str, Any]):
 
     def run(request: dict[str, Any]) -> dict[str, Any]:
         torch.manual_seed(request["seed"])
-        prompts, lengths = rows_of(job, request)
-        ids, mask = padded(prompts)
-        seconds, (tokens, log_probs) = timed(lambda: batch(ids, mask, max(lengths)))
+        prompts, lengths = get_rows(job, request)
+        ids, mask = pad(prompts)
+        seconds, (tokens, log_probs) = time_call(lambda: batch(ids, mask, max(lengths)))
         answer = rollout_answer(seconds, lengths, [*map(len, tokens)], [*map(len, log_probs)])
         cut = [[row[:n] for row, n in zip(rows, lengths, strict=True)] for rows in (tokens, log_probs)]
-        return {**answer, **sampled(request, *cut)}
+        return {**answer, **pick_samples(request, *cut)}
 
     return settings, run
 
@@ -76,7 +75,7 @@ def continuous(job: dict[str, Any]):
     """Requests enter and leave a paged cache, each with its own length."""
     from transformers import ContinuousBatchingConfig, GenerationConfig
 
-    model = loaded(job).eval()
+    model = load_model(job).eval()
     rows, longest = largest(job)
     page = 32
     settings = {
@@ -90,7 +89,7 @@ def continuous(job: dict[str, Any]):
     sampling = GenerationConfig(
         do_sample=True, temperature=job["temperature"], top_k=0, top_p=1.0, max_new_tokens=longest
     )
-    sampling.eos_token_id = -1
+    sampling.eos_token_id = -1  # responses end at their length only
     manager = model.init_continuous_batching(
         generation_config=sampling,
         continuous_batching_config=ContinuousBatchingConfig(return_logprobs=True, **settings),
@@ -114,12 +113,12 @@ def continuous(job: dict[str, Any]):
         return {name: done[name] for name in names}
 
     def run(request: dict[str, Any]) -> dict[str, Any]:
-        prompts, lengths = rows_of(job, request)
-        seconds, done = timed(lambda: batch(prompts, lengths))
+        prompts, lengths = get_rows(job, request)
+        seconds, done = time_call(lambda: batch(prompts, lengths))
         tokens = [result.generated_tokens for result in done.values()]
         log_probs = [result.logprobs for result in done.values()]
         answer = rollout_answer(seconds, lengths, [*map(len, tokens)], [*map(len, log_probs)])
-        return {**answer, **sampled(request, tokens, log_probs)}
+        return {**answer, **pick_samples(request, tokens, log_probs)}
 
     return settings, run
 
@@ -130,7 +129,7 @@ def update(job: dict[str, Any]):
     import torch
 
     device: str = job["device"]
-    model: Any = loaded(job)
+    model: Any = load_model(job)
     if job["checkpointing"]:
         model.gradient_checkpointing_enable()
         model.train()
@@ -142,6 +141,7 @@ def update(job: dict[str, Any]):
         if job["checkpointing"]:
             model.enable_input_require_grads()
     trained = [weight for weight in model.parameters() if weight.requires_grad]
+    # Float32 masters and moments beside weights of the job's type: posttrain's precision.
     masters = [weight.detach().float().clone() for weight in trained]
     optimizer = torch.optim.AdamW(masters, lr=1e-5, weight_decay=0.0, fused=True)
     rows = [prompt + answer for prompt, answer in zip(job["prompts"], job["responses"], strict=True)]
@@ -150,7 +150,7 @@ def update(job: dict[str, Any]):
     mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows])
     first = len(job["prompts"][0])
     advantages = torch.randn(len(rows), 1, generator=torch.Generator().manual_seed(0))
-    micro = max(1, job["budget"] // width)
+    micro = max(1, job["budget"] // width)  # rows of a pass, padded to the longest of all
     settings = {"attn_implementation": "sdpa", "rows_per_pass": micro, **job["settings"]}
 
     def update() -> None:
@@ -175,7 +175,7 @@ def update(job: dict[str, Any]):
             torch.cuda.synchronize()
 
     def run(request: dict[str, Any]) -> dict[str, Any]:
-        seconds, _ = timed(update)
+        seconds, _ = time_call(update)
         peak = torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else None
         return {"seconds": seconds, "computed": len(rows) * width, "passes": -(-len(rows) // micro), "peak_gib": peak}
 

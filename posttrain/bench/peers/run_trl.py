@@ -49,7 +49,7 @@ def start(job: dict[str, Any]):
     torch.set_num_threads(job["threads"])
     tokenizer = AutoTokenizer.from_pretrained(job["model"])
     rows = Dataset.from_list([{"prompt": [{"role": "user", "content": text}]} for text in job["texts"]])
-    batch = job["prompts"] * job["n"]
+    batch = job["prompts"] * job["n"]  # one optimizer step per generation, as the others do
     weights = job["settings"].get("weights", job["dtype"])
     settings = {
         "per_device_train_batch_size": batch,
@@ -116,7 +116,7 @@ def start(job: dict[str, Any]):
             )
             clock = Clock()
             trainer.add_callback(clock)
-            clock.ends = [time.perf_counter()]
+            clock.ends = [time.perf_counter()]  # making the trainer, and vLLM in it, is no part of the first step
             trainer.train()
         inside = [end - begin for begin, end in zip(clock.begins, clock.ends[1:], strict=True)]
         wall = [end - before for before, end in pairwise(clock.ends)]

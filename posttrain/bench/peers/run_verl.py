@@ -1,9 +1,9 @@
 """verl's `main_ppo` with vLLM: one training per request, in a process of its own; times are what it prints per step.
 
-Rows are padded (`use_remove_padding=False`, sdpa), since packed ones need flash-attn, which has no wheel. Masters and
-moments are float32 and passes bfloat16, as here. `trl` must not be installed beside it. Starting takes minutes, most
-of them imports: so there are few workers for what is quick (the reward, the queues). `verl_stages.py` prints each stage
-as it ends, and a run that does not end in time is ended here and gives what it told until then.
+Rows are padded (`use_remove_padding=False`, sdpa), since packing needs flash-attn, which has no wheel. Master weights
+and moments are float32 and passes bfloat16, as here. `trl` must not be installed in the same environment. Starting
+takes minutes, mostly imports, so there are few workers for what is quick (the reward, the queues). `verl_stages.py`
+prints each stage as it ends; a run that does not end in time is killed, and what it printed until then is reported.
 """
 
 from __future__ import annotations
@@ -123,6 +123,7 @@ def lines_of(process: subprocess.Popen[str], limit: float | None) -> Iterator[st
             lines.put(line)
         lines.put(None)
 
+    # A thread reads, because its Ray processes may hold the pipe open long after it was terminated.
     threading.Thread(target=read, daemon=True).start()
     until = None if limit is None else time.monotonic() + limit
     with suppress(queue.Empty):
@@ -155,7 +156,7 @@ def follow(command: list[str], limit: float | None = None) -> dict[str, Any]:
     if not steps:
         far = f"; of its first step: {', '.join(told)}" if told else ""
         raise RuntimeError(f"verl ended with status {process.poll()} after {time.perf_counter() - began:.0f} s{far}")
-    first = steps[0]["timing_s/step"]  # its own account: before it lies the start
+    first = steps[0]["timing_s/step"]  # its own figure: the time before its line includes the start
     wall = [first, *(after - before for before, after in pairwise(ends[1:]))]
     peaks = [step["perf/max_memory_allocated_gb"] for step in steps if "perf/max_memory_allocated_gb" in step]
     return {

@@ -10,11 +10,11 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from wire import largest, rollout_answer, rows_of, sampled, serve, shares_prompts, timed  # pyright: ignore
+from wire import get_rows, largest, pick_samples, rollout_answer, serve, shares_prompts, time_call  # pyright: ignore
 
 
 def on_cuda(slots: int, longest: int) -> dict[str, Any]:
-    """What makes it fast there: graphs to the last row, scheduling beside the device's work, long passes of prompts."""
+    """Its fastest settings there: graphs for every batch size, asynchronous scheduling, long prefill passes."""
     sizes = sorted({1, 2, 4, 8, 16, 24, *range(32, slots + 1, 32), slots})
     return {
         "async_scheduling": True,
@@ -43,6 +43,7 @@ def start(job: dict[str, Any]):
     }
     llm = LLM(model=job["model"], seed=0, **settings)
 
+    # `logprobs=0` gives the sampled token's log-prob alone; text is not needed, so nothing is detokenized.
     def sampling(tokens: int) -> Any:
         return SamplingParams(
             temperature=job["temperature"],
@@ -65,11 +66,11 @@ def start(job: dict[str, Any]):
     def run(request: dict[str, Any]) -> dict[str, Any]:
         if shared:
             llm.reset_prefix_cache()
-        rows, lengths = rows_of(job, request)
+        rows, lengths = get_rows(job, request)
         prompts, samplings = [{"prompt_token_ids": row} for row in rows], [sampling(n) for n in lengths]
-        seconds, (tokens, log_probs) = timed(lambda: batch(prompts, samplings))
+        seconds, (tokens, log_probs) = time_call(lambda: batch(prompts, samplings))
         answer = rollout_answer(seconds, lengths, [*map(len, tokens)], [*map(len, log_probs)])
-        return {**answer, **sampled(request, tokens, log_probs)}
+        return {**answer, **pick_samples(request, tokens, log_probs)}
 
     return settings, run
 
@@ -103,7 +104,7 @@ def start_sync(job: dict[str, Any]):
         llm.generate([{"prompt_token_ids": [1, 2, 3]}], sampling, use_tqdm=False)
 
     def run(request: dict[str, Any]) -> dict[str, Any]:
-        seconds, _ = timed(hand_over)
+        seconds, _ = time_call(hand_over)
         return {"seconds": seconds, "bytes": size, "moved": size, "torch": torch.__version__}
 
     return settings, run

@@ -1,4 +1,4 @@
-"""verl with each stage's time printed as it ends, so that a run that is cut off tells of its first step all the same.
+"""verl with each stage's time printed as it ends, so that a run that is cut off still shows how far it came.
 
 The trainer's process imports this before its first step, since `agent_loop_manager_class` names `Manager`, which is
 verl's own.
@@ -18,12 +18,12 @@ timer = trainer_base.marked_timer
 
 
 @contextmanager
-def told(name: str, *args: Any, **kwargs: Any) -> Iterator[None]:
+def printed_timer(name: str, *args: Any, **kwargs: Any) -> Iterator[None]:
     began = time.perf_counter()
     with timer(name, *args, **kwargs):
         yield
     print(f"stage {name}: {time.perf_counter() - began:.3f} s", flush=True)
 
 
-trainer_base.marked_timer = trainer_sync.marked_timer = told
+trainer_base.marked_timer = trainer_sync.marked_timer = printed_timer
 print("stages begin", flush=True)

@@ -1,4 +1,4 @@
-"""How a runner and the bench speak: a JSON job in a file, then one JSON line out for each JSON line in.
+"""The protocol of runner and bench: a JSON job in a file, then one JSON line out for each JSON line in.
 
 The first line out is `{"ready": facts}`. What libraries print goes to stderr, which the bench keeps as a log.
 """
@@ -24,6 +24,7 @@ Run = Callable[[dict[str, Any]], dict[str, Any]]
 def serve(start: Callable[[Job], tuple[dict[str, Any], Run]]) -> None:
     """`start(job)` loads the system and gives (its settings, what one request runs); serves until stdin closes."""
     job = json.loads(Path(sys.argv[1]).read_text())
+    # Descriptor 1 leads to stderr from here on, so that nothing a library prints can mix with the answers.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 
@@ -45,7 +46,7 @@ def serve(start: Callable[[Job], tuple[dict[str, Any], Run]]) -> None:
 
 
 def error_words(error: BaseException) -> str:
-    """One line: the first of the message (and what a colon announces), with the kind of error where that tells more."""
+    """One line: the first line of the message (two after a colon), with the class of an error not meant for users."""
     if isinstance(error, ModuleNotFoundError) and error.name:
         return f"needs {error.name.partition('.')[0]}, which {sys.executable} does not find"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
@@ -59,14 +60,14 @@ def packages() -> dict[str, str]:
     return {d.metadata["Name"]: d.version for d in sorted(distributions(), key=lambda d: d.metadata["Name"].lower())}
 
 
-def timed(work: Callable[[], Any]) -> tuple[float, Any]:
+def time_call(work: Callable[[], Any]) -> tuple[float, Any]:
     """(seconds, result)."""
     started = time.perf_counter()
     result = work()
     return time.perf_counter() - started, result
 
 
-def rows_of(job: Job, request: dict[str, Any]) -> tuple[list[list[int]], list[int]]:
+def get_rows(job: Job, request: dict[str, Any]) -> tuple[list[list[int]], list[int]]:
     """(prompts, response lengths) of the work that is asked for; while warming up, of at most `most` tokens."""
     work = job["works"][request.get("work", 0)]
     most = request.get("most")
@@ -98,7 +99,7 @@ def rollout_answer(
     return {"seconds": seconds, "tokens": sum(wanted), "computed": sum(made), "log_probs": complete}
 
 
-def sampled(request: dict[str, Any], tokens: Sequence[Sequence[int]], log_probs: Sequence[Sequence[float]]) -> Job:
+def pick_samples(request: dict[str, Any], tokens: Sequence[Sequence[int]], log_probs: Sequence[Sequence[float]]) -> Job:
     """As many rows as the request wants to see, from all over the batch, as they were sampled."""
     wanted = request.get("sample")
     if not wanted:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import Any
 
-from posttrain.config.sandbox import SandboxConfig
+from posttrain.config.reward import SandboxConfig
 from posttrain.conversations.tools.base import Tool, ToolAnswer
 from posttrain.conversations.tools.schema import schema_of
 from posttrain.conversations.tools.threads import Threads
 from posttrain.cores import usable
 from posttrain.errors import UserError
 from posttrain.sandbox import Result, Sandbox, SandboxError
-from posttrain.sandbox.results import LIMITS
+from posttrain.sandbox.sandbox import LIMITS
 
 
 class PythonTool(Tool):

@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
 
-from posttrain.config.turns import SIDES
+from posttrain.conversations.settings import SIDES
 from posttrain.conversations.tools.answers import failure, presented, redacted, words_of
 from posttrain.conversations.tools.arguments import Misfit, fit
 from posttrain.conversations.tools.base import Tool, ToolAnswer, ToolCall, ToolFault

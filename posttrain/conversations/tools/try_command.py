@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from posttrain.config.options import OptionParser
-from posttrain.config.turns import SIDES, TurnSettings
 from posttrain.config.values import parse_yaml
+from posttrain.conversations.settings import SIDES, TurnSettings
 from posttrain.conversations.tools.base import Tool, ToolAnswer, ToolCall
 from posttrain.conversations.tools.finding import called_name
 from posttrain.conversations.tools.registry import make_tools

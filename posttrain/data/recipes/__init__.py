@@ -1,1 +1,1 @@
-"""Recipes that make data sets, as rows and as files."""
+"""Recipes that prepare data sets, as rows and as files."""

@@ -1,8 +1,8 @@
-"""The embedded data: sums of two small numbers, made on the spot, with held-out sums for validation.
+"""The embedded data: sums of two small numbers, generated on the spot, with held-out sums for validation.
 
 A row is {"prompt": "15 + 27 = ?", "ground_truth": "42", "data_source": "math_reasoning"}. A sum and its mirror image
-(27 + 15) lie on the same side of the split, so validation never asks what training has shown.
-Command: `python -m posttrain.data.recipes.arithmetic --out data/arithmetic`.
+(27 + 15) are on the same side of the split, so validation never asks what training has shown. Command: `python -m
+posttrain.data.recipes.arithmetic --out data/arithmetic`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def arithmetic_rows(
     val_size: int | None = None,
     seed: int = 1,
 ) -> dict[str, Rows]:
-    """`{"train": rows, "test": rows}` of sums with operands below `max_operand`; a size of None takes all there are."""
+    """Return `{"train": rows, "test": rows}` of sums with operands below `max_operand`; a size of None means all."""
     train, test = _split(max_operand, val_fraction, seed)
     return {
         "train": [_row(a, b) for a, b in _first(train, train_size, "train_size")],
@@ -35,7 +35,7 @@ def arithmetic_rows(
 
 
 def pair_rows(rows: Rows) -> Rows:
-    """Pairs for reward models: the right sum (`chosen`), and another of the rows' sums that is off by 10 or more."""
+    """Return pairs for reward models: the right sum (`chosen`), and another row's sum that is off by 10 or more."""
     sums = sorted({int(row["ground_truth"]) for row in rows})
     pairs = []
     for row in rows:
@@ -47,7 +47,7 @@ def pair_rows(rows: Rows) -> Rows:
 
 
 def write_files(folder: str | os.PathLike[str], data: dict[str, Rows], *, suffix: str = "json") -> dict[str, Path]:
-    """Writes `train.SUFFIX` and `test.SUFFIX` (json or parquet) into the folder and gives their paths."""
+    """Write `train.SUFFIX` and `test.SUFFIX` (json or parquet) into the folder and return their paths."""
     writers = {"json": _write_json, "parquet": _write_parquet}
     if suffix not in writers:
         raise ValueError(f"suffix '{suffix}' is not known; use json or parquet")
@@ -55,7 +55,7 @@ def write_files(folder: str | os.PathLike[str], data: dict[str, Rows], *, suffix
     paths = {}
     for name, rows in data.items():
         paths[name] = Path(folder) / f"{name}.{suffix}"
-        # Written beside and renamed, so that a run that starts meanwhile never reads half a file.
+        # Written to another name and renamed, so that a run that starts now never reads half a file.
         partial = paths[name].with_name(f".{name}.{os.getpid()}.{suffix}")
         writers[suffix](partial, rows)
         os.replace(partial, paths[name])
@@ -79,7 +79,7 @@ def _split(max_operand: int, val_fraction: float, seed: int) -> tuple[list[tuple
 
 
 def _draw(*values: Any) -> bytes:
-    """A random-looking key that depends on the values alone, on every machine and version."""
+    # A random-looking key that depends only on the values, on every machine and version.
     return hashlib.blake2b(":".join(map(str, values)).encode(), digest_size=8).digest()
 
 

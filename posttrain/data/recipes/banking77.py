@@ -1,6 +1,6 @@
-"""Banking77 (Casanueva et al. 2020, arXiv 2003.04807): which of 77 wishes a bank's customer has.
+"""Banking77 (Casanueva et al. 2020, arXiv 2003.04807): classifies a bank customer's request as one of 77.
 
-The prompt lists the labels of the data set; they are in `extra_info["labels"]` too, so that a response that names
+The prompt lists the labels of the data set; they are also in `extra_info["labels"]`, so that a response that names
 several is wrong.
 """
 

@@ -1,4 +1,4 @@
-"""`posttrain data RECIPE ...` makes a data set by name; `posttrain data convert` reads rows with other column names."""
+"""`posttrain data RECIPE ...` prepares a data set by name; `posttrain data convert` reads other column names."""
 
 from __future__ import annotations
 
@@ -9,11 +9,26 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.config.options import OptionParser
+from posttrain.data.recipes import banking77, gsm8k, hh_rlhf, math, programs, questions
 from posttrain.data.recipes.arithmetic import write_files
-from posttrain.data.recipes.making import prepare
-from posttrain.data.recipes.recipe import Recipe
-from posttrain.data.recipes.table import RECIPES
+from posttrain.data.recipes.recipe import Recipe, prepare
 from posttrain.data.rows import DataError, RowTable, load_rows
+
+RECIPES: dict[str, Recipe] = {
+    recipe.name: recipe
+    for recipe in (
+        gsm8k.RECIPE,
+        math.MATH,
+        math.MATH500,
+        programs.MBPP,
+        programs.HUMANEVAL,
+        questions.NQ_OPEN,
+        questions.HOTPOTQA,
+        banking77.RECIPE,
+        hh_rlhf.PAIRS,
+        hh_rlhf.CONVERSATIONS,
+    )
+}
 
 
 def convert(
@@ -24,7 +39,7 @@ def convert(
     data_source: str | None,
     out: str | os.PathLike[str] | None = None,
 ) -> tuple[Path, int]:
-    """Write `prompt`, `ground_truth`, `data_source` and the other columns (in `extra_info`); gives path and rows."""
+    """Write `prompt`, `ground_truth`, `data_source` and the other columns (in `extra_info`); return path and count."""
     target = Path(out).expanduser() if out is not None else _beside(Path(file).expanduser())
     if target.suffix not in (".parquet", ".json"):
         raise DataError(f"--out: {target} has a suffix that cannot be written; give NAME.parquet or NAME.json.")
@@ -139,8 +154,6 @@ def _add_convert(parser: argparse.ArgumentParser) -> None:
 
 
 def _convert(options: argparse.Namespace) -> list[str]:
-    from posttrain.data.recipes.command import convert
-
     path, rows = convert(
         options.file,
         prompt_key=options.prompt_key,

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from posttrain.data.recipes import making
+from posttrain.data.recipes import recipe
 from posttrain.data.recipes.recipe import Recipe, Row, Split, text_of
 from posttrain.data.rows import DataError, RowTable
 
@@ -22,7 +22,7 @@ _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 
 
 def gsm8k_rows(table: RowTable, split: str) -> Iterator[Row]:
-    """Our rows of rows with `question` and `answer`."""
+    """Convert rows with `question` and `answer`."""
     for number in range(len(table)):
         question, answer = (text_of(table, number, COLUMNS, name) for name in ("question", "answer"))
         yield {
@@ -35,7 +35,7 @@ def gsm8k_rows(table: RowTable, split: str) -> Iterator[Row]:
 
 
 def _final_number(answer: str, where: str) -> str:
-    """The number after the last `####`, thousands separators removed."""
+    # The number after the last `####`, thousands separators removed.
     _, mark, end = answer.rpartition("####")
     number = end.strip().replace(",", "")
     if not mark or not _NUMBER.fullmatch(number):
@@ -56,5 +56,5 @@ RECIPE = Recipe(
 
 
 def prepare(source: str | os.PathLike[str] | None = None, out: str | os.PathLike[str] | None = None) -> dict[Path, int]:
-    """Write `train.parquet` and `test.parquet` into `out`; gives path -> number of rows. Without `source`: the hub."""
-    return {made.path: made.rows for made in making.prepare(RECIPE, source, out)}
+    """Write `train.parquet` and `test.parquet` into `out`; return path -> row count. Without `source`: the hub."""
+    return {made.path: made.rows for made in recipe.prepare(RECIPE, source, out)}

@@ -1,4 +1,4 @@
-"""HH-RLHF (Bai et al. 2022, arXiv 2204.05862): conversations with two last answers, of which people preferred one.
+"""HH-RLHF (Bai et al. 2022, arXiv 2204.05862): conversations with two final answers, one of which people preferred.
 
 `hh_rlhf` writes pairs for a reward model: {"prompt": the messages before, "chosen": text, "rejected": text}.
 `hh_rlhf_sft` writes the preferred conversations for supervised training: {"messages": [...]}.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from posttrain.data.recipes.recipe import LeftOut, Recipe, Row, Split, text_of
+from posttrain.data.recipes.recipe import Recipe, Row, SkippedRow, Split, text_of
 from posttrain.data.rows import DataError, RowTable
 
 COLUMNS = "chosen and rejected"
@@ -18,16 +18,16 @@ _TURN = re.compile(r"\n\n(Human|Assistant):")
 Turns = list[dict[str, str]]
 
 
-def pair_rows(table: RowTable, split: str) -> Iterator[Row | LeftOut]:
+def pair_rows(table: RowTable, split: str) -> Iterator[Row | SkippedRow]:
     for number in range(len(table)):
         chosen, rejected = (text_of(table, number, COLUMNS, name) for name in ("chosen", "rejected"))
         prompt = _shared(chosen, rejected)
         if not prompt:
             raise DataError(f"The two conversations of {table.where(number)} do not begin with the same question.")
-        # What follows is the answer, even where somebody wrote `Human:` into it.
+        # What follows is the answer, even if someone wrote `Human:` in it.
         answers = [text[len(prompt) :].removeprefix("\n\nAssistant:").strip() for text in (chosen, rejected)]
         if not all(answers):
-            yield LeftOut("an answer is empty")
+            yield SkippedRow("an answer is empty")
             continue
         yield {
             "prompt": _turns(prompt),
@@ -38,24 +38,24 @@ def pair_rows(table: RowTable, split: str) -> Iterator[Row | LeftOut]:
         }
 
 
-def conversation_rows(table: RowTable, split: str) -> Iterator[Row | LeftOut]:
+def conversation_rows(table: RowTable, split: str) -> Iterator[Row | SkippedRow]:
     for number in range(len(table)):
         messages = _turns(text_of(table, number, COLUMNS, "chosen"))
         if not messages[-1]["content"]:
-            yield LeftOut("an answer is empty")
+            yield SkippedRow("an answer is empty")
             continue
         yield {"messages": messages, "data_source": "hh_rlhf", "extra_info": {"index": number, "split": split}}
 
 
 def _shared(chosen: str, rejected: str) -> str:
-    """The part before the last answer that both have: it ends where an assistant's turn begins."""
+    # Ends where the last assistant turn begins, which both have in common up to there.
     starts = [match.start() for match in _TURN.finditer(chosen) if match[1] == "Assistant"]
     shared = [start for start in starts if rejected.startswith(chosen[:start] + "\n\nAssistant:")]
     return chosen[: shared[-1]] if shared else ""
 
 
 def _turns(text: str) -> Turns:
-    """Messages; turns of the same role in a row become one, because chat templates want them to alternate."""
+    # Consecutive turns of one role become one, because chat templates expect them to alternate.
     parts = _TURN.split(text)
     turns: Turns = []
     for role, content in zip(parts[1::2], parts[2::2], strict=True):

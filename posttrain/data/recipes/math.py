@@ -8,19 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from posttrain.data.recipes.recipe import LeftOut, Recipe, Row, Split, text_of
+from posttrain.data.recipes.recipe import Recipe, Row, SkippedRow, Split, text_of
 from posttrain.data.rows import RowTable
 
 INSTRUCTION = "Think step by step and put your final answer within \\boxed{}."
 COLUMNS = "problem, solution and (where there is one) answer"
 
 
-def _rows(table: RowTable, split: str, source: str) -> Iterator[Row | LeftOut]:
+def _rows(table: RowTable, split: str, source: str) -> Iterator[Row | SkippedRow]:
     for number, row in enumerate(table.rows):
         problem, solution = (text_of(table, number, COLUMNS, name) for name in ("problem", "solution"))
         answer = row.get("answer") or last_boxed(solution)
         if not answer:
-            yield LeftOut("the solution boxes no answer")
+            yield SkippedRow("the solution boxes no answer")
             continue
         subject, level = row.get("subject") or row.get("type"), row.get("level")
         yield {
@@ -33,7 +33,7 @@ def _rows(table: RowTable, split: str, source: str) -> Iterator[Row | LeftOut]:
 
 
 def last_boxed(text: str) -> str | None:
-    """What stands in the last `\\boxed{}` (braces may nest) or behind `\\boxed `; None without one."""
+    """Return the content of the last `\\boxed{}` (braces may nest) or `\\boxed `; None without one."""
     start = max(text.rfind("\\boxed"), text.rfind("\\fbox"))
     if start < 0:
         return None

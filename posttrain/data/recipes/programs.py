@@ -1,8 +1,8 @@
 """MBPP (Austin et al. 2021, arXiv 2108.07732) and HumanEval (Chen et al. 2021, arXiv 2107.03374): programs by tests.
 
-`ground_truth` is a JSON text with the tests, which the scorer of code runs in the sandbox. Of MBPP's tests the prompt
-shows the first, which names the function; a program cannot pass the others by repeating them. `response` is the data
-set's own program in a fenced block.
+`ground_truth` is a JSON text with the tests, which the code scorer runs in the sandbox. MBPP's prompt shows the first
+test, which names the function; a program cannot pass the others by repeating it. `response` is the data set's own
+program in a fenced block.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from posttrain.data.rows import DataError, RowTable
 INSTRUCTION = "Answer with one Python program in a ```python block."
 MBPP_COLUMNS = "task_id, prompt (or text), code, test_list"
 HUMANEVAL_COLUMNS = "task_id, prompt, entry_point, canonical_solution, test"
+# Last task of each split, by the data set's own division of its 974 tasks.
 MBPP_LAST = {"prompt": 10, "test": 510, "validation": 600, "train": 974}
-"""Last task of each split; the data set's own division of its 974 tasks."""
 
 
 def mbpp_rows(table: RowTable, split: str) -> Iterator[Row]:
-    """The tasks of this split: one file may hold all of them."""
+    """Convert the tasks of this split: one file may hold all of them."""
     for number, row in enumerate(table.rows):
         task, tests = row.get("task_id"), row.get("test_list")
         if not isinstance(task, int) or not isinstance(tests, list) or not tests:

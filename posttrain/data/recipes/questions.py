@@ -1,7 +1,7 @@
 """Questions with short answers: NQ-Open and HotpotQA.
 
 NQ-Open (Lee et al. 2019, arXiv 1906.00300): any of the listed answers is right. HotpotQA (Yang et al. 2018, arXiv
-1809.09600): ten passages stand in the prompt; which of them are needed is in `extra_info["supporting"]`.
+1809.09600): the prompt holds ten passages; `extra_info["supporting"]` names those that are needed.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from posttrain.data.recipes.recipe import LeftOut, Recipe, Row, Split, text_of
+from posttrain.data.recipes.recipe import Recipe, Row, SkippedRow, Split, text_of
 from posttrain.data.rows import DataError, RowTable
 
 INSTRUCTION = "Give your final answer, as short as possible, within <answer> and </answer>."
@@ -17,14 +17,14 @@ NQ_COLUMNS = "question and answer (a list)"
 HOTPOT_COLUMNS = "question, answer, context and supporting_facts"
 
 
-def nq_open_rows(table: RowTable, split: str) -> Iterator[Row | LeftOut]:
+def nq_open_rows(table: RowTable, split: str) -> Iterator[Row | SkippedRow]:
     for number, row in enumerate(table.rows):
         question = text_of(table, number, NQ_COLUMNS, "question").strip()
         answers = [row["answer"]] if isinstance(row.get("answer"), str) else row.get("answer")
         if not isinstance(answers, list) or not answers or not all(isinstance(answer, str) for answer in answers):
             raise DataError(f"The answer of {table.where(number)} is missing: the columns are {NQ_COLUMNS}.")
         if not any(char.isalnum() for answer in answers for char in answer):
-            yield LeftOut("its answers hold no letter or digit")
+            yield SkippedRow("its answers hold no letter or digit")
             continue
         yield {
             "prompt": f"{question.removesuffix('?')}?\n{INSTRUCTION}",
@@ -56,7 +56,7 @@ def hotpotqa_rows(table: RowTable, split: str) -> Iterator[Row]:
 
 
 def _pairs(value: Any, second: str) -> list[tuple[Any, Any]]:
-    """(title, what belongs to it): as the hub has it (two lists), or as the authors' file has it (a list of pairs)."""
+    # (title, content): the hub stores two lists, the authors' file a list of pairs.
     if isinstance(value, dict):
         return list(zip(value.get("title") or [], value.get(second) or [], strict=False))
     return [(pair[0], pair[1]) for pair in value] if isinstance(value, list) else []

@@ -1,8 +1,8 @@
 """The train engine of Megatron-Core: policy, reference, critic or reward model, cut over tensor, pipeline and expert
 ranks.
 
-Passes and optimizer steps are those of the shared pass runner; this module says where a layer's weights lie, and how
-they become a Hugging Face model again.
+Passes and optimizer steps are those of the shared pass runner; this module says where a layer's weights lie, how their
+gradients are summed over ranks, and how they become a Hugging Face model again.
 """
 
 from __future__ import annotations
@@ -13,24 +13,84 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from posttrain.config.train_engines import EngineKeys
+from posttrain.config.optim import OptimConfig
 from posttrain.engine.base import EngineLayout, EngineSettings
-from posttrain.engine.export import host_copies
 from posttrain.engine.facts import facts_of
 from posttrain.engine.heads import Head, head_of
-from posttrain.engine.megatron.groups import ParallelSizes, check_sizes, join_groups
+from posttrain.engine.megatron.groups import ParallelSizes, RankGroups, check_sizes, join_groups
 from posttrain.engine.megatron.model import build, check_model
-from posttrain.engine.megatron.optim import MegatronOptimizer
 from posttrain.engine.megatron.package import PACKAGE, MegatronError, version
 from posttrain.engine.megatron.stage import MegatronStage
 from posttrain.engine.megatron.weights import CUT, exported, own_part, stage_matches
+from posttrain.engine.optim import EngineState, Optimizer
 from posttrain.engine.pipeline import Pipeline
 from posttrain.engine.ranks import this_rank, world_size
 from posttrain.engine.runner import ComposedEngine, PassRunner
-from posttrain.engine.state import EngineState
+from posttrain.engine.settings import EngineKeys
+from posttrain.engine.sharding import host_copies
+from posttrain.models.forward import forward_mode_of
 from posttrain.models.lora import has_adapters, save_model
-from posttrain.models.ways import way_of
+
+EXPERT, QUERY_NORMS = ".local_experts.", (".q_layernorm.", ".k_layernorm.")
+TIED_COPY = "output_layer.weight"
+
+
+class MegatronOptimizer(Optimizer):
+    """`named` are this rank's weights; `cut` are the names of those that tensor ranks hold parts of, `saved` the names
+    in a checkpoint. `tied`: the first and the last stage of a pipeline both hold the embedding."""
+
+    def __init__(
+        self,
+        named: Mapping[str, torch.nn.Parameter],
+        config: OptimConfig,
+        groups: RankGroups,
+        *,
+        cut: set[str],
+        saved: Mapping[str, str],
+        tied: bool,
+    ) -> None:
+        super().__init__([(saved[name], weight) for name, weight in named.items()], config)
+        self.own_names, self.groups, self.cut = list(named), groups, cut
+        self.tied = tied and groups.sizes.pipeline > 1
+
+    def reduce_gradients(self) -> None:
+        """Sum each weight's gradient over the ranks that hold it and saw other tokens or other heads."""
+        groups = self.groups
+        for name, master in zip(self.own_names, self.masters, strict=True):
+            if master.grad is None:
+                master.grad = torch.zeros_like(master)  # no token was routed to this expert; others wait for its sum
+            if any(kind in name for kind in QUERY_NORMS):  # a tensor rank saw its own heads only
+                dist.all_reduce(master.grad, group=groups.tensor)
+            if self.tied and groups.ends is not None and name in (TIED_COPY, "embedding.word_embeddings.weight"):
+                dist.all_reduce(master.grad, group=groups.ends)
+            if EXPERT in name:  # all tensor ranks send the same tokens to it, so that each counts that often
+                dist.all_reduce(master.grad, group=groups.expert_data)
+                master.grad /= groups.sizes.tensor
+            else:
+                dist.all_reduce(master.grad, group=groups.data)
+
+    def _holders(self, name: str) -> float:
+        """How many ranks hold this same part of a weight."""
+        groups = self.groups
+        if EXPERT in name:
+            return groups.expert_data.size()
+        return groups.data.size() * (1 if name in self.cut else groups.tensor.size())
+
+    def clip_gradients(self, largest: float) -> torch.Tensor:
+        # A weight with several holders must count once in the norm: each adds its share of the squares.
+        squares = torch.zeros((), dtype=torch.float64, device=self.masters[0].device)
+        for name, master in zip(self.own_names, self.masters, strict=True):
+            if master.grad is not None and not (self.tied and name == TIED_COPY):
+                squares += master.grad.double().square().sum() / self._holders(name)
+        dist.all_reduce(squares)
+        norm = squares.sqrt()
+        factor = float((largest / (norm + 1e-6)).clamp(max=1.0))
+        for master in self.masters if factor < 1.0 else ():
+            if master.grad is not None:
+                master.grad *= factor
+        return norm
 
 
 class MegatronEngine(ComposedEngine):
@@ -175,7 +235,7 @@ def _check(module: torch.nn.Module, settings: EngineSettings, keys: EngineKeys) 
     elif not settings.pack:
         key = f"{keys.model}.use_remove_padding"
         problem = f"rows are always packed in it, but {key}=false asks for padded ones"
-    elif not way_of(module).packed:
+    elif not forward_mode_of(module).packed:
         problem = "rows of this model cannot be packed, and this engine computes no others"
     if problem is not None:
         raise MegatronError(f"{keys.strategy}=megatron: {problem}; set strategy=fsdp2")

@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
-from posttrain.config.megatron import SECTION, megatron_settings
-from posttrain.config.train_engines import RL, EngineKeys
 from posttrain.engine.base import EngineLayout
+from posttrain.engine.megatron.settings import SECTION, megatron_settings
 from posttrain.engine.ranks import RanksError, world_size
+from posttrain.engine.settings import RL, EngineKeys
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,7 @@ class ParallelSizes:
     tensor: int = 1
     pipeline: int = 1
     expert: int = 1
-    keys: EngineKeys = field(default=RL, compare=False)
-    """Where they were set, for error messages."""
+    keys: EngineKeys = field(default=RL, compare=False)  # where they were set, for error messages
 
     @classmethod
     def of(cls, layout: EngineLayout) -> ParallelSizes:
@@ -69,13 +68,11 @@ class RankGroups:
     sizes: ParallelSizes
     tensor: dist.ProcessGroup
     pipeline: dist.ProcessGroup
-    data: dist.ProcessGroup
-    """The ranks with the same weights, which compute other rows."""
+    data: dist.ProcessGroup  # the ranks with the same weights, which compute other rows
     expert: dist.ProcessGroup
-    expert_data: dist.ProcessGroup
-    """The ranks with the same experts."""
+    expert_data: dist.ProcessGroup  # the ranks with the same experts
+    # The first and the last stage, which both hold a tied embedding; None on other stages.
     ends: dist.ProcessGroup | None
-    """The first and the last stage, which both hold a tied embedding; None on other stages."""
 
     @property
     def stage(self) -> int:
@@ -90,8 +87,8 @@ class RankGroups:
         return self.stage == self.sizes.pipeline - 1
 
 
+# The sizes and the ranks that this process has groups for: Megatron-Core keeps one set of groups per process.
 _grouped: tuple[ParallelSizes, Any] | None = None
-"""The sizes and the ranks that this process has groups for: Megatron-Core keeps one set of groups per process."""
 
 
 def join_groups(sizes: ParallelSizes, device: torch.device) -> RankGroups:

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from posttrain.config.megatron import EXPERTS, MODEL_TYPES
 from posttrain.engine.megatron.groups import ParallelSizes, RankGroups
 from posttrain.engine.megatron.package import MegatronError, adapt_experts, buffers_on, part
+from posttrain.engine.megatron.settings import EXPERTS, MODEL_TYPES
 
 ROTATIONS = ("default", "linear", "llama3")
 

@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from posttrain.config.megatron import install_words, is_installed
-from posttrain.config.train_engines import RL
+from posttrain.engine.megatron.settings import install_words, is_installed
+from posttrain.engine.settings import RL
 from posttrain.errors import UserError
 
 PACKAGE = "megatron-core"

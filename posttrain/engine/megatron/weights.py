@@ -18,8 +18,7 @@ from posttrain.engine.megatron.groups import RankGroups
 from posttrain.engine.megatron.model import experts_of
 
 Kind = Literal["same", "rows", "columns", "qkv", "gate_up", "experts"]
-CUT = ("rows", "columns", "qkv", "gate_up")
-"""Kinds that tensor ranks hold parts of."""
+CUT = ("rows", "columns", "qkv", "gate_up")  # kinds that tensor ranks hold parts of
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
-"""The gated part of a layer with adapters; `posttrain.kernels.adapted_gate` chooses.
+"""The gated part of a layer with adapters; `posttrain.kernels.train` chooses.
 
-A program takes a block of tokens and columns. What an adapter adds there is a product of two thin blocks, rounded into
-the sum as a product of its own would be.
+A program takes a block of tokens and columns. An adapter adds the product of two thin blocks to it, rounded into the
+sum as a separate product would be. So adapters cost no pass of their own over gate and up, the widest tensors.
 
 Shapes: T tokens, I width of the gated layer, R rank.
 """
@@ -19,7 +19,7 @@ TOKENS, COLUMNS, WARPS = 64, 64, 4
 
 @triton.jit
 def _plus(x, LEFT, RIGHT, left, right_r, right_i, t, i, t_real, i_real, R: tl.constexpr, BLOCK: tl.constexpr):
-    """x + left right, rounded to the type of the factors; R is 0 where nothing is added."""
+    # x + left right, rounded to the type of the factors; with R = 0 nothing is compiled in.
     if R > 0:
         kind = LEFT.dtype.element_ty
         for start in tl.static_range(0, R, BLOCK):
@@ -35,7 +35,6 @@ def _plus(x, LEFT, RIGHT, left, right_r, right_i, t, i, t_real, i_real, R: tl.co
 
 @triton.jit
 def _block(tokens, size, BT: tl.constexpr, BI: tl.constexpr):
-    """(tokens, columns) of the program, and which of them are there."""
     t = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
     i = tl.program_id(1) * BI + tl.arange(0, BI)
     return t, i, t < tokens, i < size
@@ -46,7 +45,6 @@ def _gate_and_up(
     GATE_UP, at, size, real, GL, GR, UL, UR, gl, gr_r, gr_i, ul, ur_r, ur_i, t, i, t_real, i_real,
     RG: tl.constexpr, RU: tl.constexpr, BG: tl.constexpr, BU: tl.constexpr,
 ):  # fmt: skip
-    """Both of the block, with what their adapters add."""
     gate = tl.load(GATE_UP + at, mask=real, other=0.0).to(tl.float32)
     up = tl.load(GATE_UP + at + size, mask=real, other=0.0).to(tl.float32)
     gate = _plus(gate, GL, GR, gl, gr_r, gr_i, t, i, t_real, i_real, RG, BG)
@@ -90,7 +88,7 @@ def _backward(
 
 
 def _unpacked(*all_factors: Factors) -> tuple[list, list, list, list]:
-    """(matrices, their strides, ranks, blocks of ranks) as the kernels take them."""
+    # Matrices, strides, ranks and blocks of ranks for the kernels. tl.dot needs at least 16 numbers of a sum.
     matrices, strides, ranks, blocks = [], [], [], []
     for factors in all_factors:
         left_TR, right_RI = factors or (None, None)

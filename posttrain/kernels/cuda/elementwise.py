@@ -1,4 +1,4 @@
-"""What lies between the matrix products of a decode step: norms, gating, rotated heads and their way into the cache.
+"""Between the matrix products of a decode step: norms, gating, rotated heads, and keys and values into the cache.
 
 Shapes: T tokens, E width of the model, I width of the gated layer, D head size.
 """
@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from posttrain.kernels.cuda.early import _wait, comes_early
+from posttrain.kernels.cuda.dependent_launch import _wait, comes_early
 
 
 @triton.jit
@@ -38,7 +38,8 @@ def add_rms_norm(
     out = torch.empty_like(residual_TE)
     tokens, size = residual_TE.shape
     block = triton.next_power_of_2(size)
-    # A number in several warps would be read again by one where another has put the sum already.
+    # The sum is stored in place, so every number must belong to one thread. With more warps than these some would hold
+    # the same numbers, and one could read a sum that another has already stored.
     warps = 1 if block <= 256 else 4 if block <= 2048 else 8
     early = comes_early(residual_TE.device)
     if tokens:
@@ -73,7 +74,8 @@ def silu_mul(gate_up_T2I: torch.Tensor) -> torch.Tensor:
 @triton.jit
 def _heads(X, NORM, COS, SIN, at, other, first, real, d, d_other, epsilon, D: tl.constexpr, NORMED: tl.constexpr,
            ROTATED: tl.constexpr):  # fmt: skip
-    """Heads, normed and rotated: x * cos + half_turn(x) * sin, rounded where torch rounds."""
+    # Normed and rotated: x * cos + half_turn(x) * sin, rounded after each operation as torch does. `other` is the
+    # number of the other half of the head that is rotated together with `at`.
     x = tl.load(X + at, mask=real, other=0.0)
     y = tl.load(X + other, mask=real, other=0.0)
     if NORMED:
@@ -111,7 +113,7 @@ def _rotate_and_store(
     x = _heads(Q, Q_NORM, cos, sin, base + d, base + d_other, first, q_real, d, d_other, epsilon, D, NORMED, ROTATED)
     tl.store(OUT + token * (H * D) + h * D + d, x, mask=q_real)
     slot = tl.load(SLOTS + token)
-    if slot >= 0:
+    if slot >= 0:  # below 0 there is no place to store it
         k_base = token * k_row + k * k_head
         key = _heads(K, K_NORM, cos, sin, k_base + d, k_base + d_other, first, k_real, d, d_other, epsilon, D, NORMED,
                      ROTATED)  # fmt: skip

@@ -1,9 +1,9 @@
 """The feed-forward part of a mixture of experts: the choice of experts, tokens in the order of their experts, and two
 products over the stacked weights of all experts. Nothing waits for the host, so that a decode step can be captured.
 
-A program of a product takes one expert and some of its columns, and goes over the expert's tokens: while an expert has
-few tokens its weights are read once, which is what a decode step of a mixture takes its time for. An expert without
-tokens reads nothing.
+A program of a product takes one expert and some of its columns, and walks over the expert's tokens. So the weights of
+an expert with few tokens are read once, and those of an expert without tokens not at all: reading them is most of a
+mixture's decode step (12.1 of 21.2 ms at the shape of Qwen3-30B-A3B with 512 sequences on an H200).
 
 Shapes: T tokens, E width of the model, X experts, K experts of a token, P = T K pairs of a token and an expert, I width
 of an expert.
@@ -21,12 +21,12 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from posttrain.kernels.cuda.early import _wait, comes_early
+from posttrain.kernels.cuda.dependent_launch import _wait, comes_early
 from posttrain.kernels.cuda.fp8 import quantize_rows
 from posttrain.kernels.cuda.fused_products import _gate
 from posttrain.kernels.quantized import FP8, Quantized, round_rows
 
-MOST_TOKENS = 8192  # that are computed at once: what lies between the products is K times as large as they are
+MOST_TOKENS = 8192  # that are computed at once: tensors between the products are K times as large
 _SORTED_AT_ONCE = 1024  # pairs
 
 
@@ -51,6 +51,9 @@ class Tile:
         return f"{self.rows}x{self.columns}x{self.depth} w{self.warps} s{self.stages}{kind}"
 
 
+# (mean tokens of an expert up to which they are used, the tile of gate and up, the tile of down): the fastest of 36 on
+# an H200 for 128 experts of 2048 x 768, at 4, 16, 32, 64 and 512 tokens an expert (`scripts/measure_mixture.py
+# --sweep`).
 TILES: tuple[tuple[float, Tile, Tile], ...] = (
     (8, Tile(16, 64, 128, 4, 3, True, True), Tile(16, 64, 128, 4, 3, True, True)),
     (23, Tile(32, 64, 64, 4, 3, True, True), Tile(32, 64, 128, 4, 3, True, True)),
@@ -58,9 +61,8 @@ TILES: tuple[tuple[float, Tile, Tile], ...] = (
     (181, Tile(128, 128, 64, 8, 4, True, True), Tile(128, 128, 64, 8, 3, False, True)),
     (float("inf"), Tile(128, 128, 64, 8, 4, True, True), Tile(128, 128, 64, 8, 4, True, True)),
 )
-"""(mean tokens of an expert up to which they serve, the tile of gate and up, the tile of down): the fastest of 36 on an
-H200 for 128 experts of 2048 x 768, at 4, 16, 32, 64 and 512 tokens an expert (`scripts/measure_mixture.py --sweep`)."""
 
+# The same for fp8, the fastest of 58 (`scripts/measure_mixture.py --sweep --fp8`).
 FP8_TILES: tuple[tuple[float, Tile, Tile], ...] = (
     (8, Tile(16, 64, 256, 4, 3, True, True), Tile(16, 64, 128, 4, 3, True, True)),
     (23, Tile(32, 64, 128, 4, 3, True, True), Tile(32, 64, 128, 4, 3, True, True)),
@@ -68,14 +70,13 @@ FP8_TILES: tuple[tuple[float, Tile, Tile], ...] = (
     (181, Tile(128, 64, 128, 4, 3, True, True), Tile(64, 128, 128, 4, 4, False, True)),
     (float("inf"), Tile(128, 128, 128, 8, 4, True, True), Tile(128, 128, 64, 4, 4, True, True)),
 )
-"""The same for fp8, the fastest of 58 (`scripts/measure_mixture.py --sweep --fp8`)."""
 
 
 def tiles_for(pairs: int, experts: int, dtype: torch.dtype) -> tuple[Tile, Tile]:
-    """The tiles of a step of so many pairs. They follow from sizes alone: a captured step must serve any choice."""
+    """The tiles for so many pairs. They follow from sizes alone, since a captured step must fit any routing."""
     table = FP8_TILES if dtype is FP8 else TILES
     gate_up, down = next((one, other) for most, one, other in table if pairs <= most * experts)
-    if dtype is torch.float32:  # twice the bytes, and no matrix units that keep its digits
+    if dtype is torch.float32:  # twice the bytes, and no matrix units of its precision
         return Tile(16, 32, 32, 4, 2), Tile(16, 32, 32, 4, 2)
     return gate_up, down
 
@@ -97,7 +98,7 @@ def _choose(
     p = tl.where(x < X, p / tl.sum(p, 1)[:, None], -1.0)
     share, chosen = tl.zeros([N, KP], tl.float32), tl.zeros([N, KP], tl.int32)
     for number in tl.static_range(K):
-        # Of equal ones the first, as torch's choice on this device. Logits that are no numbers still name an expert.
+        # Of equal ones the first, like torch's topk on this device. NaN logits still select a valid expert.
         best = tl.minimum(tl.argmax(p, 1), X - 1)
         share = tl.where(k == number, tl.max(p, 1)[:, None], share)
         chosen = tl.where(k == number, best[:, None], chosen)
@@ -126,7 +127,8 @@ def choose_experts(
 
 @triton.jit(do_not_specialize=["pairs"])
 def _sort(CHOSEN, ORDER, ENDS, pairs, N: tl.constexpr, EARLY: tl.constexpr):
-    """One program an expert. It counts the pairs of experts before it, and then knows where its own go."""
+    # A counting sort with one program per expert: it counts the pairs of the experts before it, and so knows where its
+    # own go. Without atomics, so that the order is always the same.
     if EARLY:
         _wait()
     expert, at = tl.program_id(0), tl.arange(0, N)
@@ -159,7 +161,7 @@ def sort_pairs(chosen_TK: torch.Tensor, experts: int) -> tuple[torch.Tensor, tor
 @triton.jit
 def _piece(W, expert, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
            DESCRIBED: tl.constexpr, EVEN: tl.constexpr):  # fmt: skip
-    """(BN, BK) of an expert's weight, which has ROWS rows of COLUMNS numbers."""
+    # (BN, BK) of an expert's weight of ROWS x COLUMNS.
     if DESCRIBED:
         piece = W.load([expert * ROWS + row, column])
     else:
@@ -172,6 +174,7 @@ def _piece(W, expert, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BN
     return piece
 
 
+# "ieee" matters for float32 only: without it the inputs would be rounded to TF32.
 @triton.jit
 def _product(x, weight, acc, TURNED: tl.constexpr):
     if TURNED:
@@ -183,7 +186,7 @@ def _product(x, weight, acc, TURNED: tl.constexpr):
 
 @triton.jit
 def _tokens(X, row, live, column, COLUMNS: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr):
-    """(rows, BK) of the numbers of these rows; zeros of those that are not live."""
+    # (rows, BK) of these rows; zeros for rows that are not live.
     k = column + tl.arange(0, BK)
     at = X + row.to(tl.int64)[:, None] * COLUMNS + k[None, :]
     if EVEN:
@@ -205,7 +208,7 @@ def _store(OUT, y, row, live, column, COLUMNS: tl.constexpr, BN: tl.constexpr, T
 
 @triton.jit
 def _scaled(y, XS, WS, row, live, expert, column, ROWS: tl.constexpr, BN: tl.constexpr, TURNED: tl.constexpr):
-    """The product of fp8 values times the scales of its inputs' rows and of the weight's."""
+    # Scales of rows on both sides are applied to the float32 sum, once.
     x_scale = tl.load(XS + row, mask=live, other=0.0)
     n = column + tl.arange(0, BN)
     w_scale = tl.load(WS + expert.to(tl.int64) * ROWS + n, mask=n < ROWS, other=0.0)
@@ -230,6 +233,7 @@ def _gate_up(
     for start in range(begin, end, BM):
         pair = start + tl.arange(0, BM)
         live = pair < end
+        # Tokens are gathered here, so that no copy of them in the order of experts is made.
         token = tl.load(ORDER + pair, mask=live, other=0) // K
         gate = tl.zeros([BN, BM] if TURNED else [BM, BN], tl.float32)
         up = tl.zeros([BN, BM] if TURNED else [BM, BN], tl.float32)
@@ -263,6 +267,7 @@ def _down(
             y = _product(x, _piece(W, expert, column, k, WIDTH, SIZE, BN, BK, DESCRIBED, EVEN), y, TURNED)
         if XS is not None:
             y = _scaled(y, XS, WS, pair, live, expert, column, WIDTH, BN, TURNED)
+        # Scattered back: the K results of a token then lie side by side for `_weigh`.
         place = tl.load(ORDER + pair, mask=live, other=0)
         _store(OUT, y.to(OUT.dtype.element_ty), place, live, column, WIDTH, BN, TURNED)
 
@@ -283,7 +288,7 @@ def gate_up_pairs(
     experts, both, width = weights.shape
     size = both // 2
     out = x.new_empty(len(order_P), size, dtype=dtype or x.dtype)
-    weight, even = _as_read(weights, tile), size % tile.columns == 0 and width % tile.depth == 0
+    weight, even = _describe(weights, tile), size % tile.columns == 0 and width % tile.depth == 0
     early = comes_early(x.device)
     _gate_up[(triton.cdiv(size, tile.columns), experts)](
         x, weight, *scales, out, order_P, ends_X, width, size, len(order_P) // len(x), tile.rows, tile.columns,
@@ -305,7 +310,7 @@ def down_pairs(
     x, weights, scales = _parts(x_PI, weight_XEI)
     experts, width, size = weights.shape
     out = x.new_empty(len(order_P), width, dtype=dtype or x.dtype)
-    weight, even = _as_read(weights, tile), width % tile.columns == 0 and size % tile.depth == 0
+    weight, even = _describe(weights, tile), width % tile.columns == 0 and size % tile.depth == 0
     early = comes_early(x.device)
     _down[(triton.cdiv(width, tile.columns), experts)](
         x, weight, *scales, out, order_P, ends_X, width, size, tile.rows, tile.columns, tile.depth,
@@ -323,9 +328,9 @@ def _parts(x: Rows, weight: Rows) -> tuple[torch.Tensor, torch.Tensor, tuple[Any
     return x, weight, (None, None)
 
 
-def _as_read(weight: torch.Tensor, tile: Tile) -> torch.Tensor | TensorDescriptor:
-    """The weights of all experts below each other, as the copy engine reads them: rows begin at multiples of 16 bytes.
-    A tile may reach into the next expert's rows; what comes of those is not stored."""
+def _describe(weight: torch.Tensor, tile: Tile) -> torch.Tensor | TensorDescriptor:
+    # The weights of all experts as one matrix for the copy engine, whose rows must begin at multiples of 16 bytes. A
+    # tile may reach into the next expert's rows; results of those are not stored.
     if not tile.described or weight.shape[2] * weight.element_size() % 16:
         return weight
     flat = weight.view(-1, weight.shape[2])
@@ -368,7 +373,7 @@ def mixture(
     share_dtype: torch.dtype,
     fp8: bool = False,
 ) -> torch.Tensor:
-    """What a token's experts give, by their shares, (T, E); `kernels/experts.py` says what is what."""
+    """The weighted sum of a token's experts, (T, E); `kernels/experts.py` describes the arguments."""
     if len(x_TE) > MOST_TOKENS:
         how = {"top_k": top_k, "normalised": normalised, "share_dtype": share_dtype, "fp8": fp8}
         return torch.cat([mixture(x, router_XE, gate_up_X2IE, down_XEI, **how) for x in x_TE.split(MOST_TOKENS)])
@@ -378,7 +383,7 @@ def mixture(
     chosen_TK, share_TK = choose_experts(logits_TX, top_k, normalised=normalised, share_dtype=share_dtype)
     order_P, ends_X = sort_pairs(chosen_TK, len(router_XE))
     rounded: Callable[[torch.Tensor], Rows] = _as_it_is
-    if fp8:  # a weight that the device does not multiply in fp8 is rounded, but in its own type
+    if fp8:  # weights that the device cannot multiply in fp8 are rounded, but stay in their own type
         rounded = quantize_rows if isinstance(gate_up_X2IE, Quantized) else round_rows
     kind = FP8 if isinstance(gate_up_X2IE, Quantized) else x_TE.dtype
     first, second = tiles_for(len(order_P), len(router_XE), kind)

@@ -1,9 +1,9 @@
 """Attention of packed rows in training, by torch's own variable-length flash attention.
 
-Plain rows are one call, or cuDNN's where all of them are long (`long_rows.py`). Responses that share a prompt are two:
-every prompt and every response on its own, causally, and responses over their prompt; the two are joined by the
-logarithms of their sums. On the way back each call is given the joined outputs and logarithms, and its gradients are
-then those of its own keys.
+Plain rows are one call, or cuDNN's if all of them are long (`long_rows.py`). Responses that share a prompt take two:
+every prompt and every response on its own, causally, and responses over their prompt. The two are joined by the
+logarithms of their sums. In the backward pass each call gets the joined outputs and logarithms, so that its softmax is
+the whole one and its gradients are those of its own keys.
 
 Shapes: T packed tokens, H heads, D head size, R tokens of responses that share a prompt, P tokens of those prompts.
 """
@@ -16,8 +16,7 @@ import numpy as np
 import torch
 
 from posttrain.kernels.cuda import long_rows, to_device
-from posttrain.kernels.cuda.add_parts import add_copies, add_rows
-from posttrain.kernels.cuda.join_parts import join_parts
+from posttrain.kernels.cuda.attention_parts import add_copies, add_rows, join_parts
 
 _aten = torch.ops.aten
 
@@ -30,7 +29,7 @@ class Pieces:
     lengths: list[int]  # of what is between the ends
     response_R: torch.Tensor | None = None
     prompt_P: torch.Tensor | None = None
-    copies_N4: torch.Tensor | None = None  # of the prompts' tokens, as `add_copies` takes them
+    copies_N4: torch.Tensor | None = None  # of the prompts' tokens, for `add_copies`
     over: tuple[torch.Tensor, torch.Tensor, int, int] | None = None
 
     @classmethod
@@ -53,11 +52,11 @@ class Pieces:
         return found
 
     def long(self, size: int) -> bool:
-        """Whether rows are taken one by one, with heads of this size."""
+        """Whether cuDNN computes the rows, one by one."""
         return self.over is None and long_rows.takes(size, self.lengths)
 
     def spare_rows(self, size: int) -> int:
-        """Rows of queries, keys and values behind the last token that save copies: zeros, say."""
+        """Rows of queries, keys and values behind the last token that save copies."""
         return long_rows.spare_rows(self.lengths) if self.long(size) else 0
 
     @property
@@ -66,13 +65,10 @@ class Pieces:
 
 
 def _over_prompts(unit_starts: np.ndarray, prompts: np.ndarray, starts: np.ndarray, unit: np.ndarray, responses):
-    """(places of all tokens of responses that share a prompt, of the prompts they see, which of these are copies of the
-    same token, lengths of both by sequence).
-
-    Every response is a sequence of its own over a copy of its prompt: the way back has a program for each block of keys
-    of each sequence, and few would leave the device idle. Where prompts are so long that their copies would be more
-    than the pass itself, the responses of a unit are one sequence.
-    """
+    # (places of all tokens of responses that share a prompt, of the prompts they see, which of these are copies of the
+    # same token, lengths of both by sequence). Every response is a sequence of its own over a copy of its prompt: the
+    # way back has a program for each block of keys of each sequence, and few would leave the device idle. Where prompts
+    # are so long that their copies would be more than the pass itself, the responses of a unit are one sequence.
     mine = (prompts[unit] > 0) & (responses[unit] > 1) & (starts > unit_starts[unit])
     if not mine.any():
         return None
@@ -92,8 +88,8 @@ def _over_prompts(unit_starts: np.ndarray, prompts: np.ndarray, starts: np.ndarr
 
 
 def _copies(unit_starts: np.ndarray, prompts: np.ndarray, of: np.ndarray) -> np.ndarray:
-    """By token of the prompts: its place, its first copy, and how far apart and how many copies are. `of` are the units
-    of the sequences, in order."""
+    # By token of the prompts: its place, its first copy, and how far apart and how many copies are. `of` are the units
+    # of the sequences, in order.
     units, first, counts = np.unique(of, return_index=True, return_counts=True)
     before = np.append(0, np.cumsum(prompts[of]))[first]
     sizes = prompts[units]
@@ -110,7 +106,7 @@ def _forward(query, key, value, ends_q, ends_k, longest_q, longest_k, causal, sc
 
 
 def attention_forward(query_THD, key_TKD, value_TKD, pieces: Pieces, scale: float):
-    """(outputs, logarithms of sums (H, T), what the way back needs besides)."""
+    """(outputs, logarithms of sums (H, T), state for the backward pass)."""
     if pieces.long(query_THD.shape[-1]):
         return long_rows.attention_forward(query_THD, key_TKD, value_TKD, pieces.lengths, scale)
     out, logsum_HT, *state = _forward(query_THD, key_TKD, value_TKD, *pieces.ends, True, scale)
@@ -145,6 +141,7 @@ def attention_backward(grad_THD, query_THD, key_TKD, value_TKD, out_THD, logsum_
     logsum = logsum_HT.index_select(1, pieces.response_R).contiguous()
     over = back(grad, query, key, value, out, logsum, pieces.over, False)
     assert pieces.copies_N4 is not None
+    # A query has one gradient from each part; a prompt's key has one from every response that saw a copy of it.
     grad_query = add_rows(grads[0], over[0], pieces.response_R)
     grad_key, grad_value = add_copies(grads[1:], over[1:], pieces.copies_N4)
     return grad_query, grad_key, grad_value

@@ -1,5 +1,5 @@
-"""Matrix products of a decode step with what follows them inside, for many rows on Hopper's matrix units: the head with
-the sums of its logits, which are never written, and gate and up with their gating.
+"""Matrix products of a decode step fused with what follows, for many rows on Hopper's matrix units: the head with the
+sums of its logits, which are never written, and gate and up with their gating.
 
 Shapes: B rows, E width of the model, V vocabulary, I width of the gated layer, C chunks of the vocabulary.
 """
@@ -13,11 +13,11 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from posttrain.kernels.cuda.early import _wait, comes_early
-from posttrain.kernels.cuda.sizes import DEPTH, FINE
+from posttrain.kernels.cuda import DEPTH, FINE
+from posttrain.kernels.cuda.dependent_launch import _wait, comes_early
 
-LEAST_GATED = 512  # rows; below them torch's products are as fast
-NARROW, WIDE = 1024, 3072  # widths up to which, and from which on, gating inside pays; each has its own tiles
+LEAST_GATED = 512  # rows; with fewer, torch's products are as fast
+NARROW, WIDE = 1024, 3072  # gating inside pays for models up to NARROW and from WIDE on, each with its own tiles
 
 
 @cache
@@ -25,6 +25,7 @@ def _hopper(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device)[0] == 9
 
 
+# Hopper only (capability 9): the tiles are shaped for its matrix units, and loads go through its copy engine.
 def takes(x_BE: torch.Tensor, weight_FE: torch.Tensor | None, least: int) -> bool:
     """Whether a product of so many rows with this weight is better computed here."""
     if weight_FE is None or not x_BE.is_cuda or x_BE.dtype not in (torch.bfloat16, torch.float16):
@@ -39,6 +40,7 @@ def _head_sums(
 ):  # fmt: skip
     tiles_m = tl.cdiv(rows, BM)
     each: tl.constexpr = BN // CHUNK
+    # Persistent programs, one per processor; neighbouring tiles share their columns of the weight, the larger matrix.
     for tile in tl.range(tl.program_id(0), tiles_m * tl.cdiv(V, BN), PROGRAMS, flatten=True):
         m, n = tile % tiles_m, tile // tiles_m
         acc = tl.zeros([BM, BN], tl.float32)
@@ -46,6 +48,8 @@ def _head_sums(
             acc = tl.dot(X.load([m * BM, k]), W.load([n * BN, k]).T, acc)
         row = m * BM + tl.arange(0, BM)
         real = row < rows
+        # To the base 2 (1.4427 = log2 e): the maximum of each chunk and the sum of exponentials over it are all that
+        # sampling and log-probs need, and the logits never leave the registers.
         x = acc * (1.4426950408889634 / tl.load(TEMPERATURE + row, mask=real, other=1.0))[:, None]
         x = tl.where((n * BN + tl.arange(0, BN) < V)[None, :], x, float("-inf"))
         x = tl.reshape(x, [BM, each, CHUNK])
@@ -75,7 +79,7 @@ def head_sums(
 
 @triton.jit
 def _gate(gate, up, KIND: tl.constexpr):
-    """silu(gate) * up, rounded where torch rounds."""
+    # Rounded where torch rounds, so that captured steps and the torch path agree.
     wide = gate.to(KIND).to(tl.float32)
     silu = (wide / (1.0 + tl.exp(-wide))).to(KIND).to(tl.float32)
     return (silu * up.to(KIND).to(tl.float32)).to(KIND)
@@ -85,7 +89,7 @@ def _gate(gate, up, KIND: tl.constexpr):
 def _gated_tile(X, W, OUT, tile, rows, size, E: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
     tiles_m = tl.cdiv(rows, BM)
     m, n = tile % tiles_m, tile // tiles_m
-    acc = tl.zeros([BM, 2 * BN], tl.float32)  # gate and up side by side: what is read of X serves both
+    acc = tl.zeros([BM, 2 * BN], tl.float32)  # gate and up in one product: X is read once for both
     for k in range(0, E, BK):
         weight = tl.reshape(W.load([0, n * BN, k]), [2 * BN, BK])
         acc = tl.dot(X.load([m * BM, k]), weight.T, acc)
@@ -139,8 +143,8 @@ def gated_product(x_BE: torch.Tensor, weight_2IE: torch.Tensor) -> torch.Tensor:
 
 
 def _stages(programs: int, processors: int) -> int:
-    """Three tiles of a product on their way let two programs run on a processor, two let three: whichever is over
-    first, if a program takes as much longer as there are more beside it."""
+    # With three stages of loads in shared memory two programs fit on a processor, with two stages three. Take what ends
+    # first, if a program is slowed down in proportion to its neighbours.
     two, three = (triton.cdiv(programs, beside * processors) * beside for beside in (2, 3))
     return 3 if two < three else 2
 

@@ -1,8 +1,8 @@
-"""Many steps of decoding on a CUDA device without the host: one graph per number of rows, replayed step after step.
+"""Many decode steps on a CUDA device without the host: one CUDA graph per batch size, replayed step after step.
 
-A graph holds a whole step: embedding, layers, head, sampling, and the ends of rows (`row_buffers.py` holds the rows).
-A round is some replays, and the host is a round behind: it queues the next one before it reads what the last one made
-(`ahead.py`), so that the device never waits for it. Rows join at free places without the others being touched.
+A graph holds a whole step: embedding, layers, head, sampling, and the end of rows (`row_buffers.py` holds the rows). A
+round is some replays. The host is one round behind: it queues the next round before it reads the results of the last
+(`async_rounds.py`), so that the device never waits for it. Rows join at free places without touching the others.
 
 Shapes: B rows, N blocks of a row, V vocabulary, S steps of a round.
 """
@@ -17,12 +17,11 @@ import torch
 import triton
 import triton.language as tl
 
-from posttrain.kernels.cuda import bucket, fused_products, to_device
-from posttrain.kernels.cuda.ahead import Flight, Order
-from posttrain.kernels.cuda.decode_attention import StepRows, splits_for
+from posttrain.kernels.cuda import FINE, LEAST_ROWS, MOST_STEPS, MOST_TOKENS, bucket, fused_products, to_device
+from posttrain.kernels.cuda.async_rounds import PendingResults, RowPlaces
+from posttrain.kernels.cuda.paged_attention import StepRows, splits_for
 from posttrain.kernels.cuda.row_buffers import RowBuffers
 from posttrain.kernels.cuda.sampling import CHUNK, _pick, sum_chunks
-from posttrain.kernels.cuda.sizes import FINE, LEAST_ROWS, MOST_STEPS, MOST_TOKENS
 from posttrain.kernels.whole_step import DecodeRows
 
 Replay = Callable[[], None]
@@ -33,8 +32,8 @@ def _begin(
     POSITION, PROMPT, ENDED, TABLE, SEEN_POSITION, SLOT, LENGTH, SEEN_PROMPT, rows, width,
     BLOCK: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """Where each row's newest token stands and goes and how many places it reads; rows that have ended write nothing,
-    and stand at the beginning: where they stood there may be no rotation any more."""
+    # The position and slot of each row's newest token, and how many places it reads. Ended rows write nothing (slot -1)
+    # and get position 0: the rotation table may have become too short for their own.
     row = tl.program_id(0) * N + tl.arange(0, N)
     real = row < rows
     live = real & (tl.load(ENDED + row, mask=real, other=1) == 0)
@@ -49,8 +48,8 @@ def _begin(
     tl.store(SEEN_PROMPT + row, prompt, mask=real)
 
 
-class Stepping(Protocol):
-    """What a step asks of the model; all of it is captured."""
+class StepModel(Protocol):
+    """What a captured step needs of the model."""
 
     def next_hidden(self, tokens_B: torch.Tensor, rows: StepRows) -> torch.Tensor:
         """Final hidden states of each row's newest token, which enters the cache."""
@@ -68,7 +67,7 @@ class GraphedSteps:
 
     def __init__(
         self,
-        model: Stepping,
+        model: StepModel,
         *,
         vocabulary: int,
         key_heads: int,
@@ -81,59 +80,59 @@ class GraphedSteps:
         self.memory = None
         self.stop_ids, self.stop_sets = torch.full((1, 1), -1, dtype=torch.int32, device=device), []
         self.rows = RowBuffers(0, 0, vocabulary, device)
-        self.order, self.flight = Order(0), None
+        self.order, self.pending = RowPlaces(0), None
 
     def forget(self) -> None:
-        """Tensors that the graphs use are gone, or have moved. What rows are and where stays."""
-        if self.flight is not None:
-            self.flight.wait()
+        """Drop all graphs, because tensors that they use have moved. The rows stay."""
+        if self.pending is not None:
+            self.pending.wait()
         self.replays, self.memory = {}, None
 
     def decode(self, rows: DecodeRows) -> None:
-        """Let the rows decode for `rows.steps` steps more, and give what they made in the round before this one."""
+        """Start `rows.steps` more steps of the rows, and return the results of the round before."""
         rows.steps = min(rows.steps, MOST_STEPS)
         self._make_room(len(rows.last), rows.table.shape[1])
-        self._know_stops(rows.stop_sets)
-        if self.order.empty:  # all rows are written anew, so that what the host knows of them must be the newest
+        self._load_stops(rows.stop_sets)
+        if self.order.empty:  # all rows are written again, so the host must know their newest state
             self._give(rows)
-        before, self.flight = self.flight, None
+        before, self.pending = self.pending, None
         under_way = self._launch(rows)
         if before is not None:
             before.give(rows)
         rows.under_way = under_way
 
     def collect(self, rows: DecodeRows) -> None:
-        """Give what the rows made, and let nobody go on; afterwards nothing is under way, and rows may be changed."""
+        """Return all results and start nothing; afterwards nothing is under way, and rows may be changed."""
         self._give(rows)
         self.order.clear()
         self.rows.empty()
 
     def _give(self, rows: DecodeRows) -> None:
-        flight, self.flight = self.flight, None
-        if flight is not None:
-            flight.give(rows)
+        pending, self.pending = self.pending, None
+        if pending is not None:
+            pending.give(rows)
         rows.under_way = rows.only_begun()
 
     def _launch(self, rows: DecodeRows) -> np.ndarray:
-        """Queue a round of the rows that have not ended, and its results; how many tokens each may make in it."""
+        # Queues a round of the rows that have not ended. Returns how many tokens each may get in it.
         which = np.flatnonzero(rows.ended == 0)
         coming = np.zeros_like(rows.under_way)
         if not len(which):
             return coming
         size = bucket(len(which))
         self.rows.made.zero_()
-        self._seat(rows, which, size)
+        self._place_rows(rows, which, size)
         splits = splits_for(size, self.key_heads, rows.longest)
         replay = self.replays.get((size, splits)) or self._capture(size, splits)
         for _ in range(rows.steps):
             replay()
-        self.flight = Flight(self.order.numbers[:size], self.rows.results(size, rows.steps))
+        self.pending = PendingResults(self.order.numbers[:size], self.rows.results(size, rows.steps))
         left = rows.limits - rows.counts - rows.under_way
         coming[which] = (np.clip(left, 0, rows.steps) + rows.only_begun())[which]
         return coming
 
-    def _seat(self, rows: DecodeRows, which: np.ndarray, size: int) -> None:
-        todo = self.order.seat(rows.numbers[which], size)
+    def _place_rows(self, rows: DecodeRows, which: np.ndarray, size: int) -> None:
+        todo = self.order.assign(rows.numbers[which], size)
         if len(todo.gone):
             self.rows.end(todo.gone)
         if todo.moved is not None:
@@ -149,10 +148,10 @@ class GraphedSteps:
         if capacity > self.rows.capacity or width > held:
             self.forget()
             self.rows = RowBuffers(capacity, max(triton.next_power_of_2(width), held), self.vocabulary, self.device)
-            self.order = Order(capacity)
+            self.order = RowPlaces(capacity)
 
-    def _know_stops(self, stop_sets: Sequence[Sequence[int]]) -> None:
-        """Have the sets of stop tokens on the device; there are only ever more of them."""
+    def _load_stops(self, stop_sets: Sequence[Sequence[int]]) -> None:
+        # The table only grows: graphs hold its address, and a new one means capturing them again.
         if self.stop_sets == stop_sets:
             return
         self.stop_sets = list(stop_sets)
@@ -166,7 +165,7 @@ class GraphedSteps:
         self.stop_ids.copy_(to_device(torch.from_numpy(table), self.device))
 
     def _capture(self, size: int, splits: int) -> Replay:
-        """A graph of one step of `size` rows. All of them have ended while it is made, so that it writes nothing."""
+        # Capturing runs the step once before. All rows are marked as ended meanwhile, so that it writes nothing.
         if self.device.type != "cuda":  # Triton's interpreter has no graphs: the step itself is run each time
             self.replays[size, splits] = lambda: self._whole_step(size, splits)
             return self.replays[size, splits]
@@ -175,11 +174,11 @@ class GraphedSteps:
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            self._whole_step(size, splits)
+            self._whole_step(size, splits)  # a warm-up: kernels are compiled now and not during capture
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         if self.memory is None:
-            self.memory = torch.cuda.graph_pool_handle()
+            self.memory = torch.cuda.graph_pool_handle()  # all graphs share one pool: only one runs at a time
         with torch.cuda.graph(graph, pool=self.memory):
             self._whole_step(size, splits)
         self.rows.ended[:size].copy_(ended)

@@ -1,4 +1,4 @@
-"""Statistics of logits and their gradient, a token per program; `posttrain.kernels.logprob_head` cuts the chunks.
+"""Statistics of logits and their gradient, one token per program; `posttrain.kernels.logprob_head` makes the chunks.
 
 Shapes: N tokens, V vocabulary.
 """
@@ -16,6 +16,8 @@ import triton.language as tl
 def _statistics(LOGITS, LABELS, LOGP, ENTROPY, LOGSUM, V, inverse, BLOCK: tl.constexpr):
     row = tl.program_id(0)
     base = LOGITS + row.to(tl.int64) * V
+    # One pass over the vocabulary (online softmax): each of the BLOCK lanes keeps its own maximum, its sum of
+    # exponentials over it and its sum weighted by the logits; lanes are joined at the end.
     best = tl.full([BLOCK], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
     weighted = tl.zeros([BLOCK], tl.float32)
@@ -23,7 +25,7 @@ def _statistics(LOGITS, LABELS, LOGP, ENTROPY, LOGSUM, V, inverse, BLOCK: tl.con
         at = start + tl.arange(0, BLOCK)
         x = tl.load(base + at, mask=at < V, other=float("-inf")).to(tl.float32) * inverse
         higher = tl.maximum(best, x)
-        safe = tl.where(higher == float("-inf"), 0.0, higher)
+        safe = tl.where(higher == float("-inf"), 0.0, higher)  # -inf - -inf would be NaN
         fade, p = tl.exp(best - safe), tl.exp(x - safe)
         total = total * fade + p
         weighted = weighted * fade + tl.where(at < V, p * x, 0.0)
@@ -54,6 +56,7 @@ def _gradient(LOGITS, LABELS, LOGSUM, ENTROPY, GRAD_LOGP, GRAD_ENTROPY, OUT, V, 
     real = at < V
     log_p = tl.load(LOGITS + base + at, mask=real, other=0.0).to(tl.float32) * inverse - tl.load(LOGSUM + row)
     grad_logp, grad_entropy = tl.load(GRAD_LOGP + row), tl.load(GRAD_ENTROPY + row)
+    # p is rebuilt from the logits and their log-sum, so that no probabilities are kept between the passes.
     grad = -tl.exp(log_p) * (grad_logp + grad_entropy * (log_p + tl.load(ENTROPY + row)))
     grad = (grad + tl.where(at == tl.load(LABELS + row), grad_logp, 0.0)) * inverse
     tl.store(OUT + base + at, grad.to(OUT.dtype.element_ty), mask=real)

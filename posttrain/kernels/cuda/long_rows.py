@@ -1,9 +1,9 @@
-"""Attention of long rows in training, by cuDNN: there it is faster than torch's variable-length flash attention.
+"""Attention of long rows in training, by cuDNN, which is faster there than torch's variable-length flash attention.
 
-Every row is a causal call of its own, lengthened to a multiple of STRIDE so that few plans are made: no token of a row
-sees what stands behind the row's end, and what is computed there is dropped. What stands there are the next row's
-tokens, or spare rows behind the last one, which a caller may have made room for (`spare_rows`) so that nothing needs to
-be copied. cuDNN's way back adds up in any order, so a deterministic run takes the flash kernels.
+Every row is a causal call of its own, lengthened to a multiple of STRIDE, so that cuDNN makes few execution plans. No
+token of a row sees what follows the row's end, and what is computed there is dropped. Behind a row are the next row's
+tokens, or spare rows after the last one, for which a caller may have made room (`spare_rows`), so that nothing is
+copied: with rows of 16,383 tokens, copies in every layer and logits computed twice were 5 % of an update.
 
 Shapes: T packed tokens and spare rows, H heads, D head size, L tokens of one lengthened row.
 """
@@ -15,15 +15,16 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
-LONG = 4096  # tokens of a row from which on cuDNN is taken
+LONG = 4096  # tokens of a row from which cuDNN is used
 STRIDE = 512
-SIZES = (64, 128)  # of heads for which it has both directions
+SIZES = (64, 128)  # head sizes for which cuDNN has forward and backward
 
 _aten = torch.ops.aten
 
 
 def takes(size: int, lengths: Sequence[int]) -> bool:
     """Whether rows of these lengths, all of the pass, with heads of this size, are better computed here."""
+    # cuDNN's backward pass adds in any order, so deterministic runs use the flash kernels.
     return size in SIZES and min(lengths) >= LONG and not torch.are_deterministic_algorithms_enabled()
 
 
@@ -33,14 +34,14 @@ def spare_rows(lengths: Sequence[int]) -> int:
 
 
 def _row(x_THD: torch.Tensor, start: int, length: int) -> torch.Tensor:
-    """(1, H, L, D): one row's heads, lengthened."""
+    # (1, H, L, D): one row, lengthened in place, or padded by a copy if the tensor ends before.
     end = start + length + -length % STRIDE
     row = x_THD[start:end]
     return (F.pad(row, (0, 0, 0, 0, 0, end - len(x_THD))) if end > len(x_THD) else row).transpose(0, 1)[None]
 
 
 def _row_and_zeros(x_THD: torch.Tensor, start: int, length: int) -> torch.Tensor:
-    """The same, with zeros behind: gradients of tokens that are not of the row would be added to those of its keys."""
+    # With zeros behind: gradients of other rows' tokens would be added to those of this row's keys.
     more = -length % STRIDE
     row = x_THD[start : start + length]
     if more:
@@ -53,7 +54,7 @@ def _starts(lengths: Sequence[int]) -> list[int]:
 
 
 def attention_forward(query_THD, key_TKD, value_TKD, lengths: Sequence[int], scale: float):
-    """(outputs (T, H, D), logarithms of sums, flat, and what the way back needs besides, by row)."""
+    """(outputs (T, H, D), logarithms of sums, flat, and state for the backward pass, by row)."""
     outs, logsums, states = [], [], []
     for start, length in zip(_starts(lengths), lengths, strict=True):
         query, key, value = (_row(x, start, length) for x in (query_THD, key_TKD, value_TKD))

@@ -1,8 +1,8 @@
-"""The rows of captured decoding, in buffers at fixed addresses that all graphs share; one of n rows takes the first n.
+"""The rows of captured decoding, in buffers at fixed addresses that all graphs share; one of n rows uses the first n.
 
-A place without a row counts as one whose row has ended: it stands still, and writes nothing. It still reads a block,
-the first, which is there however small the cache becomes. All that is done here is queued behind what the device is
-computing; nothing waits.
+A place without a row counts as ended: it writes nothing. It still reads a block, and that is block 0: the block of its
+last row may be missing after the cache has shrunk. Everything here is queued behind what the device is computing;
+nothing waits.
 """
 
 from __future__ import annotations
@@ -10,24 +10,17 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from posttrain.kernels.cuda import to_device
+from posttrain.kernels.cuda import FINE, MOST_TOKENS, to_device
 from posttrain.kernels.cuda.sampling import chunk_room
-from posttrain.kernels.cuda.sizes import FINE, MOST_TOKENS
-from posttrain.kernels.first_tokens import FirstTokens
-from posttrain.kernels.whole_step import DecodeRows
+from posttrain.kernels.whole_step import DecodeRows, FirstTokens
 
 _INTS = ("position", "prompt", "count", "limit", "stops", "greedy", "temperature", "ended", "made")
 _LONGS = ("token", "seed")
-_SEEN = (
-    torch.int32,
-    torch.int64,
-    torch.int32,
-    torch.int32,
-)  # position, slot, length and prompt, as `StepRows` has them
+_SEEN = (torch.int32, torch.int64, torch.int32, torch.int32)  # position, slot, length, prompt of `StepRows`
 
 
 class RowBuffers:
-    """`capacity` places for rows of up to `width` blocks: what each row is, and what it makes in a round."""
+    """`capacity` places for rows of up to `width` blocks: the state of each row, and its results of a round."""
 
     def __init__(self, capacity: int, width: int, vocabulary: int, device: torch.device) -> None:
         self.capacity, self.width, self.device = capacity, width, device
@@ -38,23 +31,22 @@ class RowBuffers:
         self.ints_CB, self.longs_CB = room(torch.int32, len(_INTS), capacity), room(torch.int64, len(_LONGS), capacity)
         self.columns = dict(zip((*_INTS, *_LONGS), (*self.ints_CB, *self.longs_CB), strict=True))
         self.columns["temperature"] = self.columns["temperature"].view(torch.float32)
-        self.columns["temperature"].fill_(1.0)  # also of places that never had a row: they are divided by it
+        self.columns["temperature"].fill_(1.0)  # logits of unused places are divided by it too
         self.columns["ended"].fill_(1)
         self.table = room(torch.int32, capacity, width)
         self.seen = tuple(room(kind, capacity) for kind in _SEEN)  # what a step reads of the rows
         self.tokens, self.log_probs = (room(kind, capacity, MOST_TOKENS) for kind in (torch.int32, torch.float32))
-        self.chunks = chunk_room(capacity, vocabulary, FINE, device)  # the most that any way to sum them needs
+        self.chunks = chunk_room(capacity, vocabulary, FINE, device)  # enough for larger chunks too
 
     def __getattr__(self, name: str) -> torch.Tensor:
         return self.__dict__["columns"][name]
 
     def write(self, places: np.ndarray, rows: DecodeRows, which: np.ndarray) -> None:
-        """These of the rows take these places; of a new row all that can be under way is its first token."""
+        """Put rows `which` at these places. A new row can have nothing but its first token under way."""
         made = rows.under_way[which]
         position, count = rows.positions[which] + made, rows.counts[which] + made
-        prompt = position - count + 1  # the newest token is not in the cache yet
         settings = (rows.limits[which], rows.stops[which], rows.greedy[which], rows.temperatures[which].view(np.int32))
-        ints = np.stack([position, prompt, count, *settings, np.zeros_like(made), made]).astype(np.int32)
+        ints = np.stack([position, rows.gaps[which], count, *settings, np.zeros_like(made), made]).astype(np.int32)
         longs = np.stack([rows.last[which], rows.seeds[which].view(np.int64)])
         index, ints, longs, table = (self._sent(array) for array in (places, ints, longs, rows.table[which]))
         self.ints_CB.index_copy_(1, index, ints)
@@ -62,7 +54,7 @@ class RowBuffers:
         self.table[:, : table.shape[1]].index_copy_(0, index, table)
 
     def begin(self, places: np.ndarray, numbers: np.ndarray, first: FirstTokens, stop_ids: torch.Tensor) -> None:
-        """Rows that were just written begin with their first tokens, and may end with them."""
+        """Give rows that were just written their first tokens, with which they may end."""
         source = first.places(numbers)
         new = np.flatnonzero(source >= 0)
         index, source = self._sent(places[new]), self._sent(source[new])
@@ -74,7 +66,7 @@ class RowBuffers:
         self.ended[index] = torch.maximum(stopped, 2 * full * (1 - stopped))
 
     def move(self, places: np.ndarray) -> None:
-        """The rows at these places are now the first, in this order; all others are gone."""
+        """Move the rows at these places to the front, in this order; all others are gone."""
         index, count = self._sent(places), len(places)
         for matrix in (self.ints_CB, self.longs_CB):
             matrix[:, :count] = matrix[:, index]
@@ -82,13 +74,13 @@ class RowBuffers:
         self.empty(count)
 
     def end(self, places: np.ndarray) -> None:
-        """The rows at these places are gone."""
+        """Remove the rows at these places."""
         index = self._sent(places)
         self.ended.index_fill_(0, index, 1)
         self.table.index_fill_(0, index, 0)
 
     def empty(self, first: int = 0) -> None:
-        """The rows at all places from this one on are gone."""
+        """Remove the rows at all places from this one on."""
         self.ended[first:].fill_(1)
         self.table[first:].zero_()
 

@@ -1,9 +1,9 @@
-"""The next token of every row from its logits, with its log-prob: one uniform number per row, inverse of the CDF.
+"""The next token of every row from its logits, with its log-prob, by inverting the CDF at one uniform number per row.
 
-First sums by chunk of the vocabulary, then the one chunk of each row in which its uniform number falls. The sums come
-from a pass over the logits, or from the product itself (`fused_products.py`), which keeps none of them: then those of
-the one chunk are computed again. The number is the hash of (seed, place) that `posttrain.rollout.sampling.uniforms`
-computes.
+First the sums of chunks of the vocabulary, then the one chunk in which the uniform number falls. The sums come from a
+pass over the logits, or from the product itself (`fused_products.py`), which keeps no logits: then those of the one
+chunk are computed again. The number is the hash of (seed, place) of `posttrain.rollout.sampling.uniforms`, so that a
+token does not depend on the batch it is sampled in.
 
 Shapes: N rows of logits, B rows that sample, V vocabulary, C chunks, E width of the model.
 """
@@ -35,7 +35,6 @@ def _chunk_sums(LOGITS, SOURCE, TEMPERATURE, MAX, SUM, V, chunks, CHUNK: tl.cons
 
 @triton.jit
 def _logits_again(HIDDEN, WEIGHT, row, first, inside, E: tl.constexpr, CHUNK: tl.constexpr, AT_ONCE: tl.constexpr):
-    """Logits of the row from `first` on."""
     weight = WEIGHT + (first + tl.arange(0, CHUNK)).to(tl.int64)[:, None] * E
     sums = tl.zeros([CHUNK, AT_ONCE], tl.float32)
     for start in range(0, E, AT_ONCE):
@@ -47,7 +46,7 @@ def _logits_again(HIDDEN, WEIGHT, row, first, inside, E: tl.constexpr, CHUNK: tl
 
 
 @triton.jit
-def _mix(x):
+def _mix(x):  # the finaliser of splitmix64
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB
     return x ^ (x >> 31)
@@ -57,13 +56,13 @@ def _mix(x):
 def _uniform(seed, place):
     golden = tl.full([], 0x9E3779B97F4A7C15, tl.uint64)
     bits = _mix(_mix(seed.to(tl.uint64, bitcast=True) + golden) + golden * (place.to(tl.uint64) + 1))
-    return (bits >> 11).to(tl.float64) * (1.0 / 9007199254740992.0)
+    return (bits >> 11).to(tl.float64) * (1.0 / 9007199254740992.0)  # the upper 53 bits over 2**53
 
 
 @triton.jit
 def _reached(mass, want, CHUNKS: tl.constexpr):
-    """(chunk, sum before it): the first with whose mass all sums are larger than `want`; first the group it is in, then
-    its place there, as long sums that go on from one chunk to the next are slow."""
+    # (chunk, sum before it): the first chunk at which the cumulative mass exceeds `want`. In two levels, first the
+    # group and then the chunk in it, because one long cumulative sum is slow.
     FEW: tl.constexpr = 32 if CHUNKS >= 1024 else CHUNKS
     groups: tl.constexpr = CHUNKS // FEW
     grouped = tl.reshape(mass, [groups, FEW])
@@ -94,7 +93,7 @@ def _pick(
     total = tl.sum(mass, 0)
     count = tl.load(COUNT + row)
     want = (_uniform(tl.load(SEED + row), count) * total.to(tl.float64)).to(tl.float32)
-    last = tl.max(tl.where(mass > 0.0, c, 0), 0)
+    last = tl.max(tl.where(mass > 0.0, c, 0), 0)  # rounding may carry `want` past the last chunk with any mass
     chunk, before = _reached(mass, want, CHUNKS)
     chunk = tl.minimum(chunk, last)
     greedy = tl.load(GREEDY + row) != 0
@@ -114,10 +113,10 @@ def _pick(
     reached = tl.cumsum(p, 0) + before <= want
     place = tl.minimum(tl.sum((inside & reached).to(tl.int32), 0), tl.max(tl.where(inside & (p > 0.0), at, 0), 0))
     place = tl.where(greedy, tl.argmax(x, 0), place)
-    token = tl.minimum(chunk * CHUNK + place, V - 1)  # of logits that are no numbers any place may be the largest
+    token = tl.minimum(chunk * CHUNK + place, V - 1)  # with NaN logits any place may be the largest
     value = tl.sum(tl.where(at == place, x, 0.0), 0)
-    log_prob = tl.minimum(value - top - tl.log(total), 0.0)  # computed again, the largest may come out a little larger
-    if ADVANCE:
+    log_prob = tl.minimum(value - top - tl.log(total), 0.0)  # a logit computed again may exceed the maximum by rounding
+    if ADVANCE:  # a captured step also updates the state of the row, and ends it
         if tl.load(ENDED + row) == 0:
             made = tl.load(MADE + row)
             tl.store(TOKEN + row, token.to(tl.int64))

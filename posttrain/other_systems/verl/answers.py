@@ -6,17 +6,17 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from posttrain.config.tree import Tree
-from posttrain.other_systems.verl.keys import verl_keys
 from posttrain.other_systems.verl.rule import HONOURED, NOT_SUPPORTED, TRANSLATED, Rule
 from posttrain.other_systems.verl.supervised import GENERATION
+from posttrain.other_systems.verl.tables import verl_keys
 
 
 class Answer(NamedTuple):
     """What is done with a key."""
 
     kind: str
+    # In words; empty where a setting here has the key's name.
     says: str
-    """In words; empty where a setting here has the key's name."""
     rule: Rule | None = None
 
 

@@ -6,10 +6,8 @@ from collections.abc import Iterable
 
 from posttrain.config.merge import Entry, Merged
 from posttrain.config.problem import Problem
-from posttrain.other_systems.verl.conditions import CONDITIONS, ON, given
 from posttrain.other_systems.verl.rule import NOT_NEEDED, NOT_SUPPORTED, TRANSLATED, Rule
-from posttrain.other_systems.verl.translations import TRANSLATIONS
-from posttrain.other_systems.verl.values import translate_values
+from posttrain.other_systems.verl.translations import CONDITIONS, ON, TRANSLATIONS, given, translate_values
 
 
 def apply_answers(merged: Merged) -> dict[str, tuple[str, str]]:

@@ -1,8 +1,13 @@
-"""Keys of verl that are settings here under another name, in RL and in supervised training."""
+"""Keys of verl that are settings here under another name, and its main files beside `ppo_trainer`."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
+from posttrain.config.commandline import CommandLine
+
 _ACTOR, _ROLLOUT, _MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
+# Under `optim.` of actor and critic -> key of that role.
 _OPTIM = {
     "clip_grad": "grad_clip",
     "warmup_style": "optim.lr_scheduler_type",
@@ -12,7 +17,6 @@ _OPTIM = {
     "lr_scheduler_num_warmup_steps": "optim.lr_warmup_steps",
     "lr_scheduler.num_warmup_steps": "optim.lr_warmup_steps",
 }
-"""Under `optim.` of actor and critic -> key of that role."""
 _LORA = {
     "rank": "lora_rank",
     "alpha": "lora_alpha",
@@ -20,6 +24,7 @@ _LORA = {
     "exclude_modules": "exclude_modules",
 }
 
+# Prefix -> prefix, as `MOVED_SECTIONS`.
 MOVED: dict[str, str] = {
     "ray_kwargs.ray_init.": "trainer.ray_init.",
     "ray_init.": "trainer.ray_init.",
@@ -27,7 +32,6 @@ MOVED: dict[str, str] = {
     "critic.fsdp.": "critic.fsdp_config.",
     f"{_MODEL}.override_config.model_config.": f"{_MODEL}.override_config.",
 }
-"""Prefix -> prefix, as `MOVED_SECTIONS`."""
 
 RENAMED: dict[str, str] = {
     **{
@@ -68,3 +72,22 @@ SUPERVISED_RENAMED: dict[str, str] = {
     "data.trust_remote_code": "model.trust_remote_code",
     "global_profiler.steps": "trainer.profile_steps",
 }
+
+
+# Name in verl -> (main file here, settings that verl's file has).
+MAINS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "ppo_megatron_trainer": ("ppo_trainer", ("actor_rollout_ref.actor.strategy=megatron",)),
+    "sft_trainer_engine": ("sft_trainer", ()),
+}
+
+
+def as_ours(line: CommandLine, cwd: Path) -> list[tuple[str, str]]:
+    """Let the command line name our file; gives (setting, source) for what verl's file would set.
+
+    A file of that name in the folders that the user gives is the user's own."""
+    name = (line.config_name or "").removesuffix(".yaml")
+    given = [folder for folder in (line.config_path, line.config_dir) if folder]
+    if name not in MAINS or any((cwd / folder / f"{name}.yaml").is_file() for folder in [".", *given]):
+        return []
+    line.config_name, settings = MAINS[name]
+    return [(setting, f"verl's {name}") for setting in settings]

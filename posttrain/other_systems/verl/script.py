@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from posttrain.config.aliases import Spellings
 from posttrain.config.choices import ROLLOUT_ENGINES
-from posttrain.config.engine_kwargs import OUTSIDE
-from posttrain.config.merge import Merged, Source
+from posttrain.config.merge import Merged, Source, Spellings
 from posttrain.config.tree import Tree
 from posttrain.other_systems.verl.apply import apply_answers
 from posttrain.other_systems.verl.rule import HONOURED, NOT_SUPPORTED, TRANSLATED
@@ -20,6 +19,23 @@ _ADDED = (
     "a key added for an algorithm of your own; `python3 -m verl.trainer.main_ppo` of the package posttrain-verl hands "
     "it to estimators and losses registered for verl"
 )
+
+
+# Rollout engines that are packages of the same name -> what they call themselves.
+PACKAGES = {"vllm": "vLLM", "sglang": "SGLang"}
+
+
+def is_installed(package: str) -> bool:
+    """Nothing is imported to find out."""
+    try:
+        return importlib.util.find_spec(package) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def can_generate(engine: str) -> bool:
+    """Whether there is an engine of this name, and its package is installed."""
+    return engine in ROLLOUT_ENGINES and (engine not in PACKAGES or is_installed(engine))
 
 
 class Answered(NamedTuple):
@@ -59,8 +75,8 @@ def _answered(setting: str, key: str, value: str, aside: dict[str, tuple[str, st
     if found.key is None:
         return Answered(setting, key, UNKNOWN, names.nearest(key))
     engine = value.strip("\"'")
-    if found.key == _ENGINE and engine in OUTSIDE and not OUTSIDE[engine].is_installed():
-        missing = f"{OUTSIDE[engine].title} is not installed here; install it, or set {_ENGINE}=native"
+    if found.key == _ENGINE and engine in PACKAGES and not is_installed(engine):
+        missing = f"{PACKAGES[engine]} is not installed here; install it, or set {_ENGINE}=native"
         return Answered(setting, key, NOT_SUPPORTED, missing)
     if found.key == _ENGINE and engine not in ROLLOUT_ENGINES:
         return Answered(setting, key, NOT_SUPPORTED, f"this engine is not built; set {_ENGINE}=native")

@@ -90,6 +90,7 @@ SUPERVISED_RULES: tuple[Rule, ...] = (
     not_supported("trainer.default_hdfs_dir", "checkpoints are written to a folder", "set trainer.default_local_dir"),
 )
 
+# Key of `main_generation` -> its answer; `posttrain/trainer/main_generation.py` reads them.
 GENERATION: dict[str, tuple[str, str]] = {
     "data.path": ("honoured", "`--data` of `posttrain generate`"),
     "data.output_path": ("honoured", "`--out`"),
@@ -104,4 +105,3 @@ GENERATION: dict[str, tuple[str, str]] = {
     "rollout.gpu_memory_utilization": ("honoured", "as in training"),
     "rollout.max_num_batched_tokens": ("honoured", "as in training"),
 }
-"""Key of `main_generation` -> its answer; `posttrain/trainer/main_generation.py` reads them."""

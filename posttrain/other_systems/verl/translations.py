@@ -1,4 +1,5 @@
-"""What keys of verl mean in posttrain's settings, where it is more than another name."""
+"""What keys and values of verl mean in posttrain's settings, where it is more than another name; and conditions under
+which a key does nothing in verl either."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from dataclasses import replace
 from posttrain.config.choices import CRITIC_ESTIMATORS
 from posttrain.config.merge import Entry, Merged
 from posttrain.config.problem import Problem
-from posttrain.other_systems.verl.conditions import ON, given
+from posttrain.config.values import parse_yaml
 from posttrain.other_systems.verl.rule import NOTHING, plain
 
 _ACTOR, _MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
@@ -257,6 +258,7 @@ def _user_turns(merged: Merged, key: str, entry: Entry) -> None:
     merged.add(f"{section}.{name}", turns, replace(entry.origin, is_file=False))
 
 
+# Name in a rule -> its function.
 TRANSLATIONS: dict[str, Callable[[Merged, str, Entry], None]] = {
     "dynamic": _dynamic,
     "share": _share,
@@ -282,4 +284,95 @@ TRANSLATIONS: dict[str, Callable[[Merged, str, Entry], None]] = {
     "model_group": _model_group,
     "user_turns": _user_turns,
 }
-"""Name in a rule -> its function."""
+
+
+_FSDP_NAMES = ("fsdp", "fsdp2", "dp")
+ON = ("true", "1", "yes", "on")
+
+
+def given(merged: Merged, key: str) -> str:
+    """What the user said under a key, as plain text; empty if nothing."""
+    entry = merged.elsewhere.get(key) or merged.entries.get(key)
+    return plain(entry.value) if entry is not None and entry.explicit else ""
+
+
+def _fsdp(merged: Merged, key: str) -> bool:
+    """The user chose FSDP, so that settings of other engines do nothing."""
+    role = next((role for role in ("critic", "reward_model") if key.startswith(f"{role}.")), _ACTOR)
+    named = [given(merged, name) for name in (f"{role}.strategy", f"{_ACTOR}.strategy", "model_engine", "engine")]
+    return any(name in _FSDP_NAMES for name in named)
+
+
+def _constant(merged: Merged, key: str) -> bool:
+    """The learning rate stays where it is, so that the shape of its schedule does nothing."""
+    section = key[: key.rindex("optim.") + len("optim")]
+    entry = merged.entries.get(f"{section}.lr_scheduler_type")
+    return entry is None or plain(entry.value) == "constant"
+
+
+CONDITIONS: dict[str, Callable[[Merged, str], bool]] = {"fsdp": _fsdp, "constant": _constant}
+
+
+_VAL = "actor_rollout_ref.rollout.val_kwargs"
+_RULES = "algorithm.rollout_correction.rollout_rs"
+# (key, value) -> the value here.
+WORDS: dict[tuple[str, str], object] = {
+    (_RULES, "token"): "token_k1",
+    (_RULES, "sequence"): "seq_sum_k1",
+    (_RULES, "geometric"): "seq_mean_k1",
+    ("algorithm.adv_estimator", "grpo_vectorized"): "grpo",
+    ("algorithm.adv_estimator", "rloo_vectorized"): "rloo",
+    ("trainer.save_freq", "0"): -1,
+    ("trainer.test_freq", "0"): -1,
+    ("trainer.total_training_steps", "-1"): None,
+}
+# Loggers of verl that write what every run writes: `metrics.jsonl`.
+IN_FILES = ("file",)
+
+
+def translate_values(merged: Merged) -> None:
+    """Replace other words by ours, and say so."""
+    for (key, word), value in WORDS.items():
+        entry = merged.entries.get(key)
+        if entry is not None and plain(entry.value) == word:
+            entry.value = value
+            merged.note(f"`{entry.spelling}={word}` is read as {'null' if value is None else value}.")
+    _greedy(merged)
+    _no_adapter(merged)
+    _loggers(merged)
+
+
+def _greedy(merged: Merged) -> None:
+    """Temperature 0 in validation is the most likely token."""
+    entry = merged.entries.get(f"{_VAL}.temperature")
+    if entry is None or plain(entry.value) not in ("0", "0.0"):
+        return
+    del merged.entries[f"{_VAL}.temperature"]
+    sample = merged.entries.get(f"{_VAL}.do_sample")
+    if sample is not None and plain(sample.value) in ("true", "1"):
+        sample.value = False
+        merged.note(f"`{entry.spelling}=0` takes the most likely token: {_VAL}.do_sample=False.")
+
+
+def _no_adapter(merged: Merged) -> None:
+    """Alpha 0 beside rank 0, as scripts write that there is no adapter."""
+    for model in ("actor_rollout_ref.model", "critic.model", "model"):
+        alpha, rank = (merged.entries.get(f"{model}.lora_{name}") for name in ("alpha", "rank"))
+        if alpha is not None and plain(alpha.value) == "0" and (rank is None or plain(rank.value) in ("0", "null")):
+            del merged.entries[f"{model}.lora_alpha"]
+            merged.note(f"`{alpha.spelling}=0` is not needed here: without a rank there is no adapter.")
+
+
+def _loggers(merged: Merged) -> None:
+    entry = merged.entries.get("trainer.logger")
+    if entry is None:
+        return
+    text = entry.value
+    try:
+        names = parse_yaml(text) if isinstance(text, str) and text.strip().startswith("[") else text
+    except ValueError:
+        return
+    names = [name.strip() for name in names.split(",")] if isinstance(names, str) else names
+    if isinstance(names, list) and any(name in IN_FILES for name in names):
+        entry.value = [name for name in names if name not in IN_FILES]
+        merged.note("The logger `file` writes what every run writes: metrics.jsonl in its directory.")

@@ -32,14 +32,14 @@ _TEST = re.compile(r"^(?:\[\[\s(?P<double>.*)\s\]\]|\[\s(?P<single>.*)\s\]|test\
 class Block:
     """An `if` or a `case` that is open. `takes`: whether the branch that is being read counts."""
 
+    # Of a `case`: what its patterns are compared with; None where it is unknown.
     word: str | None = None
-    """Of a `case`: what its patterns are compared with; None where it is unknown."""
     is_case: bool = False
     takes: bool = True
+    # Whether a branch before the present one counted.
     was_taken: bool = False
-    """Whether a branch before the present one counted."""
+    # Whether all conditions up to here are known.
     is_sure: bool = True
-    """Whether all conditions up to here are known."""
 
     def enter(self, holds: bool | None) -> None:
         """Begin a branch; `holds` is None for a condition that is unknown."""

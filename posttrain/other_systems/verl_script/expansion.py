@@ -25,8 +25,8 @@ class Variables:
     def __init__(self) -> None:
         self.texts: dict[str, str] = {}
         self.arrays: dict[str, list[str]] = {}
+        # What the script takes from outside: shown as it was written.
         self.unset: list[str] = []
-        """What the script takes from outside: shown as it was written."""
 
     def named(self, name: str) -> str | list[str]:
         """`$NAME`; `$@` gives its words."""

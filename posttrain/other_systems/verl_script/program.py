@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from posttrain.config.commandline import CommandLine, parse_options
 from posttrain.other_systems.verl_script.shell import Script
 
+# Last name of a module of verl -> the program here; every other `main_*` trains by RL.
 _MODULES = {
     "sft_trainer": "sft",
     "fsdp_sft_trainer": "sft",
@@ -16,7 +17,6 @@ _MODULES = {
     "main_generation_server": "generation",
     "main_eval": "evaluation",
 }
-"""Last name of a module of verl -> the program here; every other `main_*` trains by RL."""
 _PROCESSES = re.compile(r"^--n(?:proc)?[_-]per[_-]node(?:=(\S+))?$")
 _MACHINES = re.compile(r"^--nnodes(?:=(\S+))?$")
 
@@ -26,16 +26,16 @@ class Call:
     """A command of verl."""
 
     module: str
+    # `ppo`, `sft`, `generation` or `evaluation`.
     program: str
-    """`ppo`, `sft`, `generation` or `evaluation`."""
+    # `key=value`, in order.
     settings: list[str]
-    """`key=value`, in order."""
+    # Hydra's options, and what is wrong with the arguments as they stand.
     line: CommandLine
-    """Hydra's options, and what is wrong with the arguments as they stand."""
+    # What torchrun was told, as settings.
     launched: dict[str, str] = field(default_factory=dict)
-    """What torchrun was told, as settings."""
+    # References that the script itself does not answer: `$WORLD_SIZE`, `$(date)`.
     outside: list[str] = field(default_factory=list)
-    """References that the script itself does not answer: `$WORLD_SIZE`, `$(date)`."""
 
     def is_open(self, setting: str) -> bool:
         """Whether the value depends on what the script takes from outside."""

@@ -7,29 +7,28 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from posttrain.config import ConfigError, load_config
-from posttrain.config.engine_kwargs import can_generate
 from posttrain.config.ppo_tree import PPO
 from posttrain.config.supervised_tree import SFT
 from posttrain.config.tree import Tree
 from posttrain.config.truncated_command import cut_short
 from posttrain.other_systems.verl.answers import answer
-from posttrain.other_systems.verl.mains import MAINS, as_ours
+from posttrain.other_systems.verl.renamed import MAINS, as_ours
 from posttrain.other_systems.verl.rule import HONOURED, KINDS, NOT_NEEDED, NOT_SUPPORTED, TRANSLATED
-from posttrain.other_systems.verl.script import UNKNOWN, Answered, answer_all
+from posttrain.other_systems.verl.script import UNKNOWN, Answered, answer_all, can_generate
 from posttrain.other_systems.verl_script.program import Call
 
 ENGINE = "actor_rollout_ref.rollout.name"
+# Settings whose value is one of the names that were registered.
 _REGISTERED = (ENGINE, "algorithm.adv_estimator", "actor_rollout_ref.actor.policy_loss.loss_mode", "trainer.logger")
-"""Settings whose value is one of the names that were registered."""
 TREES: dict[str, Tree] = {"ppo": PPO, "sft": SFT}
+# Key -> verl's default, where posttrain has another and it changes what is learnt.
 DEFAULTS: dict[str, str] = {
     "data.max_response_length": "512",
     "data.filter_overlong_prompts": "False",
     "trainer.total_epochs": "30",
 }
-"""Key -> verl's default, where posttrain has another and it changes what is learnt."""
+# Key -> verl's default, taken for judging the other settings where the script has the value from outside.
 ASSUMED: dict[str, str] = {"trainer.n_gpus_per_node": "8", "trainer.nnodes": "1"}
-"""Key -> verl's default, taken for judging the other settings where the script has the value from outside."""
 
 
 @dataclass
@@ -38,10 +37,10 @@ class Report:
 
     call: Call
     answers: list[Answered] = field(default_factory=list)
+    # Settings that make the command mean here what it means in verl, or run here at all.
     added: list[str] = field(default_factory=list)
-    """Settings that make the command mean here what it means in verl, or run here at all."""
+    # What is wrong with the command as a whole, once its refused keys are left out.
     problems: list[str] = field(default_factory=list)
-    """What is wrong with the command as a whole, once its refused keys are left out."""
 
     @property
     def known_settings(self) -> list[str]:

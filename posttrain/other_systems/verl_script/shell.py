@@ -18,8 +18,8 @@ _CONDITION = re.compile(r"\s(?P<condition>.*?)[;\n]\s*then\b", re.DOTALL)
 _PATTERN = re.compile(r"(?:\s|#[^\n]*\n)*(?P<patterns>[^\n]*?)\)")
 _ESAC = re.compile(r"(?:\s|#[^\n]*\n)*esac\b")
 _SPLIT = re.compile(r"[ \t\n]+")
+# Quoted, and yet no word at all where there are no arguments, or the array is empty.
 _NO_WORDS = re.compile(r'"\$(@|\{@\}|\{\w+\[@\]\})"')
-"""Quoted, and yet no word at all where there are no arguments, or the array is empty."""
 
 
 class Script:
@@ -37,10 +37,10 @@ class Script:
             elif words := self._command():
                 self._take(words)
 
+    # Of the `if` or `elif` that was read last.
     _last_condition: bool | None = None
-    """Of the `if` or `elif` that was read last."""
+    # Whether the next words are the patterns of a branch of a `case`.
     _begins_branch = False
-    """Whether the next words are the patterns of a branch of a `case`."""
 
     @property
     def _counts(self) -> bool:

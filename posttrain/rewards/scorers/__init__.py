@@ -1,6 +1,7 @@
-"""Built-in scorers, one per file, found by a row's `data_source`. `SCORERS["mine"] = score` adds one of your own.
+"""Built-in scorers, one per file, chosen by a row's `data_source`. `SCORERS["mine"] = score` adds your own.
 
-A scorer is `score(solution_str, ground_truth, extra_info) -> float | dict`; ours give `{"score": ..., "pred": answer}`.
+A scorer is `score(solution_str, ground_truth, extra_info) -> float | dict`; ours return `{"score": ..., "pred":
+answer}`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ ALIASES: dict[str, str] = {}
 
 
 def register_scorer(source: str, *, data_sets: Iterable[str] = ()) -> Callable[[F], F]:
-    """Decorator: the scorer of a data source, and of these data sets (see `ALIASES`)."""
+    """Decorator: register the scorer of a data source, and of these data sets (see `ALIASES`)."""
     ALIASES.update(dict.fromkeys(data_sets, source))
     return SCORERS.register(source)
 
@@ -31,12 +32,12 @@ NO_SCORER = "no built-in scorer for data source"
 
 
 def known_sources() -> list[str]:
-    """The data sources that have a built-in scorer."""
+    """List the data sources that have a built-in scorer."""
     return sorted(SCORERS)
 
 
 def canonical_source(data_source: str | None) -> str | None:
-    """The name under which a data source's scorer is registered (`openai/gsm8k` is `gsm8k`), or None."""
+    """Return the name under which a data source's scorer is registered (`openai/gsm8k` is `gsm8k`), or None."""
     if data_source in SCORERS:
         return data_source
     short = str(data_source).strip().rpartition("/")[2].lower()
@@ -46,15 +47,20 @@ def canonical_source(data_source: str | None) -> str | None:
     return None
 
 
+def is_code(data_source: str | None) -> bool:
+    """Whether rows of a source are scored by running programs."""
+    return canonical_source(str(data_source)) in ("code", "code_generation")
+
+
 def score_by_source(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None
 ) -> float | dict[str, Any]:
-    """The score of a response by its data source's scorer; RewardError when there is none."""
+    """Score a response with its data source's scorer; RewardError if there is none."""
     return find_scorer(data_source)(solution_str, ground_truth, extra_info)
 
 
 def find_scorer(data_source: str | None) -> Scorer:
-    """The scorer of a data source; RewardError when there is none."""
+    """Return the scorer of a data source; RewardError if there is none."""
     name = canonical_source(data_source)
     if name is not None:
         return SCORERS[name]

@@ -1,6 +1,6 @@
 """`classification`: one label out of a set.
 
-1.0 if the response names the right label, whatever its case and the words around it, else 0.0. When `extra_info` holds
+1.0 if the response names the right label, in any case and with other words around it, else 0.0. If `extra_info` holds
 the set of labels (`labels`, `choices` or `options`), a response that names more than one of them scores 0.0.
 """
 
@@ -14,7 +14,7 @@ from posttrain.rewards.scorers.qa import accepted_answers, contains_words, final
 
 @register_scorer("classification", data_sets=("banking77",))
 def score(solution_str: str, ground_truth: Any, extra_info: Any = None) -> dict[str, float | str]:
-    """1.0 or 0.0 and the label that was named as `pred` (empty when none of the known labels was)."""
+    """Return 1.0 or 0.0, and the label that was named as `pred` (empty if none of the known labels was)."""
     text, _ = final_text(solution_str)
     said, truths = _label_form(text), [_label_form(label) for label in accepted_answers(ground_truth)]
     if said in truths:
@@ -40,7 +40,7 @@ def _labels(extra_info: Any) -> list[str]:
 
 
 def _named(said: str, labels: set[str]) -> list[str]:
-    """The labels that stand in the text, longest first, so that `not spam` is not also read as `spam`."""
+    # Longest first, so that `not spam` is not also read as `spam`.
     named = []
     for label in sorted(labels, key=lambda label: (-len(label), label)):
         if label and contains_words(said, label):

@@ -1,27 +1,31 @@
 """`code`, `code_generation`: a program, run against the tests of its task in a sandbox.
 
-1.0 if all tests pass, else 0.0; with `reward.code_partial_credit` the share of tests that pass. The truth holds the
-tests (code_tests.py lists the forms). The program never sees what a test expects, and cannot speak for it: outputs and
-returned values are compared here, and test code runs in a process that the program cannot reach.
+1.0 if all tests pass, else 0.0; with `reward.code_partial_credit` the share of tests that pass. The ground truth holds
+the tests (code_tests.py lists the forms). The program never sees what a test expects, and cannot report its own
+verdict: outputs and returned values are compared here, and test code runs in a process that the program cannot reach.
 """
 
 from __future__ import annotations
 
+import ast
 import atexit
 import importlib.util
+import json
+import math
 import re
 import threading
 import zlib
+from collections.abc import Iterable
+from decimal import Decimal
 from typing import Any
 
-from posttrain.config.sandbox import SandboxConfig
-from posttrain.rewards.scorers import register_scorer
-from posttrain.rewards.scorers.code_compare import same_text, same_value
+from posttrain.config.reward import RewardConfig, SandboxConfig
+from posttrain.rewards.scorers import is_code, register_scorer
 from posttrain.rewards.scorers.code_tests import Tests, read_tests
-from posttrain.rewards.scorers.code_text import complete, extract_program
+from posttrain.rewards.scorers.code_text import complete_program, extract_program
 from posttrain.rewards.types import RewardError
-from posttrain.sandbox.results import LIMITS, Result, TestReport
-from posttrain.sandbox.sandbox import Sandbox
+from posttrain.sandbox.process import SandboxError
+from posttrain.sandbox.sandbox import LIMITS, Result, Sandbox, TestReport
 from posttrain.sandbox.values import decode
 
 _SHOWN = 60
@@ -32,7 +36,7 @@ _lock = threading.Lock()
 
 
 def configure(sandbox: dict[str, Any], partial_credit: bool) -> None:
-    """Use these settings from now on; called by a worker, before it scores."""
+    """Use these settings from now on; a worker calls this before it scores."""
     _settings.update(sandbox=SandboxConfig(**sandbox), partial_credit=partial_credit)
     close()
 
@@ -54,10 +58,10 @@ DATA_SETS = (
 @register_scorer("code_generation")
 @register_scorer("code", data_sets=DATA_SETS)
 def score(solution_str: str, ground_truth: Any, extra_info: Any = None) -> dict[str, float | str]:
-    """The score, `tests_passed` (the share), and why it is not 1 as `failure`; `pred` tells programs apart."""
+    """Return the score, `tests_passed` (the share), why it is below 1 as `failure`, and its hash as `pred`."""
     tests = read_tests(ground_truth)
     if tests.entry and tests.prompt:
-        program = complete(solution_str, tests.prompt, tests.entry)
+        program = complete_program(solution_str, tests.prompt, tests.entry)
     else:
         program = extract_program(solution_str)
     if program is None:
@@ -73,7 +77,7 @@ def _scored(passed: int, count: int, failure: str, pred: str) -> dict[str, float
 
 
 def _judge(program: str, tests: Tests) -> tuple[int, str]:
-    """How many tests pass, and what was wrong with the first that did not."""
+    # How many tests pass, and what was wrong with the first that did not.
     all_of_them = bool(_settings["partial_credit"])
     if tests.kind == "stdin":
         results = _open().run_each(program, tests.inputs, until_failure=not all_of_them)
@@ -97,7 +101,7 @@ def _judge(program: str, tests: Tests) -> tuple[int, str]:
 
 
 def _output_verdict(result: Result, expected: str) -> str:
-    """Nothing if the output is right, else what is wrong."""
+    # Empty if the output is right, else what is wrong.
     if result.status in LIMITS:
         return result.status
     if not result.ok:
@@ -108,7 +112,7 @@ def _output_verdict(result: Result, expected: str) -> str:
 
 
 def _test_verdict(outcome: dict[str, Any], tests: Tests) -> str:
-    """Nothing if the test passed, else what is wrong."""
+    # Empty if the test passed, else what is wrong.
     if outcome.get("passed"):
         return ""
     if "value" in outcome and tests.kind == "calls":
@@ -125,22 +129,22 @@ def _test_verdict(outcome: dict[str, Any], tests: Tests) -> str:
 
 
 def _refuse_unjudged(report: TestReport) -> None:
-    """A test that no program could pass here is no reason for a score: it is an error, which runs count and show."""
+    # A test that no program could pass here must not give a score: it is an error, which the run counts and shows.
     for outcome in report.outcomes:
         if outcome.get("unjudged"):
             raise _unjudged(str(outcome["error"]))
         if outcome.get("passed") is False:
-            return  # the program is wrong before that
+            return  # the program failed before that
 
 
 def _refuse_missing_module(error: dict[str, Any], tests: Tests) -> None:
-    """Where tests and program need a package that is not installed, a right program cannot be told from a wrong one."""
+    # Without a package that tests and program need, a right program looks like a wrong one.
     found = re.fullmatch(r"No module named '([\w.]+)'", str(error.get("text")))
     if error.get("name") != "ModuleNotFoundError" or found is None:
         return
     module = found[1].partition(".")[0]
     used = any(re.search(rf"^\s*(?:import|from)\s+{module}\b", code, re.MULTILINE) for code in tests.codes)
-    # Looked for here, in the same environment: a program cannot claim that something is missing.
+    # Checked here, in the same environment: a program cannot claim that something is missing.
     if used and importlib.util.find_spec(module) is None:
         raise _unjudged(f"the tests need {module}, which is not installed")
 
@@ -181,3 +185,124 @@ def _open() -> Sandbox:
 
 
 atexit.register(close)
+
+
+_RELATIVE, _ABSOLUTE = 1e-6, 1e-9
+_PRINTED = 10**4000
+_WHOLE = re.compile(r"[+-]?[0-9]+")
+_NUMBER = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]{1,9})?")
+
+
+def same_text(got: str, expected: str) -> bool:
+    """Whether two outputs are the same, line by line and word by word; 0.5 and 0.50 are the same word."""
+    lines = [[line.split() for line in text.strip().splitlines() if line.strip()] for text in (got, expected)]
+    if len(lines[0]) != len(lines[1]):
+        return False
+    return all(
+        len(left) == len(right) and all(map(_same_word, left, right)) for left, right in zip(*lines, strict=True)
+    )
+
+
+def same_value(got: Any, expected: Any) -> bool:
+    """Whether a returned value is the expected one, which comes from JSON: no tuples, no sets, and keys are texts."""
+    if _same(got, expected):
+        return True
+    if isinstance(expected, list) and len(expected) == 1 and _same(got, expected[0]):
+        return True  # some data sets wrap every output in a list
+    if isinstance(expected, str):  # some write every output as a text
+        for read in (json.loads, ast.literal_eval):
+            try:
+                return _same(got, read(expected))
+            except (ValueError, SyntaxError, RecursionError, MemoryError):
+                continue
+    return False
+
+
+def _same(got: Any, expected: Any) -> bool:
+    if isinstance(got, bool) or isinstance(expected, bool):
+        return type(got) is type(expected) and got == expected
+    if isinstance(got, int | float) and isinstance(expected, int | float):
+        # Python compares an int with a float exactly, however large they are.
+        return got == expected or (isinstance(expected, float) and _close(got, expected))
+    if isinstance(got, set | frozenset) and isinstance(expected, list):
+        return len(got) == len(expected) and _same_members(list(got), expected)
+    if isinstance(got, list | tuple) and isinstance(expected, list | tuple):
+        return len(got) == len(expected) and all(map(_same, got, expected))
+    if isinstance(got, dict) and isinstance(expected, dict):
+        by_text = {_key(key): value for key, value in got.items()}
+        others = {_key(key): value for key, value in expected.items()}
+        if len(by_text) < len(got) or by_text.keys() != others.keys():  # {1: a, "1": b} is no JSON object
+            return False
+        return all(_same(value, others[key]) for key, value in by_text.items())
+    if type(got).__module__ == "numpy":
+        return _same(got.tolist(), expected)  # pyright: ignore
+    return type(got) is type(expected) and got == expected
+
+
+def _key(key: Any) -> str:
+    # A key as JSON writes it; integers with more digits than Python prints are written in another way.
+    return hex(key) if isinstance(key, int) and abs(key) > _PRINTED else str(key)
+
+
+def _same_members(got: list[Any], expected: list[Any]) -> bool:
+    # Each member needs its own partner: [1, 1, 2] is not the set of 1, 2 and 3.
+    left = list(got)
+    for other in expected:
+        place = next((i for i, one in enumerate(left) if _same(one, other)), None)
+        if place is None:
+            return False
+        del left[place]
+    return True
+
+
+def _same_word(got: str, expected: str) -> bool:
+    if got == expected:
+        return True
+    if _WHOLE.fullmatch(expected):
+        return _NUMBER.fullmatch(got) is not None and Decimal(got) == Decimal(expected)
+    try:
+        return _close(float(got), float(expected))
+    except ValueError:
+        return False
+
+
+def _close(got: float, expected: float) -> bool:
+    try:
+        return math.isclose(got, expected, rel_tol=_RELATIVE, abs_tol=_ABSOLUTE)
+    except OverflowError:  # an integer larger than any float
+        return False
+
+
+# The program's share of a score's time; the rest is for starting and reading.
+_SHARE = 0.8
+
+NOT_ISOLATED = (
+    "reward.sandbox.mode is unsafe: programs that the model writes run with your rights, can read your files and reach "
+    "the network; only time, memory and output are limited"
+)
+
+
+def code_settings(config: RewardConfig) -> dict[str, Any]:
+    """Return the arguments of `configure`; a program's deadline always comes before that of its score."""
+    sandbox = config.sandbox.to_dict()
+    sandbox["timeout_s"] = min(sandbox["timeout_s"], _SHARE * config.timeout_s)
+    return {"sandbox": sandbox, "partial_credit": config.code_partial_credit}
+
+
+def check_programs(sources: Iterable[str | None], config: SandboxConfig, *, must_run: bool = True) -> list[str]:
+    """Return notes for a run with these data sources; SandboxError if its programs cannot be isolated.
+
+    If a user's own function scores (`must_run` is False), it may not need a sandbox: then it is only a note.
+    """
+    if not any(map(is_code, sources)):
+        return []
+    if config.mode == "unsafe":
+        return [NOT_ISOLATED]
+    try:
+        with Sandbox(config) as sandbox:
+            sandbox.start()
+    except SandboxError as error:
+        if must_run:
+            raise
+        return [str(error)]
+    return []

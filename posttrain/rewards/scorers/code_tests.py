@@ -15,7 +15,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from posttrain.rewards.scorers.code_text import parses, without
+from posttrain.rewards.scorers.code_text import parses, remove_function
 from posttrain.rewards.types import RewardError
 from posttrain.sandbox.values import encode
 
@@ -27,12 +27,12 @@ _FORMS = (
 
 @dataclass
 class Tests:
-    """Tests of one task; `kind` says which of the fields are used."""
+    """The tests of one task; `kind` says which of the fields are used."""
 
+    # `calls`, `stdin` or `code`.
     kind: str
-    """`calls`, `stdin` or `code`."""
+    # Arguments of each call, or the text of each standard input.
     inputs: list[Any] = field(default_factory=list)
-    """Arguments of each call, or the text of each standard input."""
     outputs: list[Any] = field(default_factory=list)
     function: str = ""
     codes: list[str] = field(default_factory=list)
@@ -43,14 +43,14 @@ class Tests:
         return len(self.codes) if self.kind == "code" else len(self.inputs)
 
     def for_sandbox(self) -> list[dict[str, Any]]:
-        """Tests of the kinds `calls` and `code`, as `Sandbox.test` takes them."""
+        """Return tests of the kinds `calls` and `code` in the form that `Sandbox.test` takes."""
         if self.kind == "calls":
             return [{"call": self.function, "args": [encode(arg) for arg in args]} for args in self.inputs]
         return [{"code": code, "entry": self.entry} for code in self.codes]
 
 
 def read_tests(ground_truth: Any) -> Tests:
-    """The tests that a truth holds; RewardError if it holds none."""
+    """Read the tests from a ground truth; RewardError if it holds none."""
     tests = _read(_plain(ground_truth))
     if tests is None or not len(tests):
         shown = " ".join(str(ground_truth).split())[:80]
@@ -65,7 +65,6 @@ def read_tests(ground_truth: Any) -> Tests:
 
 
 def _plain(value: Any) -> Any:
-    """numpy arrays and JSON texts as Python values."""
     value = value.tolist() if hasattr(value, "tolist") else value
     if isinstance(value, str) and value.lstrip()[:1] in ("{", "["):
         try:
@@ -95,7 +94,6 @@ def _read(truth: Any) -> Tests | None:
 
 
 def _with_setup(tests: Tests | None, truth: dict[str, Any]) -> Tests | None:
-    """Code tests with the imports and the prompt that stand beside them."""
     if tests is not None and tests.kind == "code":
         setup = [*(_plain(truth.get("test_imports")) or []), truth.get("test_setup_code") or ""]
         lines = "\n".join(line for line in setup if line)
@@ -104,7 +102,7 @@ def _with_setup(tests: Tests | None, truth: dict[str, Any]) -> Tests | None:
         tests.prompt = truth["prompt"] if isinstance(truth.get("prompt"), str) else ""
         if tests.entry and tests.prompt:
             # Helpers that the prompt defines belong to the tests: a program must not bring its own.
-            helpers = without(tests.prompt, tests.entry)
+            helpers = remove_function(tests.prompt, tests.entry)
             tests.codes = [f"{helpers}\n{code}" for code in tests.codes]
     return tests
 
@@ -127,13 +125,13 @@ def _pairs(inputs: list[Any], outputs: list[Any], function: str | None) -> Tests
 
 
 def _text(value: Any) -> str:
-    """Standard input and output; data sets write them as one text or as a list of lines."""
+    # Standard input and output; data sets write them as one text or as a list of lines.
     value = value.tolist() if hasattr(value, "tolist") else value
     return "\n".join(map(str, value)) + "\n" if isinstance(value, list) else str(value)
 
 
 def _arguments(value: Any) -> list[Any]:
-    """Arguments of a call: a list of them, or a text with one JSON value per line."""
+    # Arguments of a call: a list of them, or a text with one JSON value per line.
     value = value.tolist() if hasattr(value, "tolist") else value
     if isinstance(value, str):
         try:

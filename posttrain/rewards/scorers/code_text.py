@@ -1,4 +1,4 @@
-"""The program in a response."""
+"""Extracts the program from a response."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import re
 import textwrap
 import warnings
 
-from posttrain.rewards.answers import last_tagged
+from posttrain.rewards.answers import find_tagged
 
-# Possessive: what was taken is not given back, so that no text costs quadratic time.
+# Possessive quantifiers do not backtrack, so no response takes quadratic time.
 _FENCE = re.compile(
     r"^[ \t]*+(`{3,}+|~{3,}+)[ \t]*+([\w+-]*+)[^\n]*+\n(.*?)(?:^[ \t]*+\1[ \t]*+$|\Z)", re.MULTILINE | re.DOTALL
 )
@@ -18,20 +18,20 @@ _THOUGHT = "</think>"
 
 
 def extract_program(response: str) -> str | None:
-    """The last fenced block of Python, else the last fenced block, else the whole text if it is Python; or None."""
+    """Return the last fenced block of Python, else the last block, else the whole text if it is Python, else None."""
     text = response.rpartition(_THOUGHT)[2]
     blocks = [(language.lower(), body) for _, language, body in _FENCE.findall(text)]
     for wanted in (_PYTHON, {language for language, _ in blocks}):
         found = [body for language, body in blocks if language in wanted and body.strip()]
         if found:
             return textwrap.dedent(found[-1])
-    answer = last_tagged(text)
+    answer = find_tagged(text)
     whole = text if answer is None else answer[1]
     return whole if whole.strip() and parses(whole) else None
 
 
-def complete(response: str, prompt: str, entry: str) -> str | None:
-    """The program of a response to a prompt that ends inside a function (HumanEval): whole, or the rest of it alone."""
+def complete_program(response: str, prompt: str, entry: str) -> str | None:
+    """Return the program for a prompt that ends inside a function (HumanEval), which the response may only continue."""
     program = extract_program(response)
     if program is not None and defines(program, entry):
         # The prompt's imports and helpers are part of the task, even if the response does not repeat them.
@@ -44,7 +44,7 @@ def complete(response: str, prompt: str, entry: str) -> str | None:
 
 
 def defines(program: str, name: str) -> bool:
-    """Whether a name is defined at the top level of a program."""
+    """Whether a program defines a name at its top level."""
     try:
         body = ast.parse(program).body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -56,8 +56,8 @@ def defines(program: str, name: str) -> bool:
     return any(isinstance(target, ast.Name) and target.id == name for target in targets)
 
 
-def without(program: str, name: str) -> str:
-    """The top level of a program without the function of that name; nothing if it is no Python."""
+def remove_function(program: str, name: str) -> str:
+    """Remove a top-level function from a program; return nothing if the text is not Python."""
     try:
         tree = ast.parse(program)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -67,7 +67,7 @@ def without(program: str, name: str) -> str:
 
 
 def parses(text: str) -> bool:
-    """Whether a text is Python; compiled, because `return 1` outside a function can be parsed."""
+    """Whether a text is Python; it is compiled, because `return 1` outside a function can be parsed."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -1,8 +1,8 @@
 """`math`: competition mathematics (MATH, Hendrycks et al. 2021), whose answers are formulas in `\\boxed{}`.
 
 1.0 if the answers are the same: the same spelling after normalisation, the same number, or the same tuple of these.
-What that plain path cannot decide (`2\\sqrt{3}` against `\\sqrt{12}`) goes to math-verify, which is imported only then
-because it loads sympy.
+What this cannot decide (`2\\sqrt{3}` against `\\sqrt{12}`) goes to math-verify, which is imported only then because it
+loads sympy.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ before_slow_import: Callable[[], None] = lambda: None  # noqa: E731  (a worker r
 
 @register_scorer("math", data_sets=("math-500", "math500", "math-lighteval", "hendrycks_math", "competition_math"))
 def score(solution_str: str, ground_truth: Any, extra_info: Any = None) -> dict[str, float | str]:
-    """1.0 or 0.0 and the answer that was read as `pred` (empty when there was none)."""
+    """Return 1.0 or 0.0, and the answer that was read as `pred` (empty if there was none)."""
     truth = final_expression(str(ground_truth))
     answer = final_expression(solution_str)
     if answer is None or truth is None:
@@ -45,15 +45,15 @@ def score(solution_str: str, ground_truth: Any, extra_info: Any = None) -> dict[
     answer, truth = _MEMBER.sub("", answer), _MEMBER.sub("", truth)
     if parse_number(truth) is not None:
         answer = _without_unit(REMARK.sub("", answer))
-    same = plainly_same(answer, truth)
+    same = same_without_algebra(answer, truth)
     if same is None:
         same = _verified(answer, truth)
     number = parse_number(answer)
     return {"score": float(same), "pred": str(number) if number is not None else normal_form(answer)}
 
 
-def plainly_same(left: str, right: str) -> bool | None:
-    """Whether two answers are the same; None when only algebra can tell."""
+def same_without_algebra(left: str, right: str) -> bool | None:
+    """Whether two answers are the same; None if only algebra can tell."""
     if normal_form(left) == normal_form(right):
         return True
     based = _BASED.fullmatch(normal_form(left)), _BASED.fullmatch(normal_form(right))
@@ -68,7 +68,7 @@ def plainly_same(left: str, right: str) -> bool | None:
     if len(lefts) > 1 and len(rights) > 1 and normal_form(left)[0] == normal_form(right)[0]:
         if len(lefts) != len(rights):
             return None
-        verdicts = [plainly_same(a, b) for a, b in zip(lefts, rights, strict=True)]
+        verdicts = [same_without_algebra(a, b) for a, b in zip(lefts, rights, strict=True)]
         ordered = normal_form(left)[0] in "(["
         if ordered and False in verdicts:
             return False
@@ -80,7 +80,7 @@ def plainly_same(left: str, right: str) -> bool | None:
 
 
 def _same_based(left: str, right: str, answer: re.Match[str] | None, truth: re.Match[str] | None) -> bool:
-    """`52_8` against `52_8` or `52`: the base may be left out where the truth has one, and must not be another."""
+    # `52_8` against `52_8` or `52`: the base may be omitted if the ground truth has one, but must not be another.
     bases = [int(_BASES.get(side[2], side[2])) for side in (answer, truth) if side]
     if truth and answer:
         return truth[1] == answer[1] and bases[0] == bases[1]
@@ -94,7 +94,7 @@ def _same_based(left: str, right: str, answer: re.Match[str] | None, truth: re.M
 
 
 def normal_form(answer: str) -> str:
-    """One spelling for answers that differ in LaTeX habits only: spaces, `\\left`, `\\dfrac`, `\\text{}`, stops."""
+    """Unify answers that differ only in LaTeX habits: spaces, `\\left`, `\\dfrac`, `\\text{}`, stops."""
     text = _TEXT.sub(r"\1", tidy(answer)).replace("\\%", "%").replace("\\$", "").replace("$", "")
     text = text.replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac").replace("\\,", "").replace("\\ ", "")
     text = _SHORT_FRAC.sub(lambda m: f"\\frac{{{m[1] or m[2]}}}{{{m[3] or m[4]}}}", text)
@@ -104,7 +104,7 @@ def normal_form(answer: str) -> str:
 
 
 def _without_unit(answer: str) -> str:
-    """`5 dollars` and 5元 are 5; `2 pi` and `3 or 4` stay what they are."""
+    # `5 dollars` and 5元 are 5; `2 pi` and `3 or 4` stay as they are.
     match = _UNIT.fullmatch(answer.strip()) if len(answer) <= 100 else None
     if match is None or _NOT_UNITS & set(match["words"].casefold().split()):
         return answer
@@ -132,7 +132,7 @@ def _elements(answer: str) -> list[str]:
 
 def _verified(answer: str, truth: str) -> bool:
     parse, verify = _math_verify()
-    # math-verify stops itself with SIGALRM, which only the main thread can; elsewhere the pool's deadline has to do.
+    # math-verify limits itself with SIGALRM, which needs the main thread; elsewhere the pool's deadline applies.
     seconds: Any = _SECONDS if threading.current_thread() is threading.main_thread() else None
     try:
         sides = [parse(f"${side.strip().strip('$')}$", parsing_timeout=seconds) for side in (truth, answer)]

@@ -1,9 +1,8 @@
 """`qa`, `trivia`: short text answers compared after normalisation (as SQuAD does: case, articles, punctuation, spaces).
 
-1.0 if the answer equals one of the accepted ones, else 0.0. The answer is what stands in `<answer>`, `\\boxed{}` or
-after `####`. Without these it is what follows "the answer is", or the last line, and may stand there among a
-few other words.
-The truth is one string or a list of accepted strings (a JSON list in a string counts as one).
+1.0 if the answer equals one of the accepted ones, else 0.0. The answer is in `<answer>`, `\\boxed{}` or after `####`.
+Otherwise it follows "the answer is" or is the last line, where a few other words may surround it. The ground truth is
+one string or a list of accepted strings (a JSON list in a string works too).
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ _MOST_OTHER_WORDS = 20  # a line that lists everything is no answer
 @register_scorer("trivia", data_sets=("trivia_qa", "triviaqa"))
 @register_scorer("qa", data_sets=("nq", "nq_open", "natural_questions", "hotpotqa", "hotpot_qa"))
 def score(solution_str: str, ground_truth: Any, extra_info: Any = None) -> dict[str, float | str]:
-    """1.0 or 0.0 and the normalised answer as `pred` (empty when there was none)."""
+    """Return 1.0 or 0.0, and the normalised answer as `pred` (empty if there was none)."""
     accepted = [form for form in map(normal_text, accepted_answers(ground_truth)) if form]
     answer, marked = final_text(solution_str)
     pred = normal_text(answer)
@@ -37,7 +36,7 @@ def score(solution_str: str, ground_truth: Any, extra_info: Any = None) -> dict[
 
 
 def final_text(solution_str: str) -> tuple[str, bool]:
-    """The answer's text, and whether the response marked it as its answer (else it is the last line)."""
+    """Return the answer's text, and whether the response marked it as its answer (else it is the last line)."""
     explicit = explicit_answer(solution_str)
     if explicit is not None:
         return explicit, True
@@ -49,8 +48,8 @@ def final_text(solution_str: str) -> tuple[str, bool]:
 
 
 def accepted_answers(ground_truth: Any) -> list[str]:
-    """The truth as a list of strings."""
-    if hasattr(ground_truth, "tolist"):  # a numpy array, as parquet columns of lists arrive
+    """Return the ground truth as a list of strings."""
+    if hasattr(ground_truth, "tolist"):  # a numpy array, from a parquet column of lists
         ground_truth = ground_truth.tolist()
     if isinstance(ground_truth, str) and ground_truth.lstrip().startswith("["):
         try:
@@ -63,14 +62,14 @@ def accepted_answers(ground_truth: Any) -> list[str]:
 
 
 def normal_text(text: str) -> str:
-    """Lower case, without articles and punctuation, one space between words."""
+    """Convert to lower case, remove articles and punctuation, and leave one space between words."""
     text = unicodedata.normalize("NFKC", text).casefold()
     text = "".join(" " if char == "-" else char for char in text if char == "-" or not _is_punctuation(char))
     return " ".join(_ARTICLES.sub(" ", text).split()) or " ".join(text.split())  # "The The" and "A" are answers too
 
 
 def contains_words(text: str, words: str) -> bool:
-    """Whether the words stand in the text as whole words (in scripts without spaces: as a substring)."""
+    """Whether the text contains these as whole words (in scripts without spaces: as a substring)."""
     if any("぀" <= char <= "鿿" for char in words):
         return words.replace(" ", "") in text.replace(" ", "")
     return f" {words} " in f" {text} "

@@ -8,27 +8,23 @@ import numpy as np
 import torch
 
 from posttrain.kernels.cuda import to_device
-from posttrain.kernels.decode import BLOCK, FAR, StepTokens
+from posttrain.kernels.decode import FAR, StepTokens
+from posttrain.rollout.native.pool import block_starts
 
 Table = tuple[np.ndarray, np.ndarray]
 """(blocks, the position at which each starts), a row each."""
 
 
-def starts(blocks: Sequence[int], first: int) -> range:
-    """Where each block of a segment starts, if the segment starts at `first`."""
-    return range(first, first + BLOCK * len(blocks), BLOCK)
-
-
-def with_rows(rows: Table, more: Sequence[Sequence[int]]) -> Table:
-    """The table with further rows, each a list of blocks that starts at position 0."""
+def with_rows(rows: Table, more: Sequence[tuple[Sequence[int], int]]) -> Table:
+    """The table with further rows, each a list of blocks and its gap."""
     if not more:
         return rows
     old, width = rows[0].shape
-    width = max(width, *map(len, more))
+    width = max(width, *(len(blocks) for blocks, _ in more))
     table, begin = np.zeros((old + len(more), width), np.int32), np.full((old + len(more), width), FAR, np.int32)
     table[:old, : rows[0].shape[1]], begin[:old, : rows[0].shape[1]] = rows
-    for number, blocks in enumerate(more, start=old):
-        table[number, : len(blocks)], begin[number, : len(blocks)] = blocks, starts(blocks, 0)
+    for number, (blocks, gap) in enumerate(more, start=old):
+        table[number, : len(blocks)], begin[number, : len(blocks)] = blocks, block_starts(len(blocks), gap)
     return table, begin
 
 

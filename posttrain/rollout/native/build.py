@@ -12,15 +12,15 @@ from posttrain.config.rollout import RolloutConfig
 from posttrain.errors import UserError
 from posttrain.kernels import cuda
 from posttrain.kernels.compiled import why_not
-from posttrain.kernels.cuda.sizes import MOST_STEPS, STEPS_UNSEEN
+from posttrain.kernels.cuda import MOST_STEPS, STEPS_UNSEEN
 from posttrain.kernels.fp8 import OLDEST
 from posttrain.kernels.quantized import FP8
 from posttrain.kernels.tensor_parallel import Team
-from posttrain.models.cut import KEY, own_key_heads
+from posttrain.models.attention import PagedDecoder
 from posttrain.models.decoder import KNOWN, FastDecoder, can_decode_fast
 from posttrain.models.feed_forward import MIXTURES
-from posttrain.models.paged import PagedDecoder
-from posttrain.models.ways import way_of
+from posttrain.models.forward import forward_mode_of
+from posttrain.models.shards import KEY, own_key_heads
 from posttrain.rollout.native.engine import NativeEngine
 from posttrain.rollout.native.pool import Pool
 
@@ -32,7 +32,7 @@ TOKENS, TOKENS_ON_CUDA = 8192, 16384  # of one step, where nothing is set: a GPU
 
 def can_run_native(module: torch.nn.Module) -> bool:
     """Whether the model's attention can be answered from the engine's cache."""
-    return can_decode_fast(module) or way_of(module).packed
+    return can_decode_fast(module) or forward_mode_of(module).packed
 
 
 def build_native(

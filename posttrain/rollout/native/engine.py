@@ -18,7 +18,7 @@ from posttrain.rollout.base import Output, Request, RolloutEngine, Stage
 from posttrain.rollout.native.decoder import Decoder
 from posttrain.rollout.native.next_tokens import forward, sample_next, sources
 from posttrain.rollout.native.pool import Pool
-from posttrain.rollout.native.prompts import Left, Prompt, Queue
+from posttrain.rollout.native.prompts import SEGMENT, SEGMENT_AHEAD, Prompt, Queue
 from posttrain.rollout.native.rounds import Ended, Rounds
 from posttrain.rollout.native.scoring import score_rows
 from posttrain.rollout.native.slots import Slots
@@ -45,7 +45,8 @@ class NativeEngine(RolloutEngine):
     ) -> None:
         self.decoder, self.pool, self.decode, self.shares_weights = decoder, pool, decode, shares_weights
         self.ranks = ranks
-        self.budget, self.slots, self.queue = max_num_batched_tokens, Slots(max_num_seqs), Queue(pool)
+        self.budget, self.slots = max_num_batched_tokens, Slots(max_num_seqs)
+        self.queue = Queue(pool, SEGMENT if tokens_unseen is None else SEGMENT_AHEAD)
         lengths = {"tokens_per_step": tokens_per_step, "tokens_unseen": tokens_unseen}
         self.rounds = Rounds(decoder, pool, self.slots, self._ended, **lengths)
         self.steady = False  # whether nobody can be let in as long as no row ends
@@ -64,9 +65,15 @@ class NativeEngine(RolloutEngine):
 
     def abort(self, ids: Iterable[Hashable]) -> list[Output]:
         wanted, slots, self.steady = set(ids), self.slots, False
-        gone = [Output(request.id, [], [], "abort", []) for request in self.queue.remove(wanted)]
+        gone = [
+            Output(request.id, [], [], "abort", []) if progress is None else progress.output(request, "abort")
+            for request, progress in self.queue.remove(wanted)
+        ]
         leaving = [slot for slot in slots.active.tolist() if slots.requests[slot].id in wanted]  # pyright: ignore
-        return gone + self._finish({slot: self.late.pop(slot, "abort") for slot in leaving})
+        reasons = {slot: self.late.pop(slot, "abort") for slot in leaving}
+        return gone + self._finish(
+            {slot: "abort" if self._can_go_on(slot, why) else why for slot, why in reasons.items()}
+        )
 
     def release(self, ids: Iterable[Hashable]) -> None:
         self.queue.release(ids)
@@ -113,11 +120,17 @@ class NativeEngine(RolloutEngine):
         new, prompts = self._start_rows()
         logits_NV, source_B = sources(logits_NV, len(moved), prompts)
         for prompt in (*prompts, *(prompt for prompt, _, _ in pieces if prompt.ready)):
-            if prompt.waiting and prompt.logits_V is None and prompt.place >= 0:
+            if not prompt.waiting:
+                prompt.logits_V = None
+            elif prompt.logits_V is None and prompt.place >= 0:
                 prompt.logits_V = logits_NV[prompt.place].clone()  # pyright: ignore
             prompt.place = -1
         self.slots.active = np.concatenate([decoding, new])
         slots_B = np.concatenate([moved, new])
+        if not len(self.slots.active) and not pieces:
+            # Nothing runs and nothing could start, which happens where requests with other budgets or layouts have
+            # come to fit no more. Without kept turns and open prompts the first one always has room.
+            self.queue.forget()
         waited = len(moved) < len(decoding) and not self.queue.unfinished()  # who waits goes on with all that can come
         self.steady = waited or (not pieces and not len(new))
         if not len(slots_B):
@@ -132,8 +145,8 @@ class NativeEngine(RolloutEngine):
     def _start_rows(self) -> tuple[np.ndarray, list[Prompt]]:
         """Rows for the requests whose prompts are computed, as far as there is room: (slots, their prompts)."""
         rows = list(self.queue.start(self.slots.room))
-        self._copy_if_long(request for request, _, _ in rows)
-        return self.slots.add(rows), [prompt for _, prompt, _ in rows]
+        self._copy_if_long(row.request for row in rows)
+        return self.slots.add(rows), [row.prompt for row in rows]
 
     def _copy_if_long(self, requests: Iterable[Request]) -> None:
         tokens = [request.sampling.max_tokens for request in requests]
@@ -160,23 +173,53 @@ class NativeEngine(RolloutEngine):
         text = self.decode(self.slots.written(slot)[-(longest + 8) :])
         return any(stop in text for stop in request.sampling.stop)
 
+    def _can_go_on(self, slot: int, reason: str) -> bool:
+        """Whether the row has only come to the end of the tokens that it was granted."""
+        request = self.slots.requests[slot]
+        assert request is not None
+        return reason == "length" and self.slots.count[slot] < request.sampling.max_tokens
+
+    def _go_on(self, slot: int) -> bool:
+        """Grant a row further tokens. False: there is no room, and it waits in the queue."""
+        slots = self.slots
+        request, prompt, blocks = slots.requests[slot], slots.prompts[slot], slots.blocks[slot]
+        assert request is not None and prompt is not None
+        slots.under_way[slot] = 0  # what a decoder has begun of it ended with the grant
+        tokens, left = int(slots.length[slot]) + 1, request.sampling.max_tokens - int(slots.count[slot])
+        granted = self.queue.extend(tokens, prompt.gap, blocks, left)
+        if granted:
+            slots.extend(slot, granted)
+            return True
+        self.queue.preempt(request, slots.save(slot, self.version), blocks, prompt.gap)
+        return False
+
     def _finish(self, ended: Ended, *, steady: bool = False) -> list[Output]:
         """Outputs of these rows; their slots and blocks are free again, for others now or (`steady`) a step later."""
-        if not ended:
-            return []
-        slots, self.steady = self.slots, steady
-        outputs = slots.outputs(ended, self.version)
+        slots = self.slots
+        unfinished = [slot for slot, reason in ended.items() if self._can_go_on(slot, reason)]
+        ended = {slot: reason for slot, reason in ended.items() if slot not in unfinished}
+        if ended:
+            self.steady = steady
+        outputs = slots.outputs(ended, self.version) if ended else []
         for slot in ended:
             prompt, request = slots.prompts[slot], slots.requests[slot]
             assert prompt is not None and request is not None
             if request.keep:
-                ids = [*prompt.ids, *slots.written(slot)][: slots.length[slot]]  # the newest token may not be there yet
-                self.queue.leave(request.id, Left(ids, prompt, slots.blocks[slot]))
-            else:
-                self.queue.row_done(prompt, slots.blocks[slot])
-            slots.drop(slot)
-        slots.active = slots.active[~np.isin(slots.active, list(ended))]
+                ids = [*request.prompt_ids, *slots.written(slot)][: slots.length[slot]]  # the newest may not be there
+                self.queue.kept.keep(request.id, ids, slots.blocks[slot], prompt.gap)
+        self._leave(list(ended))  # first: rows that go on may need their blocks
+        if preempted := [slot for slot in unfinished if not self._go_on(slot)]:
+            self.steady = False
+            self._leave(preempted)
         return outputs
+
+    def _leave(self, leaving: list[int]) -> None:
+        """Free the slots and blocks of these rows."""
+        for slot in leaving:
+            self.queue.row_done(self.slots.prompts[slot], self.slots.blocks[slot])  # pyright: ignore
+            self.slots.drop(slot)
+        if leaving:
+            self.slots.active = self.slots.active[~np.isin(self.slots.active, leaving)]
 
     # -- weights and memory ---------------------------------------------------------------------------------------
     @torch.no_grad()

@@ -36,7 +36,7 @@ def forward(decoder: Decoder, pool: Pool, slots: Slots, decoding: np.ndarray, pi
     slots.length[decoding] += 1
     slots.tell_apart(decoding)
     slots.computed += len(decoding)
-    table = with_rows((slots.table[decoding], slots.starts[decoding]), [prompt.blocks for prompt, _, _ in pieces])
+    table = with_rows((slots.table[decoding], slots.starts[decoding]), [(p.blocks, p.gap) for p, _, _ in pieces])
     step = step_tokens(ids, positions, rows, table, pool.device)
     wanted_N = None if len(wanted) == total else to_device(torch.tensor(wanted).long(), pool.device)
     hidden_NE = decoder.hidden(step, pool.layer, wanted_N)

@@ -1,13 +1,14 @@
-"""The key/value cache: one pool of blocks per layer, handed out by number.
+"""The KV cache: one pool of blocks per layer, handed out by number and shared by reference counts.
 
-Memory is taken as it is needed, up to a limit, and a request is let in only when all it may ever need is free: a
-running row never has to be thrown out. What is handed out depends on tokens alone.
+Prompts and running rows hold blocks; ended turns keep blocks for the turn that continues them. A block that is only
+kept can be evicted, so admission counts it as free. Memory is taken as it is needed, up to a limit. What is handed out
+depends on tokens alone.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -23,6 +24,24 @@ def blocks_for(tokens: int) -> int:
     return -(-tokens // BLOCK)
 
 
+# Tokens fill blocks in order, with one gap at most: the first `gap` tokens may be a prompt that several rows share, its
+# last block half full, and what follows starts in a block of its own. Kernels of captured decoding know this layout.
+def blocks_up_to(tokens: int, gap: int) -> int:
+    """Blocks that hold the first `tokens` tokens."""
+    return blocks_for(tokens) if tokens <= gap else blocks_for(gap) + blocks_for(tokens - gap)
+
+
+def tokens_in(blocks: int, gap: int) -> int:
+    """How many tokens the first `blocks` blocks can hold."""
+    before = min(blocks, blocks_for(gap))
+    return min(before * BLOCK, gap) + (blocks - before) * BLOCK
+
+
+def block_starts(blocks: int, gap: int) -> list[int]:
+    """The position at which each of so many blocks starts."""
+    return [tokens_in(number, gap) for number in range(blocks)]
+
+
 def with_slack(blocks: int) -> int:
     """Blocks that are taken when so many are needed: a little more, so that the next wave does not grow it again."""
     return blocks + blocks // 8
@@ -36,16 +55,20 @@ def kept_bytes(device: torch.device) -> int:
 
 
 class Pool:
-    """Blocks of all layers; layers are made when the model first asks for them."""
+    """Blocks of all layers; layers are made when the model first asks for them. `evict(n)` is called when fewer than
+    `n` blocks are free, and lets go of blocks that are only kept."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device, *, limit_bytes: int, bytes_per_token: int) -> None:
         self.dtype, self.device = dtype, device
         self.limit = max(1, limit_bytes // (bytes_per_token * BLOCK))
+        self.evict: Callable[[int], None] = _nothing_to_evict
         self.clear()
 
     def clear(self) -> None:
         self.layers: dict[int, LayerCache] = {}
-        self.size, self.free = 0, []
+        self.size, self.free = 0, list[int]()
+        self.held, self.kept = list[int](), list[int]()  # by block: prompts and rows that hold it, turns that keep it
+        self.busy = 0  # blocks that are held
 
     def sleep(self) -> None:
         """Give memory back; where little of it is held, it is kept."""
@@ -58,15 +81,22 @@ class Pool:
     def empty_twin(self) -> Pool:
         """Another pool of the same kind and limit, which holds nothing yet."""
         twin = copy.copy(self)
+        twin.evict = _nothing_to_evict
         twin.clear()
         return twin
 
     @property
     def used(self) -> int:
+        """Blocks that are held or kept."""
         return self.size - len(self.free)
 
+    @property
+    def available(self) -> int:
+        """Blocks that can be taken without an eviction."""
+        return self.limit - self.used
+
     def fits(self, blocks: int) -> bool:
-        return self.used + blocks <= self.limit
+        return self.busy + blocks <= self.limit
 
     def check(self, prompt: int, response: int) -> None:
         """Refuse what could never be let in."""
@@ -85,17 +115,47 @@ class Pool:
             self._grow(min(self.limit, with_slack(needed)))
 
     def take(self, blocks: int) -> list[int]:
+        """Hold so many free blocks; kept ones are evicted where there are too few."""
+        if blocks > self.available:
+            self.evict(blocks)
         self.reserve(blocks)
+        assert len(self.free) >= blocks, f"{blocks} blocks were wanted, and {len(self.free)} are free"
         taken = self.free[-blocks:][::-1] if blocks else []
         del self.free[len(self.free) - blocks :]
+        self.hold(taken)
         return taken
 
-    def give_back(self, blocks: list[int]) -> None:
-        self.free.extend(reversed(blocks))
+    def hold(self, blocks: Sequence[int]) -> None:
+        for block in blocks:
+            self.busy += not self.held[block]
+            self.held[block] += 1
 
-    def copy(self, source: Sequence[int], target: Sequence[int]) -> None:
-        """Keys and values from places to places of all layers; a place is block * BLOCK + offset."""
-        source_T, target_T = (to_device(torch.tensor(places), self.device) for places in (source, target))
+    def give_back(self, blocks: Sequence[int]) -> None:
+        """End a hold; a block that nobody holds or keeps is free."""
+        for block in reversed(blocks):
+            self.held[block] -= 1
+            self.busy -= not self.held[block]
+            if not self.held[block] and not self.kept[block]:
+                self.free.append(block)
+
+    def keep(self, blocks: Sequence[int]) -> None:
+        for block in blocks:
+            self.kept[block] += 1
+
+    def drop(self, blocks: Sequence[int]) -> None:
+        """End a keep."""
+        for block in reversed(blocks):
+            self.kept[block] -= 1
+            if not self.held[block] and not self.kept[block]:
+                self.free.append(block)
+
+    def shared(self, block: int) -> bool:
+        return self.held[block] + self.kept[block] > 1
+
+    def copy(self, source: int, target: int, tokens: int) -> None:
+        """The keys and values of a block's first tokens, to another block, in all layers."""
+        places_T = torch.arange(tokens)
+        source_T, target_T = (to_device(block * BLOCK + places_T, self.device) for block in (source, target))
         for cache in self.layers.values():
             copy_tokens(cache, source_T, target_T)
 
@@ -107,9 +167,15 @@ class Pool:
                 whole[: self.size] = part
             self.layers[number] = new
         self.free = [*range(size - 1, self.size - 1, -1), *self.free]
+        self.held += [0] * (size - self.size)
+        self.kept += [0] * (size - self.size)
         self.size = size
 
     def layer(self, number: int, heads: int, width: int) -> LayerCache:
         if number not in self.layers:
             self.layers[number] = new_cache(self.size, heads, width, self.dtype, self.device)
         return self.layers[number]
+
+
+def _nothing_to_evict(blocks: int) -> None:
+    return

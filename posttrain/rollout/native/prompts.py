@@ -1,7 +1,6 @@
-"""Prompts computed once for all the requests that begin with them, and the order in which requests are let in.
+"""Prompts computed once for all the requests that begin with them, and the order in which requests are admitted.
 
-A request may leave its cache behind for the next turn, whose prompt begins with this one's prompt and response: their
-keys and values are copied to where the new prompt lies, a pass over memory instead of one through the model.
+A turn that continues an ended one takes over its KV blocks (`kept_turns.py`), and computes only what is new.
 """
 
 from __future__ import annotations
@@ -14,119 +13,182 @@ import torch
 
 from posttrain.kernels.decode import BLOCK
 from posttrain.rollout.base import Request
-from posttrain.rollout.native.pool import Pool, blocks_for
+from posttrain.rollout.native.kept_turns import KeptTurns
+from posttrain.rollout.native.pool import Pool, blocks_for, blocks_up_to
+from posttrain.rollout.native.slots import Progress
+
+# Tokens that a row is granted at a time where not all rows have room for their whole budgets. A decoder that runs ahead
+# learns of an extension up to two rounds (32 tokens) late, and the row stands still meanwhile: grants are longer there.
+SEGMENT, SEGMENT_AHEAD = 2 * BLOCK, 16 * BLOCK
 
 
 @dataclass(eq=False)
 class Prompt:
     """One distinct prompt: the requests that wait for it, and its blocks once it is being computed."""
 
+    key: Hashable  # in the queue
     ids: tuple[int, ...]
     waiting: deque[Request] = field(default_factory=deque)
+    gap: int = 0  # where the blocks of its rows begin; see pool.py
     blocks: list[int] = field(default_factory=list)
     computed: int = 0  # tokens whose keys and values are in the cache
-    rows: int = 0  # running rows that read its blocks
+    running: int = 0  # rows
     logits_V: torch.Tensor | None = None  # after its last token, kept while requests wait
     history: int = -1  # the number of its rows' common past; given when the first of them starts
     place: int = -1  # of its logits among those of the step that is being computed
-    parent: Hashable | None = None  # the ended request that it goes on from
+    parent: Hashable | None = None  # the ended request that it continues
+    progress: Progress | None = None  # of its only request, which was preempted
 
     @property
     def ready(self) -> bool:
         return self.computed == len(self.ids)
 
-    def own_blocks(self, request: Request) -> int:
-        """Blocks that a row needs of its own: for its response. The prompt's are read by all and written by none."""
-        return blocks_for(request.sampling.max_tokens)
+    def tokens_left(self, request: Request) -> int:
+        return request.sampling.max_tokens - (0 if self.progress is None else len(self.progress.tokens))
 
 
 Piece = tuple[Prompt, int, int]
 
 
 @dataclass
-class Left:
-    """What an ended row left behind: the tokens that are in the cache, its prompt, and its own blocks."""
+class NewRow:
+    """A request that can run: its prompt is computed, and `blocks` hold the prompt and `granted` tokens behind it."""
 
-    ids: Sequence[int]
+    request: Request
     prompt: Prompt
-    own: list[int]
-
-    def same(self, ids: Sequence[int]) -> int:
-        """How many of these tokens, from the first on, are there."""
-        pairs = zip(self.ids, ids, strict=False)
-        return next((at for at, (mine, theirs) in enumerate(pairs) if mine != theirs), min(len(self.ids), len(ids)))
-
-    def places(self, count: int) -> list[int]:
-        """Where the first `count` tokens lie."""
-        inner = min(count, len(self.prompt.ids))
-        return _places(self.prompt.blocks, inner) + _places(self.own, count - inner)
+    blocks: list[int]
+    granted: int
 
 
-def _places(blocks: list[int], count: int) -> list[int]:
-    return [blocks[at // BLOCK] * BLOCK + at % BLOCK for at in range(count)]
+@dataclass
+class _Plan:
+    """Where a prompt's blocks come from: `shared` ones of the turn that it continues, with `cached` tokens of which
+    `copied` are copied from the block `source`; `new` blocks behind them."""
+
+    gap: int
+    shared: list[int] = field(default_factory=list)
+    cached: int = 0
+    copied: int = 0
+    source: int = -1
+    new: int = 0
+    takes_over: bool = False
 
 
 class Queue:
     """Waiting requests by prompt, first come, first served.
 
     A prompt is opened (given blocks) when there are slots for its requests, and only with room for its first row kept
-    aside: whatever is open can always finish.
+    aside: whatever is open can always start.
     """
 
-    def __init__(self, pool: Pool) -> None:
-        self.pool = pool
-        self.prompts: dict[tuple[int, ...], Prompt] = {}
+    def __init__(self, pool: Pool, segment: int = SEGMENT) -> None:
+        self.pool, self.kept, self.segment = pool, KeptTurns(pool), segment
+        self.prompts: dict[Hashable, Prompt] = {}  # by their tokens, or by the request of which they are alone
         self.opened: list[Prompt] = []
-        self.left: dict[Hashable, Left] = {}  # oldest first
+        self.tight = False  # whether the requests that could run now have no room for all their tokens together
+        self.turns = self.continued = 0  # requests that name a parent, and those that found all that it left
 
     def add(self, request: Request) -> None:
         ids = tuple(request.prompt_ids)
         self.pool.check(len(ids), request.sampling.max_tokens)
-        prompt = self.prompts.get(ids)
-        if prompt is None:
-            prompt = self.prompts[ids] = Prompt(ids, parent=request.parent)
-        prompt.waiting.append(request)
+        self.turns += request.parent is not None
+        if request.parent in self.kept.turns:
+            # It writes behind what it takes over, so it shares its prompt with no other request.
+            key = _alone(request)
+            self.prompts[key] = Prompt(key, ids, deque([request]), parent=request.parent)
+            self.kept.awaited[request.parent] = self.kept.awaited.get(request.parent, 0) + 1
+        elif (prompt := self.prompts.get(ids)) is not None:
+            prompt.waiting.append(request)
+        else:
+            self.prompts[ids] = Prompt(ids, ids, deque([request]), gap=len(ids))
 
-    def remove(self, wanted: set[Hashable]) -> list[Request]:
-        """Take these requests out; gives those that were waiting."""
+    def preempt(self, request: Request, progress: Progress, blocks: Sequence[int], gap: int) -> None:
+        """A row leaves its blocks to others, and continues before all that wait."""
+        key, ids = _alone(request), (*request.prompt_ids, *progress.tokens)
+        self.kept.keep(key, ids[:-1], blocks, gap)
+        prompt = Prompt(key, ids, deque([request]), parent=key, progress=progress)
+        self.prompts = {key: prompt, **self.prompts}
+        self.kept.awaited = {key: 1, **self.kept.awaited}
+
+    def remove(self, wanted: set[Hashable]) -> list[tuple[Request, Progress | None]]:
+        """Take these requests out; gives those that were waiting, with what they had made before."""
         gone = []
         for prompt in list(self.prompts.values()):
-            gone += [request for request in prompt.waiting if request.id in wanted]
+            gone += [(request, prompt.progress) for request in prompt.waiting if request.id in wanted]
             prompt.waiting = deque(request for request in prompt.waiting if request.id not in wanted)
-            self._retire(prompt)
+            if not prompt.waiting:
+                self._retire(prompt)
         return gone
 
+    # -- prompts --------------------------------------------------------------------------------------------------
     def open(self, room: int) -> None:
         """Open as many prompts, in order, as there are slots and blocks for."""
         room -= sum(len(prompt.waiting) for prompt in self.opened)
         if room > 0:
             self._reserve(room)
-        kept = self._kept_aside()
+        aside = self._set_aside()
         for prompt in self.prompts.values():
             if prompt.blocks:
                 continue
-            first = prompt.own_blocks(prompt.waiting[0])
-            if room <= 0 or not self._fits(kept + blocks_for(len(prompt.ids)) + first):
+            plan = self._plan(prompt)
+            first = self._own_blocks(prompt, prompt.waiting[0], plan.gap)[0]
+            revived = sum(not self.pool.held[block] for block in plan.shared)
+            if room <= 0 or not self.pool.fits(aside + revived + plan.new + first):
                 break
-            prompt.blocks = self.pool.take(blocks_for(len(prompt.ids)))
-            prompt.computed = self._copied(prompt)
-            self.opened.append(prompt)
-            kept, room = kept + first, room - len(prompt.waiting)
+            self._open(prompt, plan)
+            aside, room = aside + first, room - len(prompt.waiting)
 
     def _reserve(self, room: int) -> None:
-        """Memory for all that can be let in, at once."""
+        """Memory for all that can be admitted, at once."""
         blocks = 0
         for prompt in self.prompts.values():
-            blocks += sum(prompt.own_blocks(request) for request in prompt.waiting)
+            blocks += sum(blocks_for(prompt.tokens_left(request)) for request in prompt.waiting)
             if not prompt.blocks:
                 blocks, room = blocks + blocks_for(len(prompt.ids)), room - len(prompt.waiting)
             if room <= 0:
                 break
+        self.tight = blocks > self.pool.available
         self.pool.reserve(blocks)
 
-    def _kept_aside(self) -> int:
-        """Blocks that the first rows of open prompts must still find."""
-        return sum(p.own_blocks(p.waiting[0]) for p in self.opened if p.waiting and not p.rows)
+    def _plan(self, prompt: Prompt) -> _Plan:
+        """What the parent turn has of a prompt's tokens, the last one aside: its logits are wanted."""
+        turn = self.kept.turns.get(prompt.parent)
+        cached = 0 if turn is None else turn.common(prompt.ids[:-1])
+        if turn is None or not cached:
+            return _Plan(prompt.gap, new=blocks_up_to(len(prompt.ids), prompt.gap))
+        # A turn that differs within the first prompt has no gap to inherit: its blocks are full up to there.
+        gap = turn.gap if cached >= turn.gap else prompt.gap
+        full = cached // BLOCK if cached < turn.gap else blocks_for(turn.gap) + (cached - turn.gap) // BLOCK
+        partial = (cached if cached < turn.gap else cached - turn.gap) % BLOCK
+        plan = _Plan(gap, turn.blocks[:full], cached, takes_over=self.kept.awaited.get(prompt.parent, 0) <= 1)
+        if partial and plan.takes_over and not self.pool.shared(turn.blocks[full]):
+            plan.shared.append(turn.blocks[full])  # nobody else reads it: the new tokens go behind the old ones
+        elif partial:
+            plan.copied, plan.source = partial, turn.blocks[full]
+        plan.new = blocks_up_to(len(prompt.ids), gap) - len(plan.shared)
+        return plan
+
+    def _open(self, prompt: Prompt, plan: _Plan) -> None:
+        source = [plan.source] if plan.copied else []
+        self.pool.hold([*plan.shared, *source])  # before others are evicted
+        prompt.gap, prompt.computed = plan.gap, plan.cached
+        prompt.blocks = [*plan.shared, *self.pool.take(plan.new)]
+        if plan.copied:
+            self.pool.copy(plan.source, prompt.blocks[len(plan.shared)], plan.copied)
+        self.pool.give_back(source)
+        turn = self.kept.turns.get(prompt.parent)
+        if turn is not None and prompt.progress is None:
+            self.continued += plan.cached == min(turn.whole, len(prompt.ids) - 1)
+        if plan.takes_over:
+            self.kept.release([prompt.parent])
+        self._stop_awaiting(prompt)
+        self.opened.append(prompt)
+
+    def _stop_awaiting(self, prompt: Prompt) -> None:
+        if prompt.parent in self.kept.awaited:
+            self.kept.awaited[prompt.parent] -= 1
+            if not self.kept.awaited[prompt.parent]:
+                del self.kept.awaited[prompt.parent]
 
     def next_pieces(self, budget: int) -> list[Piece]:
         """(prompt, start, end) of what this step computes of open prompts."""
@@ -142,71 +204,80 @@ class Queue:
         """Whether there is more to compute of open prompts."""
         return any(not prompt.ready for prompt in self.opened)
 
-    def start(self, room: int) -> Iterator[tuple[Request, Prompt, list[int]]]:
-        """Requests that can run now, with their prompts and their own blocks."""
-        kept = self._kept_aside()
+    # -- rows -----------------------------------------------------------------------------------------------------
+    def start(self, room: int) -> Iterator[NewRow]:
+        """Requests that can run now."""
+        aside = self._set_aside()
         for prompt in [prompt for prompt in self.opened if prompt.ready]:
             while prompt.waiting and room > 0:
-                own = prompt.own_blocks(prompt.waiting[0])
-                kept -= 0 if prompt.rows else own
-                if not self._fits(kept + own):
+                own, granted = self._own_blocks(prompt, prompt.waiting[0], prompt.gap)
+                others = aside if prompt.running else aside - own
+                if not self.pool.fits(others + own):
                     break
-                prompt.rows, room = prompt.rows + 1, room - 1
-                yield prompt.waiting.popleft(), prompt, self.pool.take(own)
-            self._retire(prompt)
+                self.pool.hold(prompt.blocks)
+                aside, prompt.running, room = others, prompt.running + 1, room - 1
+                yield NewRow(prompt.waiting.popleft(), prompt, [*prompt.blocks, *self.pool.take(own)], granted)
+            if not prompt.waiting:
+                self._retire(prompt)
 
-    def row_done(self, prompt: Prompt, own: list[int]) -> None:
-        """A row has ended: its blocks are free, and its prompt's if it was the last to need them."""
-        self.pool.give_back(own)
-        prompt.rows -= 1
-        if not prompt.rows:
-            self._retire(prompt)
+    def _own_blocks(self, prompt: Prompt, request: Request, gap: int) -> tuple[int, int]:
+        """(blocks behind those of its prompt, tokens) that a row is granted when it starts."""
+        granted = prompt.tokens_left(request)
+        # Budgets are far longer than most turns. Whole reservations would evict turns for tokens that nobody writes.
+        if self.tight:
+            granted = min(granted, self.segment)
+        return blocks_up_to(len(prompt.ids) + granted, gap) - blocks_up_to(len(prompt.ids), gap), granted
 
-    def leave(self, id: Hashable, left: Left) -> None:
-        """A row has ended, and what it wrote is kept for the next turn."""
-        self.release([id])
-        self.left[id] = left
+    def _set_aside(self) -> int:
+        """Blocks that the first rows of open prompts must still find."""
+        waiting = [prompt for prompt in self.opened if prompt.waiting and not prompt.running]
+        return sum(self._own_blocks(prompt, prompt.waiting[0], prompt.gap)[0] for prompt in waiting)
+
+    def extend(self, tokens: int, gap: int, blocks: list[int], left: int) -> int:
+        """Grant a row further tokens behind its first `tokens`, of which `left` are allowed: how many, or 0 where there
+        is no room."""
+        granted = min(left, self.segment)
+        more = blocks_up_to(tokens + granted, gap) - len(blocks)
+        if not self.pool.fits(self._set_aside() + more):
+            return 0
+        blocks += self.pool.take(more)
+        return granted
+
+    def row_done(self, prompt: Prompt, blocks: Sequence[int]) -> None:
+        """A row has ended, or was preempted."""
+        self.pool.give_back(blocks)
+        prompt.running -= 1
 
     def release(self, ids: Iterable[Hashable]) -> None:
-        for id in ids:
-            if (left := self.left.pop(id, None)) is not None:
-                self.row_done(left.prompt, left.own)
+        self.kept.release(ids)
 
-    def _fits(self, blocks: int) -> bool:
-        """Whether there is room; what was left behind makes place, the oldest first."""
-        while not self.pool.fits(blocks) and self.left:
-            self.release([next(iter(self.left))])
-        return self.pool.fits(blocks)
-
-    def _copied(self, prompt: Prompt) -> int:
-        """Take over what the parent has of a prompt's tokens, the last one aside: its logits are wanted."""
-        left = self.left.get(prompt.parent)
-        count = left.same(prompt.ids[:-1]) if left is not None else 0
-        if left is not None and count:
-            self.pool.copy(left.places(count), _places(prompt.blocks, count))
-        return count
-
+    # -- ends -----------------------------------------------------------------------------------------------------
     def _retire(self, prompt: Prompt) -> None:
-        if prompt.waiting:
-            return
-        if self.prompts.get(prompt.ids) is prompt:
-            del self.prompts[prompt.ids]
-            if prompt in self.opened:
-                self.opened.remove(prompt)
-        if not prompt.rows:
-            self._close(prompt)
+        """Nobody waits for this prompt any more. Rows that run have holds of their own on its blocks."""
+        del self.prompts[prompt.key]
+        if prompt in self.opened:
+            self.opened.remove(prompt)
+        else:
+            self._stop_awaiting(prompt)
+            if prompt.progress is not None:
+                self.kept.release([prompt.parent])
+        self._close(prompt)
 
     def _close(self, prompt: Prompt) -> None:
         self.pool.give_back(prompt.blocks)
-        prompt.blocks, prompt.computed, prompt.logits_V = [], 0, None
+        prompt.blocks = []
 
     def forget(self) -> None:
-        """The weights have changed: waiting requests need their prompts anew; running rows go on with theirs."""
-        self.release(list(self.left))
+        """Keys and values are no longer valid: waiting requests need their prompts anew; running rows go on with
+        theirs."""
+        self.kept.forget()
+        self.kept.awaited = {}
         self.opened = []
-        for ids, prompt in list(self.prompts.items()):
-            if prompt.rows:
-                self.prompts[ids] = Prompt(ids, prompt.waiting)
-                prompt.waiting = deque()
-            else:
-                self._close(prompt)
+        for key, prompt in list(self.prompts.items()):
+            self._close(prompt)
+            gap = len(prompt.ids) if key == prompt.ids else 0
+            self.prompts[key] = Prompt(key, prompt.ids, prompt.waiting, gap, progress=prompt.progress)
+
+
+def _alone(request: Request) -> Hashable:
+    return ("alone", request.id)

@@ -13,8 +13,7 @@ import numpy as np
 import torch
 
 from posttrain.kernels import cuda
-from posttrain.kernels.first_tokens import FirstTokens
-from posttrain.kernels.whole_step import DecodeRows
+from posttrain.kernels.whole_step import DecodeRows, FirstTokens
 from posttrain.rollout.native.decoder import Decoder
 from posttrain.rollout.native.pool import Pool
 from posttrain.rollout.native.slots import Slots
@@ -23,7 +22,7 @@ from posttrain.rollout.sampling import sample_unread
 _COLUMNS_OF_ROWS = {
     "last": "last", "positions": "length", "counts": "count", "limits": "limit", "seeds": "seed",
     "temperatures": "temperature", "greedy": "greedy", "stops": "stops", "histories": "history", "numbers": "number",
-    "under_way": "under_way",
+    "under_way": "under_way", "gaps": "gap",
 }  # fmt: skip
 _REASONS = {1: "stop", 2: "length"}
 Ended = dict[int, str]

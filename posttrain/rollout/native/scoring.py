@@ -27,7 +27,9 @@ def score_rows(decoder: Decoder, pool: Pool, rows: Rows, temperature: float, bud
         numbers = [np.full(len(row), number, np.int32) for number, row in enumerate(batch)]
         positions = [np.arange(len(row), dtype=np.int32) for row in batch]
         ids = [np.asarray(row, np.int64) for row in batch]
-        step = step_tokens(ids, positions, numbers, with_rows((none, none), blocks), pool.device)
+        step = step_tokens(
+            ids, positions, numbers, with_rows((none, none), [(held, 0) for held in blocks]), pool.device
+        )
         hidden_TE = decoder.hidden(step, pool.layer)
         log_probs_T = log_probs_of(decoder.logits, hidden_TE[:-1], step.ids_T[1:], temperature).cpu()
         ends = np.cumsum([len(row) for row in batch])

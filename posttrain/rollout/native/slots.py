@@ -5,18 +5,24 @@ A slot is a place for one row; a finished row's slot is taken by the next reques
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
 import numpy as np
 
 from posttrain.kernels.decode import FAR
 from posttrain.rollout.base import Output, Request, Sampling
-from posttrain.rollout.native.batch import starts
-from posttrain.rollout.native.prompts import Prompt
+from posttrain.rollout.native.pool import block_starts, blocks_up_to
+
+if TYPE_CHECKING:
+    from posttrain.rollout.native.prompts import NewRow, Prompt
 
 _COLUMNS = {
     "length": np.int32,  # tokens in the cache: where the next one is written
     "last": np.int64,  # the newest token, not yet in the cache
     "count": np.int64,  # tokens generated
-    "limit": np.int64,
+    "limit": np.int64,  # tokens that it has blocks for
+    "gap": np.int32,  # where the blocks behind its first prompt begin
     "seed": np.uint64,
     "temperature": np.float32,
     "greedy": np.uint8,
@@ -27,7 +33,20 @@ _COLUMNS = {
     "number": np.int64,  # of the row among all that there ever were
     "under_way": np.int64,  # tokens that the decoder may have made, beyond those that are known here
 }
-_BY_SAMPLING = ("limit", "temperature", "greedy", "special", "by_text", "stops")
+_BY_SAMPLING = ("temperature", "greedy", "special", "by_text", "stops")
+
+
+@dataclass
+class Progress:
+    """What a preempted row has made so far."""
+
+    tokens: list[int]
+    log_probs: np.ndarray
+    drawn: list[float] | None
+    spans: list[tuple[int, int]]
+
+    def output(self, request: Request, reason: str) -> Output:
+        return Output(request.id, self.tokens, self.log_probs, reason, self.spans, self.drawn)
 
 
 class Slots:
@@ -69,40 +88,76 @@ class Slots:
         """Whether these rows need nothing but their next tokens, plainly sampled."""
         return not (self.special[slots].any() or self.by_text[slots].any())
 
-    def add(self, rows: list[tuple[Request, Prompt, list[int]]]) -> np.ndarray:
-        """Put requests whose prompts are computed, each with its own blocks, into free slots."""
+    def add(self, rows: list[NewRow]) -> np.ndarray:
+        """Put rows into free slots."""
         if not rows:
             return np.zeros(0, np.int64)
         self._grow(len(rows))
-        self._widen(max(len(p.blocks) + len(own) for _, p, own in rows), max(r.sampling.max_tokens for r, _, _ in rows))
+        # Wide enough for whole budgets, though rows may be granted a part: graphs are captured over one width.
+        budgets = [(len(r.prompt.ids) + r.prompt.tokens_left(r.request), r.prompt.gap) for r in rows]
+        self._widen(max(blocks_up_to(*b) for b in budgets), max(r.request.sampling.max_tokens for r in rows))
         slots = np.asarray([self.free.pop() for _ in rows])
-        self.table[slots] = [_padded([*p.blocks, *own], 0, self.width) for _, p, own in rows]
-        first: dict[tuple[int, int], list[int]] = {}  # by the lengths of a prompt and of the room for the response
-        for _, prompt, own in rows:
-            if (len(prompt.ids), len(own)) not in first:
-                begin = [*starts(prompt.blocks, 0), *starts(own, len(prompt.ids))]
-                first[len(prompt.ids), len(own)] = _padded(begin, FAR, self.width)
-            if prompt.history < 0:
-                prompt.history = int(self.next_history[0])
+        for slot, row in zip(slots.tolist(), rows, strict=True):
+            self.requests[slot], self.prompts[slot], self.blocks[slot] = row.request, row.prompt, row.blocks
+            self.spans[slot], self.lists[slot] = [], []
+            if row.prompt.history < 0:
+                row.prompt.history = int(self.next_history[0])
                 self.next_history += 1
-        self.starts[slots] = [first[len(prompt.ids), len(own)] for _, prompt, own in rows]
-        self.length[slots] = [len(prompt.ids) for _, prompt, _ in rows]
-        self.history[slots] = [prompt.history for _, prompt, _ in rows]
-        self.seed[slots] = np.array([request.seed & (2**64 - 1) for request, _, _ in rows], np.uint64)
+        self._set_tables(slots)
+        self.length[slots] = [len(row.prompt.ids) for row in rows]
+        self.gap[slots] = [row.prompt.gap for row in rows]
+        self.history[slots] = [row.prompt.history for row in rows]
+        self.seed[slots] = np.array([row.request.seed & (2**64 - 1) for row in rows], np.uint64)
         self.last[slots] = self.count[slots] = self.under_way[slots] = 0
-        self.number[slots] = np.arange(self.started, self.started + len(rows))
-        self.started += len(rows)
         kinds: dict[int, tuple] = {}  # what follows from the sampling, which most rows share
-        for request, _, _ in rows:
-            if id(request.sampling) not in kinds:
-                kinds[id(request.sampling)] = self._kind(request.sampling)
-        columns = zip(*[kinds[id(request.sampling)] for request, _, _ in rows], strict=True)
+        for row in rows:
+            if id(row.request.sampling) not in kinds:
+                kinds[id(row.request.sampling)] = self._kind(row.request.sampling)
+        columns = zip(*[kinds[id(row.request.sampling)] for row in rows], strict=True)
         for name, column in zip(_BY_SAMPLING, columns, strict=True):
             self.columns[name][slots] = column
-        for slot, (request, prompt, own) in zip(slots.tolist(), rows, strict=True):
-            self.requests[slot], self.prompts[slot], self.blocks[slot] = request, prompt, own
-            self.spans[slot], self.lists[slot] = [], []
+        for slot, row in zip(slots.tolist(), rows, strict=True):
+            if row.prompt.progress is not None:
+                self._restore(slot, row.prompt.progress)
+        self.limit[slots] = self.count[slots] + [row.granted for row in rows]
+        self._number(slots)
         return slots
+
+    def _set_tables(self, slots: np.ndarray) -> None:
+        """Write the blocks of these rows into the table."""
+        self.table[slots] = [_padded(self.blocks[slot], 0, self.width) for slot in slots]
+        starts: dict[tuple[int, int], list[int]] = {}  # by number of blocks and gap, which most rows share
+        for slot in slots:
+            kind = len(self.blocks[slot]), self.prompts[slot].gap  # pyright: ignore
+            if kind not in starts:
+                starts[kind] = _padded(block_starts(*kind), FAR, self.width)
+            self.starts[slot] = starts[kind]
+
+    def _number(self, slots: np.ndarray) -> None:
+        """New numbers: a decoder that runs ahead reads rows anew by these."""
+        self.number[slots] = np.arange(self.started, self.started + len(slots))
+        self.started += len(slots)
+
+    def extend(self, slot: int, granted: int) -> None:
+        """The row has blocks for so many tokens more."""
+        self.limit[slot] += granted
+        self._set_tables(np.array([slot]))
+        self._number(np.array([slot]))
+
+    def save(self, slot: int, version: int) -> Progress:
+        """What the row has made; `version` made what is new."""
+        self.note_version([slot], version)
+        count = self.count[slot]
+        return Progress(
+            self.written(slot), self.log_probs[slot, :count].copy(), self.drawn.get(slot), list(self.spans[slot])
+        )
+
+    def _restore(self, slot: int, progress: Progress) -> None:
+        count = self.count[slot] = len(progress.tokens)
+        self.tokens[slot, :count], self.log_probs[slot, :count] = progress.tokens, progress.log_probs
+        self.spans[slot] = progress.spans
+        if progress.drawn is not None:
+            self.drawn[slot] = progress.drawn
 
     def tell_apart(self, slots: np.ndarray) -> None:
         """These rows' newest tokens join their histories."""
@@ -134,7 +189,6 @@ class Slots:
         if sampling.stop_token_ids not in self.stop_sets:
             self.stop_sets.append(sampling.stop_token_ids)
         return (
-            sampling.max_tokens,
             1.0 if sampling.greedy else sampling.temperature,
             sampling.greedy,
             not sampling.plain,

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from posttrain.config.rollout import RolloutConfig
-from posttrain.config.sglang import SGLANG
 from posttrain.errors import UserError
 from posttrain.models.forward import without_adapters
 from posttrain.rollout.native.build import bytes_per_token, device_memory, step_limit
@@ -30,6 +29,7 @@ from posttrain.rollout.outside import (
 )
 from posttrain.rollout.sglang.engine import SGLangEngine
 from posttrain.rollout.sglang.link import Link
+from posttrain.rollout.sglang.settings import SGLANG
 
 NAME = "actor_rollout_ref.rollout.name=sglang"
 

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from posttrain.config.sglang import SAMPLER
 from posttrain.rollout.base import Sampling
 from posttrain.rollout.sampling import sample, sample_plain, uniforms
+from posttrain.rollout.sglang.settings import SAMPLER
 
 DRAWN = "drawn"
 """The name under which log-probs of what was sampled from come beside a row's tokens."""

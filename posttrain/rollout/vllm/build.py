@@ -9,11 +9,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from posttrain.config.rollout import RolloutConfig
-from posttrain.config.vllm import VLLM
 from posttrain.errors import UserError
+from posttrain.kernels.tensor_parallel import Team
 from posttrain.models.forward import without_adapters
+from posttrain.models.lora import has_adapters
 from posttrain.rollout.native.build import bytes_per_token, device_memory, step_limit
 from posttrain.rollout.outside import (
     DTYPES,
@@ -30,6 +32,8 @@ from posttrain.rollout.outside import (
     written_config,
 )
 from posttrain.rollout.vllm.engine import VLLMEngine
+from posttrain.rollout.vllm.inside import executor_over
+from posttrain.rollout.vllm.settings import VLLM
 
 NAME = "actor_rollout_ref.rollout.name=vllm"
 VARIABLES = {
@@ -48,9 +52,10 @@ def build_vllm(
     decode: Callable[[list[int]], str] | None,
     device: torch.device | None = None,
     longest: int | None = None,
+    team: Team | None = None,
 ) -> tuple[VLLMEngine, str] | str:
     """(engine, its name), with the model's weights in it; or why vLLM does not know this model. Rows of the engine have
-    at most `longest` tokens, or as many as the model has positions."""
+    at most `longest` tokens, or as many as the model has positions. The ranks of a `team` hold one engine together."""
     check_installed("vllm")
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # its model and its memory are reached from here
     for name, value in VARIABLES.items():
@@ -65,22 +70,36 @@ def build_vllm(
         return f"it does not compute in {str(weight.dtype).removeprefix('torch.')}"
     if kind not in ModelRegistry.get_supported_archs():
         return f"it does not know {kind}"
+    keep_groups = dist.is_initialized()  # by those who train here, and go on with it when the engine is closed
     make_room(module, base, place)
     with tempfile.TemporaryDirectory(prefix="posttrain-vllm-") as folder, nothing_disturbed():
         written_config(base, kind).save_pretrained(folder)
-        given = arguments(config, base, place, longest)
+        given = arguments(config, base, place, longest, team)
         try:
             llm = LLMEngine.from_engine_args(EngineArgs(model=folder, dtype=DTYPES[weight.dtype], **given))
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
             raise UserError(f"{NAME}: vLLM does not start: {words(error)}") from error
-    engine = VLLMEngine(llm, decode=decode, source=(lambda: weights_of(module)) if is_trained(module) else None)
+    source = (lambda: weights_of(module)) if is_trained(module) else None
+    engine = VLLMEngine(llm, decode=decode, source=source, tied=tied_names(base), keep_groups=keep_groups)
     engine.load_weights(weights_of(module), 0)
-    return engine, f"vllm ({VLLM.installed_version() or 'of unknown version'}, weights copied at every sync)"
+    together = f"held by {team.size} workers, " if team else ""
+    return engine, f"vllm ({VLLM.installed_version() or 'of unknown version'}, {together}weights copied at every sync)"
 
 
-def arguments(config: RolloutConfig, module: Any, device: torch.device, longest: int | None) -> dict[str, Any]:
+def tied_names(module: Any) -> dict[str, str]:
+    """Embedding -> head, where they are one weight. Syncs send it once, under the embedding's name."""
+    head, embedding = module.get_output_embeddings(), module.get_input_embeddings()
+    if head is None or has_adapters(head) or has_adapters(embedding) or head.weight is not embedding.weight:
+        return {}
+    names = {id(part): name for name, part in module.named_modules()}
+    return {f"{names[id(embedding)]}.weight": f"{names[id(head)]}.weight"}
+
+
+def arguments(
+    config: RolloutConfig, module: Any, device: torch.device, longest: int | None, team: Team | None = None
+) -> dict[str, Any]:
     """What vLLM is asked for besides the model."""
     on_cuda, given = device.type == "cuda", VLLM.given(config.engine_kwargs)
     most, is_long = longest_row(module, given.pop(VLLM.length, None), longest)
@@ -94,8 +113,11 @@ def arguments(config: RolloutConfig, module: Any, device: torch.device, longest:
     if not on_cuda:  # prompts are not cut into pieces there
         settings["max_num_batched_tokens"] = max(settings["max_num_batched_tokens"], most)
     if config.kv_cache_gb is not None or not on_cuda:
-        memory = device_memory(device)
-        settings["kv_cache_memory_bytes"] = allowed_cache(config, device.type, memory, most, bytes_per_token(module))
+        memory, ranks = device_memory(device), team.size if team else 1
+        per_token = -(-bytes_per_token(module) // ranks)  # each rank has its heads' part of the cache
+        settings["kv_cache_memory_bytes"] = allowed_cache(config, device.type, memory, most, per_token)
     else:
         settings["gpu_memory_utilization"] = config.gpu_memory_utilization or SHARE
+    if team is not None:
+        settings |= {"tensor_parallel_size": team.size, "distributed_executor_backend": executor_over(team, device)}
     return given | settings | {**VLLM.fixed} | ({"enable_sleep_mode": True} if on_cuda else {**VLLM.on_cpu})

@@ -9,7 +9,7 @@ temperature before vLLM sees them, which scores take as well, so that requests o
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 
 from posttrain.rollout.base import Output, Request, RolloutEngine, Sampling, Stage
 from posttrain.rollout.outside import Row, Weights, check_length
-from posttrain.rollout.vllm.inside import Inside
+from posttrain.rollout.vllm.inside import Inside, close
 
 
 @dataclass
@@ -43,7 +43,8 @@ class _Row(Row):
 
 class VLLMEngine(RolloutEngine):
     """Decodes with `llm`, a vLLM LLMEngine of this process. `source` gives the weights again where they can be read
-    without a sync: then nothing of them is kept while the engine sleeps."""
+    without a sync: then nothing of them is kept while the engine sleeps. `tied` names heads by their embeddings. With
+    `keep_groups` torch's process group outlives the engine."""
 
     def __init__(
         self,
@@ -51,8 +52,11 @@ class VLLMEngine(RolloutEngine):
         *,
         decode: Callable[[list[int]], str] | None = None,
         source: Callable[[], Weights] | None = None,
+        tied: Mapping[str, str] | None = None,
+        keep_groups: bool = False,
     ) -> None:
         self.llm, self.inside, self.decode, self.source = llm, Inside(llm), decode, source
+        self.tied, self.keep_groups = tied or {}, keep_groups
         self.longest: int = llm.vllm_config.model_config.max_model_len - 1  # a row that is scored gets a token more
         self.waiting: deque[_Row] = deque()
         self.rows: dict[str, _Row] = {}
@@ -200,10 +204,21 @@ class VLLMEngine(RolloutEngine):
             raise RuntimeError(
                 "requests with filters or penalties are scored at their end: weights cannot change before"
             )
-        self.inside.load(weights)
+        self.inside.load(self._with_tied(weights))
         self.empty = False
         self.version = version
         self._forget()
+
+    def _with_tied(self, weights: Weights) -> Weights:
+        """Syncs send a tied weight once. vLLM's CPU build keeps a copy of the head in an order of its own, which only a
+        weight of the head's name renews."""
+        missing: dict[str, torch.Tensor] = {}
+        for name, weight in weights:
+            missing.pop(name, None)
+            if name in self.tied:
+                missing[self.tied[name]] = weight
+            yield name, weight
+        yield from missing.items()
 
     def _forget(self) -> None:
         """What the cache holds of older weights; rows that run are computed anew."""
@@ -241,7 +256,7 @@ class VLLMEngine(RolloutEngine):
 
     def close(self) -> None:
         """Its memory is free."""
-        self.llm.engine_core.shutdown()
+        close(self.llm, keep_groups=self.keep_groups)
 
 
 _NOTHING = Sampling(max_tokens=1)

@@ -5,15 +5,55 @@ Everything that is no public interface of vLLM is in this file.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from posttrain.kernels.tensor_parallel import Team
 from posttrain.rollout.base import Stage
 
 TAGS: dict[Stage, str] = {"weights": "weights", "cache": "kv_cache"}
 """Our stages -> the names under which vLLM's allocator holds its memory on a GPU."""
+
+
+def executor_over(team: Team, device: torch.device) -> Any:
+    """The class with which vLLM runs its part of a model in this rank, instead of starting processes of its own.
+
+    Each rank of the team has a whole engine with a scheduler and one worker. All are given the same requests in the
+    same order, so they schedule alike; only the layers' sums go between them. vLLM's own class for this reads the rank
+    from torchrun's variables, and names its shared memory on CPUs alike in every run: after a kill nothing would start.
+    """
+    from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher  # pyright: ignore
+
+    name = team.first(int.from_bytes(os.urandom(6), "little"))
+
+    class TeamExecutor(ExecutorWithExternalLauncher):
+        def _distributed_args(self) -> tuple[str, int, int]:
+            # torch's process group exists already, so no file of this name is made. Ranks are those of all workers:
+            # vLLM cuts them into teams of neighbours, as we do.
+            return f"file:///posttrain-{name:x}", dist.get_rank(), device.index or 0
+
+    return TeamExecutor
+
+
+def close(llm: Any, *, keep_groups: bool) -> None:
+    """Free the memory of an engine. vLLM would end torch's process group with its own groups; with `keep_groups`
+    it stays, because training goes on with it."""
+    if not keep_groups:
+        llm.engine_core.shutdown()
+        return
+    from vllm.distributed import parallel_state  # pyright: ignore
+
+    kept = parallel_state.destroy_distributed_environment
+    # `EngineCore.shutdown` finds this function by its name in its module, and calls it last.
+    parallel_state.destroy_distributed_environment = lambda: None
+    try:
+        llm.engine_core.shutdown()
+    finally:
+        parallel_state.destroy_distributed_environment = kept
 
 
 class Inside:

@@ -7,12 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from posttrain.checkpoint.rng import restore_rng
-from posttrain.config.trainer import TrainerConfig
 from posttrain.planning.batch_sizes import Sizes
 from posttrain.tracking.progress import say
 from posttrain.trainer.ppo.recorder import Recorder
-from posttrain.trainer.run.adapter_base import check_bases
 from posttrain.workers.groups import ActorRolloutGroup, CriticGroup
 
 
@@ -37,17 +34,15 @@ class Progress:
     """How far a run has come."""
 
     step: int
-    bad_steps: int
-    """Steps in a row whose updates were skipped."""
+    bad_steps: int  # steps in a row whose updates were skipped
 
 
 class Checkpoints:
-    """Saves and restores a run: the roles' weights and optimizers, `parts` by the names of `state.json`, `batches` by
-    the names of their flags there, and the global random numbers."""
+    """Saves and restores a run: the roles' weights and optimizers, `parts` by their names in `state.json`, `batches`
+    by the names of their flags there, and the global random numbers."""
 
     def __init__(
         self,
-        settings: TrainerConfig,
         recorder: Recorder,
         sizes: Sizes,
         *,
@@ -56,17 +51,16 @@ class Checkpoints:
         parts: Mapping[str, Stateful],
         batches: Mapping[str, HoldsBatch],
     ) -> None:
-        self.settings, self.recorder, self.sizes = settings, recorder, sizes
+        self.recorder, self.sizes = recorder, sizes
         self.actor, self.critic, self.parts, self.batches = actor, critic, parts, batches
 
     def save(self, progress: Progress) -> Path:
         """Write the checkpoint of this step, with a Hugging Face folder where one is due."""
-        export, last = self.settings.export_hf, progress.step >= self.sizes.total_steps
 
         def extra(folder: Path) -> None:
             for held in self.batches.values():
                 held.save(folder)
-            if export == "all" or (export == "last" and last):
+            if self.recorder.export_is_due(progress.step):
                 self.actor.export_hf(folder / "huggingface")
 
         tensors: dict[str, Any] = {"actor": self.actor.save}
@@ -84,13 +78,10 @@ class Checkpoints:
     def restore(self) -> Progress | None:
         """Continue from `resume_from_path`, or from the newest good checkpoint of the run directory; None where there
         is nothing to continue from."""
-        mode, checkpoints = self.settings.resume_mode, self.recorder.checkpoints
-        given = self.settings.resume_from_path if mode == "resume_path" else None
-        path = Path(given) if given else checkpoints.newest() if mode == "auto" else None
-        if path is None:
+        found, checkpoints = self.recorder.find_resume_point(self._adapters()), self.recorder.checkpoints
+        if found is None:
             return None
-        state = checkpoints.load_state(path)
-        check_bases(path, state.get("lora", {}), self._adapters())
+        path, state = found
         self.actor.load(checkpoints.role_folder(path, "actor"))
         if self.critic:
             self.critic.load(checkpoints.role_folder(path, "critic"))
@@ -101,9 +92,7 @@ class Checkpoints:
         for name, held in self.batches.items():
             if state.get(name):
                 held.load(path)
-        # After everything that may draw: models, data and batches leave the generators where they like.
-        restore_rng(checkpoints.load_rng(path))
-        checkpoints.set_aside_after(progress.step)
+        self.recorder.continue_from(path, progress.step)
         self.actor.sync_weights(progress.step)
         say(f"Resumed from {path}: {progress.step} of {self.sizes.total_steps} steps are done.")
         return progress

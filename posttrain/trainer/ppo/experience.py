@@ -31,14 +31,15 @@ from posttrain.rewards.types import RewardResult
 from posttrain.rollout.base import Output
 from posttrain.rollout.generate import no_garbage_collection, to_batch
 from posttrain.rollout.sampling import sample_seeds
-from posttrain.trainer.ppo.agent_rewards import AgentWatch, feed_turns
 from posttrain.trainer.ppo.model_reward import ModelReward
 from posttrain.trainer.ppo.reward import (
+    AgentWatch,
     Key,
     RewardManager,
     add_overlong_penalty,
+    feed_turns,
     keys_of,
-    on_last_token,
+    place_on_last_token,
 )
 from posttrain.workers.groups import RolloutGroup
 
@@ -66,8 +67,8 @@ class Experience:
         self._scores: dict[Key, RewardResult] = {}
         self._advancing: dict[int, Future[tuple[list[Output], bool]]] = {}
         self._busy: set[int] = set()
+        # Ranks that got requests while they were at work: that they had none left, as they say next, is no news.
         self._asked_while_busy: set[int] = set()
-        """Ranks that got requests while they were at work: that they had none left, as they say next, is no news."""
         self._pending_calls: list[Future[None]] = []
         self._watch = AgentWatch()
 
@@ -161,7 +162,7 @@ class Experience:
 
     def with_token_scores(self, rows: DataProto) -> DataProto:
         """The rows with `token_level_scores`: each score on its response's last token, too long ones punished."""
-        scores = on_last_token(rows.non_tensor_batch["reward_score"], rows)
+        scores = place_on_last_token(rows.non_tensor_batch["reward_score"], rows)
         add_overlong_penalty(scores, rows, self.config.reward.overlong_buffer, self.config.data.max_response_length)
         rows.batch["token_level_scores"] = rows.batch["token_level_rewards"] = scores
         return rows
@@ -208,7 +209,7 @@ class Experience:
     @property
     def _no_reward(self) -> bool:
         """Whether only an agent could give a reward."""
-        return self.rewards.gives_none and self.model_reward is None
+        return self.rewards.has_no_function and self.model_reward is None
 
     def _continue_conversations(self, turns: ConversationLoop) -> list[Output]:
         """Submit the next turns of conversations; gives responses that are whole because no tokens are left."""
@@ -225,8 +226,9 @@ class Experience:
     def _advance(self) -> None:
         """Let every rank decode that has requests and is not decoding."""
         idle = self._busy - self._advancing.keys()
+        others_may_join = (True,) if self.turns is not None and self.turns.others_may_join else ()
         if idle:
-            self._advancing |= {rank: self.rollout.advance.on(rank) for rank in sorted(idle)}
+            self._advancing |= {rank: self.rollout.advance.on(rank, *others_may_join) for rank in sorted(idle)}
 
     def decode(self, ids: list[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=True)

@@ -13,13 +13,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from posttrain.algorithms.reward_terms import OVERLONG, SCORE
-from posttrain.config.reward import RewardConfig
-from posttrain.config.reward_model import RewardModelConfig
+from posttrain.config.reward import RewardConfig, RewardModelConfig
 from posttrain.protocol import DataProto
-from posttrain.rewards.all_failed import FailureWatch
-from posttrain.rewards.combined import RIGHT
-from posttrain.rewards.functions import read_parts
-from posttrain.rewards.outcomes import TOO_LARGE, is_usable
+from posttrain.rewards.combined import RIGHT, read_parts
+from posttrain.rewards.outcomes import TOO_LARGE, FailureWatch, is_usable
 from posttrain.rewards.types import RewardPart
 from posttrain.workers.groups import RewardModelGroup
 
@@ -59,7 +56,7 @@ class ModelReward:
         score only how the model likes it.
         """
         scored = self.worker_group.compute_rm_score(batch)
-        self._watch.look(list(scored.non_tensor_batch["rm_error"]))
+        self._watch.check(list(scored.non_tensor_batch["rm_error"]))
         scores_B = scored.batch["rm_scores"].sum(-1).tolist()
         fields, found = batch.non_tensor_batch, scored.non_tensor_batch
         for row in range(len(batch)):

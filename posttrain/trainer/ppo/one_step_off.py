@@ -35,8 +35,7 @@ def staleness(batch: DataProto, version: int) -> dict[str, float]:
     return {AGE: sum((version - sampled) * count for sampled, count in spans) / tokens if tokens else 0.0}
 
 
-Stage = Callable[[str], AbstractContextManager[None]]
-"""Names a stage of the step, and takes its time."""
+Stage = Callable[[str], AbstractContextManager[None]]  # names a stage of the step, and takes its time
 
 
 class OneStepOff:
@@ -46,8 +45,7 @@ class OneStepOff:
     def __init__(self, experience: Experience, stage: Stage, training: Iterable[WorkerGroup] = ()) -> None:
         self.experience, self._stage = experience, stage
         self.rows: DataProto | None = None
-        self._asked: float | None = None
-        """When the responses were asked for; None where they are there."""
+        self._asked: float | None = None  # when the responses were asked for; None where they are there
         for group in training:
             # One thread drives everything: while it waits for the trainer it polls the rollout, so that finished
             # responses go to the reward workers and the ranks that generate never stand idle.

@@ -23,24 +23,22 @@ from posttrain.planning.batch_sizes import check_group_size, critic_updates, fit
 from posttrain.protocol import DataProto
 from posttrain.tracking.progress import say
 from posttrain.tracking.rundir import RunDirectory
-from posttrain.trainer.ppo.batch_advantage import compute_advantage
+from posttrain.trainer.ppo.batch_advantage import compute_advantage, greedy_baselines
 from posttrain.trainer.ppo.checkpoints import Checkpoints, Progress
 from posttrain.trainer.ppo.dynamic_sampling import GroupFilter
 from posttrain.trainer.ppo.experience import Experience, take_prompts
 from posttrain.trainer.ppo.first_batch import FirstBatchChecks, is_fresh
-from posttrain.trainer.ppo.greedy import greedy_baselines
 from posttrain.trainer.ppo.model_reward import ModelReward, reward_weights
 from posttrain.trainer.ppo.one_step_off import OneStepOff, staleness
 from posttrain.trainer.ppo.recorder import Recorder
 from posttrain.trainer.ppo.reward import RewardManager
 from posttrain.trainer.ppo.validate import Validator
 from posttrain.trainer.ppo.worker_groups import TrainingGroups, WorkerClasses
-from posttrain.trainer.run.memory import named_stage, settle_memory
-from posttrain.trainer.run.result import RunResult, TrainingStopped
-from posttrain.trainer.run.stopping import GracefulStop
-from posttrain.workers.actor.importance import can_weight_in_update
+from posttrain.trainer.run.memory import named_stage, plan_memory
+from posttrain.trainer.run.result import GracefulStop, RunResult, TrainingStopped
+from posttrain.workers.actor.objective import can_weight_in_update
 from posttrain.workers.groups import ActorRolloutGroup, CriticGroup, RewardModelGroup, RolloutGroup
-from posttrain.workers.token_stats import ROW
+from posttrain.workers.measures import ROW
 
 
 class RayPPOTrainer(WorkerClasses):
@@ -49,10 +47,8 @@ class RayPPOTrainer(WorkerClasses):
     A subclass may name worker classes of its own, and override a stage.
     """
 
-    actor_rollout_wg: ActorRolloutGroup
-    """Policy, reference and rollout."""
-    rollout_wg: RolloutGroup
-    """The workers that generate, colocated or not."""
+    actor_rollout_wg: ActorRolloutGroup  # policy, reference and rollout
+    rollout_wg: RolloutGroup  # the workers that generate, colocated or not
     critic_wg: CriticGroup | None
     rm_wg: RewardModelGroup | None
     model_reward: ModelReward | None = None
@@ -74,52 +70,62 @@ class RayPPOTrainer(WorkerClasses):
     ) -> None:
         self.workers = workers or LocalWorkers()
         self.config, self.tokenizer, self.device, self.run = config, tokenizer, device, run
-        self.train_dataset, self.reward_fn = train_dataset, reward_fn
-        self.estimator = estimator = get_adv_estimator(config.algorithm.adv_estimator)
-        self.group_filter = GroupFilter(config.algorithm.filter_groups, config.reward.failure_score)
+        self.train_dataset, self.reward_fn, self.turns = train_dataset, reward_fn, turns
+        self.estimator = get_adv_estimator(config.algorithm.adv_estimator)
         say(f"Using advantage estimator: {config.algorithm.adv_estimator}")
         actor = config.actor_rollout_ref.actor
         kl_loss = actor.use_kl_loss and actor.kl_loss_coef > 0
-        self.use_critic, self.use_reference = estimator.needs_critic, kl_loss or config.algorithm.use_kl_in_reward
-        if estimator.compares_group:
-            check_group_size(config, explicit or set())
-        self.sizes, notes = fit_sizes(config, explicit or set(), len(train_dataset), critic=self.use_critic)
-        for sentence in (*notes, self.sizes.words()):
-            say(sentence)
-        settle_memory(config, device, explicit or set())
-        self.sampler: PromptSampler = make_sampler(
-            train_dataset, config.data, batch_size=self.sizes.prompts, seed=config.trainer.seed
-        )
-        self.kl_controller = get_kl_controller(config.algorithm.kl_ctrl)
+        self.use_critic = self.estimator.needs_critic
+        self.use_reference = kl_loss or config.algorithm.use_kl_in_reward
+        self._plan(explicit or set())
         self.recorder = Recorder(
             config,
             run,
             self.sizes.total_steps,
             stored_config=stored_config or config,
             workers=self.workers,
-            grouped=estimator.compares_group,
+            grouped=self.estimator.compares_group,
             kl_on=kl_loss,
         )
         self.step, self.bad_steps = 0, 0
         self.init_workers()
+        self._make_parts(val_dataset)
+
+    def _plan(self, explicit: set[str]) -> None:
+        """Decide sizes, memory and the order of prompts before models are loaded; `explicit` settings stay."""
+        if self.estimator.compares_group:
+            check_group_size(self.config, explicit)
+        self.sizes, notes = fit_sizes(self.config, explicit, len(self.train_dataset), critic=self.use_critic)
+        for sentence in (*notes, self.sizes.words()):
+            say(sentence)
+        plan_memory(self.config, self.device, explicit)
+        self.sampler: PromptSampler = make_sampler(
+            self.train_dataset, self.config.data, batch_size=self.sizes.prompts, seed=self.config.trainer.seed
+        )
+
+    def _make_parts(self, val_dataset: PromptDataset | None) -> None:
+        """Everything that the loop calls beside the worker groups."""
+        config, turns = self.config, self.turns
+        self.group_filter = GroupFilter(config.algorithm.filter_groups, config.reward.failure_score)
+        self.kl_controller = get_kl_controller(config.algorithm.kl_ctrl)
         self.experience = Experience(
-            config, tokenizer, self.rollout_wg, reward_fn, model_reward=self.model_reward, turns=turns
+            config, self.tokenizer, self.rollout_wg, self.reward_fn, model_reward=self.model_reward, turns=turns
         )
         training = self.groups.training() if config.trainer.one_step_off else ()
         self.one_step_off = OneStepOff(self.experience, self.recorder.stage, training)
         self.validator = None
         if val_dataset is not None:
             n = config.actor_rollout_ref.rollout.val_kwargs.n
-            self.validator = Validator(config.data, n, tokenizer, val_dataset, self.experience, self.recorder)
+            self.validator = Validator(config.data, n, self.tokenizer, val_dataset, self.experience, self.recorder)
         self.first_batch = FirstBatchChecks(
-            config, self.sizes, self.actor_rollout_wg, device, one_prompt=not (turns and turns.has_agents)
+            config, self.sizes, self.actor_rollout_wg, self.device, one_prompt=not (turns and turns.has_agents)
         )
         self.checkpoints = Checkpoints(
-            config.trainer,
             self.recorder,
             self.sizes,
             actor=self.actor_rollout_wg,
             critic=self.critic_wg,
+            # The names are those of `state.json`, which checkpoints of earlier versions have, too.
             parts={
                 "sampler": self.sampler,
                 "prompts": self.experience,
@@ -187,13 +193,13 @@ class RayPPOTrainer(WorkerClasses):
                         self._train_step()
                 self.recorder.wait_until_written()
                 status = "finished" if not stop.requested or self.step >= self.sizes.total_steps else "stopped"
-                self._leave(stop)
+                self._save_if_stopped(stop)
         except KeyboardInterrupt:
             status = "stopped"
             raise
         finally:
             self.recorder.close(status)
-        self.recorder.farewell()
+        self.recorder.print_summary()
         validation = [(step, metrics) for step, metrics, _ in self.recorder.validations]
         return RunResult(self.run.path, status, self.step, self.recorder.history, validation, stop.requested)
 
@@ -305,9 +311,8 @@ class RayPPOTrainer(WorkerClasses):
             return DataProto.from_dict(tensors={"old_log_probs": batch.batch["rollout_log_probs"].clone()})
         computed = self.actor_rollout_wg.compute_log_prob(batch)
         if source == "auto" and not off and not correction_is_on(self.config.algorithm.rollout_correction):
-            older_B = ~torch.from_numpy(
-                is_fresh(batch, self.step)
-            )  # sampled by earlier weights: those are their old policy
+            # Sampled by earlier weights (surplus of dynamic sampling): those are their old policy.
+            older_B = ~torch.from_numpy(is_fresh(batch, self.step))
             computed.batch["old_log_probs"][older_B] = batch.batch["rollout_log_probs"][older_B]
         return computed
 
@@ -416,7 +421,7 @@ class RayPPOTrainer(WorkerClasses):
         if (progress := self.checkpoints.restore()) is not None:
             self.step, self.bad_steps = progress.step, progress.bad_steps
 
-    def _leave(self, stop: GracefulStop) -> None:
+    def _save_if_stopped(self, stop: GracefulStop) -> None:
         if stop.requested and self.step < self.sizes.total_steps:
             if self.step and not self._save_is_due():
                 self._save_checkpoint()

@@ -14,15 +14,14 @@ from posttrain.rollout.settings import sampling_words
 from posttrain.texts import own_words
 from posttrain.tracking.batches import drop_batches_after, keep_batch, keep_facts
 from posttrain.tracking.curve import before_after, text_plot
-from posttrain.tracking.diagnosis import RunFacts, StepFacts, diagnose, findings
-from posttrain.tracking.failures import commonest, failing_tools, words_on
+from posttrain.tracking.diagnosis import RunFacts, StepFacts, collect_advice, diagnose
 from posttrain.tracking.loggers import read_metrics
 from posttrain.tracking.metrics import GENERATED_S, step_metrics
 from posttrain.tracking.progress import console_width, say
 from posttrain.tracking.redact import redact
 from posttrain.tracking.rundir import DIAGNOSIS, Before, RunDirectory, append_line, read_before, write_before
-from posttrain.tracking.samples import sample_table, thin_samples, write_step, write_validation
-from posttrain.tracking.vocabulary import write_vocabulary
+from posttrain.tracking.samples import sample_table, thin_samples, write_step, write_validation, write_vocabulary
+from posttrain.tracking.step_line import describe_failures, failing_tools, most_common_error
 from posttrain.trainer.run.writer import RunWriter
 
 
@@ -86,18 +85,18 @@ class Recorder(RunWriter):
         )
         metrics = {**metrics, **validation, **self.peaks.take()}
         self.timing = {}
-        error = commonest(batch.non_tensor_batch.get("reward_error", ()))
-        tools = words_on(failing_tools(batch.non_tensor_batch.get("tool_calls", ())))
+        error = most_common_error(batch.non_tensor_batch.get("reward_error", ()))
+        tools = describe_failures(failing_tools(batch.non_tensor_batch.get("tool_calls", ())))
         seen = metrics, self.history, self.facts
         line, advice = diagnose(*seen, width=self.progress.room, reward_error=error, tool_error=tools)
         if self.samples_are_due(step):
             # The table is built here, as the batch's tensors are about to be freed; compressing it is left to a thread.
             table = self._samples(step, batch, sampling_words(self.config))
-            self._write_behind(lambda: write_step(self.run.samples, step, table))
+            self._write_in_background(lambda: write_step(self.run.samples, step, table))
         quiet = "console" not in self.config.trainer.logger
         self.progress.step(line, advice, reward=metrics.get("reward_mean"), quiet=quiet)
         self.write_timeline(step)
-        said = [one._asdict() for one in findings(StepFacts(*seen, error, tools))]
+        said = [one._asdict() for one in collect_advice(StepFacts(*seen, error, tools))]
         if said:
             append_line(self.run.path / DIAGNOSIS, {"step": step, "advice": said})
         self.loggers.log(step, metrics, said)
@@ -135,9 +134,9 @@ class Recorder(RunWriter):
     def write_validation_samples(self, step: int, tables: Sequence[pa.Table | None]) -> None:
         wanted = [table for table in tables if table is not None]
         if wanted:
-            self._write_behind(lambda: write_validation(self.run.samples, step, wanted))
+            self._write_in_background(lambda: write_validation(self.run.samples, step, wanted))
 
-    def _write_behind(self, write: Callable[[], object]) -> None:
+    def _write_in_background(self, write: Callable[[], object]) -> None:
         """Write a file of samples while the next step is computed."""
         most = self.config.tracking.samples_max_gb * 1e9
 
@@ -169,7 +168,7 @@ class Recorder(RunWriter):
             return latest.get(wanted)
         return next((value for name, value in latest.items() if "/mean@" in name), None)
 
-    def farewell(self) -> None:
+    def print_summary(self) -> None:
         """The curve, samples from before and after, and where everything lies."""
         name, points = self._curve()
         if len(points) > 1:

@@ -6,21 +6,62 @@ Shapes: B rows, R response width.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from posttrain.algorithms import overlong_penalty
-from posttrain.config.reward import OverlongBufferConfig
+from posttrain.config.reward import OverlongBufferConfig, RewardConfig
+from posttrain.conversations.batch import reward_info
+from posttrain.conversations.conversation import Conversation
+from posttrain.conversations.loop import ConversationLoop
+from posttrain.conversations.settings import AGENT_KEY as KEY
 from posttrain.protocol import DataProto
-from posttrain.rewards.all_failed import FailureWatch
-from posttrain.rewards.pool import RewardPool
-from posttrain.rewards.types import RewardItem, RewardPart, RewardResult
+from posttrain.rewards.combined import asks_sources, named_sources
+from posttrain.rewards.outcomes import FailureWatch, read_result
+from posttrain.rewards.pool import PrintLimiter, RewardPool
+from posttrain.rewards.process import WorkerProcess
+from posttrain.rewards.scorers import check_sources
+from posttrain.rewards.scorers.code import check_programs, code_settings
+from posttrain.rewards.types import RewardItem, RewardPart, RewardResult, RewardSpec
+from posttrain.rollout.base import Output
 from posttrain.texts import own_words, texts_of
 
 Key = tuple[Any, int]  # (uid, sample): a response among those to its prompt
 _WHERE = "custom_reward_function, reward.functions, or the rows' data_source"
+
+
+def make_reward_pool(
+    spec: RewardSpec,
+    limits: RewardConfig,
+    sources: set[str | None],
+    say: Callable[[str], object],
+    *,
+    check: bool = True,
+    first: WorkerProcess | None = None,
+) -> RewardPool:
+    """The workers that score with the reward functions, after everything that can be checked about these.
+
+    `check` rejects data sources that no built-in scorer knows; agents may give all rewards themselves. `first` is a
+    worker that has loaded the function already.
+    """
+    by_source = asks_sources(spec)
+    if by_source and check:
+        check_sources(sources)
+    spec.code = code_settings(limits)
+    named = named_sources(spec)
+    for note in check_programs(sources | named, limits.sandbox, must_run=by_source or bool(named)):
+        say(f"note: {note}")
+    return RewardPool(
+        spec,
+        num_workers=limits.num_workers,
+        timeout_s=limits.timeout_s,
+        failure_score=limits.failure_score,
+        on_print=PrintLimiter(say),
+        first=first,
+    )
 
 
 class RewardManager:
@@ -41,15 +82,13 @@ class RewardManager:
         prompts_are_texts: bool = False,
     ) -> None:
         self.prompts_are_texts = prompts_are_texts
-        self.progress: tuple[int, int] = (0, 0)
-        """Steps that are done, and steps of the run."""
+        self.progress: tuple[int, int] = (0, 0)  # steps that are done, and steps of the run
         self.pool, self.tokenizer, self.default_source, self.named = pool, tokenizer, default_source, named
         self._expected: dict[Key, tuple[Any, ...]] = {}
         self._unscored: list[tuple[Key, RewardResult]] = []
-        self.gives_none = pool is None
-        """Whether there is no function that could score."""
+        self.has_no_function = pool is None  # whether there is no function that could score
+        # Ends the run when no response can be scored; None where another reward gives the scores.
         self.watch: FailureWatch | None = FailureWatch("reward", _WHERE) if pool is not None else None
-        """Ends the run when no response can be scored; None where another reward gives the scores."""
 
     @property
     def parts(self) -> list[RewardPart]:
@@ -100,7 +139,7 @@ class RewardManager:
         for key, _ in scored:
             uid, size, *_ = self._expected.pop(key)
             if self.pool is not None:
-                self.pool.leave_out(uid, size)
+                self.pool.shrink_group(uid, size)
         self._unscored += scored
 
     def _written(
@@ -120,20 +159,20 @@ class RewardManager:
 
     def poll(self) -> list[tuple[Any, RewardResult]]:
         """What was scored since the last call, without waiting."""
-        return self._settled() + ([] if self.pool is None else self.pool.poll())
+        return self._take_results() + ([] if self.pool is None else self.pool.poll())
 
     def wait(self) -> list[tuple[Any, RewardResult]]:
         """As `poll`, but at least one if any is being scored."""
-        return self._settled() or ([] if self.pool is None else self.pool.wait_some())
+        return self._take_results() or ([] if self.pool is None else self.pool.wait_some())
 
-    def _settled(self) -> list[tuple[Any, RewardResult]]:
+    def _take_results(self) -> list[tuple[Any, RewardResult]]:
         found, self._unscored = self._unscored, []
         return found
 
     def fields(self, results: Sequence[RewardResult]) -> DataProto:
         """`reward_score`, `reward_parts` and `reward_error` of each row of a batch."""
         if self.watch is not None:
-            self.watch.look([result.error for result in results])
+            self.watch.check([result.error for result in results])
         return DataProto.from_dict(
             non_tensors={
                 "reward_score": [result.score for result in results],
@@ -157,7 +196,7 @@ class RewardManager:
 
     def __call__(self, data: DataProto) -> torch.Tensor:
         """(B, R): each row's score on its last response token, 0 elsewhere."""
-        return on_last_token(self.score(data).non_tensor_batch["reward_score"], data)
+        return place_on_last_token(self.score(data).non_tensor_batch["reward_score"], data)
 
 
 def keys_of(rows: DataProto) -> list[Key]:
@@ -177,7 +216,7 @@ def _real_responses(data: DataProto) -> torch.Tensor:
     return data.batch["attention_mask"][:, -data.batch["responses"].shape[1] :].bool()
 
 
-def on_last_token(scores: Any, data: DataProto) -> torch.Tensor:
+def place_on_last_token(scores: Any, data: DataProto) -> torch.Tensor:
     """(B, R) token-level scores: each score on the last real token of its response."""
     out = torch.zeros(data.batch["responses"].shape, dtype=torch.float32)
     out[_last_token(data)] = torch.tensor([float(score) for score in scores], dtype=torch.float32)
@@ -198,3 +237,59 @@ def add_overlong_penalty(scores_BR: torch.Tensor, data: DataProto, config: Overl
     scores_BR[_last_token(data)] += penalty_B.to(scores_BR.dtype)
     for part, penalty in zip(data.non_tensor_batch["reward_parts"], penalty_B.tolist(), strict=True):
         part["overlong_reward"] = penalty
+
+
+NO_REWARD = "it gave no reward, and there is no reward function for these rows"
+
+
+def feed_turns(
+    rewards: RewardManager, loop: ConversationLoop, ended: Sequence[Output], *, failed: float = 0.0, alone: bool = False
+) -> None:
+    """Whole responses are scored by their agents, or go to the reward function. `failed` is the score where an agent
+    failed; `alone` says that agents alone can score."""
+    by_agent: list[tuple[Any, RewardResult]] = []
+    left: list[Output] = []
+    for output in ended:
+        result = score_by_agent(loop.records[output.id], failed, alone=alone and loop.has_agents)  # pyright: ignore
+        if result is None:
+            left.append(output)
+        else:
+            by_agent.append((output.id, result))
+    if by_agent:
+        rewards.settle(by_agent)
+    facts: dict[Any, Any] = {output.id: reward_info(loop.records[output.id]) for output in left}  # pyright: ignore
+    marks: dict[Any, Any] = {output.id: output.written for output in left}
+    rewards.feed([(output.id, output.token_ids) for output in left], facts, marks)  # pyright: ignore
+
+
+def score_by_agent(record: Conversation, failed: float, *, alone: bool = False) -> RewardResult | None:
+    """What a conversation earned by its agent; None where that is left to the reward function."""
+    error = record.error
+    if error is None and record.score is None:
+        if not alone:
+            return None
+        error = NO_REWARD
+    if error is None:
+        score, parts, error = read_result(record.score)
+        if error is None:
+            return RewardResult(score, parts)
+    return RewardResult(failed, error=f"agent: {error}")
+
+
+class AgentWatch:
+    """Ends the run when agents fail on every response."""
+
+    def __init__(self) -> None:
+        self._watch = FailureWatch("agent", KEY, "correct it; `posttrain generate` shows what it makes of a prompt")
+
+    def look(self, records: Sequence[Conversation], rows: DataProto, tokenizer: Any) -> list[list[int]]:
+        """The prompts of a batch, as agents left them; rows whose prompt is another have its text."""
+        self._watch.check([record.error and f"agent: {record.error}" for record in records])
+        fields = rows.non_tensor_batch
+        if "prompt" in fields:
+            changed = [n for n, record in enumerate(records) if record.own_prompt]
+            texts = np.array(fields["prompt"], dtype=object)
+            for number in changed:
+                texts[number] = tokenizer.decode(list(records[number].prompt_ids), skip_special_tokens=False)
+            fields["prompt"] = texts
+        return [list(record.prompt_ids) for record in records]

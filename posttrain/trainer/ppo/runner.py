@@ -9,35 +9,26 @@ from typing import Any
 
 from posttrain.config.data import HELD_OUT, DataConfig
 from posttrain.config.resolved import Resolved
-from posttrain.config.reward import RewardConfig
-from posttrain.config.reward_model import RewardModelConfig
+from posttrain.config.reward import RewardModelConfig
 from posttrain.config.root import PPOConfig
+from posttrain.conversations.loop import ConversationLoop
 from posttrain.conversations.opening import check_agent_names, open_conversations
-from posttrain.data.dataset import PromptDataset
-from posttrain.data.held_out import held_out_words, hold_out
+from posttrain.data.dataset import PromptDataset, describe_held_out, hold_out
 from posttrain.data.rows import read_table
 from posttrain.models.loading import load_tokenizer
-from posttrain.rewards.functions import asks_sources, named_sources
 from posttrain.rewards.loading import check_columns, resolve_reward
-from posttrain.rewards.pool import RewardPool
-from posttrain.rewards.prints import Prints
 from posttrain.rewards.process import WorkerProcess
-from posttrain.rewards.programs import check_programs, code_settings
 from posttrain.rewards.scorers import check_sources
+from posttrain.rewards.scorers.code import code_settings
 from posttrain.rewards.types import RewardError, RewardList, RewardSpec
 from posttrain.rollout.engines import check_engine_name
-from posttrain.tracking.console import hang_up_is_no_end
 from posttrain.tracking.progress import say
-from posttrain.tracking.rundir import RunDirectory
-from posttrain.tracking.tee import tee_output
 from posttrain.trainer.embedded import ensure_embedded
 from posttrain.trainer.ppo.ray_trainer import RayPPOTrainer
-from posttrain.trainer.ppo.reward import RewardManager
-from posttrain.trainer.run.directory import open_run_directory
-from posttrain.trainer.run.process import explain_errors, prepare_torch, restore_determinism
+from posttrain.trainer.ppo.reward import RewardManager, make_reward_pool
+from posttrain.trainer.run.process import load_external, opened_run, prepare_torch
 from posttrain.trainer.run.result import RunResult
-from posttrain.trainer.run.serving import driven_by_one_machine
-from posttrain.trainer.run.workers import keep_worker_logs, open_workers
+from posttrain.trainer.run.workers import driven_by_one_machine, keep_worker_logs, open_workers
 from posttrain.workers.roles import pick_device
 
 Rows = Sequence[dict[str, Any]]
@@ -66,113 +57,99 @@ def opened_training(
     trainer_class: type[RayPPOTrainer] | None = None,
 ) -> Iterator[RayPPOTrainer]:
     """The trainer of a run, with everything around it; what was opened for it is closed behind it."""
-    config = copy.deepcopy(resolved.config)  # sizes and paths are filled in below; the caller's stays as it was
-    with ExitStack() as stack:
-        stack.enter_context(hang_up_is_no_end())
-        stack.enter_context(restore_determinism())
-        run, _ = open_run_directory(config, say)
-        stack.callback(run.close)
-        stack.enter_context(tee_output(run.log))
-        say(f"Run directory: {run.path}")
-        for note in resolved.notes:
-            say(f"note: {note}")
-        with explain_errors(run, config):
-            yield _build(stack, resolved, config, run, reward, data, val_data, trainer_class)
+    with opened_run(resolved) as (stack, config, run):
+        stored = copy.deepcopy(config)  # for config.yaml: the settings as given, which a resumed run is compared with
+        external = config.actor_rollout_ref.model.external_lib
+        load_external(external)
+        check_engine_name(config.actor_rollout_ref.rollout.name)
+        spec, first_worker = _load_reward(stack, config, reward)
+        device = pick_device(config.trainer.device)
+        prepare_torch(config.trainer, device)
+        _fill_embedded(config, data)
+        tokenizer = load_tokenizer(config.actor_rollout_ref.model)
+        turns = stack.enter_context(open_conversations(config, tokenizer, device, say))
+        train, val = _open_data(config, resolved.explicit, tokenizer, turns, data, val_data)
+        rewards = _open_rewards(stack, config, spec, first_worker, tokenizer, turns, train, val)
+        workers = stack.enter_context(open_workers(config, device, external, run.logs))
+        stack.callback(keep_worker_logs, workers, run.logs)
+        yield (trainer_class or RayPPOTrainer)(
+            config,
+            tokenizer=tokenizer,
+            run=run,
+            train_dataset=train,
+            val_dataset=val,
+            reward_fn=rewards,
+            device=device,
+            explicit=resolved.explicit,
+            stored_config=stored,
+            workers=workers,
+            turns=turns,
+        )
 
 
-def _build(
-    stack: ExitStack,
-    resolved: Resolved,
-    config: PPOConfig,
-    run: RunDirectory,
-    reward: Any,
-    data: Any,
-    val_data: Any,
-    trainer_class: type[RayPPOTrainer] | None,
-) -> RayPPOTrainer:
-    stored = copy.deepcopy(config)  # for config.yaml: the settings as given, which a resumed run is compared with
-    _load_external(config.actor_rollout_ref.model.external_lib)
-    check_engine_name(config.actor_rollout_ref.rollout.name)
-    # The process that loads and inspects the reward function becomes the first reward worker: importing a user's file
-    # twice would cost its time twice, and run its side effects twice.
-    looker: list[WorkerProcess] = []
-    stack.callback(lambda: [worker.kill() for worker in looker])
+def _load_reward(stack: ExitStack, config: PPOConfig, function: Any) -> tuple[RewardSpec, list[WorkerProcess]]:
+    """The reward function, and the process that loaded and inspected it (empty where none was needed)."""
+    # That process becomes the first reward worker: importing a user's file twice would cost its time twice, and run
+    # its side effects twice. Whoever takes it out of the list owns it; what is left there is ended with the run.
+    loaded_by: list[WorkerProcess] = []
+    stack.callback(lambda: [worker.kill() for worker in loaded_by])
     spec = resolve_reward(
         config.custom_reward_function,
         functions=config.reward.functions,
-        function=reward,
+        function=function,
         told={"code": code_settings(config.reward), "timeout_s": config.reward.timeout_s},
-        kept=looker,
+        kept=loaded_by,
     )
-    device = pick_device(config.trainer.device)
-    prepare_torch(config.trainer, device)
-    _fill_embedded(config, data)
-    tokenizer = load_tokenizer(config.actor_rollout_ref.model)
-    turns = stack.enter_context(open_conversations(config, tokenizer, device, say))
+    return spec, loaded_by
+
+
+def _open_data(
+    config: PPOConfig, explicit: set[str], tokenizer: Any, turns: ConversationLoop | None, data: Any, val_data: Any
+) -> tuple[PromptDataset, PromptDataset | None]:
+    """The prompts to train on and those of validation, checked for what the run needs of them."""
     tools = turns.schemas if turns else ()
-    trained, held_out = _rows(config.data, resolved.explicit, data, val_data)
+    trained, held_out = _rows(config.data, explicit, data, val_data)
     train = PromptDataset(trained, tokenizer, config.data, tools=tools)
     val = None if held_out is None else PromptDataset(held_out, tokenizer, config.data, split="val", tools=tools)
     check_agent_names(turns, [name for rows in (train, val) if rows for name in rows.column("agent_name")])
-    if settings := _keep_rows(config):
+    if settings := _settings_that_keep_rows(config):
         train.check_savable(settings)
     for note in dict.fromkeys([*train.notes, *(val.notes if val else [])]):
         say(f"note: {note}")
+    return train, val
+
+
+def _open_rewards(
+    stack: ExitStack,
+    config: PPOConfig,
+    spec: RewardSpec,
+    first_worker: list[WorkerProcess],
+    tokenizer: Any,
+    turns: ConversationLoop | None,
+    train: PromptDataset,
+    val: PromptDataset | None,
+) -> RewardManager:
+    """Scores by the reward function; without a pool of workers where only a reward model or agents give rewards."""
+    splits = [rows for rows in (train, val) if rows]
     if spec.columns:
-        check_columns(spec, train.columns | (val.columns if val else set()))
-    limits = config.reward
-    sources = {source or config.data.data_source for data in (train, val) if data for source in data.data_sources}
-    named = spec.kind != "builtin"
-    pool = None
-    others = config.reward_model.enable or bool(turns and turns.has_agents)  # who may give rewards too
+        check_columns(spec, set().union(*(rows.columns for rows in splits)))
+    sources = {source or config.data.data_source for rows in splits for source in rows.data_sources}
+    has_agents = bool(turns and turns.has_agents)
+    named, pool = spec.kind != "builtin", None
+    others = config.reward_model.enable or has_agents  # what may give rewards beside the function
     if named or not others or _can_judge(config.reward_model, sources, train, val):
-        pool = stack.enter_context(_reward_pool(spec, limits, sources, looker))
-    elif turns and turns.has_agents:
+        first = first_worker.pop() if first_worker else None
+        pool = stack.enter_context(make_reward_pool(spec, config.reward, sources, say, first=first))
+        if spec.kind == "combined":
+            say(f"Reward: {spec.label}")
+    elif has_agents:
         say("note: there is no reward function for these rows: the agent's own rewards are the only ones.")
-    workers = stack.enter_context(open_workers(config, device, config.actor_rollout_ref.model.external_lib, run.logs))
-    stack.callback(keep_worker_logs, workers, run.logs)
-    trainer = (trainer_class or RayPPOTrainer)(
-        config,
-        tokenizer=tokenizer,
-        run=run,
-        train_dataset=train,
-        val_dataset=val,
-        reward_fn=RewardManager(
-            pool,
-            tokenizer,
-            default_source=config.data.data_source,
-            named=named,
-            prompts_are_texts=train.prompts_are_texts and (val is None or val.prompts_are_texts),
-        ),
-        device=device,
-        explicit=resolved.explicit,
-        stored_config=stored,
-        workers=workers,
-        turns=turns,
-    )
-    return trainer
-
-
-def _reward_pool(
-    spec: RewardSpec, limits: RewardConfig, sources: set[str | None], looker: list[WorkerProcess] | None = None
-) -> RewardPool:
-    """The workers that score with the reward functions, after all that can be checked about these."""
-    by_source = asks_sources(spec)
-    if by_source:
-        check_sources(sources)
-    spec.code = code_settings(limits)
-    named = named_sources(spec)
-    for note in check_programs(sources | named, limits.sandbox, must_run=by_source or bool(named)):
-        say(f"note: {note}")
-    if spec.kind == "combined":
-        say(f"Reward: {spec.label}")
-    return RewardPool(
-        spec,
-        num_workers=limits.num_workers,
-        timeout_s=limits.timeout_s,
-        failure_score=limits.failure_score,
-        on_print=Prints(say),
-        first=looker.pop() if looker else None,
+    return RewardManager(
+        pool,
+        tokenizer,
+        default_source=config.data.data_source,
+        named=named,
+        prompts_are_texts=all(rows.prompts_are_texts for rows in (train, val) if rows is not None),
     )
 
 
@@ -184,11 +161,11 @@ def _rows(settings: DataConfig, explicit: set[str], data: Any, val_data: Any) ->
     table = read_table(train, limit=settings.train_max_samples)
     batch = settings.train_batch_size if "data.train_batch_size" in explicit else 1
     trained, held_out = hold_out(table, settings.prompt_key, most=settings.val_max_samples, batch=batch)
-    say(f"note: {held_out_words(len(trained), len(held_out or ()))}")
+    say(f"note: {describe_held_out(len(trained), len(held_out or ()))}")
     return trained, held_out
 
 
-def _keep_rows(config: PPOConfig) -> str:
+def _settings_that_keep_rows(config: PPOConfig) -> str:
     """The settings because of which checkpoints hold rows of the data; empty where they hold none."""
     named = {
         "algorithm.filter_groups.enable": config.algorithm.filter_groups.enable,
@@ -206,15 +183,6 @@ def _can_judge(reward_model: RewardModelConfig, sources: set[str | None], *data:
             raise
         return False
     return not any(rows.rows_without_truth for rows in data if rows is not None)
-
-
-def _load_external(name: str | None) -> None:
-    """Import the user's module, which may register estimators, losses, samplers or rollout engines."""
-    if name:
-        from posttrain.external import import_external
-
-        import_external(name)
-        say(f"Loaded {name}.")
 
 
 def _fill_embedded(config: PPOConfig, data: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -12,15 +13,25 @@ from posttrain.data.collate import collate
 from posttrain.data.dataset import PromptDataset
 from posttrain.data.sampler import sequential_batches
 from posttrain.protocol import DataProto
+from posttrain.rewards.answers import read_answer
 from posttrain.texts import own_words, texts_of
-from posttrain.tracking.validation import validation_metrics
-from posttrain.trainer.answers import given_answer
+from posttrain.tracking.validation import answer_of, has_answer, validation_metrics
 from posttrain.trainer.ppo.experience import Experience
 from posttrain.trainer.ppo.recorder import Recorder
 
 VALIDATION_SEED = 7  # keeps validation's random numbers apart from training's
 NAMES = ("source", "uid", "score", "parts", "prompt", "response", "written", "error")
 SHOWN = 5  # samples kept for the before/after table
+
+
+def given_answer(data_source: str | None, response: str, parts: Mapping[str, Any], error: str | None) -> str | None:
+    """The answer of a response, for maj@k: as its reward reports it, or else as it is read from the text.
+
+    None where there is no answer, or where the response could not be scored.
+    """
+    if error is not None or has_answer(parts):
+        return answer_of(parts)
+    return read_answer(data_source, response)
 
 
 class Validator:

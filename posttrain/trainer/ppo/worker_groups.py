@@ -38,8 +38,8 @@ class WorkerClasses:
     """The classes that a trainer makes its workers of. A subclass of it may name its own, derived from these."""
 
     actor_class: type[ActorRolloutRefWorker] = ActorRolloutRefWorker
+    # With `rollout_class`, in place of `actor_class` where rollout is disaggregated.
     policy_class: type[ActorRefWorker] = ActorRefWorker
-    """With `rollout_class`, in place of `actor_class` where rollout is disaggregated."""
     rollout_class: type[RolloutWorker] = RolloutWorker
     critic_class: type[CriticWorker] = CriticWorker
     reward_model_class: type[RewardModelWorker] = RewardModelWorker
@@ -51,12 +51,10 @@ class TrainingGroups:
     Rollout is disaggregated where `workers` has processes for it alone, and colocated otherwise."""
 
     actor_rollout: ActorRolloutGroup
-    rollout: RolloutGroup
-    """The workers that generate, colocated or not."""
+    rollout: RolloutGroup  # the workers that generate, colocated or not
     critic: CriticGroup | None = None
     reward_model: RewardModelGroup | None = None
-    notes: list[str]
-    """Of the policy; the user has seen them."""
+    notes: list[str]  # of the policy; the user has seen them
 
     def __init__(
         self,

@@ -7,8 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from posttrain.tracking.lock import RunDirectoryError
-from posttrain.tracking.rundir import RunDirectory
+from posttrain.tracking.rundir import RunDirectory, RunDirectoryError
 from posttrain.tracking.status import read_status
 
 Say = Callable[[str], object]
@@ -24,19 +23,19 @@ def open_run_directory(config: Any, say: Say, *, stem: str | None = None) -> tup
     root = Path(trainer.default_local_dir)
     if trainer.experiment_name is not None:
         run = RunDirectory(root, trainer.project_name, trainer.experiment_name, on_note=say).open()
-        return run, _continues(run, config, say)
-    number = _newest_begun(root / trainer.project_name, stem)
+        return run, _check_continues(run, config, say)
+    number = _newest_run(root / trainer.project_name, stem)
     if number and trainer.resume_mode == "auto":
         run = RunDirectory(root, trainer.project_name, f"{stem}-{number}", on_note=say)
         if not _is_finished(run, config) and not run.changed_settings(config.to_dict()):
             run.open()
             say(f"Continuing the unfinished run {run.path} (the settings are the same).")
-            return run, _continues(run, config, say)
+            return run, _check_continues(run, config, say)
     run = RunDirectory(root, trainer.project_name, f"{stem}-{number + 1}", on_note=say)
     return run.open(), False
 
 
-def _newest_begun(folder: Path, stem: str) -> int:
+def _newest_run(folder: Path, stem: str) -> int:
     """The largest number of a run that made it to its first step: one that failed before left nothing to go on from,
     and must not stand between an unfinished run and the command that continues it."""
     begun = (path.parent.name for path in folder.glob(f"{stem}-*/config.yaml"))
@@ -44,7 +43,7 @@ def _newest_begun(folder: Path, stem: str) -> int:
     return max((int(match[1]) for match in found if match), default=0)
 
 
-def _continues(run: RunDirectory, config: Any, say: Say) -> bool:
+def _check_continues(run: RunDirectory, config: Any, say: Say) -> bool:
     if not run.holds_run():
         return False
     if config.trainer.resume_mode == "disable":

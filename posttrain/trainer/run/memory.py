@@ -11,6 +11,7 @@ import torch
 from posttrain.errors import first_line
 from posttrain.tracking.progress import say
 
+# Stages of a run -> those of the plan.
 PLANNED = {
     "load": "load",
     **dict.fromkeys(("gen", "greedy", "validation", "sync"), "generate"),
@@ -21,14 +22,13 @@ PLANNED = {
     "update": "update",
     "update_critic": "critic update",
 }
-"""Stages of a run -> those of the plan."""
 TENANTS, REMEDIES = 4, 4  # named when memory ran out
+# Of a run on a GPU, whose memory alone the plan counts.
 HOST = (
     "This is the host's memory, not the GPU's (`free -g` shows it). There lie what settings move off the GPU "
     "(param_offload, optimizer_offload), reward workers (reward.num_workers), and the model while it is read; "
     "each worker of a machine (trainer.n_gpus_per_node) has its own."
 )
-"""Of a run on a GPU, whose memory alone the plan counts."""
 _STAGE = "stage_of_the_run"  # of an error
 
 
@@ -50,21 +50,20 @@ def named_stage(name: str) -> Iterator[None]:
         raise
 
 
-def out_of_memory_words(config: Any, error: BaseException) -> str:
+def explain_out_of_memory(config: Any, error: BaseException) -> str:
     """The stage, who takes the most there by the plan, and the settings that lower it."""
     stage = getattr(error, _STAGE, None)
     lines = [f"Out of memory{f' in the stage {stage}' if stage else ''}: {first_line(error)}"]
     try:
-        lines += _by_the_plan(config, stage, of_host=not isinstance(error, torch.OutOfMemoryError))
+        lines += _advice_by_plan(config, stage, of_host=not isinstance(error, torch.OutOfMemoryError))
     except Exception as failed:  # what ended the run matters more
         lines.append(f"No memory plan could be made ({first_line(failed)}); `posttrain plan` takes the same settings.")
     return "\n  ".join(lines)
 
 
-def _by_the_plan(config: Any, stage: str | None, *, of_host: bool) -> list[str]:
+def _advice_by_plan(config: Any, stage: str | None, *, of_host: bool) -> list[str]:
     from posttrain.planning.budgets import planner_for
-    from posttrain.planning.memory_plan import find_device, shown
-    from posttrain.planning.remedies import find_remedies
+    from posttrain.planning.memory_plan import find_device, find_remedies, shown
 
     device = find_device(config)
     if of_host and device.kind == "cuda":
@@ -84,7 +83,7 @@ def _by_the_plan(config: Any, stage: str | None, *, of_host: bool) -> list[str]:
     return [*lines, "What lowers it, with the present values:", *(f"  {r.words()}" for r in remedies[:REMEDIES])]
 
 
-def settle_memory(config: Any, device: torch.device, explicit: set[str]) -> None:
+def plan_memory(config: Any, device: torch.device, explicit: set[str]) -> None:
     """On a CUDA device: set the cache's size and the tokens of a pass as the plan says, where they were left unset."""
     if device.type != "cuda":
         return

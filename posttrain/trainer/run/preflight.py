@@ -15,8 +15,8 @@ from posttrain.config.resolved import Resolved
 from posttrain.data.rows import RowTable, read_ahead
 
 ROWS = 100
+# Takes a table, a row and the settings `data`; raises a UserError for a row that lacks something.
 Look = Callable[[RowTable, int, Any], object]
-"""Takes a table, a row and the settings `data`; raises a UserError for a row that lacks something."""
 
 
 def check_inputs(resolved: Resolved, look: Look) -> None:

@@ -1,13 +1,14 @@
-"""How a run begins and ends whatever it trains: its device, its external module, and errors turned into words."""
+"""How every run begins and ends: its directory, external module and device, and errors turned into advice."""
 
 from __future__ import annotations
 
+import copy
 import os
 import random
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,46 @@ import numpy as np
 import torch
 
 from posttrain.checkpoint.errors import disk_words
+from posttrain.config.resolved import Resolved
 from posttrain.config.trainer import RunConfig
 from posttrain.errors import UserError
-from posttrain.kernels.onednn import settle_products
+from posttrain.external import KEY, import_external
+from posttrain.kernels.onednn import fix_product_library
+from posttrain.tracking.console import ignore_hangup
 from posttrain.tracking.progress import say
 from posttrain.tracking.rundir import RunDirectory
-from posttrain.trainer.run.memory import is_out_of_memory, out_of_memory_words
+from posttrain.tracking.tee import tee_output
+from posttrain.trainer.run.directory import open_run_directory
+from posttrain.trainer.run.memory import explain_out_of_memory, is_out_of_memory
+
+
+@contextmanager
+def opened_run(resolved: Resolved, stem: str | None = None) -> Iterator[tuple[ExitStack, Any, RunDirectory]]:
+    """(stack, settings, opened directory) of a run, with a log of its output and errors turned into advice.
+
+    The stack closes what the run opens before the directory. `stem` begins the names of runs that have none of their
+    own.
+    """
+    config = copy.deepcopy(resolved.config)  # sizes and paths are filled in later; the caller's stays as it was
+    with ExitStack() as stack:
+        stack.enter_context(ignore_hangup())
+        stack.enter_context(restore_determinism())
+        run, _ = open_run_directory(config, say, stem=stem)
+        stack.callback(run.close)
+        stack.enter_context(tee_output(run.log))
+        say(f"Run directory: {run.path}")
+        for note in resolved.notes:
+            say(f"note: {note}")
+        # Innermost: an error is explained before workers are shut down, which may take a while or fail, too.
+        with explain_errors(run, config):
+            yield stack, config, run
+
+
+def load_external(name: str | None, setting: str = KEY) -> None:
+    """Import the user's module, which may register estimators, losses, samplers or engines."""
+    if name:
+        import_external(name, setting)
+        say(f"Loaded {name}.")
 
 
 def prepare_torch(settings: RunConfig, device: torch.device) -> None:
@@ -35,7 +70,7 @@ def seed_and_determinism(settings: RunConfig, device: torch.device) -> None:
     """In every process that computes."""
     seed_all(settings.seed)
     if device.type == "cpu":
-        settle_products()
+        fix_product_library()
     if settings.deterministic:
         if device.type == "cuda":
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -83,7 +118,7 @@ def explain_errors(run: RunDirectory, config: Any) -> Iterator[None]:
 
 def _words(error: Exception, run: RunDirectory, config: Any) -> str | None:
     if is_out_of_memory(error):
-        return out_of_memory_words(config, error)
+        return explain_out_of_memory(config, error)
     return disk_words(error, run.path) if isinstance(error, OSError) else None
 
 

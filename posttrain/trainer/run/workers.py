@@ -1,21 +1,29 @@
-"""The processes of a run: this one alone, or one per worker, which Ray starts."""
+"""The processes and machines of a run: this process alone, or one per worker, which Ray starts.
+
+One machine drives a run over several. The same command on another machine lends it that machine, or leaves.
+"""
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Callable
+from functools import partial, wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec
 
 import torch
 
 from posttrain.config.parallel import one_process, rollout_workers_of, workers_of
+from posttrain.config.resolved import Resolved
 from posttrain.config.trainer import RunConfig
 from posttrain.controller.pool import LocalWorkers, Workers
 from posttrain.controller.worker_died import append_log, printed_lines
 from posttrain.external import import_external
+from posttrain.tracking.console import ignore_hangup
 from posttrain.tracking.progress import say
+from posttrain.tracking.rundir import RunTaken
 from posttrain.tracking.waiting import waiting
 from posttrain.trainer.run.process import seed_and_determinism
+from posttrain.trainer.run.result import RunResult
 
 
 def open_workers(config: Any, device: torch.device, external: str | None, logs: Path | None = None) -> Workers:
@@ -68,3 +76,46 @@ def _prepare(settings: RunConfig, device: torch.device, external: str | None) ->
     seed_and_determinism(settings, device)
     if external:
         import_external(external)
+
+
+SERVED = "served"
+Named = ParamSpec("Named")
+Run = Callable[Concatenate[Resolved, Named], RunResult]
+
+
+def driven_by_one_machine(run: Run[Named]) -> Run[Named]:
+    """`run`, unless this machine is another than the first, or the same command on a machine of the same Ray was
+    earlier and has the run's directory."""
+
+    @wraps(run)
+    def driven(resolved: Resolved, *arguments: Named.args, **named: Named.kwargs) -> RunResult:
+        if resolved.node_rank:
+            return _serve(resolved)
+        try:
+            return run(resolved, *arguments, **named)
+        except RunTaken as taken:
+            if resolved.config.trainer.nnodes == 1:
+                raise
+            say(f"{taken} If that is the same command on another machine: it drives the run, and this one leaves.")
+            return _empty_result(resolved)
+
+    return driven
+
+
+def _serve(resolved: Resolved) -> RunResult:
+    """Join the Ray of machine 0 until its run has ended."""
+    from posttrain.controller import torchrun
+    from posttrain.controller.ray_address import given_address
+    from posttrain.controller.ray_serving import serve
+
+    say(f"Machine {resolved.node_rank} of {resolved.config.trainer.nnodes}: machine 0 drives the run.")
+    shared = Path(resolved.config.trainer.default_local_dir)
+    address, token = torchrun.wait_for_address(shared) if torchrun.is_meeting() else (given_address(), "")
+    assert address is not None  # checked with the settings
+    with ignore_hangup():
+        serve(address, say, token)
+    return _empty_result(resolved)
+
+
+def _empty_result(resolved: Resolved) -> RunResult:
+    return RunResult(Path(resolved.config.trainer.default_local_dir), SERVED, 0)

@@ -1,19 +1,21 @@
-"""RunWriter: what every kind of run writes: settings, metrics, status, checkpoints, a progress bar, timings."""
+"""What every kind of run writes: settings, metrics, status, checkpoints, a progress bar, timings, traces of steps."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from posttrain.checkpoint.errors import CheckpointError
 from posttrain.checkpoint.manager import CheckpointManager, WriteRole
-from posttrain.checkpoint.rng import capture_rng
-from posttrain.config.loggers import installed
-from posttrain.controller.profiling import StagePeaks
+from posttrain.checkpoint.rng import capture_rng, restore_rng
+from posttrain.config.environment import installed
+from posttrain.controller.pool import Workers
+from posttrain.controller.profiling import StagePeaks, begin_trace, end_trace
 from posttrain.tracking.background import Background, Every
 from posttrain.tracking.loggers import open_loggers, read_metrics
 from posttrain.tracking.origin import write_origin
@@ -21,7 +23,45 @@ from posttrain.tracking.progress import Progress, say
 from posttrain.tracking.rundir import TIMELINE, RunDirectory, append_line
 from posttrain.tracking.status import FRESH_S, NAME, write_status
 from posttrain.trainer.run.memory import named_stage
-from posttrain.trainer.run.traces import StepTraces
+
+# Role -> the settings of its model; `model` is what a supervised run trains.
+_SECTIONS = {"actor": "actor_rollout_ref.model", "critic": "critic.model", "model": "model"}
+
+
+class StepTraces:
+    """Traces of single steps (`trainer.profile_steps`) by torch's profiler, with the stages of the run as ranges.
+
+    `of(step)` goes around every step, `stage(name)` around every stage. A traced step writes `traces/step_N.json.gz`,
+    and one more file for each rank where there are several workers. No other step is touched.
+    """
+
+    def __init__(self, steps: Sequence[int] | None, run: Path) -> None:
+        self.steps, self.folder, self.active = set(steps or ()), run / "traces", False
+        self.workers: Workers | None = None
+
+    def check(self, first: int, last: int) -> None:
+        """Name the steps that will not be traced, since the run does not make them."""
+        if skipped := sorted(step for step in self.steps if not first <= step <= last):
+            say(f"note: trainer.profile_steps names {skipped}, but the steps {first} to {last} are made.")
+
+    @contextmanager
+    def of(self, step: int) -> Iterator[None]:
+        if step not in self.steps:
+            yield
+            return
+        stem = self.folder / f"step_{step}"
+        with self.workers.traced(stem) if self.workers else nullcontext():
+            profiler, written, self.active = begin_trace(), None, True
+            try:
+                yield
+                written = stem.with_name(f"{stem.name}.json.gz")
+            finally:  # a step that fails leaves no trace
+                self.active = False
+                end_trace(profiler, written)
+        say(f"Trace of step {step}: {stem}*.json.gz; open it in https://ui.perfetto.dev or chrome://tracing.")
+
+    def stage(self, name: str) -> AbstractContextManager[Any]:
+        return torch.profiler.record_function(name) if self.active else nullcontext()
 
 
 class RunWriter:
@@ -33,13 +73,11 @@ class RunWriter:
         self.checkpoints = CheckpointManager(run.checkpoints, keep=config.trainer.max_ckpt_to_keep, on_note=say)
         self.history: list[dict[str, Any]] = []
         self.timing: dict[str, float] = {}
-        self.peaks = StagePeaks()
-        """Of this process; of the workers' where these are others."""
+        self.peaks = StagePeaks()  # of this process; of the workers' where these are others
         self.traces = StepTraces(config.trainer.profile_steps, run.path)
-        self.spans: list[list[Any]] = []
-        """[stage, when it began, its seconds] of this step."""
+        self.spans: list[list[Any]] = []  # [stage, when it began, its seconds] of this step
+        # The same of the workers, with who it was; empty where they are in this process.
         self.worker_spans: Callable[[], list[list[Any]]] = list
-        """The same of the workers, with who it was; empty where they are in this process."""
         self.behind = Background("samples")
         self._stack, self._linked = ExitStack(), False
 
@@ -49,7 +87,7 @@ class RunWriter:
         self.traces.check(step + 1, self.total_steps)
         self.run.truncate_after(step if step else -1)  # steps after the checkpoint are made again, bit-for-bit
         if step and step >= self.total_steps:
-            self._nothing_left(step)
+            self._say_nothing_left(step)
         else:
             self.run.write_config(self.stored_config)
             write_origin(self.run.path, step)
@@ -62,9 +100,9 @@ class RunWriter:
         self._stack.callback(self.loggers.close)
         self.progress = self._stack.enter_context(Progress(self.total_steps, done=step))
         write_status(self.run.path, "running", step, self.total_steps)
-        self._stack.callback(Every(FRESH_S, self._keep_fresh).close)
+        self._stack.callback(Every(FRESH_S, self._refresh_status).close)
 
-    def _nothing_left(self, step: int) -> None:
+    def _say_nothing_left(self, step: int) -> None:
         """All steps were made before. The settings on the disk stay those that made them, whatever is asked for now."""
         if not getattr(self.config.trainer, "val_only", False):
             say(
@@ -74,7 +112,7 @@ class RunWriter:
             )
         self.total_steps = step
 
-    def _keep_fresh(self) -> None:
+    def _refresh_status(self) -> None:
         with suppress(OSError):  # a full disk is reported where something that matters is written
             write_status(self.run.path, "running", self.step, self.total_steps, self.progress.moment())
 
@@ -139,6 +177,35 @@ class RunWriter:
             self.run.link_as_newest()
         return path
 
+    def export_is_due(self, step: int) -> bool:
+        """Whether the checkpoint of this step gets a Hugging Face folder."""
+        wanted = self.config.trainer.export_hf
+        return wanted == "all" or (wanted == "last" and step >= self.total_steps)
+
+    def find_resume_point(self, adapters: Mapping[str, Any]) -> tuple[Path, dict[str, Any]] | None:
+        """The checkpoint to continue from, and its state: `resume_from_path`, or the newest good one of the run
+        directory. `adapters`: role -> `lora_state` of this run, which must match the checkpoint's."""
+        settings = self.config.trainer
+        given = settings.resume_from_path if settings.resume_mode == "resume_path" else None
+        path = Path(given) if given else self.checkpoints.newest() if settings.resume_mode == "auto" else None
+        if path is None:
+            return None
+        state = self.checkpoints.load_state(path)
+        for role, stored in state.get("lora", {}).items():
+            problem = _base_problem(stored, adapters.get(role), _SECTIONS[role])
+            if problem is not None:
+                raise CheckpointError(
+                    f"The checkpoint {path} cannot be continued, {role}: {problem}. Give this run the base and "
+                    "settings of the checkpoint, or start a new run (trainer.experiment_name)."
+                )
+        return path, state
+
+    def continue_from(self, path: Path, step: int) -> None:
+        """After all parts are restored: continue with the checkpoint's random numbers, without what lies behind it."""
+        # Last, because loading models, data and batches may draw random numbers.
+        restore_rng(self.checkpoints.load_rng(path))
+        self.checkpoints.set_aside_after(step)
+
     def _metric(self, step: int) -> float | None:
         """The number of this step by which the best checkpoint is chosen, largest best; None if it has none."""
         return None
@@ -148,3 +215,22 @@ class RunWriter:
         best = self.checkpoints.best()
         if best is not None:
             say(f"best checkpoint by validation: global_step_{best[0]} ({words(best[1])})")
+
+
+def _base_problem(stored: Mapping[str, Any], present: Mapping[str, Any] | None, section: str) -> str | None:
+    """Why adapters that were trained on one base must not continue on the base of this run; None if they may.
+
+    `section` holds the settings of their model.
+    """
+    if present is None:
+        return f"it holds LoRA adapters only, and this run trains all weights: set {section}.lora_rank"
+    was, now = stored["base"], present["base"]
+    if was["fingerprint"] != now["fingerprint"]:
+        return (
+            f"its adapters were trained beside the base {was['path']} (fingerprint {was['fingerprint']}), but the base "
+            f"of this run, {now['path']}, has other weights (fingerprint {now['fingerprint']})"
+        )
+    for name in ("dtype", "quantization"):
+        if was[name] != now[name]:
+            return f"its base was held with model.{name}={was[name]}, but this run holds it with {now[name]}"
+    return None

@@ -7,8 +7,7 @@ from typing import Any
 
 from posttrain.config import Resolved, load_config
 from posttrain.config.tree import Tree
-from posttrain.tracking.console import exit_status, keep_going, prepare_streams
-from posttrain.tracking.own_console import own_console, take_voice
+from posttrain.tracking.console import command_console, exit_status, prepare_streams, protect_console, split_output_mode
 
 
 def settings_of(config: Sequence[str] | Mapping[str, Any] | Any, tree: Tree, *, data: Any, val_data: Any) -> Resolved:
@@ -32,15 +31,15 @@ def run_cli(
 def _run(
     args: Sequence[str], tree: Tree, usage: str, run: Callable[[Any], Any], dry_run: Callable[[Resolved], Any]
 ) -> int:
-    args, voice = take_voice(args)
+    args, mode = split_output_mode(args)
     shows = any(arg.startswith("--cfg") or arg in ("-c", "-h", "--help") for arg in args)
     resolved = load_config(list(args), environment=not shows, tree=tree)
     if resolved.show is not None:
         print(usage + "\n" + resolved.describe() if resolved.show == "help" else resolved.to_yaml(), end="")
         return 0
-    keep_going()
+    protect_console()
     _quiet_environment()
-    with own_console(voice) as console:
+    with command_console(mode) as console:
         if resolved.dry_run:
             return dry_run(resolved).exit_status
         print(f"Configuration: {resolved.main_file} and the command line")

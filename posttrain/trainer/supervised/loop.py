@@ -1,20 +1,77 @@
-"""The supervised loop: rows -> one optimizer step -> metrics, with validation, checkpoints and exact resuming."""
+"""The supervised loop: rows -> one optimizer step -> metrics, with validation, checkpoints and exact resuming.
+
+`SupervisedRecorder` writes what a run leaves behind, `SupervisedTrainer` is the loop.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from posttrain.checkpoint.rng import restore_rng
 from posttrain.data.sampler import PromptSampler
+from posttrain.models.paths import is_adapter
 from posttrain.planning.batch_sizes import count_steps
+from posttrain.tracking.curve import text_plot
+from posttrain.tracking.diagnosis import join_within
+from posttrain.tracking.loggers import read_metrics
 from posttrain.tracking.progress import say
 from posttrain.tracking.rundir import RunDirectory
-from posttrain.trainer.run.adapter_base import check_bases
-from posttrain.trainer.run.result import RunResult, TrainingStopped
-from posttrain.trainer.run.stopping import GracefulStop
-from posttrain.trainer.supervised.recorder import SupervisedRecorder
+from posttrain.trainer.run.result import GracefulStop, RunResult, TrainingStopped
+from posttrain.trainer.run.writer import RunWriter
 from posttrain.trainer.supervised.tasks import ROLE, Task
+
+# A step's metrics with another name in the log than `train/NAME`.
+NAMES = {"skipped": "train/bad_steps", "tokens": "perf/total_num_tokens"}
+
+
+class SupervisedRecorder(RunWriter):
+    """Writes one supervised run."""
+
+    def __init__(self, config: Any, run: RunDirectory, total_steps: int, task: Task, *, stored_config: Any) -> None:
+        super().__init__(config, run, total_steps, stored_config=stored_config)
+        self.task = task
+        self.validations: list[tuple[int, dict[str, float]]] = []
+
+    def finish_step(self, step: int, metrics: dict[str, float], validation: dict[str, float], epoch: float) -> None:
+        """Metrics and the line of a finished step."""
+        self.step = step
+        seconds = self.timing.get("update", 0.0)
+        logged = {NAMES.get(name, f"train/{name}"): value for name, value in metrics.items()}
+        logged |= {"train/epoch": epoch, **validation}
+        logged |= {f"timing_s/{stage}": spent for stage, spent in self.timing.items()}
+        logged |= {"perf/time_per_step": seconds, "perf/throughput": metrics["tokens"] / seconds if seconds else 0.0}
+        self.timing = {}
+        quiet = "console" not in self.config.trainer.logger
+        self.progress.step(join_within(self.task.pieces(logged), self.progress.room), loss=metrics["loss"], quiet=quiet)
+        self.write_timeline(step)
+        self.loggers.log(step, logged)
+        self.history.append({"step": step, **logged})
+
+    def record_validation(self, step: int, metrics: dict[str, float]) -> None:
+        self.validations.append((step, metrics))
+        say(f"validation at step {step}: {self.task.validation_line(metrics)}")
+
+    def _metric(self, step: int) -> float | None:
+        latest = next((metrics for at, metrics in reversed(self.validations) if at == step), None)
+        return None if latest is None else self.task.goodness(latest)
+
+    def print_summary(self) -> None:
+        """The curve, the change by training, and where everything lies."""
+        logged = list(read_metrics(self.run.metrics))
+        name = self.task.curve if any(self.task.curve in line for line in logged) else "train/loss"
+        points = [(line["step"], line[name]) for line in logged if name in line]
+        if len(points) > 2:
+            say(text_plot([x for x, _ in points], [y for _, y in points], title=f"{name} over steps"))
+        held_out = [line for line in logged if self.task.curve in line]
+        if len(held_out) > 1:
+            say(f"validation before: {self.task.validation_line(held_out[0])}")
+            say(f"validation after:  {self.task.validation_line(held_out[-1])}")
+        self.say_best(lambda number: f"{self.task.curve} {abs(number):.4g}")
+        model = self.checkpoints.path_of(self.step) / "huggingface"
+        if model.is_dir():
+            what = "adapter" if is_adapter(model) else "model"
+            say(f"The trained {what} is in {model}.")
+        say(f"The run is in {self.run.path}: metrics.jsonl, logs/run.log, checkpoints/.")
 
 
 class SupervisedTrainer:
@@ -40,13 +97,13 @@ class SupervisedTrainer:
                     with self.recorder.traces.of(self.step + 1):
                         self._train_step()
                 status = "finished" if self.step >= self.total_steps else "stopped"
-                self._leave(stop)
+                self._save_if_stopped(stop)
         except KeyboardInterrupt:
             status = "stopped"
             raise
         finally:
             self.recorder.close(status)
-        self.recorder.farewell()
+        self.recorder.print_summary()
         result = RunResult(self.run.path, status, self.step, self.recorder.history, self.recorder.validations)
         result.stopped_by = stop.requested
         return result
@@ -95,8 +152,6 @@ class SupervisedTrainer:
         return found
 
     def _save(self) -> Path:
-        wanted, last = self.config.trainer.export_hf, self.step >= self.total_steps
-        exports = wanted == "all" or (wanted == "last" and last)
         state = {
             "step": self.step,
             "sampler": self.sampler.state_dict(),
@@ -107,29 +162,27 @@ class SupervisedTrainer:
             self.step,
             tensors={ROLE: self.task.group.save},
             state=state,
-            export=(lambda folder: self.task.group.export_hf(folder / "huggingface")) if exports else None,
+            export=self._export if self.recorder.export_is_due(self.step) else None,
         )
+
+    def _export(self, folder: Path) -> None:
+        self.task.group.export_hf(folder / "huggingface")
 
     def _adapters(self) -> dict[str, Any]:
         return {} if self.task.adapters is None else {ROLE: self.task.adapters}
 
     def _resume(self) -> None:
-        """Continue from `resume_from_path`, or from the newest good checkpoint of the run directory."""
-        trainer, checkpoints = self.config.trainer, self.recorder.checkpoints
-        given = trainer.resume_from_path if trainer.resume_mode == "resume_path" else None
-        path = Path(given) if given else checkpoints.newest() if trainer.resume_mode == "auto" else None
-        if path is None:
+        found = self.recorder.find_resume_point(self._adapters())
+        if found is None:
             return
-        state = checkpoints.load_state(path)
-        check_bases(path, state.get("lora", {}), self._adapters())
-        self.task.group.load(checkpoints.role_folder(path, ROLE))
+        path, state = found
+        self.task.group.load(self.recorder.checkpoints.role_folder(path, ROLE))
         self.step, self.bad_steps = int(state["step"]), int(state["bad_steps"])
         self.sampler.load_state_dict(state["sampler"])
-        restore_rng(checkpoints.load_rng(path))
-        checkpoints.set_aside_after(self.step)
+        self.recorder.continue_from(path, self.step)
         say(f"Resumed from {path}: {self.step} of {self.total_steps} steps are done.")
 
-    def _leave(self, stop: GracefulStop) -> None:
+    def _save_if_stopped(self, stop: GracefulStop) -> None:
         if stop.requested and self.step < self.total_steps:
             if self.step and not self._is_due(self.config.trainer.save_freq):
                 self._save()

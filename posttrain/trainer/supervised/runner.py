@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,79 +10,52 @@ import torch
 from posttrain.config.resolved import Resolved
 from posttrain.models.loading import check_positions, load_tokenizer
 from posttrain.planning.batch_sizes import count_steps
-from posttrain.tracking.console import hang_up_is_no_end
 from posttrain.tracking.progress import say
-from posttrain.tracking.tee import tee_output
 from posttrain.trainer.embedded import ensure_embedded
-from posttrain.trainer.run.directory import open_run_directory
-from posttrain.trainer.run.memory import named_stage, settle_memory
-from posttrain.trainer.run.process import explain_errors, prepare_torch, restore_determinism
+from posttrain.trainer.run.memory import named_stage, plan_memory
+from posttrain.trainer.run.process import load_external, opened_run, prepare_torch
 from posttrain.trainer.run.result import RunResult
-from posttrain.trainer.run.serving import driven_by_one_machine
-from posttrain.trainer.run.workers import keep_worker_logs, open_workers
+from posttrain.trainer.run.workers import driven_by_one_machine, keep_worker_logs, open_workers
 from posttrain.trainer.supervised.loop import SupervisedTrainer
 from posttrain.trainer.supervised.tasks import Task
-from posttrain.workers.lora_state import adapter_notes
+from posttrain.workers.engine_worker import adapter_notes
 from posttrain.workers.roles import pick_device
-
-MakeData = Callable[[Any, Any, Any, str], Any]
-"""(files or rows, tokenizer, config.data, split) -> a data set with `notes`."""
 
 
 @driven_by_one_machine
-def run_supervised(
-    resolved: Resolved,
-    *,
-    stem: str,
-    make_data: MakeData,
-    make_task: Callable[..., Task],
-    words: Callable[[Any, Any, int], str],
-    embedded_files: Callable[[Path], dict[str, Path]],
-    data: Any = None,
-    val_data: Any = None,
-) -> RunResult:
-    """One whole run. `words(train, val, steps)` describes it at the start; `data` and `val_data` stand in for files."""
-    config = copy.deepcopy(resolved.config)
-    with ExitStack() as stack:
-        stack.enter_context(hang_up_is_no_end())
-        stack.enter_context(restore_determinism())
-        run, _ = open_run_directory(config, say, stem=stem)
-        stack.callback(run.close)
-        stack.enter_context(tee_output(run.log))
-        say(f"Run directory: {run.path}")
-        for note in resolved.notes:
+def run_supervised(resolved: Resolved, task_class: type[Task], *, data: Any = None, val_data: Any = None) -> RunResult:
+    """One whole run. `data` and `val_data` stand in for files."""
+    with opened_run(resolved, task_class.stem) as (stack, config, run):
+        stored = copy.deepcopy(config)
+        load_external(config.model.external_lib, "model.external_lib")
+        device = pick_device(config.trainer.device)
+        prepare_torch(config.trainer, device)
+        _fill_embedded(config, data, task_class)
+        tokenizer = load_tokenizer(config.model)
+        dataset, held_out = task_class.dataset, config.data.val_files if val_data is None else val_data
+        train: Any = dataset(config.data.train_files if data is None else data, tokenizer, config.data, split="train")
+        val: Any = None if held_out is None else dataset(held_out, tokenizer, config.data, split="val")
+        for note in dict.fromkeys([*train.notes, *(val.notes if val else [])]):
             say(f"note: {note}")
-        with explain_errors(run, config):
-            stored = copy.deepcopy(config)
-            _load_external(config)
-            device = pick_device(config.trainer.device)
-            prepare_torch(config.trainer, device)
-            _fill_embedded(config, data, embedded_files)
-            tokenizer = load_tokenizer(config.model)
-            train = make_data(config.data.train_files if data is None else data, tokenizer, config.data, "train")
-            held_out = config.data.val_files if val_data is None else val_data
-            val = None if held_out is None else make_data(held_out, tokenizer, config.data, "val")
-            for note in dict.fromkeys([*train.notes, *(val.notes if val else [])]):
-                say(f"note: {note}")
-            batch, steps = count_steps(config, len(train))
-            if batch < config.data.train_batch_size:
-                say(f"note: data.train_batch_size is lowered to the {batch} training rows that there are.")
-            settle_memory(config, device, resolved.explicit)
-            workers = stack.enter_context(open_workers(config, device, config.model.external_lib, run.logs))
-            stack.callback(keep_worker_logs, workers, run.logs)
-            parts = {"tokenizer": tokenizer, "train": train, "val": val, "device": device, "workers": workers}
-            with named_stage("load"):
-                task = make_task(config, **parts, total_steps=steps)
-            say(words(train, val, steps))
-            _say_model(config, task, device, max(train.longest, val.longest if val else 0))
-            trainer = SupervisedTrainer(config, task, run, stored_config=stored)
-            trainer.recorder.worker_spans = workers.spans
-            trainer.recorder.traces.workers = workers
-            return trainer.fit()
+        batch, steps = count_steps(config, len(train))
+        if batch < config.data.train_batch_size:
+            say(f"note: data.train_batch_size is lowered to the {batch} training rows that there are.")
+        plan_memory(config, device, resolved.explicit)
+        workers = stack.enter_context(open_workers(config, device, config.model.external_lib, run.logs))
+        stack.callback(keep_worker_logs, workers, run.logs)
+        parts = {"tokenizer": tokenizer, "train": train, "val": val, "device": device, "workers": workers}
+        with named_stage("load"):
+            task = task_class(config, **parts, total_steps=steps)
+        say(task.describe(train, val, steps))
+        _say_model(config, task, device, max(train.longest, val.longest if val else 0))
+        trainer = SupervisedTrainer(config, task, run, stored_config=stored)
+        trainer.recorder.worker_spans = workers.spans
+        trainer.recorder.traces.workers = workers
+        return trainer.fit()
 
 
 def _say_model(config: Any, task: Task, device: torch.device, longest: int) -> None:
-    facts = task.group.once("engine_facts")
+    facts = task.group.engine_facts.once()
     share = f", {facts.trained:,} of them trained" * (facts.trained < facts.parameters)
     packed = "packed rows" if facts.packed else "padded rows"
     held = f", its base in 4 bits ({config.model.quantization})" if config.model.quantization else ""
@@ -102,15 +72,7 @@ def _say_model(config: Any, task: Task, device: torch.device, longest: int) -> N
             say(f"note: {note}")
 
 
-def _load_external(config: Any) -> None:
-    if config.model.external_lib:
-        from posttrain.external import import_external
-
-        import_external(config.model.external_lib, "model.external_lib")
-        say(f"Loaded {config.model.external_lib}.")
-
-
-def _fill_embedded(config: Any, data: Any, embedded_files: Callable[[Path], dict[str, Path]]) -> None:
+def _fill_embedded(config: Any, data: Any, task: type[Task]) -> None:
     """Replace `embedded` by the model and the files that posttrain makes itself."""
     wants_model = config.model.path in (None, "embedded")
     wants_train = data is None and config.data.train_files in (None, "embedded")
@@ -119,7 +81,7 @@ def _fill_embedded(config: Any, data: Any, embedded_files: Callable[[Path], dict
     folder = ensure_embedded(say, model=wants_model)
     if wants_model:
         config.model.path = str(folder / "model")
-    files = embedded_files(folder)
+    files = task.embedded_files(folder)
     if wants_train:
         config.data.train_files = str(files["train"])
     if config.data.val_files == "embedded":

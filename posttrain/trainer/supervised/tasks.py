@@ -6,12 +6,12 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from posttrain import pulse
-from posttrain.controller.group import WorkerGroup
 from posttrain.controller.pool import LocalWorkers, Workers
 from posttrain.data.pairs import Pair, PairDataset
 from posttrain.data.sampler import sequential_batches
@@ -20,19 +20,22 @@ from posttrain.models.scorer import without_trailing_padding
 from posttrain.protocol import DataProto
 from posttrain.rollout.base import Output
 from posttrain.rollout.generate import to_batch
+from posttrain.trainer.embedded import embedded_pairs
 from posttrain.trainer.sft import sft_batch
-from posttrain.workers.supervised import PairWorker, SFTWorker, pair_losses
+from posttrain.workers.supervised import PairGroup, PairWorker, SFTGroup, SFTWorker, SupervisedGroup, pair_losses
 
 Metrics = dict[str, float]
+# Of the workers, and the folder of a checkpoint that holds their weights and optimizer state.
 ROLE = "model"
-"""Of the workers, and the folder of a checkpoint that holds their weights and optimizer state."""
 
 
 class Task(ABC):
     """Data, a model and a loss. `rows` is the number of training rows, `curve` the metric that is drawn at the end."""
 
-    worker: type
-    """Holds the model, its optimizer and its loss; here are the rows."""
+    stem: str  # begins the names of runs that have none of their own
+    dataset: type[SFTDataset] | type[PairDataset]
+    worker: type  # holds the model, its optimizer and its loss; here are the rows
+    group_type: type[SupervisedGroup]  # the calls of these workers
     curve: str
 
     def __init__(
@@ -48,10 +51,20 @@ class Task(ABC):
     ) -> None:
         self.config, self.tokenizer, self.train, self.val, self.rows = config, tokenizer, train, val, len(train)
         made = (workers or LocalWorkers()).create(ROLE, self.worker, config, tokenizer, device, total_steps=total_steps)
-        self.group: WorkerGroup = made
+        self.group = self.group_type(made)
         self.group.init_model()
+        # What a checkpoint says of the adapters and their base; None where all weights are trained.
         self.adapters: dict[str, Any] | None = self.group.lora_state()
-        """What a checkpoint says of the adapters and their base; None where all weights are trained."""
+
+    @staticmethod
+    @abstractmethod
+    def embedded_files(folder: Path) -> dict[str, Path]:
+        """`train` and `test` of the embedded data, which lie in this folder or are made from what does."""
+
+    @staticmethod
+    @abstractmethod
+    def describe(train: Any, val: Any | None, steps: int) -> str:
+        """The run in one sentence, for its start."""
 
     @abstractmethod
     def train_step(self, rows: list[int]) -> Metrics:
@@ -77,9 +90,25 @@ class Task(ABC):
 class SFTTask(Task):
     """A causal language model that learns the assistant's turns."""
 
-    worker, curve = SFTWorker, "val/loss"
+    stem, dataset, curve = "sft", SFTDataset, "val/loss"
+    worker, group_type = SFTWorker, SFTGroup
+    group: SFTGroup
     train: SFTDataset
     val: SFTDataset | None
+
+    @staticmethod
+    def embedded_files(folder: Path) -> dict[str, Path]:
+        return {"train": folder / "train.json", "test": folder / "test.json"}
+
+    @staticmethod
+    def describe(train: SFTDataset, val: SFTDataset | None, steps: int) -> str:
+        trained, total = train.tokens
+        kind = "conversations" if train.multiturn else "prompts with responses"
+        held_out = f"{len(val)} rows are held out" if val is not None else "no rows are held out"
+        return (
+            f"SFT: {steps} optimizer steps on {len(train)} rows ({kind}); an epoch has {total} tokens, {trained} of "
+            f"them the assistant's, which are trained; {held_out}."
+        )
 
     def train_step(self, rows: list[int]) -> Metrics:
         batch = sft_batch([self.train[row] for row in rows], self.tokenizer.pad_token_id)
@@ -146,9 +175,20 @@ def _common(left: list[int], right: list[int]) -> int:
 class PairTask(Task):
     """A scorer with one score per row, from a causal LM (with a new head) or from a sequence-classification folder."""
 
-    worker, curve = PairWorker, "val/accuracy"
+    stem, dataset, curve = "reward-model", PairDataset, "val/accuracy"
+    worker, group_type = PairWorker, PairGroup
+    group: PairGroup
     train: PairDataset
     val: PairDataset | None
+
+    @staticmethod
+    def embedded_files(folder: Path) -> dict[str, Path]:
+        return embedded_pairs(folder)
+
+    @staticmethod
+    def describe(train: PairDataset, val: PairDataset | None, steps: int) -> str:
+        held_out = f"{len(val)} pairs are held out" if val is not None else "no pairs are held out"
+        return f"Reward model: {steps} optimizer steps on {len(train)} pairs; {held_out}."
 
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)

@@ -5,14 +5,12 @@ from __future__ import annotations
 import torch
 
 from posttrain import pulse
-from posttrain.config.actor import ActorConfig
 from posttrain.config.algorithm import RolloutCorrectionConfig
-from posttrain.config.root import PPOConfig
+from posttrain.config.root import ActorConfig, PPOConfig
 from posttrain.engine.base import Passes, TrainEngine
 from posttrain.protocol import DataProto
-from posttrain.workers.actor.importance import finish_importance_metrics
-from posttrain.workers.actor.objective import ActorObjective
-from posttrain.workers.measures import Measures, over_steps
+from posttrain.workers.actor.objective import ActorObjective, finish_importance_metrics
+from posttrain.workers.measures import Measures, reduce_over_steps
 from posttrain.workers.plan import MiniBatch, Schedule, UpdatePlan, one_rank_plan
 
 
@@ -37,7 +35,7 @@ class DataParallelPPOActor:
         """All optimizer steps on a batch that this rank has to itself; gives their metrics."""
         schedule = actor_schedule(self.config.actor_rollout_ref.actor, self.config.trainer.seed)
         plan = one_rank_plan(data, schedule, self.objective.prepare)
-        return finish_importance_metrics(over_steps(self.execute(plan)))
+        return finish_importance_metrics(reduce_over_steps(self.execute(plan)))
 
     def execute(self, plan: UpdatePlan) -> list[Measures]:
         """The optimizer steps of a plan; gives the metrics of each."""
@@ -47,10 +45,7 @@ class DataParallelPPOActor:
     def _step(self, mini: MiniBatch) -> Measures:
         measures = self.objective.begin(mini.data)
         made = self.engine.update(mini.data, self.objective, temperature=self.temperature, passes=mini.passes)
-        measures.tell("actor/grad_norm", made["grad_norm"])
-        measures.tell("actor/lr", made["lr"])
-        measures.tell("actor/bad_steps", made["skipped"], steps="sum")
-        measures.tell("actor/optimizer_steps", 1.0, steps="sum")
+        measures.tell_update("actor", made)
         return measures.read_values()
 
     def compute_log_prob(self, data: DataProto, passes: Passes | None = None) -> dict[str, torch.Tensor]:

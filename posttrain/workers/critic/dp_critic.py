@@ -8,12 +8,10 @@ import torch
 
 from posttrain import pulse
 from posttrain.algorithms import aggregation_weights, compute_value_loss
-from posttrain.config.actor import ActorConfig
-from posttrain.config.critic import CriticConfig
-from posttrain.config.root import PPOConfig
+from posttrain.config.root import ActorConfig, CriticConfig, PPOConfig
 from posttrain.engine.base import Passes, TrainEngine
 from posttrain.protocol import DataProto
-from posttrain.workers.measures import Measures, over_steps
+from posttrain.workers.measures import Measures, reduce_over_steps
 from posttrain.workers.plan import MiniBatch, Schedule, UpdatePlan, one_rank_plan
 
 
@@ -46,7 +44,7 @@ class DataParallelPPOCritic:
     def update_critic(self, data: DataProto) -> dict[str, float]:
         """All optimizer steps on a batch that this rank has to itself; gives their metrics."""
         prepare = partial(prepare_values, loss_agg_mode=self.config.loss_agg_mode, longest=self.longest)
-        return over_steps(self.execute(one_rank_plan(data, self.schedule, prepare)))
+        return reduce_over_steps(self.execute(one_rank_plan(data, self.schedule, prepare)))
 
     def execute(self, plan: UpdatePlan) -> list[Measures]:
         """The optimizer steps of a plan; gives the metrics of each."""
@@ -56,10 +54,7 @@ class DataParallelPPOCritic:
     def _step(self, mini: MiniBatch) -> Measures:
         self.measures = measures = Measures()
         made = self.engine.update(mini.data, self._loss, passes=mini.passes)
-        measures.tell("critic/grad_norm", made["grad_norm"])
-        measures.tell("critic/lr", made["lr"])
-        measures.tell("critic/bad_steps", made["skipped"], steps="sum")
-        measures.tell("critic/optimizer_steps", 1.0, steps="sum")
+        measures.tell_update("critic", made)
         return measures.read_values()
 
     def _loss(self, micro: DataProto, outputs: dict[str, torch.Tensor]) -> torch.Tensor:

@@ -24,7 +24,7 @@ from types import FrameType, ModuleType
 from typing import Any
 
 VARIABLE = "POSTTRAIN_MUTANT"
-SECTION = "posttrain.config.base:Section"
+SECTION = "posttrain.config.schema:Section"
 """Where the base class of all sections is defined."""
 REPOSITORY = str(Path(__file__).resolve().parents[3]) + os.sep
 PRODUCT = os.path.join(REPOSITORY, "posttrain", "")

@@ -8,8 +8,8 @@ import torch
 from torch.utils.data import Dataset
 
 from posttrain.algorithms.common import read_setting as setting
+from posttrain.batch.fields import object_array
 from posttrain.data.rows import read_table
-from posttrain.protocol_fields import object_array
 from verl._missing import not_given
 
 __getattr__ = not_given(__name__)

@@ -38,12 +38,12 @@ def is_equiv(str1: str | None, str2: str | None, verbose: bool = False) -> bool:
     """Whether two answers are the same but for their spelling."""
     if str1 is None or str2 is None:
         return str1 is str2
-    from posttrain.rewards.scorers.math import plainly_same
+    from posttrain.rewards.scorers.math import same_without_algebra
 
     left, right = strip_string(str1), strip_string(str2)
     if verbose:
         print(left, right)
-    return left == right or bool(plainly_same(left, right))
+    return left == right or bool(same_without_algebra(left, right))
 
 
 def strip_string(string: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from posttrain.config import actor, critic, rollout
+from posttrain.config import rollout, root
 from verl._added import added_to
 from verl._config import BaseConfig
 from verl._missing import not_given
@@ -18,7 +18,7 @@ class ActorConfig(BaseConfig):
     """The section `actor_rollout_ref.actor`. `global_batch_info` are the counts of the whole mini-batch, to be passed
     on to `agg_loss`; empty outside of training."""
 
-    _section = actor.ActorConfig
+    _section = root.ActorConfig
     _counts: dict[str, Any] | None = None
     _counts_read = False
 
@@ -34,7 +34,7 @@ FSDPActorConfig = McoreActorConfig = ActorConfig  # `strategy` is a setting of o
 class PolicyLossConfig(BaseConfig):
     """The section `actor_rollout_ref.actor.policy_loss`."""
 
-    _section = actor.PolicyLossConfig
+    _section = root.PolicyLossConfig
 
 
 def actor_view(section: Any, counts: dict[str, Any]) -> ActorConfig:
@@ -47,7 +47,7 @@ def actor_view(section: Any, counts: dict[str, Any]) -> ActorConfig:
 class CriticConfig(BaseConfig):
     """The section `critic`."""
 
-    _section = critic.CriticConfig
+    _section = root.CriticConfig
 
 
 class RolloutConfig(BaseConfig):

@@ -1,1 +1,0 @@
-"""What every algorithm learns on the embedded task: runs side by side, their file, a table and a picture of gains."""

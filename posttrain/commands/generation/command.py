@@ -1,0 +1,221 @@
+"""`posttrain generate MODEL (--prompt TEXT | --data FILE --out FILE)`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import textwrap
+from collections.abc import Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from posttrain.commands.generation.settings import (
+    USED,
+    USED_BY_REWARDS,
+    Settings,
+    add_arguments,
+    check_model,
+    find_run_of,
+    is_checkpoint,
+    read_settings,
+    split_words,
+)
+from posttrain.commands.generation.workers import Share, run_workers, shares
+from posttrain.config.options import OptionParser
+from posttrain.errors import UserError
+from posttrain.texts import own_turns
+from posttrain.tracking.waiting import waiting
+from posttrain.trainer.constants_ppo import apply_environment
+
+if TYPE_CHECKING:
+    from posttrain.commands.generation.loop import Answers
+    from posttrain.data.rows import RowTable
+
+USAGE = "posttrain generate MODEL (--prompt TEXT | --data FILE --out FILE) [options] [key=value ...]"
+
+
+def main(args: Sequence[str]) -> int:
+    """Answer the prompts; 0 when all are answered."""
+    parser = OptionParser(
+        prog="posttrain generate",
+        usage=USAGE,
+        description="Responses of a model to prompts. Killed and started again, it goes on where it was.",
+    )
+    parser.add_argument(
+        "words",
+        nargs="*",
+        metavar="MODEL",
+        help="folder, hub id, `embedded`, or a run's checkpoint (.../global_step_N: its run's settings serve)",
+    )
+    parser.add_argument("--prompt", action="append", metavar="TEXT", help="a prompt to answer; may be repeated")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="file to write: .parquet or .jsonl")
+    parser.add_argument(
+        "--workers", type=int, default=1, metavar="N", help="processes that share the rows, each on a GPU of its own"
+    )
+    parser.add_argument("--share", help=argparse.SUPPRESS)  # of a worker: K/N
+    add_arguments(parser)
+    options = parser.parse_intermixed_args(list(args))
+    model, overrides = split_words(options.words, "generate")
+    if model is None:
+        parser.error("MODEL is missing: a folder, a hub id, `embedded` or a checkpoint")
+    if bool(options.prompt) == bool(options.data):
+        parser.error("give prompts with --prompt, or a file with --data (one of the two)")
+    if options.data and options.out is None:
+        parser.error("--data needs --out: the file to write (.parquet or .jsonl)")
+    if options.workers < 1 or (options.workers > 1 and options.out is None):
+        parser.error("--workers is 1 or more, and several need --data and --out")
+    apply_environment()
+    check_model(model)
+    settings = read_settings(options, overrides, settings_folder(model))
+    table = read_rows(options, settings)
+    if options.out is None:
+        return _print_answers(model, table, settings)
+    if options.workers > 1:
+        return _generate_by_workers(args, table, settings, options)
+    share = Share.read(options.share) if options.share else None
+    return generate_file(model, table, settings, options.out, overwrite=options.overwrite, share=share)
+
+
+def settings_folder(model: str) -> Path | None:
+    """The run whose settings a checkpoint brings with it."""
+    return find_run_of(Path(os.path.expandvars(os.path.expanduser(model)))) if is_checkpoint(model) else None
+
+
+def read_rows(options: argparse.Namespace, settings: Settings) -> RowTable:
+    """The rows of --data, or of --prompt."""
+    from posttrain.data.rows import load_rows, table_of_rows
+
+    if options.data:
+        files = [_embedded_file() if name == "embedded" else name for name in options.data]
+        return load_rows(files, limit=settings.config.data.val_max_samples, setting="--data")
+    key = settings.config.data.prompt_key
+    return table_of_rows([{key: text} for text in options.prompt], name="--prompt")
+
+
+def _embedded_file() -> Path:
+    """The held-out sums of the embedded task."""
+    from posttrain.trainer.embedded import ensure_embedded
+
+    return ensure_embedded(print, model=False) / "test.json"
+
+
+def _generate_by_workers(args: Sequence[str], table: RowTable, settings: Settings, options: argparse.Namespace) -> int:
+    """The same file by several processes, each with its share of the rows."""
+    from posttrain.commands.generation.files import SUFFIXES, check_rows, finished_table, remove_parts, write_results
+    from posttrain.commands.generation.session import check_target
+    from posttrain.workers.roles import pick_device
+
+    out = options.out
+    check_target(out, SUFFIXES, overwrite=options.overwrite)
+    check_rows(table, out, tools=settings.turns.enable)
+    on_gpu = pick_device(settings.config.trainer.device).type == "cuda"
+    run_workers(args, options.workers, on_gpu=on_gpu)
+    targets = [share.target(out) for share in shares(options.workers)]
+    count = write_results(out, table, finished_table(targets))
+    remove_parts(targets)
+    print(f"{out}: {count} prompts with {settings.n} {'response' if settings.n == 1 else 'responses'} each")
+    return 0
+
+
+def generate_file(
+    model: str, table: RowTable, settings: Settings, out: Path, *, overwrite: bool, share: Share | None = None
+) -> int:
+    """Answer the rows into a file; finished prompts lie in OUT.parts until all are. With a `share` only its rows are
+    answered, and the parts stay for whoever joins them."""
+    with waiting():
+        from posttrain.commands.generation.files import SUFFIXES, Parts, check_rows, write_results
+        from posttrain.commands.generation.session import Session, check_target
+
+    check_target(out, SUFFIXES, overwrite=overwrite)
+    check_rows(table, out, tools=settings.turns.enable)
+    with (
+        Session(model, table, settings) as session,
+        Parts(share.target(out) if share else out, session.described(), overwrite=overwrite) as parts,
+    ):
+        session.run(parts, lambda item, answers: None, share)
+        if share is not None:
+            return 0
+        count = write_results(out, table, parts.table())
+    parts.remove()
+    print(f"{out}: {count} prompts with {settings.n} {'response' if settings.n == 1 else 'responses'} each")
+    return 0
+
+
+_ENDS = {"length": " [cut off by --max-tokens]", "turns": " [no further turn is allowed]"}
+
+
+def _format_response(answers: Answers, number: int, tokenizer: Any) -> str:
+    """A response as it is printed: turn by turn where tools were called, each answer marked as what it is."""
+    if answers.marks is None or answers.tool_calls is None:
+        return answers.responses[number]
+    if answers.agent_scores is not None:
+        return _format_agent_turns(answers, number, tokenizer)
+    (turns,) = own_turns([answers.response_ids[number]], [answers.marks[number]], tokenizer)
+    calls, lines = json.loads(answers.tool_calls[number]), list[str]()
+    for turn, text in enumerate(turns, start=1):
+        lines.append(text)
+        lines += [f"  {call['name'] or '(no call)'} -> {call['answer']}" for call in calls if call["turn"] == turn]
+    return "\n".join(lines)
+
+
+def _format_agent_turns(answers: Answers, number: int, tokenizer: Any) -> str:
+    """A conversation that an agent led: what it told the model is marked, and its reward or its error stands behind."""
+    marked, lines = zip(answers.response_ids[number], (answers.marks or [])[number], strict=True), list[str]()
+    for own, stretch in groupby(marked, lambda one: one[1]):
+        text = tokenizer.decode([token for token, _ in stretch], skip_special_tokens=True)
+        if own or text.strip():  # a response without a word of the model's is one token that says nothing
+            lines.append(text if own else f"  -> {text}")
+    given = json.loads((answers.agent_scores or [])[number] or "null")
+    if given:
+        lines.append(f"  [{given['error'] or 'reward ' + format(given['score'], 'g')}]")
+    return "\n".join(lines)
+
+
+def _print_answers(model: str, table: RowTable, settings: Settings) -> int:
+    with waiting():
+        from posttrain.commands.generation.session import Session
+
+    found: dict[int, Any] = {}
+    with Session(model, table, settings) as session:
+        session.run(None, lambda item, answers: found.update({answers.index: answers}))
+    for item in session.prompts:
+        answers = found[item["index"]]
+        if len(table) > 1:
+            print(f"> {textwrap.shorten(str(item['raw_prompt'][-1]['content']), 100)}")
+        for number, reason in enumerate(answers.finish_reasons):
+            if settings.n > 1:
+                print(f"--- {number + 1} of {settings.n}")
+            print(_format_response(answers, number, session.tokenizer) + _ENDS.get(reason, ""))
+    if session.dropped:
+        raise UserError(f"{session.dropped} prompts are longer than the model allows and were not answered.")
+    return 0
+
+
+def sample_rows(options: argparse.Namespace, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """`options.k` responses of `options.model` to every row; each has its row's columns, `response` and `group`.
+
+    Rows whose prompts are too long for the model have none.
+    """
+    apply_environment()
+    from posttrain.commands.generation.session import Session
+    from posttrain.data.rows import table_of_rows
+
+    options.n = options.k
+    flags = argparse.Namespace(**{name: getattr(options, name) for name in ("n", "temperature", "max_tokens")})
+    used = (*USED, *USED_BY_REWARDS)
+    settings = read_settings(flags, options.settings, settings_folder(options.model), used=used)
+    found: dict[int, Answers] = {}
+    with Session(options.model, table_of_rows(rows, name=options.data), settings) as session:
+        session.run(None, lambda item, answers: found.update({answers.index: answers}))
+    return [
+        {**rows[index], "response": text, "group": index, **_own(answers, number)}
+        for index, answers in sorted(found.items())
+        for number, text in enumerate(answers.responses)
+    ]
+
+
+def _own(answers: Answers, number: int) -> dict[str, str]:
+    """With tools: what the model wrote itself, which built-in scorers read."""
+    return {} if answers.own_words is None else {"own_words": answers.own_words[number]}

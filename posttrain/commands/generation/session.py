@@ -1,0 +1,253 @@
+"""A session: model, tokenizer, prompts and engine of one command, and its pass over the prompts that are left."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+
+from posttrain.commands.generation.files import Parts
+from posttrain.commands.generation.loop import Answers, Requests, answer
+from posttrain.commands.generation.model import (
+    ModelSource,
+    find_model,
+    load_module,
+    load_tokenizer_of,
+    set_lengths,
+)
+from posttrain.commands.generation.settings import Settings, described
+from posttrain.commands.generation.workers import Share
+from posttrain.config.model import ModelConfig
+from posttrain.config.rollout import RolloutConfig
+from posttrain.conversations.opening import check_agent_names, open_conversations
+from posttrain.data.dataset import PromptDataset, PromptItem
+from posttrain.data.rows import DataError, RowTable
+from posttrain.errors import UserError, first_line
+from posttrain.models.loading import (
+    check_positions,
+    end_token_ids,
+    end_token_note,
+    model_end_ids,
+    positions_of,
+)
+from posttrain.rollout.base import Sampling
+from posttrain.rollout.engines import build_engine
+from posttrain.rollout.outside import check_installed
+from posttrain.tracking.terminal_text import print_text
+from posttrain.trainer.run.memory import is_out_of_memory
+from posttrain.workers.roles import pick_device
+
+
+def say(text: str) -> None:
+    """A note to the user; standard output is for results."""
+    print_text(text, sys.stderr)
+
+
+@dataclass
+class Speed:
+    """What was generated now, and in which time; earlier parts do not count."""
+
+    responses: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+
+    def __str__(self) -> str:
+        rate = self.tokens / self.seconds if self.seconds else 0.0
+        responses = "1 response" if self.responses == 1 else f"{self.responses:,} responses"
+        return f"{responses}, {self.tokens:,} tokens in {self.seconds:.1f} s ({rate:,.0f} tokens/s)"
+
+
+class Session:
+    """Everything that is known before weights are loaded; `run` loads them and generates. Use `with`: tools that the
+    model may call are open meanwhile."""
+
+    def __init__(self, name: str, table: RowTable, settings: Settings, *, rewards: bool = False) -> None:
+        self.settings, self.config = settings, settings.config
+        check_installed(self.config.actor_rollout_ref.rollout.name)
+        self.source: ModelSource = find_model(name, settings, say)
+        self.tokenizer = load_tokenizer_of(self.source, raw=settings.raw)
+        set_lengths(self.source, settings)
+        self.device = pick_device(self.config.trainer.device)
+        with ExitStack() as opened:
+            self.turns = opened.enter_context(open_conversations(self.config, self.tokenizer, self.device, say))
+            tools = self.turns.schemas if self.turns else ()
+            self.prompts = self._prompts(table, tools)
+            check_agent_names(self.turns, self.prompts.column("agent_name"))
+            self._opened = opened.pop_all()
+        self.dropped = len(table) - len(self.prompts)
+        self.engine_name, self.speed = "", Speed()
+        for note in self.prompts.notes if rewards else self.prompts.prompt_notes:
+            say(f"note: {note}")
+
+    def _prompts(self, table: RowTable, tools: Any) -> PromptDataset:
+        data = self.config.data
+        try:
+            return PromptDataset(table, self.tokenizer, data, split="val", tools=tools)
+        except DataError as error:
+            if "data.max_prompt_length" in self.settings.given or "Raise data.max_prompt_length" not in str(error):
+                raise
+            raise DataError(
+                f"{error} Nobody set it: it is what the model's positions leave beside --max-tokens "
+                f"{data.max_response_length}; a smaller one leaves more."
+            ) from None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        self._opened.__exit__(*exc)
+
+    def described(self) -> dict[str, Any]:
+        """What the samples depend on."""
+        model = self.config.actor_rollout_ref
+        prompts = hashlib.sha256()
+        for item in self.prompts:
+            prompts.update(json.dumps([item["index"], item["prompt_ids"]]).encode())
+        return {
+            **described(self.settings),
+            "engine": model.rollout.name,
+            "dtype": model.model.dtype,
+            "model": self.source.described(),
+            "prompts": prompts.hexdigest()[:32],
+        }
+
+    def run(
+        self, parts: Parts | None, on_prompt: Callable[[PromptItem, Answers], None], share: Share | None = None
+    ) -> None:
+        """Answer every prompt (of the share) that has none in `parts`; each goes to `parts` and to `on_prompt`."""
+        finished = set(parts.finished()) if parts is not None else set()
+        own = [item for item in self.prompts if share is None or share.has(item["index"])]
+        todo = [item for item in own if item["index"] not in finished]
+        if finished:
+            say(f"{len(finished)} of {len(own)} prompts were finished before; going on with the others.")
+        if not todo:
+            return
+        rollout, data = self.config.actor_rollout_ref.rollout, self.config.data
+        with explain_out_of_memory(rollout, data.max_response_length):
+            self._answer(todo, parts, on_prompt)
+        say(str(self.speed))
+
+    def _answer(
+        self, todo: list[PromptItem], parts: Parts | None, on_prompt: Callable[[PromptItem, Answers], None]
+    ) -> None:
+        device, settings = self.device, self.settings
+        plan_cache(settings, self.source.config, device, len(todo), say)
+        module = load_module(self.source, device).requires_grad_(False)
+        rollout, data = self.config.actor_rollout_ref.rollout, self.config.data
+        longest = data.max_prompt_length + data.max_response_length
+        note = check_positions(positions_of(module), longest)
+        if note:
+            say(f"note: {note}")
+        engine, self.engine_name = build_engine(rollout, module, self.tokenizer, device=device, longest=longest)
+        say(f"{self.source.name} on {device}, engine {self.engine_name}")
+        by_index = {item["index"]: item for item in todo}
+        started = time.perf_counter()
+        engine.wake()
+        with self._bar(len(todo)) as bar:
+            for answers in answer(
+                Requests(engine, self._sampling(module), self.turns),
+                todo,
+                n=settings.n,
+                seed=self.config.trainer.seed,
+                decode=lambda ids: self.tokenizer.decode(ids, skip_special_tokens=True),
+                in_flight=2 * max(rollout.max_num_seqs, settings.n),
+            ):
+                if parts is not None:
+                    parts.add(answers)
+                on_prompt(by_index[answers.index], answers)
+                self.speed.responses += settings.n
+                self.speed.tokens += answers.tokens
+                self.speed.seconds = time.perf_counter() - started
+                bar.set_postfix_str(f"{self.speed.tokens / self.speed.seconds:,.0f} tokens/s", refresh=False)
+                bar.update(settings.n)
+
+    def _bar(self, prompts: int) -> Any:
+        from tqdm import tqdm
+
+        return tqdm(total=prompts * self.settings.n, unit="response", disable=not sys.stderr.isatty(), file=sys.stderr)
+
+    def _sampling(self, module: torch.nn.Module) -> Sampling:
+        rollout, settings = self.config.actor_rollout_ref.rollout, self.settings
+        end_ids = end_token_ids(self.tokenizer, model_end_ids(module))
+        size = getattr(module.config.get_text_config(), "vocab_size", None)  # pyright: ignore
+        if not rollout.ignore_eos and (note := end_token_note(end_ids, size)):
+            say(f"note: {note}")
+        return Sampling(
+            max_tokens=self.config.data.max_response_length,
+            temperature=settings.temperature or 1.0,
+            greedy=settings.temperature == 0,
+            top_p=rollout.top_p,
+            top_k=rollout.top_k,
+            min_p=rollout.min_p,
+            repetition_penalty=rollout.repetition_penalty,
+            stop_token_ids=() if rollout.ignore_eos else end_ids,
+            stop=tuple(rollout.stop),
+        )
+
+
+def check_target(path: Path, suffixes: tuple[str, ...], *, overwrite: bool) -> None:
+    """A result is written where nothing is, unless `--overwrite` says so."""
+    if path.suffix not in suffixes:
+        raise UserError(f"--out {path}: the suffix decides the format; give {' or '.join(suffixes)}")
+    if path.exists() and not overwrite:
+        raise UserError(f"--out {path} exists; name another file, or give --overwrite")
+
+
+Say = Callable[[str], None]
+
+
+def plan_cache(settings: Settings, model: ModelConfig, device: torch.device, prompts: int, say: Say) -> None:
+    """On a CUDA device: where nobody has set it, the cache may grow to what the model and its passes leave of the
+    memory that is free before they are loaded, as another process (a run, say) may hold the rest. What is sampled does
+    not depend on it, and rows that need less take less."""
+    if device.type != "cuda":
+        return
+    from posttrain.planning.budgets import set_cache_size
+    from posttrain.planning.memory_plan import Device, is_hopper
+    from posttrain.planning.rl import RLPlanner
+
+    config = copy.deepcopy(settings.config)
+    config.actor_rollout_ref.model = model
+    config.actor_rollout_ref.rollout.n, config.data.train_batch_size = settings.n, prompts
+    config.trainer.n_gpus_per_node = config.trainer.nnodes = 1  # a checkpoint's run may have had more
+    config.actor_rollout_ref.rollout.n_workers = 0
+    try:
+        free = Device("cuda", free_bytes(device), "what is free of the GPU", is_hopper(device))
+        set_cache_size(config, free, RLPlanner().plan_generation)
+    except Exception as error:  # a model whose code cannot be counted can generate nevertheless
+        say(f"note: No memory plan could be made, so that defaults stay as they are: {first_line(error)}")
+    chosen, rollout = config.actor_rollout_ref.rollout, settings.config.actor_rollout_ref.rollout
+    rollout.kv_cache_gb = chosen.kv_cache_gb
+    if rollout.gpu_memory_utilization is None and chosen.gpu_memory_utilization is not None:
+        whole = torch.cuda.get_device_properties(device).total_memory  # vLLM's share is of this
+        rollout.gpu_memory_utilization = chosen.gpu_memory_utilization * free_bytes(device) / whole
+
+
+def free_bytes(device: torch.device) -> int:
+    """What nobody holds of a CUDA device's memory."""
+    return torch.cuda.mem_get_info(device)[0]
+
+
+@contextmanager
+def explain_out_of_memory(rollout: RolloutConfig, max_tokens: int) -> Iterator[None]:
+    """Running out of memory, with what lowers it."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise UserError(
+            f"Out of memory: {first_line(error)}\n  What lowers it, with the present values:\n"
+            f"  actor_rollout_ref.rollout.max_num_seqs={rollout.max_num_seqs} (responses at once)\n"
+            f"  actor_rollout_ref.rollout.kv_cache_gb={rollout.kv_cache_gb}, --max-tokens {max_tokens}\n"
+            "  The same command goes on from what is finished."
+        ) from error

@@ -1,0 +1,113 @@
+"""Settings of conversations, two free dicts of the rollout: `multi_turn` (tools) and `agent` (your own function)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from posttrain.config.checked import Checked, Finding, check_dict, settings_of
+from posttrain.settings import ONE_OR_MORE, POSITIVE, at_least, setting
+
+TURNS_KEY, AGENT_KEY = "actor_rollout_ref.rollout.multi_turn", "actor_rollout_ref.rollout.agent"
+SIDES = ("left", "middle", "right")
+_FORMATS = Path(__file__).parent / "formats"
+# A format of tool calls is a file. It is found by its name: checking settings must not import torch.
+FORMATS = tuple(sorted(file.stem for file in _FORMATS.glob("*.py") if file.stem not in ("__init__", "base")))
+BUILT_IN = ("single_turn_agent", "tool_agent")
+"""Names of verl's own loops: what a run does without an agent, and what it does with multi_turn."""
+
+
+@dataclass(frozen=True)
+class TurnSettings:
+    """`tools` are names (`calculator`, `python`, `search`) or functions of your own (`FILE.py:NAME`)."""
+
+    enable: bool = False
+    """Answer the calls of tools in a response, and let the model go on behind the answer."""
+    tools: list[str] = field(default_factory=list)
+    """Tools that the model may call."""
+    tool_config: dict[str, Any] = field(default_factory=dict)
+    """Settings of tools by their names; each tool checks its own."""
+    tool_config_path: str | None = None
+    """A YAML file with tools of classes written for verl (`tools:` with `class_name`, `config`, `tool_schema`)."""
+    max_assistant_turns: int | None = setting(None, range=ONE_OR_MORE)
+    """Turns of the model in one response; null is as many as data.max_response_length has room for."""
+    max_parallel_calls: int = setting(1, range=ONE_OR_MORE)
+    """Calls that are answered in one turn; the model is told of those that were not."""
+    max_tool_response_length: int = setting(1024, range=ONE_OR_MORE)
+    """Characters of a tool's answer that the model is shown; what is left out is marked."""
+    tool_response_truncate_side: str = setting("middle", choices=SIDES)
+    """What is kept of a longer answer: its beginning (`left`), both ends (`middle`) or its end (`right`)."""
+    tool_timeout_s: float = setting(30.0, range=at_least(0.001))
+    """Seconds that a call may take; the model is told of one that takes longer."""
+    format: str = setting("auto", choices=("auto", *FORMATS))
+    """How the model writes calls; `auto` finds the format that reads what the chat template writes."""
+
+
+@dataclass(frozen=True)
+class AgentSettings:
+    """`path` names the function (`FILE.py:NAME`); the other two are verl's ways to do so."""
+
+    path: str | None = None
+    """The function or class that leads a conversation: `FILE.py:NAME`, `module.NAME`, or a registered name."""
+    config: dict[str, Any] = field(default_factory=dict)
+    """What it takes behind its `*`, by name."""
+    timeout_s: float = setting(60.0, range=POSITIVE)
+    """Seconds that it may take between two turns of the model; a conversation that takes longer has failed."""
+    default_agent_loop: str | None = None
+    """A registered name, as verl has it: of the rows that name none in their column `agent_name`."""
+    agent_loop_config_path: str | None = None
+    """A YAML file of verl's form: a list of `name` and `_target_`."""
+
+    @property
+    def default(self) -> str | None:
+        """The agent of rows that name none."""
+        return self.path or self.default_agent_loop
+
+    @property
+    def enable(self) -> bool:
+        return bool(self.agent_loop_config_path or (self.default and self.default not in BUILT_IN))
+
+
+def turn_settings(given: Mapping[str, Any]) -> TurnSettings:
+    """The settings of a checked dict."""
+    return settings_of(TurnSettings, given)
+
+
+def agent_settings(given: Mapping[str, Any]) -> AgentSettings:
+    """The settings of a checked dict."""
+    return settings_of(AgentSettings, given)
+
+
+def check(checked: Checked) -> Iterator[Finding]:
+    """Names, types and ranges; that there is a tool to call, and one agent at most."""
+    if hasattr(checked.config, "actor_rollout_ref"):  # supervised training has no conversations
+        yield from _check_turns(checked)
+        yield from _check_agent(checked)
+
+
+def _check_turns(checked: Checked) -> Iterator[Finding]:
+    settings = yield from check_dict(checked, TURNS_KEY, TurnSettings)
+    if settings is None:
+        return
+    if settings.enable and not (settings.tools or settings.tool_config_path):
+        what = f"`{TURNS_KEY}.enable=True`, but there is no tool that the model could call."
+        yield checked.problem(what, "name some: actor_rollout_ref.rollout.tools=[calculator]", TURNS_KEY)
+    idle = [name for name in checked.config.actor_rollout_ref.rollout.multi_turn if name != "enable"]
+    if idle and not settings.enable:
+        why = f"{TURNS_KEY}.enable is False, so that no tool is called"
+        yield f"{TURNS_KEY}: {', '.join(idle)} have no effect: {why}."
+
+
+def _check_agent(checked: Checked) -> Iterator[Finding]:
+    settings = yield from check_dict(checked, AGENT_KEY, AgentSettings)
+    if settings is None:
+        return
+    if settings.path and settings.default_agent_loop not in (None, settings.path):
+        other = settings.default_agent_loop
+        what = f"`{AGENT_KEY}.path={settings.path}` and `{AGENT_KEY}.default_agent_loop={other}` are two agents."
+        yield checked.problem(what, "keep one of them", AGENT_KEY)
+    idle = [name for name in checked.config.actor_rollout_ref.rollout.agent if name in ("config", "timeout_s")]
+    if idle and not settings.enable:
+        yield f"{AGENT_KEY}: {', '.join(idle)} have no effect: no agent is named ({AGENT_KEY}=FILE.py:NAME)."

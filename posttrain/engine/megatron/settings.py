@@ -1,0 +1,142 @@
+"""`megatron_config`, beside the strategy: how the engine `megatron` cuts a model over ranks.
+
+The engine owns these settings as one free dict, and checks them here.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from posttrain.config.checked import Checked, Finding, check_dict, settings_of
+from posttrain.config.parallel import workers_of
+from posttrain.config.problem import Problem
+from posttrain.config.resolved import Resolved
+from posttrain.config.schema import lookup
+from posttrain.engine.settings import ENGINES, EngineKeys, TrainEngineEntry
+from posttrain.models.model_files import model_type_of
+from posttrain.settings import ONE_OR_MORE, setting
+
+NAME, SECTION = "megatron", "megatron_config"
+DENSE, EXPERTS = ("llama", "mistral", "qwen2", "qwen3"), ("mixtral", "qwen3_moe")
+MODEL_TYPES = (*DENSE, *EXPERTS)
+"""`model_type` in the config.json of models that the engine trains."""
+
+
+def install_words(strategy: str) -> str:
+    """What to do without the package."""
+    return f'pip install "posttrain[megatron]" brings it; or set {strategy}=fsdp2'
+
+
+@dataclass(frozen=True)
+class MegatronSettings:
+    """Sizes also have `model_` in their names (`tensor_model_parallel_size`)."""
+
+    tensor_parallel_size: int = setting(1, range=ONE_OR_MORE)
+    """Ranks that share every matrix of a layer."""
+    pipeline_parallel_size: int = setting(1, range=ONE_OR_MORE)
+    """Stages, each on ranks of its own, that share the layers."""
+    expert_parallel_size: int = setting(1, range=ONE_OR_MORE)
+    """Ranks that share the experts of a layer of a mixture of experts."""
+
+
+def megatron_settings(given: Mapping[str, Any]) -> MegatronSettings:
+    """The settings of a checked dict."""
+    return settings_of(MegatronSettings, given)
+
+
+def is_installed() -> bool:
+    """Whether there is a megatron-core to import; nothing is imported to find out."""
+    try:
+        return importlib.util.find_spec("megatron.core") is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def check_megatron(checked: Checked, keys: EngineKeys) -> Iterator[Finding]:
+    """Names, types and sizes; and that they are this engine's run's."""
+    section = lookup(checked.config, keys.section)
+    chosen, given, key = section.strategy == NAME, section.megatron_config, f"{keys.section}.{SECTION}"
+    if given and not chosen:
+        so = f"only the engine megatron cuts a model so, and {keys.strategy}={section.strategy}"
+        idle = f"{key}: {', '.join(given)}: {so}"
+        if keys.strategy in checked.explicit:
+            yield f"{idle}: they have no effect."
+        else:
+            yield checked.problem(f"{idle}.", f"set {keys.strategy}=megatron, or remove them", key)
+        return
+    settings = yield from check_dict(checked, key, MegatronSettings, "give the number of ranks, or leave it out")
+    if chosen and settings is not None:
+        yield from _sizes(checked, key, settings)
+        yield from _not_together(checked, keys)
+
+
+def _sizes(checked: Checked, key: str, settings: MegatronSettings) -> Iterator[Finding]:
+    """Sizes that do not divide the workers."""
+    workers = workers_of(checked.config)
+    tensor, pipeline, expert = (
+        settings.tensor_parallel_size,
+        settings.pipeline_parallel_size,
+        settings.expert_parallel_size,
+    )
+    whole = "trainer.n_gpus_per_node x trainer.nnodes"
+    if workers % (tensor * pipeline):
+        what = (
+            f"{key}: tensor_parallel_size={tensor} x pipeline_parallel_size={pipeline} = {tensor * pipeline} workers "
+            f"hold one copy of the model, which does not divide the {workers} worker(s) of the run ({whole})."
+        )
+        yield checked.problem(what, f"set sizes whose product divides {workers}, or another number of workers", key)
+    elif (workers // pipeline) % expert:
+        what = (
+            f"`{key}.expert_parallel_size={expert}` does not divide the {workers // pipeline} worker(s) of a stage "
+            f"({workers} workers / pipeline_parallel_size={pipeline})."
+        )
+        yield checked.problem(what, f"set a size that divides {workers // pipeline}", key)
+
+
+def _not_together(checked: Checked, keys: EngineKeys) -> Iterator[Finding]:
+    """Settings that this engine cannot follow."""
+    sharded = "it cuts weights by tensor_parallel_size and pipeline_parallel_size"
+    for role in keys.roles.values():
+        model = lookup(checked.config, role.model)
+        odd = {
+            f"{role.model}.lora_rank": (model.lora_rank > 0, "adapters are not built for it"),
+            f"{role.model}.quantization": (
+                getattr(model, "quantization", None) is not None,
+                "weights of 4 bits are not built for it",
+            ),
+            f"{role.model}.use_remove_padding": (not model.use_remove_padding, "it computes packed rows only"),
+            role.sequence_size: (lookup(checked.config, role.sequence_size) != 1, sharded),
+            role.fsdp_size: (lookup(checked.config, role.fsdp_size) not in (-1, 1), sharded),
+        }
+        for key, (is_so, why) in odd.items():
+            if is_so:
+                what = f"`{key}` cannot be used with {keys.strategy}=megatron: {why}."
+                yield checked.problem(what, f"remove {key}, or set {keys.strategy}=fsdp2", key)
+
+
+def check_megatron_environment(resolved: Resolved, cwd: Path, keys: EngineKeys) -> Iterator[Problem]:
+    """The package that a run needs, and models of a kind that the engine does not train, known from their config.json
+    alone: the weights of a large one take an hour to load."""
+    if not is_installed():
+        what = f"`{keys.strategy}=megatron`: the package megatron-core is not installed in this environment."
+        yield Problem(what, resolved.where(keys.strategy), install_words(keys.strategy))
+    for key in (f"{role.model}.path" for role in keys.roles.values()):
+        name = resolved.value(key)
+        kind = None if name in (None, "embedded") else model_type_of(str(name), cwd)
+        if kind is not None and kind not in MODEL_TYPES:
+            what = f"`{key}={name}`: models of type {kind} cannot be trained with {keys.strategy}=megatron; it trains "
+            what += f"{', '.join(MODEL_TYPES)}."
+            yield Problem(what, resolved.where(key), f"give another model, or set {keys.strategy}=fsdp2", (key,))
+
+
+ENGINES[NAME] = TrainEngineEntry(
+    own_settings=SECTION,
+    check=check_megatron,
+    check_environment=check_megatron_environment,
+    loads_on_host=True,
+    plan_note="Counted as FSDP shares it: what Megatron's ranks hold by their sizes, and its buffers, are not.",
+)

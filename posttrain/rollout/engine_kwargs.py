@@ -1,0 +1,142 @@
+"""`actor_rollout_ref.rollout.engine_kwargs`: arguments of a rollout engine's own, as a free dict under its name.
+
+    engine_kwargs: {vllm: {max_model_len: 4096, block_size: 32}}
+
+Those of the engine that generates reach it; null is "not given". Which names an engine of another package knows only
+that package can say: they are read from its source where it is installed. What posttrain itself decides is refused,
+with the setting that decides it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from posttrain.config.checked import Checked, Finding, nearest_name
+from posttrain.config.choices import ROLLOUT_ENGINES
+from posttrain.config.parallel import ROLLOUT_WORKERS, rollout_workers_of, runs_on_cpu
+from posttrain.config.problem import Problem
+from posttrain.config.resolved import Resolved
+from posttrain.rollout.outside_engine import KEY, ROLLOUT, OutsideEngine, given_for, is_count
+from posttrain.rollout.sglang.settings import SGLANG
+from posttrain.rollout.vllm.settings import VLLM
+
+OUTSIDE: dict[str, OutsideEngine] = {engine.name: engine for engine in (VLLM, SGLANG)}
+_NAME = f"{ROLLOUT}.name"
+ELSEWHERE = ("trtllm", "dynamo")
+"""Engines that verl has, too."""
+
+
+def longest_row(engine: str, engine_kwargs: Mapping[str, Any], longest: int) -> int:
+    """Tokens of the rows that an engine of another package is made for, in a run whose own have so many."""
+    known = OUTSIDE[engine]
+    return known.given(engine_kwargs).get(known.length) or longest
+
+
+def check(checked: Checked) -> Iterator[Finding]:
+    """`engine_kwargs`, and settings that only one engine follows."""
+    if hasattr(checked.config, "actor_rollout_ref"):  # supervised training has no rollout
+        yield from _check_quantization(checked)
+        yield from _check_engine_kwargs(checked)
+
+
+def _check_quantization(checked: Checked) -> Iterator[Finding]:
+    rollout, key = checked.config.actor_rollout_ref.rollout, f"{ROLLOUT}.quantization"
+    others = [name for name in ROLLOUT_ENGINES if name != "native"]  # an engine of the user's own may read it
+    if rollout.quantization is not None and rollout.name in others:
+        what = f"`{key}={rollout.quantization}` is built for the engine native, and rollout.name={rollout.name}."
+        yield checked.problem(what, f"set {ROLLOUT}.name=native, or remove it", key)
+
+
+def _check_engine_kwargs(checked: Checked) -> Iterator[Finding]:
+    """Names of engines; for the one that generates, what it takes; for others a note."""
+    rollout, idle = checked.config.actor_rollout_ref.rollout, []
+    for engine, given in rollout.engine_kwargs.items():
+        known = tuple(dict.fromkeys((*ROLLOUT_ENGINES, *ELSEWHERE, rollout.name)))
+        if engine not in known:
+            what = f"`{KEY}.{engine}`: there is no rollout engine of this name; known: {', '.join(known)}."
+            yield _problem(checked, what, nearest_name(engine, known))
+        elif given is not None and not isinstance(given, dict):
+            what = f"`{KEY}.{engine}={given}`: expected arguments by their names."
+            yield _problem(checked, what, f"give such as {KEY}.{engine}.NAME=VALUE")
+        elif engine != rollout.name:
+            idle += [f"{KEY}.{engine}.{name}" for name in given_for(engine, rollout.engine_kwargs)]
+        elif engine in OUTSIDE:
+            yield from _of_outside(checked, OUTSIDE[engine], given_for(engine, rollout.engine_kwargs))
+        elif engine in ("native", "hf") and given:
+            what = f"`{KEY}.{engine}`: this engine has no arguments of its own."
+            yield _problem(checked, what, f"set those of {ROLLOUT}")
+    if idle:
+        verb = "has" if len(idle) == 1 else "have"
+        yield f"{', '.join(idle)} {verb} no effect with {ROLLOUT}.name={rollout.name}."
+
+
+def _of_outside(checked: Checked, engine: OutsideEngine, given: Mapping[str, Any]) -> Iterator[Finding]:
+    """What is wrong whatever the engine's version."""
+    for what, do in engine.faults(given):
+        yield _problem(checked, what, do)
+    data, length = checked.config.data, given.get(engine.length)
+    longest = data.max_prompt_length + data.max_response_length
+    if length is not None and is_count(length) and length < longest:
+        what = f"`{engine.key}.{engine.length}={length}`: rows may have {longest} tokens (data.max_prompt_length + "
+        what += "data.max_response_length)."
+        yield _problem(checked, what, f"set it to {longest} or more, leave it out, or make rows shorter")
+    if runs_on_cpu(checked.config):
+        for name in engine.on_cpu.keys() & given.keys():
+            if given[name] != engine.on_cpu[name]:
+                so = f"on a CPU {engine.title} runs with {engine.on_cpu[name]}"
+                yield f"{engine.key}.{name}={given[name]} has no effect: {so}."
+
+
+def check_environment(resolved: Resolved, folder: Path) -> Iterator[Problem]:
+    """An engine that is not installed or has no such argument, and devices that it cannot be spread over."""
+    if hasattr(resolved.config, "actor_rollout_ref"):
+        yield from _check_installed(resolved)
+        yield from check_on_any_machine(resolved)
+
+
+def _check_installed(resolved: Resolved) -> Iterator[Problem]:
+    engine = OUTSIDE.get(resolved.value(_NAME))
+    if engine is None:
+        return
+    if not engine.is_installed():
+        what = f"`{_NAME}={engine.name}`: the package {engine.name} is not installed in this environment."
+        yield Problem(what, resolved.where(_NAME), engine.install)
+    elif (given := engine.given(resolved.value(KEY))) and (known := engine.installed_arguments()) is not None:
+        yield from (Problem(what, source_of(resolved.where(KEY)), do) for what, do in engine.unknown(given, known))
+
+
+def check_on_any_machine(resolved: Resolved) -> Iterator[Problem]:
+    """How engines are spread over workers; `posttrain plan` may ask this for another machine than this one."""
+    name, parallel = resolved.value(_NAME), f"{ROLLOUT}.tensor_model_parallel_size"
+    size, where = resolved.value(parallel), resolved.where(parallel)
+    if name in OUTSIDE and not OUTSIDE[name].by_teams:  # whatever the size, it is 1 there
+        if size > 1:
+            what = (
+                f"`{parallel}={size}`: a {OUTSIDE[name].title} engine over several devices is not built; every worker "
+            )
+            what += "has one of its own, with the whole model in it."
+            do = f"set {parallel}=1 (`posttrain plan` says whether a device holds the model), or {_NAME}=native"
+            yield Problem(what, where, do)
+        return
+    training = ("trainer.n_gpus_per_node", "trainer.nnodes")
+    keys = (ROLLOUT_WORKERS,) if rollout_workers_of(resolved.config) else training
+    counts = [resolved.value(key) for key in keys]
+    if size > 0 and math.prod(counts) % size:
+        product = f"{' x '.join(map(str, counts))} = {math.prod(counts)}" if len(counts) > 1 else str(counts[0])
+        what = f"`{parallel}={size}` does not divide the {product} worker(s)."
+        yield Problem(what, where, f"set a divisor of {' x '.join(keys)}")
+    elif size > 1 and name == "hf":
+        what = f"`{parallel}={size}`: an engine `hf` cannot be held by several workers; each has one of its own."
+        yield Problem(what, where, f"set {parallel}=1, or {_NAME}=native")
+
+
+def source_of(where: str) -> str:
+    """Where the dict was set, without the one key that was written last."""
+    return where.partition(", written `")[0]
+
+
+def _problem(checked: Checked, what: str, do: str) -> Problem:
+    return Problem(what, source_of(checked.where(KEY)), do, (KEY,))

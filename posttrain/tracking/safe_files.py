@@ -1,0 +1,139 @@
+"""Safe reading of a run folder's files, which may be copied, cut off, replaced or malicious.
+
+A named pipe, a device, a broken link or a file of many gigabytes must not hang or fill the process that reads them, and
+a few lines of YAML can expand to billions of values. All of these raise DamagedFile with one sentence.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import yaml
+
+from posttrain.errors import UserError, first_line
+
+# Of a status or of settings: ten times what a run writes. YAML is parsed at about 100 KB a second.
+MOST_BYTES = 256 * 1024
+MOST_VALUES = 50_000  # of a file of settings, with every alias expanded
+LONGEST_LINE = 4 * 1024 * 1024
+MOST_LINE_BYTES = 512 * 1024 * 1024  # of a file with one line per step: a hundred thousand steps
+_KINDS = (
+    (stat.S_ISDIR, "a folder"),
+    (stat.S_ISFIFO, "a named pipe"),
+    (stat.S_ISSOCK, "a socket"),
+    (stat.S_ISCHR, "a device"),
+    (stat.S_ISBLK, "a device"),
+)
+
+
+class DamagedFile(UserError):
+    """A file of a run that cannot be read; the text says which and why."""
+
+
+def open_stored(path: Path) -> BinaryIO:
+    """The file, open for reading. FileNotFoundError if there is none, DamagedFile if it is not a regular file."""
+    try:
+        _require_plain(path, os.stat(path).st_mode)
+        # O_NONBLOCK: if the file was replaced by a pipe since the check, opening it would wait for a writer.
+        number = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        if os.path.islink(path):
+            raise DamagedFile(f"{path.name} is a link to a file that does not exist.") from None
+        raise
+    except OSError as error:
+        raise DamagedFile(f"{path.name} cannot be opened: {error.strerror or error}.") from error
+    try:
+        _require_plain(path, os.fstat(number).st_mode)
+    except DamagedFile:
+        os.close(number)
+        raise
+    return os.fdopen(number, "rb")
+
+
+def is_plain(path: Path) -> bool:
+    """Whether this is a regular file, which opens without waiting."""
+    try:
+        return stat.S_ISREG(os.stat(path).st_mode)
+    except OSError:
+        return False
+
+
+def read_stored(path: Path, most: int = MOST_BYTES) -> bytes:
+    """All of a small file."""
+    with open_stored(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        data = b"" if size > most else file.read(most + 1)
+    if size > most or len(data) > most:
+        raise DamagedFile(f"{path.name} has {max(size, len(data)):,} bytes; at most {most:,} are read.")
+    return data
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object that a file holds."""
+    try:
+        found = json.loads(read_stored(path))
+    except (ValueError, RecursionError) as error:
+        raise DamagedFile(f"{path.name} is not valid JSON: {first_line(error)}.") from error
+    if not isinstance(found, dict):
+        raise DamagedFile(f"{path.name} holds a {type(found).__name__}, not an object.")
+    return found
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """The YAML mapping that a file holds."""
+    text = read_stored(path).decode("utf-8", "replace")
+    try:
+        found = yaml.load(text, _BoundedLoader)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise DamagedFile(f"{path.name} is not valid YAML: {first_line(error)}.") from error
+    if found is not None and not isinstance(found, dict):
+        raise DamagedFile(f"{path.name} holds a {type(found).__name__}, not settings by name.")
+    return found or {}
+
+
+def stored_lines(path: Path, start: int = 0) -> Iterator[bytes]:
+    """Whole lines from byte `start` on, with their ends; a last line without one is left for later."""
+    with open_stored(path) as file:
+        file.seek(start)
+        place = start
+        while line := file.readline(LONGEST_LINE + 1):
+            if len(line) > LONGEST_LINE:
+                raise DamagedFile(
+                    f"{path.name} has a line of more than {LONGEST_LINE:,} bytes, from byte {place:,} on."
+                )
+            if not line.endswith(b"\n"):
+                return
+            place += len(line)
+            if place > MOST_LINE_BYTES:
+                raise DamagedFile(f"{path.name} is read up to byte {MOST_LINE_BYTES:,}; there is more.")
+            yield line
+
+
+def _require_plain(path: Path, mode: int) -> None:
+    if not stat.S_ISREG(mode):
+        kind = next((words for is_kind, words in _KINDS if is_kind(mode)), "no file")
+        raise DamagedFile(f"{path.name} is {kind}, not a file.")
+
+
+class _BoundedLoader(yaml.SafeLoader):
+    # Counts values as they would be without aliases: lists of aliases of lists of aliases grow tenfold per line.
+    def __init__(self, stream: str) -> None:
+        super().__init__(stream)
+        self._count, self._size_of = 0, {}
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        is_alias = self.check_event(yaml.AliasEvent)
+        event, before = self.peek_event(), self._count
+        node = super().compose_node(parent, index)
+        # An alias of a node that contains it is endless and has no size yet: count it as too many.
+        self._count += self._size_of.get(event.anchor, MOST_VALUES) if is_alias else 1
+        if self._count > MOST_VALUES:
+            raise yaml.YAMLError(f"it stands for more than {MOST_VALUES:,} values")
+        if not is_alias and event.anchor:
+            self._size_of[event.anchor] = self._count - before
+        return node

@@ -1,1 +1,0 @@
-"""`posttrain replay RUN STEP`: past updates made again, bit-for-bit."""

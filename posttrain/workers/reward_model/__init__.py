@@ -1,1 +1,0 @@
-"""The reward model: conversations as it reads them, and their scores."""
