@@ -19,6 +19,7 @@ from posttrain.conversations.opening import check_agent_names, open_conversation
 from posttrain.conversations.settings import TURNS_KEY as KEY
 from posttrain.conversations.settings import agent_settings, turn_settings
 from posttrain.conversations.tools.base import Tool, ToolCall
+from posttrain.conversations.tools.registry import make_tools
 from posttrain.doctor.case import Case
 from posttrain.doctor.report import ERROR, NOTE, WARNING, Finding
 from posttrain.errors import UserError
@@ -46,7 +47,12 @@ def check_tools(case: Case) -> Iterator[Finding]:
         if _has_turns(case):  # otherwise it is an error of the tokenizer, which another check reports
             yield Finding(ERROR, AREA, str(error), case.where(key))
         return
+    if not _has_turns(case):
+        yield from _unused_tools(case)
     if turns and turns.schemas:
+        case.report.fact(
+            AREA, f"Tool calls are read in the format {turns.setup.settings.format} (docs/call_formats.md)."
+        )
         shown = _tokens(case, tools=case.schemas) - _tokens(case)
         case.report.fact(
             AREA, f"Their descriptions take about {shown} tokens of every prompt (data.max_prompt_length)."
@@ -90,6 +96,20 @@ def check_named_in_rows(case: Case) -> Iterator[Finding]:
 def _has_turns(case: Case) -> bool:
     rollout = case.config.actor_rollout_ref.rollout
     return turn_settings(rollout.multi_turn).enable or agent_settings(rollout.agent).enable
+
+
+def _unused_tools(case: Case) -> Iterator[Finding]:
+    """Tools that are named in a run that calls none; a misspelt name is told all the same."""
+    settings = turn_settings(case.config.actor_rollout_ref.rollout.multi_turn)
+    if not settings.tools:
+        return
+    what = f"{_ROLLOUT}.tools names {', '.join(settings.tools)}, but no tool would be called: {KEY}.enable is False."
+    yield Finding(WARNING, AREA, what, case.where(KEY), f"set {_ROLLOUT}.multi_turn=True, or take the tools out")
+    try:
+        for tool in make_tools(settings.tools, settings.tool_config).values():
+            tool.shutdown()
+    except UserError as error:
+        yield Finding(ERROR, AREA, str(error), case.where(KEY))
 
 
 def _tokens(case: Case, **shown: Any) -> int:

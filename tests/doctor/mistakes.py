@@ -438,6 +438,21 @@ TOOL_MISTAKES = [
         setting(**{**TOOLS, "R__tools": "[calculater]"}, **ROOM),
     ),
     Mistake(
+        "a misspelt tool in a run that calls none",
+        ["error, tools", "calculater", "did you mean calculator"],
+        setting(R__tools="[calculater]"),
+    ),
+    Mistake(
+        "tools in a run that calls none",
+        ["warning, tools", "no tool would be called"],
+        setting(R__tools="[calculator]"),
+    ),
+    Mistake(
+        "a format of calls that the model does not write",
+        ["error, tools", "format=glm does not read", "format=hermes"],
+        setting(**TOOLS, **ROOM, R__multi_turn__format="glm"),
+    ),
+    Mistake(
         "rows for a misspelt tool",
         ["tools_kwargs", "24 of 32 rows", "'calculatr'", "did you mean calculator"],
         together(setting(**TOOLS, **ROOM), for_tool("calculatr")),

@@ -1,5 +1,6 @@
 """Every format reads the calls of its models, is proved by their chat templates, and is found by `auto`."""
 
+# ruff: noqa: E501 (marks of formats are long)
 from __future__ import annotations
 
 from pathlib import Path
@@ -125,7 +126,7 @@ TURNS = {
         ('[THINK][TOOL_CALLS]add[ARGS]{"a": 1}[/THINK]5', []),
     ],
     "deepseek_v3": [
-        ('<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n{"a": 1}\n```<｜tool▁call▁end｜>\n'
+        ('<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n{"a": 1}\n```<｜tool▁call▁end｜>'
          '<｜tool▁call▁begin｜>now<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
          [ToolCall("add", {"a": 1}), ToolCall("now", {})]),
     ],

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import multiprocessing
 import sys
 import threading
 import time
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
@@ -64,12 +66,15 @@ def fail(kind: str) -> str:
     raise FileNotFoundError("no file /home/me/secret/data.txt here\nTraceback: ...")
 
 
-@pytest.fixture
-def runner_of():
+@pytest.fixture(params=[True, False], ids=["processes", "threads"])
+def runner_of(request):
+    """Runners whose tools run in worker processes, and in threads as the built-in ones do."""
     made: list[ToolRunner] = []
 
     def make(*sources, timeout_s: float = 20.0, max_chars: int = 1000, side: str = "middle") -> ToolRunner:
         tools = [source if isinstance(source, Tool) else FunctionTool(source) for source in sources]
+        for tool in tools:
+            tool.isolated = request.param
         made.append(ToolRunner({t.name: t for t in tools}, timeout_s=timeout_s, max_chars=max_chars, side=side))
         return made[-1]
 
@@ -93,7 +98,7 @@ def test_answers_come_in_the_order_of_calls_and_turns_do_not_wait_for_each_other
 
 
 def test_calls_of_a_turn_and_of_several_turns_run_side_by_side(runner_of):
-    barrier = threading.Barrier(6, timeout=20)
+    barrier = multiprocessing.get_context("fork").Barrier(6, timeout=20)
 
     def meet() -> str:
         """Answers when six are here."""
@@ -106,23 +111,23 @@ def test_calls_of_a_turn_and_of_several_turns_run_side_by_side(runner_of):
 
 
 def test_no_more_calls_run_at_once_than_a_tool_allows(runner_of):
-    now, most, lock = 0, 0, threading.Lock()
+    shared = multiprocessing.get_context("fork").Array("i", [0, 0])
 
     def count() -> str:
         """Counts who is here."""
-        nonlocal now, most
-        with lock:
-            now, most = now + 1, max(most, now + 1)
+        with shared.get_lock():
+            shared[0] += 1
+            shared[1] = max(shared[1], shared[0])
         time.sleep(0.01)
-        with lock:
-            now -= 1
+        with shared.get_lock():
+            shared[0] -= 1
         return "ok"
 
     tool = FunctionTool(count)
     tool.at_once = 2
     runner = runner_of(tool)
     answers = runner.answer("c", [ToolCall("count", {})] * 12).result()
-    assert len(answers) == 12 and most == 2
+    assert len(answers) == 12 and shared[1] == 2
 
 
 def test_what_hangs_is_answered_after_its_deadline_and_holds_up_neither_other_calls_nor_the_end(runner_of):
@@ -249,9 +254,14 @@ class Counter(Tool):
     name = "counter"
     schema = {"type": "function", "function": {"name": "counter", "description": "Counts.", "parameters": {}}}  # noqa: RUF012
 
-    def __init__(self) -> None:
+    def __init__(self, log: Path | None = None) -> None:
         self.numbers: dict = {}
-        self.log: list = []
+        self.log = log
+
+    def note(self, word: str) -> None:
+        if self.log is not None:  # a file, because tools run in other processes
+            with self.log.open("a") as file:
+                file.write(f"{word}\n")
 
     async def open(self, conversation, **given):
         if given.get("broken"):
@@ -268,18 +278,17 @@ class Counter(Tool):
         return float(self.numbers[conversation])
 
     async def close(self, conversation):
-        self.log.append(conversation)
+        self.note(conversation)
         if conversation == "poor":
             raise ValueError("no end")
         del self.numbers[conversation]
 
     def shutdown(self):
-        self.log.append("shutdown")
+        self.note(f"shutdown with {len(self.numbers)} open")
 
 
-def test_each_conversation_has_its_own_state_its_reward_and_its_end(runner_of):
-    tool = Counter()
-    runner = runner_of(tool, echo)
+def test_each_conversation_has_its_own_state_its_reward_and_its_end(runner_of, tmp_path):
+    runner = runner_of(Counter(tmp_path / "log"), echo)
     runner.open("c", {"counter": {"start": 5}, "nobody": {}})
     runner.open("other", {})
     assert [ask(runner, "counter").text for _ in range(2)] == ["6", "7"]
@@ -288,7 +297,9 @@ def test_each_conversation_has_its_own_state_its_reward_and_its_end(runner_of):
     assert runner.reward("c") == 8.0 and runner.reward("other") == 0.0
     runner.close_conversation("c")
     runner.close()
-    assert tool.log == ["c", "other", "shutdown"] and tool.numbers == {}, "what is left open is closed at the end"
+    log = (tmp_path / "log").read_text().splitlines()
+    assert log[:2] == ["c", "other"], "what is left open is closed at the end"
+    assert set(log[2:]) == {"shutdown with 0 open"}
 
 
 def test_secrets_are_taken_out_and_a_tool_whose_secrets_are_none_is_broken_and_hangs_nobody(runner_of):
@@ -304,19 +315,17 @@ def test_secrets_are_taken_out_and_a_tool_whose_secrets_are_none_is_broken_and_h
     assert answer.error is not None and answer.error.startswith("unknown: There is no tool")
 
 
-def test_a_conversation_that_is_being_closed_is_waited_for_at_the_end(runner_of):
-    closed = []
-
+def test_a_conversation_that_is_being_closed_is_waited_for_at_the_end(runner_of, tmp_path):
     class Slow(Counter):
         async def close(self, conversation):
             await asyncio.sleep(0.3)
-            closed.append(conversation)
+            self.note(conversation)
 
-    runner = runner_of(Slow())
+    runner = runner_of(Slow(tmp_path / "log"))
     runner.open("ending", {})
     runner.close_conversation("ending")
     runner.close()
-    assert closed == ["ending"]
+    assert (tmp_path / "log").read_text().splitlines()[0] == "ending"
 
 
 def test_tools_that_fail_or_hang_at_the_end_hold_up_neither_the_others_nor_the_run(runner_of, monkeypatch):

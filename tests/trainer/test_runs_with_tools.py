@@ -47,6 +47,7 @@ def add():
         asked.append((a, b))
         return str(a + b)
 
+    add.isolated = False  # so that `asked` is seen here
     return asked
 
 
@@ -380,6 +381,8 @@ def test_a_tools_secret_reaches_the_tool_and_nothing_else(tiny_model, sums, tmp_
         """Tells its secret."""
         keys.append(api_key)
         return f"by {api_key}"
+
+    ask.isolated = False  # so that `keys` is seen here
 
     scripted.use(lambda read, seed: "7" if "<tool_response>" in read else call(1, 2, name="ask"))
     more = {"actor_rollout_ref__rollout__tools": ["ask"], "trainer__total_training_steps": 1}

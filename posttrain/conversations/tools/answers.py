@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from posttrain.conversations.tools.base import ToolAnswer
+from posttrain.conversations.tools.base import CallFailed, ToolAnswer
 from posttrain.masking import MASK, mask_urls
 from posttrain.texts import well_formed
 
@@ -32,6 +32,8 @@ def answer_of(value: Any) -> str | ToolAnswer:
 
 def words_of(error: BaseException) -> str:
     """An error in one line without paths and traceback: `ValueError: no such city`."""
+    if isinstance(error, CallFailed):  # these words come from a worker process
+        return error.words
     try:
         said = str(error).strip()
     except Exception:

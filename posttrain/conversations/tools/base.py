@@ -34,6 +34,14 @@ class ToolFault(Exception):
     """Raised by a tool: its text, one sentence, is what the model is told. The kind of error is `said`."""
 
 
+class CallFailed(Exception):
+    """A call failed: `kind` as in `Counts`, and the words for metrics."""
+
+    def __init__(self, kind: str, words: str) -> None:
+        super().__init__(words)
+        self.kind, self.words = kind, words
+
+
 class Tool(ABC):
     """One object serves all conversations; what belongs to one is kept under its `conversation`."""
 
@@ -42,6 +50,11 @@ class Tool(ABC):
     """OpenAI's: `{"type": "function", "function": {"name": ..., "description": ..., "parameters": ...}}`."""
     at_once: int = 32
     """Calls of this tool that run side by side; others wait, and their deadline with them."""
+    isolated: bool = True
+    """Whether calls run in worker processes, where one that hangs or exits costs that call alone. A tool that needs the
+    trainer's memory says False, and runs in a thread of it."""
+    stateless: bool = False
+    """Whether it keeps nothing between calls, so that any worker process can serve any conversation."""
     secrets: Sequence[str] = ()
     """Taken out of whatever the tool says."""
     note: str = ""

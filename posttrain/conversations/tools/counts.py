@@ -7,7 +7,7 @@ from collections import Counter
 
 UNKNOWN = "(unknown)"
 """Where calls of tools that do not exist are counted: a model may invent any number of names."""
-ERRORS = ("arguments", "open", "raised", "said", "timeout", "unknown")
+ERRORS = ("arguments", "ended", "open", "raised", "said", "timeout", "unknown")
 """Kinds of errors of a call. Beside them `close` and `reward`, of conversations, and `shutdown`, of the whole."""
 
 

@@ -15,7 +15,7 @@ from posttrain.errors import UserError
 
 
 class FunctionTool(Tool):
-    """Calls `function(**arguments)`; a coroutine function in the tool's event loop, any other in a thread.
+    """Calls `function(**arguments)`, in a worker process unless the function says `isolated = False`.
 
     Keyword-only parameters come from the settings, or from the conversation's row, which goes before them."""
 
@@ -25,6 +25,8 @@ class FunctionTool(Tool):
         self.name = name or getattr(function, "__name__", "tool")
         self.schema = schema_of(function, self.name)
         self._function, self._threads = function, Threads()
+        own = str(getattr(function, "__module__", "")).startswith("posttrain.")
+        self.isolated, self.stateless = getattr(function, "isolated", not own), True
         self._settings = taken(self.name, function, settings or {}, rest=True)
         self.secrets = secrets_of(self._settings)
         parameters = inspect.signature(function).parameters.values()
@@ -48,7 +50,8 @@ class FunctionTool(Tool):
         kwargs = {**self._settings, **self._given.get(conversation, {}), **arguments}
         if inspect.iscoroutinefunction(self._function):
             return answer_of(await self._function(**kwargs))
-        made = await self._threads.run(self._function, **kwargs)
+        # A worker process has nothing else to do; in the trainer a thread keeps the tool's event loop free.
+        made = self._function(**kwargs) if self.isolated else await self._threads.run(self._function, **kwargs)
         return answer_of(await made if inspect.isawaitable(made) else made)  # a decorator may hide `async def`
 
     async def close(self, conversation: Hashable) -> None:

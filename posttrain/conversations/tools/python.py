@@ -19,6 +19,7 @@ class PythonTool(Tool):
     """One program per core at a time. UserError at once where the kernel does not let programs be isolated."""
 
     name = "python"
+    isolated = False  # the program has a process of its own
 
     def __init__(self, timeout_s: float | None = None, memory_mb: int | None = None) -> None:
         """Seconds and megabytes of one program; None for the sandbox's own limits."""

@@ -1,15 +1,15 @@
 """Runs tool calls beside the rollout: `answer` returns at once, with a future.
 
-Everything that waits for a tool does so in one event loop, which runs no code of tools: each tool has a loop of its own
-(`Lane`). So whatever a tool does, every call has its answer soon after its deadline.
+Everything that waits for a tool does so in one event loop, which runs no code of tools: that runs in worker processes,
+or in a thread of its own for tools that are built in (`hosts.py`). So whatever a tool does, every call has its answer
+soon after its deadline.
 """
 
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
-from collections.abc import Callable, Coroutine, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
@@ -19,6 +19,7 @@ from posttrain.conversations.tools.answers import failure, presented, redacted, 
 from posttrain.conversations.tools.arguments import Misfit, fit
 from posttrain.conversations.tools.base import Tool, ToolAnswer, ToolCall, ToolFault
 from posttrain.conversations.tools.counts import UNKNOWN, Counts
+from posttrain.conversations.tools.hosts import ToolHost, host_tools, read_answer
 from posttrain.conversations.tools.lane import Lane
 
 _CLOSING_S = 5.0
@@ -37,7 +38,7 @@ class ToolRunner:
         self._opened: dict[Hashable, dict[str, asyncio.Task[str | None]]] = {}
         self._ending: set[asyncio.Task[Any]] = set()
         self._closed = False
-        self._lanes = {name: Lane(f"tool {name}") for name in tools}
+        self._hosts, self._server = host_tools(self.tools, timeout_s)
         self._places = {name: asyncio.Semaphore(tool.at_once) for name, tool in tools.items()}
         self._own = Lane("tools")
 
@@ -67,25 +68,25 @@ class ToolRunner:
         self._closed = True
         with suppress(TimeoutError):
             self._own.start(self._close_all()).result(2 * _CLOSING_S)
-        for lane in (self._own, *self._lanes.values()):
-            lane.stop()
         self._shut_down()
+        self._own.stop()
+        if self._server is not None:
+            self._server.close()
 
     def _shut_down(self) -> None:
-        """All tools side by side; one that raises is counted, one that hangs is left to itself."""
+        """All tools side by side; one that raises is counted, one that hangs is left to itself, or killed."""
 
-        def one(name: str, tool: Tool) -> None:
-            try:
-                tool.shutdown()
-            except BaseException as error:
-                self._count(name, "shutdown", error)
+        async def one(name: str, host: ToolHost) -> None:
+            with suppress(TimeoutError):
+                for error in await asyncio.wait_for(host.shutdown(), _CLOSING_S):
+                    self._count(name, "shutdown", error)
+            host.close()
 
-        ending = [threading.Thread(target=one, args=pair, daemon=True) for pair in self.tools.items()]
-        for thread in ending:
-            thread.start()
-        end = time.monotonic() + _CLOSING_S
-        for thread in ending:
-            thread.join(max(0.0, end - time.monotonic()))
+        async def every() -> None:
+            await asyncio.gather(*(one(name, host) for name, host in self._hosts.items()))
+
+        with suppress(TimeoutError):
+            self._own.start(every()).result(2 * _CLOSING_S)
 
     def _count(self, name: str, kind: str, error: BaseException) -> None:
         """An error of a conversation or of the end, which has no answer to be told in."""
@@ -137,40 +138,26 @@ class ToolRunner:
             return failure("arguments", str(error))
         problem = await self._problem_of_opening(conversation, call.name)
         if problem:
-            return failure("open", f"The tool {call.name} is not available in this conversation.", problem)
+            return self._not_open(call.name, problem)
         async with self._places[call.name]:
             start = time.perf_counter()
             try:
-                said = await self._within(call.name, lambda: tool.call(conversation, arguments))
+                said = await self._hosts[call.name].run("call", conversation, arguments)
             except TimeoutError:
                 text = f"The tool {call.name} gave no answer within {self._timeout_s:g} seconds."
                 return failure("timeout", text, seconds=time.perf_counter() - start)
             except ToolFault as error:
                 return failure("said", str(error), seconds=time.perf_counter() - start)
             except Exception as error:
-                words = words_of(error)
+                kind, words = getattr(error, "kind", "raised"), words_of(error)
+                if kind == "open":
+                    return self._not_open(call.name, words)
                 text = f"The tool {call.name} failed: {words.rstrip('.')}."
-                return failure("raised", text, words, seconds=time.perf_counter() - start)
-            return _read(call.name, said, time.perf_counter() - start)
+                return failure(kind, text, words, seconds=time.perf_counter() - start)
+            return read_answer(call.name, said, time.perf_counter() - start)
 
-    async def _within(self, name: str, work: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
-        """What a tool's coroutine gives, run in its lane; TimeoutError at the deadline, which the lane cannot delay.
-
-        Work that never began, because other work blocked the lane, is begun once more in the fresh one."""
-        for _ in range(2):
-            began = threading.Event()
-            future = asyncio.wrap_future(self._lanes[name].start(_guarded(work, began)))
-            done, _ = await asyncio.wait([future], timeout=self._timeout_s)
-            if done:
-                kind, value = future.result()
-                if kind == "raised":
-                    raise value
-                return value
-            future.cancel()
-            await self._lanes[name].renew_if_stuck()
-            if began.is_set():
-                break
-        raise TimeoutError
+    def _not_open(self, name: str, problem: str) -> ToolAnswer:
+        return failure("open", f"The tool {name} is not available in this conversation.", problem)
 
     async def _open(self, conversation: Hashable, given: dict[str, dict[str, Any]]) -> None:
         asked = [name for name, tool in self.tools.items() if _overrides(tool, "open")]
@@ -181,7 +168,7 @@ class ToolRunner:
     async def _open_one(self, name: str, conversation: Hashable, given: dict[str, Any]) -> str | None:
         """Why the tool could not be opened; None if it could."""
         try:
-            await self._within(name, lambda: self.tools[name].open(conversation, **given))
+            await self._hosts[name].run("open", conversation, given)
         except TimeoutError:
             return f"`open` gave no answer within {self._timeout_s:g} s"
         except Exception as error:
@@ -197,7 +184,7 @@ class ToolRunner:
             if await self._problem_of_opening(conversation, name):
                 return 0.0
             try:
-                return float(await self._within(name, lambda: self.tools[name].reward(conversation)))
+                return float(await self._hosts[name].run("reward", conversation))
             except Exception as error:
                 self._count(name, "reward", error)
                 return 0.0
@@ -209,7 +196,7 @@ class ToolRunner:
             if opening is not None and await opening is not None:
                 return
             try:
-                await self._within(name, lambda: self.tools[name].close(conversation))
+                await self._hosts[name].run("close", conversation)
             except Exception as error:
                 self._count(name, "close", error)
 
@@ -224,34 +211,6 @@ class ToolRunner:
         closing = {asyncio.create_task(self._close(conversation)) for conversation in list(self._opened)}
         if closing := closing | self._ending:
             await asyncio.wait(closing, timeout=_CLOSING_S)
-
-
-async def _guarded(work: Callable[[], Coroutine[Any, Any, Any]], began: threading.Event) -> tuple[str, Any]:
-    """The result, or the error as a value: nothing that a tool raises is taken for a deadline or an end of ours."""
-    began.set()
-    try:
-        return "gave", await work()
-    except asyncio.CancelledError:
-        task = asyncio.current_task()
-        if task is not None and task.cancelling():
-            raise
-        return "raised", RuntimeError("it was cancelled")
-    except TimeoutError as error:
-        return "raised", RuntimeError(str(error) or "it waited too long for something")
-    except Exception as error:
-        return "raised", error
-    except BaseException as error:  # exit() in a tool ends its call, not the run
-        return "raised", RuntimeError(f"it raised {type(error).__name__}")
-
-
-def _read(name: str, said: Any, seconds: float) -> ToolAnswer:
-    if isinstance(said, ToolAnswer):
-        error = said.error if said.error is None or said.error.startswith("said:") else f"said: {said.error}"
-        return ToolAnswer(str(said.text), error, float(said.reward), dict(said.metrics), said.seconds or seconds)
-    if isinstance(said, str):
-        return ToolAnswer(said, seconds=seconds)
-    words = f"it gave a {type(said).__name__}, no text"
-    return failure("raised", f"The tool {name} failed: {words}.", words, seconds=seconds)
 
 
 def _overrides(tool: Tool, method: str) -> bool:

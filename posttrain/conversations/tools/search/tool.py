@@ -35,6 +35,7 @@ class SearchTool(Tool):
     (`provider`: tavily, serper) whose keys have its form."""
 
     name = "search"
+    isolated = False  # its waits have deadlines, and all workers would have a copy of the index
 
     def __init__(
         self,

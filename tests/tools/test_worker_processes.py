@@ -1,0 +1,171 @@
+"""Tools in worker processes: a call that hangs, crashes or exits costs itself, however often that happens."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from posttrain.conversations.tools.base import Tool, ToolAnswer, ToolCall
+from posttrain.conversations.tools.function import FunctionTool
+from posttrain.conversations.tools.runner import ToolRunner
+
+
+def runner_of(*tools, timeout_s: float = 20.0) -> ToolRunner:
+    made = [tool if isinstance(tool, Tool) else FunctionTool(tool) for tool in tools]
+    return ToolRunner({tool.name: tool for tool in made}, timeout_s=timeout_s, max_chars=1000, side="left")
+
+
+def ask(runner: ToolRunner, name: str, conversation: object = "c", **arguments) -> ToolAnswer:
+    (answer,) = runner.answer(conversation, [ToolCall(name, arguments)]).result(60)
+    return answer
+
+
+def act(how: str) -> str:
+    """Does it."""
+    if how == "exit":
+        os._exit(3)
+    if how == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "hang":
+        threading.Event().wait()
+    if how == "fork":
+        os.fork()
+    return how
+
+
+@pytest.mark.parametrize(
+    ("how", "text", "error"),
+    [
+        ("exit", "The tool act failed: its process ended (exit code 3).", "ended: its process ended (exit code 3)"),
+        ("kill", "The tool act failed: its process ended (killed by SIGKILL).", "ended: its process ended"),
+        ("hang", "The tool act gave no answer within 1 seconds.", "timeout: "),
+        ("fork", "fork", None),
+    ],
+)
+def test_a_call_that_takes_its_process_with_it_is_answered_and_the_next_one_works(how, text, error):
+    with runner_of(act, timeout_s=1.0) as runner:
+        for _ in range(2):
+            answer = ask(runner, "act", how=how)
+            assert answer.text == text and (answer.error or "").startswith(error or "")
+            assert ask(runner, "act", how="well").text == "well"
+
+
+def test_a_tool_is_alive_after_more_hung_calls_than_it_may_have_at_once():
+    before = threading.active_count()
+    with runner_of(act, timeout_s=0.2) as runner:
+        answers = runner.answer("c", [ToolCall("act", {"how": "hang"})] * 250).result(120)
+        assert {answer.error for answer in answers} == {"timeout: The tool act gave no answer within 0.2 seconds."}
+        assert threading.active_count() <= before + 2, "nothing is left of them"
+    with runner_of(act) as runner:
+        assert ask(runner, "act", how="well").text == "well"
+
+
+class Tally(Tool):
+    """Counts the calls of a conversation from where its row begins."""
+
+    name = "tally"
+    schema = {"type": "function", "function": {"name": "tally", "parameters": {"additionalProperties": True}}}  # noqa: RUF012
+    at_once = 2
+
+    def __init__(self) -> None:
+        self.counts: dict = {}
+
+    async def open(self, conversation, start: int = 0):
+        self.counts[conversation] = start
+
+    async def call(self, conversation, arguments):
+        if arguments.get("exit"):
+            os._exit(1)
+        self.counts[conversation] += 1
+        return str(self.counts[conversation])
+
+    async def reward(self, conversation):
+        return float(self.counts[conversation])
+
+
+def test_a_conversation_stays_with_its_process_and_is_told_when_that_is_lost():
+    with runner_of(Tally()) as runner:
+        for number in range(4):
+            runner.open(number, {"tally": {"start": 10 * number}})
+        assert [ask(runner, "tally", number).text for number in (0, 1, 2, 3, 0)] == ["1", "11", "21", "31", "2"]
+        assert ask(runner, "tally", 1, exit=True).text == "The tool tally failed: its process ended (exit code 1)."
+        after = {number: ask(runner, "tally", number) for number in range(4)}
+        lost = [number for number, answer in after.items() if answer.error]
+        assert len(lost) == 2 and 1 in lost, "two conversations shared the process"
+        for number in range(4):
+            if number in lost:
+                assert "with what it kept for this conversation; it starts anew" in after[number].text
+                assert ask(runner, "tally", number).text == str(10 * number + 1)
+            else:
+                assert after[number].text == str(10 * number + (3 if number == 0 else 2))
+        assert runner.reward(3) > 30.0
+        runner.close_conversation(3)
+
+
+def test_functions_of_a_closure_run_their_random_numbers_differ_and_what_they_print_is_shown(capsys):
+    secret = object()
+
+    def draw(low: int) -> str:
+        """Draws a number."""
+        print("drawing", secret is not None)
+        time.sleep(0.3)  # so that each call has a process of its own
+        return str(random.randrange(low, 10**12))
+
+    with runner_of(draw) as runner:
+        answers = runner.answer("c", [ToolCall("draw", {"low": 0})] * 4).result(60)
+    assert len({answer.text for answer in answers}) == 4
+    assert capsys.readouterr().out.count("drawing True") == 4
+
+
+def test_a_function_may_ask_for_the_memory_of_the_trainer():
+    seen = []
+
+    def note(word: str) -> str:
+        """Keeps it."""
+        seen.append(word)
+        return "kept"
+
+    with runner_of(note) as runner:
+        assert ask(runner, "note", word="a").text == "kept" and seen == []
+    note.isolated = False
+    with runner_of(note) as runner:
+        assert ask(runner, "note", word="a").text == "kept" and seen == ["a"]
+
+
+PROGRAM = """
+import os, sys, time
+sys.path.insert(0, {tests!r})
+from test_worker_processes import *
+
+def hang(file: str) -> str:
+    "Hangs."
+    open(file, "w").write(str(os.getpid()))
+    time.sleep(600)
+
+runner = runner_of(hang)
+runner.answer("c", [ToolCall("hang", {{"file": sys.argv[1]}})]).result()
+"""
+
+
+def test_no_worker_outlives_a_run_that_is_killed(tmp_path):
+    file = tmp_path / "pid"
+    code = PROGRAM.format(tests=str(Path(__file__).parent))
+    run = subprocess.Popen([sys.executable, "-c", code, str(file)], stdin=subprocess.DEVNULL)
+    end = time.monotonic() + 60
+    while not (file.exists() and file.read_text()):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    worker = int(file.read_text())
+    run.kill()
+    run.wait()
+    while Path(f"/proc/{worker}").exists():
+        assert time.monotonic() < end
+        time.sleep(0.05)
