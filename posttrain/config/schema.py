@@ -17,12 +17,12 @@ from typing import Any, NamedTuple, TypeVar
 
 from posttrain.algorithms.registry import ADV_ESTIMATORS, ESTIMATOR_KEY, LOSS_KEY, POLICY_LOSSES, Declaration
 from posttrain.registry import Registry
-from posttrain.settings import Range, choices_of, range_of, setting
+from posttrain.settings import Range, choices_of, range_of
 
 C = TypeVar("C", bound=type)
 
 
-@typing.dataclass_transform(field_specifiers=(dataclasses.field, setting))
+@typing.dataclass_transform(field_specifiers=(dataclasses.field,))
 def section(kind: C) -> C:
     """Decorator of a section: a dataclass whose `==` and `repr` are those of `Section`."""
     # Generating these two for every section took a seventh of the time to import the loader.
