@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from posttrain import cli
 from posttrain.config import load_config
 from posttrain.errors import UserError
+from posttrain.other_systems.verl_script import command
 from posttrain.other_systems.verl_script.command import quoted
 from posttrain.other_systems.verl_script.program import find_calls
 from posttrain.other_systems.verl_script.shell import Script
@@ -93,7 +93,7 @@ def test_bash_reads_the_same(name):
 def test_nothing_of_the_script_is_run(tmp_path):
     script = tmp_path / "run.sh"
     script.write_text(f"touch {tmp_path}/ran\nX=$(touch {tmp_path}/ran)\n{START} a=`touch {tmp_path}/ran`\n")
-    cli.main(["compat", "check", str(script)])
+    command.main(["check", str(script)])
     assert not (tmp_path / "ran").exists()
 
 
@@ -110,7 +110,7 @@ CUT = {
 def test_a_command_that_is_cut_short_is_found_as_when_it_runs(rest, program, tmp_path, capsys):
     script = tmp_path / "run.sh"
     script.write_text(f"{program} \\\n  algorithm.adv_estimator=grpo \\\n{rest}echo done\n")
-    assert cli.main(["compat", "check", str(script)]) == 1
+    assert command.main(["check", str(script)]) == 1
     said = capsys.readouterr().out
     assert "This command was cut short: 2 lines" in said and "`trainer.total_epochs=2`" in said
 
@@ -121,7 +121,7 @@ def test_a_whole_command_is_not_taken_for_one_that_is_cut_short(tmp_path, capsys
     script.write_text(
         f'# {START} is started\n{START} \\\n  {keys} "$@" $EXTRA\n\n# and later\nexport A=1\n{START} {keys}\n'
     )
-    assert cli.main(["compat", "check", str(script)]) == 0
+    assert command.main(["check", str(script)]) == 0
     assert "cut short" not in capsys.readouterr().out
 
 
@@ -139,18 +139,18 @@ def test_verls_main_file_for_megatron_is_read_as_megatron(named, tmp_path, capsy
     cut = "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2"
     script.write_text(f"{START} {named} algorithm.adv_estimator=grpo {cut} trainer.n_gpus_per_node=2\n")
     out = tmp_path / "here.sh"
-    assert cli.main(["compat", "check", str(script), "--write", str(out)]) == 0
+    assert command.main(["check", str(script), "--write", str(out)]) == 0
     said = capsys.readouterr().out
     assert "not read" not in said and "no effect" not in said
     assert "actor_rollout_ref.actor.strategy=megatron" in out.read_text()
-    assert cli.main(["compat", "check", str(script), "actor_rollout_ref.actor.strategy=fsdp"]) == 0
+    assert command.main(["check", str(script), "actor_rollout_ref.actor.strategy=fsdp"]) == 0
     assert "actor_rollout_ref.actor.strategy=megatron" not in capsys.readouterr().out
 
 
 def test_a_main_file_of_the_users_own_is_not_read_and_said(tmp_path, capsys):
     script = tmp_path / "run.sh"
     script.write_text(f"{START} --config-path=conf --config-name=mine algorithm.adv_estimator=grpo\n")
-    cli.main(["compat", "check", str(script)])
+    command.main(["check", str(script)])
     assert "not read: the main file conf/mine.yaml" in capsys.readouterr().out
 
 
@@ -159,7 +159,7 @@ def test_variables_that_the_script_does_not_set_are_named_and_nothing_is_refused
     keys = "trainer.nnodes=$WORLD_SIZE trainer.n_gpus_per_node=${GPUS:?how many} data.train_batch_size=$((GPUS * 8))"
     engine = "actor_rollout_ref.rollout.name=$ENGINE actor_rollout_ref.rollout.tensor_model_parallel_size=2"
     script.write_text(f"{START} {keys} {engine} trainer.experiment_name=$RUN data.train_files=$HOME/x.parquet\n")
-    assert cli.main(["compat", "check", str(script), "--write", str(out)]) == 0
+    assert command.main(["check", str(script), "--write", str(out)]) == 0
     said = capsys.readouterr().out
     assert "set before it is run: $WORLD_SIZE (trainer.nnodes, 1 is assumed here)" in said
     assert "set before it is run: $GPUS (trainer.n_gpus_per_node, 8 is assumed here)" in said
@@ -167,10 +167,10 @@ def test_variables_that_the_script_does_not_set_are_named_and_nothing_is_refused
     assert 'trainer.nnodes=$WORLD_SIZE"' in out.read_text()
     folder = '$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)'
     script.write_text(f"ROOT={folder}\n{START} custom_reward_function.path=$ROOT/r.py trainer.n_gpus_per_node=$1\n")
-    assert cli.main(["compat", "check", str(script)]) == 0
+    assert command.main(["check", str(script)]) == 0
     assert "set before it is run: $1 (trainer.n_gpus_per_node, 8 is assumed here)" in capsys.readouterr().out
     script.write_text(f"{START} trainer.nnodes=$WORLD_SIZE algorithm.lam=$LAM trainer.nodes=$WORLD_SIZE\n")
-    assert cli.main(["compat", "check", str(script)]) == 1
+    assert command.main(["check", str(script)]) == 1
     assert "did you mean `trainer.nnodes`" in capsys.readouterr().out
 
 
@@ -182,14 +182,14 @@ def test_torchruns_counts_become_settings():
 def test_a_script_without_verl_says_what_was_looked_for(tmp_path):
     (tmp_path / "run.sh").write_text("echo hello\n")
     with pytest.raises(UserError, match="starts no program of verl"):
-        cli.main(["compat", "check", str(tmp_path / "run.sh")])
+        command.main(["check", str(tmp_path / "run.sh")])
 
 
 def test_a_file_that_is_none_is_told_in_plain_words(tmp_path):
     (tmp_path / "run.bin").write_bytes(b"\xff\xfe\x00")
     for name, says in (("none.sh", "There is no file"), (".", "is a folder"), ("run.bin", "is no text")):
         with pytest.raises(UserError, match=says) as told:
-            cli.main(["compat", "check", str(tmp_path / name)])
+            command.main(["check", str(tmp_path / name)])
         assert "Errno" not in str(told.value) and "codec" not in str(told.value)
 
 
@@ -198,21 +198,21 @@ def test_each_key_is_told_with_its_answer_and_the_status_says_whether_all_are_ta
     monkeypatch.setattr("posttrain.other_systems.verl.script.is_installed", lambda package: False)
     keys = "algorithm.adv_estimator=grpo trainer.balance_batch=True trainer.max_actor_ckpt_to_keep=3"
     script.write_text(f"{START} {keys} actor_rollout_ref.rollout.name=vllm\n")
-    assert cli.main(["compat", "check", str(script), "--all"]) == 0
+    assert command.main(["check", str(script), "--all"]) == 0
     said = capsys.readouterr().out
     assert "1 honoured, 1 translated, 1 not needed, 1 not supported" in said
     assert "added for the command here: data.max_response_length=512" in said
     assert "vLLM is not installed here" in said and "actor_rollout_ref.rollout.name=native" in said
-    monkeypatch.setattr("posttrain.other_systems.verl.script.is_installed", lambda package: True)
-    assert cli.main(["compat", "check", str(script), "--all"]) == 0
+    monkeypatch.setattr("posttrain.config.outside.OutsideEngine.is_installed", lambda self: True)
+    assert command.main(["check", str(script), "--all"]) == 0
     said = capsys.readouterr().out
     assert "2 honoured, 1 translated, 1 not needed, 0 not supported" in said and "name=native" not in said
     script.write_text(f"{START} {keys} algorithm.use_pf_ppo=True trainer.balanc_batch=True\n")
-    assert cli.main(["compat", "check", str(script)]) == 1
+    assert command.main(["check", str(script)]) == 1
     said = capsys.readouterr().out
     assert "PF-PPO's reweighting of samples is not built" in said and "did you mean `trainer.balance_batch`" in said
     script.write_text(f"{START} {keys} trainer.total_epochs=many\n")
-    assert cli.main(["compat", "check", str(script)]) == 1 and "expected an integer, got 'many'" in capsys.readouterr().out
+    assert command.main(["check", str(script)]) == 1 and "expected an integer, got 'many'" in capsys.readouterr().out
 
 
 NOT_BY_POSTTRAIN_ALONE = {
@@ -226,7 +226,7 @@ NOT_BY_POSTTRAIN_ALONE = {
 def test_every_key_of_a_script_such_as_verl_ships_is_taken_or_has_a_reason(script, capsys):
     small = ["trainer.n_gpus_per_node=8", "trainer.nnodes=1"]
     reason = NOT_BY_POSTTRAIN_ALONE.get(script.stem, "")
-    status = cli.main(["compat", "check", str(script), *small])
+    status = command.main(["check", str(script), *small])
     said = capsys.readouterr().out
     assert status == (1 if reason else 0) and reason in said, said
     assert "unknown" not in said
@@ -234,7 +234,7 @@ def test_every_key_of_a_script_such_as_verl_ships_is_taken_or_has_a_reason(scrip
 
 def test_the_written_command_means_what_the_script_means(tmp_path):
     out = tmp_path / "here.sh"
-    cli.main(["compat", "check", str(ROOT / "scripts" / "verl_scripts" / "gspo.sh"), "--write", str(out)])
+    command.main(["check", str(ROOT / "scripts" / "verl_scripts" / "gspo.sh"), "--write", str(out)])
     show = f"{shlex.quote(sys.executable)} -c 'import sys; print(chr(10).join(sys.argv[1:]))'"
     text = out.read_text().replace("python3 -m posttrain.trainer.main_ppo", show)
     words = subprocess.run(["bash", "-c", text], capture_output=True, text=True, check=True).stdout.splitlines()

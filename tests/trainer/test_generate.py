@@ -14,6 +14,7 @@ import torch
 from runs import run
 
 from posttrain import cli
+from posttrain.commands.generation import command as generate_command
 from posttrain.commands.generation import files as parts_module
 from posttrain.commands.generation import model as models
 from posttrain.commands.generation.command import settings_folder
@@ -202,10 +203,10 @@ def test_a_worker_that_fails_ends_the_command_with_its_words(lively, sums, tmp_p
     broken = tmp_path / "out.jsonl.worker_1_of_2.parts"
     broken.write_text("a file where a folder must be")
     with pytest.raises(UserError, match=r"worker 1 of 2 ended with status 2; what it said stands above"):
-        cli.generate([*command[1:], "--out", str(out), "--workers", "2"])
+        generate_command.main([*command[1:], "--out", str(out), "--workers", "2"])
     assert "cannot be made" in capfd.readouterr().err and not out.exists()
     with pytest.raises(SystemExit):
-        cli.generate([str(lively), "--prompt", "x", "--workers", "2"])
+        generate_command.main([str(lively), "--prompt", "x", "--workers", "2"])
 
 
 WRONG = {
