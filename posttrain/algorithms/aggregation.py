@@ -97,6 +97,7 @@ def aggregation_weights(
     """
     if mode not in AGGREGATION_MODES:
         raise unknown_name("loss aggregation", mode, AGGREGATION_MODES, "It is set by `loss_agg_mode`.")
+    # A run fills in data.max_response_length; this error is for calls from Python.
     if mode == "seq-mean-token-sum-norm" and (loss_scale_factor is None or loss_scale_factor <= 0):
         raise AlgorithmError(
             f"`seq-mean-token-sum-norm` divides by a constant above 0, but `loss_scale_factor` is {loss_scale_factor}. "

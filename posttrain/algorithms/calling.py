@@ -58,6 +58,7 @@ def compute_advantage(
             f"`token_level_rewards` has shape {tuple(token_level_rewards.shape)} and `response_mask` "
             f"{tuple(response_mask.shape)}: both span the response alone, (rows, response length)."
         )
+    # Estimators take different fields of the batch: each gets those that its signature names.
     offered = {"token_level_rewards": token_level_rewards, "response_mask": response_mask, **more}
     offered |= {"index": index, "config": config}
     arguments = _accepted(function, offered)

@@ -108,6 +108,7 @@ class PairDataset(ItemList[Pair]):
 
     def _margin(self, table: RowTable, row: int) -> float:
         key = self.config.margin_key
+        # Without margins the loss is the plain Bradley-Terry loss.
         if key is None:
             return 0.0
         value = table.rows[row].get(key)

@@ -37,6 +37,7 @@ class Limit:
             )
         if self.truncation == "drop":
             return [[] for _ in parallel]
+        # The lists are cut alike, so that ids and their marks stay aligned.
         kept = [part[-self.length :] if self.truncation == "left" else part[: self.length] for part in parallel]
         self.emptied += len(kept) > 1 and not any(kept[1][1:])
         return kept

@@ -95,6 +95,7 @@ def compute_gdpo_outcome_advantage(
     terms = _weighed(terms, own.gdpo_reward_weights)
     # Without the deviation a part counts by its spread as well as by its weight.
     relative = normalised if read_setting(config, "norm_adv_by_std_in_grpo", True) else above_mean
+    # Each part is relative to its own group first; only then do the weights apply.
     sums_B = np.zeros(rows)
     for term in terms:
         sums_B += term.weight * relative(term.values_B, group_B)

@@ -75,5 +75,6 @@ def _row_weights(weights_BT: torch.Tensor | None, mask: torch.Tensor) -> tuple[t
     if weights_BT is None:
         return 1.0, mask
     weights_BT = keep_masked(weights_BT.detach(), mask)
+    # The logarithm of a rejected token's weight would be -inf, and take its whole response with it.
     counted = weights_BT > 0
     return torch.exp(row_mean(torch.where(counted, weights_BT, 1.0).log(), counted)), counted

@@ -68,6 +68,7 @@ def _row(
             raise DataError(
                 f"{flag} {key}: {table.where(number)} has nothing there; its columns are {', '.join(row) or 'none'}."
             )
+    # All other columns are kept in extra_info, where a reward can read them.
     taken = {prompt_key, answer_key, "data_source" if data_source is None else None, "extra_info"}
     own = row["extra_info"] if isinstance(row.get("extra_info"), dict) else {}
     others = {key: value for key, value in row.items() if key not in taken}
