@@ -75,5 +75,7 @@ class KeptTurns:
     def _least_useful_first(self) -> Iterator[Hashable]:
         """Turns that nobody awaits yet, the one that ended last first: requests are served in the order in which they
         come, so its continuation comes after the others. Then those that are awaited, from the end of the queue."""
+        # At a quarter of the room 41% of turns found everything in this order, and 35% with the oldest first, awaited
+        # or not: in rounds that evicts what the next request continues (scripts/measure_kv_reuse.py, grants of 128).
         yield from [id for id in reversed(self.turns) if id not in self.awaited]
         yield from [id for id in reversed(self.awaited) if id in self.turns]
