@@ -15,7 +15,7 @@ from posttrain.conversations.chat import Chat
 from posttrain.conversations.environments import is_environment, play
 from posttrain.conversations.settings import AGENT_KEY as KEY
 from posttrain.conversations.settings import BUILT_IN, AgentSettings, TurnSettings
-from posttrain.conversations.tools.finding import find_named, is_place, listed_in
+from posttrain.conversations.tools.lookup import find_named, is_place, listed_in
 from posttrain.errors import UserError, first_line
 from posttrain.registry import Registry
 

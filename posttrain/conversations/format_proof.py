@@ -13,7 +13,7 @@ from typing import Any
 from posttrain.conversations.formats.base import AUTO, FORMATS, CallFormat
 from posttrain.conversations.settings import TURNS_KEY as KEY
 from posttrain.conversations.templates import CallMessages, MessageTemplate, NoTemplate
-from posttrain.conversations.tools.arguments import Misfit, fit
+from posttrain.conversations.tools.arguments import ArgumentError, convert_arguments
 from posttrain.conversations.tools.base import ToolCall
 from posttrain.errors import UserError
 
@@ -116,8 +116,10 @@ def _reads(form: CallFormat, turn: str) -> bool:
     if len(calls) != 1 or not isinstance(calls[0], ToolCall):
         return False
     try:
-        return calls[0].name == _CALL.name and fit(_CALL.name, _PARAMETERS, calls[0].arguments) == _ARGUMENTS
-    except Misfit:
+        return (
+            calls[0].name == _CALL.name and convert_arguments(_CALL.name, _PARAMETERS, calls[0].arguments) == _ARGUMENTS
+        )
+    except ArgumentError:
         return False
 
 

@@ -28,9 +28,9 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.conversations.chat import Ask, ChatFull, Generate
-from posttrain.conversations.tools.answers import words_of
+from posttrain.conversations.tools.answers import describe_error
 from posttrain.conversations.tools.base import ToolAnswer, ToolCall
-from posttrain.conversations.tools.lane import Lane
+from posttrain.conversations.tools.loop_thread import LoopThread
 from posttrain.conversations.tools.runner import ToolRunner
 from posttrain.rollout.base import Output
 from posttrain.texts import well_formed
@@ -56,7 +56,7 @@ class _Work:
     """One agent at work in an event loop."""
 
     key: Hashable
-    lane: Lane
+    lane: LoopThread
     state: str = _QUEUED
     # `queued`: it was started, or given a turn, and the event loop has not come to it yet. `calling`: it waits for a
     # tool; `generating`: for the model.
@@ -79,7 +79,7 @@ class Runner:
         # Guards the states of work, which both the agents' thread and the caller's change.
         self._lock = threading.Lock()
         self._moved = time.monotonic()
-        self._lane = Lane("agents")
+        self._lane = LoopThread("agents")
 
     # -- called by the driver -------------------------------------------------------------------------------------
     def ask(self, key: Hashable, *, inline: bool) -> Ask:
@@ -181,7 +181,7 @@ class Runner:
         except asyncio.CancelledError:
             ended = Ended(error="it was cancelled")
         except Exception as error:
-            ended = Ended(error=well_formed(f"{words_of(error)}{_place(error)}"))
+            ended = Ended(error=well_formed(f"{describe_error(error)}{_place(error)}"))
         except BaseException as error:  # exit() in an agent ends its conversation, not the run
             ended = Ended(error=f"it raised {type(error).__name__}")
         self._report(work, _ENDED, ended)
@@ -236,10 +236,10 @@ class Runner:
             for lane in {work.lane for work in queued}:
                 self._give_up(lane)
 
-    def _give_up(self, lane: Lane) -> None:
+    def _give_up(self, lane: LoopThread) -> None:
         """Abandons an event loop that is blocked, with the conversations in it."""
         if lane is self._lane:
-            self._lane = Lane("agents")
+            self._lane = LoopThread("agents")
         with self._lock:
             lost = [work for work in self._work.values() if work.lane is lane]
         for work in lost:
@@ -253,7 +253,7 @@ def _yield(wanted: Generate | list[ToolCall]) -> Generator[Any, Any, Any]:
     return (yield wanted)
 
 
-def _call_in(lane: Lane, what: Callable[[], Any]) -> None:
+def _call_in(lane: LoopThread, what: Callable[[], Any]) -> None:
     with suppress(RuntimeError):  # the loop is closed
         lane.loop.call_soon_threadsafe(what)
 

@@ -100,6 +100,7 @@ def test_tools_of_a_file_are_created_executed_rewarded_and_released(folder):
     tools = make_tools(["calculator", "judge"], {"old": {"more": 10}}, config_path=written(folder, YAML))
     assert list(tools) == ["judge", "old", "calculator"]
     assert tools["judge"].schema["function"]["parameters"]["required"] == ["answer"]
+    tools["judge"].isolated = False  # so that its instances are seen here
     with ToolRunner(tools, timeout_s=20, max_chars=1000, side="left") as runner:
         runner.open("c", {"judge": {"ground_truth": "5"}})
         runner.open("d", {"judge": {"truth": "6"}})

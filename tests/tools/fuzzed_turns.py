@@ -1,6 +1,5 @@
 """Turns that no model should write: calls of a format, cut, doubled, nested and mixed with what other formats use."""
 
-
 from __future__ import annotations
 
 import random

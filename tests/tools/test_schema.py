@@ -6,7 +6,7 @@ from typing import Any, Literal, Optional
 
 import pytest
 
-from posttrain.conversations.tools.arguments import Misfit, fit
+from posttrain.conversations.tools.arguments import ArgumentError, convert_arguments
 from posttrain.conversations.tools.schema import schema_of
 from posttrain.errors import UserError
 
@@ -126,7 +126,7 @@ PARAMETERS = schema_of(weather, "weather")["function"]["parameters"]
     ],
 )
 def test_types_are_changed_where_nothing_is_lost(given, made):
-    fitted = fit("weather", PARAMETERS, {"city": "Rome", **given})
+    fitted = convert_arguments("weather", PARAMETERS, {"city": "Rome", **given})
     (key,) = given
     assert fitted[key] == made and type(fitted[key]) is type(made)
 
@@ -150,13 +150,13 @@ def test_types_are_changed_where_nothing_is_lost(given, made):
     ],
 )
 def test_arguments_that_do_not_fit_are_refused_in_one_sentence(given, why):
-    with pytest.raises(Misfit) as caught:
-        fit("weather", PARAMETERS, {"city": "Rome", **given})
+    with pytest.raises(ArgumentError) as caught:
+        convert_arguments("weather", PARAMETERS, {"city": "Rome", **given})
     assert str(caught.value).startswith(why) and "\n" not in str(caught.value) and len(str(caught.value)) < 300
 
 
 def test_missing_arguments_and_arguments_that_are_no_object_are_refused():
-    with pytest.raises(Misfit, match=r"weather was called without city; it takes city \(string\)"):
-        fit("weather", PARAMETERS, {})
-    with pytest.raises(Misfit, match="must be a JSON object"):
-        fit("weather", PARAMETERS, ["Rome"])
+    with pytest.raises(ArgumentError, match=r"weather was called without city; it takes city \(string\)"):
+        convert_arguments("weather", PARAMETERS, {})
+    with pytest.raises(ArgumentError, match="must be a JSON object"):
+        convert_arguments("weather", PARAMETERS, ["Rome"])

@@ -14,7 +14,7 @@ import pytest
 from posttrain.conversations.tools.base import ToolAnswer, ToolCall, ToolFault
 from posttrain.conversations.tools.registry import make_tools
 from posttrain.conversations.tools.runner import ToolRunner
-from posttrain.conversations.tools.search.bm25 import BM25, words_of
+from posttrain.conversations.tools.search.bm25 import BM25, split_words
 from posttrain.conversations.tools.search.corpus import Passage, read_corpus
 from posttrain.conversations.tools.search.facts import facts
 from posttrain.conversations.tools.search.tool import SearchTool
@@ -30,12 +30,12 @@ def ask(tool: SearchTool, query: str, **more) -> str | ToolAnswer:
 
 def plain_bm25(passages: list[str], query: str) -> list[float]:
     """The formula, word by word."""
-    bags = [Counter(words_of(passage)) for passage in passages]
+    bags = [Counter(split_words(passage)) for passage in passages]
     mean = sum(bag.total() for bag in bags) / len(bags)
     scores = []
     for bag in bags:
         score = 0.0
-        for word in set(words_of(query)):
+        for word in set(split_words(query)):
             having = sum(word in other for other in bags)
             idf = math.log(1 + (len(bags) - having + 0.5) / (having + 0.5))
             score += idf * bag[word] * 2.2 / (bag[word] + 1.2 * (0.25 + 0.75 * bag.total() / mean)) if bag[word] else 0

@@ -30,7 +30,7 @@ def answer_of(value: Any) -> str | ToolAnswer:
     return str(value)
 
 
-def words_of(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """An error in one line without paths and traceback: `ValueError: no such city`."""
     if isinstance(error, CallFailed):  # these words come from a worker process
         return error.words

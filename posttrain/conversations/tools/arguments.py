@@ -1,4 +1,4 @@
-"""Arguments that a model wrote, held against a tool's schema, which is a small part of JSON Schema.
+"""Checks the arguments that a model wrote against a tool's schema, which is a small part of JSON Schema.
 
 Types are changed only where nothing is lost: "3" and 3.0 are integers, 3.5 is none; "[1, 2]" is an array.
 """
@@ -14,25 +14,25 @@ from typing import Any
 _INTEGER = re.compile(r"[+-]?[0-9]{1,400}")
 _NUMBER = re.compile(r"[+-]?([0-9]{1,400}\.?[0-9]{0,400}|\.[0-9]{1,400})([eE][+-]?[0-9]{1,4})?")
 _SHOWN, _BITS = 60, 1400
+# How deep arguments may be nested. Values nested a few hundred deep cannot be written to files, copied or shown.
 MOST_NESTED = 64
-"""How deep arguments may be nested: what is deeper than a few hundred cannot be written to files, copied or shown."""
 
 
-class Misfit(ValueError):
+class ArgumentError(ValueError):
     """Arguments do not fit; its text is one sentence for the model."""
 
 
-def fit(name: str, parameters: Mapping[str, Any], arguments: Any) -> dict[str, Any]:
-    """The arguments of a call of tool `name`, in the types that its `parameters` ask for; Misfit if they do not."""
+def convert_arguments(name: str, parameters: Mapping[str, Any], arguments: Any) -> dict[str, Any]:
+    """The arguments of a call in the types of the tool's `parameters`; ArgumentError if they do not fit."""
     known: Mapping[str, Any] = parameters.get("properties") or {}
     if not isinstance(arguments, dict):
-        raise Misfit(f"The arguments of {name} must be a JSON object, not {shown(arguments)}.")
+        raise ArgumentError(f"The arguments of {name} must be a JSON object, not {shown(arguments)}.")
     for key in arguments:
         if key not in known and not parameters.get("additionalProperties"):
-            raise Misfit(f"{name} has no parameter {shown(key)}; {_takes(known)}.")
+            raise ArgumentError(f"{name} has no parameter {shown(key)}; {_takes(known)}.")
     missing = [key for key in parameters.get("required") or () if key not in arguments]
     if missing:
-        raise Misfit(f"{name} was called without {' and '.join(missing)}; {_takes(known)}.")
+        raise ArgumentError(f"{name} was called without {' and '.join(missing)}; {_takes(known)}.")
     return {key: _fitted(f"{name}: {key}", known.get(key) or {}, value) for key, value in arguments.items()}
 
 
@@ -84,10 +84,10 @@ def _fitted(where: str, schema: Mapping[str, Any], value: Any) -> Any:
     for one in schema.get("anyOf") or ():
         try:
             return _fitted(where, one, value)
-        except Misfit:
+        except ArgumentError:
             continue
     kinds = _kinds(schema)
-    wrong = Misfit(f"{where} must be {described(schema)}, not {shown(value)}.")
+    wrong = ArgumentError(f"{where} must be {described(schema)}, not {shown(value)}.")
     if "anyOf" in schema:
         raise wrong
     if schema.get("nullable") and value is None:
@@ -112,7 +112,7 @@ def _inside(where: str, schema: Mapping[str, Any], value: Any) -> Any:
     if isinstance(value, dict) and known:
         missing = [key for key in schema.get("required") or () if key not in value]
         if missing:
-            raise Misfit(f"{where} is without {' and '.join(missing)}; {_takes(known)}.")
+            raise ArgumentError(f"{where} is without {' and '.join(missing)}; {_takes(known)}.")
         return {key: _fitted(f"{where}.{key}", known.get(key) or {}, one) for key, one in value.items()}
     if isinstance(value, dict) and isinstance(schema.get("additionalProperties"), dict):
         return {key: _fitted(f"{where}.{key}", schema["additionalProperties"], one) for key, one in value.items()}

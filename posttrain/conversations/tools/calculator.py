@@ -16,8 +16,8 @@ from typing import Any
 from posttrain.conversations.tools.base import ToolFault
 
 Number = Fraction | float
+# Characters of an expression; bits of a number's numerator or denominator; the largest n of n! and of n over k.
 _LONGEST, _BITS, _MOST = 1000, 10_000, 1000
-"""Characters of an expression; bits of a number's numerator or denominator; the largest n of n! and of n over k."""
 _SPELLINGS = str.maketrans({"×": "*", "·": "*", "÷": "/", "−": "-", "–": "-"})
 _CONSTANTS: dict[str, Number] = {"pi": math.pi, "e": math.e}
 

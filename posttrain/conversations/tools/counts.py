@@ -1,14 +1,14 @@
-"""How often each tool was called, and which errors there were: for metrics, and to tell somebody when nothing works."""
+"""How often each tool was called and which errors it had: for metrics, and for a warning when no call succeeds."""
 
 from __future__ import annotations
 
 import threading
 from collections import Counter
 
+# Calls of tools that do not exist are counted together, because a model may invent any number of names.
 UNKNOWN = "(unknown)"
-"""Where calls of tools that do not exist are counted: a model may invent any number of names."""
+# Kinds of errors of a call. `close` and `reward` are errors of conversations, `shutdown` of the run.
 ERRORS = ("arguments", "ended", "open", "raised", "said", "timeout", "unknown")
-"""Kinds of errors of a call. Beside them `close` and `reward`, of conversations, and `shutdown`, of the whole."""
 
 
 class Counts:
@@ -17,8 +17,8 @@ class Counts:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self.by_tool: dict[str, Counter[str]] = {}
+        # By tool and kind; the kind `calls` has the last error of any call.
         self.last_error: dict[tuple[str, str], str] = {}
-        """By tool and kind; under `calls` the last of any call."""
 
     def add(self, tool: str, kind: str, words: str = "") -> None:
         with self._lock:

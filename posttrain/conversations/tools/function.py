@@ -9,7 +9,7 @@ from typing import Any
 from posttrain.conversations.tools.answers import answer_of
 from posttrain.conversations.tools.base import Tool, ToolAnswer
 from posttrain.conversations.tools.schema import schema_of
-from posttrain.conversations.tools.settings import PLACE, secrets_of, taken
+from posttrain.conversations.tools.settings import PLACE, read_settings, secrets_of
 from posttrain.conversations.tools.threads import Threads
 from posttrain.errors import UserError
 
@@ -27,7 +27,7 @@ class FunctionTool(Tool):
         self._function, self._threads = function, Threads()
         own = str(getattr(function, "__module__", "")).startswith("posttrain.")
         self.isolated, self.stateless = getattr(function, "isolated", not own), True
-        self._settings = taken(self.name, function, settings or {}, rest=True)
+        self._settings = read_settings(self.name, function, settings or {}, rest=True)
         self.secrets = secrets_of(self._settings)
         parameters = inspect.signature(function).parameters.values()
         own = [one for one in parameters if one.kind is one.KEYWORD_ONLY]

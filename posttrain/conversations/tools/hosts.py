@@ -21,7 +21,7 @@ from typing import Any
 from posttrain.conversations.tools.answers import failure
 from posttrain.conversations.tools.base import CallFailed, Tool, ToolAnswer, ToolFault
 from posttrain.conversations.tools.forks import ForkServer
-from posttrain.conversations.tools.lane import Lane
+from posttrain.conversations.tools.loop_thread import LoopThread
 from posttrain.conversations.tools.worker import invoke, own_error, serve_calls
 
 
@@ -49,14 +49,14 @@ class ThreadHost(ToolHost):
 
     def __init__(self, tool: Tool, timeout_s: float) -> None:
         super().__init__(tool, timeout_s)
-        self._lane = Lane(f"tool {tool.name}")
+        self._thread = LoopThread(f"tool {tool.name}")
 
     async def run(self, method: str, conversation: Hashable, given: Mapping[str, Any] | None = None) -> Any:
         # Work that never began, because other work blocked the loop, is begun once more in a fresh one.
         for _ in range(2):
             began = threading.Event()
             work = _guarded(lambda: invoke(self.tool, method, conversation, given), began)
-            future = asyncio.wrap_future(self._lane.start(work))
+            future = asyncio.wrap_future(self._thread.start(work))
             done, _ = await asyncio.wait([future], timeout=self.timeout_s)
             if done:
                 kind, value = future.result()
@@ -64,13 +64,13 @@ class ThreadHost(ToolHost):
                     raise value
                 return value
             future.cancel()
-            await self._lane.renew_if_stuck()
+            await self._thread.renew_if_stuck()
             if began.is_set():
                 break
         raise TimeoutError
 
     def close(self) -> None:
-        self._lane.stop()
+        self._thread.stop()
 
 
 class ProcessHost(ToolHost):

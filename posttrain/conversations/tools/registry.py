@@ -9,19 +9,19 @@ from typing import Any, TypeVar
 from posttrain.config.closest import closest
 from posttrain.conversations.tools.base import Tool
 from posttrain.conversations.tools.calculator import calculator
-from posttrain.conversations.tools.finding import called_name, find_tool, is_place
 from posttrain.conversations.tools.function import FunctionTool
+from posttrain.conversations.tools.lookup import called_name, find_tool, is_place
 from posttrain.conversations.tools.python import PythonTool
 from posttrain.conversations.tools.search.tool import SearchTool
-from posttrain.conversations.tools.settings import PLACE, secrets_of, taken
+from posttrain.conversations.tools.settings import PLACE, read_settings, secrets_of
 from posttrain.conversations.tools.verl_tools import read_tools
 from posttrain.errors import UserError
 from posttrain.registry import Registry
 
 Maker = Callable[[Mapping[str, Any]], Tool]
 Made = TypeVar("Made", bound=Callable[..., Any])
+# Name -> a function, or a subclass of Tool.
 TOOLS: Registry[Any] = Registry("tool")
-"""Name -> a function, or a subclass of Tool."""
 
 
 def register_tool(name: str) -> Callable[[Made], Made]:
@@ -79,7 +79,7 @@ def _maker(source: Any, name: str) -> Maker:
         if not issubclass(source, Tool):
             base = "posttrain.conversations.tools.base.Tool"
             raise UserError(f"{source.__name__} is no tool: it must derive from {base}.")
-        tool = source(**taken(name, source, settings))
+        tool = source(**read_settings(name, source, settings))
         tool.secrets = tool.secrets or secrets_of(settings)
         return tool
 

@@ -15,15 +15,15 @@ from contextlib import suppress
 from typing import Any
 
 from posttrain.conversations.settings import SIDES
-from posttrain.conversations.tools.answers import failure, presented, redacted, words_of
-from posttrain.conversations.tools.arguments import Misfit, fit
+from posttrain.conversations.tools.answers import describe_error, failure, presented, redacted
+from posttrain.conversations.tools.arguments import ArgumentError, convert_arguments
 from posttrain.conversations.tools.base import Tool, ToolAnswer, ToolCall, ToolFault
 from posttrain.conversations.tools.counts import UNKNOWN, Counts
 from posttrain.conversations.tools.hosts import ToolHost, host_tools, read_answer
-from posttrain.conversations.tools.lane import Lane
+from posttrain.conversations.tools.loop_thread import LoopThread
 
+# When the runner ends, conversations that are still open have so many seconds together to be closed.
 _CLOSING_S = 5.0
-"""Seconds that conversations which are still open may take to be closed, all together, when the runner ends."""
 
 
 class ToolRunner:
@@ -40,7 +40,7 @@ class ToolRunner:
         self._closed = False
         self._hosts, self._server = host_tools(self.tools, timeout_s)
         self._places = {name: asyncio.Semaphore(tool.at_once) for name, tool in tools.items()}
-        self._own = Lane("tools")
+        self._own = LoopThread("tools")
 
     def open(self, conversation: Hashable, given: Mapping[str, Mapping[str, Any]]) -> None:
         """A conversation begins; `given` are its row's own arguments, by tool. Returns at once."""
@@ -91,7 +91,7 @@ class ToolRunner:
     def _count(self, name: str, kind: str, error: BaseException) -> None:
         """An error of a conversation or of the end, which has no answer to be told in."""
         try:
-            words = redacted(words_of(error), self.tools[name].secrets)
+            words = redacted(describe_error(error), self.tools[name].secrets)
         except Exception:  # secrets that are no texts
             words = type(error).__name__
         self.counts.add(name, kind, f"{kind}: {words}")
@@ -113,7 +113,7 @@ class ToolRunner:
         try:
             answer = await self._ask(tool, conversation, call) if tool is not None else self._no_such(call.name)
         except Exception as error:  # a schema that is none, metrics that are no dict
-            answer = failure("raised", f"The tool {call.name} is broken.", words_of(error))
+            answer = failure("raised", f"The tool {call.name} is broken.", describe_error(error))
         answer = self._presented(answer, tool)
         self.counts.add(name, "calls")
         if answer.error is not None:
@@ -133,8 +133,8 @@ class ToolRunner:
 
     async def _ask(self, tool: Tool, conversation: Hashable, call: ToolCall) -> ToolAnswer:
         try:
-            arguments = fit(tool.name, tool.schema["function"].get("parameters") or {}, call.arguments)
-        except Misfit as error:
+            arguments = convert_arguments(tool.name, tool.schema["function"].get("parameters") or {}, call.arguments)
+        except ArgumentError as error:
             return failure("arguments", str(error))
         problem = await self._problem_of_opening(conversation, call.name)
         if problem:
@@ -149,7 +149,7 @@ class ToolRunner:
             except ToolFault as error:
                 return failure("said", str(error), seconds=time.perf_counter() - start)
             except Exception as error:
-                kind, words = getattr(error, "kind", "raised"), words_of(error)
+                kind, words = getattr(error, "kind", "raised"), describe_error(error)
                 if kind == "open":
                     return self._not_open(call.name, words)
                 text = f"The tool {call.name} failed: {words.rstrip('.')}."
@@ -172,7 +172,7 @@ class ToolRunner:
         except TimeoutError:
             return f"`open` gave no answer within {self._timeout_s:g} s"
         except Exception as error:
-            return words_of(error)
+            return describe_error(error)
         return None
 
     async def _problem_of_opening(self, conversation: Hashable, name: str) -> str | None:

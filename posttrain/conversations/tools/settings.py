@@ -1,4 +1,4 @@
-"""Settings of one tool (`rollout.tool_config.NAME`), held against the parameters of what takes them."""
+"""Settings of one tool (`rollout.tool_config.NAME`), checked against the parameters of its function or class."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ from typing import Any
 
 from posttrain.config.closest import closest
 from posttrain.config.values import is_secret
-from posttrain.conversations.tools.arguments import Misfit, fit
+from posttrain.conversations.tools.arguments import ArgumentError, convert_arguments
 from posttrain.conversations.tools.schema import hint_schema
 from posttrain.errors import UserError
 
 PLACE = "actor_rollout_ref.rollout.tool_config"
 
 
-def taken(name: str, takes: Callable[..., Any], settings: Mapping[str, Any], *, rest: bool = False) -> dict[str, Any]:
+def read_settings(
+    name: str, takes: Callable[..., Any], settings: Mapping[str, Any], *, rest: bool = False
+) -> dict[str, Any]:
     """The settings as keyword arguments, in the types of the hints; UserError for unknown, wrong and missing ones.
 
     With `rest` only keyword-only parameters are settings, and what has no default may come with each conversation."""
@@ -39,13 +41,13 @@ def taken(name: str, takes: Callable[..., Any], settings: Mapping[str, Any], *, 
         raise UserError(f"the tool {name} needs the setting {missing[0]}: {PLACE}.{name}.{missing[0]}=...")
     for key, value in settings.items():
         try:
-            fit(name, {"properties": {key: properties[key]}}, {key: value})
-        except Misfit as error:
+            convert_arguments(name, {"properties": {key: properties[key]}}, {key: value})
+        except ArgumentError as error:
             raise UserError(_without(f"{PLACE}.{name}.{key}", error, key)) from None
-    return fit(name, {"properties": properties}, dict(settings))
+    return convert_arguments(name, {"properties": properties}, dict(settings))
 
 
-def _without(place: str, error: Misfit, key: str) -> str:
+def _without(place: str, error: ArgumentError, key: str) -> str:
     return f"{place} is of the wrong type." if is_secret(key) else f"{place}: {error}"
 
 

@@ -1,6 +1,6 @@
-"""Calls of plain functions, each in a daemon thread of its own, so that one that hangs holds up nobody.
+"""Plain functions of built-in tools and environments, each call in a daemon thread, so that none delays another.
 
-A call that is given up leaves its thread behind; too many of these, all alive, and further calls are refused.
+A call that is given up leaves its thread behind. When too many of these threads are alive, further calls are refused.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from posttrain.config.options import OptionParser
 from posttrain.config.values import parse_yaml
 from posttrain.conversations.settings import SIDES, TurnSettings
 from posttrain.conversations.tools.base import Tool, ToolAnswer, ToolCall
-from posttrain.conversations.tools.finding import called_name
+from posttrain.conversations.tools.lookup import called_name
 from posttrain.conversations.tools.registry import make_tools
 from posttrain.conversations.tools.runner import ToolRunner
 from posttrain.errors import UserError

@@ -20,12 +20,12 @@ from uuid import uuid4
 
 from posttrain.conversations.tools.answers import redacted
 from posttrain.conversations.tools.base import Tool, ToolAnswer
-from posttrain.conversations.tools.finding import find_tool, listed_in
+from posttrain.conversations.tools.lookup import find_tool, listed_in
 from posttrain.conversations.tools.settings import secrets_of
 from posttrain.errors import UserError, first_line
 
+# Classes that come with verl itself, and the built-in tools that do the same.
 _OURS = {"SearchTool": "search", "SandboxFusionTool": "python"}
-"""Classes that come with verl itself, and the tools here that do the same."""
 _METHODS = ("create", "execute", "release")
 
 

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Hashable, Mapping
 from typing import Any
 
-from posttrain.conversations.tools.answers import words_of
+from posttrain.conversations.tools.answers import describe_error
 from posttrain.conversations.tools.base import Tool, ToolAnswer, ToolFault
 from posttrain.rewards.channel import Channel
 from posttrain.texts import well_formed
@@ -52,7 +52,7 @@ def _send(channel: Channel, answer: tuple[str, Any]) -> None:
     except OSError:
         raise
     except Exception as error:  # metrics that cannot be pickled
-        channel.send(("raised", f"its answer cannot be sent: {words_of(error)}"))
+        channel.send(("raised", f"its answer cannot be sent: {describe_error(error)}"))
 
 
 async def _answer(tool: Tool, method: str, conversation: Hashable, given: Any) -> tuple[str, Any]:
@@ -73,7 +73,7 @@ async def _answer(tool: Tool, method: str, conversation: Hashable, given: Any) -
     except ToolFault as error:
         return "said", well_formed(str(error))
     except BaseException as error:  # exit() in a tool ends its call, not its worker
-        return "raised" if opened else "open", well_formed(words_of(own_error(error)))
+        return "raised" if opened else "open", well_formed(describe_error(own_error(error)))
 
 
 async def invoke(tool: Tool, method: str, conversation: Hashable, given: Mapping[str, Any] | None) -> Any:

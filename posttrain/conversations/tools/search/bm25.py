@@ -19,7 +19,7 @@ _CJK = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
 _WORD = re.compile(rf"[{_CJK}]|[^\W_{_CJK}]+")
 
 
-def words_of(text: str) -> list[str]:
+def split_words(text: str) -> list[str]:
     """Words in lower case; characters of scripts without spaces are words."""
     return _WORD.findall(text.lower())
 
@@ -34,7 +34,7 @@ class BM25:
         tokens, lengths = array("l"), np.zeros(self._size, dtype=np.int64)
         number = self._words.__getitem__
         for place, passage in enumerate(passages):
-            words = words_of(passage)
+            words = split_words(passage)
             lengths[place] = len(words)
             tokens.extend(map(number, words))
         self._words.default_factory = None  # pyright: ignore
@@ -56,7 +56,7 @@ class BM25:
     def best(self, query: str, most: int) -> list[tuple[int, float]]:
         """(passage, score) of the best, at most so many; equal scores in the order of the passages."""
         scores = np.zeros(self._size, dtype=np.float32)
-        for word in sorted({number for word in words_of(query) if (number := self._words.get(word)) is not None}):
+        for word in sorted({number for word in split_words(query) if (number := self._words.get(word)) is not None}):
             span = slice(self._starts[word], self._starts[word + 1])
             scores[self._places[span]] += self._weights[span]
         found = np.flatnonzero(scores > 0)

@@ -1,7 +1,7 @@
-"""The event loop of one tool, in a thread of its own: a tool that blocks its loop holds up no other tool.
+"""An event loop in a thread of its own: a tool of the trainer that blocks its loop delays no other tool.
 
-Whoever waits does so in another loop, with a deadline. If a lane does not react after one, it is left to itself and
-the tool goes on in a fresh one; what was under way in the old lane is answered by its own deadlines.
+Callers wait in another loop, with a deadline. If this loop does not react after one, it is abandoned and the tool
+continues in a fresh one; calls in the old loop are answered by their own deadlines.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ _REACTS_S = 0.5
 _JOIN_S = 1.0
 
 
-class Lane:
-    """Runs coroutines elsewhere; `start` returns at once."""
+class LoopThread:
+    """Runs coroutines in its thread; `start` returns at once."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -29,11 +29,11 @@ class Lane:
         self._thread.start()
 
     def start(self, work: Coroutine[Any, Any, Any]) -> Future[Any]:
-        """The future of a coroutine that runs in the lane's loop."""
+        """The future of a coroutine that runs in this loop."""
         return asyncio.run_coroutine_threadsafe(work, self.loop)
 
     async def renew_if_stuck(self) -> None:
-        """A fresh loop, if something blocks this one. Called from another loop, after a deadline has passed."""
+        """Begins a fresh loop if something blocks this one. Call it from another loop, after a deadline has passed."""
         loop, reacts = self.loop, asyncio.get_running_loop().create_future()
         ours = asyncio.get_running_loop()
 
