@@ -195,7 +195,8 @@ def _judge(
     for key in provided:
         assign(seen, key, "given in Python")  # so that no check takes it for unset
     findings = list(tree.check(Checked(seen, resolved.explicit, resolved.where)))
-    found, notes = ([one for one in findings if isinstance(one, kind)] for kind in (Problem, str))
+    found = [one for one in findings if isinstance(one, Problem)]
+    notes = [one for one in findings if isinstance(one, str)]
     problems: list[Problem] = list(merged.problems)
     known = {key for problem in problems for key in problem.keys} | merged.bad
     found = [problem for problem in found if not known.intersection(problem.keys)]
