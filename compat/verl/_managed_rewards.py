@@ -50,10 +50,10 @@ class ManagedRewards(RewardManager):
 
     def poll(self) -> list[tuple[Any, RewardResult]]:
         """Nothing before somebody waits: then all are there, and the manager sees them together."""
-        return self._settled()
+        return self._take_results()
 
     def wait(self) -> list[tuple[Any, RewardResult]]:
-        if found := self._settled():
+        if found := self._take_results():
             return found
         if not self._fed:
             return []
