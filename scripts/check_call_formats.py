@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "tools"))
-from chat_templates import TEMPLATES, tokenizer_of
+from call_templates import TEMPLATES, tokenizer_of
 from fuzzed_turns import read_all
 
 from posttrain.conversations.format_proof import prove_formats

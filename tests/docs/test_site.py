@@ -40,8 +40,8 @@ def test_every_page_is_in_the_menu_and_the_first_ones_are_in_the_order_of_a_newc
     pages = menu(nav)
     assert sorted(pages) == sorted(path.relative_to(staged).as_posix() for path in staged.rglob("*.md"))
     assert {"configuration.md", "rewards.md", "zh/overview.md", "posttrain_verl.md"} <= set(pages)
-    first = ["quickstart", "own_data", "own_reward", "own_algorithm", "tools", "workers", "plan", "coming_from_verl"]
-    first += ["coming_from_trl", "extending", "settings", "troubleshooting"]
+    first = ["quickstart", "real_model", "own_data", "own_reward", "own_algorithm", "tools", "workers", "plan"]
+    first += ["coming_from_verl", "coming_from_trl", "extending", "settings", "troubleshooting"]
     assert pages[1 : len(first) + 1] == [f"{name}.md" for name in first]
 
 

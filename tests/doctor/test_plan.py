@@ -357,7 +357,7 @@ SEQUENCE = "actor_rollout_ref.actor.ulysses_sequence_parallel_size"
     [
         ([f"{ROLLOUT}.tensor_model_parallel_size=3", f"{WORKERS}=4"], "does not divide the 4 x 1 = 4 worker"),
         ([f"{ROLLOUT}.tensor_model_parallel_size=2", f"{WORKERS}=2", f"{ROLLOUT}.name=hf"], "an engine `hf` cannot be"),
-        ([f"{ROLLOUT}.tensor_model_parallel_size=2", f"{WORKERS}=2", f"{ROLLOUT}.name=vllm"], "devices is not built"),
+        ([f"{ROLLOUT}.tensor_model_parallel_size=2", f"{WORKERS}=2", f"{ROLLOUT}.name=sglang"], "devices is not built"),
         ([f"{ROLLOUT}.tensor_model_parallel_size=8", f"{WORKERS}=8"], "4 of queries and 2 of keys; set one of 1, 2, 4"),
         ([f"{SEQUENCE}=4", f"{WORKERS}=4"], "4 heads of queries and 2 of keys, which is no multiple of it"),
         (

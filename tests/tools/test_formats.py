@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from chat_templates import TEMPLATES, chatml, tokenizer_of
+from call_templates import TEMPLATES, chatml, tokenizer_of
 from fuzzed_turns import read_all
 
 from posttrain.conversations.format_proof import WrongFormat, choose_format, prove_formats

@@ -32,7 +32,7 @@ def seen(monkeypatch):
     def advanced(self, *counts, **more):
         advance(self, *counts, **more)
         if writers:
-            writers[-1]._keep_fresh()
+            writers[-1]._refresh_status()
             found.append(json.loads((writers[-1].run.path / "status.json").read_text()))
 
     monkeypatch.setattr(RunWriter, "start", started)

@@ -126,7 +126,7 @@ def test_the_first_machine_starts_a_head_with_its_settings_and_says_what_to_type
 ):
     started, connected = heads(monkeypatch)
     monkeypatch.setenv("RAY_HEAD_ADDRESS", "auto")
-    monkeypatch.setattr(ray_node, "_facing", lambda host="": "10.0.0.7")
+    monkeypatch.setattr(ray_node, "_own_address", lambda host="": "10.0.0.7")
     monkeypatch.setattr(ray_node, "users_secret", lambda: False)
     told: list[str] = []
     settings = {"num_cpus": 3, "include_dashboard": True, "resources": {"a": 1}, "namespace": "mine"}
