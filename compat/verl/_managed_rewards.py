@@ -22,7 +22,7 @@ class ManagedRewards(RewardManager):
     def __init__(self, manager: Any, tokenizer: Any, default_source: str | None = None) -> None:
         super().__init__(None, tokenizer, default_source=default_source)
         self.manager = manager.with_tokenizer(tokenizer) if hasattr(manager, "with_tokenizer") else manager
-        self.gives_none = False
+        self.has_no_function = False
         self._rows: dict[Key, dict[str, Any]] = {}
         self._fed: list[tuple[Key, Sequence[int]]] = []
 
