@@ -459,9 +459,15 @@ def _in_fields(text: str, change: Callable[[str], str]) -> str:
             step = 2 if text.startswith("{{", at) else 1
             done, at = done + text[at : at + step], at + step
             continue
-        depth, end = 1, at + 1
+        depth, end, quote = 1, at + 1, ""
         while end < len(text) and depth:
-            depth += (text[end] in "{[(") - (text[end] in "}])")
+            character = text[end]
+            if quote:  # brackets in quotes close nothing: `f"{name.removesuffix(')')}"`
+                quote = "" if character == quote else quote
+            elif character in "'\"":
+                quote = character
+            else:
+                depth += (character in "{[(") - (character in "}])")
             end += 1
         expression, mark, form = _split_form(text[at + 1 : end - 1])
         done += "{" + change(expression) + mark + (_in_fields(form, change) if form else "") + "}"

@@ -24,7 +24,7 @@ class Ledger:
 
 
 def took(row):
-    return Ledger().took(row)
+    return Ledger().took(row), f"{row.strip(')')}, took {took}"
 ''',
     "posttrain/trainer.py": """import importlib
 
@@ -92,6 +92,7 @@ def test_a_name_changes_where_it_is_a_token_and_in_backticks(renamed):
     assert '"""The loop. `receive` is not "took"."""' in loop
     assert "def receive(self, row, *, receive=1):\n        # What it took: see `receive`." in loop
     assert 'f"took {again.receive(receive)!r:>{receive}} {{took}}"' in loop
+    assert """f"{row.strip(')')}, took {receive}\"""" in loop  # brackets in quotes close nothing
     assert '__all__ = ["receive"]' in read("posttrain/rollout/__init__.py")
     trainer = read("posttrain/trainer.py")
     assert 'getattr(loop, "receive")(1)' in trainer and '"posttrain.rollout.loop:receive"' in trainer
@@ -99,7 +100,7 @@ def test_a_name_changes_where_it_is_a_token_and_in_backticks(renamed):
     assert any('the string "took"' in line for line in report.left)
     assert read("docs/page.md").startswith("It took `receive`, in") and "\nreceive(1)\n" in read("docs/page.md")
     assert 'inside = "Ledger.receive"\ncode = "self.receive(receive=receive)"' in read("scripts/mutants/rollout.toml")
-    assert report.changed[Path("posttrain/rollout/loop.py")]["took"] == 12
+    assert report.changed[Path("posttrain/rollout/loop.py")]["took"] == 13
     assert "posttrain/rollout/loop.py: took (12)" in report.text()
 
 
