@@ -298,7 +298,8 @@ def test_each_conversation_has_its_own_state_its_reward_and_its_end(runner_of, t
     runner.close_conversation("c")
     runner.close()
     log = (tmp_path / "log").read_text().splitlines()
-    assert log[:2] == ["c", "other"], "what is left open is closed at the end"
+    # Each conversation may be in a process of its own, and these do not wait for each other.
+    assert sorted(log[:2]) == ["c", "other"], "what is left open is closed at the end"
     assert set(log[2:]) == {"shutdown with 0 open"}
 
 
