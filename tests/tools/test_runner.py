@@ -288,7 +288,8 @@ class Counter(Tool):
 
 
 def test_each_conversation_has_its_own_state_its_reward_and_its_end(runner_of, tmp_path):
-    runner = runner_of(Counter(tmp_path / "log"), echo)
+    counter = Counter(tmp_path / "log")
+    runner = runner_of(counter, echo)
     runner.open("c", {"counter": {"start": 5}, "nobody": {}})
     runner.open("other", {})
     assert [ask(runner, "counter").text for _ in range(2)] == ["6", "7"]
@@ -299,7 +300,8 @@ def test_each_conversation_has_its_own_state_its_reward_and_its_end(runner_of, t
     runner.close()
     log = (tmp_path / "log").read_text().splitlines()
     # Each conversation may be in a process of its own, and these do not wait for each other.
-    assert sorted(log[:2]) == ["c", "other"], "what is left open is closed at the end"
+    closed = sorted(log[:2]) if counter.isolated else log[:2]
+    assert closed == ["c", "other"], "what is left open is closed at the end"
     assert set(log[2:]) == {"shutdown with 0 open"}
 
 
