@@ -3,8 +3,8 @@
 Responses that share a prompt attend to themselves and to their prompt in two calls (`flash.py`). Each part counts by
 its share of the exponentials' sum.
 
-Shapes: T packed tokens, R rows of the other part, C numbers of a row, N tokens that have copies among those rows, H
-heads, D head size.
+Shapes: T packed tokens, R rows of the other part, P of copies, C numbers of a row, N tokens that have copies, H heads, D
+head size.
 """
 
 from __future__ import annotations
@@ -42,40 +42,44 @@ def add_rows(own_TC: torch.Tensor, more_RC: torch.Tensor, places_R: torch.Tensor
 
 
 @triton.jit
-def _sum_of_copies(OWN, MORE, place, first, step, count, size, at, real):
+def _sum_of_copies(OWN, MORE, ORDER, place, first, count, size, at, real):
     own = tl.load(OWN + place * size + at, mask=real, other=0.0)
     total = own.to(tl.float32)
     for start in range(0, count, TOGETHER):
         for number in tl.static_range(TOGETHER):
             here = real & (start + number < count)
-            copy = tl.load(MORE + (first + (start + number) * step) * size + at, mask=here, other=0.0)
+            row = tl.load(ORDER + first + start + number, mask=start + number < count, other=0)
+            copy = tl.load(MORE + row * size + at, mask=here, other=0.0)
             total += copy.to(tl.float32)
     tl.store(OWN + place * size + at, total.to(own.dtype), mask=real)
 
 
 @triton.jit
-def _add_copies(KEY, KEY_MORE, VALUE, VALUE_MORE, COPIES, size, BLOCK: tl.constexpr):
+def _add_copies(KEY, KEY_MORE, VALUE, VALUE_MORE, COPIES, ORDER, size, BLOCK: tl.constexpr):
     token = tl.program_id(0)
-    place, first = tl.load(COPIES + 4 * token), tl.load(COPIES + 4 * token + 1)
-    step, count = tl.load(COPIES + 4 * token + 2), tl.load(COPIES + 4 * token + 3)
+    place, first = tl.load(COPIES + 3 * token), tl.load(COPIES + 3 * token + 1)
+    count = tl.load(COPIES + 3 * token + 2)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     real = at < size
     if tl.program_id(2) == 0:
-        _sum_of_copies(KEY, KEY_MORE, place, first, step, count, size, at, real)
+        _sum_of_copies(KEY, KEY_MORE, ORDER, place, first, count, size, at, real)
     else:
-        _sum_of_copies(VALUE, VALUE_MORE, place, first, step, count, size, at, real)
+        _sum_of_copies(VALUE, VALUE_MORE, ORDER, place, first, count, size, at, real)
 
 
-def add_copies(own: Sequence[torch.Tensor], more: Sequence[torch.Tensor], copies_N4: torch.Tensor):
-    """Keys and values (T, C), in place, with what their copies (R, C) have.
+def add_copies(
+    own: Sequence[torch.Tensor], more: Sequence[torch.Tensor], copies_N3: torch.Tensor, copy_P: torch.Tensor
+):
+    """Keys and values (T, C), in place, with what their copies (P, C) have.
 
-    `copies`, int64: the place of a token, the first of its copies among the other part's rows, how many rows the next
-    one is behind it, and how many there are. They are added in that order.
+    `copies`, int64: the place of a token, where in `copy_P` the rows of its copies are listed, and how many there are.
+    They are added in that order.
     """
     key, key_more, value, value_more = (x.contiguous() for pair in zip(own, more, strict=True) for x in pair)
     size, block = _sizes(key)
-    grid = (len(copies_N4), triton.cdiv(size, block), 2)
-    _add_copies[grid](key, key_more, value, value_more, copies_N4, size, block, num_warps=1 if block <= 256 else 4)
+    grid = (len(copies_N3), triton.cdiv(size, block), 2)
+    warps = 1 if block <= 256 else 4
+    _add_copies[grid](key, key_more, value, value_more, copies_N3, copy_P, size, block, num_warps=warps)
     return [key, value]
 
 
