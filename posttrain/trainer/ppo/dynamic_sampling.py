@@ -17,8 +17,7 @@ from posttrain.algorithms.reward_terms import finite_number
 from posttrain.config.algorithm import FilterGroupsConfig
 from posttrain.errors import UserError
 from posttrain.protocol import DataProto
-from posttrain.tracking.fields import groups_of
-from posttrain.tracking.metrics import right_answers
+from posttrain.tracking.metrics import groups_of, right_answers
 
 FOLDER = "surplus"
 
