@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from posttrain.checkpoint.folders import steps_in
-from posttrain.config.options import OptionParser
 from posttrain.errors import UserError
+from posttrain.spelling import OptionParser
 from posttrain.tracking.batches import kept_steps, read_facts
 from posttrain.tracking.rundir import find_run
 from posttrain.tracking.waiting import waiting

@@ -23,8 +23,8 @@ from posttrain.commands.generation.settings import (
     split_words,
 )
 from posttrain.commands.generation.workers import Share, run_workers, shares
-from posttrain.config.options import OptionParser
 from posttrain.errors import UserError
+from posttrain.spelling import OptionParser
 from posttrain.texts import own_turns
 from posttrain.tracking.waiting import waiting
 from posttrain.trainer.constants_ppo import apply_environment
