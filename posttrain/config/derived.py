@@ -147,6 +147,7 @@ def _embedded(merged: Merged, provided: frozenset[str]) -> None:
         "command does: a comment or an empty line after `\\` cut it short."
     )
     if len(absent) == len(named):
+        # The general defaults are sizes for real models and data.
         fitted = [key for key in EMBEDDED_SIZES if not merged.is_set(key) and key not in merged.bad]
         sizes_by_key = {key: EMBEDDED[key] for key in fitted}
         if merged.is_set(_MINI) and _BATCH in sizes_by_key:
@@ -176,6 +177,7 @@ def _group_size(merged: Merged) -> None:
         what = f"`{key}=1` under `{estimator}`: one response per prompt has no group to be compared with."
         merged.refuse(what, merged.where(key), f"set {key} to 2 or more (5 is usual)", key)
         return
+    # Corrected instead of refused: 1 is PPO's default, which a group estimator never means.
     merged.set_default(key, DEFAULT_GROUP_SIZE, f"under {estimator}")
     merged.note(f"{key} was not set; under {estimator} it becomes {DEFAULT_GROUP_SIZE}.")
 
@@ -210,6 +212,7 @@ def _accumulation(merged: Merged) -> None:
     entry = merged.take("trainer.gradient_accumulation")
     if entry is None:
         return
+    # Both would say the same thing in different units; which one is meant cannot be known.
     if merged.is_set(_MINI):
         what = f"`{entry.spelling}` and `{_MINI}` both say how many responses one optimizer step takes."
         where = f"{entry.source}, and {merged.where(_MINI)}"

@@ -103,6 +103,7 @@ def _preset_text(sentence: str, values: Mapping[str, Any]) -> str:
     table = leaves(PPOConfig)
     chosen = [Leaf(key, table[key].hint, value, object) for key, value in values.items()]  # without sentences
     order = list(table)
+    # In the order of the tree: keys of one section must stand together to be nested.
     chosen.sort(key=lambda leaf: order.index(leaf.key))
     made = "# Made by `python -m posttrain.config.generate` from posttrain/config/choices.py: change values there."
     return f"# @package _global_\n{made}\n# {sentence}\n\n" + _yaml(chosen, "")

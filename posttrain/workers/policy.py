@@ -98,6 +98,7 @@ class PolicyWorker(ExportingWorker):
     @register(to_all)
     def next_bucket(self, first: bool) -> Bucket:
         """The next of the weights, from the beginning with `first`; all ranks must be asked, rank 0 gives them."""
+        # A generator is kept between the calls: the driver pulls one bucket at a time, so that no worker holds two.
         if first:
             self._outgoing = self._buckets()
         self._was_last = True  # an error below must end the caller's loop over buckets, on every rank
