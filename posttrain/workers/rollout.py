@@ -34,7 +34,7 @@ class RolloutWorker:
 
     engine: RolloutEngine
     awake = False
-    conversations: dict[Key, Hashable]  # of several turns: the request that came last in each
+    conversations: dict[Key, list[Hashable]]  # of several turns: the requests of each whose KV cache may be kept
 
     def __init__(
         self, config: PPOConfig, tokenizer: Any, device: torch.device, policy: PolicyWorker | None = None
@@ -108,7 +108,7 @@ class RolloutWorker:
         for uid, sample, ids, seed in zip(*columns, strict=True):
             self.engine.submit(Request((uid, sample), ids, sampling, int(seed), keep=keep))
             if keep:
-                self.conversations[uid, sample] = (uid, sample)
+                self.conversations[uid, sample] = [(uid, sample)]
 
     @register(to_all, team=engine_ranks)
     def continue_conversations(self, turns: Sequence[TurnRequest]) -> None:
@@ -121,7 +121,7 @@ class RolloutWorker:
     @register(to_all, team=engine_ranks)
     def end_conversations(self, conversations: Sequence[Key]) -> None:
         """These have had their last turn."""
-        self.engine.release([self.conversations.pop(key) for key in conversations])
+        self.engine.release([id for key in conversations for id in self.conversations.pop(key)])
         self._sleep_if_idle()
 
     @register(to_all, team=engine_ranks)
