@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.texts import utf8
-from posttrain.tracking.atomic import replace_file
+from posttrain.tracking.safe_files import replace_file
 
 FACTS = "replay.json"
 # The columns that an update reads besides tensors, and those that identify rows.

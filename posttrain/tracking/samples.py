@@ -25,9 +25,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from posttrain.texts import utf8
-from posttrain.tracking.atomic import replace_file
-from posttrain.tracking.fields import Fields, as_numpy
-from posttrain.tracking.safe_files import is_plain
+from posttrain.tracking.metrics import Fields, as_numpy
+from posttrain.tracking.safe_files import is_plain, replace_file
 
 _FLOAT_LISTS = {
     "rollout_log_probs": ("rollout_log_probs",),

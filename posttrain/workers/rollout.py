@@ -25,7 +25,7 @@ from posttrain.rollout.settings import sampling_for
 from posttrain.workers.engine_worker import policy_notes
 from posttrain.workers.policy import PolicyWorker
 from posttrain.workers.roles import engine_ranks, rollout_model
-from posttrain.workers.row_dispatch import by_groups, in_row_order
+from posttrain.workers.update_plan import by_groups, in_row_order
 from posttrain.workers.weight_sync import Bucket, WeightProbe, checksum_of_all
 
 
