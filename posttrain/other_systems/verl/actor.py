@@ -167,7 +167,8 @@ SHARDING: tuple[Rule, ...] = (
     ),
     not_supported(
         "{reward_model,critic}.{ulysses_sequence_parallel_size,fsdp_config.ulysses_sequence_parallel_size}",
-        "a reward model does not split a sequence over workers; the critic's size is critic.ulysses_sequence_parallel_size",
+        "a reward model does not split sequences over workers; the critic's"
+        " size is critic.ulysses_sequence_parallel_size",
         "set it to 1",
         off=("1",),
     ),

@@ -47,7 +47,8 @@ DATA: tuple[Rule, ...] = (
     translated(
         "data.gen_batch_size",
         "gen_batch",
-        "`data.train_batch_size` prompts are generated at a time: only the same number is accepted (with dynamic sampling any)",
+        "`data.train_batch_size` prompts are generated at a time: only the same number is "
+        "accepted (with dynamic sampling any)",
     ),
     not_needed(
         "data.{return_raw_chat,return_raw_input_ids,return_full_prompt,return_multi_modal_inputs}",

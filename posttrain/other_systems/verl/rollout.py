@@ -110,8 +110,8 @@ AGENTS: tuple[Rule, ...] = (
     translated(
         f"{_ROLLOUT}.multi_turn.max_user_turns",
         "user_turns",
-        "`multi_turn.max_assistant_turns`: this value plus 1, because the model also answers the last user turn; if both are "
-        "set, the lower limit applies",
+        "`multi_turn.max_assistant_turns`: this value plus 1, because the model also answers the last user turn; "
+        "if both are set, the lower limit applies",
     ),
     not_needed(
         f"{_ROLLOUT}.multi_turn.{{tokenization_sanity_check_mode,use_inference_chat_template}}",
