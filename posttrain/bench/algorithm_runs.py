@@ -25,8 +25,7 @@ from posttrain.bench import bench_folder
 from posttrain.bench.child import end_with_parent
 from posttrain.bench.systems import own_code_variables
 from posttrain.bench.table import StatusLine
-from posttrain.config.choices import ESTIMATORS, POLICY_LOSSES
-from posttrain.config.presets import PRESETS
+from posttrain.config.choices import ESTIMATORS, POLICY_LOSSES, PRESETS
 from posttrain.errors import UserError
 
 _ACTOR = "actor_rollout_ref.actor"

@@ -22,7 +22,7 @@ from posttrain.bench.device import check_writable, default_threads, describe_mac
 from posttrain.bench.pictures import write_panels
 from posttrain.bench.table import render
 from posttrain.errors import UserError
-from posttrain.tracking.atomic import replace_file
+from posttrain.tracking.safe_files import replace_file
 from posttrain.version import __version__
 
 PACKAGES = ("torch", "transformers")

@@ -21,10 +21,9 @@ from posttrain.engine.sharding import drop_whole_weights, export_from_ranks, set
 from posttrain.kernels.packed_attention import packed_rows
 from posttrain.kernels.sequence_parallel import shared_sequence
 from posttrain.models.adapter_files import adapter_parameters
-from posttrain.models.forward import forward_mode_of
+from posttrain.models.forward import forward_mode_of, recompute_layers
 from posttrain.models.fused_layer import join_weights, weights_unchanged
 from posttrain.models.lora import base_only, has_adapters, merged_state, save_model
-from posttrain.models.recompute import recompute_layers
 
 
 class TorchStage(Stage):

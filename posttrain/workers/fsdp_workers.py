@@ -21,8 +21,7 @@ from posttrain.workers.policy import PolicyCalls, PolicyWorker, ReferenceCalls, 
 from posttrain.workers.reward_model import RewardModelWorker
 from posttrain.workers.roles import check_vocabulary, critic_engine, rollout_model
 from posttrain.workers.rollout import RolloutCalls, RolloutWorker
-from posttrain.workers.row_dispatch import batch_of, by_passes, in_row_order
-from posttrain.workers.update_plan import UpdatePlan, join_updates, plan_updates
+from posttrain.workers.update_plan import UpdatePlan, batch_of, by_passes, in_row_order, join_updates, plan_updates
 
 __all__ = [
     "ActorRefWorker",

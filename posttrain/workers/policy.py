@@ -21,8 +21,7 @@ from posttrain.workers.actor.objective import finish_importance_metrics
 from posttrain.workers.engine_worker import ExportingWorker, adapter_notes, lora_state
 from posttrain.workers.measures import Kept, Measures, join_token_stats
 from posttrain.workers.roles import actor_engine, reference_engine
-from posttrain.workers.row_dispatch import batch_of, by_passes, in_row_order
-from posttrain.workers.update_plan import UpdatePlan, join_updates, plan_updates
+from posttrain.workers.update_plan import UpdatePlan, batch_of, by_passes, in_row_order, join_updates, plan_updates
 from posttrain.workers.weight_sync import Bucket, WeightProbe, split_into_buckets, without_tied_copies
 
 

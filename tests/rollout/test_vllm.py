@@ -6,6 +6,7 @@ The real one is in the conformance suite, where it is installed.
 from __future__ import annotations
 
 import random
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,6 +29,7 @@ from posttrain.rollout.base import Request, Sampling
 from posttrain.rollout.engines import build_engine
 from posttrain.rollout.generate import generate
 from posttrain.rollout.hf import HFEngine
+from posttrain.rollout.outside import restored_process_state
 from posttrain.rollout.vllm import build
 from posttrain.rollout.vllm.engine import VLLMEngine
 from tests.rollout import fake_vllm
@@ -474,3 +476,22 @@ def test_a_further_turn_goes_on_from_its_parents_tokens(engine, model):
     own = expected(model, prompt, ended[0].token_ids)
     torch.testing.assert_close(torch.tensor(ended[0].log_probs), own, rtol=0, atol=1e-5)
     engine.release(["turn 2"])
+
+
+def test_the_error_of_an_engine_that_broke_the_device_is_the_one_that_is_raised(monkeypatch):
+    """After an illegal access torch cannot set a GPU's random state, and said so instead of what had failed."""
+
+    @contextmanager
+    def fork_rng():
+        try:
+            yield
+        finally:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch.random, "fork_rng", fork_rng)
+    random.seed(5)
+    expected = random.Random(5).random()
+    with pytest.raises(ValueError, match="vLLM does not start"), restored_process_state():
+        random.seed(1)
+        raise ValueError("vLLM does not start")
+    assert random.random() == expected
