@@ -66,6 +66,11 @@ class RolloutWorker:
         return self.engine_name
 
     @register(to_first)
+    def takes_adapters(self) -> bool:
+        """Whether a weight sync brings LoRA adapters alone."""
+        return self.engine.takes_adapters
+
+    @register(to_first)
     def rollout_notes(self, vocabulary: int) -> list[str]:
         """Sentences for the user on generation; the policy has weights for so many tokens."""
         no_end = end_token_note(self.end_ids, vocabulary)
@@ -192,6 +197,7 @@ class RolloutCalls:
     """The rollout's methods, of a worker that has it as `rollout` and of that worker's group."""
 
     rollout_engine = delegate(RolloutWorker.rollout_engine, to="rollout")
+    takes_adapters = delegate(RolloutWorker.takes_adapters, to="rollout")
     rollout_notes = delegate(RolloutWorker.rollout_notes, to="rollout")
     take_bucket = delegate(RolloutWorker.take_bucket, to="rollout")
     rollout_scores = delegate(RolloutWorker.rollout_scores, to="rollout")

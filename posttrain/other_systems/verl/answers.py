@@ -76,9 +76,9 @@ def in_words(rule: Rule) -> str:
     if rule.kind != NOT_SUPPORTED:
         return rule.says
     fine = [f"`{value}`" for value in rule.off if not rule.switch]
-    only = f" (only where {rule.switch} is on)" if rule.switch else ""
-    taken = f" ({' and '.join(fine)} {'is' if len(fine) == 1 else 'are'} taken)" if fine else ""
-    return f"{rule.says}; {rule.do}{only}{taken}"
+    only = f" (an error only where {rule.switch} is on)" if rule.switch else ""
+    accepted = f" ({' and '.join(fine)} {'is' if len(fine) == 1 else 'are'} accepted)" if fine else ""
+    return f"{rule.says}; {rule.do}{only}{accepted}"
 
 
 def all_answers() -> Iterator[tuple[str, str, Answer | None]]:

@@ -29,9 +29,16 @@ ENGINE: tuple[Rule, ...] = (
         "weights reach the rollout without buckets",
     ),
     not_needed(f"{_ROLLOUT}.max_model_len", "the longest row is data.max_prompt_length + data.max_response_length"),
+    not_needed(f"{_ROLLOUT}.data_parallel_size", "prompts are spread over all engines that there are"),
     not_needed(
-        f"{_ROLLOUT}.{{data_parallel_size,expert_parallel_size,pipeline_model_parallel_size,moe_tensor_parallel_size}}",
-        "every worker decodes with its own copy of the model",
+        f"{_ROLLOUT}.{{expert_parallel_size,moe_tensor_parallel_size}}",
+        "experts are split as the other matrices are, over the workers that hold an engine",
+    ),
+    not_supported(
+        f"{_ROLLOUT}.pipeline_model_parallel_size",
+        "an engine is split over workers by its matrices, not by its layers",
+        "set actor_rollout_ref.rollout.tensor_model_parallel_size",
+        off=(1,),
     ),
     not_supported(
         f"{_ROLLOUT}.dtype",
