@@ -189,7 +189,7 @@ def markdown(found: Sequence[Gain], record: dict[str, Any]) -> str:
     tuned = [(gain.algorithm.name, *gain.algorithm.tuned) for gain in found if gain.algorithm.tuned[0]]
     if tuned:
         rows = [[name, " ".join(f"`{setting}`" for setting in settings), why] for name, settings, why in tuned]
-        parts.append("Set beside the preset `embedded` and the algorithm's own:")
+        parts.append("Settings in addition to the preset `embedded` and the algorithm's own preset:")
         parts.append(table(["algorithm", "settings", "why"], rows))
     return "\n\n".join(parts) + "\n"
 

@@ -18,7 +18,7 @@ from posttrain.tracking.safe_files import replace_file
 
 FACTS = "replay.json"
 # The columns that an update reads besides tensors, and those that identify rows.
-FIELDS = ("uid", "sample", "reward_score")
+FIELDS = ("uid", "sample", "branch", "parent", "fork", "turn_ends", "reward_score")
 _STEP = re.compile(r"step_(\d+)")
 
 

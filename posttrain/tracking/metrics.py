@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from posttrain.batch.samples import has_several_rows, last_rows, sample_of_rows
 from posttrain.tracking.step_line import failing_tools
 
 
@@ -92,25 +93,43 @@ def step_metrics(
     `generated_s` are the seconds from the first token to the last; with one-step-off `gen` is only the waiting time.
     `update` holds the update's metrics by their names (`actor/policy_loss`, ...): numbers, or one per mini-batch.
     """
-    fields = Fields(batch)
-    mask = fields.numbers("response_mask")
-    scores_BT = fields.numbers("token_level_scores", "token_level_rewards")
-    if mask is None or scores_BT is None:
+    rows = Fields(batch)
+    mask_BT = rows.numbers("response_mask")
+    if mask_BT is None or rows.numbers("token_level_scores", "token_level_rewards") is None:
         raise KeyError("a step's batch needs response_mask and token_level_scores")
+    several = hasattr(batch, "non_tensor_batch") and has_several_rows(batch)
+    fields = Fields(_one_row_per_sample(batch)) if several else rows
+    scores_BT = fields.numbers("token_level_scores", "token_level_rewards")
+    mask = fields.numbers("response_mask")
+    assert scores_BT is not None and mask is not None
     scores = _row_sums(scores_BT)
     lengths = mask.sum(axis=1)
     parts: list[Mapping[str, Any]] = [part or {} for part in fields.objects("reward_parts") or [{}] * len(scores)]
     right = right_answers(scores, parts)
     metrics = _score_metrics(fields, scores)
     metrics |= _group_metrics(fields, scores, right)
-    metrics |= _token_metrics(fields, mask)
+    metrics |= _token_metrics(rows, mask_BT)
     metrics |= _length_metrics(fields, lengths, right, max_response_length)
     metrics |= _turn_metrics(fields)
     metrics |= _source_metrics(fields, scores)
     metrics |= _part_metrics(fields, parts)
     metrics |= _update_metrics(update or {})
-    metrics |= _time_metrics(fields, lengths, timing or {}, n_devices, generated_s)
+    metrics |= _time_metrics(rows, lengths, timing or {}, n_devices, generated_s)
+    if several:
+        metrics |= _mean_max_min("num_rows", np.bincount(sample_of_rows(batch)).astype(np.float64))
     return metrics
+
+
+def _one_row_per_sample(batch: Any) -> dict[str, Any]:
+    """Columns with one row per sample: sums over its rows, and what its last row has."""
+    last = batch[np.unique(last_rows(batch))]
+    numbers = sample_of_rows(batch)
+    sums: dict[str, Any] = {}
+    for name in ("response_mask", "token_level_scores", "token_level_rewards"):
+        if name in batch.batch:
+            values_B = _row_sums(as_numpy(batch.batch[name], np.float64))
+            sums[name] = np.bincount(numbers, weights=values_B)[:, None]
+    return {**last.batch, **last.non_tensor_batch, **sums}
 
 
 def right_answers(scores: np.ndarray, parts: Sequence[Mapping[str, Any]]) -> np.ndarray:

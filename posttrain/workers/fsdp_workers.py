@@ -122,7 +122,8 @@ class ActorRolloutRefWorker(ActorRefWorker, RolloutCalls):
             with engine.on_device():
                 # Weights without the cache: the trainer's gathered layers and the KV cache never lie side by side.
                 rollout.wake("weights")
-                rollout.load_weights(() if shared else engine.export_weights(), version)
+                weights = engine.export_adapters() if rollout.takes_adapters else engine.export_weights()
+                rollout.load_weights(() if shared else weights, version)
                 if shared and version > 1 and version % SHARED_PROOF_FREQ:
                     return {}
                 return self.policy.probe.compare(engine, rollout)

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from posttrain.batch.samples import rows_of_samples
 from posttrain.controller.group import Calls, WorkerGroup
 from posttrain.engine.micro_batches import RankPart, plan_ranks
 from posttrain.protocol import DataProto
@@ -139,12 +140,15 @@ class UpdatePlan:
 
 
 def mini_batches(batch: DataProto, schedule: Schedule) -> Iterator[DataProto]:
-    """The rows of each optimizer step: whole groups in order, or rows shuffled by the seed, the step and the pass."""
+    """The rows of each optimizer step: whole groups in order, or samples shuffled by the seed, the step and the pass.
+    The rows of a sample are always together."""
     for epoch in range(schedule.epochs):
         if schedule.shuffle:
+            samples = shuffle_samples(batch, schedule.seed, epoch)
             groups = len(dict.fromkeys(_uids(batch)))
-            size = math.ceil(len(batch) * schedule.prompts / groups)
-            yield from shuffle_rows(batch, schedule.seed, epoch).split(size)
+            size = math.ceil(len(samples) * schedule.prompts / groups)
+            for start in range(0, len(samples), size):
+                yield batch[np.concatenate(samples[start : start + size])]
         else:
             for start, end in _spans_of_groups(_uids(batch), schedule.prompts):
                 yield batch[start:end]
@@ -160,11 +164,12 @@ def _spans_of_groups(uids: list[Any], groups: int) -> list[tuple[int, int]]:
     return list(zip(starts, [*starts[1:], len(uids)], strict=True))
 
 
-def shuffle_rows(data: DataProto, seed: int, epoch: int) -> DataProto:
-    """The rows in an order that depends on the seed, the step and the pass."""
+def shuffle_samples(data: DataProto, seed: int, epoch: int) -> list[np.ndarray]:
+    """The rows of each sample, samples in an order that depends on the seed, the step and the pass."""
     # From the seed, the step and the pass alone, not from a generator's state: a resumed run shuffles the same way.
     generator = torch.Generator().manual_seed(seed * 1_000_003 + int(data.meta_info["step"]) * 101 + epoch)
-    return data[torch.randperm(len(data), generator=generator)]
+    samples = rows_of_samples(data)
+    return [samples[number] for number in torch.randperm(len(samples), generator=generator).tolist()]
 
 
 def one_rank_plan(batch: DataProto, schedule: Schedule, prepare: Prepare) -> UpdatePlan:

@@ -540,7 +540,7 @@ def in_turns(group: Any) -> dict[Any, tuple[list[int], list[float]]]:
     group.submit(prompts())
     for engine, output in wait():
         ids = [*begun[output.id], *output.token_ids, 44]
-        group.continue_conversations.on(engine, [TurnRequest(output.id, 1, ids, 5, 77, {})]).result()
+        group.continue_conversations.on(engine, [TurnRequest(output.id, 1, ids, 5, 77, {}, after=0)]).result()
     for engine, output in wait():
         group.end_conversations.on(engine, [output.id[:2]]).result()
     return ended

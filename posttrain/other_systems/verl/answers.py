@@ -65,7 +65,7 @@ def answer(key: str, tree: Tree) -> Answer | None:
     if found.key is not None and names.leaf_of(found.key) is not None:
         return Answer(TRANSLATED, f"`{found.key}`")
     if found.key is not None:
-        return Answer(TRANSLATED, "checked against the settings that it follows from")
+        return Answer(TRANSLATED, "it follows from other settings; a value that contradicts them is an error")
     if found.answer is not None:
         return Answer(found.answer.kind, in_words(found.answer), found.answer)
     return Answer(NOT_SUPPORTED, found.not_built) if found.not_built else None
@@ -76,9 +76,9 @@ def in_words(rule: Rule) -> str:
     if rule.kind != NOT_SUPPORTED:
         return rule.says
     fine = [f"`{value}`" for value in rule.off if not rule.switch]
-    only = f" (only where {rule.switch} is on)" if rule.switch else ""
-    taken = f" ({' and '.join(fine)} {'is' if len(fine) == 1 else 'are'} taken)" if fine else ""
-    return f"{rule.says}; {rule.do}{only}{taken}"
+    only = f" (an error only where {rule.switch} is on)" if rule.switch else ""
+    accepted = f" ({' and '.join(fine)} {'is' if len(fine) == 1 else 'are'} accepted)" if fine else ""
+    return f"{rule.says}; {rule.do}{only}{accepted}"
 
 
 def all_answers() -> Iterator[tuple[str, str, Answer | None]]:
@@ -106,9 +106,9 @@ _PROGRAMS = {
     "main_generation": "`verl.trainer.main_generation`",
 }
 _ABOUT = {
-    TRANSLATED: "The resolved configuration names the setting that they become, and the key that was written.",
+    TRANSLATED: "They are translated. The resolved configuration shows the setting, and the key that you wrote.",
     NOT_NEEDED: "A note at the start says why; the run goes on.",
-    NOT_SUPPORTED: "An error that says why, and what to use instead; a value that asks for nothing is only noted.",
+    NOT_SUPPORTED: "An error that says why, and what to use instead. A value that disables the feature gives a note.",
     HONOURED: "A setting of the same name has the same meaning: [settings.md](settings.md), "
     "[settings_sft.md](settings_sft.md).",
 }
