@@ -135,7 +135,7 @@ class OtherLoad:
         busy, total = _ticks()
         if total <= self.total:
             return None
-        # Its own processes are told from others by the session that it was started in.
+        # The session that it was started in identifies its own processes.
         mine = _ticks_of(self.session) - self.mine
         return round(max(0.0, (busy - self.busy - mine) / (total - self.total)), 3)
 

@@ -1,4 +1,4 @@
-"""Checkpoint folders that are whole or absent, whenever a process is killed or the power fails; and hashes of files.
+"""Checkpoint folders that are complete or absent, whenever a process is killed or the power fails; and hashes of files.
 
 A checkpoint is written into a temporary folder beside its place, synced, and renamed. A process killed at any moment
 leaves the checkpoints that were complete, and at most a temporary folder, which the next start removes.
@@ -66,7 +66,7 @@ _NAME = re.compile(r"global_step_(\d+)")
 
 
 def steps_in(folder: Path) -> list[int]:
-    """Steps of all checkpoints in the folder, oldest first, whole or not."""
+    """Steps of all checkpoints in the folder, oldest first, complete or not."""
     if not folder.is_dir():
         return []
     matches = (_NAME.fullmatch(path.name) for path in folder.iterdir() if path.is_dir())

@@ -1,4 +1,4 @@
-"""CheckpointManager: `global_step_N` folders that are whole or absent, and the way back into a run.
+"""CheckpointManager: `global_step_N` folders that are complete or absent, and how a run resumes from them.
 
     global_step_N/
       actor/ critic/     tensors, one folder per role (torch.distributed.checkpoint)
@@ -159,7 +159,7 @@ class CheckpointManager:
     # -- what is there
 
     def steps(self) -> list[int]:
-        """Steps of all checkpoint folders, oldest first, whole or not."""
+        """Steps of all checkpoint folders, oldest first, complete or not."""
         return folders.steps_in(self.folder)
 
     def newest(self) -> Path | None:
@@ -225,7 +225,7 @@ class CheckpointManager:
         dcp.read_checked(self.role_folder(path, role), into, partial=partial)
 
     def role_folder(self, path: str | os.PathLike[str], role: str) -> Path:
-        """The folder of a role's tensors, for those who read it themselves; the whole checkpoint is verified."""
+        """The folder of a role's tensors, for callers that read it themselves; the complete checkpoint is verified."""
         metadata = f"{role}/.metadata"
         if metadata not in (files := self._verified_files(path)):
             held = sorted({name.split("/")[0] for name in files if name.endswith("/.metadata")})

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def main(args: Sequence[str]) -> int:
-    """0 if the losses are the recorded ones to the bit, 1 if not."""
+    """0 if the losses are bitwise identical to the recorded ones, 1 if not."""
     parser = OptionParser(
         prog="posttrain replay", description="Make a past step's update again from its recorded batch."
     )

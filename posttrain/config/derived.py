@@ -57,7 +57,7 @@ def derive_command(merged: Merged) -> None:
     entry, machines = merged.take(NODE_RANK), merged.value("trainer.nnodes")
     if entry is None:
         return
-    if 0 <= entry.value < machines or entry.source == TORCHRUN:  # where torchrun knows better, it is told so
+    if 0 <= entry.value < machines or entry.source == TORCHRUN:  # check_torchrun reports what contradicts torchrun
         merged.node_rank = entry.value
         return
     what = f"`{entry.spelling}={entry.value}`: trainer.nnodes={machines}, and the machines are 0 to {machines - 1}."
@@ -236,7 +236,7 @@ def _accumulation(merged: Merged) -> None:
 
 
 def _fit_mini_batch(merged: Merged) -> None:
-    """A mini-batch that nobody set is not larger than the batch."""
+    """A mini-batch that is not set is at most as large as the batch."""
     batch, mini = merged.value("data.train_batch_size"), merged.value(_MINI)
     if mini > batch >= 1 and not merged.is_set(_MINI) and _MINI not in merged.bad:
         merged.set_default(_MINI, batch, "the whole batch")
@@ -280,7 +280,7 @@ def take_adapter(merged: Merged, cwd: Path, section: str, heads: Sequence[str]) 
         return
     settings = read_adapter_config(cwd / entry.value, heads)
     if isinstance(settings, str):
-        return  # what is wrong with the folder is told with the other problems of this machine
+        return  # the checks of this machine report what is wrong with the folder
     for short, name in _FROM_THE_FILE.items():
         key = f"{section}.{short}"
         value, given = settings.get(name), merged.entries.get(key)

@@ -1,4 +1,4 @@
-"""The whole tree of a PPO-family run, with the sections of actor, reference and critic."""
+"""All settings of a PPO-family run, with the sections of actor, reference and critic."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ class CriticConfig(Section):
 
 @section
 class PPOConfig(Section):
-    """Everything that `posttrain.trainer.main_ppo` can be told."""
+    """All settings of `posttrain.trainer.main_ppo`."""
 
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     data: DataConfig = field(default_factory=DataConfig)

@@ -1,4 +1,4 @@
-"""The whole trees of supervised runs: `sft_trainer` and `reward_model_trainer`, and the sections that they share."""
+"""All settings of supervised runs: `sft_trainer` and `reward_model_trainer`, and the sections that they share."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ class SFTDataConfig(RowsConfig):
 
 @section
 class SFTConfig(Section):
-    """Everything that `posttrain.trainer.fsdp_sft_trainer` can be told."""
+    """All settings of `posttrain.trainer.fsdp_sft_trainer`."""
 
     data: SFTDataConfig = field(default_factory=SFTDataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -179,7 +179,7 @@ class PairLossConfig(Section):
 
 @section
 class RewardTrainerConfig(Section):
-    """Everything that `posttrain.trainer.reward_model_trainer` can be told."""
+    """All settings of `posttrain.trainer.reward_model_trainer`."""
 
     data: PairDataConfig = field(default_factory=PairDataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)

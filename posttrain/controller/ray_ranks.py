@@ -52,7 +52,7 @@ class Rank:
     name: str
     host: Any
     machine: Machine
-    identity: Identity | None = None  # none until its process has told it
+    identity: Identity | None = None  # None until its process has reported it
 
     @property
     def who(self) -> str:

@@ -99,7 +99,7 @@ def _has_turns(case: Case) -> bool:
 
 
 def _unused_tools(case: Case) -> Iterator[Finding]:
-    """Tools that are named in a run that calls none; a misspelt name is told all the same."""
+    """Tools that are named in a run that calls none; a misspelt name is reported all the same."""
     settings = turn_settings(case.config.actor_rollout_ref.rollout.multi_turn)
     if not settings.tools:
         return

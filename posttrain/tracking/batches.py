@@ -33,7 +33,7 @@ def read_facts(folder: Path) -> dict[str, Any] | None:
 
 
 def keep_batch(folder: Path, step: int, batch: Any, keep: int) -> None:
-    """Write the batch of a step whole or not at all, and remove those more than `keep` steps ago (below 0: none)."""
+    """Write the batch of a step, all or nothing, and remove those more than `keep` steps ago (below 0: none)."""
     # Under another name until it is complete: `kept_steps` must not find half a batch after a kill.
     half = folder / f".step_{step}"
     shutil.rmtree(half, ignore_errors=True)

@@ -88,7 +88,7 @@ class Parts:
         if stored.is_file():
             before = json.loads(stored.read_text(encoding="utf-8"))
             now = json.loads(json.dumps(self._settings))  # as it would be read back: tuples are lists, keys are text
-            # Samples of two settings in one result could not be told apart afterwards.
+            # In one result, samples of two settings could not be distinguished afterwards.
             changed = [key for key in {**before, **now} if before.get(key) != now.get(key)]
             if changed:
                 shown = "; ".join(f"{key} was {_short(before.get(key))}, is {_short(now.get(key))}" for key in changed)
@@ -131,7 +131,7 @@ class Parts:
         table = pa.table(columns, schema=SCHEMA)
         path = self.folder / f"part_{self._next:05d}.parquet"
         try:
-            # Written beside its place and renamed: after kill -9 a part is whole or absent, never half.
+            # Written beside its place and renamed: after kill -9 a part is complete or absent.
             replace_file(path, lambda temporary: pq.write_table(table, temporary, compression="zstd"))
         except OSError as error:
             self._open = []  # they are made again

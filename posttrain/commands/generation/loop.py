@@ -19,7 +19,7 @@ from posttrain.trainer.ppo.reward import score_by_agent
 
 
 class Requests:
-    """`submit` a prompt, `advance` until some responses are whole. Without `turns` a response has one turn."""
+    """`submit` a prompt, `advance` until some responses are complete. Without `turns` a response has one turn."""
 
     def __init__(self, engine: RolloutEngine, sampling: Sampling, turns: ConversationLoop | None = None) -> None:
         self.engine, self.sampling, self.turns = engine, sampling, turns

@@ -81,7 +81,7 @@ def load_tokenizer_of(source: ModelSource, *, raw: bool) -> Any:
 
 
 def set_lengths(source: ModelSource, settings: Settings) -> None:
-    """Fill in the lengths that nobody set: responses take at most half of the model's positions, prompts the rest."""
+    """Fill in lengths that are not set: responses take at most half of the model's positions, prompts the rest."""
     from transformers import AutoConfig
 
     data, given = settings.config.data, settings.given

@@ -30,7 +30,7 @@ class Share:
 
     @classmethod
     def read(cls, text: str) -> Share:
-        """`0/4`, as the first of four is told."""
+        """`0/4`, the argument of the first of four."""
         worker, _, workers = text.partition("/")
         return cls(int(worker), int(workers))
 

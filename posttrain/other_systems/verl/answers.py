@@ -57,7 +57,7 @@ class Answer(NamedTuple):
 
 
 def answer(key: str, tree: Tree) -> Answer | None:
-    """The answer to a key of this tree's program; None for a key that nobody knows."""
+    """The answer to a key of this tree's program; None for an unknown key."""
     names = tree.spellings
     found = names.canonical(key)
     if found.key is not None and found.key == key and names.leaf_of(key) is not None:

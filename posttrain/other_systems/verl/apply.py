@@ -22,11 +22,13 @@ def apply_answers(merged: Merged) -> dict[str, tuple[str, str]]:
     for key, entry in merged.elsewhere.items():
         rule: Rule = entry.answer
         if rule.how:
+            # A translation may refuse the value; the answer to the key is then what it said.
             before = len(merged.problems)
             TRANSLATIONS[rule.how](merged, key, entry)
             new = merged.problems[before:]
             given_answers[entry.spelling] = (NOT_SUPPORTED, _brief(new[0])) if new else (TRANSLATED, rule.says)
         elif rule.kind == NOT_SUPPORTED and not _idle(merged, rule, key, entry):
+            # By rule: ten keys of one feature are one problem with ten names, not ten problems.
             refused.setdefault(rule, []).append(entry)
             given_answers[entry.spelling] = (NOT_SUPPORTED, f"{rule.says}; {rule.do}")
         elif entry.explicit:
