@@ -30,7 +30,7 @@ class Resolved:
     # What the command line asked to print instead of training: `help`, `job` or `all` (from `--cfg`).
     show: str | None = None
     # Which machine of the run this is (`trainer.node_rank`): 0 drives it. Of the command, and not of the run: it is
-    # nowhere stored.
+    # never stored.
     node_rank: int = 0
     # Whether the run is only to be looked at (`trainer.dry_run`); of the command, too.
     dry_run: bool = False

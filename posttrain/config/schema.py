@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from posttrain.algorithms.registry import ADV_ESTIMATORS, ESTIMATOR_KEY, LOSS_KEY, POLICY_LOSSES, Declaration
 from posttrain.registry import Registry
-from posttrain.settings import Range, choices_of, range_of
+from posttrain.settings import Idle, Range, choices_of, range_of
 
 C = TypeVar("C", bound=type)
 
@@ -95,6 +95,7 @@ class _OpenSection:
     def update(self) -> None:
         """Make the dataclass anew, in place (other modules hold the class), where other settings are declared now."""
         declared = tuple(one.settings for one in self.kind.registry.values() if one.settings is not None)
+        # Called at every load, most of which find nothing new.
         if declared == self.placed:
             return
         self.placed = declared
@@ -164,6 +165,10 @@ class Leaf:
     range: Range | None = None
     # The names that it takes, besides null where the type allows it; empty for any text.
     choices: tuple[str, ...] = ()
+    # Why it may have no effect: the reasons of the sections around it, then its own.
+    idle: tuple[Idle, ...] = ()
+    is_path: bool = False
+    is_literal: bool = False
 
     @property
     def free_keys(self) -> bool:
@@ -189,15 +194,20 @@ def _leaves(root: type[Section]) -> dict[str, Leaf]:
     return {leaf.key: leaf for leaf in _walk(root(), "")}
 
 
-def _walk(section: Section, prefix: str) -> Iterator[Leaf]:
+def _walk(section: Section, prefix: str, around: tuple[Idle, ...] = ()) -> Iterator[Leaf]:
     hints = typing.get_type_hints(type(section))
     for field in dataclasses.fields(section):
-        value, key = getattr(section, field.name), prefix + field.name
+        value, key, facts = getattr(section, field.name), prefix + field.name, field.metadata
+        idle = (*around, *(_with_full_key(one, prefix) for one in facts.get("idle", ())))
         if isinstance(value, Section):
-            yield from _walk(value, key + ".")
+            yield from _walk(value, key + ".", idle)
         else:
-            owner = field.metadata.get("declared_by", type(section))
-            yield Leaf(key, hints[field.name], value, owner, range_of(field), choices_of(field))
+            owner, marks = facts.get("declared_by", type(section)), ("is_path" in facts, "is_literal" in facts)
+            yield Leaf(key, hints[field.name], value, owner, range_of(field), choices_of(field), idle, *marks)
+
+
+def _with_full_key(idle: Idle, prefix: str) -> Idle:
+    return idle._replace(reason=prefix + idle.reason[1:]) if idle.reason.startswith(".") else idle
 
 
 @cache

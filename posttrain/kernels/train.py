@@ -69,7 +69,7 @@ class Sight:
 
 
 def ends_of_responses(lengths: Sequence[int], segment_T: np.ndarray) -> np.ndarray:
-    """(T,) the ends of units that are a prompt (segment 0) and responses to it (from 1), each of which it sees whole."""
+    """(T,) the ends of units that are a prompt (segment 0) and responses to it (from 1)."""
     starts = np.concatenate([[0], np.cumsum(lengths)])
     unit_T = np.repeat(np.arange(len(lengths)), lengths)
     new_T = np.ones(len(segment_T), bool)

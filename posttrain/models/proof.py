@@ -2,7 +2,7 @@
 
 Two short sequences with a common prefix are computed one at a time by the model as transformers created it. Then
 training's forward passes are tried on them: packed (with and without a shared prefix), padded, one at a time. Only what
-agrees is used, and the user is told what is not. Models that let tokens see later ones are rejected. Sliding windows
+agrees is used, and a note names those that do not. Models that let tokens see later ones are rejected. Sliding windows
 are narrowed meanwhile, so that they affect short sequences.
 
 Shapes: T packed tokens, N predicted tokens of one or of all sequences.

@@ -62,6 +62,7 @@ class Measures(dict[str, Measure]):
         """All values are numbers from now on."""
         waiting = {name: measure.value for name, measure in self.items() if isinstance(measure.value, torch.Tensor)}
         if waiting:
+            # One copy off the device for all of them: each single one would wait for its queue.
             for name, value in zip(waiting, torch.stack(list(waiting.values())).tolist(), strict=True):
                 self[name] = replace(self[name], value=value)
         return self

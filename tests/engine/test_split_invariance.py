@@ -118,7 +118,9 @@ def test_responses_that_begin_alike_are_computed_once(make_engine, share):
         return
     [unit] = units
     own = [len(prompt + ids) - shared for ids, shared in zip(fed, unit.shared, strict=True)]
-    assert all((prompt + fed[s])[:n] == (prompt + ids)[:n] for ids, s, n in zip(fed, unit.sources, unit.shared))
+    whole = [prompt + ids for ids in fed]
+    pairs = zip(whole, unit.sources, unit.shared, strict=True)
+    assert all(whole[source][:shared] == ids[:shared] for ids, source, shared in pairs)
     assert sorted(own) == [0] * 6 + [1, 6] and unit.tokens == 3 + 3 + 1
     rows = packed_units(batch, units, torch.device("cpu"))
     assert rows.input_ids.tolist() == [[7, 8, 9, 1, 2, 3, 5]]

@@ -22,11 +22,13 @@ def apply_answers(merged: Merged) -> dict[str, tuple[str, str]]:
     for key, entry in merged.elsewhere.items():
         rule: Rule = entry.answer
         if rule.how:
+            # A translation may refuse the value; the answer to the key is then what it said.
             before = len(merged.problems)
             TRANSLATIONS[rule.how](merged, key, entry)
             new = merged.problems[before:]
             given_answers[entry.spelling] = (NOT_SUPPORTED, _brief(new[0])) if new else (TRANSLATED, rule.says)
         elif rule.kind == NOT_SUPPORTED and not _idle(merged, rule, key, entry):
+            # By rule: ten keys of one feature are one problem with ten names, not ten problems.
             refused.setdefault(rule, []).append(entry)
             given_answers[entry.spelling] = (NOT_SUPPORTED, f"{rule.says}; {rule.do}")
         elif entry.explicit:
@@ -46,7 +48,7 @@ def _brief(problem: Problem) -> str:
 
 
 def _idle(merged: Merged, rule: Rule, key: str, entry: Entry) -> bool:
-    """Whether an unsupported key asks for nothing, as it is set."""
+    """Whether an unsupported key is set to a value that disables the feature."""
     if rule.asks_for_nothing(entry.value):
         return True
     if rule.switch and rule.switch_of(key) != key:
@@ -57,7 +59,7 @@ def _idle(merged: Merged, rule: Rule, key: str, entry: Entry) -> bool:
 def _off(merged: Merged, rule: Rule, key: str) -> str:
     if rule.switch and rule.switch_of(key) != key:
         return f"{rule.switch_of(key)} is not on"
-    return f"with this value it asks for nothing ({rule.says})"
+    return f"with this value the feature is off ({rule.says})"
 
 
 def _problem(rule: Rule, entries: list[Entry]) -> Problem:

@@ -7,12 +7,12 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from posttrain.config.options import OptionParser
 from posttrain.config.truncated_command import lost_lines
 from posttrain.errors import UserError
 from posttrain.other_systems.verl_script.program import Call, find_calls
 from posttrain.other_systems.verl_script.report import ASSUMED, TREES, Report, as_text, examine, main_file
 from posttrain.other_systems.verl_script.shell import Script
+from posttrain.spelling import OptionParser
 
 _ALWAYS_SET = ("$HOME", "${HOME}", "$USER", "${USER}", "$PWD", "${PWD}")
 _VARIABLE = re.compile(r"\$\{?\w")

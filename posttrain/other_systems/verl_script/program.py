@@ -32,7 +32,7 @@ class Call:
     settings: list[str]
     # Hydra's options, and what is wrong with the arguments as they stand.
     line: CommandLine
-    # What torchrun was told, as settings.
+    # torchrun's options, as settings.
     launched: dict[str, str] = field(default_factory=dict)
     # References that the script itself does not answer: `$WORLD_SIZE`, `$(date)`.
     outside: list[str] = field(default_factory=list)

@@ -12,7 +12,7 @@ from posttrain.batch.samples import BRANCH_FIELDS, has_several_rows, last_rows, 
 from posttrain.config.algorithm import AlgorithmConfig
 from posttrain.protocol import DataProto
 from posttrain.rewards.outcomes import NONE_APPLIES
-from posttrain.tracking.fields import groups_of
+from posttrain.tracking.metrics import groups_of
 from posttrain.trainer.ppo.experience import Experience
 
 ESTIMATOR_FIELDS = ("values", "old_log_probs", "ref_log_prob", "reward_baselines", "sum_pi_squared")

@@ -19,8 +19,7 @@ from posttrain.batch.samples import BRANCH_FIELDS, last_rows
 from posttrain.config.algorithm import FilterGroupsConfig
 from posttrain.errors import UserError
 from posttrain.protocol import DataProto
-from posttrain.tracking.fields import groups_of
-from posttrain.tracking.metrics import right_answers
+from posttrain.tracking.metrics import groups_of, right_answers
 
 FOLDER = "surplus"
 

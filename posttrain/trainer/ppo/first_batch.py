@@ -11,7 +11,7 @@ from posttrain.config.root import PPOConfig
 from posttrain.errors import UserError
 from posttrain.planning.batch_sizes import Sizes
 from posttrain.protocol import DataProto
-from posttrain.tracking.fields import groups_of
+from posttrain.tracking.metrics import groups_of
 from posttrain.tracking.progress import say
 from posttrain.workers.groups import ActorRolloutGroup
 

@@ -17,8 +17,7 @@ from posttrain.batch.samples import has_several_rows, sample_of_rows
 from posttrain.config.root import PPOConfig
 from posttrain.controller.pool import LocalWorkers, Workers
 from posttrain.conversations.loop import ConversationLoop
-from posttrain.data.collate import collate
-from posttrain.data.dataset import PromptDataset
+from posttrain.data.dataset import PromptDataset, collate
 from posttrain.data.sampler import PromptSampler, make_sampler
 from posttrain.planning.batch_sizes import check_group_size, critic_updates, fit_sizes
 from posttrain.protocol import DataProto

@@ -10,13 +10,12 @@ import numpy as np
 from posttrain import pulse
 from posttrain.batch.samples import last_rows
 from posttrain.config.data import DataConfig
-from posttrain.data.collate import collate
-from posttrain.data.dataset import PromptDataset
+from posttrain.data.dataset import PromptDataset, collate
 from posttrain.data.sampler import sequential_batches
 from posttrain.protocol import DataProto
 from posttrain.rewards.answers import read_answer
 from posttrain.texts import own_words, texts_of
-from posttrain.tracking.validation import answer_of, has_answer, validation_metrics
+from posttrain.tracking.metrics import answer_of, has_answer, validation_metrics
 from posttrain.trainer.ppo.experience import Experience
 from posttrain.trainer.ppo.recorder import Recorder
 
