@@ -266,6 +266,28 @@ def test_flash_attention_over_shared_prompts_equals_plain_rows():
         near(ours.grad, theirs.grad, at=2)
 
 
+@pytest.mark.skipif(not ON_CUDA, reason="torch's flash attention needs a CUDA device")
+def test_flash_attention_over_a_tree_equals_a_mask():
+    """A row of 90 tokens; behind 60 of them one of 20, with one of 10 behind its first 5; one of 30 behind 30."""
+    from posttrain.kernels.train import PackedAttention
+
+    ends = np.array([*[150] * 30, *[120] * 30, *[90] * 30, *[120] * 5, *[110] * 15, *[120] * 10, *[150] * 30])
+    sight = Sight.of([150], ends)
+    tensors = [draw(150, count, 64, dtype=torch.bfloat16, seed=8 + count).requires_grad_() for count in (H, K, K)]
+    found, grad = PackedAttention.apply(*tensors, sight, 0.125), draw(150, H, 64, dtype=torch.bfloat16)
+    found.backward(grad)
+    wide = [tensor.detach().float().requires_grad_() for tensor in tensors]
+    place = torch.arange(150, device=DEVICE)
+    seen = (place[:, None] >= place) & (place[:, None] < torch.from_numpy(ends).to(DEVICE))
+    query, key, value = (x.transpose(0, 1) for x in wide)
+    key, value = (x.repeat_interleave(H // K, 0) for x in (key, value))
+    wanted = F.scaled_dot_product_attention(query, key, value, attn_mask=seen, scale=0.125).transpose(0, 1)
+    near(found.detach(), wanted.detach())
+    wanted.backward(grad.float())
+    for ours, theirs in zip(tensors, wide, strict=True):
+        near(ours.grad, theirs.grad, at=2)
+
+
 @pytest.mark.skipif(not ON_CUDA, reason="cuDNN's attention needs a CUDA device")
 @pytest.mark.parametrize("size", [64, 128])
 def test_long_rows_are_attended_to_by_cudnn_and_equal_the_plain_formula(size, monkeypatch):
