@@ -56,7 +56,7 @@ def _sum_of_copies(OWN, MORE, ORDER, place, first, count, size, at, real):
     for start in range(0, count, TOGETHER):
         for number in tl.static_range(TOGETHER):
             here = real & (start + number < count)
-            row = tl.load(ORDER + first + start + number, mask=start + number < count, other=0)
+            row = tl.load(ORDER + first + tl.minimum(start + number, count - 1))
             copy = tl.load(MORE + row * size + at, mask=here, other=0.0)
             total += copy.to(tl.float32)
     tl.store(OWN + place * size + at, total.to(own.dtype), mask=real)
