@@ -105,7 +105,7 @@ class _OpenSection:
         hints: dict[str, Any] = {}
         for name, hint in self.hints.items():
             hints[name] = hint
-            setattr(self.section, name, _copied(self.written[name]))
+            setattr(self.section, name, _copy_field(self.written[name]))
             if name == self.after:
                 hints |= self._place(declared)
         self.section.__annotations__ = hints
@@ -121,7 +121,7 @@ class _OpenSection:
         for kind in declared:
             hints = typing.get_type_hints(kind)
             for field in dataclasses.fields(kind):
-                setattr(self.section, field.name, _copied(field, declared_by=kind))
+                setattr(self.section, field.name, _copy_field(field, declared_by=kind))
                 added[field.name] = hints[field.name]
         return added
 
@@ -146,7 +146,7 @@ def place_declared_settings() -> None:
         section.update()
 
 
-def _copied(field: dataclasses.Field[Any], **more: Any) -> Any:
+def _copy_field(field: dataclasses.Field[Any], **more: Any) -> Any:
     metadata = {**field.metadata, **more}
     return dataclasses.field(default=field.default, default_factory=field.default_factory, metadata=metadata)
 
