@@ -168,6 +168,10 @@ VERBS: dict[str, tuple[Callable[[Arguments], int] | str, str]] = {
         "posttrain.commands.evaluation.command:main",
         "score a model on data, with intervals; `eval compare A B` compares two reports",
     ),
+    "serve": (
+        "posttrain.commands.serving:main",
+        "serve a model over OpenAI's and Anthropic's APIs: `serve MODEL --port 8000`",
+    ),
     "bench": (
         "posttrain.bench.command:main",
         "`bench rollout`, `step`, `train`, `sync`, `sweep`: speed beside peers; `bench algorithms`: what is learnt",
