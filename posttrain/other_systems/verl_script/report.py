@@ -197,7 +197,7 @@ def answer_all(settings: Iterable[str], tree: Tree) -> list[Answered]:
     for _, key, value in pairs:
         merged.add(key, value, Source("script", 1))
     aside = apply_answers(merged)
-    return [_answered(setting, key, value, aside, tree.spellings) for setting, key, value in pairs]
+    return [_answer_one(setting, key, value, aside, tree.spellings) for setting, key, value in pairs]
 
 
 def _pair(setting: str) -> tuple[str, str, str]:
@@ -205,7 +205,7 @@ def _pair(setting: str) -> tuple[str, str, str]:
     return setting, key, value
 
 
-def _answered(setting: str, key: str, value: str, aside: dict[str, tuple[str, str]], names: Spellings) -> Answered:
+def _answer_one(setting: str, key: str, value: str, aside: dict[str, tuple[str, str]], names: Spellings) -> Answered:
     if key in aside:
         return Answered(setting, key, *aside[key])
     if key.startswith("hydra."):
