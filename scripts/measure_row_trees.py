@@ -21,7 +21,7 @@ from posttrain.config.optim import OptimConfig
 from posttrain.engine.base import EngineSettings
 from posttrain.engine.micro_batches import plan_passes
 from posttrain.engine.torch_engine import TorchEngine
-from posttrain.models.loading import own_attention, proved
+from posttrain.models.loading import fuse_and_prove, own_attention
 from posttrain.protocol import DataProto
 from posttrain.rollout.base import Output
 from posttrain.rollout.generate import to_batch
@@ -48,7 +48,7 @@ def make_model(shape: str, device: torch.device, dtype: torch.dtype) -> torch.nn
     torch.manual_seed(0)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(settings, dtype=dtype, **own_attention(settings))
-    return proved(model.eval(), f"random weights of shape {shape}")
+    return fuse_and_prove(model.eval(), f"random weights of shape {shape}")
 
 
 def make_batch(options: argparse.Namespace, words: int) -> DataProto:

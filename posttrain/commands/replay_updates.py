@@ -60,7 +60,7 @@ def replay(run: Path, start: int, step: int, watch: Watch | None = None) -> Iter
             watching = watch if number == step else None
             groups = {"actor": actor} | ({"critic": critic} if critic else {})
             # In the order of the loop: the critic learns first.
-            with _watched(groups, batch, watching):
+            with _watch_update(groups, batch, watching):
                 metrics = dict(critic.update_critic(batch)) if critic else {}
                 # As in the run: during warm-up the actor is not updated.
                 if number > facts["critic_warmup"]:
@@ -104,7 +104,7 @@ def _workers(
 
 
 @contextmanager
-def _watched(groups: dict[str, Any], batch: DataProto, watch: Watch | None) -> Iterator[None]:
+def _watch_update(groups: dict[str, Any], batch: DataProto, watch: Watch | None) -> Iterator[None]:
     """Inside, `watch` sees the batch's tensors and every module's output; afterwards the weights."""
     if watch is None:
         yield

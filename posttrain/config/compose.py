@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from posttrain.config.commandline import CommandLine
-from posttrain.config.defaults_list import ConfigFile, ConfigFiles, DefaultsList, merge_trees, placed
+from posttrain.config.defaults_list import ConfigFile, ConfigFiles, DefaultsList, merge_trees, place_at
 from posttrain.config.merge import Merged, Source
 from posttrain.config.problem import ConfigError, Problem
 from posttrain.spelling import closest
@@ -176,7 +176,7 @@ def _compose(folders: list[Path], name: str, groups: list[str], cwd: Path, names
         composed.layers.append(layer)
         composed.main_file = layer.label if place.primary else composed.main_file
         if isinstance(loaded.values, dict):
-            merge_trees(tree, copy.deepcopy(placed(loaded.values, place.package)))
+            merge_trees(tree, copy.deepcopy(place_at(loaded.values, place.package)))
     tree.pop("hydra", None)
     composed.values = names.flatten(tree)
     return composed
@@ -195,12 +195,12 @@ def _layer(config_path: str, package: str, loaded: ConfigFile, cwd: Path, names:
     model = (
         same_name if same_name.is_file() else PACKAGE_TREE / f"{names.program if loaded.defaults else config_path}.yaml"
     )
-    copied = frozenset(values) if in_package else _copied(values, model, package, names)
+    copied = frozenset(values) if in_package else _find_copied_keys(values, model, package, names)
     own_section = package if group and package == group.replace("/", ".") else ""
     return Layer(_label(file, cwd), values, explicit=True, copied=copied, own_section=own_section)
 
 
-def _copied(values: dict[str, Any], model: Path, package: str, names: Spellings) -> frozenset[str]:
+def _find_copied_keys(values: dict[str, Any], model: Path, package: str, names: Spellings) -> frozenset[str]:
     """The keys that a user's file shares with the package's file, if it is a copy of it: has most of its keys.
 
     What the user wrote in a file of a few keys, or added to a copy, is meant, also where it equals the default.

@@ -115,7 +115,7 @@ def _yaml(chosen: Iterable[Leaf], prefix: str) -> str:
     open_sections: list[str] = []
     for leaf in chosen:
         *path, name = leaf.key[len(prefix) :].split(".")
-        shared = _shared(open_sections, path)
+        shared = _count_shared(open_sections, path)
         for depth in range(shared, len(path)):
             if depth == 0 and lines:
                 lines.append("")
@@ -128,7 +128,7 @@ def _yaml(chosen: Iterable[Leaf], prefix: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _shared(left: list[str], right: list[str]) -> int:
+def _count_shared(left: list[str], right: list[str]) -> int:
     count = 0
     while count < min(len(left), len(right)) and left[count] == right[count]:
         count += 1

@@ -123,10 +123,10 @@ def _registers(text: str, name: str, function: str) -> bool:
     except SyntaxError:
         return False
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    return any(_called(call) == function and name in _texts(call) for call in calls)
+    return any(_name_of_called(call) == function and name in _texts(call) for call in calls)
 
 
-def _called(call: ast.Call) -> str | None:
+def _name_of_called(call: ast.Call) -> str | None:
     return getattr(call.func, "id", None) or getattr(call.func, "attr", None)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
+import sys
 import typing
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -105,7 +106,7 @@ class _OpenSection:
         hints: dict[str, Any] = {}
         for name, hint in self.hints.items():
             hints[name] = hint
-            setattr(self.section, name, _copied(self.written[name]))
+            setattr(self.section, name, _copy_field(self.written[name]))
             if name == self.after:
                 hints |= self._place(declared)
         self.section.__annotations__ = hints
@@ -119,9 +120,9 @@ class _OpenSection:
         """Name -> type of the fields that were added."""
         added: dict[str, Any] = {}
         for kind in declared:
-            hints = typing.get_type_hints(kind)
+            hints = hints_of(kind)
             for field in dataclasses.fields(kind):
-                setattr(self.section, field.name, _copied(field, declared_by=kind))
+                setattr(self.section, field.name, _copy_field(field, declared_by=kind))
                 added[field.name] = hints[field.name]
         return added
 
@@ -146,9 +147,24 @@ def place_declared_settings() -> None:
         section.update()
 
 
-def _copied(field: dataclasses.Field[Any], **more: Any) -> Any:
+def _copy_field(field: dataclasses.Field[Any], **more: Any) -> Any:
     metadata = {**field.metadata, **more}
     return dataclasses.field(default=field.default, default_factory=field.default_factory, metadata=metadata)
+
+
+def hints_of(kind: type) -> dict[str, Any]:
+    """Field name -> type, as `typing.get_type_hints` gives it."""
+    # That compiles every annotation anew, which took a tenth of a first load: 400 fields share a few dozen texts.
+    hints: dict[str, Any] = {}
+    for base in reversed(kind.__mro__):
+        for name, text in vars(base).get("__annotations__", {}).items():
+            hints[name] = _evaluate(text, base.__module__) if isinstance(text, str) else text
+    return hints
+
+
+@cache
+def _evaluate(text: str, module: str) -> Any:
+    return eval(text, vars(sys.modules[module]))
 
 
 # -- the flat table -------------------------------------------------------------------------------------------------
@@ -195,7 +211,7 @@ def _leaves(root: type[Section]) -> dict[str, Leaf]:
 
 
 def _walk(section: Section, prefix: str, around: tuple[Idle, ...] = ()) -> Iterator[Leaf]:
-    hints = typing.get_type_hints(type(section))
+    hints = hints_of(type(section))
     for field in dataclasses.fields(section):
         value, key, facts = getattr(section, field.name), prefix + field.name, field.metadata
         idle = (*around, *(_with_full_key(one, prefix) for one in facts.get("idle", ())))

@@ -113,7 +113,7 @@ class RankWatch:
             if ready:
                 self.stalls.answered()
             if self.stalls.is_due():
-                self.stalls.look(self._states(), self._awaited(waiting))
+                self.stalls.look(self._states(), self._ranks_awaited(waiting))
             if ready:
                 return ready, waiting
 
@@ -162,7 +162,7 @@ class RankWatch:
             states |= asked.states
         return states
 
-    def _awaited(self, refs: Sequence[Any]) -> list[str]:
+    def _ranks_awaited(self, refs: Sequence[Any]) -> list[str]:
         actors = {ref.task_id().actor_id().hex() for ref in refs}
         return [rank.who for rank in self.ranks if rank.actor_id in actors]
 

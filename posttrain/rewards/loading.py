@@ -279,7 +279,7 @@ def _pickle(function: Callable[..., Any]) -> bytes:
     while isinstance(inner, partial):
         inner = inner.func
     module = sys.modules.get(getattr(inner, "__module__", None) or "")
-    by_value = module is not None and module.__name__ != "__main__" and not _installed(module)
+    by_value = module is not None and module.__name__ != "__main__" and not _is_installed(module)
     try:
         if by_value:
             cloudpickle.register_pickle_by_value(module)
@@ -297,7 +297,7 @@ def _pickle(function: Callable[..., Any]) -> bytes:
         ) from error
 
 
-def _installed(module: types.ModuleType) -> bool:
+def _is_installed(module: types.ModuleType) -> bool:
     file = getattr(module, "__file__", None) or ""
     places = [
         path for name, path in sysconfig.get_paths().items() if name in ("stdlib", "platstdlib", "purelib", "platlib")

@@ -300,14 +300,14 @@ class RunLock:
         """Take the lock, or raise RunTaken with the process that holds it."""
         key = self.path.resolve()
         if key in _held:
-            raise self._taken(f"this process ({os.getpid()})")
+            raise self._taken_error(f"this process ({os.getpid()})")
         descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
             owner = os.read(descriptor, 200).decode(errors="replace").strip()
             os.close(descriptor)
-            raise self._taken(owner or "another process") from None
+            raise self._taken_error(owner or "another process") from None
         os.ftruncate(descriptor, 0)  # only now: before, it names the owner
         os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
         self._descriptor = descriptor
@@ -321,7 +321,7 @@ class RunLock:
         self._descriptor = None
         _held.discard(self.path.resolve())
 
-    def _taken(self, owner: str) -> RunTaken:
+    def _taken_error(self, owner: str) -> RunTaken:
         return RunTaken(
             f"The run directory {self.path.parent} is in use by {owner}. Wait for it or end it, or choose another "
             "trainer.experiment_name."

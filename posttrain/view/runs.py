@@ -224,7 +224,7 @@ class Metrics:
         # The page sends what it has, and gets only what is new.
         first = after if identity == now and after <= len(self.lines) else 0
         lines = self.lines[first:]
-        wanted = self._meant(names)
+        wanted = self._match_names(names)
         return {
             "identity": now,
             "first": first,
@@ -235,7 +235,7 @@ class Metrics:
             "values": {name: self._column(name)[first:] for name in wanted},
         }
 
-    def _meant(self, names: Iterable[str]) -> list[str]:
+    def _match_names(self, names: Iterable[str]) -> list[str]:
         # `val/*` means all that begin so.
         asked = list(names)
         begun = tuple(name[:-1] for name in asked if name.endswith("*"))

@@ -56,7 +56,7 @@ class Measures(dict[str, Measure]):
 
     def _join(self, name: str, new: Measure) -> None:
         own = self.get(name)
-        self[name] = new if own is None else _joined(own, new)
+        self[name] = new if own is None else _join_measures(own, new)
 
     def read_values(self) -> Measures:
         """All values are numbers from now on."""
@@ -72,7 +72,7 @@ class Measures(dict[str, Measure]):
         return {name: measure.value for name, measure in self.items()}
 
 
-def _joined(one: Measure, other: Measure) -> Measure:
+def _join_measures(one: Measure, other: Measure) -> Measure:
     if one.ranks == "first":
         return one
     value = one.value + other.value if one.ranks == "sum" else _larger(one.value, other.value)

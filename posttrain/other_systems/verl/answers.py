@@ -123,7 +123,7 @@ def page() -> str:
     for kind in (TRANSLATED, NOT_NEEDED, NOT_SUPPORTED, HONOURED):
         chosen = [row for row in rows if row[2].kind == kind]
         parts.append(f"## {kind.capitalize()}\n\n{_ABOUT[kind]}\n")
-        parts.append(_listed(chosen) if kind == HONOURED else _table(chosen))
+        parts.append(_list_by_section(chosen) if kind == HONOURED else _table(chosen))
     return "\n".join(parts)
 
 
@@ -150,7 +150,7 @@ def _table(rows: Iterable[Row]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _listed(rows: Iterable[Row]) -> str:
+def _list_by_section(rows: Iterable[Row]) -> str:
     """The keys by section."""
     sections: dict[str, list[str]] = {}
     for key, program, _ in rows:

@@ -115,9 +115,9 @@ def spelled_out(pattern: str) -> list[str]:
 def _matches(pattern: str, key: str) -> bool:
     """`*` stands for one character or more."""
     # The beginning first, since most patterns differ there and are then never compiled.
-    return key.startswith(pattern.partition("*")[0]) and _compiled(pattern).fullmatch(key) is not None
+    return key.startswith(pattern.partition("*")[0]) and _compile(pattern).fullmatch(key) is not None
 
 
 @cache
-def _compiled(pattern: str) -> re.Pattern[str]:
+def _compile(pattern: str) -> re.Pattern[str]:
     return re.compile(".+".join(map(re.escape, pattern.split("*"))))

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from posttrain.config import ConfigError, load_config
 from posttrain.config.checked import Tree
-from posttrain.config.choices import ROLLOUTENGINES
+from posttrain.config.choices import ROLLOUT_ENGINES
 from posttrain.config.merge import Merged, Source, Spellings
 from posttrain.config.ppo_tree import PPO
 from posttrain.config.supervised_tree import SFT
@@ -177,7 +177,7 @@ def is_installed(package: str) -> bool:
 
 def can_generate(engine: str) -> bool:
     """Whether there is an engine of this name, and its package is installed."""
-    return engine in ROLLOUTENGINES and (engine not in PACKAGES or is_installed(engine))
+    return engine in ROLLOUT_ENGINES and (engine not in PACKAGES or is_installed(engine))
 
 
 class Answered(NamedTuple):
@@ -197,7 +197,7 @@ def answer_all(settings: Iterable[str], tree: Tree) -> list[Answered]:
     for _, key, value in pairs:
         merged.add(key, value, Source("script", 1))
     aside = apply_answers(merged)
-    return [_answered(setting, key, value, aside, tree.spellings) for setting, key, value in pairs]
+    return [_answer_one(setting, key, value, aside, tree.spellings) for setting, key, value in pairs]
 
 
 def _pair(setting: str) -> tuple[str, str, str]:
@@ -205,7 +205,7 @@ def _pair(setting: str) -> tuple[str, str, str]:
     return setting, key, value
 
 
-def _answered(setting: str, key: str, value: str, aside: dict[str, tuple[str, str]], names: Spellings) -> Answered:
+def _answer_one(setting: str, key: str, value: str, aside: dict[str, tuple[str, str]], names: Spellings) -> Answered:
     if key in aside:
         return Answered(setting, key, *aside[key])
     if key.startswith("hydra."):
@@ -221,7 +221,7 @@ def _answered(setting: str, key: str, value: str, aside: dict[str, tuple[str, st
     if found.key == ENGINE and engine in PACKAGES and not is_installed(engine):
         missing = f"{PACKAGES[engine]} is not installed here; install it, or set {ENGINE}=native"
         return Answered(setting, key, NOT_SUPPORTED, missing)
-    if found.key == ENGINE and engine not in ROLLOUTENGINES:
+    if found.key == ENGINE and engine not in ROLLOUT_ENGINES:
         return Answered(setting, key, NOT_SUPPORTED, f"this engine is not built; set {ENGINE}=native")
     if found.key == key and names.leaf_of(key) is not None:
         return Answered(setting, key, HONOURED, "")
