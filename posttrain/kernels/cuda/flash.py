@@ -178,7 +178,13 @@ def _pieces(end_T: np.ndarray, start: int, stop: int) -> list[tuple[int, tuple[t
     bounds = start + np.append(0, np.flatnonzero(np.diff(end_T[start:stop])) + 1)
     spans = list(zip(bounds.tolist(), [*bounds[1:].tolist(), stop], strict=True))
     ends = end_T[bounds].tolist()
-    seen = [[j for j in range(i) if ends[j] > spans[i][0]] for i in range(len(spans))]
+    seen: list[list[int]] = []  # by stretch, those before it that it sees: the path to it in the tree
+    path: list[int] = []
+    for number, (begin, _) in enumerate(spans):
+        while path and ends[path[-1]] <= begin:
+            path.pop()
+        seen.append(path[:])
+        path.append(number)
     # In a tree of several levels a stretch continues the one before it as plain rows do. In a prompt with its responses
     # all of these are alike: each is over the prompt.
     deep = any(number > 0 for numbers in seen for number in numbers)
