@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 from posttrain.commands.generation.command import settings_folder
 from posttrain.commands.generation.settings import check_model, read_settings, split_words
-from posttrain.config.options import OptionParser
 from posttrain.conversations.serving import require_aiohttp
 from posttrain.errors import UserError
+from posttrain.spelling import OptionParser
 from posttrain.tracking.waiting import waiting
 from posttrain.trainer.constants_ppo import apply_environment
 

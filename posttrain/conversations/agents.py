@@ -10,7 +10,6 @@ from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from posttrain.config.closest import closest
 from posttrain.conversations.chat import Chat
 from posttrain.conversations.environments import is_environment, play
 from posttrain.conversations.settings import AGENT_KEY as KEY
@@ -18,6 +17,7 @@ from posttrain.conversations.settings import BUILT_IN, PROGRAM, AgentSettings, T
 from posttrain.conversations.tools.lookup import find_named, is_place, listed_in
 from posttrain.errors import UserError, first_line
 from posttrain.registry import Registry
+from posttrain.spelling import closest
 
 Made = TypeVar("Made", bound=Callable[..., Any])
 AGENTS: Registry[Any] = Registry("agent")

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from posttrain.config.closest import closest
 from posttrain.config.root import PPOConfig
 from posttrain.conversations.agents import Agents
 from posttrain.conversations.chat import Setup
@@ -27,6 +26,7 @@ from posttrain.conversations.tools.registry import make_tools
 from posttrain.conversations.tools.runner import ToolRunner
 from posttrain.errors import UserError
 from posttrain.rollout.base import Sampling
+from posttrain.spelling import closest
 
 
 @contextmanager

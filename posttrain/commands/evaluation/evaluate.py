@@ -71,7 +71,7 @@ def _own_tokens(row: dict[str, Any]) -> list[int | None]:
 
 
 def _facts(row: dict[str, Any]) -> list[dict[str, Any]]:
-    """What rewards are told of each response of several turns, as in a run; nothing without tools."""
+    """Facts about each multi-turn response that rewards receive, as in a run; empty without tools."""
     if not row["marks"]:
         return []
     columns = zip(row["own_words"], row["num_turns"], row["tool_calls"], row["tool_rewards"], strict=True)
@@ -209,6 +209,7 @@ def answered_prompts(table: RowTable, config: DataConfig, response_key: str | No
                 f"it has: {', '.join(row) or 'no columns'}."
             )
         whole = isinstance(found, list)
+        # One response per row: rows of one prompt belong together, or pass@k would be over single responses.
         group = number if whole else row.get("uid") or str(row.get(config.prompt_key))
         if group not in groups:
             groups[group] = AnsweredPrompt(_fields(table, number, config, key))

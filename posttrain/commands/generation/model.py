@@ -81,7 +81,7 @@ def load_tokenizer_of(source: ModelSource, *, raw: bool) -> Any:
 
 
 def set_lengths(source: ModelSource, settings: Settings) -> None:
-    """Fill in the lengths that nobody set: responses take at most half of the model's positions, prompts the rest."""
+    """Fill in lengths that are not set: responses take at most half of the model's positions, prompts the rest."""
     data, given = settings.config.data, settings.given
     positions = read_positions(source) or 2**20
     if "data.max_response_length" not in given:
