@@ -46,7 +46,11 @@ def play_on(run):
             time.sleep(0.02)
             continue
         # A copy with another address: a client of its own for every game would open its connections anew.
-        reward = play(client.with_options(base_url=found["base_url"]), found["task"]["messages"], int(found["task"]["ground_truth"]))
+        reward = play(
+            client.with_options(base_url=found["base_url"]),
+            found["task"]["messages"],
+            int(found["task"]["ground_truth"]),
+        )
         post(f"{run}/s/{found['id']}/reward", {"reward": reward})
 
 
