@@ -1,4 +1,4 @@
-"""Many programs at once over one run's server: counts whether the ids that clients were sent are those that are trained.
+"""Many programs at once over one run's server: are the ids that clients were sent those that are trained?
 
     python scripts/sessions_drill.py [SESSIONS] [TURNS]
 
@@ -105,8 +105,8 @@ def main(sessions: int, turns: int) -> int:
             tokens += len(given)
             wrong += trained != given
         print(
-            f"{sessions} sessions of {turns} turns at once: {tokens} ids were sent to clients; {sessions - wrong} samples "
-            f"train exactly these, {wrong} do not; {failed} failed; {rows} rows; {seconds:.1f} s, "
+            f"{sessions} sessions of {turns} turns at once: {tokens} ids were sent to clients; {sessions - wrong} "
+            f"samples train exactly these, {wrong} do not; {failed} failed; {rows} rows; {seconds:.1f} s, "
             f"{sessions * turns / seconds:.0f} requests/s"
         )
     return int(bool(wrong or failed))
