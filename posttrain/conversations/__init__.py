@@ -7,5 +7,8 @@ runner.py         runs agents beside the rollout, with deadlines
 chat.py           a conversation as an agent sees it
 agents.py         agents by name; the built-in one answers tool calls
 environments.py   classes with `reset` and `step`, as agents
+server.py         one engine for many requests; serving/: HTTP APIs over it
+ledger.py         matches messages that a client sends back to the turns that were sampled
+programs.py       programs as agents, each with a base URL; program_process.py: their processes
 tools/            tools, and what runs their calls; formats/: how models write calls
 """

@@ -60,7 +60,6 @@ class Session:
     reward: float | None = None
     over: asyncio.Event = field(default_factory=asyncio.Event)
     claimed: asyncio.Event = field(default_factory=asyncio.Event)
-    is_claimed: bool = False
 
     async def sample(
         self, prompt: Prompt, sampling: Sampling, seed: int | None, on_progress: Callable[[Output], None] | None
@@ -89,6 +88,8 @@ class Programs:
             )
         self.command = None if self.outside else find_command(settings)
         self._sessions: dict[str, Session] = {}
+        # Samples for programs elsewhere. The server's thread takes from it what the agents' thread puts in.
+        self._unclaimed = deque[Session]()
         self._slots = Slots(settings.max_programs)
         self._thread = LoopThread("programs")
         self.url = ""
@@ -144,11 +145,14 @@ class Programs:
 
     async def _wait_for_program(self, session: Session) -> float | None:
         """Until a program elsewhere has posted a reward, or has said that it ended."""
+        self._unclaimed.append(session)
         try:
             await session.chat.pause(session.claimed.wait())
             await session.over.wait()
             return session.reward
         finally:
+            with suppress(ValueError):  # it was claimed
+                self._unclaimed.remove(session)
             self._close(session)
 
     def _open(self, chat: Chat, row: dict[str, Any]) -> Session:
@@ -244,19 +248,18 @@ class Programs:
         """A sample that no program has yet, for programs that run elsewhere."""
         if id != "next" or not self.outside:
             raise ApiError(f"There is no POST /s/{id} here.", status=404)
-        for session in self._sessions.values():
-            if not session.is_claimed:
-                session.is_claimed = True
-                session.loop.call_soon_threadsafe(session.claimed.set)
-                base = f"{self.url}/s/{session.id}"
-                return {"id": session.id, "base_url": f"{base}/v1", "task": session.task}
+        with suppress(IndexError):  # there is none
+            session = self._unclaimed.popleft()
+            session.loop.call_soon_threadsafe(session.claimed.set)
+            base = f"{self.url}/s/{session.id}"
+            return {"id": session.id, "base_url": f"{base}/v1", "task": session.task}
         return {"id": None}
 
     @property
     def waiting(self) -> int:
         """Conversations that no program leads yet: others must end first, or none has asked for them."""
         if self.outside:
-            return sum(not session.is_claimed for session in list(self._sessions.values()))
+            return len(self._unclaimed)
         return self._slots.waiting
 
     def troubles(self) -> list[str]:

@@ -126,7 +126,7 @@ def test_a_reward_may_be_posted_and_else_it_is_the_reward_functions(tmp_path):
         ("ask(task['messages']); raise ValueError('no such thing')", "no such thing"),
         ("ask(task['messages']); os.kill(os.getpid(), 9)", "signal 9"),
         ("ask(task['messages']); give('much')", "no finite number"),
-        ("ask(task['messages']); time.sleep(60)", "longer than 1 seconds"),
+        ("ask(task['messages']); time.sleep(60)", "longer than 6 seconds"),
         ("post('/chat/completions', b'{]')", "HTTP Error 400"),
         ("", "before the model had said anything"),
     ],
@@ -134,7 +134,7 @@ def test_a_reward_may_be_posted_and_else_it_is_the_reward_functions(tmp_path):
 def test_a_program_that_fails_costs_its_own_sample(tmp_path, code, why):
     well = TWO_TURNS.strip().replace("\n", "\n    ")
     program = f"if task['index'] == 1:\n    {code or 'pass'}\nelse:\n    {well}\n"
-    timeout = {"timeout_s": 1.0} if "sleep" in code else {}
+    timeout = {"timeout_s": 6.0} if "sleep" in code else {}
     with conversations(tmp_path, program, count=3, **timeout) as (_, records, _, _):
         assert why in records[1].error
         assert [record.score for record in (records[0], records[2])] == [1.0, 1.0]

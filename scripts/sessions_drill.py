@@ -1,0 +1,119 @@
+"""Many programs at once over one run's server: are the ids that clients were sent those that are trained?
+
+    python scripts/sessions_drill.py [SESSIONS] [TURNS]
+
+A second process plays the programs: all sessions at once, each of so many turns, with `return_token_ids`. The embedded
+model samples. In the end every id that a client was sent must be a trained token of its sample, in order, once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+KEY = "drill"
+
+
+async def play_all(run: str, sessions: int, turns: int) -> None:
+    """The programs: claims all sessions, plays them at once, and prints the ids that came."""
+    import aiohttp
+
+    headers = {"Authorization": f"Bearer {KEY}"}
+    sent: dict[str, list[list[int]]] = {}
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(headers=headers, connector=connector) as http:
+
+        async def post(url: str, body: object) -> dict:
+            async with http.post(url, json=body, timeout=aiohttp.ClientTimeout(None)) as response:
+                answer = await response.json()
+                assert response.status == 200, answer
+                return answer
+
+        async def play(found: dict) -> None:
+            messages = list(found["task"]["messages"])
+            for turn in range(turns):
+                body = {"messages": messages, "max_tokens": 8, "return_token_ids": True}
+                choice = (await post(f"{found['base_url']}/chat/completions", body))["choices"][0]
+                sent.setdefault(str(found["task"]["index"]), []).append(choice["token_ids"])
+                messages += [choice["message"], {"role": "user", "content": f"{turn} + {turn} = ?"}]
+            await post(f"{run}/s/{found['id']}/reward", {"reward": 1.0})
+
+        playing = []
+        while len(playing) < sessions:
+            found = await post(f"{run}/s/next", {})
+            if found["id"] is None:
+                await asyncio.sleep(0.05)
+            else:
+                playing.append(asyncio.ensure_future(play(found)))
+        await asyncio.gather(*playing)
+    print(json.dumps(sent))
+
+
+def main(sessions: int, turns: int) -> int:
+    """Runs the sessions and counts; 0 if all ids agree."""
+    os.environ["POSTTRAIN_API_KEY"] = KEY
+    import torch
+
+    from posttrain.commands.generation.loop import Requests
+    from posttrain.config.root import PPOConfig
+    from posttrain.conversations.opening import open_conversations
+    from posttrain.models.loading import load_tokenizer
+    from posttrain.rollout.base import Sampling
+    from posttrain.rollout.engines import build_engine
+    from posttrain.trainer.embedded import ensure_embedded
+
+    config = PPOConfig()
+    config.actor_rollout_ref.model.path = folder = str(ensure_embedded(print) / "model")
+    tokenizer = load_tokenizer(config.actor_rollout_ref.model)
+    config.actor_rollout_ref.rollout.agent = {"program": "outside", "timeout_s": 600.0}
+    config.data.max_prompt_length, config.data.max_response_length = 64, 48 * turns
+    engine, _ = build_engine(config.actor_rollout_ref.rollout, folder, tokenizer)
+    engine.wake()
+    device = torch.device("cuda")  # nothing is computed there: turns are admitted as they come
+    with open_conversations(config, tokenizer, device, print) as loop:
+        assert loop is not None
+        run = loop.agents.context["programs"].url
+        requests = Requests(engine, Sampling(max_tokens=64, stop_token_ids=(tokenizer.eos_token_id,)), loop)
+        command = [sys.executable, __file__, "--play", run, str(sessions), str(turns)]
+        playing = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        prompt = [{"role": "user", "content": "15 + 6 = ?"}]
+        ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
+        started = time.perf_counter()
+        for number in range(sessions):
+            row = {"raw_prompt": prompt, "data_source": "", "ground_truth": "", "extra_info": {}, "index": number}
+            requests.submit((number, 0), list(ids), number, row)
+        whole = []
+        while requests.has_work():
+            whole += requests.advance()
+        seconds = time.perf_counter() - started
+        sent = json.loads(playing.communicate()[0])
+        wrong = failed = tokens = rows = 0
+        for output in whole:
+            record = loop.records[output.id]
+            failed += record.error is not None
+            rows += len(record.rows)
+            trained = [
+                id for row in record.rows for id, own in zip(row.ids[-row.length :], row.mask, strict=True) if own
+            ]
+            given = [id for turn in sent[str(output.id[0])] for id in turn]
+            tokens += len(given)
+            wrong += trained != given
+        print(
+            f"{sessions} sessions of {turns} turns at once: {tokens} ids were sent to clients; {sessions - wrong} "
+            f"samples train exactly these, {wrong} do not; {failed} failed; {rows} rows; {seconds:.1f} s, "
+            f"{sessions * turns / seconds:.0f} requests/s"
+        )
+    return int(bool(wrong or failed))
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--play"]:
+        asyncio.run(play_all(sys.argv[2], int(sys.argv[3]), int(sys.argv[4])))
+    else:
+        sys.exit(main(*[int(one) for one in sys.argv[1:]] or [1000, 3]))
