@@ -17,9 +17,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from posttrain.config.options import OptionParser
 from posttrain.errors import UserError
 from posttrain.selftest.report import FAILED, PASSED, SKIPPED, Report, Result
+from posttrain.spelling import OptionParser
 from posttrain.tracking.terminal_text import print_text
 
 MODEL = {"num_key_value_heads": 4, "num_attention_heads": 4, "hidden_size": 128, "intermediate_size": 256}

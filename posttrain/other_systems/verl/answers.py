@@ -39,6 +39,7 @@ KEYS_FILE = Path(__file__).with_name("keys.txt")
 def verl_keys() -> dict[str, str]:
     """Every key known of verl -> its program: `main_ppo`, `sft_trainer` or `main_generation`."""
     keys, program = {}, ""
+    # A file rather than code: it is read only for a misspelt key, for the docs and by `posttrain compat`.
     for line in KEYS_FILE.read_text(encoding="utf-8").splitlines():
         if line.startswith("["):
             program = line.strip("[]")
@@ -57,15 +58,16 @@ class Answer(NamedTuple):
 
 
 def answer(key: str, tree: Tree) -> Answer | None:
-    """The answer to a key of this tree's program; None for a key that nobody knows."""
+    """The answer to a key of this tree's program; None for an unknown key."""
     names = tree.spellings
+    # The same lookup as for a command line, so that the page cannot differ from what a run does.
     found = names.canonical(key)
     if found.key is not None and found.key == key and names.leaf_of(key) is not None:
         return Answer(HONOURED, "")
     if found.key is not None and names.leaf_of(found.key) is not None:
         return Answer(TRANSLATED, f"`{found.key}`")
     if found.key is not None:
-        return Answer(TRANSLATED, "checked against the settings that it follows from")
+        return Answer(TRANSLATED, "it follows from other settings; a value that contradicts them is an error")
     if found.answer is not None:
         return Answer(found.answer.kind, in_words(found.answer), found.answer)
     return Answer(NOT_SUPPORTED, found.not_built) if found.not_built else None
@@ -76,9 +78,9 @@ def in_words(rule: Rule) -> str:
     if rule.kind != NOT_SUPPORTED:
         return rule.says
     fine = [f"`{value}`" for value in rule.off if not rule.switch]
-    only = f" (only where {rule.switch} is on)" if rule.switch else ""
-    taken = f" ({' and '.join(fine)} {'is' if len(fine) == 1 else 'are'} taken)" if fine else ""
-    return f"{rule.says}; {rule.do}{only}{taken}"
+    only = f" (an error only where {rule.switch} is on)" if rule.switch else ""
+    accepted = f" ({' and '.join(fine)} {'is' if len(fine) == 1 else 'are'} accepted)" if fine else ""
+    return f"{rule.says}; {rule.do}{only}{accepted}"
 
 
 def all_answers() -> Iterator[tuple[str, str, Answer | None]]:
@@ -106,9 +108,9 @@ _PROGRAMS = {
     "main_generation": "`verl.trainer.main_generation`",
 }
 _ABOUT = {
-    TRANSLATED: "The resolved configuration names the setting that they become, and the key that was written.",
+    TRANSLATED: "They are translated. The resolved configuration shows the setting, and the key that you wrote.",
     NOT_NEEDED: "A note at the start says why; the run goes on.",
-    NOT_SUPPORTED: "An error that says why, and what to use instead; a value that asks for nothing is only noted.",
+    NOT_SUPPORTED: "An error that says why, and what to use instead. A value that disables the feature gives a note.",
     HONOURED: "A setting of the same name has the same meaning: [settings.md](settings.md), "
     "[settings_sft.md](settings_sft.md).",
 }
@@ -123,7 +125,7 @@ def page() -> str:
     for kind in (TRANSLATED, NOT_NEEDED, NOT_SUPPORTED, HONOURED):
         chosen = [row for row in rows if row[2].kind == kind]
         parts.append(f"## {kind.capitalize()}\n\n{_ABOUT[kind]}\n")
-        parts.append(_listed(chosen) if kind == HONOURED else _table(chosen))
+        parts.append(_list_by_section(chosen) if kind == HONOURED else _table(chosen))
     return "\n".join(parts)
 
 
@@ -150,7 +152,7 @@ def _table(rows: Iterable[Row]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _listed(rows: Iterable[Row]) -> str:
+def _list_by_section(rows: Iterable[Row]) -> str:
     """The keys by section."""
     sections: dict[str, list[str]] = {}
     for key, program, _ in rows:
