@@ -143,7 +143,7 @@ VERBS: dict[str, tuple[Callable[[Arguments], int] | str, str]] = {
         "say what becomes of each key of a run script of verl",
     ),
     "selftest": (
-        "posttrain.commands.selftest.command:main",
+        "posttrain.selftest.command:main",
         "check training over several devices on this machine, and write a report to attach to an issue",
     ),
     "plan": (plan, "predict the memory of a run, without loading weights"),

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.commands.selftest import command
-from posttrain.commands.selftest.report import Report, Result
 from posttrain.errors import UserError
+from posttrain.selftest import command
+from posttrain.selftest.report import Report, Result
 
 HERE = Path(__file__).parent
 NAMED = {

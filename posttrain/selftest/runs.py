@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain import cores
-from posttrain.commands.selftest.world import Wrong
+from posttrain.selftest.world import Wrong
 
 REWARD = """
 def score(data_source, solution_str, ground_truth, extra_info=None):

@@ -13,15 +13,6 @@ import torch
 import torch.distributed as dist
 
 from posttrain.checkpoint import CheckpointManager, capture_rng, restore_rng
-from posttrain.commands.selftest.world import (
-    ALLOWED,
-    World,
-    Wrong,
-    compare_with_one_device,
-    one_device,
-    relative,
-    train,
-)
 from posttrain.config.model import ModelConfig
 from posttrain.config.rollout import RolloutConfig
 from posttrain.engine.base import EngineLayout, TrainEngine
@@ -33,6 +24,15 @@ from posttrain.rollout.base import RolloutEngine, Sampling
 from posttrain.rollout.engine_kwargs import OUTSIDE
 from posttrain.rollout.engines import build_engine, can_take_adapters
 from posttrain.rollout.generate import generate
+from posttrain.selftest.world import (
+    ALLOWED,
+    World,
+    Wrong,
+    compare_with_one_device,
+    one_device,
+    relative,
+    train,
+)
 from posttrain.workers.weight_sync import SyncError, WeightProbe, checksum_of_all, split_into_buckets
 
 LONGEST = 64

@@ -17,8 +17,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from posttrain.commands.selftest.report import FAILED, PASSED, SKIPPED, Report, Result
 from posttrain.errors import UserError
+from posttrain.selftest.report import FAILED, PASSED, SKIPPED, Report, Result
 from posttrain.spelling import OptionParser
 from posttrain.tracking.terminal_text import print_text
 
@@ -40,8 +40,8 @@ def main(args: Sequence[str]) -> int:
     parser.add_argument("--out", type=Path, default=Path("selftest"), help="folder of the report (default: selftest)")
     parser.add_argument("--limit", type=float, default=180.0, help="seconds for one check (default: 180)")
     options = parser.parse_args(args)
-    from posttrain.commands.selftest.checks import CHECKS
-    from posttrain.commands.selftest.runs import RUNS
+    from posttrain.selftest.checks import CHECKS
+    from posttrain.selftest.runs import RUNS
 
     known = {**{name: one.about for name, one in CHECKS.items()}, **{name: about for name, (about, _) in RUNS.items()}}
     if options.list:
@@ -82,8 +82,8 @@ class SelfTest:
         self.report = Report(layout, said)
 
     def run(self, names: Sequence[str]) -> None:
-        from posttrain.commands.selftest.checks import CHECKS
         from posttrain.models.embedded import write_model
+        from posttrain.selftest.checks import CHECKS
 
         begun = time.monotonic()
         print_text(f"posttrain selftest: {len(names)} checks, {self.report.layout}")
@@ -113,7 +113,7 @@ class SelfTest:
     # -- checks of all ranks together -----------------------------------------------------------------------------
     def _group(self, names: list[str]) -> list[str]:
         """Run these checks in one group of ranks; gives those that are left after one that failed."""
-        from posttrain.commands.selftest.checks import CHECKS
+        from posttrain.selftest.checks import CHECKS
 
         processes = self._start(names)
         try:
@@ -133,7 +133,7 @@ class SelfTest:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             address = f"127.0.0.1:{probe.getsockname()[1]}"
-        words = [sys.executable, "-m", "posttrain.commands.selftest.rank", "--ranks", str(self.ranks)]
+        words = [sys.executable, "-m", "posttrain.selftest.rank", "--ranks", str(self.ranks)]
         words += ["--gpus", str(self.gpus), "--address", address, "--folder", str(self.folder)]
         words += ["--timeout", str(self.limit / 2)]
         environment = {"OMP_NUM_THREADS": "1", **os.environ} if not self.gpus else dict(os.environ)
@@ -191,8 +191,8 @@ class SelfTest:
 
     # -- whole runs -----------------------------------------------------------------------------------------------
     def _runs(self, names: Sequence[str]) -> None:
-        from posttrain.commands.selftest.runs import RUNS, Runs, why_not
-        from posttrain.commands.selftest.world import Wrong
+        from posttrain.selftest.runs import RUNS, Runs, why_not
+        from posttrain.selftest.world import Wrong
 
         runs = Runs(self.folder, self.ranks, self.gpus, self.limit)
         for name in names:

@@ -1,4 +1,4 @@
-"""One rank of a self-test: `python -m posttrain.commands.selftest.rank ...`, started by the command.
+"""One rank of a self-test: `python -m posttrain.selftest.rank ...`, started by the command.
 
 It writes what each check found into a file of its own, so that the command sees which rank stopped answering.
 """
@@ -17,10 +17,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from posttrain.commands.selftest.checks import CHECKS
-from posttrain.commands.selftest.world import World, Wrong
 from posttrain.engine.ranks import join_ranks, leave_ranks
 from posttrain.errors import UserError
+from posttrain.selftest.checks import CHECKS
+from posttrain.selftest.world import World, Wrong
 
 FAILED = 3
 """Exit status: a check failed here, and the others of the group cannot go on with this rank."""
