@@ -13,7 +13,7 @@ from aiohttp import web
 from posttrain.commands.generation.model import find_model, load_module, load_tokenizer_of, read_positions
 from posttrain.commands.generation.session import explain_out_of_memory, plan_cache, say
 from posttrain.commands.generation.settings import Settings
-from posttrain.conversations.format_proof import FALLBACK, WrongFormat, choose_format
+from posttrain.conversations.format_proof import find_format
 from posttrain.conversations.formats.base import FORMATS
 from posttrain.conversations.server import Server
 from posttrain.conversations.serving.app import make_app
@@ -55,7 +55,7 @@ def load(name: str, settings: Settings, options: argparse.Namespace) -> tuple[Se
     engine, engine_name = build_engine(rollout, module, tokenizer, device=device, longest=longest)
     engine.wake()
     template = MessageTemplate(tokenizer, config.data.apply_chat_template_kwargs)
-    call_format, no_tools = _find_format(template, settings.turns.format)
+    call_format, no_tools = find_format(template, settings.turns.format, say)
     say(f"{source.name} on {device}, engine {engine_name}; {longest} tokens; tool calls: {no_tools or call_format}")
     served = ServedModel(
         options.served_name or name,
@@ -67,19 +67,6 @@ def load(name: str, settings: Settings, options: argparse.Namespace) -> tuple[Se
         no_tools=no_tools,
     )
     return served, engine
-
-
-def _find_format(template: MessageTemplate, wanted: str) -> tuple[str, str | None]:
-    """(the format of tool calls, why tools cannot be used). A model without tools is served all the same."""
-    if not getattr(template.tokenizer, "chat_template", None):
-        return FALLBACK, "the tokenizer has no chat template"
-    try:
-        name, note = choose_format(template, wanted)
-    except WrongFormat as error:
-        return FALLBACK, str(error).partition("\n")[0]
-    if note:
-        say(note)
-    return name, None
 
 
 def _sampling(settings: Settings, tokenizer: Any, module: torch.nn.Module) -> Sampling:
@@ -102,7 +89,7 @@ async def _run(model: ServedModel, engine: RolloutEngine, options: argparse.Name
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stopped.set)
     async with Server(engine) as server:
-        app = make_app(model, LocalChannels(server), api_key)
+        app = make_app(model, LocalChannels(server, api_key))
         runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
         await runner.setup()
         try:

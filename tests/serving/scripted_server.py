@@ -136,7 +136,7 @@ def with_server(
         tokenizer = tokenizer_of(family)
         engine = ScriptedEngine(tokenizer, script)
         async with Server(engine) as server:
-            app = make_app(served(tokenizer, **limits), LocalChannels(server), api_key)
+            app = make_app(served(tokenizer, **limits), LocalChannels(server, api_key))
             http = TestClient(TestServer(app, handler_cancellation=True))
             await http.start_server()
             try:

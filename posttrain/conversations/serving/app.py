@@ -10,7 +10,7 @@ import asyncio
 import hmac
 import json
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from types import ModuleType
@@ -39,6 +39,10 @@ class Channel:
 class Channels(Protocol):
     """Finds the channel of a request; `session` is None outside of sessions."""
 
+    def key(self, session: str | None) -> str | None:
+        """The key that a request must bring."""
+        ...
+
     def channel(self, session: str | None, request: ModelRequest) -> Channel: ...
 
     async def once(self, session: str | None, key: Any, make: Callable[[], Awaitable[Answer]]) -> Answer:
@@ -46,10 +50,17 @@ class Channels(Protocol):
         ...
 
 
-def make_app(model: ServedModel, channels: Channels, api_key: str | None = None) -> web.Application:
-    """The application. With a key every request must bring it, as `Authorization: Bearer KEY` or `x-api-key: KEY`."""
+Route = tuple[str, str, Callable[[str, Any], Awaitable[Any]]]
+"""(method, path below a session, what it does with the session's id and the body)."""
+
+
+def make_app(model: ServedModel, channels: Channels, routes: Sequence[Route] = ()) -> web.Application:
+    """The application. Where a key is set every request must bring it, as `Authorization: Bearer KEY` or `x-api-key`.
+    `routes` are more of them, below `/s/ID`."""
     app = web.Application(client_max_size=LONGEST_BODY)
-    handlers = _Handlers(model, channels, api_key)
+    handlers = _Handlers(model, channels)
+    for method, path, work in routes:
+        app.router.add_route(method, f"/s/{{session}}{path}", handlers.guarded(handlers.working(work), openai_chat))
     for root in ("", "/s/{session}"):
         app.router.add_get(f"{root}/v1/models", handlers.guarded(handlers.models, openai_chat))
         app.router.add_get(f"{root}/v1/models/{{name:.+}}", handlers.guarded(handlers.one_model, openai_chat))
@@ -82,8 +93,8 @@ async def _other_routes(request: web.Request, handler: Any) -> web.StreamRespons
 
 
 class _Handlers:
-    def __init__(self, model: ServedModel, channels: Channels, api_key: str | None) -> None:
-        self.model, self.channels, self.api_key = model, channels, api_key
+    def __init__(self, model: ServedModel, channels: Channels) -> None:
+        self.model, self.channels = model, channels
 
     def guarded(self, work: Callable[[web.Request], Awaitable[web.StreamResponse]], api: ModuleType) -> Any:
         """The handler of a route: checks the key, and writes errors in the API's form."""
@@ -104,11 +115,19 @@ class _Handlers:
         return handle
 
     def _check_key(self, request: web.Request) -> None:
-        if self.api_key is None:
+        key = self.channels.key(request.match_info.get("session"))
+        if key is None:
             return
         given = request.headers.get("Authorization", "").removeprefix("Bearer ") or request.headers.get("x-api-key", "")
-        if not hmac.compare_digest(given.encode(), self.api_key.encode()):
+        if not hmac.compare_digest(given.encode(), key.encode()):
             raise ApiError("The API key is missing or wrong (Authorization: Bearer KEY).", status=401)
+
+    def working(self, work: Callable[[str, Any], Awaitable[Any]]) -> Callable[[web.Request], Awaitable[web.Response]]:
+        async def handle(request: web.Request) -> web.Response:
+            body = await _body(request) if request.can_read_body else {}
+            return web.json_response(await work(request.match_info["session"], body))
+
+        return handle
 
     # -- models and tokens ----------------------------------------------------------------------------------------
     async def health(self, request: web.Request) -> web.Response:

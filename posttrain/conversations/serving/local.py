@@ -32,8 +32,11 @@ class EngineSampler:
 class LocalChannels:
     """All requests go to one engine."""
 
-    def __init__(self, server: Server) -> None:
-        self._channel, self._retries = Channel(EngineSampler(server)), Retries()
+    def __init__(self, server: Server, api_key: str | None = None) -> None:
+        self._channel, self._retries, self._key = Channel(EngineSampler(server)), Retries(), api_key
+
+    def key(self, session: str | None) -> str | None:
+        return self._key
 
     def channel(self, session: str | None, request: ModelRequest) -> Channel:
         if session is not None:

@@ -13,7 +13,16 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from posttrain.conversations.formats.base import CallFormat
-from posttrain.conversations.serving.requests import Answer, ApiError, Choice, ContextFull, Delta, Message, ModelRequest
+from posttrain.conversations.serving.requests import (
+    Answer,
+    ApiError,
+    Choice,
+    ContextFull,
+    Delta,
+    Message,
+    ModelRequest,
+    name_results,
+)
 from posttrain.conversations.serving.turns import TurnReader, TurnStream
 from posttrain.conversations.templates import MessageTemplate, NoTemplate
 from posttrain.rollout.base import Output, Sampling
@@ -69,10 +78,11 @@ class ServedModel:
         max_model_len: int,
         vocabulary: int,
         no_tools: str | None = None,
+        any_name: bool = False,
     ) -> None:
         self.name, self.template, self.format, self.sampling = name, template, call_format, sampling
         self.max_model_len, self.vocabulary, self.no_tools = max_model_len, vocabulary, no_tools
-        self.created = int(time.time())
+        self.any_name, self.created = any_name, int(time.time())
         self._special = sorted(template.untrusted.special, key=len, reverse=True)
 
     # -- prompts --------------------------------------------------------------------------------------------------
@@ -121,6 +131,7 @@ class ServedModel:
     def begin(self, request: ModelRequest, ledger: Ledger | None = None) -> Pending:
         """Checks a request and makes its prompts; whatever is wrong with it is raised here, before a stream begins."""
         self.check_name(request.model)
+        request.messages = name_results(request.messages)
         prompts = self.prompts(request, ledger)
         samplings = [self._sampling(request, prompt.ids) for prompt in prompts]
         answer = Answer(
@@ -196,8 +207,8 @@ class ServedModel:
         )
 
     def check_name(self, name: str | None) -> None:
-        """Another model's name is an error: its client expects other answers."""
-        if name is not None and name != self.name:
+        """Another model's name is an error: its client expects other answers. In a run programs may name any model."""
+        if name is not None and name != self.name and not self.any_name:
             raise ApiError(
                 f"The model `{name}` does not exist here; this server has `{self.name}`.",
                 status=404,

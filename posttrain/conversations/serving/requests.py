@@ -247,3 +247,16 @@ def text_of(content: Any, where: str, kinds: Sequence[str] = ("text",)) -> str:
             )
         texts.append(part["text"])
     return "".join(texts)
+
+
+def name_results(messages: Sequence[Message]) -> list[Message]:
+    """Messages whose tool results have the names of the functions they come from, which some chat templates show."""
+    names: dict[str, Any] = {}
+    named = []
+    for message in messages:
+        for call in message.get("tool_calls") or ():
+            names[call["id"]] = call["function"]["name"]
+        if message["role"] == "tool" and "name" not in message and message.get("tool_call_id") in names:
+            message = {**message, "name": names[message["tool_call_id"]]}
+        named.append(message)
+    return named

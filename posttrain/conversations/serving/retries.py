@@ -17,10 +17,11 @@ class _Call:
 
 
 class Retries:
-    """Answers of the last requests. A repeated request joins the one under way, or gets its answer again."""
+    """Answers of the last requests. A repeated request joins the one under way, or gets its answer again. Without
+    `aborts` a request goes on without its client, for a retry."""
 
-    def __init__(self, most: int = 512) -> None:
-        self.most = most
+    def __init__(self, most: int = 512, *, aborts: bool = True) -> None:
+        self.most, self.aborts = most, aborts
         self.repeated = 0
         self._calls = OrderedDict[Hashable, _Call]()
 
@@ -39,10 +40,13 @@ class Retries:
         try:
             return await asyncio.shield(call.task)
         except BaseException:
-            if self._calls.get(key) is call and (call.task.done() or call.waiting == 1):
+            failed = call.task.done() and (call.task.cancelled() or call.task.exception() is not None)
+            if self._calls.get(key) is call and (failed or (self.aborts and call.waiting == 1)):
                 del self._calls[key]  # what failed is not repeated to a client, which retries for another answer
             raise
         finally:
             call.waiting -= 1
-            if not call.waiting and not call.task.done():  # the last client has gone: nobody reads the answer
+            if (
+                self.aborts and not call.waiting and not call.task.done()
+            ):  # the last client has gone: nobody reads the answer
                 call.task.cancel()
