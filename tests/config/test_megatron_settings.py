@@ -50,7 +50,6 @@ def test_the_sizes_of_the_large_run_are_taken(load):
         ([f"{ACTOR}.megatron.context_parallel_size=2"], "cut by tensor, pipeline and expert ranks alone"),
         ([f"{ACTOR}.megatron.sequence_parallel=True"], "has no such setting here"),
         ([f"{ACTOR}.megatron.use_remove_padding=False"], "rows are always packed"),
-        (["actor_rollout_ref.model.lora_rank=8"], "adapters are not built for it"),
         (["actor_rollout_ref.model.use_remove_padding=False"], "packed rows only"),
         (
             ["trainer.n_workers=2", f"{ACTOR}.ulysses_sequence_parallel_size=2"],
@@ -69,7 +68,6 @@ def test_what_cannot_be_is_refused_at_the_start(problems, given, said):
     [
         (["fsdp.megatron_config.tensor_parallel_size=2"], "fsdp.megatron_config: tensor_parallel_size=2 x"),
         (["fsdp.megatron_config.tensor_size=2"], "`fsdp.megatron_config.tensor_size` is not known"),
-        (["model.lora_rank=8"], "`model.lora_rank` cannot be used with fsdp.strategy=megatron: adapters"),
         (["model.use_remove_padding=False"], "packed rows only"),
         (["trainer.n_workers=4", "fsdp.fsdp_size=2"], "it cuts weights by tensor_parallel_size"),
     ],
