@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from posttrain.config.closest import closest
 from posttrain.config.problem import Problem
 from posttrain.other_systems.names import counterpart
+from posttrain.spelling import closest
 
 MODEL = "actor_rollout_ref.model.path"
 REWARD = "custom_reward_function.path"
@@ -134,7 +134,7 @@ def variable_of(setting: Setting, environ: Mapping[str, str]) -> str:
 
 def help_text(environ: Mapping[str, str]) -> str:
     """The flags, their variables and both columns of defaults."""
-    from posttrain.config.presets import EMBEDDED
+    from posttrain.config.choices import EMBEDDED
 
     rows = [("flag", "variable", "with --model", "without", "")]
     for s in SETTINGS:

@@ -22,7 +22,7 @@ from posttrain.bench.device import check_writable, default_threads, describe_mac
 from posttrain.bench.pictures import write_panels
 from posttrain.bench.table import render
 from posttrain.errors import UserError
-from posttrain.tracking.atomic import replace_file
+from posttrain.tracking.safe_files import replace_file
 from posttrain.version import __version__
 
 PACKAGES = ("torch", "transformers")
@@ -185,16 +185,16 @@ def _page(path: Path) -> str:
 
 def markdown(found: Sequence[Gain], record: dict[str, Any]) -> str:
     """How it was made, the table, and settings that differ from the presets."""
-    parts = [_made(found, record), table(HEAD, lines(found))]
+    parts = [_describe_runs(found, record), table(HEAD, lines(found))]
     tuned = [(gain.algorithm.name, *gain.algorithm.tuned) for gain in found if gain.algorithm.tuned[0]]
     if tuned:
         rows = [[name, " ".join(f"`{setting}`" for setting in settings), why] for name, settings, why in tuned]
-        parts.append("Set beside the preset `embedded` and the algorithm's own:")
+        parts.append("Settings in addition to the preset `embedded` and the algorithm's own preset:")
         parts.append(table(["algorithm", "settings", "why"], rows))
     return "\n\n".join(parts) + "\n"
 
 
-def _made(found: Sequence[Gain], record: dict[str, Any]) -> str:
+def _describe_runs(found: Sequence[Gain], record: dict[str, Any]) -> str:
     runs = [run for gain in found for run in gain.runs]
     seeds = ", ".join(str(seed) for seed in sorted({run["seed"] for run in runs}))
     sentences = [f"{record['steps']} steps; seeds {seeds}. Made by"]

@@ -1,4 +1,4 @@
-"""Checkpoints: atomic save, exact resume, and the proof that a folder is whole.
+"""Checkpoints: atomic save, exact resume, and the proof that a folder is complete.
 
 `CheckpointManager` saves and loads, `verify` lists what is wrong with a folder, `capture_rng` and `restore_rng` turn
 the process's random number generators into tensors and back. What needs torch is loaded on first use: to say that a
@@ -14,10 +14,9 @@ from posttrain.checkpoint.errors import CheckpointError
 from posttrain.checkpoint.verify import verify
 
 if TYPE_CHECKING:
-    from posttrain.checkpoint.manager import CheckpointManager
-    from posttrain.checkpoint.rng import capture_rng, restore_rng
+    from posttrain.checkpoint.manager import CheckpointManager, capture_rng, restore_rng
 
-_HOMES = {"CheckpointManager": "manager", "capture_rng": "rng", "restore_rng": "rng"}
+_HOMES = {"CheckpointManager": "manager", "capture_rng": "manager", "restore_rng": "manager"}
 
 __all__ = ["CheckpointError", "CheckpointManager", "capture_rng", "restore_rng", "verify"]
 

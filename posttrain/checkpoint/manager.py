@@ -1,4 +1,4 @@
-"""CheckpointManager: `global_step_N` folders that are whole or absent, and the way back into a run.
+"""CheckpointManager: `global_step_N` folders that are complete or absent, and how a run resumes from them.
 
     global_step_N/
       actor/ critic/     tensors, one folder per role (torch.distributed.checkpoint)
@@ -15,10 +15,12 @@ from __future__ import annotations
 import json
 import math
 import os
+import random
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import load as load_safetensors
 from safetensors.torch import save as save_safetensors
@@ -27,7 +29,7 @@ from posttrain.checkpoint import dcp, folders
 from posttrain.checkpoint.errors import CheckpointError, find_error, write_failure
 from posttrain.checkpoint.folders import files_below, sync_folder, sync_tree
 from posttrain.checkpoint.verify import MANIFEST, read_manifest, verify, write_manifest
-from posttrain.tracking.atomic import replace_file
+from posttrain.tracking.safe_files import replace_file
 
 
 def state_as_json(state: dict[str, Any]) -> bytes:
@@ -89,6 +91,7 @@ class CheckpointManager:
         self.folder = Path(folder)
         self._keep = keep
         self._note = on_note
+        # Checkpoints that are verified already: state, generators and each role would hash all files again.
         self._verified: set[Path] = set()
         folders.clear_leftovers(self.folder)
 
@@ -126,12 +129,15 @@ class CheckpointManager:
                 write_manifest(folder, step=step, metric=metric)
                 sync_folder(folder)
                 folders.put_in_place(folder, target)
+        # Mistakes of the caller and Ctrl-C pass as they are; everything else is a disk that failed, and gets its own
+        # words.
         except (KeyboardInterrupt, SystemExit, TypeError, ValueError, CheckpointError):
             raise
         except BaseException as error:
             if find_error(error, KeyboardInterrupt):  # the library wraps it, too
                 raise KeyboardInterrupt from None
             raise write_failure(target, error, self._needed(tensors)) from error
+        # The same step may be saved again after a resume: what was verified under this name is gone.
         self._verified.discard(target)
         self._name_latest(step)
         self._prune()
@@ -153,7 +159,7 @@ class CheckpointManager:
     # -- what is there
 
     def steps(self) -> list[int]:
-        """Steps of all checkpoint folders, oldest first, whole or not."""
+        """Steps of all checkpoint folders, oldest first, complete or not."""
         return folders.steps_in(self.folder)
 
     def newest(self) -> Path | None:
@@ -162,6 +168,8 @@ class CheckpointManager:
         None if there is no checkpoint at all; if all are damaged, a CheckpointError: to start over would replace them.
         """
         damaged = []
+        # The manifest lists every file with its hash, so that a checkpoint that was cut off or copied badly is never
+        # loaded.
         for step in reversed(self.steps()):
             path = self.path_of(step)
             problems = verify(path)
@@ -182,6 +190,8 @@ class CheckpointManager:
         """Step and metric of the complete checkpoint with the largest metric (the earliest of equals)."""
         best = None
         for step in self.steps():
+            # Read from the manifests rather than remembered: a resumed run keeps the best checkpoint of the run before
+            # it.
             metric = _metric_of(self.path_of(step))
             if metric is not None and (best is None or metric > best[1]):
                 best = (step, metric)
@@ -215,7 +225,7 @@ class CheckpointManager:
         dcp.read_checked(self.role_folder(path, role), into, partial=partial)
 
     def role_folder(self, path: str | os.PathLike[str], role: str) -> Path:
-        """The folder of a role's tensors, for those who read it themselves; the whole checkpoint is verified."""
+        """The folder of a role's tensors, for callers that read it themselves; the complete checkpoint is verified."""
         metadata = f"{role}/.metadata"
         if metadata not in (files := self._verified_files(path)):
             held = sorted({name.split("/")[0] for name in files if name.endswith("/.metadata")})
@@ -269,6 +279,7 @@ class CheckpointManager:
         """Rename checkpoints later than `step` to `set_aside_...`: after a resume from `step` they belong to no run."""
         moved = []
         for later in [other for other in self.steps() if other > step]:
+            # Renamed, not removed: the user may have resumed from an earlier step by mistake.
             place = folders.free_name(self.folder / f"set_aside_global_step_{later}")
             os.rename(self.path_of(later), place)
             moved.append(place)
@@ -284,3 +295,41 @@ def _metric_of(path: Path) -> float | None:
     except ValueError:
         return None
     return metric if isinstance(metric, int | float) and math.isfinite(metric) else None
+
+
+def capture_rng() -> dict[str, torch.Tensor]:
+    """The states of Python's, NumPy's and torch's global generators, for `CheckpointManager.save(rng=...)`."""
+    # As tensors rather than pickles: a checkpoint is never unpickled when it is loaded.
+    _, words, gauss = random.getstate()
+    numpy_state = np.random.get_state(legacy=False)
+    assert isinstance(numpy_state, dict) and numpy_state["bit_generator"] == "MT19937"
+    state = {
+        "python.words": torch.tensor(words, dtype=torch.int64),
+        "python.gauss": torch.tensor([] if gauss is None else [gauss], dtype=torch.float64),
+        "numpy.key": torch.from_numpy(numpy_state["state"]["key"].astype(np.int64)),
+        "numpy.pos": torch.tensor([numpy_state["state"]["pos"], numpy_state["has_gauss"]], dtype=torch.int64),
+        "numpy.gauss": torch.tensor([numpy_state["gauss"]], dtype=torch.float64),
+        "torch.cpu": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        state |= {f"torch.cuda.{i}": one for i, one in enumerate(torch.cuda.get_rng_state_all())}
+    return state
+
+
+def restore_rng(state: dict[str, torch.Tensor]) -> None:
+    """Put the generators back; states of CUDA devices that this machine does not have are left out."""
+    gauss = state["python.gauss"].tolist()
+    random.setstate((3, tuple(state["python.words"].tolist()), gauss[0] if gauss else None))
+    position, has_gauss = state["numpy.pos"].tolist()
+    np.random.set_state(
+        {
+            "bit_generator": "MT19937",
+            "state": {"key": state["numpy.key"].numpy().astype(np.uint32), "pos": position},
+            "has_gauss": has_gauss,
+            "gauss": state["numpy.gauss"].item(),
+        }
+    )
+    torch.set_rng_state(state["torch.cpu"])
+    for index in range(torch.cuda.device_count()):
+        if f"torch.cuda.{index}" in state:
+            torch.cuda.set_rng_state(state[f"torch.cuda.{index}"], index)

@@ -5,16 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from posttrain.config.check import check
+from posttrain.config.checked import Tree
 from posttrain.config.commandline import no_arguments
 from posttrain.config.derived import derive
-from posttrain.config.effects import idle_settings_of_ppo
 from posttrain.config.merge import FreeDict, Spellings
 from posttrain.config.names import check_names
 from posttrain.config.parallel import AS_THE_ACTOR, OF_THE_COMMAND, ROLLOUT_EACH, ROLLOUT_MACHINES, TOGETHER
 from posttrain.config.root import PPOConfig
 from posttrain.config.schema import Section
 from posttrain.config.supervised import RewardTrainerConfig, SFTConfig
-from posttrain.config.tree import Tree
 
 _ACTOR, _ROLLOUT, _MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 
@@ -129,5 +128,4 @@ PPO = Tree(
     derive=derive,
     check_names=check_names,
     check=check,
-    idle=idle_settings_of_ppo,
 )

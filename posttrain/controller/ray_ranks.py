@@ -13,18 +13,21 @@ import ray
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from posttrain.controller.rank_host import Failure, Identity
+from posttrain.controller.rank_host import Failure, Identity, unpack
 from posttrain.controller.ray_machines import ITSELF, Machine
-from posttrain.controller.stalls import EVERY_S, Process, StallWatch, State, state_of
-from posttrain.controller.wire import unpack
-from posttrain.controller.worker_died import (
+from posttrain.controller.stalls import (
     CONTINUES,
+    EVERY_S,
+    Process,
+    StallWatch,
+    State,
     WorkerDied,
     append_log,
     death_of,
     facts_of,
     is_about_a_peer,
     printed_lines,
+    state_of,
 )
 
 # For Ray's word on the other ranks when one could not talk to them; of a lost machine it takes Ray 15 s or more.
@@ -49,7 +52,7 @@ class Rank:
     name: str
     host: Any
     machine: Machine
-    identity: Identity | None = None  # none until its process has told it
+    identity: Identity | None = None  # None until its process has reported it
 
     @property
     def who(self) -> str:
@@ -110,7 +113,7 @@ class RankWatch:
             if ready:
                 self.stalls.answered()
             if self.stalls.is_due():
-                self.stalls.look(self._states(), self._awaited(waiting))
+                self.stalls.look(self._states(), self._ranks_awaited(waiting))
             if ready:
                 return ready, waiting
 
@@ -159,7 +162,7 @@ class RankWatch:
             states |= asked.states
         return states
 
-    def _awaited(self, refs: Sequence[Any]) -> list[str]:
+    def _ranks_awaited(self, refs: Sequence[Any]) -> list[str]:
         actors = {ref.task_id().actor_id().hex() for ref in refs}
         return [rank.who for rank in self.ranks if rank.actor_id in actors]
 

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from posttrain.conversations.chat import Ask, ChatFull, Generate
+from posttrain.conversations.chat import Ask, ChatFull, Generate, Pause
 from posttrain.conversations.tools.answers import describe_error
 from posttrain.conversations.tools.base import ToolAnswer, ToolCall
 from posttrain.conversations.tools.loop_thread import LoopThread
@@ -186,7 +186,7 @@ class Runner:
             ended = Ended(error=f"it raised {type(error).__name__}")
         self._report(work, _ENDED, ended)
 
-    async def _ask(self, key: Hashable, wanted: Generate | list[ToolCall]) -> Any:
+    async def _ask(self, key: Hashable, wanted: Generate | list[ToolCall] | Pause) -> Any:
         work = self._work.get(key)
         if work is None:
             raise asyncio.CancelledError  # the conversation was given up, and its agent continues nevertheless
@@ -196,6 +196,8 @@ class Runner:
                 self._report(work, _GENERATING, wanted)
                 return await turn
             self._report(work, _CALLING)
+            if isinstance(wanted, Pause):
+                return await wanted.until
             return await asyncio.wrap_future(self.tools.answer(key, wanted))
         finally:
             self._set_running(work)
@@ -248,7 +250,7 @@ class Runner:
 
 
 @types.coroutine
-def _yield(wanted: Generate | list[ToolCall]) -> Generator[Any, Any, Any]:
+def _yield(wanted: Generate | list[ToolCall] | Pause) -> Generator[Any, Any, Any]:
     """Awaits in an inline agent: yields to the driver, and returns what it is resumed with."""
     return (yield wanted)
 

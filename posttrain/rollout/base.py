@@ -6,7 +6,7 @@ An engine sees token ids only. Batch generation, streaming into rewards and agen
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -78,6 +78,10 @@ class RolloutEngine(ABC):
     shares_weights: bool = False
     """Whether the engine reads the trainer's own weights, so that a weight sync copies nothing."""
 
+    takes_adapters: bool = False
+    """Whether the engine holds LoRA adapters beside their base, so that a weight sync brings the adapters alone, under
+    their names in an adapter file."""
+
     rounding: torch.dtype | None = None
     """The type that its log-probs are rounded as, where that is not the model's own."""
 
@@ -110,6 +114,10 @@ class RolloutEngine(ABC):
     def running_tokens(self) -> int:
         """Tokens of the responses under way, for progress displays; 0 if the engine does not count them."""
         return 0
+
+    def so_far(self, ids: Collection[Hashable]) -> list[Output]:
+        """What these running requests have, for streaming; an engine that cannot say it gives nothing."""
+        return []
 
     @abstractmethod
     def abort(self, ids: Iterable[Hashable]) -> list[Output]:

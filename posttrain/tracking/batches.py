@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.texts import utf8
-from posttrain.tracking.atomic import replace_file
+from posttrain.tracking.safe_files import replace_file
 
 FACTS = "replay.json"
 # The columns that an update reads besides tensors, and those that identify rows.
-FIELDS = ("uid", "sample", "reward_score")
+FIELDS = ("uid", "sample", "branch", "parent", "fork", "turn_ends", "reward_score")
 _STEP = re.compile(r"step_(\d+)")
 
 
@@ -33,13 +33,15 @@ def read_facts(folder: Path) -> dict[str, Any] | None:
 
 
 def keep_batch(folder: Path, step: int, batch: Any, keep: int) -> None:
-    """Write the batch of a step whole or not at all, and remove those more than `keep` steps ago (below 0: none)."""
+    """Write the batch of a step, all or nothing, and remove those more than `keep` steps ago (below 0: none)."""
+    # Under another name until it is complete: `kept_steps` must not find half a batch after a kill.
     half = folder / f".step_{step}"
     shutil.rmtree(half, ignore_errors=True)
     present = [name for name in FIELDS if name in batch.non_tensor_batch]
     batch.select(non_tensor_batch_keys=present).save_to_disk(half)
     place = batch_folder(folder, step)
     shutil.rmtree(place, ignore_errors=True)
+    # A rename does not replace a folder with content, so the one of the same step before a resume is removed first.
     half.rename(place)
     for old in kept_steps(folder):
         if keep > 0 and old <= step - keep:

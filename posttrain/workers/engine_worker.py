@@ -6,8 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from posttrain.config.lora import ADAPTER_CONFIG
-from posttrain.config.model import ModelConfig
+from posttrain.config.model import ADAPTER_CONFIG, ModelConfig
 from posttrain.controller.dispatch import register, to_all, to_first
 from posttrain.engine.base import TrainEngine
 from posttrain.engine.facts import EngineFacts
@@ -70,6 +69,7 @@ def lora_state(facts: EngineFacts, model: ModelConfig, path: str | None = None) 
     return shape | {
         "base": {
             "path": base,
+            # The path alone is not enough: a folder can be replaced, and adapters beside other weights give nonsense.
             "fingerprint": fingerprint(base),
             "dtype": dtype,
             "quantization": model.quantization,

@@ -21,8 +21,7 @@ from posttrain.workers.policy import PolicyCalls, PolicyWorker, ReferenceCalls, 
 from posttrain.workers.reward_model import RewardModelWorker
 from posttrain.workers.roles import check_vocabulary, critic_engine, rollout_model
 from posttrain.workers.rollout import RolloutCalls, RolloutWorker
-from posttrain.workers.row_dispatch import batch_of, by_passes, in_row_order
-from posttrain.workers.update_plan import UpdatePlan, join_updates, plan_updates
+from posttrain.workers.update_plan import UpdatePlan, batch_of, by_passes, in_row_order, join_updates, plan_updates
 
 __all__ = [
     "ActorRefWorker",
@@ -35,6 +34,8 @@ __all__ = [
     "RolloutWorker",
 ]
 
+# Syncs between two proofs where the rollout reads the trainer's own tensors. Nothing is copied there, so only code that
+# moves tensors can break it; each proof costs two forward passes.
 SHARED_PROOF_FREQ = 10
 
 
@@ -77,6 +78,7 @@ class ActorRefWorker(PolicyCalls, ReferenceCalls):
     @register(to_all)
     def init_model(self) -> None:
         """Load weights and build the optimizer and, without adapters, the reference."""
+        # With adapters no reference is loaded: the base without them is the reference, computed with the adapters off.
         self.policy.init_model()
         if self.with_reference and self.policy.adapters is None:
             self.reference.init_model()
@@ -120,7 +122,8 @@ class ActorRolloutRefWorker(ActorRefWorker, RolloutCalls):
             with engine.on_device():
                 # Weights without the cache: the trainer's gathered layers and the KV cache never lie side by side.
                 rollout.wake("weights")
-                rollout.load_weights(() if shared else engine.export_weights(), version)
+                weights = engine.export_adapters() if rollout.takes_adapters else engine.export_weights()
+                rollout.load_weights(() if shared else weights, version)
                 if shared and version > 1 and version % SHARED_PROOF_FREQ:
                     return {}
                 return self.policy.probe.compare(engine, rollout)

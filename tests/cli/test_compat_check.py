@@ -12,7 +12,7 @@ import pytest
 from posttrain.config import load_config
 from posttrain.errors import UserError
 from posttrain.other_systems.verl_script import command
-from posttrain.other_systems.verl_script.command import quoted
+from posttrain.other_systems.verl_script.command import quote_word
 from posttrain.other_systems.verl_script.program import find_calls
 from posttrain.other_systems.verl_script.shell import Script
 
@@ -195,7 +195,7 @@ def test_a_file_that_is_none_is_told_in_plain_words(tmp_path):
 
 def test_each_key_is_told_with_its_answer_and_the_status_says_whether_all_are_taken(tmp_path, capsys, monkeypatch):
     script = tmp_path / "run.sh"
-    monkeypatch.setattr("posttrain.other_systems.verl.script.is_installed", lambda package: False)
+    monkeypatch.setattr("posttrain.other_systems.verl_script.report.is_installed", lambda package: False)
     keys = "algorithm.adv_estimator=grpo trainer.balance_batch=True trainer.max_actor_ckpt_to_keep=3"
     script.write_text(f"{START} {keys} actor_rollout_ref.rollout.name=vllm\n")
     assert command.main(["check", str(script), "--all"]) == 0
@@ -203,7 +203,7 @@ def test_each_key_is_told_with_its_answer_and_the_status_says_whether_all_are_ta
     assert "1 honoured, 1 translated, 1 not needed, 1 not supported" in said
     assert "added for the command here: data.max_response_length=512" in said
     assert "vLLM is not installed here" in said and "actor_rollout_ref.rollout.name=native" in said
-    monkeypatch.setattr("posttrain.other_systems.verl.script.is_installed", lambda package: True)
+    monkeypatch.setattr("posttrain.other_systems.verl_script.report.is_installed", lambda package: True)
     assert command.main(["check", str(script), "--all"]) == 0
     said = capsys.readouterr().out
     assert "2 honoured, 1 translated, 1 not needed, 0 not supported" in said and "name=native" not in said
@@ -248,10 +248,10 @@ def test_the_written_command_means_what_the_script_means(tmp_path):
 
 @pytest.mark.parametrize("text", ["a=b", "a=x y", "a=['u','v']", 'a=["u"]', "a=it's", "a=b\\c"])
 def test_a_word_survives_being_quoted(text):
-    assert shlex.split(quoted(text)) == [text]
+    assert shlex.split(quote_word(text)) == [text]
 
 
 def test_a_word_with_a_variable_is_still_expanded():
-    word = quoted('a=$N/it is "so"')
+    word = quote_word('a=$N/it is "so"')
     done = subprocess.run(["bash", "-c", "N=7; printf %s " + word], capture_output=True, text=True, check=True)
     assert done.stdout == 'a=7/it is "so"'

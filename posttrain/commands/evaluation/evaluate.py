@@ -10,16 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.commands.evaluation.report import make_report, write_report, write_samples
-from posttrain.commands.evaluation.scored import ScoredPrompt
-from posttrain.commands.evaluation.scoring import Scoring
+from posttrain.commands.evaluation.scoring import ScoredPrompt, Scoring
 from posttrain.commands.generation.files import COLUMNS, OF_TURNS, Parts
 from posttrain.commands.generation.session import Session, say
 from posttrain.commands.generation.settings import Settings
 from posttrain.config.data import DataConfig
 from posttrain.data.fields import PromptFields, fields_of
 from posttrain.data.rows import DataError, RowTable
+from posttrain.masking import redact
 from posttrain.rewards.types import RewardResult
-from posttrain.tracking.redact import redact
 
 
 def evaluate_model(model: str, table: RowTable, settings: Settings, out: Path, *, overwrite: bool) -> dict[str, Any]:
@@ -72,7 +71,7 @@ def _own_tokens(row: dict[str, Any]) -> list[int | None]:
 
 
 def _facts(row: dict[str, Any]) -> list[dict[str, Any]]:
-    """What rewards are told of each response of several turns, as in a run; nothing without tools."""
+    """Facts about each multi-turn response that rewards receive, as in a run; empty without tools."""
     if not row["marks"]:
         return []
     columns = zip(row["own_words"], row["num_turns"], row["tool_calls"], row["tool_rewards"], strict=True)
@@ -182,7 +181,7 @@ def _step(model: str) -> int:
     return int(found[1]) if found else 0
 
 
-SAMPLE_COLUMNS = ("uid", "sample", "score", "finish_reason", "response_ids")
+SAMPLE_COLUMNS = ("uid", "sample", "branch", "parent", "fork", "score", "finish_reason", "response_ids")
 
 
 @dataclass
@@ -201,7 +200,11 @@ def answered_prompts(table: RowTable, config: DataConfig, response_key: str | No
     """The prompts of a file with their responses, in the order of their first rows."""
     key = response_key or ("responses" if "responses" in table.rows[0] else "response")
     groups: dict[Any, AnsweredPrompt] = {}
+    # A conversation with branches has a row for each; it ended in the last one, which is the response.
+    last = {(row.get("uid"), row.get("sample")): number for number, row in enumerate(table.rows)}
     for number, row in enumerate(table.rows):
+        if row.get("branch") is not None and last[row.get("uid"), row.get("sample")] != number:
+            continue
         found = row.get(key)
         texts: list[Any] = found if isinstance(found, list) else [found]
         if not texts or not all(isinstance(text, str) for text in texts):
@@ -210,6 +213,7 @@ def answered_prompts(table: RowTable, config: DataConfig, response_key: str | No
                 f"it has: {', '.join(row) or 'no columns'}."
             )
         whole = isinstance(found, list)
+        # One response per row: rows of one prompt belong together, or pass@k would be over single responses.
         group = number if whole else row.get("uid") or str(row.get(config.prompt_key))
         if group not in groups:
             groups[group] = AnsweredPrompt(_fields(table, number, config, key))

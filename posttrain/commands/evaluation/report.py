@@ -13,12 +13,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from posttrain.commands.evaluation.scored import ALL, ScoredPrompt, keys_of, per_prompt, summary
+from posttrain.commands.evaluation.scoring import ALL, ScoredPrompt, keys_of, per_prompt, summary
 from posttrain.commands.evaluation.statistics import CONFIDENCE, RESAMPLES, SEED, bootstrap, sign_flip_p
 from posttrain.errors import UserError
+from posttrain.masking import redact
 from posttrain.texts import utf8
-from posttrain.tracking.atomic import replace_file
-from posttrain.tracking.redact import redact
+from posttrain.tracking.safe_files import replace_file
 from posttrain.tracking.samples import sample_table
 from posttrain.version import __version__
 
@@ -60,7 +60,7 @@ def _versions() -> dict[str, str]:
 
 
 def write_report(folder: Path, report: dict[str, Any]) -> Path:
-    """`folder/report.json`, whole or not at all."""
+    """`folder/report.json`, complete or not at all."""
     folder.mkdir(parents=True, exist_ok=True)
     replace_file(folder / NAME, utf8(json.dumps(report, indent=1, ensure_ascii=False)) + b"\n")
     return folder / NAME
