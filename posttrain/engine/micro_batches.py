@@ -95,8 +95,8 @@ def _trees(data: DataProto, max_rows: int | None, token_budget: int | None) -> l
             if unit is None or too_many or len(unit.rows) == max_rows:
                 units.append(Unit([row], [0], [0], len(own)))
             else:
-                grown = (*unit.rows, row), (*unit.sources, len(unit.rows) - 1), (*unit.shared, shared)
-                units[-1] = Unit(*map(list, grown), unit.tokens + len(own) - shared)
+                sources, begun = [*unit.sources, len(unit.rows) - 1], [*unit.shared, shared]
+                units[-1] = Unit([*unit.rows, row], sources, begun, unit.tokens + len(own) - shared)
             before = row
     return units
 
