@@ -9,7 +9,7 @@ from guess_openai import LAST
 task = json.loads(os.environ["POSTTRAIN_TASK"])
 secret, client = int(task["ground_truth"]), Anthropic()
 messages = [{"role": one["role"], "content": one["content"]} for one in task["messages"]]
-for number in range(2):
+for _ in range(2):
     answer = client.messages.create(model="any", max_tokens=8, messages=messages)
     said = "".join(block.text for block in answer.content if block.type == "text").strip()
     if not said.isdecimal() or int(said) == secret:

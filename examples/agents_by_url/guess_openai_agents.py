@@ -9,7 +9,7 @@ from guess_openai import LAST
 task = json.loads(os.environ["POSTTRAIN_TASK"])
 secret, agent = int(task["ground_truth"]), Agent(name="guesser", model="any")
 turns = [{"role": one["role"], "content": one["content"]} for one in task["messages"]]
-for number in range(2):
+for _ in range(2):
     result = Runner.run_sync(agent, turns)
     said = str(result.final_output).strip()
     if not said.isdecimal() or int(said) == secret:
