@@ -142,6 +142,10 @@ VERBS: dict[str, tuple[Callable[[Arguments], int] | str, str]] = {
         "posttrain.other_systems.verl_script.command:main",
         "say what becomes of each key of a run script of verl",
     ),
+    "selftest": (
+        "posttrain.selftest.command:main",
+        "check training over several devices on this machine, and write a report to attach to an issue",
+    ),
     "plan": (plan, "predict the memory of a run, without loading weights"),
     "explain": (explain, "explain an algorithm, a setting or a metric"),
     "runs": ("posttrain.tracking.commands:runs", "list runs: how each stands, and what it reached"),

@@ -201,6 +201,11 @@ class Conversation:
             raise ChatError(
                 f"token {missing} of the response is marked as the model's, and no turn of the model has it"
             )
+        if branch.number and any(branch.mask):
+            read = branch.ids[: len(branch.prompt_ids) + branch.mask.index(True)]
+            shared = {one.number: one.shared(read) for one in self.branches[: branch.number]}
+            branch.parent = max(shared, key=lambda number: (shared[number], number))
+            branch.fork = shared[branch.parent]
 
     def _begin_composed(self, limits: Limits, prompt_ids: list[int]) -> Branch:
         if self.main.length or len(self.branches) > 1 or len(prompt_ids) > limits.prompt:

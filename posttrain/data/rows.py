@@ -375,6 +375,7 @@ def check_environment(resolved: Resolved, folder: Path) -> Iterator[Problem]:
         for name in value if isinstance(value, list) else [value]:
             if name is None or name == "embedded" or (can_hold_out and key == "data.val_files" and name == HELD_OUT):
                 continue
+            # Relative to the working folder; an absolute name replaces it.
             path, where = folder / str(name), resolved.where(key)
             if path.is_dir():
                 inside = ", ".join(sorted(file.name for file in path.iterdir() if file.name.endswith(READABLE))[:5])

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from posttrain.algorithms import get_adv_estimator
+from posttrain.config.effects import idle_settings
 from posttrain.config.environment import missing_notes
 from posttrain.doctor.case import Case
 from posttrain.doctor.report import ERROR, NOTE, WARNING, Finding
@@ -40,7 +41,7 @@ HOTTEST = 2.0  # temperature from which text falls apart
 
 def check_settings(case: Case) -> Iterator[Finding]:
     """What can be checked without data."""
-    idle = case.tree.idle(case.resolved.config, case.resolved.explicit)
+    idle = list(idle_settings(case.resolved.config, case.resolved.explicit))
     for sentence in idle:
         yield Finding(WARNING, AREA, sentence, "", "leave the setting out, or change what makes it idle")
     elsewhere = {*idle, *missing_notes(case.resolved)}  # a missing logger is a warning of the resources

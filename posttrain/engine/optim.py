@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -36,25 +36,41 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+def _master(weight: torch.nn.Parameter, held: bool) -> torch.nn.Parameter:
+    """What a weight's gradients are added up in. Of a weight that another rank steps it is one number in the weight's
+    shape: a gradient needs a tensor of its shape to belong to, but no copy of the weight."""
+    if weight.dtype in (torch.float32, torch.float64):
+        return weight
+    if held:
+        return torch.nn.Parameter(weight.detach().float())
+    return torch.nn.Parameter(torch.zeros((), dtype=torch.float32, device=weight.device).expand(weight.shape))
+
+
 class Optimizer:
     """AdamW whose masters are float32 copies of low-precision weights, or the weights themselves.
 
     Gradients are added up in the masters' precision after every micro-batch: a sum in bfloat16 would be rounded
     differently for every split into micro-batches. Where `open_sums` was called, the matrix products that make the
     gradients add them up themselves.
+
+    `held` says which weights this rank steps, where ranks with the same weights share the moments; None steps all.
     """
 
-    def __init__(self, named_weights: list[tuple[str, torch.nn.Parameter]], config: OptimConfig) -> None:
+    def __init__(
+        self,
+        named_weights: list[tuple[str, torch.nn.Parameter]],
+        config: OptimConfig,
+        held: Sequence[bool] | None = None,
+    ) -> None:
         self.config = config
         self.names = [name for name, _ in named_weights]
         self.weights = [weight for _, weight in named_weights]
-        self.masters = [
-            weight if weight.dtype in (torch.float32, torch.float64) else torch.nn.Parameter(weight.detach().float())
-            for weight in self.weights
-        ]
+        self.held = [True] * len(self.weights) if held is None else list(held)
+        self.masters = [_master(weight, own) for weight, own in zip(self.weights, self.held, strict=True)]
+        stepped = [master for master, own in zip(self.masters, self.held, strict=True) if own]
         # Norms and biases are not decayed, as is usual for transformers.
-        decayed = [master for master in self.masters if master.ndim >= 2]
-        plain = [master for master in self.masters if master.ndim < 2]
+        decayed = [master for master in stepped if master.ndim >= 2]
+        plain = [master for master in stepped if master.ndim < 2]
         groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": plain, "weight_decay": 0.0}]
         betas = (config.betas[0], config.betas[1])
         groups = [group for group in groups if group["params"]]
@@ -119,22 +135,28 @@ class Optimizer:
 
     def _follow_masters(self) -> None:
         # Move moments to the device of the masters: they may have been made or loaded while these were offloaded.
-        first = self.adam.state.get(self.masters[0]) or {}
-        if any(value.device != self.masters[0].device for value in first.values()):
-            for master in self.masters:
-                for key, value in self.adam.state.get(master, {}).items():
-                    self.adam.state[master][key] = value.to(master.device)
+        first = next(iter(self.adam.state), None)
+        if first is not None and any(value.device != first.device for value in self.adam.state[first].values()):
+            for master, state in self.adam.state.items():
+                for key, value in state.items():
+                    state[key] = value.to(master.device)
 
     @torch.no_grad()
     def _write_back(self) -> None:
-        pairs = [(w.data, m.data) for w, m in zip(self.weights, self.masters, strict=True) if m is not w]
+        pairs = [(w.data, m.data) for _, w, m in self._stepped() if m is not w]
         if pairs:
             torch._foreach_copy_([one for one, _ in pairs], [other for _, other in pairs])  # pyright: ignore
+
+    def _stepped(self) -> Iterator[tuple[str, torch.nn.Parameter, torch.nn.Parameter]]:
+        """Name, weight and master of what this rank steps."""
+        for name, weight, master, own in zip(self.names, self.weights, self.masters, self.held, strict=True):
+            if own:
+                yield name, weight, master
 
     def state(self) -> dict[str, torch.Tensor]:
         """Masters, which stand for the weights, moments and step counts by the weights' names."""
         found: dict[str, torch.Tensor] = {STEPS: torch.tensor(self.steps_done)}
-        for name, master in zip(self.names, self.masters, strict=True):
+        for name, _, master in self._stepped():
             found[f"model.{name}"] = master.detach()
             for key, value in self._moments(master).items():
                 found[f"optim.{key}.{name}"] = value
@@ -156,7 +178,7 @@ class Optimizer:
 
     def move(self, device: torch.device | str) -> None:
         """Moments (and separate masters) to `device`; weights are the engine's to move."""
-        for weight, master in zip(self.weights, self.masters, strict=True):
+        for _, weight, master in self._stepped():
             if master is not weight:
                 master.data = master.data.to(device)
             for key, value in self.adam.state.get(master, {}).items():

@@ -95,6 +95,7 @@ def load_causal_lm(
     try:
         settings = AutoConfig.from_pretrained(source, trust_remote_code=config.trust_remote_code)
         for key, value in config.override_config.items():
+            # transformers takes any name and ignores it, so that a misspelt one would go unnoticed.
             if not hasattr(settings, key):
                 raise ModelError(f"model.override_config.{key}: the model's config.json knows no such key")
             setattr(settings, key, value)
@@ -119,6 +120,7 @@ def load_causal_lm(
         key = f"{'actor_rollout_ref.' if role else ''}model.allow_other_weights"
         check_weights(report, what, setting=key, ignore=ignore)
     if wrong := not_finite(model.named_parameters()):
+        # Found now: later they would look like a failed update or a failed weight sync.
         raise ModelError(f"{what}: the weights hold NaN or infinity ({few(wrong)}). Give a sound model.")
     keep_one_layout(model)
     return fuse_and_prove((model if quantization else model.to(device)).eval(), what)  # pyright: ignore
@@ -129,6 +131,7 @@ def fuse_and_prove(model: Any, what: str) -> Any:
     from posttrain.models.fused_layer import fuse_layers, fuse_norms
     from posttrain.models.proof import find_forward_mode, plain_pass
 
+    # Before anything is fused: it is what the fused passes are compared with.
     plain = plain_pass(model, what)
     fuse_norms(model)
     fuse_layers(model)

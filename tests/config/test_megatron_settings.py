@@ -9,6 +9,8 @@ import pytest
 from posttrain.config import load_config
 from posttrain.config.environment import check_environment
 from posttrain.config.supervised_tree import SFT
+from posttrain.engine.base import EngineLayout
+from posttrain.engine.megatron.groups import ParallelSizes
 
 ACTOR = "actor_rollout_ref.actor"
 KEY, BY_MEGATRON = f"{ACTOR}.megatron_config", f"{ACTOR}.strategy=megatron"
@@ -23,6 +25,46 @@ def test_sizes_of_training_are_written_with_and_without_model(load, name, place,
     resolved = load(BY_MEGATRON, "trainer.n_workers=2", f"{place}.{name}_{middle}parallel_size=2")
     assert resolved.value(KEY) == {f"{name}_parallel_size": 2}
     assert resolved.value("actor_rollout_ref.rollout.tensor_model_parallel_size") == 1
+
+
+OVERRIDES = f"{ACTOR}.megatron.override_transformer_config"
+
+
+def test_stages_and_moments_are_set_by_the_names_of_verl(load):
+    resolved = load(
+        BY_MEGATRON,
+        "trainer.n_workers=2",
+        f"{ACTOR}.megatron.pipeline_model_parallel_size=2",
+        f"{OVERRIDES}.num_layers_in_last_pipeline_stage=3",
+        f"{ACTOR}.megatron.use_distributed_optimizer=False",
+    )
+    sizes = ParallelSizes.of(EngineLayout("megatron", own=resolved.value(KEY)))
+    assert (sizes.pipeline, sizes.first_layers, sizes.last_layers, sizes.shared_moments) == (2, None, 3, False)
+    assert ParallelSizes.of(EngineLayout("megatron")).shared_moments
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("moe_aux_loss_coeff=0.01", "a loss of the router"),
+        ("fp8=hybrid", "TransformerEngine"),
+        ("hidden_dropout=0.1", "passes over the same tokens"),
+        ("context_parallel_size=8", "a sequence is computed whole"),
+        ("account_for_loss_in_pipeline_split=True", "num_layers_in_last_pipeline_stage"),
+    ],
+)
+def test_overrides_that_would_change_numbers_are_rejected_one_by_one(problems, given, said):
+    text = problems(BY_MEGATRON, f"+{OVERRIDES}.{given}")
+    assert text.startswith("1 problem") and said in text, text
+
+
+@pytest.mark.parametrize(
+    "given",
+    ["apply_rope_fusion=True", "moe_grouped_gemm=True", "moe_router_dtype=fp32", "moe_aux_loss_coeff=0", "fp8=null",
+     "hidden_dropout=0.0", "attention_backend=auto", "recompute_granularity=full"],
+)  # fmt: skip
+def test_overrides_that_change_no_number_are_accepted(load, given):
+    assert load(BY_MEGATRON, f"+{OVERRIDES}.{given}").value(KEY) == {}
 
 
 def test_the_sizes_of_the_large_run_are_taken(load):
@@ -50,7 +92,6 @@ def test_the_sizes_of_the_large_run_are_taken(load):
         ([f"{ACTOR}.megatron.context_parallel_size=2"], "cut by tensor, pipeline and expert ranks alone"),
         ([f"{ACTOR}.megatron.sequence_parallel=True"], "has no such setting here"),
         ([f"{ACTOR}.megatron.use_remove_padding=False"], "rows are always packed"),
-        (["actor_rollout_ref.model.lora_rank=8"], "adapters are not built for it"),
         (["actor_rollout_ref.model.use_remove_padding=False"], "packed rows only"),
         (
             ["trainer.n_workers=2", f"{ACTOR}.ulysses_sequence_parallel_size=2"],
@@ -69,7 +110,6 @@ def test_what_cannot_be_is_refused_at_the_start(problems, given, said):
     [
         (["fsdp.megatron_config.tensor_parallel_size=2"], "fsdp.megatron_config: tensor_parallel_size=2 x"),
         (["fsdp.megatron_config.tensor_size=2"], "`fsdp.megatron_config.tensor_size` is not known"),
-        (["model.lora_rank=8"], "`model.lora_rank` cannot be used with fsdp.strategy=megatron: adapters"),
         (["model.use_remove_padding=False"], "packed rows only"),
         (["trainer.n_workers=4", "fsdp.fsdp_size=2"], "it cuts weights by tensor_parallel_size"),
     ],

@@ -52,9 +52,10 @@ CASES: list[tuple[str, str, int]] = [
     ("qwen3_moe", "megatron 1,1,2", 2),
     ("mixtral", "megatron 1,1,2", 2),
     *((model, cut, 2) for model in MIXTURES[2:] for cut in ("megatron 2,1,1", "megatron 1,2,1", "megatron 1,1,2")),
+    ("deepseek_v3", "megatron 1,2,1,2", 2),
     *((model, "megatron 2,2,2", 4) for model in ("qwen3_moe", *MIXTURES[2:])),
 ]
-"""Model, strategy (of Megatron with its sizes: tensor, pipeline, expert), ranks."""
+"""Model, strategy (of Megatron with its sizes: tensor, pipeline, expert, and layers of the last stage), ranks."""
 
 
 def tiny_models() -> dict[str, Any]:
@@ -114,7 +115,10 @@ LOADED: dict[tuple[Path, torch.dtype], torch.nn.Module] = {}
 def layout(cut: str) -> EngineLayout:
     strategy, _, sizes = cut.partition(" ")
     names = ("tensor_parallel_size", "pipeline_parallel_size", "expert_parallel_size")
-    return EngineLayout(strategy, own=dict(zip(names, map(int, sizes.split(",")), strict=True)) if sizes else {})
+    own = dict(zip(names, map(int, sizes.split(",")[:3]), strict=True)) if sizes else {}
+    if sizes.count(",") == 3:  # layers of the last stage
+        own["num_layers_in_last_pipeline_stage"] = int(sizes.split(",")[3])
+    return EngineLayout(strategy, own=own)
 
 
 class Case:
@@ -334,13 +338,57 @@ def moved(case: Case) -> Any:
         return train(engine, steps=2)
 
 
+def adapted_module(case: Case) -> torch.nn.Module:
+    torch.manual_seed(7)  # the same adapters on all ranks
+    where = {"target_modules": ADAPTED[case.model]} if case.model in ADAPTED else {}
+    module = add_adapters(case.module(), ModelConfig(lora_rank=4, lora_alpha=6, **where))
+    for name, weight in module.named_parameters():
+        if ".lora_B." in name:
+            torch.nn.init.normal_(weight, std=0.1)  # peft's zeros would hide what they are multiplied with
+    return module
+
+
+def adapters(case: Case) -> Any:
+    """LoRA: scores with and without adapters, updates, the adapter's own files, and a step from a checkpoint."""
+    from safetensors.torch import load_file
+
+    engine = case.engine(adapted_module(case))
+    found: dict[str, Any] = {"scores": scored(engine), "trained": float(engine.facts().trained)}
+    with engine.base_only():
+        found["base"] = scored(engine)
+    found["updates"] = train(engine, steps=2)
+    settings, folder = engine.facts().adapters, case.folder / f"adapter {case.name}"
+    engine.export_hf(folder, settings, merged=False)
+    engine.export_hf(case.folder / f"merged {case.name}", settings, merged=True)
+    staged, manager = case.folder / f"staged lora {case.name}", CheckpointManager(case.folder / f"lora {case.name}")
+    engine.save(staged)
+    summed(0)
+    if this_rank() == 0:
+        manager.save(1, tensors={"actor": lambda folder: staged.rename(folder)}, state={}, rng={})
+    summed(0)
+    found["adapter"] = load_file(folder / "adapter_model.safetensors")
+    went_on, other = train(engine, first=2), case.engine(adapted_module(case))
+    other.load(manager.role_folder(manager.path_of(1), "actor"))
+    again = train(other, first=2)
+    weights = went_on.pop("weights"), again.pop("weights")
+    same = went_on == again and all(torch.equal(weight, weights[1][name]) for name, weight in weights[0].items())
+    return found | {"resumed": float(same)}
+
+
 CHECKS: list[Callable[[Case], Any]] = [
     scores, updates, other_passes, clipped, recomputed, bfloat16, values, pairs, progress, not_finite, trial,
-    resumed, exported, facts, moved,
+    resumed, exported, facts, moved, adapters,
 ]  # fmt: skip
 WHOLE = ("qwen2",)
 FEW = (scores, updates, resumed, exported)
 """Of models beside these, which go through the same code but for their shapes."""
+RECUT = ("qwen2", "deepseek_v3")
+"""Models whose checkpoints are continued with other tensor ranks."""
+ADAPTED = {
+    "deepseek_v3": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"],
+    "glm4_moe": ["q_proj", "v_proj", "o_proj"],  # keys, which lie in the same matrix, have none
+}
+"""Models beside these whose adapters are checked, too, and where these lie."""
 
 
 def refusals(folder: Path) -> dict[str, str]:
@@ -350,7 +398,7 @@ def refusals(folder: Path) -> dict[str, str]:
         case = Case(folder, model, cut)
         return words(lambda: case.engine(**settings))
 
-    adapted = Case(folder, "qwen2", "megatron 1,1,1")
+    adapted, on_head = Case(folder, "llama", "megatron 1,1,1"), ModelConfig(lora_rank=4, target_modules=["lm_head"])
     return {
         "ranks": told("qwen2", "megatron 2,1,1"),
         "expert ranks": told("qwen3_moe", "megatron 1,1,2"),
@@ -359,8 +407,47 @@ def refusals(folder: Path) -> dict[str, str]:
         "dense": told("qwen2", "megatron 1,1,2"),
         "experts": told("mixtral", "megatron 1,1,3"),
         "padded": told("qwen2", "megatron 1,1,1", pack=False),
-        "adapters": words(lambda: adapted.engine(add_adapters(adapted.module(), ModelConfig(lora_rank=4)))),
+        "adapters": words(lambda: adapted.engine(add_adapters(adapted.module(), on_head))),
     }
+
+
+def recut(folder: Path) -> dict[str, Any]:
+    """What follows from a checkpoint of two tensor ranks: there, and where two stages or two copies continue it."""
+    found: dict[str, Any] = {}
+    for model in RECUT:
+        case = Case(folder, model, "megatron 2,1,1")
+        engine = case.engine()
+        train(engine, steps=2)
+        manager, staged = CheckpointManager(folder / f"recut {model}"), folder / f"staged recut {model}"
+        engine.save(staged)
+        summed(0)
+        if this_rank() == 0:
+            manager.save(1, tensors={"actor": lambda place, staged=staged: staged.rename(place)}, state={}, rng={})
+        summed(0)
+        found[model] = {case.cut: train(engine, first=2)}
+        for cut in ("megatron 1,2,1", "megatron 1,1,1"):
+            leave_groups()
+            other = Case(folder, model, cut).engine()
+            other.load(manager.role_folder(manager.path_of(1), "actor"))
+            found[model][cut] = train(other, first=2)
+        leave_groups()
+    return found
+
+
+def moments(folder: Path) -> dict[str, float]:
+    """The share of all moments that this rank of two holds; and that both ways of holding them step alike."""
+    found: dict[str, Any] = {}
+    for shared in (True, False):
+        made = EngineSettings(device=DEVICE, optim=OptimConfig(lr=1e-3), grad_clip=1e9, token_budget=60)
+        case = Case(folder, "qwen3", "megatron 1,1,1")
+        own = EngineLayout("megatron", own={"use_distributed_optimizer": shared})
+        engine = build_train_engine(case.module(torch.bfloat16), made, own)
+        found[f"weights {shared}"] = train(engine, steps=2)["weights"]
+        held = engine.optimizer.state()  # pyright: ignore
+        held = sum(tensor.numel() for name, tensor in held.items() if name.startswith("optim.exp_avg_sq."))
+        found[f"share {shared}"] = held / sum(weight.numel() for weight in engine.module.parameters())  # pyright: ignore
+    leave_groups()
+    return found
 
 
 def run_rank(rank: int, ranks: int, folder: Path) -> None:
@@ -369,11 +456,15 @@ def run_rank(rank: int, ranks: int, folder: Path) -> None:
     for model, cut, world in CASES:
         if world == ranks:
             case = Case(folder, model, cut)
-            checks = CHECKS if model in WHOLE else FEW
+            checks = CHECKS if model in WHOLE else (*FEW, adapters) if model in ADAPTED else FEW
             found = {check.__name__: check(case) for check in checks}
             if rank == 0:
                 torch.save(found, folder / f"{case.name}.pt")
             leave_groups()
+    if ranks == 2:
+        others = recut(folder) | {"moments": moments(folder)}
+        if rank == 0:
+            torch.save(others, folder / "recut.pt")
     if ranks == 1:
         torch.save(refusals(folder), folder / "refusals.pt")
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_runs import CASES, FSDP, MIXTURES, layout
+from megatron_runs import ADAPTED, CASES, FSDP, MIXTURES, RECUT, layout
 from megatron_runs import WHOLE as MODELS
 from test_ranks import furthest
 
@@ -109,6 +109,29 @@ def test_a_run_goes_on_from_a_checkpoint_to_the_bit_and_its_export_is_the_model(
     assert ran["resumed"] == {"same": 1.0} and ran["exported"] == {"same": 1.0}
 
 
+@pytest.mark.parametrize("case", [case for case in CUT if case[0] in (*MODELS, *ADAPTED)], ids=named)
+def test_adapters_train_as_in_the_torch_engine_and_resume_bitwise(found, case):
+    wanted, ran = both(found, case, "adapters")
+    assert furthest(wanted["scores"], wanted["base"]) > 1.0  # they change what the model says
+    assert furthest(wanted, ran) < bound(case, "scores") and ran["resumed"] == 1.0
+    if case[2] > 1:
+        one = found[f"{case[0]} megatron 1,1,1 1"]["adapters"]
+        assert furthest(one["updates"], ran["updates"]) < 1e-9
+
+
+def test_two_copies_of_a_model_hold_half_of_the_moments_each_and_step_alike(found):
+    ran = found["recut"]["moments"]
+    assert ran["share False"] == 1.0 and 0.3 < ran["share True"] < 0.7
+    assert all(torch.equal(weight, ran["weights False"][name]) for name, weight in ran["weights True"].items())
+
+
+@pytest.mark.parametrize("cut", ["megatron 1,2,1", "megatron 1,1,1"])
+@pytest.mark.parametrize("model", RECUT)
+def test_a_checkpoint_is_continued_with_other_tensor_ranks(found, model, cut):
+    ran = found["recut"][model]
+    assert furthest(ran["megatron 2,1,1"], ran[cut]) < 1e-9
+
+
 @pytest.mark.parametrize(
     ("what", "words"),
     {
@@ -119,7 +142,7 @@ def test_a_run_goes_on_from_a_checkpoint_to_the_bit_and_its_export_is_the_model(
         "dense": "is dense, it has no experts",
         "experts": "expert_parallel_size=3: the model has 4 experts",
         "padded": "use_remove_padding=false",
-        "adapters": "adapters (model.lora_rank) are not built for it",
+        "adapters": "target_modules: adapters on lm_head are not built",
     }.items(),
 )
 def test_what_cannot_be_is_refused_with_what_to_do(found, what, words):

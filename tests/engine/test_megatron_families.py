@@ -4,6 +4,7 @@ an export that is the model bit for bit."""
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,10 @@ from megatron_runs import MIXTURES, tiny_models
 
 from posttrain.config.optim import OptimConfig
 from posttrain.engine.base import EngineLayout, EngineSettings
+from posttrain.engine.megatron.groups import ParallelSizes
+from posttrain.engine.megatron.model import stage_layers
+from posttrain.engine.megatron.optimizer import EMBEDDING, TIED_COPY, _owners
+from posttrain.engine.megatron.package import MegatronError
 from posttrain.engine.registry import build_train_engine
 from posttrain.models.forward import ForwardMode
 
@@ -64,3 +69,34 @@ def test_log_probs_gradients_and_weights_are_those_of_transformers(models, famil
     whole = model.state_dict()
     here = dict(engine.export_weights())
     assert here.keys() == whole.keys() and all(torch.equal(here[name], whole[name]) for name in whole)
+
+
+def layers(own: dict[str, int], count: int) -> list[int]:
+    sizes = ParallelSizes.of(EngineLayout("megatron", own=own))
+    config: Any = SimpleNamespace(num_hidden_layers=count)
+    return [len(stage_layers(config, sizes, stage)) for stage in range(sizes.pipeline)]
+
+
+def test_stages_share_the_layers_as_evenly_as_they_can_or_as_it_is_set():
+    first, last = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
+    assert layers({"pipeline_parallel_size": 4}, 61) == [16, 15, 15, 15]
+    assert layers({"pipeline_parallel_size": 4, last: 13}, 61) == [16, 16, 16, 13]
+    assert layers({"pipeline_parallel_size": 4, first: 3, last: 2}, 61) == [3, 28, 28, 2]
+    assert layers({"pipeline_parallel_size": 2, first: 3}, 8) == [3, 5]
+    for own, count in (({"pipeline_parallel_size": 3}, 2), ({"pipeline_parallel_size": 2, first: 3, last: 3}, 8)):
+        with pytest.raises(MegatronError, match=rf"the model has {count} layers"):
+            layers(own, count)
+
+
+def test_copies_of_a_model_share_the_moments_equally_and_both_ends_of_a_tied_one_agree():
+    def group(size: int) -> Any:
+        return SimpleNamespace(size=lambda: size)
+
+    groups: Any = SimpleNamespace(data=group(2), expert_data=group(1))
+    sizes = {"a": 9, "b": 5, "c": 5, "x.local_experts.0.y": 7}
+    for tied in (EMBEDDING, TIED_COPY):
+        named = {name: torch.nn.Parameter(torch.zeros(size)) for name, size in {**sizes, tied: 3}.items()}
+        owners = _owners(named, groups)
+        assert owners[tied] == 0 and owners["x.local_experts.0.y"] == 0
+        loads = [sum(named[name].numel() for name in owners if "x" not in name and owners[name] == r) for r in (0, 1)]
+        assert sorted(loads) == [9, 13]

@@ -33,8 +33,9 @@ def reward_of(row) -> float:
 @pytest.fixture(autouse=True)
 def registered():
     @register_agent("tree")
-    async def tree(chat, row):
-        """Sample 0 has one row; 1 is compacted twice; 2 asks a sub-agent; 3 tries two continuations."""
+    async def tree(chat, row, *, flat: bool = False):
+        """Sample 0 has one row; 1 is compacted twice; 2 asks a sub-agent; 3 tries two continuations. With `flat` every
+        third prompt has no signal."""
         sample = row["sample"]
         await chat.say(max_tokens=4)
         if sample == 1:
@@ -53,7 +54,7 @@ def registered():
             other = chat.branch()
             await chat.say(max_tokens=2)
             await other.say(max_tokens=3)
-        return reward_of(row)
+        return 0.0 if flat and int(row["uid"]) % 3 == 0 else reward_of(row)
 
     yield
     AGENTS.clear()
@@ -122,17 +123,22 @@ SHUFFLED = {
     "actor_rollout_ref__actor__loss_agg_mode": "seq-mean-token-mean",
     "algorithm__filter_groups__enable": True,
     "algorithm__filter_groups__metric": "score",
-    "data__gen_batch_size": 6,
+    f"{R}agent__path": "tree",
+    f"{R}agent__config__flat": True,
 }
 
 
 def test_a_resumed_run_is_bitwise_the_same_with_trees_in_the_surplus(tiny_model, sums, tmp_path):
-    how = COMMON | SHUFFLED | {"trainer__save_freq": 2, "tracking__keep_batches": -1}
+    how = (
+        {key: value for key, value in COMMON.items() if key != f"{R}agent"}
+        | SHUFFLED
+        | {"trainer__save_freq": 2, "tracking__keep_batches": -1}
+    )
     whole = run(tiny_model, sums, tmp_path / "whole", **how, trainer__total_training_steps=4)
     run(tiny_model, sums, tmp_path / "parts", **how, trainer__total_training_steps=2)
     parts = run(tiny_model, sums, tmp_path / "parts", **how, trainer__total_training_steps=4)
     wanted, found = metrics_of(whole.path), metrics_of(parts.path)
-    assert wanted[-1]["filter_groups/surplus"] > 0
+    assert any(line.get("filter_groups/surplus", 0) > 0 for line in wanted)
     assert [line for line in found if "step" in line][-2:] == [line for line in wanted if "step" in line][-2:]
     assert rows_of(parts.path, "step_4") == rows_of(whole.path, "step_4")
     # A recorded step gives the same losses again: its rows are cut into the same mini-batches.
@@ -219,7 +225,7 @@ def test_composed_rows_train_a_turn_that_two_of_them_contain_once():
     record.samples += zip([[1, 2], [1, 2, 5, 6, 9]], turns, strict=True)
     record.compose(limits, [1, 2], [5, 6], [1, 1])
     record.compose(limits, [1, 2], [5, 6, 9, 5, 6], [1, 1, 0, 1, 1])
-    record.compose(limits, [1, 2, 5, 6, 9, 5], [6], [1])  # a prompt of 6 tokens, of which 4 are read as observations
+    record.compose(limits, [1, 2, 5, 6, 9], [5, 6], [1, 1])  # a prompt of 5 tokens, more than a prompt may have
     rows = record.rows
     assert [row.mask for row in rows] == [[True, True], [False, False, False, True, True]], "the third has nothing new"
     assert list(rows[1].output("z", "stop").log_probs) == [0.0, 0.0, 0.0, -3.0, -4.0]

@@ -181,7 +181,7 @@ def _step(model: str) -> int:
     return int(found[1]) if found else 0
 
 
-SAMPLE_COLUMNS = ("uid", "sample", "score", "finish_reason", "response_ids")
+SAMPLE_COLUMNS = ("uid", "sample", "branch", "parent", "fork", "score", "finish_reason", "response_ids")
 
 
 @dataclass
@@ -200,7 +200,11 @@ def answered_prompts(table: RowTable, config: DataConfig, response_key: str | No
     """The prompts of a file with their responses, in the order of their first rows."""
     key = response_key or ("responses" if "responses" in table.rows[0] else "response")
     groups: dict[Any, AnsweredPrompt] = {}
+    # A conversation with branches has a row for each; it ended in the last one, which is the response.
+    last = {(row.get("uid"), row.get("sample")): number for number, row in enumerate(table.rows)}
     for number, row in enumerate(table.rows):
+        if row.get("branch") is not None and last[row.get("uid"), row.get("sample")] != number:
+            continue
         found = row.get(key)
         texts: list[Any] = found if isinstance(found, list) else [found]
         if not texts or not all(isinstance(text, str) for text in texts):

@@ -7,90 +7,40 @@ gradients are summed over ranks, and how they become a Hugging Face model again.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from posttrain.config.optim import OptimConfig
 from posttrain.engine.base import EngineLayout, EngineSettings
 from posttrain.engine.facts import facts_of
 from posttrain.engine.heads import Head, head_of
-from posttrain.engine.megatron.groups import ParallelSizes, RankGroups, check_sizes, join_groups
+from posttrain.engine.megatron.adapters import adapt, adapter_matches, adapters_off, check_adapters, scalings_of
+from posttrain.engine.megatron.checkpoints import Cut, PartState
+from posttrain.engine.megatron.groups import ParallelSizes, check_sizes, join_groups
 from posttrain.engine.megatron.model import build, check_model, stage_layers
+from posttrain.engine.megatron.optimizer import EMBEDDING, TIED_COPY, MegatronOptimizer
 from posttrain.engine.megatron.package import PACKAGE, MegatronError, version
 from posttrain.engine.megatron.stage import MegatronStage
-from posttrain.engine.megatron.weights import CUT, exported, named_weights, own_part, stage_matches
-from posttrain.engine.optim import EngineState, Optimizer
+from posttrain.engine.megatron.weights import (
+    CUT,
+    Match,
+    exported,
+    named_weights,
+    own_part,
+    stage_matches,
+    whole_weights,
+)
 from posttrain.engine.pipeline import Pipeline
 from posttrain.engine.ranks import this_rank, world_size
 from posttrain.engine.runner import ComposedEngine, PassRunner
 from posttrain.engine.settings import EngineKeys
 from posttrain.engine.sharding import host_copies
-from posttrain.models.forward import forward_mode_of
+from posttrain.models.adapter_files import stored_name
+from posttrain.models.forward import decoder_of, forward_mode_of, without_adapters
 from posttrain.models.lora import has_adapters, save_model
-
-EXPERT, QUERY_NORMS = ".local_experts.", (".q_layernorm.", ".k_layernorm.")
-TIED_COPY = "output_layer.weight"
-
-
-class MegatronOptimizer(Optimizer):
-    """`named` are this rank's weights; `cut` are the names of those that tensor ranks hold parts of, `saved` the names
-    in a checkpoint. `tied`: the first and the last stage of a pipeline both hold the embedding."""
-
-    def __init__(
-        self,
-        named: Mapping[str, torch.nn.Parameter],
-        config: OptimConfig,
-        groups: RankGroups,
-        *,
-        cut: set[str],
-        saved: Mapping[str, str],
-        tied: bool,
-    ) -> None:
-        super().__init__([(saved[name], weight) for name, weight in named.items()], config)
-        self.own_names, self.groups, self.cut = list(named), groups, cut
-        self.tied = tied and groups.sizes.pipeline > 1
-
-    def reduce_gradients(self) -> None:
-        """Sum each weight's gradient over the ranks that hold it and saw other tokens or other heads."""
-        groups = self.groups
-        for name, master in zip(self.own_names, self.masters, strict=True):
-            if master.grad is None:
-                master.grad = torch.zeros_like(master)  # no token was routed to this expert; others wait for its sum
-            if any(kind in name for kind in QUERY_NORMS):  # a tensor rank saw its own heads only
-                dist.all_reduce(master.grad, group=groups.tensor)
-            if self.tied and groups.ends is not None and name in (TIED_COPY, "embedding.word_embeddings.weight"):
-                dist.all_reduce(master.grad, group=groups.ends)
-            if EXPERT in name:  # all tensor ranks send the same tokens to it, so that each counts that often
-                dist.all_reduce(master.grad, group=groups.expert_data)
-                master.grad /= groups.sizes.tensor
-            else:
-                dist.all_reduce(master.grad, group=groups.data)
-
-    def _holders(self, name: str) -> float:
-        """How many ranks hold this same part of a weight."""
-        groups = self.groups
-        if EXPERT in name:
-            return groups.expert_data.size()
-        return groups.data.size() * (1 if name in self.cut else groups.tensor.size())
-
-    def clip_gradients(self, largest: float) -> torch.Tensor:
-        # A weight with several holders must count once in the norm: each adds its share of the squares.
-        squares = torch.zeros((), dtype=torch.float64, device=self.masters[0].device)
-        for name, master in zip(self.own_names, self.masters, strict=True):
-            if master.grad is not None and not (self.tied and name == TIED_COPY):
-                squares += master.grad.double().square().sum() / self._holders(name)
-        dist.all_reduce(squares)
-        norm = squares.sqrt()
-        factor = float((largest / (norm + 1e-6)).clamp(max=1.0))
-        for master in self.masters if factor < 1.0 else ():
-            if master.grad is not None:
-                master.grad *= factor
-        return norm
 
 
 class MegatronEngine(ComposedEngine):
@@ -115,14 +65,19 @@ class MegatronEngine(ComposedEngine):
             pipeline=sizes.pipeline,
             engine=f"{PACKAGE} {version()} ({sizes.words()})",
         )
-        decoder: Any = getattr(module, "base_model")  # noqa: B009
+        decoder: Any = decoder_of(module)
         angles, padding = decoder.rotary_emb.inv_freq.detach().clone(), decoder.embed_tokens.padding_idx
         self.module = self._take_part(module, facts.dtype)
-        trained = dict(self.module.named_parameters())
+        trained = {name: weight for name, weight in self.module.named_parameters() if weight.requires_grad}
         self.optimizer: MegatronOptimizer | None = None
         if settings.optim is None:
             self.module.requires_grad_(False)
         else:
+            if not trained:
+                raise MegatronError(
+                    f"{sizes.key}.pipeline_parallel_size={sizes.pipeline}: stage {self.groups.stage} has no adapters, "
+                    "so that nothing would be trained there; adapt all layers, or set pipeline_parallel_size=1"
+                )
             cut = {name for match in self.matches if match.kind in CUT for name in match.ours}
             self.optimizer = MegatronOptimizer(
                 trained, settings.optim, self.groups, cut=cut, saved=self._saved_names(), tied=self._tied
@@ -139,10 +94,14 @@ class MegatronEngine(ComposedEngine):
             recompute=settings.gradient_checkpointing and settings.optim is not None,
         )
         self.runner = PassRunner(stage, self.head, facts, settings, self.optimizer)
-        # Of a run with as many tensor ranks a checkpoint can be loaded; stages and expert ranks may be others, so that
-        # it holds weights that this rank does not have.
-        self.state = EngineState(
-            settings, self.optimizer, self._saved_weights, self.module, together=world_size() > 1, parts=True
+        self.state = PartState(
+            settings,
+            self.optimizer,
+            self._saved_weights,
+            self.module,
+            together=world_size() > 1,
+            cuts=self._cuts(),
+            groups=self.groups,
         )
         self.offload()
 
@@ -165,24 +124,33 @@ class MegatronEngine(ComposedEngine):
 
     def _take_part(self, module: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
         """This rank's modules with their weights; of `module` only the shapes are left."""
-        device, projection = self.settings.device, self.head.projection
-        own: Any = build(getattr(module, "base_model"), self.groups, device, dtype)  # noqa: B009
+        device, projection, base = self.settings.device, self.head.projection, without_adapters(module)
+        own: Any = build(decoder_of(module), self.groups, device, dtype)
         if self.groups.last and projection is not None:
             own.output_layer = None
-            bias = module.get_submodule(projection).bias is not None
+            bias = base.get_submodule(projection).bias is not None
             setattr(own, projection, torch.nn.Linear(self.config.hidden_size, 1, bias=bias, device=device, dtype=dtype))
         elif self.groups.last and self.groups.first and self._tied:
             own.output_layer.weight = own.embedding.word_embeddings.weight
-        state, weights = module.state_dict(), named_weights(own)
-        self.shapes = {name: weight.to("meta") for name, weight in state.items()}
-        self.matches = stage_matches(self.config, self.groups, self.groups.stage, self.head, self.shapes)
-        filled: set[str] = set()
+        # peft calls a matrix that it adapts `base_layer`.
+        state = {name.replace(".base_layer.", "."): weight for name, weight in base.state_dict(keep_vars=True).items()}
+        self.shapes = {name: weight.detach().to("meta") for name, weight in state.items()}
+        self.adapted = scalings_of(module) if has_adapters(module) else {}
+        stages = range(self.groups.sizes.pipeline)
+        everywhere = [match for stage in stages for match in self._stage_matches(stage)]
+        check_adapters(everywhere, self.adapted, self.groups.sizes.keys.model)
+        self.matches = self._stage_matches(self.groups.stage)
+        adapt(own, self.matches, self.adapted, self.shapes, self.config.num_key_value_heads, self.groups.tensor, device)
+        self.matches += adapter_matches(self.matches, self.adapted)
+        weights, filled = named_weights(own), set[str]()
         for match in self.matches:
-            parts = own_part(match, [state[name] for name in match.theirs], self.config, self.groups)
+            theirs = [state[name] for name in match.theirs]
+            parts = own_part(match, [weight.detach() for weight in theirs], self.config, self.groups)
             for name, part in zip(match.ours, parts, strict=True):
                 assert weights[name].shape == part.shape, f"{name}: {tuple(weights[name].shape)}, {tuple(part.shape)}"
                 if isinstance(weights[name], torch.nn.Parameter):
                     weights[name].data.copy_(part)
+                    weights[name].requires_grad_(theirs[0].requires_grad)
                 else:  # a buffer keeps the type that it has in the Hugging Face model
                     weights[name].data = part.to(device, copy=True)
                 filled.add(name)
@@ -190,51 +158,105 @@ class MegatronEngine(ComposedEngine):
         module.to("meta")
         return own
 
+    def _stage_matches(self, stage: int) -> list[Match]:
+        return stage_matches(self.config, self.groups, stage, self.head, self.shapes)
+
     def _saved_names(self) -> dict[str, str]:
-        """What a checkpoint calls this rank's weights: layers and experts counted over all ranks; parts of tensor ranks
-        say whose they are."""
+        """What a checkpoint calls this rank's weights: layers and experts are counted over all ranks."""
         first = stage_layers(self.config, self.groups.sizes, self.groups.stage).start
-        size, names = self.groups.sizes.tensor, {}
+        names = {}
         for match in self.matches:
             for number, name in enumerate(match.ours):
                 saved = name
                 if name.startswith("decoder.layers."):
                     own, _, rest = name.removeprefix("decoder.layers.").partition(".")
                     saved = f"decoder.layers.{int(own) + first}.{rest}"
+                if name == TIED_COPY and self._tied:
+                    saved = EMBEDDING  # one entry for both ends, so that any number of stages can continue it
                 if match.kind == "experts":
                     whole = self.groups.expert.rank() * len(match.ours) + number
                     saved = saved.replace(f".local_experts.{number}.", f".experts.{whole}.")
-                if match.kind in CUT and size > 1:
-                    saved += f".part_{self.groups.tensor.rank()}_of_{size}"
                 names[name] = saved
         return names
 
+    def _cuts(self) -> dict[str, Cut]:
+        """Weights that tensor ranks hold parts of, by their names in a checkpoint."""
+        saved = self._saved_names()
+        return {
+            saved[name]: Cut(match.kind, len(self.shapes[match.theirs[0]]))
+            for match in self.matches
+            if match.kind in CUT
+            for name in match.ours
+        }
+
     def _saved_weights(self) -> list[tuple[str, torch.Tensor]]:
         saved = self._saved_names()
-        return [(saved[name], weight) for name, weight in named_weights(self.module).items()]
+        # With adapters only what is trained is saved: the base does not change.
+        return [
+            (saved[name], weight)
+            for name, weight in named_weights(self.module).items()
+            if weight.requires_grad or not self.adapted
+        ]
 
     def base_only(self) -> AbstractContextManager[None]:
-        return nullcontext()  # there are no adapters
+        return adapters_off(self.module)
 
     def live_model(self) -> torch.nn.Module | None:
         return None
 
     def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        embedding = f"{self.head.decoder}.embed_tokens.weight"
+
+        def wanted(stage: int) -> list[Match]:
+            # The last stage's copy of a tied embedding is sent with the first one's.
+            tied = self.config.tie_word_embeddings
+            return [m for m in self._stage_matches(stage) if not (tied and m.ours == (TIED_COPY,))]
+
+        for name, weight in self._exported(wanted, self._with_adapters):
+            yield name, weight
+            if name == embedding and self._tied:
+                yield "lm_head.weight", weight
+
+    def _exported(
+        self, matches: Callable[[int], list[Match]], change: Any = None
+    ) -> Iterator[tuple[str, torch.Tensor]]:
         weights = named_weights(self.module)
-        yield from exported(weights, self.shapes, self.config, self.groups, self.settings.device, self.head)
+        yield from exported(weights, self.shapes, self.config, self.groups, self.settings.device, matches, change)
+
+    def _with_adapters(self, match: Match, found: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Whole weights with their adapters folded in."""
+        weights, whole = named_weights(self.module) if self.adapted else {}, {}
+        for one in adapter_matches([match], self.adapted):
+            ours = [weights[name].detach() for name in one.ours]
+            (whole[one.theirs[0]],) = whole_weights(one, ours, self.shapes, self.config, self.groups)
+        for place, name in enumerate(match.theirs):
+            if (linear := name.removesuffix(".weight")) in self.adapted:
+                first, second = (whole[f"{linear}.lora_{letter}.default.weight"] for letter in "AB")
+                found[place] = found[place] + (second @ first * self.adapted[linear]).to(found[place].dtype)
+        return found
+
+    def _trained_adapters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Adapters and fully trained heads by their names in an adapter file."""
+
+        def wanted(stage: int) -> list[Match]:
+            matches, projection = self._stage_matches(stage), self.head.projection
+            heads = [m for m in matches if projection is not None and m.ours[0].startswith(f"{projection}.")]
+            return [*adapter_matches(matches, self.adapted), *heads]
+
+        for name, weight in self._exported(wanted):
+            yield f"base_model.model.{stored_name(name)}", weight
 
     def export_hf(self, folder: Path, adapter: Mapping[str, Any] | None, *, merged: bool) -> None:
         with self.on_device():
-            state = host_copies(self.export_weights())
+            alone = adapter is not None and not merged
+            state = host_copies(self._trained_adapters() if alone else self.export_weights())
         if this_rank() == 0:
             save_model(self.whole, folder, adapter, merged=merged, state=state)
 
 
 def _check(module: torch.nn.Module, settings: EngineSettings, keys: EngineKeys) -> None:
     problem = None
-    if has_adapters(module):
-        problem = "adapters (model.lora_rank) are not built for it"
-    elif not settings.pack:
+    if not settings.pack:
         key = f"{keys.model}.use_remove_padding"
         problem = f"rows are always packed in it, but {key}=false asks for padded ones"
     elif not forward_mode_of(module).packed:

@@ -27,12 +27,24 @@ class ParallelSizes:
     tensor: int = 1
     pipeline: int = 1
     expert: int = 1
+    # Layers of the first and the last stage; None lets all stages share the layers as evenly as they can.
+    first_layers: int | None = None
+    last_layers: int | None = None
+    shared_moments: bool = True  # whether copies of the model share the moments of the optimizer
     keys: EngineKeys = field(default=RL, compare=False)  # where they were set, for error messages
 
     @classmethod
     def of(cls, layout: EngineLayout) -> ParallelSizes:
         own = megatron_settings(layout.own)
-        return cls(own.tensor_parallel_size, own.pipeline_parallel_size, own.expert_parallel_size, layout.keys)
+        return cls(
+            own.tensor_parallel_size,
+            own.pipeline_parallel_size,
+            own.expert_parallel_size,
+            own.num_layers_in_first_pipeline_stage,
+            own.num_layers_in_last_pipeline_stage,
+            own.use_distributed_optimizer,
+            layout.keys,
+        )
 
     @property
     def key(self) -> str:

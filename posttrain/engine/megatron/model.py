@@ -45,11 +45,7 @@ def _check_parts(config: Any, sizes: ParallelSizes) -> None:
         ("tensor_parallel_size", sizes.tensor, "heads of keys", config.num_key_value_heads),
         ("tensor_parallel_size", sizes.tensor, "columns between the matrices of a layer", config.intermediate_size),
     ]
-    if sizes.pipeline > config.num_hidden_layers:
-        raise MegatronError(
-            f"{sizes.key}.pipeline_parallel_size={sizes.pipeline}: the model has {config.num_hidden_layers} layers, "
-            "fewer than stages; set a smaller size"
-        )
+    _layers_by_stage(config, sizes)
     experts = experts_of(config)
     if experts is None and sizes.expert > 1:
         raise MegatronError(
@@ -114,10 +110,27 @@ def padded_vocabulary(config: Any, sizes: ParallelSizes) -> int:
 
 
 def stage_layers(config: Any, sizes: ParallelSizes, stage: int) -> range:
-    """The layers of a stage; where stages cannot be equal, the first ones have one more."""
-    least, more = divmod(config.num_hidden_layers, sizes.pipeline)
-    start = stage * least + min(stage, more)
-    return range(start, start + least + (stage < more))
+    """The layers of a stage."""
+    counts = _layers_by_stage(config, sizes)
+    return range(sum(counts[:stage]), sum(counts[: stage + 1]))
+
+
+def _layers_by_stage(config: Any, sizes: ParallelSizes) -> list[int]:
+    """How many layers each stage has: what is set for the first and the last, and of the rest equally many, or one more
+    in the first ones."""
+    given = {0: sizes.first_layers, sizes.pipeline - 1: sizes.last_layers}
+    given = {stage: count for stage, count in given.items() if count is not None}
+    rest, left = sizes.pipeline - len(given), config.num_hidden_layers - sum(given.values())
+    if left < rest or (left > 0 and rest == 0):
+        words = "".join(f", {count} of them set for stage {stage}" for stage, count in given.items())
+        raise MegatronError(
+            f"{sizes.key}.pipeline_parallel_size={sizes.pipeline}: the model has {config.num_hidden_layers} layers"
+            f"{words}, which do not fill {sizes.pipeline} stages with at least one each; set a smaller size, or other "
+            "num_layers_in_first_pipeline_stage and num_layers_in_last_pipeline_stage"
+        )
+    least, more = divmod(left, rest) if rest else (0, 0)
+    others = iter([least + 1] * more + [least] * (rest - more))
+    return [given[stage] if stage in given else next(others) for stage in range(sizes.pipeline)]
 
 
 def build(decoder: Any, groups: RankGroups, device: torch.device, dtype: torch.dtype) -> torch.nn.Module:

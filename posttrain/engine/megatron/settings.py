@@ -44,6 +44,12 @@ class MegatronSettings:
     """Stages, each on ranks of its own, that share the layers."""
     expert_parallel_size: int = setting(1, range=ONE_OR_MORE)
     """Ranks that share the experts of a layer of a mixture of experts."""
+    num_layers_in_first_pipeline_stage: int | None = setting(None, range=ONE_OR_MORE)
+    """Layers of the first stage, which has the embedding too; null gives all stages equally many, give or take one."""
+    num_layers_in_last_pipeline_stage: int | None = setting(None, range=ONE_OR_MORE)
+    """Layers of the last stage, which has the head and the loss too."""
+    use_distributed_optimizer: bool = setting(True)
+    """Whether ranks with copies of the same weights share their moments and float32 masters instead of holding all."""
 
 
 def megatron_settings(given: Mapping[str, Any]) -> MegatronSettings:
@@ -106,7 +112,6 @@ def _not_together(checked: Checked, keys: EngineKeys) -> Iterator[Finding]:
     for role in keys.roles.values():
         model = lookup(checked.config, role.model)
         odd = {
-            f"{role.model}.lora_rank": (model.lora_rank > 0, "adapters are not built for it"),
             f"{role.model}.quantization": (
                 getattr(model, "quantization", None) is not None,
                 "weights of 4 bits are not built for it",

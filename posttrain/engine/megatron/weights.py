@@ -6,7 +6,7 @@ one; tensor ranks hold rows or columns of these.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -183,16 +183,17 @@ def exported(
     config: Any,
     groups: RankGroups,
     device: torch.device,
-    head: Head,
+    matches: Callable[[int], list[Match]],
+    change: Callable[[Match, list[torch.Tensor]], list[torch.Tensor]] | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Copies of all weights under their Hugging Face names, on every rank; all ranks must iterate to the end. `shapes`
-    are the weights of the whole model, without their numbers."""
+    """Copies of weights under their Hugging Face names, on every rank; all ranks must iterate to the end. `shapes` are
+    all weights of the model, without their numbers, `matches` gives those of a stage that are wanted. `change` is
+    called with the whole weights of a match on its stage."""
     for stage in range(groups.sizes.pipeline):
-        for match in stage_matches(config, groups, stage, head, shapes):
-            if match.ours == ("output_layer.weight",) and config.tie_word_embeddings:
-                continue  # the copy of the embedding on the last stage; it is sent with the first one's
+        for match in matches(stage):
             if groups.stage == stage:
                 found = whole_weights(match, [weights[name].detach() for name in match.ours], shapes, config, groups)
+                found = found if change is None else change(match, found)
             else:
                 found = [torch.empty_like(shapes[name], device=device) for name in match.theirs]
             for name, weight in zip(match.theirs, found, strict=True):
@@ -200,5 +201,3 @@ def exported(
                     weight = weight.contiguous()
                     dist.broadcast(weight, group=groups.pipeline, group_src=stage)
                 yield name, weight
-                if name == "model.embed_tokens.weight" and config.tie_word_embeddings and head.projection is None:
-                    yield "lm_head.weight", weight

@@ -56,7 +56,7 @@ def _sum_of_copies(OWN, MORE, ORDER, place, first, count, size, at, real):
     for start in range(0, count, TOGETHER):
         for number in tl.static_range(TOGETHER):
             here = real & (start + number < count)
-            row = tl.load(ORDER + first + start + number, mask=start + number < count, other=0)
+            row = tl.load(ORDER + first + tl.minimum(start + number, count - 1))
             copy = tl.load(MORE + row * size + at, mask=here, other=0.0)
             total += copy.to(tl.float32)
     tl.store(OWN + place * size + at, total.to(own.dtype), mask=real)
@@ -178,7 +178,13 @@ def _pieces(end_T: np.ndarray, start: int, stop: int) -> list[tuple[int, tuple[t
     bounds = start + np.append(0, np.flatnonzero(np.diff(end_T[start:stop])) + 1)
     spans = list(zip(bounds.tolist(), [*bounds[1:].tolist(), stop], strict=True))
     ends = end_T[bounds].tolist()
-    seen = [[j for j in range(i) if ends[j] > spans[i][0]] for i in range(len(spans))]
+    seen: list[list[int]] = []  # by stretch, those before it that it sees: the path to it in the tree
+    path: list[int] = []
+    for number, (begin, _) in enumerate(spans):
+        while path and ends[path[-1]] <= begin:
+            path.pop()
+        seen.append(path[:])
+        path.append(number)
     # In a tree of several levels a stretch continues the one before it as plain rows do. In a prompt with its responses
     # all of these are alike: each is over the prompt.
     deep = any(number > 0 for numbers in seen for number in numbers)

@@ -39,6 +39,7 @@ KEYS_FILE = Path(__file__).with_name("keys.txt")
 def verl_keys() -> dict[str, str]:
     """Every key known of verl -> its program: `main_ppo`, `sft_trainer` or `main_generation`."""
     keys, program = {}, ""
+    # A file rather than code: it is read only for a misspelt key, for the docs and by `posttrain compat`.
     for line in KEYS_FILE.read_text(encoding="utf-8").splitlines():
         if line.startswith("["):
             program = line.strip("[]")
@@ -59,6 +60,7 @@ class Answer(NamedTuple):
 def answer(key: str, tree: Tree) -> Answer | None:
     """The answer to a key of this tree's program; None for an unknown key."""
     names = tree.spellings
+    # The same lookup as for a command line, so that the page cannot differ from what a run does.
     found = names.canonical(key)
     if found.key is not None and found.key == key and names.leaf_of(key) is not None:
         return Answer(HONOURED, "")

@@ -38,6 +38,10 @@ RENAMED: dict[str, str] = {
         f"{_ACTOR}.megatron_config.{name}_model_parallel_size": f"{_ACTOR}.megatron_config.{name}_parallel_size"
         for name in ("tensor", "pipeline", "expert")
     },
+    **{
+        f"{_ACTOR}.megatron_config.override_transformer_config.{name}": f"{_ACTOR}.megatron_config.{name}"
+        for name in ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
+    },
     **{f"{role}.optim.{old}": f"{role}.{new}" for role in (_ACTOR, "critic") for old, new in _OPTIM.items()},
     f"{_ACTOR}.fsdp_config.strategy": f"{_ACTOR}.strategy",
     **{f"{role}.rollout_n": f"{_ROLLOUT}.n" for role in (_ACTOR, "actor_rollout_ref.ref", "critic")},

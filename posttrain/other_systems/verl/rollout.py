@@ -38,7 +38,7 @@ ENGINE: tuple[Rule, ...] = (
         f"{_ROLLOUT}.pipeline_model_parallel_size",
         "an engine is split over workers by its matrices, not by its layers",
         "set actor_rollout_ref.rollout.tensor_model_parallel_size",
-        off=(1,),
+        off=("1",),
     ),
     not_supported(
         f"{_ROLLOUT}.dtype",
