@@ -17,6 +17,7 @@ from posttrain.config.model import ModelConfig
 from posttrain.config.rollout import RolloutConfig
 from posttrain.engine.base import EngineLayout, TrainEngine
 from posttrain.engine.ranks import team_of
+from posttrain.errors import UserError
 from posttrain.kernels.tensor_parallel import Team
 from posttrain.models.forward import row_log_probs
 from posttrain.models.lora import add_adapters
@@ -233,9 +234,13 @@ def _rollout(world: World, name: str, module: torch.nn.Module, team: Team | None
     config = RolloutConfig(name=name, kv_cache_gb=0.05, max_num_seqs=8)
     if name in OUTSIDE and world.device.type == "cuda":  # the trainer's model lies beside it, and ranks may share a GPU
         config = RolloutConfig(name=name, gpu_memory_utilization=0.2, max_num_seqs=8)
-    engine, said = build_engine(
-        config, module.requires_grad_(False), world.tokenizer, device=world.device, longest=LONGEST, team=team
-    )
+    try:
+        engine, said = build_engine(
+            config, module.requires_grad_(False), world.tokenizer, device=world.device, longest=LONGEST, team=team
+        )
+    except UserError as error:  # an engine is proved when it is built
+        how = ": a rank holds another part of a matrix than its own, or parts are summed wrongly" if team else ""
+        raise Wrong(f"{error}{how}") from error
     if not said.startswith(name):
         raise Wrong(f"the engine {name} does not serve this model: {said}")
     held = f"one engine by {team.size} ranks" if team else "an engine on each rank"

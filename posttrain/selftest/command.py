@@ -25,6 +25,8 @@ from posttrain.tracking.terminal_text import print_text
 MODEL = {"num_key_value_heads": 4, "num_attention_heads": 4, "hidden_size": 128, "intermediate_size": 256}
 GRACE_S = 5.0
 """For the other ranks to say what they found after one of them has failed."""
+START_S = 600.0
+"""For all ranks to begin their first check: libraries are imported before."""
 
 
 def main(args: Sequence[str]) -> int:
@@ -118,7 +120,7 @@ class SelfTest:
         processes = self._start(names)
         try:
             for place, name in enumerate(names):
-                result = self._watch(name, CHECKS[name].about, processes, starting=place == 0)
+                result = self._watch(name, CHECKS[name].about, processes)
                 self._add(result)
                 if result.status == FAILED:
                     return names[place + 1 :]
@@ -144,27 +146,30 @@ class SelfTest:
                 processes.append(subprocess.Popen(own, stdout=log, stderr=log, env=environment))
         return processes
 
-    def _watch(self, name: str, about: str, processes: Sequence[subprocess.Popen[bytes]], *, starting: bool) -> Result:
+    def _watch(self, name: str, about: str, processes: Sequence[subprocess.Popen[bytes]]) -> Result:
         """Wait for all ranks' answers; a rank that fails, dies or does not answer is named."""
-        begun, limit = time.monotonic(), self.limit * (2 if starting else 1)
-        ending: float | None = None
+        begun = time.monotonic()
+        end, ending, all_began, everyone = begun + START_S, None, False, range(self.ranks)
         while True:
             found = self._found(name)
             failed = any(one["error"] for one in found.values())
             dead = [rank for rank, one in enumerate(processes) if one.poll() not in (None, 0) and rank not in found]
             now = time.monotonic()
+            if not all_began and all((self.folder / "found" / f"{name} {rank}.begun").exists() for rank in everyone):
+                end, all_began = now + self.limit, True
             if (failed or dead) and ending is None:
                 ending = now + GRACE_S
-            late = now > begun + limit
-            if len(found) == self.ranks or late or (ending is not None and now > ending):
-                return self._result(name, about, found, dead, now - begun)
+            if len(found) == self.ranks or now > end or (ending is not None and now > ending):
+                return self._result(name, about, found, dead, now - begun, began=all_began)
             time.sleep(0.05)
 
     def _found(self, name: str) -> dict[int, dict]:
         files = {rank: self.folder / "found" / f"{name} {rank}.json" for rank in range(self.ranks)}
         return {rank: json.loads(file.read_text()) for rank, file in files.items() if file.exists()}
 
-    def _result(self, name: str, about: str, found: dict[int, dict], dead: list[int], seconds: float) -> Result:
+    def _result(
+        self, name: str, about: str, found: dict[int, dict], dead: list[int], seconds: float, *, began: bool = True
+    ) -> Result:
         errors = {rank: one["error"] for rank, one in found.items() if one["error"]}
         silent = [rank for rank in range(self.ranks) if rank not in found and rank not in dead]
         facts = found[0]["facts"] if 0 in found else []
@@ -179,7 +184,8 @@ class SelfTest:
         elif dead:
             problem = f"rank {_listed(dead)} died: {self._last_line(dead[0])}"
         elif silent:
-            problem = f"rank {_listed(silent)} did not answer within {self.limit:.0f} s: it hangs"
+            late = f"did not answer within {self.limit:.0f} s: it hangs"
+            problem = f"rank {_listed(silent)} {late if began else f'did not begin within {START_S:.0f} s'}"
         else:
             rank, error = next(iter(errors.items()))
             problem = f"rank {rank}: {error['text']}"

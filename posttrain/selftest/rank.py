@@ -41,8 +41,9 @@ def main() -> int:
     torch.set_num_threads(1 if not options.gpus else torch.get_num_threads())
     # NCCL rejects two ranks on one GPU; gloo moves their tensors through host memory.
     backend = "gloo" if shared or not options.gpus else None
-    join_ranks(options.rank, options.ranks, options.address, device, timeout_s=options.timeout, backend=backend)
     world = World(options.rank, options.ranks, device, options.folder)
+    _wait_for_all(options.folder / "found", options.address, options.rank, options.ranks)
+    join_ranks(options.rank, options.ranks, options.address, device, timeout_s=options.timeout, backend=backend)
     for name in options.checks:
         written = options.folder / "found" / f"{name} {options.rank}.json"
         begun, world.facts = time.monotonic(), []
@@ -64,6 +65,17 @@ def main() -> int:
             os._exit(FAILED)  # not through `leave_ranks`, which would wait for ranks that wait for this one
     leave_ranks()
     return 0
+
+
+def _wait_for_all(folder: Path, address: str, rank: int, ranks: int) -> None:
+    """Imports take minutes on a busy machine, and by how much ranks differ in it says nothing of their connections."""
+    name = address.replace(":", "_")
+    _write(folder / f"ready {name} {rank}", {})
+    started_by = os.getppid()
+    while not all((folder / f"ready {name} {other}").exists() for other in range(ranks)):
+        if os.getppid() != started_by:
+            sys.exit("the command that started this rank is gone")
+        time.sleep(0.05)
 
 
 def _write(file: Path, content: dict[str, object]) -> None:
