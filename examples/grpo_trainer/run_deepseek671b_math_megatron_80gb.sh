@@ -13,7 +13,7 @@ source "$ROOT/examples/smoke/settings.sh"
 use_checkout
 prepare_python
 smoke grpo
-stands_for "a dense model on one rank stands for DeepSeek-V3, whose own attention the Megatron engine does not have"
+stands_for "a dense model on one rank stands for DeepSeek-V3, which no small machine holds"
 if [[ "${SMOKE:-0}" == 1 ]]; then  # one process has one rank to cut over
   small+=(actor_rollout_ref.actor.megatron_config.tensor_parallel_size=1
     actor_rollout_ref.actor.megatron_config.pipeline_parallel_size=1
