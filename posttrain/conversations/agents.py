@@ -31,10 +31,12 @@ def register_agent(name: str) -> Callable[[Made], Made]:
 
 @dataclass(frozen=True)
 class Agent:
-    """What leads a conversation. One that is `inline` awaits nothing but its chat (`runner.py`)."""
+    """What leads a conversation. One that is `inline` awaits nothing but its chat (`runner.py`); one that is `isolated`
+    runs in a worker process (`processes.py`)."""
 
     lead: Callable[[Chat, dict[str, Any]], Coroutine[Any, Any, Any]]
     inline: bool = False
+    isolated: bool = True
 
 
 class Agents:
@@ -69,7 +71,7 @@ class Agents:
         if name in AGENTS:
             return make_agent(AGENTS[name], name, config, self.context)
         if name == "single_turn_agent":
-            return Agent(_one_turn)
+            return Agent(_one_turn, isolated=False)
         if name == "tool_agent":
             if self.turns.enable:
                 return tool_agent(self.turns.max_assistant_turns)
@@ -117,11 +119,12 @@ def name_of(row: Mapping[str, Any]) -> str | None:
 
 def make_agent(source: Any, name: str, config: Mapping[str, Any], context: Mapping[str, Any]) -> Agent:
     """The agent of a function, of a class with `run`, or of an environment; `config` goes to the keywords of each."""
+    isolated = bool(getattr(source, "isolated", True))
     if is_environment(source):
-        return Agent(play(source, name, config))
+        return Agent(play(source, name, config), isolated=isolated)
     try:
         if hasattr(source, "as_agent"):  # verl's classes are made anew for each conversation
-            return Agent(source.as_agent(context, **config))
+            return Agent(source.as_agent(context, **config), isolated=isolated)
         if inspect.isclass(source):
             source, config = source(**config), {}
     except UserError:
@@ -142,7 +145,7 @@ def make_agent(source: Any, name: str, config: Mapping[str, Any], context: Mappi
             f"the agent {name} is called as `agent(chat, row{called})`, and does not take that: {error}.\n"
             f"  to do:  write it as `async def NAME(chat, row, *, SETTING=...)`; {KEY}.config has the settings"
         ) from None
-    return Agent(lambda chat, row: function(chat, row, **config))
+    return Agent(lambda chat, row: function(chat, row, **config), isolated=isolated)
 
 
 def _find(name: str) -> Any:

@@ -11,7 +11,7 @@ async def play(chat, row):
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,6 +72,15 @@ class Chat:
         self._observation: list[int] | None = None
         self._generating = False
         self._opening_ids: Sequence[int] = ()
+
+    @property
+    def conversation(self) -> Conversation:
+        return self._conversation
+
+    def adopt(self, conversation: Conversation, facts: Mapping[str, Any]) -> None:
+        """Takes over a conversation that was continued in another process."""
+        self._conversation.adopt(conversation)
+        self.facts = dict(facts)
 
     @property
     def prompt_ids(self) -> list[int]:

@@ -147,6 +147,11 @@ class Conversation:
             written=self._sampled,
         )
 
+    def adopt(self, other: Conversation) -> None:
+        """Takes over what the agent's process made of this conversation; what the loop keeps here stays."""
+        kept = {"key", "rank", "requests", "cached_ids"}
+        vars(self).update({name: value for name, value in vars(other).items() if name not in kept})
+
     def compose(self, limits: Limits, prompt_ids: Sequence[int], ids: Sequence[int], mask: Sequence[int]) -> None:
         """Makes the response from tokens that an agent put together itself. Tokens with mask 1 must be among `samples`,
         in order, and keep their log-probs. What follows the last of them is dropped: it would train nothing."""

@@ -18,7 +18,8 @@ from typing import Any
 from posttrain.conversations.agents import Agents
 from posttrain.conversations.chat import Chat, Generate, Setup
 from posttrain.conversations.conversation import Conversation, Key, TurnRequest
-from posttrain.conversations.runner import Ended, Event, Runner
+from posttrain.conversations.outcome import Ended, Event
+from posttrain.conversations.runner import Runner
 from posttrain.rollout.base import Output
 from posttrain.rollout.sampling import combine_seeds
 
@@ -63,7 +64,7 @@ class ConversationLoop:
         ask = self.runner.ask(key, inline=agent.inline)
         chat = self._chats[key] = Chat(conversation, own.get("raw_prompt") or (), self.setup, ask)
         self.runner.tools.open(key, tool_arguments(row.get("extra_info")))
-        first = self.runner.start(key, lambda: agent.lead(chat, own), inline=agent.inline)
+        first = self.runner.start(key, agent, chat, own)
         if isinstance(first, Generate) and not first.stop:
             self._generating[key], conversation.requests = first, 1
             return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,6 +17,7 @@ from posttrain.conversations.chat import Setup
 from posttrain.conversations.conversation import Limits
 from posttrain.conversations.format_proof import FALLBACK, choose_format
 from posttrain.conversations.loop import ConversationLoop
+from posttrain.conversations.processes import AgentProcesses
 from posttrain.conversations.runner import Runner
 from posttrain.conversations.settings import AGENT_KEY as KEY
 from posttrain.conversations.settings import BUILT_IN, agent_settings, turn_settings
@@ -40,27 +42,30 @@ def open_conversations(
     for tool in tools.values():
         if note := getattr(tool, "note", None):
             say(f"note: {note}")
+    template = MessageTemplate(tokenizer, data.apply_chat_template_kwargs)
+    schemas = [tool.schema for tool in tools.values()]
+    call_format = FALLBACK
+    if tools:
+        call_format, note = choose_format(template, turns.format)
+        template.check_tools(schemas)
+        if note:
+            say(note)
+        limit = f"up to {turns.max_assistant_turns}" if turns.max_assistant_turns else "any number of"
+        say(f"Tools: {', '.join(tools)}; a response has {limit} turns.")
+    if agents.enable:
+        say(f"Agent: {agents.default or 'by the rows (agent_name)'}; it leads each conversation.")
+    turns = replace(turns, format=call_format)  # `auto` is known now
+    setup = Setup(template, Limits(data.max_prompt_length, data.max_response_length), turns, schemas)
+    in_rounds = device.type == "cpu" or config.trainer.deterministic
+    processes = None
+    if agents.enable and hasattr(os, "fork"):
+        processes = AgentProcesses(by_row, setup, timeout_s=agents.timeout_s, most=agents.processes)
     answers = {"max_chars": turns.max_tool_response_length, "side": turns.tool_response_truncate_side}
     with (
         ToolRunner(tools, timeout_s=turns.tool_timeout_s, **answers) as tool_runner,
-        Runner(tool_runner, agents.timeout_s) as runner,
+        Runner(tool_runner, agents.timeout_s, processes) as runner,
     ):
-        template = MessageTemplate(tokenizer, data.apply_chat_template_kwargs)
-        schemas = [tool.schema for tool in tools.values()]
-        call_format = FALLBACK
-        if tools:
-            call_format, note = choose_format(template, turns.format)
-            template.check_tools(schemas)
-            if note:
-                say(note)
-            limit = f"up to {turns.max_assistant_turns}" if turns.max_assistant_turns else "any number of"
-            say(f"Tools: {', '.join(tools)}; a response has {limit} turns.")
-        if agents.enable:
-            say(f"Agent: {agents.default or 'by the rows (agent_name)'}; it leads each conversation.")
-        turns = replace(turns, format=call_format)  # `auto` is known now
-        limits = Limits(data.max_prompt_length, data.max_response_length)
-        in_rounds = device.type == "cpu" or config.trainer.deterministic
-        yield ConversationLoop(by_row, runner, Setup(template, limits, turns, schemas), in_rounds=in_rounds)
+        yield ConversationLoop(by_row, runner, setup, in_rounds=in_rounds)
         for words in tool_runner.counts.troubles():
             say(f"  ! {words}")
 
