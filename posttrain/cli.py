@@ -106,7 +106,7 @@ def export(args: Arguments) -> int:
         "--base", metavar="FOLDER", help="of a LoRA run: where the base model lies now, if it was moved"
     )
     options = parser.parse_args(args)
-    from posttrain.checkpoint.export import free_folder, refuse_other_folders
+    from posttrain.checkpoint.verify import free_folder, refuse_other_folders
 
     refuse_other_folders(options.checkpoint)
     free_folder(options.out)

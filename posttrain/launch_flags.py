@@ -134,7 +134,7 @@ def variable_of(setting: Setting, environ: Mapping[str, str]) -> str:
 
 def help_text(environ: Mapping[str, str]) -> str:
     """The flags, their variables and both columns of defaults."""
-    from posttrain.config.presets import EMBEDDED
+    from posttrain.config.choices import EMBEDDED
 
     rows = [("flag", "variable", "with --model", "without", "")]
     for s in SETTINGS:

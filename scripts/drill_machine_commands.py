@@ -52,7 +52,7 @@ SMALL = {
     "trainer.device": "cpu",
     "trainer.val_before_train": False,
 }
-CHANGED = "import sys; from posttrain.controller import ray_serving; from posttrain import cores; {}; "
+CHANGED = "import sys; from posttrain.controller import ray_node; from posttrain import cores; {}; "
 CHANGED += "from posttrain.trainer.main_ppo import cli; sys.exit(cli())"
 """The trainer's module with a number changed."""
 
@@ -191,7 +191,7 @@ def nobody(drill: Drill) -> None:
     command = [
         PYTHON,
         "-c",
-        CHANGED.format("ray_serving.HEAD_S = 5.0"),
+        CHANGED.format("ray_node.HEAD_S = 5.0"),
         *drill.keys("nobody"),
         "trainer.nnodes=2",
         "trainer.node_rank=1",

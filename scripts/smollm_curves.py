@@ -15,8 +15,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from posttrain.tracking.atomic import replace_file
 from posttrain.tracking.loggers import read_metrics
+from posttrain.tracking.safe_files import replace_file
 from posttrain.tracking.svg import line_chart
 
 ACCURACY = "val/gsm8k/mean@1"

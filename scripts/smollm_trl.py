@@ -28,7 +28,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Traine
 from posttrain.bench.systems import VLLM_INSIDE
 from posttrain.data.sampler import shuffled
 from posttrain.rewards.scorers.gsm8k import score
-from posttrain.tracking.atomic import replace_file
+from posttrain.tracking.safe_files import replace_file
 
 LONGEST_PROMPT = 512
 

@@ -313,7 +313,7 @@ def _refuse_own_order(collate_fn: Any, train_sampler: Any) -> None:
     own["train_sampler"] = type(train_sampler) not in (type(None), RandomSampler, SequentialSampler)
     for name in (name for name, given in own.items() if given):
         raise UserError(
-            f"RayPPOTrainer({name}=...) is not taken: batches are made by posttrain.data.collate, and the order of "
+            f"RayPPOTrainer({name}=...) is not taken: batches are made by posttrain.data.dataset, and the order of "
             "rows is data.sampler (register one with posttrain.data.sampler.register_sampler)."
         )
 

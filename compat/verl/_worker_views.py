@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from posttrain.batch.fields import object_array
-from posttrain.data.collate import collate
+from posttrain.data.dataset import collate
 from posttrain.protocol import DataProto as Batch
 from posttrain.rollout.sampling import sample_seeds
 from verl._managed_rewards import uid_counts

@@ -2,11 +2,15 @@
 
 The weights are computed from counts of the whole mini-batch, so that its parts (micro-batches, ranks) can be computed
 separately and added: no split changes the gradient. Rows without any response token do not count.
+
+A response is a sample. Where a conversation with several branches ended in several rows, these count as one response:
+the `seq-mean` modes divide by the number of samples, and the mean over the tokens of a response is over all its rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TypeAlias
 
 from posttrain.algorithms.common import AlgorithmError, keep_masked, unknown_name
@@ -15,16 +19,26 @@ from posttrain.lazy import torch
 Count: TypeAlias = "int | float | torch.Tensor"
 
 
-def token_mean(mask_BT: torch.Tensor, tokens: torch.Tensor, rows: torch.Tensor, constant: float) -> torch.Tensor:
+@dataclass(frozen=True)
+class Counts:
+    """Trained tokens and samples of the whole mini-batch, those of each row's sample, and DrGRPO's constant."""
+
+    tokens: torch.Tensor
+    samples: torch.Tensor
+    length_B1: torch.Tensor
+    constant: float
+
+
+def token_mean(mask_BT: torch.Tensor, counts: Counts) -> torch.Tensor:
     """`token-mean`: sum of all token losses / number of tokens in the mini-batch. The default.
 
     Every token weighs the same, so long responses weigh more than short ones (DAPO, arXiv 2503.14476). Steady for
     long reasoning.
     """
-    return mask_BT / tokens
+    return mask_BT / counts.tokens
 
 
-def token_sum(mask_BT: torch.Tensor, tokens: torch.Tensor, rows: torch.Tensor, constant: float) -> torch.Tensor:
+def token_sum(mask_BT: torch.Tensor, counts: Counts) -> torch.Tensor:
     """`token-sum`: sum of all token losses.
 
     Not normalised: the gradient grows with the batch and with the length of the responses, so learning rate and
@@ -33,40 +47,34 @@ def token_sum(mask_BT: torch.Tensor, tokens: torch.Tensor, rows: torch.Tensor, c
     return mask_BT
 
 
-def seq_mean_token_sum(
-    mask_BT: torch.Tensor, tokens: torch.Tensor, rows: torch.Tensor, constant: float
-) -> torch.Tensor:
+def seq_mean_token_sum(mask_BT: torch.Tensor, counts: Counts) -> torch.Tensor:
     """`seq-mean-token-sum`: sum of the token losses of each response, then the mean over responses.
 
     Every token weighs the same, whatever the length of its response; the gradient grows with length.
     """
-    return mask_BT / rows
+    return mask_BT / counts.samples
 
 
-def seq_mean_token_mean(
-    mask_BT: torch.Tensor, tokens: torch.Tensor, rows: torch.Tensor, constant: float
-) -> torch.Tensor:
+def seq_mean_token_mean(mask_BT: torch.Tensor, counts: Counts) -> torch.Tensor:
     """`seq-mean-token-mean`: mean over the tokens of each response, then the mean over responses.
 
     The original GRPO paper's way (arXiv 2402.03300). Unstable for long reasoning: a token of a long response weighs
     less, so long wrong answers are penalised less per token and answers grow longer (arXiv 2503.20783). Prefer
     `token-mean` or `seq-mean-token-sum-norm` there.
     """
-    return mask_BT / mask_BT.sum(dim=-1, keepdim=True).clamp(min=1) / rows
+    return mask_BT / counts.length_B1.clamp(min=1) / counts.samples
 
 
-def seq_mean_token_sum_norm(
-    mask_BT: torch.Tensor, tokens: torch.Tensor, rows: torch.Tensor, constant: float
-) -> torch.Tensor:
+def seq_mean_token_sum_norm(mask_BT: torch.Tensor, counts: Counts) -> torch.Tensor:
     """`seq-mean-token-sum-norm`: sum of the token losses of each response / one constant, then the mean over responses.
 
     DrGRPO's way (arXiv 2503.20783): no bias by length, and a row's share does not depend on other rows' lengths. The
     constant is actor_rollout_ref.actor.loss_scale_factor, or data.max_response_length if that is null.
     """
-    return mask_BT / (constant * rows)
+    return mask_BT / (counts.constant * counts.samples)
 
 
-AGGREGATION_MODES: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]] = {
+AGGREGATION_MODES: dict[str, Callable[[torch.Tensor, Counts], torch.Tensor]] = {
     "token-mean": token_mean,
     "token-sum": token_sum,
     "seq-mean-token-sum": seq_mean_token_sum,
@@ -75,10 +83,18 @@ AGGREGATION_MODES: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor,
 }
 
 
-def mask_counts(response_mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (tokens, rows with at least one token); add these over the parts of a mini-batch."""
+def sample_lengths(response_mask: torch.Tensor, sample_B: torch.Tensor | None = None) -> torch.Tensor:
+    """Return (samples,) the tokens of each; `sample_B` is the number of each row's sample, None if each row is one."""
     length_B = response_mask.bool().sum(dim=-1)
-    return length_B.sum(), (length_B > 0).sum()
+    if sample_B is None:
+        return length_B
+    return torch.zeros_like(length_B).index_add_(0, sample_B.to(length_B.device), length_B)
+
+
+def mask_counts(response_mask: torch.Tensor, sample_B: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (tokens, samples with at least one token); add these over the parts of a mini-batch."""
+    length_S = sample_lengths(response_mask, sample_B)
+    return length_S.sum(), (length_S > 0).sum()
 
 
 def aggregation_weights(
@@ -88,11 +104,13 @@ def aggregation_weights(
     loss_scale_factor: float | None = None,
     total_tokens: Count | None = None,
     total_rows: Count | None = None,
+    sample_B: torch.Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """Return weights (rows, length) with loss == (weights * token losses).sum(), 0 outside the mask.
 
-    `total_tokens` and `total_rows` are the counts of the whole mini-batch if `response_mask` is a part of it.
+    `total_tokens` and `total_rows` (samples) are the counts of the whole mini-batch if `response_mask` is a part of it.
+    `sample_B` is the number of each row's sample; None if each row is one.
     `loss_scale_factor` is the constant of `seq-mean-token-sum-norm`, and only of that mode.
     """
     if mode not in AGGREGATION_MODES:
@@ -105,13 +123,16 @@ def aggregation_weights(
         )
     # Observation tokens and padding get weight 0: only tokens that the policy wrote are trained.
     mask_BT = response_mask.bool().to(dtype or torch.float32)
-    own_tokens, own_rows = mask_counts(response_mask)
+    own_tokens, own_rows = mask_counts(response_mask, sample_B)
     # At least 1: a part without tokens must give 0, not 0/0.
     tokens, rows = (
         torch.as_tensor(own if total is None else total, dtype=mask_BT.dtype, device=mask_BT.device).clamp(min=1)
         for own, total in ((own_tokens, total_tokens), (own_rows, total_rows))
     )
-    return AGGREGATION_MODES[mode](mask_BT, tokens, rows, loss_scale_factor or 1.0)
+    length_B1 = mask_BT.sum(dim=-1, keepdim=True)
+    if sample_B is not None:
+        length_B1 = sample_lengths(response_mask, sample_B)[sample_B].to(mask_BT.dtype).unsqueeze(-1)
+    return AGGREGATION_MODES[mode](mask_BT, Counts(tokens, rows, length_B1, loss_scale_factor or 1.0))
 
 
 def agg_loss(

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from posttrain.algorithms.aggregation import sample_lengths
 from posttrain.algorithms.common import AlgorithmError, keep_masked, read_setting, unknown_name
 from posttrain.algorithms.kl import kl_penalty
 from posttrain.lazy import torch
@@ -87,15 +88,22 @@ def apply_kl_in_reward(
     response_mask: torch.Tensor,
     controller: FixedKLController,
     kl_type: str = "kl",
+    sample_B: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, dict[str, float]]:
-    """Return (token_level_rewards, metrics), and adapt the controller for the next batch."""
+    """Return (token_level_rewards, metrics), and adapt the controller for the next batch.
+
+    `sample_B` is the number of each row's sample; None if each row is one.
+    """
     kl_BT = keep_masked(kl_penalty(old_log_prob, ref_log_prob, kl_type).detach(), response_mask)
     # Read before the update below: the metric must show what was used on this batch.
     coefficient = controller.value
     rewards_BT = token_level_scores - coefficient * kl_BT
 
-    length_B = response_mask.bool().sum(dim=-1)
-    rows = int((length_B > 0).sum())
-    current_kl = float((kl_BT.double().sum(dim=-1) / length_B.clamp(min=1)).sum() / max(rows, 1))
-    controller.update(current_kl, n_steps=rows)
+    length_S = sample_lengths(response_mask, sample_B)
+    kl_S = kl_BT.double().sum(dim=-1)
+    if sample_B is not None:
+        kl_S = torch.zeros_like(kl_S).index_add_(0, sample_B, kl_S)
+    responses = int((length_S > 0).sum())
+    current_kl = float((kl_S / length_S.clamp(min=1)).sum() / max(responses, 1))
+    controller.update(current_kl, n_steps=responses)
     return rewards_BT, {"actor/reward_kl_penalty": current_kl, "actor/reward_kl_penalty_coeff": coefficient}

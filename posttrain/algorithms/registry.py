@@ -19,7 +19,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 from posttrain.algorithms.common import AlgorithmError, read_setting
 from posttrain.registry import Registry, name_of
@@ -85,6 +85,9 @@ class EstimatorDeclaration(Declaration):
     reads_reward_parts: bool = False
     # Its paper puts KL into the loss, so a run with KL in the reward gets a note.
     kl_belongs_in_loss: bool = False
+    # How a sample of several rows (a conversation with branches) enters it: `sample` gives one advantage to all tokens
+    # of all its rows, `turns` reads its turns one after the other as one response. None: such samples are rejected.
+    several_rows: Literal["sample", "turns"] | None = None
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,7 @@ from posttrain.bench import bench_folder
 from posttrain.bench.child import end_with_parent
 from posttrain.bench.systems import own_code_variables
 from posttrain.bench.table import StatusLine
-from posttrain.config.choices import ESTIMATORS, POLICY_LOSSES
-from posttrain.config.presets import PRESETS
+from posttrain.config.choices import ESTIMATORS, POLICY_LOSSES, PRESETS
 from posttrain.errors import UserError
 
 _ACTOR = "actor_rollout_ref.actor"
@@ -39,7 +38,7 @@ Tuning = tuple[tuple[str, ...], str]
 TUNED: dict[str, Tuning] = {
     "dapo": (
         ("actor_rollout_ref.rollout.n=5", "algorithm.filter_groups.metric=score", "reward.overlong_buffer.len=1"),
-        "groups of 5 as all others, not 16; the reward is one number; answers have at most 3 tokens of 4",
+        "groups of 5 as all others, not 16; the reward is one number; answers use at most 3 of the 4 allowed tokens",
     ),
     "remax": (
         ("actor_rollout_ref.rollout.n=5",),
@@ -51,16 +50,17 @@ TUNED: dict[str, Tuning] = {
     ),
     "gpg_loss": (
         ("algorithm.adv_estimator=gpg", f"{_ACTOR}.ppo_mini_batch_size=200", f"{_ACTOR}.optim.lr=1e-3"),
-        "right for one update per batch only, with the estimator of its name; a quarter of the updates, so larger ones",
+        "only valid with one update per batch and the estimator `gpg`; it makes a quarter of the updates, so the "
+        "learning rate is higher",
     ),
     "geo_mean": ((f"{_ACTOR}.clip_ratio_low=0.4",), "the paper's clip"),
     "dppo_tv": (
         (f"{_ACTOR}.clip_ratio_low=0.2", f"{_ACTOR}.clip_ratio_high=0.2", f"{_ACTOR}.clip_ratio_c=20"),
-        "its clip is a distance of probabilities, 0.1 to 0.2",
+        "its clip threshold is a difference of probabilities, typically 0.1 to 0.2",
     ),
     "dppo_kl": (
         (f"{_ACTOR}.clip_ratio_low=0.05", f"{_ACTOR}.clip_ratio_high=0.05", f"{_ACTOR}.clip_ratio_c=20"),
-        "its clip is a KL, about 0.05",
+        "its clip threshold is a KL divergence, typically 0.05",
     ),
 }
 

@@ -22,7 +22,7 @@ from posttrain.bench.device import check_writable, default_threads, describe_mac
 from posttrain.bench.pictures import write_panels
 from posttrain.bench.table import render
 from posttrain.errors import UserError
-from posttrain.tracking.atomic import replace_file
+from posttrain.tracking.safe_files import replace_file
 from posttrain.version import __version__
 
 PACKAGES = ("torch", "transformers")
@@ -189,7 +189,7 @@ def markdown(found: Sequence[Gain], record: dict[str, Any]) -> str:
     tuned = [(gain.algorithm.name, *gain.algorithm.tuned) for gain in found if gain.algorithm.tuned[0]]
     if tuned:
         rows = [[name, " ".join(f"`{setting}`" for setting in settings), why] for name, settings, why in tuned]
-        parts.append("Set beside the preset `embedded` and the algorithm's own:")
+        parts.append("Settings in addition to the preset `embedded` and the algorithm's own preset:")
         parts.append(table(["algorithm", "settings", "why"], rows))
     return "\n\n".join(parts) + "\n"
 

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.errors import UserError
-from posttrain.tracking.atomic import replace_file
 from posttrain.tracking.origin import cpu_name
+from posttrain.tracking.safe_files import replace_file
 from posttrain.version import __version__
 
 DEVICES = ("auto", "cpu", "cuda")

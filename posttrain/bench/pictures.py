@@ -14,7 +14,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from posttrain.tracking.atomic import replace_file
+from posttrain.tracking.safe_files import replace_file
 from posttrain.tracking.svg import COLOURS
 
 INK, LIGHT, PALE, SHADE = "#374151", "#6b7280", "#e5e7eb", "#f3f4f6"

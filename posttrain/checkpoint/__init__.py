@@ -14,10 +14,9 @@ from posttrain.checkpoint.errors import CheckpointError
 from posttrain.checkpoint.verify import verify
 
 if TYPE_CHECKING:
-    from posttrain.checkpoint.manager import CheckpointManager
-    from posttrain.checkpoint.rng import capture_rng, restore_rng
+    from posttrain.checkpoint.manager import CheckpointManager, capture_rng, restore_rng
 
-_HOMES = {"CheckpointManager": "manager", "capture_rng": "rng", "restore_rng": "rng"}
+_HOMES = {"CheckpointManager": "manager", "capture_rng": "manager", "restore_rng": "manager"}
 
 __all__ = ["CheckpointError", "CheckpointManager", "capture_rng", "restore_rng", "verify"]
 

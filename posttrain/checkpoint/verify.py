@@ -2,6 +2,8 @@
 
 The manifest covers itself as well: `sha256` is the hash of all its other entries, so that a changed `step` or `metric`
 is noticed like a changed file. Format 1 had no such hash and is still read.
+
+`export` copies the Hugging Face folder out of a checkpoint after that check.
 """
 
 from __future__ import annotations
@@ -10,11 +12,13 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import stat
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from posttrain.checkpoint.folders import files_below, sha256_of_all, write_synced
+from posttrain.checkpoint.errors import CheckpointError
+from posttrain.checkpoint.folders import files_below, sha256_of_all, steps_in, write_synced
 
 MANIFEST = "manifest.json"
 FORMAT = 2
@@ -106,3 +110,49 @@ def _problem_of(folder: Path, name: str, entry: Any) -> str | None:
         return "is no plain file"
     size = found.st_size
     return None if size == entry["size"] else f"has {size} bytes instead of {entry['size']}"
+
+
+HUGGINGFACE = "huggingface"
+
+
+def free_folder(target: Path) -> None:
+    """Refuses a folder that holds something already."""
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise CheckpointError(f"{target} is not empty; name a new folder.")
+
+
+def export(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str]) -> Path:
+    """Copy the model that a run wrote into `checkpoint` (`.../global_step_N`) to the new folder `out`."""
+    source, target = Path(checkpoint), Path(out)
+    problems = verify(source)
+    if problems:
+        raise CheckpointError(f"The checkpoint {source} is damaged and is not exported: {problems[0]}.")
+    names = [name for name in read_manifest(source)["files"] if name.startswith(f"{HUGGINGFACE}/")]
+    if not names:
+        raise CheckpointError(
+            f"The checkpoint {source} holds no Hugging Face model. A run writes one into its last checkpoint, and into "
+            "every one with trainer.export_hf=all: resume the run with that setting, or name its last checkpoint."
+        )
+    free_folder(target)
+    for name in names:
+        copy = target / name.removeprefix(f"{HUGGINGFACE}/")
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source / name, copy)
+    return target
+
+
+def refuse_other_folders(path: Path) -> None:
+    """CheckpointError if this is no checkpoint: not there, not whole, or the folder of a run."""
+    refuse_run(path)
+    if not (path / MANIFEST).is_file():
+        what = f"is no whole checkpoint: it has no {MANIFEST}" if path.is_dir() else "does not exist"
+        raise CheckpointError(f"{path} {what}. Name a folder .../checkpoints/global_step_N.")
+
+
+def refuse_run(path: Path) -> None:
+    """CheckpointError if this is the folder of a run, where one of its checkpoints belongs."""
+    folder = path / "checkpoints"
+    if folder.is_dir() and (path / "config.yaml").is_file():
+        steps = steps_in(folder)
+        hint = f", such as {folder / f'global_step_{steps[-1]}'}" if steps else " (it holds none)"
+        raise CheckpointError(f"{path} is the folder of a run; name one of its checkpoints{hint}.")

@@ -14,11 +14,9 @@ from typing import Any
 import torch
 
 from posttrain.checkpoint.errors import CheckpointError
-from posttrain.checkpoint.export import HUGGINGFACE, export, free_folder, refuse_other_folders
 from posttrain.checkpoint.manager import CheckpointManager
-from posttrain.checkpoint.verify import read_manifest
-from posttrain.config.lora import SCORE_HEADS
-from posttrain.config.model import ModelConfig
+from posttrain.checkpoint.verify import HUGGINGFACE, export, free_folder, read_manifest, refuse_other_folders
+from posttrain.config.model import SCORE_HEADS, ModelConfig
 from posttrain.errors import UserError
 from posttrain.models.adapter_files import SCORER, Weights, fill_adapters, fingerprint, stored_name, write_adapter
 from posttrain.models.loading import DTYPES, load_causal_lm, load_tokenizer

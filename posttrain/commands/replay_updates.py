@@ -15,8 +15,7 @@ from typing import Any
 import torch
 
 from posttrain.algorithms import get_adv_estimator
-from posttrain.checkpoint.manager import CheckpointManager
-from posttrain.checkpoint.rng import restore_rng
+from posttrain.checkpoint.manager import CheckpointManager, restore_rng
 from posttrain.config import load_config
 from posttrain.models.loading import load_tokenizer
 from posttrain.protocol import DataProto

@@ -1,7 +1,8 @@
-"""What checks of meaning work on and give: a typed configuration, problems and notes.
+"""Tree, the settings of a program and their rules; and what checks of meaning work on: a typed configuration.
 
-Packages above this one know their engines, models and tools. A module that `posttrain.plugins.checks` names takes part
-by functions of its own, loaded without torch:
+One loader serves `main_ppo` and the supervised trainers, since each has a Tree. Packages above this one know their
+engines, models and tools. A module that `posttrain.plugins.checks` names takes part by functions of its own, loaded
+without torch:
 
     def check(checked: Checked) -> Iterator[Finding]: ...                               # settings
     def check_environment(resolved: Resolved, folder: Path) -> Iterator[Problem]: ...   # this machine
@@ -12,16 +13,21 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import typing
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from posttrain import plugins
 from posttrain.config.closest import closest
 from posttrain.config.problem import Problem
-from posttrain.config.schema import lookup
+from posttrain.config.schema import Section, lookup
 from posttrain.config.values import WrongValue, convert
 from posttrain.settings import choices_of, range_of
+
+if TYPE_CHECKING:
+    from posttrain.config.merge import Merged, Spellings
+
 
 # A problem, or a note.
 Finding = Problem | str
@@ -105,3 +111,27 @@ def _faults(key: str, name: str, value: Any, kind: type, advice: str) -> Iterato
         yield f"`{key}.{name}={typed}` is not known; known: {', '.join(known)}.", nearest_name(typed, known)
     if typed is not None and limits is not None and not limits.allows(typed):
         yield f"`{key}.{name}={typed}` must be {limits.words}.", advice
+
+
+@dataclass(frozen=True)
+class Tree:
+    """One tree of settings and the rules that belong to it."""
+
+    # Name of the main file in `trainer/config/`.
+    main: str
+    root: type[Section]
+    # The section of the model that is trained.
+    model: str
+    spellings: Spellings
+    # The answer to a start with no argument at all.
+    nothing_given: Callable[[], Problem]
+    # Settings that follow from others; gets the keys that a Python caller hands over as objects.
+    derive: Callable[[Merged, frozenset[str]], None]
+    # Names that a file of the user's may register.
+    check_names: Callable[[Merged, Path], None]
+    # Problems and notes about the meaning of the values.
+    check: Callable[[Checked], Iterable[Finding]]
+    # Notes about settings that were set and can have no effect.
+    idle: Callable[[Any, set[str]], Iterable[str]]
+    # Modules that are trained whole beside adapters, so that an adapter folder may hold them.
+    heads: tuple[str, ...] = ()

@@ -6,10 +6,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from posttrain.config.choices import DEFAULT_GROUP_SIZE, GROUP_ESTIMATORS, PER_RESPONSE, PER_RESPONSE_LOSSES
+from posttrain.config.choices import (
+    DEFAULT_GROUP_SIZE,
+    EMBEDDED,
+    EMBEDDED_SIZES,
+    GROUP_ESTIMATORS,
+    PER_RESPONSE,
+    PER_RESPONSE_LOSSES,
+)
 from posttrain.config.data import HELD_OUT
-from posttrain.config.lora import ADAPTER_CONFIG, read_adapter_config
 from posttrain.config.merge import Entry, Merged, Source
+from posttrain.config.model import ADAPTER_CONFIG, read_adapter_config
 from posttrain.config.parallel import (
     AS_THE_ACTOR,
     DRY_RUN,
@@ -20,7 +27,6 @@ from posttrain.config.parallel import (
     TOGETHER,
     TORCHRUN,
 )
-from posttrain.config.presets import EMBEDDED, EMBEDDED_SIZES
 
 _ACTOR, _ROLLOUT, _MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 _MINI, _MICRO = f"{_ACTOR}.ppo_mini_batch_size", f"{_ACTOR}.ppo_micro_batch_size_per_gpu"

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.config import dialect
-from posttrain.config.presets import PRESETS
+from posttrain.config.checked import Tree
+from posttrain.config.choices import PRESETS
 from posttrain.config.root import PPOConfig
 from posttrain.config.schema import Leaf, Section, heading_of, leaves, sections
 from posttrain.config.supervised_tree import REWARD_MODEL, SFT
-from posttrain.config.tree import Tree
 from posttrain.yaml_text import dump_yaml
 
 PACKAGE_TREE = Path(__file__).resolve().parents[1] / "trainer" / "config"
@@ -104,7 +104,7 @@ def _preset_text(sentence: str, values: Mapping[str, Any]) -> str:
     chosen = [Leaf(key, table[key].hint, value, object) for key, value in values.items()]  # without sentences
     order = list(table)
     chosen.sort(key=lambda leaf: order.index(leaf.key))
-    made = "# Made by `python -m posttrain.config.generate` from posttrain/config/presets.py: change values there."
+    made = "# Made by `python -m posttrain.config.generate` from posttrain/config/choices.py: change values there."
     return f"# @package _global_\n{made}\n# {sentence}\n\n" + _yaml(chosen, "")
 
 

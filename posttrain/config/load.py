@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.config import references
-from posttrain.config.checked import Checked
+from posttrain.config.checked import Checked, Tree
 from posttrain.config.commandline import CommandLine, add_override, parse_options
 from posttrain.config.compose import PACKAGE_TREE, Composed, add_files, compose, find_folders, known_choices
 from posttrain.config.derived import take_adapter
@@ -20,7 +20,6 @@ from posttrain.config.ppo_tree import PPO
 from posttrain.config.problem import ConfigError, Problem
 from posttrain.config.resolved import Resolved
 from posttrain.config.schema import KINDS, assign, place_declared_settings
-from posttrain.config.tree import Tree
 from posttrain.config.truncated_command import find_lost_lines
 from posttrain.errors import working_folder
 

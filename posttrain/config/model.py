@@ -1,8 +1,14 @@
-"""Section `actor_rollout_ref.model`: which model is trained, and how it is loaded."""
+"""Section `actor_rollout_ref.model`: which model is trained and how it is loaded; and folders of LoRA adapters.
+
+An adapter's folder is in peft's format, and is read before anything is loaded.
+"""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from dataclasses import field
+from pathlib import Path
 from typing import Any
 
 from posttrain.config.schema import Section, section
@@ -43,3 +49,50 @@ class ModelConfig(Section):
     """Folder of a LoRA adapter in peft's format to start from; it also says rank, alpha and target modules."""
     quantization: str | None = setting(None, choices=("nf4",))
     """`nf4` holds the base in 4 bits by bitsandbytes (QLoRA); adapters are then trained beside it. null: `dtype`."""
+
+
+_ACTOR, _ROLLOUT, _MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+# What transformers calls the layer that gives the label; decoders call it `score`.
+SCORE_HEADS = ("score", "classifier", "classification_head", "logits_proj")
+
+
+def read_adapter_config(folder: Path, heads: Sequence[str] = ()) -> dict[str, Any] | str:
+    """The adapter's settings, or a sentence on why the folder cannot serve; it may hold `heads` whole."""
+    if not folder.is_dir():
+        return f"the folder {folder} does not exist"
+    if not (folder / ADAPTER_CONFIG).is_file():
+        return f"the folder {folder} holds no {ADAPTER_CONFIG}: it is no LoRA adapter in peft's format"
+    if not (folder / ADAPTER_WEIGHTS).is_file():
+        pickled = (folder / "adapter_model.bin").is_file()
+        rest = "; adapter_model.bin is a pickle, which is never loaded" if pickled else ""
+        return f"the folder {folder} holds no {ADAPTER_WEIGHTS}{rest}"
+    try:
+        settings = json.loads((folder / ADAPTER_CONFIG).read_bytes())
+        problem = _unusable(settings, heads)
+    except (OSError, ValueError, AttributeError) as error:
+        problem = f"cannot be read: {error}"
+    return settings if problem is None else f"{folder / ADAPTER_CONFIG}: {problem}"
+
+
+_CHANGES_THE_BASE = ("pissa", "olora", "loftq", "corda", "eva", "lora_ga")
+
+
+def _unusable(settings: dict[str, Any], heads: Sequence[str]) -> str | None:
+    """Why an adapter of this kind cannot be trained on here."""
+    rank, start = settings.get("r"), str(settings.get("init_lora_weights", True)).lower()
+    if str(settings.get("peft_type")).upper() != "LORA":
+        return f"peft_type={settings.get('peft_type')} is not LORA"
+    if not isinstance(rank, int) or rank < 1:
+        return f"r={rank} is no rank"
+    for name in ("modules_to_save", "trainable_token_indices", "target_parameters", "layer_replication"):
+        if settings.get(name) and not (name == "modules_to_save" and set(settings[name]) <= set(heads)):
+            return f"{name}={settings[name]} is more than LoRA beside linear modules: merge this adapter into its base"
+    for name in ("use_dora", "lora_bias", "use_qalora", "alora_invocation_tokens", "arrow_config"):
+        if settings.get(name):
+            return f"{name}={settings[name]} is a variant of LoRA that is not built here"
+    if settings.get("bias", "none") != "none":
+        return f"bias={settings['bias']}: it trained biases of the base; merge this adapter into its base"
+    if start.startswith(_CHANGES_THE_BASE):
+        return f"init_lora_weights={start} changed the base that it stands beside; convert it to plain LoRA with peft"
+    return None

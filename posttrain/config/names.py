@@ -10,10 +10,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from posttrain.config.choices import ESTIMATORS, NOT_BUILT_VALUES, POLICY_LOSSES, ROLLOUT_ENGINES, SAMPLERS
+from posttrain.config.choices import ESTIMATORS, NOT_BUILT_VALUES, POLICY_LOSSES, PRESETS, ROLLOUT_ENGINES, SAMPLERS
 from posttrain.config.closest import closest
 from posttrain.config.merge import Entry, Merged, Source
-from posttrain.config.presets import PRESETS
 from posttrain.config.problem import Problem
 from posttrain.config.schema import KINDS, place_declared_settings
 from posttrain.errors import UserError

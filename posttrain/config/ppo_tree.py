@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from posttrain.config.check import check
+from posttrain.config.checked import Tree
 from posttrain.config.commandline import no_arguments
 from posttrain.config.derived import derive
 from posttrain.config.effects import idle_settings_of_ppo
@@ -14,7 +15,6 @@ from posttrain.config.parallel import AS_THE_ACTOR, OF_THE_COMMAND, ROLLOUT_EACH
 from posttrain.config.root import PPOConfig
 from posttrain.config.schema import Section
 from posttrain.config.supervised import RewardTrainerConfig, SFTConfig
-from posttrain.config.tree import Tree
 
 _ACTOR, _ROLLOUT, _MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 

@@ -16,7 +16,7 @@ from posttrain.config.check import (
     check_sizes,
     one_process,
 )
-from posttrain.config.checked import Checked, Finding, checks_of_packages
+from posttrain.config.checked import Checked, Finding, Tree, checks_of_packages
 from posttrain.config.commandline import CUT_SHORT
 from posttrain.config.derived import derive_command
 from posttrain.config.effects import (
@@ -26,13 +26,12 @@ from posttrain.config.effects import (
     idle_settings,
     without_validation,
 )
-from posttrain.config.lora import SCORE_HEADS
 from posttrain.config.merge import Merged, Spellings
+from posttrain.config.model import SCORE_HEADS
 from posttrain.config.parallel import OF_THE_COMMAND, one_worker
 from posttrain.config.ppo_tree import PROGRAMS
 from posttrain.config.problem import Problem
 from posttrain.config.supervised import RewardTrainerConfig, SFTConfig
-from posttrain.config.tree import Tree
 from posttrain.errors import UserError
 
 _MICRO, _BATCH = "data.micro_batch_size_per_gpu", "data.train_batch_size"

@@ -13,18 +13,21 @@ import ray
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from posttrain.controller.rank_host import Failure, Identity
+from posttrain.controller.rank_host import Failure, Identity, unpack
 from posttrain.controller.ray_machines import ITSELF, Machine
-from posttrain.controller.stalls import EVERY_S, Process, StallWatch, State, state_of
-from posttrain.controller.wire import unpack
-from posttrain.controller.worker_died import (
+from posttrain.controller.stalls import (
     CONTINUES,
+    EVERY_S,
+    Process,
+    StallWatch,
+    State,
     WorkerDied,
     append_log,
     death_of,
     facts_of,
     is_about_a_peer,
     printed_lines,
+    state_of,
 )
 
 # For Ray's word on the other ranks when one could not talk to them; of a lost machine it takes Ray 15 s or more.

@@ -1,6 +1,7 @@
 """Responses of several turns: one loop and one runner, over any rollout engine.
 
-conversation.py   the ledger of one response: sampled tokens and observation tokens, with masks and log-probs
+conversation.py   the ledger of one conversation: its branches, and how agents put rows together themselves
+branch.py         one row of it: sampled tokens and observation tokens, with masks and log-probs
 loop.py           drives all conversations of a run: generate, hand the turn to the agent, generate again
 runner.py         runs agents beside the rollout, with deadlines
 chat.py           a conversation as an agent sees it

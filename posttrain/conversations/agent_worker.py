@@ -1,11 +1,12 @@
 """A worker process of agents: it was forked with the run's agents in it, and leads several conversations at a time.
 
-    from the trainer   ("start", number, row, conversation), ("give", number, turn or tool answers), ("stop", number)
-    to the trainer     ("ask", number, what the agent wants, state), ("ended", number, Ended, state, late),
-                       ("print", line)
+    from the trainer   ("start", number, row, conversation), ("give", number, request, turn or tool answers),
+                       ("stop", number)
+    to the trainer     ("ask", number, request, what the agent wants, conversation),
+                       ("ended", number, Ended, conversation, late), ("print", line)
 
-`state` is (conversation, facts): this process appends observations and sampled turns as they come, and the trainer
-takes them over with the next turn that the agent asks for. Chat templates are rendered here, beside the trainer.
+This process appends observations and sampled turns to the conversation as they come, and the trainer takes it over with
+the next turn that the agent asks for. Chat templates are rendered here, beside the trainer.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Mapping
 from typing import Any
 
 from posttrain.conversations.agents import Agents
@@ -67,20 +67,22 @@ class _Play:
 
     def __init__(self, worker: AgentWorker, number: int) -> None:
         self.worker, self.number, self.mark = worker, number, worker.marks.of(number)
-        self._turn: asyncio.Future[Any] | None = None
+        self._asked: dict[int, asyncio.Future[Any]] = {}  # by request; branches may ask side by side
+        self._requests = 0
         self._timer: asyncio.TimerHandle | None = None
         self._since = 0.0
 
     def begin(self, row: dict[str, Any], conversation: Conversation) -> None:
-        self._state = conversation, Chat(conversation, row.get("raw_prompt") or (), self.worker.setup, self._ask)
+        self._conversation = conversation
+        chat = Chat(conversation, row.get("raw_prompt") or (), self.worker.setup, self._ask)
         token = CURRENT.set(self.mark)  # tasks and threads that the agent starts inherit it
-        self._task = self.worker.loop.create_task(self._lead(row))
+        self._task = self.worker.loop.create_task(self._lead(chat, row))
         CURRENT.reset(token)
         self._start_clock()
 
-    async def _lead(self, row: dict[str, Any]) -> None:
+    async def _lead(self, chat: Chat, row: dict[str, Any]) -> None:
         async def lead() -> Any:
-            return await self.worker.agents(row).lead(self._state[1], row)
+            return await self.worker.agents(row).lead(chat, row)
 
         self._end(await run_to_end(lead()))
 
@@ -88,22 +90,27 @@ class _Play:
         if self.number not in self.worker.plays:
             raise asyncio.CancelledError  # the conversation was given up, and its agent continues nevertheless
         self._stop_clock()
-        self._turn = self.worker.loop.create_future()
-        is_turn = isinstance(wanted, Generate)
+        request, self._requests = self._requests, self._requests + 1
+        answered = self._asked[request] = self.worker.loop.create_future()
         try:
-            # The trainer needs the state with a turn alone: what a tool answers is recorded here.
-            self._send("ask", wanted, self._read_state() if is_turn else None)
-            answer = await self._turn
-            if is_turn:
-                conversation = self._state[0]
-                conversation.add_sampled(answer) if wanted.kept else conversation.samples.append(answer)
-            return answer
+            if not isinstance(wanted, Generate):
+                self._send("ask", request, wanted, None)  # what a tool answers is recorded here
+                return await answered
+            # Both sides count the request and record the turn, so that neither has to send it back.
+            branch = self._conversation.branches[wanted.branch]
+            self._send("ask", request, wanted, self._conversation)
+            self._conversation.begin_request(branch)
+            output = await answered
+            self._conversation.end_request(branch, wanted.prompt_ids, output, kept=wanted.kept)
+            return output
         finally:
-            self._start_clock()
+            del self._asked[request]
+            if not self._asked:
+                self._start_clock()
 
-    def give(self, answer: Any) -> None:
-        if self._turn is not None and not self._turn.done():
-            self._turn.set_result(answer)
+    def give(self, request: int, answer: Any) -> None:
+        if (asked := self._asked.get(request)) and not asked.done():
+            asked.set_result(answer)
 
     def stop(self) -> None:
         self._stop_clock()
@@ -113,7 +120,7 @@ class _Play:
     def _end(self, ended: Ended, *, late: bool = False) -> None:
         self._stop_clock()
         if self.worker.plays.pop(self.number, None) is not None:
-            self._send("ended", ended, self._read_state(), late)
+            self._send("ended", ended, self._conversation, late)
 
     def _send(self, kind: str, *what: Any) -> None:
         try:
@@ -124,10 +131,6 @@ class _Play:
             self.worker.plays.pop(self.number, None)
             words = f"what it gave cannot be sent to the trainer: {describe_error(error)}"
             self.worker.send(("ended", self.number, Ended(error=words), None, False))
-
-    def _read_state(self) -> tuple[Conversation, Mapping[str, Any]]:
-        conversation, chat = self._state
-        return conversation, chat.facts
 
     # A coroutine that waits too long is ended here. One that blocks the loop is seen by the trainer, which ends the
     # whole process.

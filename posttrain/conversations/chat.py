@@ -7,14 +7,19 @@ async def play(chat, row):
             return 1.0
         chat.tell("Wrong, once more.")         # tokens that it reads: not trained
     return 0.0
+
+`chat.branch` opens a second context beside this one (a sub-agent, another attempt), and `chat.compact` continues this
+one behind other messages. Both start a further row of the same sample.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from posttrain.conversations.branch import Branch
 from posttrain.conversations.conversation import ChatError, Conversation, Limits
 from posttrain.conversations.formats.base import FORMATS, CallFormat, Unreadable
 from posttrain.conversations.settings import TurnSettings
@@ -33,12 +38,13 @@ class ChatFull(Exception):
 
 @dataclass(frozen=True)
 class Generate:
-    """A turn that an agent wants of the model; its tokens join the conversation if `kept`."""
+    """A turn that an agent wants of the model; its tokens join a branch of the conversation if `kept`."""
 
     prompt_ids: list[int]
     max_tokens: int
     stop: tuple[str, ...]
     kept: bool
+    branch: int = 0
 
 
 Ask = Callable[[Generate | list[ToolCall]], Awaitable[Any]]
@@ -56,50 +62,54 @@ class Setup:
 
 
 class Chat:
-    """One conversation. `messages` and `prompt_ids` are its row's prompt, `facts` what reward functions find in
-    `extra_info`, `seed` a number of its own for random choices of the agent, `tools` the schemas of the run's tools."""
+    """One context of a conversation. `messages` and `prompt_ids` are its prompt (at first its row's), `facts` what
+    reward functions find in `extra_info`, `seed` a number of its own for random choices of the agent, `tools` the
+    schemas of the run's tools."""
 
     def __init__(self, conversation: Conversation, messages: Sequence[Any], setup: Setup, ask: Ask) -> None:
-        self.messages, self.facts = [dict(one) for one in messages], dict[str, Any]()
+        self.messages, self.facts = [dict(one) for one in messages], conversation.facts
         self.seed, self.validate = conversation.seed, bool(conversation.how.get("validate"))
         self.tokenizer, self.limits, self.tools = setup.template.tokenizer, setup.limits, list(setup.schemas)
         self.last: Output | None = None
         """The model's last turn: `token_ids`, `log_probs`, `finish_reason`."""
-        self._conversation, self._ask = conversation, ask
-        self._template, self._settings = setup.template, setup.settings
+        self._conversation, self._branch, self._ask = conversation, conversation.main, ask
+        self._setup, self._template, self._settings = setup, setup.template, setup.settings
         self._messages: list[dict[str, Any]] = []
         self._ids: list[int] = []
         self._observation: list[int] | None = None
         self._generating = False
         self._opening_ids: Sequence[int] = ()
+        # Shared by all branches: the engine is asked for one turn of a conversation at a time.
+        self._turn = asyncio.Lock()
 
     @property
     def conversation(self) -> Conversation:
         return self._conversation
 
-    def adopt(self, conversation: Conversation, facts: Mapping[str, Any]) -> None:
+    def adopt(self, conversation: Conversation) -> None:
         """Takes over a conversation that was continued in another process."""
         self._conversation.adopt(conversation)
-        self.facts = dict(facts)
+        self.facts = conversation.facts
 
     @property
     def prompt_ids(self) -> list[int]:
-        return list(self._conversation.prompt_ids)
+        return list(self._branch.prompt_ids)
 
     @property
     def ids(self) -> list[int]:
         """The prompt and everything so far, without what was told since the model's last turn."""
-        return self._conversation.ids
+        return self._branch.ids
 
     @property
     def turns(self) -> int:
-        """Turns that the model has had."""
-        return self._conversation.turns
+        """Turns that the model has had in this context."""
+        return self._branch.turns
 
     @property
     def room(self) -> int:
-        """Tokens that the model's next turn may have; data.max_response_length is for all turns and observations."""
-        left = self.limits.response - self._conversation.length
+        """Tokens that the model's next turn may have; data.max_response_length is for all turns and observations of a
+        row."""
+        left = self.limits.response - self._branch.length
         # A message takes a token at least: thousands of answers are not rendered only to find that they do not fit.
         return 0 if left <= len(self._messages) else max(0, left - len(self._observation_ids()))
 
@@ -120,11 +130,36 @@ class Chat:
         if len(ids) > self.limits.prompt:
             most = f"data.max_prompt_length={self.limits.prompt}"
             raise ChatError(f"chat.start: the prompt has {len(ids)} tokens ({most})")
-        self._conversation.prompt_ids, self._conversation.own_prompt = [int(one) for one in ids], True
+        self._branch.prompt_ids, self._branch.own_prompt = [int(one) for one in ids], True
 
     def _require_not_begun(self) -> None:
-        if self.turns or self._generating or self._ids:
+        if self.turns or self._generating or self._ids or self._branch.length:
             raise ChatError("chat.start: the conversation has begun; chat.tell puts messages behind it")
+
+    def branch(self, messages: Sequence[Any] | None = None, tools: Any = None) -> Chat:
+        """A chat of its own within this conversation: behind other messages (a sub-agent), or without any behind all
+        that is here so far (another attempt). What the model says there is a further row of the same sample."""
+        chat = Chat(self._conversation, self.messages, self._setup, self._ask)
+        chat._turn = self._turn
+        if messages is None:
+            chat._branch = self._conversation.open_branch(self.ids, self.limits, self._branch)
+            chat._messages, chat._ids = list(self._messages), list(self._ids)
+            chat.last, chat._opening_ids = self.last, self._opening_ids
+        else:
+            chat._begin(messages, tools, self._branch)
+        return chat
+
+    def compact(self, messages: Sequence[Any], tools: Any = None) -> None:
+        """Continues behind these messages instead of all that is here so far: the model's next turn begins a further
+        row of the same sample, with the whole room of a row."""
+        if self._generating:
+            raise ChatError("chat.compact: the model's turn is still under way")
+        self._begin(messages, tools, self._branch)
+        self._messages, self._ids, self._observation, self.last = [], [], None, None
+
+    def _begin(self, messages: Sequence[Any], tools: Any, parent: Branch) -> None:
+        self._branch = self._conversation.open_branch(self._template.prompt(messages, tools), self.limits, parent)
+        self.messages = [dict(one) for one in messages]
 
     def tell(self, text: str, role: str = "user", name: str | None = None) -> None:
         """A message that the model reads before its next turn: of the user, or of a tool (`role="tool"` and its
@@ -132,7 +167,10 @@ class Chat:
         if not isinstance(text, str):
             raise ChatError(f"chat.tell: a text is told, not a {type(text).__name__}")
         if not self.turns:
-            raise ChatError("chat.tell: the model has not spoken yet; chat.start(messages) makes another prompt")
+            raise ChatError(
+                "chat.tell: the model has not spoken yet; chat.start(messages) makes another prompt, and chat.branch "
+                "and chat.compact take all messages at once"
+            )
         if self._ids:
             raise ChatError("chat.tell: messages come before token ids")
         self._messages.append({"role": role, "content": text} | ({"name": name} if name else {}))
@@ -152,16 +190,16 @@ class Chat:
         """The model's next turn as tokens; otherwise as `say`."""
         room = self.room
         if room < 1:
-            self._conversation.full = True
+            self._branch.full = True
             raise ChatFull("the response has no room for a further turn (data.max_response_length)")
         observation = self._observation_ids()
-        if not observation and self.turns and self._conversation.ids[-1] in self.tokenizer.all_special_ids:
+        branch = self._branch
+        if not observation and self.turns and branch.ids[-1] in self.tokenizer.all_special_ids:
             raise ChatError("chat.say: the model has ended its turn, and was told nothing since (chat.tell)")
-        self._conversation.add_observation(observation)
+        branch.add_observation(observation)
         self._messages, self._ids, self._observation = [], [], None
-        return await self._generate(
-            Generate(self._conversation.ids, min(room, max_tokens or room), _texts(stop), kept=True)
-        )
+        wanted = Generate(branch.ids, min(room, max_tokens or room), _texts(stop), kept=True, branch=branch.number)
+        return await self._generate(wanted)
 
     async def sample(
         self, prompt_ids: Sequence[int], *, max_tokens: int | None = None, stop: Sequence[str] = ()
@@ -170,10 +208,12 @@ class Chat:
         room = min(self.limits.response, self.limits.prompt + self.limits.response - len(prompt_ids))
         if room < 1:
             raise ChatFull(f"a prompt of {len(prompt_ids)} tokens leaves no room (data.max_response_length)")
-        return await self._generate(Generate(list(prompt_ids), min(room, max_tokens or room), _texts(stop), kept=False))
+        wanted = Generate(list(prompt_ids), min(room, max_tokens or room), _texts(stop), False, self._branch.number)
+        return await self._generate(wanted)
 
     def compose(self, prompt_ids: Sequence[int], ids: Sequence[int], mask: Sequence[int]) -> None:
-        """The whole response from what `sample` gave: `mask` is 1 where the model wrote a token."""
+        """The response from what `sample` gave: `mask` is 1 where the model wrote a token. Each further call makes a
+        further row of the same sample; tokens that an earlier row has are trained there."""
         self._conversation.compose(self.limits, prompt_ids, ids, mask)
 
     async def call(self, tool: str, /, **arguments: Any) -> str:
@@ -222,13 +262,14 @@ class Chat:
 
     def end(self, finish_reason: str) -> None:
         """Sets the response's finish reason to another than that of the model's last turn."""
-        self._conversation.finish_reason = finish_reason
+        self._branch.finish_reason = finish_reason
 
     async def _generate(self, wanted: Generate) -> Output:
         if self._generating:
-            raise ChatError("the model's turn is still under way: one at a time is awaited in a conversation")
+            raise ChatError("the model's turn is still under way: one at a time is awaited in a chat")
         self._generating = True  # and stays so where the await is cancelled: what the model wrote is not known then
-        output: Output = await self._ask(wanted)
+        async with self._turn:
+            output: Output = await self._ask(wanted)
         self.last, self._generating = output, False
         self._opening_ids = wanted.prompt_ids[-_OPENING:]
         return output
@@ -236,7 +277,7 @@ class Chat:
     def _observation_ids(self) -> list[int]:
         """What was told since the model's last turn, as tokens."""
         if self._observation is None:
-            shown = self._template.ids(self._messages, self._conversation.ids[-1]) if self._messages else []
+            shown = self._template.ids(self._messages, self._branch.ids[-1]) if self._messages else []
             self._observation = [*shown, *self._ids]
         return self._observation
 

@@ -1,8 +1,11 @@
-"""The ledger of one response of several turns: the tokens that were sampled, and the observation tokens between them.
+"""The ledger of one conversation: in each of its branches, the tokens that were sampled and those that were read.
 
 Sampled tokens enter once, as the engine gave them, with their log-probs and policy versions. Nothing is ever rendered
 and tokenized again: a chat template may write an earlier turn differently, and then the log-probs would belong to other
 tokens than those that are trained.
+
+A conversation ends in `rows`, one per branch in which the model spoke. All of them are one sample: one reward, one
+advantage (docs/contracts.md).
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from posttrain.conversations.branch import Branch
 from posttrain.conversations.tools.base import ToolAnswer, ToolCall
 from posttrain.rollout.base import Output, Request, RolloutEngine, Sampling
 
@@ -26,7 +30,7 @@ class ChatError(Exception):
 
 @dataclass(frozen=True)
 class Limits:
-    """The most tokens of a prompt, and of a response with all its observations."""
+    """The most tokens of a prompt, and of a response with all its observations; both hold for each row."""
 
     prompt: int
     response: int
@@ -34,7 +38,7 @@ class Limits:
 
 @dataclass
 class Conversation:
-    """Grows by `add_sampled` (a turn of the model) and `add_observation`; ends with a turn of the model."""
+    """Its branches grow by turns of the model and by observations. `prompt_ids` are those of the data."""
 
     key: Key
     prompt_ids: Sequence[int]
@@ -44,6 +48,7 @@ class Conversation:
     rank: int = 0
     """The rollout rank that holds its KV cache."""
     turns: int = 0
+    """Of the model, in all branches."""
     requests: int = 0
     """Turns requested of the engine; more than `turns` where an agent samples beside the conversation."""
     reward: float = 0.0
@@ -57,51 +62,77 @@ class Conversation:
     """The agent's reward; None leaves it to the reward function."""
     error: str | None = None
     """Why the agent failed."""
-    own_prompt: bool = False
-    """Whether an agent replaced the prompt."""
-    cached_ids: list[int] = field(default_factory=list)
-    """Prompt and output of the last request: a turn that begins with these can continue from its KV cache."""
-    samples: list[Output] = field(default_factory=list)
-    """What an agent sampled beside the conversation, for `compose`."""
-    full: bool = False
-    """Whether an agent wanted a further turn, for which there was no room."""
-    finish_reason: str = "stop"
-    """Of the model's last turn."""
-    _tokens: list[int] = field(default_factory=list)
-    _sampled: list[bool] = field(default_factory=list)
-    _log_probs: list[np.ndarray] = field(default_factory=list)
-    _sampling_log_probs: list[np.ndarray] = field(default_factory=list)
-    _filtered: bool = False
-    _versions: list[tuple[int, int]] = field(default_factory=list)
+    branches: list[Branch] = field(default_factory=list)
+    """In the order in which they were opened; the first begins with the prompt of the data."""
+    samples: list[tuple[Sequence[int], Output]] = field(default_factory=list)
+    """What an agent sampled beside the conversation, behind which tokens, for `compose`."""
+    _composed: list[list[bool]] = field(default_factory=list)
+    """Of each of `samples`, which tokens are trained in a row."""
+
+    def __post_init__(self) -> None:
+        self.branches.append(Branch(0, self.prompt_ids))
 
     @property
-    def length(self) -> int:
-        return len(self._tokens)
+    def main(self) -> Branch:
+        """The first branch: the only one, unless an agent opens others."""
+        return self.branches[0]
 
     @property
-    def ids(self) -> list[int]:
-        """The prompt and everything so far."""
-        return [*self.prompt_ids, *self._tokens]
+    def rows(self) -> list[Branch]:
+        """The branches with trained tokens, in the order of their last turns: the conversation ended in the last one.
+        Where the model never spoke, the first branch alone."""
+        spoken = [branch for branch in self.branches if any(branch.mask)]
+        return sorted(spoken, key=lambda branch: branch.turn_ends[-1][0]) or [self.main]
 
-    @property
-    def mask(self) -> list[bool]:
-        """Of each token so far, whether the model sampled it."""
-        return self._sampled
+    def parent_row(self, branch: Branch) -> tuple[int | None, int]:
+        """(number, shared tokens) of the nearest branch above this one that is a row."""
+        rows = {row.number for row in self.rows}
+        parent, fork = branch.parent, branch.fork
+        while parent is not None and parent not in rows:
+            above = self.branches[parent]
+            parent, fork = above.parent, min(fork, above.fork)
+        return (None, 0) if parent is None else (parent, fork)
 
-    def add_sampled(self, output: Output, mask: Sequence[bool] | None = None) -> None:
-        """Appends a turn of the model; `mask` says which of its tokens are trained, where not all are."""
-        own = [True] * len(output.token_ids) if mask is None else list(mask)
-        drawn = output.sampling_log_probs
-        self._append(output.token_ids, output.log_probs, output.log_probs if drawn is None else drawn, own)
-        self._filtered |= drawn is not None
-        self._add_versions(output.versions, own)
+    def open_branch(self, ids: Sequence[int], limits: Limits, parent: Branch | None = None) -> Branch:
+        """A further row, whose next turn the model writes behind these tokens. Without `parent` it is the branch that
+        they share the longest beginning with."""
+        shared = {one.number: one.shared(ids) for one in self.branches}
+        if parent is None:
+            parent = max(self.branches, key=lambda one: (shared[one.number], one.number))
+        fork = shared[parent.number]
+        most = limits.prompt + limits.response
+        # With its parent's prompt, the two rows share it in the update as two samples of one prompt do.
+        prompt = list(parent.prompt_ids)
+        if fork < len(prompt) or len(ids) - len(prompt) >= limits.response:
+            prompt = [int(one) for one in ids[: limits.prompt]]
+        rest = [int(one) for one in ids[len(prompt) :]]
+        if not prompt or len(rest) >= limits.response:
+            raise ChatError(
+                f"a branch begins with {len(ids)} tokens; a row has at most {most} with the model's next turn "
+                "(data.max_prompt_length + data.max_response_length)"
+            )
+        branch = Branch(len(self.branches), prompt, parent.number, fork)
+        branch.own_prompt = prompt != list(self.prompt_ids)
+        if rest:
+            branch.add_observation(rest)
+        if fork == len(parent.ids):  # it goes on where its parent stands, so that the parent's turns are its own
+            branch.turns, branch.finish_reason = parent.turns, parent.finish_reason
+            branch.last_request, branch.cached_ids = parent.last_request, parent.cached_ids
+        self.branches.append(branch)
+        return branch
+
+    def add_sampled(self, output: Output, mask: Sequence[bool] | None = None, branch: Branch | None = None) -> None:
+        """Appends a turn of the model to a branch, the first unless one is given."""
+        (branch or self.main).add_sampled(output, self.turns, mask)
         self.turns += 1
-        self.finish_reason = output.finish_reason
 
     def add_observation(self, ids: Sequence[int]) -> None:
-        """Appends tokens that the model reads. No policy sampled them, so they have no log-prob and no version."""
-        zeros = np.zeros(len(ids), np.float32)
-        self._append(ids, zeros, zeros, [False] * len(ids))
+        """Appends tokens that the model reads to the first branch."""
+        self.main.add_observation(ids)
+
+    def output(self, finish_reason: str) -> Output:
+        """The row in which the conversation ended."""
+        return self.rows[-1].output(self.key, finish_reason)
 
     def add_call(self, call: ToolCall | None, answer: ToolAnswer) -> None:
         """Records a tool call for samples and metrics; None is one that could not be read."""
@@ -118,88 +149,98 @@ class Conversation:
             }
         )
 
-    def _add_versions(self, spans: Sequence[tuple[int, int]], mask: Sequence[bool]) -> None:
-        """Adds the policy versions of a turn. Spans count masked tokens only, so that they line up with the trained
-        tokens when staleness is corrected; a span that continues the one before is joined with it."""
-        start = 0
-        for version, tokens in spans:
-            counted, start = sum(mask[start : start + tokens]), start + tokens
-            if counted and self._versions and self._versions[-1][0] == version:
-                counted += self._versions.pop()[1]
-            if counted:
-                self._versions.append((version, counted))
-
-    def _append(self, ids: Sequence[int], log_probs: Any, drawn: Any, mask: list[bool]) -> None:
-        self._tokens += ids
-        self._sampled += mask
-        self._log_probs.append(np.asarray(log_probs, np.float32))
-        self._sampling_log_probs.append(np.asarray(drawn, np.float32))
-
-    def output(self, finish_reason: str) -> Output:
-        """The whole response."""
-        return Output(
-            self.key,
-            self._tokens,
-            np.concatenate(self._log_probs),
-            finish_reason,
-            self._versions,
-            np.concatenate(self._sampling_log_probs) if self._filtered else None,  # pyright: ignore
-            written=self._sampled,
-        )
-
     def adopt(self, other: Conversation) -> None:
-        """Takes over what the agent's process made of this conversation; what the loop keeps here stays."""
-        kept = {"key", "rank", "requests", "cached_ids"}
-        vars(self).update({name: value for name, value in vars(other).items() if name not in kept})
+        """Takes over what the agent's process made of this conversation."""
+        vars(self).update({name: value for name, value in vars(other).items() if name != "rank"})
+
+    def begin_request(self, branch: Branch) -> int:
+        """Counts a request for a turn in this branch; gives its number."""
+        branch.last_request, self.requests = self.requests, self.requests + 1
+        return branch.last_request
+
+    def end_request(self, branch: Branch, prompt_ids: Sequence[int], output: Output, *, kept: bool) -> None:
+        """Records the turn that a request brought."""
+        branch.cached_ids = [*prompt_ids, *output.token_ids]
+        if kept:
+            self.add_sampled(output, branch=branch)
+        else:
+            self.samples.append((prompt_ids, output))
 
     def compose(self, limits: Limits, prompt_ids: Sequence[int], ids: Sequence[int], mask: Sequence[int]) -> None:
-        """Makes the response from tokens that an agent put together itself. Tokens with mask 1 must be among `samples`,
-        in order, and keep their log-probs. What follows the last of them is dropped: it would train nothing."""
+        """Makes a row from tokens that an agent put together itself; every further call makes another one. Tokens with
+        mask 1 must be among `samples`, in order, and keep their log-probs; those of an earlier row are not trained
+        again. What follows the last of them is dropped: it would train nothing."""
         if len(ids) != len(mask):
             raise ChatError(f"response_ids has {len(ids)} tokens and response_mask {len(mask)} marks")
-        if not 0 < len(prompt_ids) <= limits.prompt:
-            raise ChatError(f"the prompt has {len(prompt_ids)} tokens (data.max_prompt_length={limits.prompt})")
-        wanted = [bool(one) for one in mask[: limits.response]]
+        if not 0 < len(prompt_ids) < limits.prompt + limits.response:
+            most = f"data.max_prompt_length={limits.prompt}, data.max_response_length={limits.response}"
+            raise ChatError(f"the prompt has {len(prompt_ids)} tokens ({most})")
+        branch = self._begin_composed(limits, [int(one) for one in prompt_ids])
+        wanted = [bool(one) for one in mask[: limits.response - branch.length]]
         if not any(wanted):
             raise ChatError("no token of the response is the model's: response_mask is 0 everywhere")
         end = len(wanted) - wanted[::-1].index(True)
         response, wanted = [int(one) for one in ids[:end]], wanted[:end]
-        found = _find_turns(response, wanted, self.samples)
-        self.own_prompt = list(prompt_ids) != list(self.prompt_ids)
-        self.prompt_ids = list(prompt_ids)
-        place = 0
-        for start, output in found:
+        found = _find_turns(branch.ids, response, wanted, self.samples, self._composed)
+        marked, place = [False] * end, 0
+        for start, number in found:
             if start > place:
-                self.add_observation(response[place:start])
+                branch.add_observation(response[place:start])
+            output = self.samples[number][1]
             place = min(start + len(output.token_ids), end)
-            self._add_part(output, wanted[start:place])
-        marked = [*self.mask, *[False] * (end - place)]
+            marked[start:place] = own = wanted[start:place]
+            taken = self._composed[number]
+            self._add_part(branch, output, [new and not old for new, old in zip(own, taken, strict=False)])
+            taken[: len(own)] = [new or old for new, old in zip(own, taken, strict=False)]
         if marked != wanted:
             missing = next(number for number, own in enumerate(wanted) if own and not marked[number])
             raise ChatError(
                 f"token {missing} of the response is marked as the model's, and no turn of the model has it"
             )
 
-    def _add_part(self, output: Output, mask: list[bool]) -> None:
+    def _begin_composed(self, limits: Limits, prompt_ids: list[int]) -> Branch:
+        if self.main.length or len(self.branches) > 1 or len(prompt_ids) > limits.prompt:
+            branch = self.open_branch(prompt_ids, limits)
+        else:
+            branch = self.main
+            branch.prompt_ids, branch.own_prompt = prompt_ids, prompt_ids != list(self.prompt_ids)
+        self._composed += [[False] * len(output.token_ids) for _, output in self.samples[len(self._composed) :]]
+        return branch
+
+    def _add_part(self, branch: Branch, output: Output, mask: list[bool]) -> None:
         """Appends the first tokens of a turn; those with mask False count as observation, with log-prob 0."""
+        if not any(mask):  # trained in an earlier row: the turn is no turn of this one
+            branch.add_observation(output.token_ids[: len(mask)])
+            return
         count, drawn = len(mask), output.sampling_log_probs
         log_probs = np.where(mask, np.asarray(output.log_probs, np.float32)[:count], 0.0)
         if drawn is not None:
             drawn = np.where(mask, np.asarray(drawn, np.float32)[:count], 0.0)
         part = replace(output, token_ids=list(output.token_ids[:count]), log_probs=log_probs)
-        self.add_sampled(replace(part, sampling_log_probs=drawn), mask)  # pyright: ignore
+        self.add_sampled(replace(part, sampling_log_probs=drawn), mask, branch)  # pyright: ignore
 
 
-def _find_turns(response: list[int], mask: list[bool], samples: Sequence[Output]) -> list[tuple[int, Output]]:
-    """Where in the response each sampled turn begins; turns that are not in it are skipped. The last may be cut."""
+def _find_turns(
+    before: list[int],
+    response: list[int],
+    mask: list[bool],
+    samples: Sequence[tuple[Sequence[int], Output]],
+    composed: Sequence[Sequence[bool]],
+) -> list[tuple[int, int]]:
+    """(where in the response, number) of each sampled turn; turns that are not in it are skipped. The last may be cut.
+    One that an earlier row has is found only behind the very tokens that it was sampled behind: other turns may have
+    the same tokens."""
     found, place = [], 0
-    for output in samples:
+    for number, (prompt, output) in enumerate(samples):
         ids = output.token_ids
-        for start in range(place, len(response)):
+        exact = len(prompt) - len(before)
+        as_sampled = exact >= place and [*before, *response[:exact]] == list(prompt)
+        places = [exact] if as_sampled else [] if any(composed[number]) else range(place, len(response))
+        for start in places:
             part = response[start : start + len(ids)]
             whole = len(part) == len(ids) or start + len(part) == len(response)
             if whole and part == ids[: len(part)] and any(mask[start : start + len(part)]):
-                found.append((start, output))
+                found.append((start, number))
                 place = start + len(part)
                 break
     return found
@@ -207,8 +248,8 @@ def _find_turns(response: list[int], mask: list[bool], samples: Sequence[Output]
 
 @dataclass(frozen=True)
 class TurnRequest:
-    """A turn of a conversation, as a rollout worker is asked for it. It continues from the KV cache of the turn before,
-    whose tokens `prompt_ids` begins with; a `fresh` one does not."""
+    """A turn of a conversation, as a rollout worker is asked for it. It continues from the KV cache of the request
+    before it in its branch (`after`), whose tokens `prompt_ids` begins with; a `fresh` one does not."""
 
     key: Key
     turn: int
@@ -220,21 +261,27 @@ class TurnRequest:
     stop: tuple[str, ...] = ()
     """Texts that end this turn, besides those of the settings."""
     fresh: bool = False
+    after: int | None = None
+    """The number of the request before it in its branch; None for the first."""
 
     @property
     def id(self) -> Any:
-        return self.key if self.turn == 0 else (*self.key, self.turn)
+        return self._id(self.turn)
 
     @property
     def parent(self) -> Any:
-        if self.fresh or self.turn == 0:
-            return None
-        return self.key if self.turn == 1 else (*self.key, self.turn - 1)
+        return None if self.fresh or self.after is None else self._id(self.after)
 
-    def submit(self, engine: RolloutEngine, sampling: Sampling, latest: dict[Key, Hashable]) -> None:
-        """Queues the turn. `latest` has the last request of each conversation, which holds its KV cache."""
-        if self.fresh and self.key in latest:
-            engine.release([latest[self.key]])
+    def _id(self, turn: int) -> Any:
+        return self.key if turn == 0 else (*self.key, turn)
+
+    def submit(self, engine: RolloutEngine, sampling: Sampling, kept: dict[Key, list[Hashable]]) -> None:
+        """Queues the turn. `kept` has the requests of each conversation that may hold its KV cache."""
+        own = kept.setdefault(self.key, [])
+        if self.after is not None and (before := self._id(self.after)) in own:
+            own.remove(before)  # the engine hands its blocks to this turn, or frees them
+            if self.fresh:
+                engine.release([before])
         sampling = replace(sampling, max_tokens=self.max_tokens, stop=(*sampling.stop, *self.stop))
         engine.submit(Request(self.id, self.prompt_ids, sampling, self.seed, self.parent, keep=True))
-        latest[self.key] = self.id
+        own.append(self.id)

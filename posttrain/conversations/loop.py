@@ -66,7 +66,8 @@ class ConversationLoop:
         self.runner.tools.open(key, tool_arguments(row.get("extra_info")))
         first = self.runner.start(key, agent, chat, own)
         if isinstance(first, Generate) and not first.stop:
-            self._generating[key], conversation.requests = first, 1
+            self._generating[key] = first
+            conversation.begin_request(conversation.main)
             return True
         if first is not None:
             self._events[key] = first
@@ -79,11 +80,8 @@ class ConversationLoop:
             key: Key = output.id[:2]  # pyright: ignore (a request of a later turn has its number behind)
             request, conversation = self._generating.pop(key), self._open[key]
             conversation.rank = rank
-            conversation.cached_ids = [*request.prompt_ids, *output.token_ids]
-            if request.kept:
-                conversation.add_sampled(output)
-            else:
-                conversation.samples.append(output)
+            branch = conversation.branches[request.branch]
+            conversation.end_request(branch, request.prompt_ids, output, kept=request.kept)
             # An agent may have failed while the model generated: then its end is here already.
             event = self._events.pop(key, None) or self.runner.give(key, output)
             if isinstance(event, Ended):
@@ -127,29 +125,30 @@ class ConversationLoop:
 
     def _request(self, key: Key, wanted: Generate) -> TurnRequest:
         conversation = self._open[key]
-        number, self._generating[key] = conversation.requests, wanted
-        conversation.requests += 1
+        branch, self._generating[key] = conversation.branches[wanted.branch], wanted
+        after, number = branch.last_request, conversation.begin_request(branch)
         # Every turn draws with a seed of its own: with the prompt's, turns of equal length would draw alike.
         seed = combine_seeds(conversation.seed, number) if number else conversation.seed
-        fresh = wanted.prompt_ids[: len(conversation.cached_ids)] != conversation.cached_ids
+        fresh = wanted.prompt_ids[: len(branch.cached_ids)] != branch.cached_ids
         return TurnRequest(
-            key, number, wanted.prompt_ids, wanted.max_tokens, seed, conversation.how, wanted.stop, fresh
+            key, number, wanted.prompt_ids, wanted.max_tokens, seed, conversation.how, wanted.stop, fresh, after
         )
 
     def _end(self, key: Key, ended: Ended) -> Output:
         conversation, chat, tools = self._open.pop(key), self._chats.pop(key), self.runner.tools
         conversation.facts, conversation.score, conversation.error = dict(chat.facts), ended.value, ended.error
+        last = conversation.rows[-1]
         conversation.reward += tools.reward(key)
         tools.close_conversation(key)
         if conversation.requests:
             self._ended.setdefault(conversation.rank, []).append(key)
-        if not conversation.length and ended.error is None:
+        if not last.length and ended.error is None:
             conversation.error = "it ended before the model had said anything"
         self.records[key] = conversation
-        reason = "error" if conversation.error else "length" if conversation.full else conversation.finish_reason
-        if not conversation.length:  # a response has a token at least: one that was not sampled, so it is not trained
-            conversation.add_observation([self.tokenizer.eos_token_id or 0])
-        return conversation.output(reason)
+        reason = "error" if conversation.error else "length" if last.full else last.finish_reason
+        if not last.length:  # a response has a token at least: one that was not sampled, so it is not trained
+            last.add_observation([self.tokenizer.eos_token_id or 0])
+        return last.output(key, reason)
 
     def ended(self) -> dict[int, list[Key]]:
         """By rank, conversations that have ended since the last call."""

@@ -15,7 +15,6 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Hashable, Mapping
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,16 +24,15 @@ from posttrain.conversations.chat import Generate, Setup
 from posttrain.conversations.conversation import Conversation
 from posttrain.conversations.outcome import Ended, Event, describe_late
 from posttrain.conversations.tools.answers import describe_error
-from posttrain.conversations.tools.base import ToolAnswer, ToolCall
+from posttrain.conversations.tools.base import ToolCall
 from posttrain.conversations.tools.forks import ForkServer
 from posttrain.conversations.tools.loop_thread import LoopThread
 from posttrain.conversations.tools.marks import Marks
 from posttrain.conversations.tools.runner import ToolRunner
 from posttrain.rewards.channel import pack
 
-State = tuple[Conversation, Mapping[str, Any]]
-"""A conversation as its process has it, and the agent's facts."""
-Report = Callable[[Hashable, Event, State | None], None]
+Report = Callable[[Hashable, Event, Conversation | None], None]
+"""Called with what an agent did, and its conversation as its process has it."""
 
 # A process ends a conversation that is late itself; one that says nothing for so much longer is blocked.
 _GRACE_S, _CHECK_S, _CLOSING_S = 0.5, 0.1, 10.0
@@ -49,8 +47,10 @@ DIVERGED = (
 class _Asked:
     """Something that an agent asked for; a restarted agent must ask for the same, and is given the same answer."""
 
+    is_turn: bool
     print: int
     answer: Any = None  # None: not known yet
+    request: int | None = None  # its number in the process; None: not asked for since the restart
 
 
 @dataclass(eq=False)
@@ -62,9 +62,22 @@ class _Play:
     start: bytes  # the message that begins it
     process: _Process | None = None
     asked: list[_Asked] = field(default_factory=list)
-    place: int = 0  # how many of these its process has asked for
-    computing: bool = True  # neither the model nor a tool is at work for it
+    answered: list[_Asked] = field(default_factory=list)  # in the order in which answers came: so they are repeated
+    given: int = 0  # how many of these its process has been given
+    waiting: int = 0  # how many requests of its process have no answer yet
     restarts: int = 0
+
+    @property
+    def computing(self) -> bool:
+        """Whether neither the model nor a tool is at work for it."""
+        return not self.waiting
+
+    def find(self, is_turn: bool, print: int) -> _Asked | None:
+        """The same request before a restart. Turns come in order; branches may call tools side by side."""
+        left = [one for one in self.asked if one.request is None and one.is_turn == is_turn]
+        if is_turn and left and left[0].print != print:
+            raise ValueError(DIVERGED)
+        return next((one for one in left if one.print == print), None)
 
 
 class _Process:
@@ -88,11 +101,10 @@ class _Process:
     def _is_computing(self) -> bool:
         return any(play.computing for play in self.plays.values())
 
-    def expect(self, play: _Play) -> None:
-        """Notes that the process has work to do for a conversation."""
-        if not self._is_computing():
+    def expect_work(self) -> None:
+        """The process is given something to do. If that was all it has, its time begins now."""
+        if sum(play.computing for play in self.plays.values()) <= 1:
             self.since = time.monotonic()
-        play.computing = True
 
 
 class AgentProcesses:
@@ -126,7 +138,7 @@ class AgentProcesses:
         self._call(self._begin, _Play(key, self._started, message))
 
     def give(self, key: Hashable, answer: Any) -> None:
-        self._call(self._answer, key, answer)
+        self._call(self._answer_turn, key, answer)
 
     def close(self) -> None:
         """Ends all processes, whatever they do."""
@@ -152,8 +164,10 @@ class AgentProcesses:
         except RuntimeError as error:  # the machine is out of processes, or of memory
             self._finish(play, Ended(error=describe_error(error)))
             return
-        process.expect(play)
-        process.plays[play.number], play.place = play, 0
+        process.plays[play.number], play.waiting, play.given = play, 0, 0
+        process.expect_work()
+        for one in play.asked:
+            one.request = None
         self._send(process, play.start)
 
     def _choose(self, alone: bool) -> _Process:
@@ -165,37 +179,50 @@ class AgentProcesses:
             self._lane.loop.add_reader(chosen.worker.channel.fileno(), self._read, chosen)
         return chosen
 
-    def _ask(self, play: _Play, wanted: Generate | list[ToolCall], state: State | None) -> None:
+    def _ask(
+        self, play: _Play, request: int, wanted: Generate | list[ToolCall], conversation: Conversation | None
+    ) -> None:
         """What an agent wants next; one that was restarted repeats what it wanted before."""
-        play.computing, number = False, play.place
-        play.place += 1
-        seen = _fingerprint(wanted)
-        if number < len(play.asked):
-            asked = play.asked[number]
-            if asked.print != seen:
-                self._fail(play, DIVERGED)
-            elif asked.answer is not None:
-                self._give(play, asked.answer)
+        is_turn, seen = isinstance(wanted, Generate), _fingerprint(wanted)
+        try:
+            asked = play.find(is_turn, seen)
+        except ValueError as error:
+            self._fail(play, str(error))
             return
-        play.asked.append(_Asked(seen))
+        if asked is not None:
+            asked.request = request
+            if asked.answer is None:
+                play.waiting += 1
+            self._give(play)
+            return
+        play.waiting += 1
+        asked = _Asked(is_turn, seen, request=request)
+        play.asked.append(asked)
         if isinstance(wanted, Generate):
-            self._report(play.key, wanted, state)
+            self._report(play.key, wanted, conversation)
         else:
-            self._tools.answer(play.key, wanted).add_done_callback(lambda done: self._give_tool_answers(play, done))
+            answers = self._tools.answer(play.key, wanted)
+            answers.add_done_callback(lambda done: self._call(self._answer, play, asked, done.result()))
 
-    def _give_tool_answers(self, play: _Play, done: Future[list[ToolAnswer]]) -> None:
-        self._call(self._answer, play.key, done.result())
-
-    def _answer(self, key: Hashable, answer: Any) -> None:
+    def _answer_turn(self, key: Hashable, output: Any) -> None:
         if play := self._plays.get(key):  # otherwise it has ended meanwhile
-            play.asked[-1].answer = answer
-            if play.place == len(play.asked):  # otherwise it was restarted, and has not come so far again
-                self._give(play, answer)
+            self._answer(play, next(one for one in reversed(play.asked) if one.is_turn), output)
 
-    def _give(self, play: _Play, answer: Any) -> None:
-        assert play.process is not None
-        play.process.expect(play)
-        self._send(play.process, pack(("give", play.number, answer)))
+    def _answer(self, play: _Play, asked: _Asked, answer: Any) -> None:
+        asked.answer = answer
+        play.answered.append(asked)
+        play.waiting -= asked.request is not None  # otherwise it was restarted, and has not come so far again
+        self._give(play)
+
+    def _give(self, play: _Play) -> None:
+        """Gives a process all answers that it has asked for, in their order."""
+        process = play.process
+        if process is None or play.number not in process.plays:
+            return
+        process.expect_work()
+        while play.given < len(play.answered) and (one := play.answered[play.given]).request is not None:
+            play.given += 1
+            self._send(process, pack(("give", play.number, one.request, one.answer)))
 
     def _fail(self, play: _Play, error: str) -> None:
         process = play.process
@@ -204,9 +231,9 @@ class AgentProcesses:
             self._send(process, pack(("stop", play.number)))
         self._finish(play, Ended(error=error))
 
-    def _finish(self, play: _Play, ended: Ended, state: State | None = None) -> None:
+    def _finish(self, play: _Play, ended: Ended, conversation: Conversation | None = None) -> None:
         self._plays.pop(play.key, None)
-        self._report(play.key, ended, state)
+        self._report(play.key, ended, conversation)
         process = play.process
         if process is None:
             return
@@ -227,10 +254,10 @@ class AgentProcesses:
                 if kind == "ask":
                     self._ask(play, *rest[1:])
                 else:
-                    ended, state, late = rest[1:]
+                    ended, conversation, late = rest[1:]
                     if late:
                         process.late.append(play.number)
-                    self._finish(play, ended, state)
+                    self._finish(play, ended, conversation)
         if process in self._processes and (channel.ended or channel.broken):
             self._lose(process)
 

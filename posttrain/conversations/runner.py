@@ -30,8 +30,9 @@ from typing import Any
 
 from posttrain.conversations.agents import Agent
 from posttrain.conversations.chat import Ask, Chat, ChatFull, Generate
+from posttrain.conversations.conversation import Conversation
 from posttrain.conversations.outcome import Ended, Event, describe_late, run_to_end
-from posttrain.conversations.processes import AgentProcesses, State
+from posttrain.conversations.processes import AgentProcesses
 from posttrain.conversations.tools.base import ToolAnswer, ToolCall
 from posttrain.conversations.tools.loop_thread import LoopThread
 from posttrain.conversations.tools.runner import ToolRunner
@@ -61,9 +62,9 @@ class Runner:
 
     def __init__(self, tools: ToolRunner, timeout_s: float, processes: AgentProcesses | None = None) -> None:
         self.tools, self.timeout_s, self._processes = tools, timeout_s, processes
-        # What happened in other threads: events of agents, with the state of their conversation where it is in a worker
-        # process, and tool answers for inline ones.
-        self._news = queue.SimpleQueue[tuple[Hashable, Event | Future[list[ToolAnswer]], State | None]]()
+        # What happened in other threads: events of agents, with their conversation where it is in a worker process, and
+        # tool answers for inline ones.
+        self._news = queue.SimpleQueue[tuple[Hashable, Event | Future[list[ToolAnswer]], Conversation | None]]()
         if processes is not None:
             processes.connect(tools, lambda *news: self._news.put(news))
         # Conversations in worker processes, and whether their agents are at work.
@@ -142,11 +143,11 @@ class Runner:
         return found
 
     def _take(self, found: dict[Hashable, Event], timeout_s: float = 0.0) -> None:
-        key, event, state = self._news.get(timeout=timeout_s)
+        key, event, conversation = self._news.get(timeout=timeout_s)
         if key in self._remote:
             chat, _ = self._remote.pop(key)
-            if state is not None:
-                chat.adopt(*state)
+            if conversation is not None:
+                chat.adopt(conversation)
             if isinstance(event, Generate):
                 self._remote[key] = chat, False
         if isinstance(event, Future):

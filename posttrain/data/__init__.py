@@ -1,7 +1,7 @@
 """Training data: files and rows, chat templates, data sets, samplers, and recipes that prepare data sets.
 
 Names are loaded on first use, because reading rows must not import torch. (`collate` is the function in
-`posttrain.data.collate`.)
+`posttrain.data.dataset`.)
 """
 
 from __future__ import annotations

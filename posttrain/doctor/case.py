@@ -8,10 +8,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from posttrain.config.checked import Tree
 from posttrain.config.ppo_tree import PPO
 from posttrain.config.resolved import Resolved
 from posttrain.config.schema import lookup
-from posttrain.config.tree import Tree
 from posttrain.doctor.report import Report
 from posttrain.planning.budgets import planner_for
 from posttrain.planning.memory_plan import Device, Planner, find_device

@@ -133,6 +133,10 @@ class TrainEngine(ABC):
     def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Weights under their Hugging Face names, adapters folded in."""
 
+    def export_adapters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Adapters alone, under their names in an adapter file; for rollouts that hold the base."""
+        raise NotImplementedError(f"{type(self).__name__} has no adapters")
+
     @abstractmethod
     def export_hf(self, folder: Path, adapter: Mapping[str, Any] | None, *, merged: bool) -> None:
         """A Hugging Face folder of the model. With adapters, whose settings are `adapter`: the merged model, or they

@@ -13,17 +13,17 @@ import torch
 from posttrain.engine.base import EngineLayout, EngineSettings
 from posttrain.engine.facts import facts_of
 from posttrain.engine.heads import Head, head_of
-from posttrain.engine.optim import EngineState, Optimizer
+from posttrain.engine.optim import EngineState, Optimizer, whole
 from posttrain.engine.packing import Rows, with_a_prediction
 from posttrain.engine.ranks import check_heads, group_ranks
 from posttrain.engine.runner import ComposedEngine, PassRunner, Stage
 from posttrain.engine.sharding import drop_whole_weights, export_from_ranks, set_last_backward, shard, whole_state
 from posttrain.kernels.packed_attention import packed_rows
 from posttrain.kernels.sequence_parallel import shared_sequence
-from posttrain.models.forward import forward_mode_of
+from posttrain.models.adapter_files import adapter_parameters
+from posttrain.models.forward import forward_mode_of, recompute_layers
 from posttrain.models.fused_layer import join_weights, weights_unchanged
 from posttrain.models.lora import base_only, has_adapters, merged_state, save_model
-from posttrain.models.recompute import recompute_layers
 
 
 class TorchStage(Stage):
@@ -123,6 +123,10 @@ class TorchEngine(ComposedEngine):
             return
         state = merged_state(self.module) if has_adapters(self.module) else self.module.state_dict()
         yield from state.items()
+
+    def export_adapters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, weight in adapter_parameters(self.module).items():
+            yield name, whole(weight.detach())
 
     def export_hf(self, folder: Path, adapter: Mapping[str, Any] | None, *, merged: bool) -> None:
         if self.settings.ranks is not None:

@@ -13,8 +13,7 @@ from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 
-from posttrain.config.choices import ESTIMATORS, POLICY_LOSSES
-from posttrain.config.presets import PRESETS
+from posttrain.config.choices import ESTIMATORS, POLICY_LOSSES, PRESETS
 from posttrain.explain.pages import explain, first_sentence, loss_page
 from posttrain.rewards.scorers import ALIASES, SCORERS
 

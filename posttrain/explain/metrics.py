@@ -36,6 +36,7 @@ FAMILIES: dict[str, str] = {
     ),
     "{actor,critic}/optimizer_steps": "Optimizer steps that were made on this step's batch.",
     "critic/warmup": "1 while only the critic learns (trainer.critic_warmup), 0 afterwards.",
+    "num_rows/{mean,max,min}": "Rows of a sample, in steps where a conversation with branches ended in several.",
     "num_turns/{mean,max,min}": "Turns of the model in a response, where it may call tools (rollout.multi_turn).",
     "num_turns/limit": (
         "Share of responses that ended because no further turn was allowed (rollout.multi_turn.max_assistant_turns)."

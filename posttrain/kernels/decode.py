@@ -1,11 +1,13 @@
-"""The parts of a decode step between its matrix products: norms, attention over a paged cache, gating, sampling.
+"""The parts of a decode step between its matrix products: norms, paged attention, gating, mixtures of
+experts.
 
 Each is one call of a compiled kernel (cpu/decode.cpp) on a CPU, of Triton kernels (cuda/) on a CUDA device, and of its
 torch equivalent elsewhere. The cache of a layer is a pool of blocks of BLOCK tokens. Values are stored as (blocks,
 heads, BLOCK, size), keys as (blocks, heads, size, BLOCK), or like the values where Triton reads them.
 
 Shapes: T tokens of one step, H heads of queries, K heads of keys, D head size, E width of the model, R rows of the
-block table, N blocks of a row.
+block table, N blocks of a row, X experts, J experts of a token, P = T J pairs of a token and an expert, I width of an
+expert.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ import torch.nn.functional as F
 
 from posttrain.kernels import cuda
 from posttrain.kernels.compiled import AttentionLayout, kernel
+from posttrain.kernels.quantized import Quantized, round_rows
 
 BLOCK = 32  # tokens in a block; decode.cpp holds the same number
 FAR = 2**31 - 1  # the start of a missing block: after every position
@@ -283,3 +286,43 @@ def zeros_in_large_pages(shape: Sequence[int], dtype: torch.dtype) -> torch.Tens
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=dtype).view(tuple(shape))
+
+
+def mixture(
+    x_TE: torch.Tensor,
+    router_XE: torch.Tensor,
+    gate_up_X2IE: torch.Tensor | Quantized,
+    down_XEI: torch.Tensor | Quantized,
+    *,
+    top_k: int,
+    normalised: bool,
+    share_dtype: torch.dtype,
+    fp8: bool = False,
+) -> torch.Tensor:
+    """What the `top_k` experts of a token give, by their shares, (T, E). A share is the softmax over all experts in
+    float32, `normalised` over those that were chosen, as a number of `share_dtype`. With `fp8` both weights are rounded
+    to fp8 by rows, and so are the inputs of their products; the router reads the input itself."""
+    if cuda.runs_here(x_TE):
+        from posttrain.kernels.cuda import experts
+
+        given = (x_TE, router_XE, gate_up_X2IE, down_XEI)
+        return experts.mixture(*given, top_k=top_k, normalised=normalised, share_dtype=share_dtype, fp8=fp8)
+    assert isinstance(gate_up_X2IE, torch.Tensor) and isinstance(down_XEI, torch.Tensor)
+    rounded = round_rows if fp8 else _as_it_is
+    p_TX = F.linear(x_TE, router_XE).softmax(-1, dtype=torch.float32)
+    share_TJ, chosen_TJ = p_TX.topk(top_k)
+    if normalised:
+        share_TJ = share_TJ / share_TJ.sum(-1, keepdim=True)
+    # Pairs in the order of their experts, so that each expert's tokens are one product.
+    order_P = chosen_TJ.view(-1).argsort(stable=True)
+    counts = torch.bincount(chosen_TJ.view(-1), minlength=len(router_XE)).tolist()
+    parts_PE = x_TE.new_empty(len(order_P), x_TE.shape[1])
+    for expert, pairs in enumerate(order_P.split(counts)):
+        if len(pairs):
+            gated = silu_mul(F.linear(rounded(x_TE[pairs // top_k]), gate_up_X2IE[expert]))
+            parts_PE[pairs] = F.linear(rounded(gated), down_XEI[expert])
+    return (parts_PE.view(-1, top_k, x_TE.shape[1]) * share_TJ.to(share_dtype)[..., None]).sum(1).to(x_TE.dtype)
+
+
+def _as_it_is(x: torch.Tensor) -> torch.Tensor:
+    return x

@@ -10,7 +10,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from posttrain.config.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_adapter_config
+from posttrain.config.model import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_adapter_config
 from posttrain.models.adapter_targets import AdapterError
 from posttrain.models.paths import local_or_hub
 

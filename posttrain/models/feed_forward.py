@@ -12,8 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from posttrain.kernels.decode import silu_mul
-from posttrain.kernels.experts import mixture
+from posttrain.kernels.decode import mixture, silu_mul
 from posttrain.kernels.fp8 import Fp8Weight
 from posttrain.kernels.quantized import Quantized
 from posttrain.models.arena import Arena, Projection

@@ -5,6 +5,11 @@ frees them after it), so decoder and head must run inside one.
 
 Shapes: T tokens, U positions whose next token is scored, E hidden size, V vocabulary; R ranks that share a sequence, S
 tokens of one rank's part, M most positions of one rank.
+
+`recompute_layers` is gradient checkpointing: the inside of a layer is computed again in the backward pass instead of
+being stored. transformers does so only in training mode, which also switches on dropout that models call as a function
+or read from their configuration. Here the model stays in evaluation mode, so that both passes are equal and nothing is
+random.
 """
 
 from __future__ import annotations
@@ -12,7 +17,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -292,3 +297,33 @@ def row_log_probs(
         log_p = torch.log_softmax(wide / temperature, -1).gather(-1, ids[:, 1:, None]).squeeze(-1)
         found += [log_p[place, : len(row) - 1] for place, row in enumerate(part)]
     return found
+
+
+def recompute_layers(model: torch.nn.Module, on: bool = True) -> None:
+    """From now on, let layers store only their input when gradients are needed; `on=False` reverts that."""
+    for layer in _layers(model):
+        if not hasattr(layer, "recomputes"):
+            layer.forward = partial(_recomputed, layer, layer.forward)
+        layer.recomputes = on  # pyright: ignore
+
+
+def _layers(model: torch.nn.Module) -> list[torch.nn.Module]:
+    # The layers that transformers would recompute; if a model marks none, the parts of its largest list.
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    marked = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    inner = {id(part) for layer in marked for part in layer.modules() if part is not layer}
+    if marked:
+        return [layer for layer in marked if id(layer) not in inner]
+    lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList)]
+    return list(max(lists, key=_size)) if lists else []
+
+
+def _size(parts: torch.nn.ModuleList) -> int:
+    return sum(weight.numel() for weight in parts.parameters())
+
+
+def _recomputed(layer: Any, forward: Any, *args: Any, **kwargs: Any) -> Any:
+    if not layer.recomputes or not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)

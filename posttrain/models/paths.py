@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from posttrain.config.lora import ADAPTER_CONFIG
+from posttrain.config.model import ADAPTER_CONFIG
 from posttrain.errors import UserError
-from posttrain.models.hub import why_not_from_hub
-from posttrain.models.model_files import broken_files
+from posttrain.models.model_files import broken_files, why_not_from_hub
 
 
 class ModelError(UserError):

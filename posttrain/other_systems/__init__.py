@@ -18,9 +18,9 @@ def dialect(program: str) -> Dialect:
     from posttrain.config.dialect import Dialect
     from posttrain.other_systems.names import counterpart
     from posttrain.other_systems.verl import renamed
+    from posttrain.other_systems.verl.answers import find_rule, verl_keys
     from posttrain.other_systems.verl.apply import apply_answers
     from posttrain.other_systems.verl.renamed import as_ours
-    from posttrain.other_systems.verl.tables import find_rule, verl_keys
 
     rl = program == "ppo_trainer"
     return Dialect(
@@ -36,6 +36,6 @@ def dialect(program: str) -> Dialect:
 
 def pages() -> dict[str, str]:
     """Pages of docs/ that are made from the tables: file name -> text."""
-    from posttrain.other_systems.verl.page import page
+    from posttrain.other_systems.verl.answers import page
 
     return {"verl_keys.md": page()}

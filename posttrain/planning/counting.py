@@ -21,8 +21,15 @@ from posttrain.kernels.train import can_train
 from posttrain.kernels.whole_step import COLUMNS
 from posttrain.models.arena import FUSED, base_layer, can_repack_weights
 from posttrain.models.decoder import KNOWN
-from posttrain.models.forward import LAYERS, ValueModel, decoder_of, hidden_states, token_log_probs, without_adapters
-from posttrain.models.recompute import recompute_layers
+from posttrain.models.forward import (
+    LAYERS,
+    ValueModel,
+    decoder_of,
+    hidden_states,
+    recompute_layers,
+    token_log_probs,
+    without_adapters,
+)
 from posttrain.models.scorer import head_scores, to_float32
 from posttrain.models.shards import own_key_heads
 from posttrain.planning.meta_models import META, is_scorer

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from posttrain.config.lora import SCORE_HEADS
-from posttrain.config.model import ModelConfig
+from posttrain.config.model import SCORE_HEADS, ModelConfig
 from posttrain.config.reward import RewardModelModelConfig
 from posttrain.config.root import PPOConfig
 from posttrain.errors import first_line

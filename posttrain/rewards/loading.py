@@ -86,7 +86,7 @@ def _load_scores(spec: RewardSpec) -> tuple[ScoreItems, RewardSpec]:
     if spec.kind == "combined":
         return _load_combined(spec)
     if spec.kind == "shape":
-        from posttrain.rewards.shaping import shaping
+        from posttrain.rewards.combined import shaping
 
         return _on_model_text(shaping(spec.kwargs)), spec
     if spec.kind == "url":

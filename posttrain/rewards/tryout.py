@@ -13,10 +13,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
-from posttrain.rewards.answers import explicit_answer, extract_final_answer, is_prose, read_answer
+from posttrain.rewards.answers import explicit_answer, extract_final_answer, is_prose, parse_number, read_answer
 from posttrain.rewards.combined import asks_sources
 from posttrain.rewards.loading import check_columns
-from posttrain.rewards.numbers import parse_number
 from posttrain.rewards.pool import RewardPool
 from posttrain.rewards.scorers import NO_SCORER, find_scorer, is_code
 from posttrain.rewards.try_report import EMPTY, LISTED, REPEATED, Findings, report

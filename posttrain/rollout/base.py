@@ -78,6 +78,10 @@ class RolloutEngine(ABC):
     shares_weights: bool = False
     """Whether the engine reads the trainer's own weights, so that a weight sync copies nothing."""
 
+    takes_adapters: bool = False
+    """Whether the engine holds LoRA adapters beside their base, so that a weight sync brings the adapters alone, under
+    their names in an adapter file."""
+
     rounding: torch.dtype | None = None
     """The type that its log-probs are rounded as, where that is not the model's own."""
 

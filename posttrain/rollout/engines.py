@@ -55,14 +55,23 @@ ENGINES: Registry[Maker] = Registry("rollout engine")
 
 
 _BY_TEAMS: set[str] = set()  # engines that several workers can hold together
+_WITH_ADAPTERS: set[str] = set()  # engines that can compute LoRA adapters beside a base of their own
 
 
-def register_engine(name: str, *, by_teams: bool = False) -> Callable[[Maker], Maker]:
+def register_engine(name: str, *, by_teams: bool = False, with_adapters: bool = False) -> Callable[[Maker], Maker]:
     """Makes an engine known under a name; one that is taken already is an error. `by_teams`: several workers can hold
-    one together, and then its maker gets an order with a `team`."""
+    one together, and then its maker gets an order with a `team`. `with_adapters`: where the policy has LoRA adapters,
+    the order's module has them too, and the engine may set `takes_adapters`."""
     if by_teams:
         _BY_TEAMS.add(name)
+    if with_adapters:
+        _WITH_ADAPTERS.add(name)
     return ENGINES.register(name)
+
+
+def can_take_adapters(name: str) -> bool:
+    """Whether the engine of this name wants a model with adapters, where the policy has them."""
+    return name in _WITH_ADAPTERS
 
 
 def check_engine_name(name: str) -> None:
@@ -153,7 +162,7 @@ def make_hf(order: Order) -> Made | str:
     return problem
 
 
-@register_engine("vllm", by_teams=True)
+@register_engine("vllm", by_teams=True, with_adapters=True)
 def make_vllm(order: Order) -> Made | str:
     """vLLM, where it is installed."""
     return _made_outside(order, partial(build_vllm, team=order.team))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import gc
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -153,10 +153,17 @@ def restored_process_state() -> Iterator[None]:
     import numpy as np
 
     python, arrays, threads = random.getstate(), np.random.get_state(), torch.get_num_threads()
-    with torch.random.fork_rng():
-        try:
-            yield
-        finally:
-            random.setstate(python)
-            np.random.set_state(arrays)
-            torch.set_num_threads(threads)
+    torch_states = ExitStack()
+    torch_states.enter_context(torch.random.fork_rng())
+    try:
+        yield
+    except BaseException:
+        # After an illegal access a GPU's random state cannot be set. The engine's own error is what the user needs.
+        with suppress(RuntimeError):
+            torch_states.close()
+        raise
+    finally:
+        torch_states.close()
+        random.setstate(python)
+        np.random.set_state(arrays)
+        torch.set_num_threads(threads)

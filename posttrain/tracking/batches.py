@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.texts import utf8
-from posttrain.tracking.atomic import replace_file
+from posttrain.tracking.safe_files import replace_file
 
 FACTS = "replay.json"
 # The columns that an update reads besides tensors, and those that identify rows.
-FIELDS = ("uid", "sample", "reward_score")
+FIELDS = ("uid", "sample", "branch", "parent", "fork", "turn_ends", "reward_score")
 _STEP = re.compile(r"step_(\d+)")
 
 

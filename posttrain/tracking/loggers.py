@@ -19,13 +19,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from posttrain.masking import redact
 from posttrain.registry import Registry
 from posttrain.texts import utf8
-from posttrain.tracking.atomic import replace_file
 from posttrain.tracking.console import active
 from posttrain.tracking.diagnosis import stage_shares
-from posttrain.tracking.redact import redact
 from posttrain.tracking.rundir import RunDirectory, flatten
+from posttrain.tracking.safe_files import replace_file
 
 Note = Callable[[str], object]
 

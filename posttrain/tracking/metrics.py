@@ -3,18 +3,68 @@
 Sums are exact (`math.fsum` over float64), so that the same batch gives the same numbers in any order of rows.
 `reward_mean`, `reward_std`, `kl_loss`, `policy_loss` and `response_length` are the five to watch; the others are the
 names that tools for this kind of training commonly read.
+
+Validation metrics, per data source over the k responses of each prompt:
+
+mean@k  mean score
+std@k   mean over prompts of the sample deviation of the scores
+pass@k  probability that one of k responses, drawn from the n of a prompt, is right: 1 - C(n-c, k) / C(n, k) with c
+        right ones, the unbiased estimate (Chen et al. 2021, arXiv 2107.03374)
+maj@k   score of the answer that most of the k responses gave (of equals, the one given first)
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from posttrain.tracking.fields import Fields, groups_of
+from posttrain.batch.samples import has_several_rows, last_rows, sample_of_rows
 from posttrain.tracking.step_line import failing_tools
+
+
+class Fields:
+    """Columns of `batch`, tensors and object arrays alike; `batch` is a DataProto or one mapping with both."""
+
+    def __init__(self, batch: Any) -> None:
+        self._parts = [batch.batch, batch.non_tensor_batch] if hasattr(batch, "non_tensor_batch") else [batch]
+
+    def raw(self, *names: str) -> Any:
+        """The first present column of `names`, None if there is none."""
+        for name in names:
+            for part in self._parts:
+                if part is not None and name in part:
+                    return part[name]
+        return None
+
+    def numbers(self, *names: str) -> np.ndarray | None:
+        """The column as float64 on the host: sums in it do not depend on the batch's dtype."""
+        column = self.raw(*names)
+        return None if column is None else as_numpy(column, np.float64)
+
+    def objects(self, *names: str) -> list[Any] | None:
+        column = self.raw(*names)
+        return None if column is None else list(column.tolist() if hasattr(column, "tolist") else column)
+
+
+def as_numpy(column: Any, dtype: Any) -> np.ndarray:
+    """A torch tensor (of any device and dtype) or a sequence as a NumPy array of `dtype`."""
+    if hasattr(column, "detach"):
+        column = column.detach().cpu()
+        column = (column.double() if column.is_floating_point() else column).numpy()
+    return np.asarray(column).astype(dtype)
+
+
+def groups_of(uids: Iterable[Any]) -> list[np.ndarray]:
+    """Row numbers of each group of equal uid, groups in the order of their first row."""
+    rows: dict[Any, list[int]] = {}
+    for row, uid in enumerate(uids):
+        rows.setdefault(uid, []).append(row)
+    return [np.asarray(members) for members in rows.values()]
+
 
 # A response whose score reaches this counts as right, unless its reward gave an `acc` part.
 RIGHT_FROM = 0.5
@@ -43,25 +93,43 @@ def step_metrics(
     `generated_s` are the seconds from the first token to the last; with one-step-off `gen` is only the waiting time.
     `update` holds the update's metrics by their names (`actor/policy_loss`, ...): numbers, or one per mini-batch.
     """
-    fields = Fields(batch)
-    mask = fields.numbers("response_mask")
-    scores_BT = fields.numbers("token_level_scores", "token_level_rewards")
-    if mask is None or scores_BT is None:
+    rows = Fields(batch)
+    mask_BT = rows.numbers("response_mask")
+    if mask_BT is None or rows.numbers("token_level_scores", "token_level_rewards") is None:
         raise KeyError("a step's batch needs response_mask and token_level_scores")
+    several = hasattr(batch, "non_tensor_batch") and has_several_rows(batch)
+    fields = Fields(_one_row_per_sample(batch)) if several else rows
+    scores_BT = fields.numbers("token_level_scores", "token_level_rewards")
+    mask = fields.numbers("response_mask")
+    assert scores_BT is not None and mask is not None
     scores = _row_sums(scores_BT)
     lengths = mask.sum(axis=1)
     parts: list[Mapping[str, Any]] = [part or {} for part in fields.objects("reward_parts") or [{}] * len(scores)]
     right = right_answers(scores, parts)
     metrics = _score_metrics(fields, scores)
     metrics |= _group_metrics(fields, scores, right)
-    metrics |= _token_metrics(fields, mask)
+    metrics |= _token_metrics(rows, mask_BT)
     metrics |= _length_metrics(fields, lengths, right, max_response_length)
     metrics |= _turn_metrics(fields)
     metrics |= _source_metrics(fields, scores)
     metrics |= _part_metrics(fields, parts)
     metrics |= _update_metrics(update or {})
-    metrics |= _time_metrics(fields, lengths, timing or {}, n_devices, generated_s)
+    metrics |= _time_metrics(rows, lengths, timing or {}, n_devices, generated_s)
+    if several:
+        metrics |= _mean_max_min("num_rows", np.bincount(sample_of_rows(batch)).astype(np.float64))
     return metrics
+
+
+def _one_row_per_sample(batch: Any) -> dict[str, Any]:
+    """Columns with one row per sample: sums over its rows, and what its last row has."""
+    last = batch[np.unique(last_rows(batch))]
+    numbers = sample_of_rows(batch)
+    sums: dict[str, Any] = {}
+    for name in ("response_mask", "token_level_scores", "token_level_rewards"):
+        if name in batch.batch:
+            values_B = _row_sums(as_numpy(batch.batch[name], np.float64))
+            sums[name] = np.bincount(numbers, weights=values_B)[:, None]
+    return {**last.batch, **last.non_tensor_batch, **sums}
 
 
 def right_answers(scores: np.ndarray, parts: Sequence[Mapping[str, Any]]) -> np.ndarray:
@@ -252,3 +320,82 @@ def _row_sums(values_BT: np.ndarray) -> np.ndarray:
 
 def _mean_max_min(name: str, values: np.ndarray) -> dict[str, float]:
     return {f"{name}/mean": mean(values), f"{name}/max": float(np.max(values)), f"{name}/min": float(np.min(values))}
+
+
+ANSWER_PARTS = ("pred", "answer", "extracted")
+
+
+def validation_metrics(
+    *,
+    data_sources: Sequence[str],
+    uids: Sequence[Hashable],
+    scores: Sequence[float],
+    parts: Sequence[Mapping[str, Any]] | None = None,
+    answers: Sequence[str | None] | None = None,
+) -> dict[str, float]:
+    """`val/<data_source>/mean@k` and so on, from one entry per response.
+
+    Responses of one prompt share a `uid`. `answers` are what responses answered, for maj@k; unset they are taken from
+    the reward's part `pred` (or `answer`, `extracted`), and without any there is no maj@k.
+    """
+    parts = parts if parts is not None else [{}] * len(scores)
+    values = np.asarray(scores, dtype=np.float64)
+    right = right_answers(values, parts)
+    answered = list(answers) if answers is not None else [answer_of(part) for part in parts]
+    metrics: dict[str, float] = {}
+    for source in dict.fromkeys(data_sources):
+        rows = np.asarray([row for row, own in enumerate(data_sources) if own == source])
+        groups = [rows[members] for members in groups_of(uids[row] for row in rows)]
+        named = _validation_of_source(groups, values, right, parts, answered)
+        metrics |= {f"val/{source}/{name}": value for name, value in named}
+    return metrics
+
+
+def pass_at_k(n: int, right: int, k: int) -> float:
+    """Probability that at least one of `k` responses, drawn from `n` of which `right` are right, is right."""
+    if not 1 <= k <= n:
+        raise ValueError(f"pass@{k} needs at least {k} responses; there are {n}")
+    return 1.0 - math.comb(n - right, k) / math.comb(n, k)
+
+
+def majority_row(answers: Sequence[str | None]) -> int:
+    """Position of the first response that gave the most frequent answer; responses without one do not vote."""
+    votes = Counter(answer for answer in answers if answer is not None)
+    if not votes:
+        return 0
+    most = max(votes.values())
+    return next(row for row, answer in enumerate(answers) if answer is not None and votes[answer] == most)
+
+
+def _validation_of_source(
+    groups: list[np.ndarray],
+    scores: np.ndarray,
+    right: np.ndarray,
+    parts: Sequence[Mapping[str, Any]],
+    answers: list[str | None],
+) -> Iterator[tuple[str, float]]:
+    n = min(len(rows) for rows in groups)
+    yield f"mean@{n}", mean(mean(scores[rows]) for rows in groups)
+    if n > 1:
+        yield f"std@{n}", mean(sample_deviation(scores[rows]) for rows in groups)
+    for k in (*(2**power for power in range(n.bit_length()) if 2**power < n), n):
+        yield f"pass@{k}", mean(pass_at_k(len(rows), int(right[rows].sum()), k) for rows in groups)
+    if n > 1 and any(answers[row] is not None for rows in groups for row in rows):
+        chosen = [rows[majority_row([answers[row] for row in rows])] for rows in groups]
+        yield f"maj@{n}", mean(scores[chosen])
+    members = [row for rows in groups for row in rows]
+    for name in sorted({name for row in members for name in parts[row]}):
+        numbers = [parts[row][name] for row in members if isinstance(parts[row].get(name), bool | int | float)]
+        if numbers:
+            yield f"{name}/mean@{n}", mean(numbers)
+
+
+def has_answer(part: Mapping[str, Any]) -> bool:
+    """Whether a reward's parts say what was read, be it nothing."""
+    return any(part.get(name) is not None for name in ANSWER_PARTS)
+
+
+def answer_of(part: Mapping[str, Any]) -> str | None:
+    """What a response answered by its reward's parts; a reward that read nothing gives an empty text."""
+    found = next((part[name] for name in ANSWER_PARTS if part.get(name) is not None), None)
+    return None if found is None or found == "" else str(found)

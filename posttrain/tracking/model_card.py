@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from posttrain.masking import redact
 from posttrain.tracking.loggers import read_metrics
 from posttrain.tracking.origin import read_origin
-from posttrain.tracking.redact import redact
 from posttrain.tracking.rundir import flatten
 from posttrain.tracking.safe_files import DamagedFile, read_settings
 from posttrain.tracking.svg import write_chart

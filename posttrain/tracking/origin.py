@@ -18,9 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.errors import working_folder
-from posttrain.tracking.atomic import replace_file
-from posttrain.tracking.redact import HIDDEN, redact
-from posttrain.tracking.safe_files import DamagedFile, read_object
+from posttrain.masking import HIDDEN, redact
+from posttrain.tracking.safe_files import DamagedFile, read_object, replace_file
 
 NAME = "run.json"
 # Packages whose versions change what a run computes or how fast.

@@ -27,10 +27,9 @@ from typing import Any, Self
 import yaml
 
 from posttrain.errors import UserError
+from posttrain.masking import redact
 from posttrain.texts import utf8
-from posttrain.tracking.atomic import clear_leftovers, replace_file
-from posttrain.tracking.redact import redact
-from posttrain.tracking.safe_files import DamagedFile, stored_lines
+from posttrain.tracking.safe_files import DamagedFile, clear_leftovers, replace_file, stored_lines
 from posttrain.yaml_text import dump_yaml
 
 _SAMPLES = re.compile(r"(?:step|val)_(\d+)\.parquet")

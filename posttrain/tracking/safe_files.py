@@ -1,21 +1,52 @@
-"""Safe reading of a run folder's files, which may be copied, cut off, replaced or malicious.
+"""Files of a run folder: replaced in one step, and read safely although they may be cut off, replaced or malicious.
 
-A named pipe, a device, a broken link or a file of many gigabytes must not hang or fill the process that reads them, and
-a few lines of YAML can expand to billions of values. All of these raise DamagedFile with one sentence.
+`replace_file` lets a reader, and a run that is killed, see the old content or the new. When reading, a named pipe, a
+device, a broken link or a file of many gigabytes must not hang or fill the process, and a few lines of YAML can expand
+to billions of values. All of these raise DamagedFile with one sentence.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import yaml
 
 from posttrain.errors import UserError, first_line
+
+_LEFT = re.compile(r"\..+\.\d+\.tmp")
+
+
+def replace_file(path: Path, content: bytes | Callable[[Path], object]) -> None:
+    """Make `path` hold `content`, or what `content(temporary path)` writes; after an error the old file stays."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        if callable(content):
+            content(temporary)
+        else:
+            temporary.write_bytes(content)
+        with temporary.open("rb") as file:
+            os.fsync(file.fileno())  # or else the name may reach the disk before the content
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def clear_leftovers(*folders: Path) -> None:
+    """Remove temporary files of killed processes; only for folders into which no other process writes."""
+    for folder in folders:
+        for path in folder.glob(".*.tmp"):
+            if _LEFT.fullmatch(path.name):
+                with suppress(OSError):
+                    path.unlink()
+
 
 # Of a status or of settings: ten times what a run writes. YAML is parsed at about 100 KB a second.
 MOST_BYTES = 256 * 1024

@@ -1,7 +1,9 @@
 """samples/step_N.parquet: every response of a step with its tokens, log-probs and scores, for reading.
 
-One row per response, zstd. Lists are cut to the row's own length: `prompt_ids` without padding, and `response_ids`,
-`response_mask`, `*_log_probs`, `advantages`, `entropy` position by position. Equal input gives equal bytes.
+One row per response, zstd; a conversation with branches has one for each of them (`branch`, `parent`, `fork`), all with
+the same `uid`, `sample` and score. Lists are cut to the row's own length: `prompt_ids` without padding, and
+`response_ids`, `response_mask`, `*_log_probs`, `advantages`, `entropy` position by position. Equal input gives equal
+bytes.
 `length`, `advantage` and `mismatch` summarise lists, so that sorting and filtering need not read them. Responses of a
 validation are in samples/val_N.parquet.
 
@@ -23,9 +25,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from posttrain.texts import utf8
-from posttrain.tracking.atomic import replace_file
-from posttrain.tracking.fields import Fields, as_numpy
-from posttrain.tracking.safe_files import is_plain
+from posttrain.tracking.metrics import Fields, as_numpy
+from posttrain.tracking.safe_files import is_plain, replace_file
 
 _FLOAT_LISTS = {
     "rollout_log_probs": ("rollout_log_probs",),
@@ -50,6 +51,7 @@ _TEXTS = {
     "own_words": ("own_words",),
 }
 _NUMBERS = {"seed": "seed", "data_row": "index", "num_turns": "num_turns"}
+_NUMBERS |= {"branch": "branch", "parent": "parent", "fork": "fork"}  # of conversations
 ROWS_AT_ONCE = 256  # rows of a parquet row group: the viewer reads one group to show one response
 
 
@@ -94,7 +96,7 @@ def sample_table(step: int, batch: Any, *, sampling: Mapping[str, Any] | None = 
 
     columns: dict[str, pa.Array] = {
         "step": pa.array([step] * rows, pa.int64()),
-        "sample": pa.array(_numbers_within(fields.objects("uid") or list(range(rows))), pa.int64()),
+        "sample": pa.array(_sample_numbers(fields, rows), pa.int64()),
     }
     for name, spellings in _TEXTS.items():
         values = fields.objects(*spellings)
@@ -102,7 +104,7 @@ def sample_table(step: int, batch: Any, *, sampling: Mapping[str, Any] | None = 
     columns["sampling"] = pa.array(_texts([None if sampling is None else dict(sampling)] * rows), pa.string())
     for name, spelling in _NUMBERS.items():
         columns[name] = pa.array(fields.objects(spelling) or [None] * rows, pa.int64())
-    columns["score"] = pa.array(_scores(fields, rows), pa.float64())
+    columns["score"] = pa.array(_scores(fields, columns["sample"].to_pylist()), pa.float64())
     prompts = fields.raw("prompts")
     if prompts is not None:
         columns["prompt_ids"] = _prompt_ids(as_numpy(prompts, np.int64), attention)
@@ -115,12 +117,25 @@ def sample_table(step: int, batch: Any, *, sampling: Mapping[str, Any] | None = 
     return pa.table(columns | _in_one_number(fields, mask))
 
 
-def _scores(fields: Fields, rows: int) -> Any:
+def _sample_numbers(fields: Fields, rows: int) -> list[int]:
+    samples = fields.objects("sample") if fields.raw("branch") is not None else None
+    return _numbers_within(fields.objects("uid") or list(range(rows))) if samples is None else samples
+
+
+def _scores(fields: Fields, samples: list[int]) -> Any:
     on_tokens = fields.numbers("token_level_scores", "token_level_rewards")
-    if on_tokens is not None:
-        return on_tokens.sum(axis=1)
-    scores = fields.objects("reward_score")
-    return [None] * rows if scores is None else [float(score) for score in scores]
+    if on_tokens is None:
+        scores = fields.objects("reward_score")
+        return [None] * len(samples) if scores is None else [float(score) for score in scores]
+    on_rows = on_tokens.sum(axis=1)
+    if fields.raw("branch") is None:
+        return on_rows
+    # The last row of a sample has its score; all of them show it.
+    keys = list(zip(fields.objects("uid") or [], samples, strict=True))
+    whole: dict[Any, float] = {}
+    for key, score in zip(keys, on_rows, strict=True):
+        whole[key] = whole.get(key, 0.0) + score
+    return [whole[key] for key in keys]
 
 
 def _in_one_number(fields: Fields, mask_BT: np.ndarray) -> dict[str, pa.Array]:

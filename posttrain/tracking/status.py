@@ -11,9 +11,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from posttrain.tracking.atomic import replace_file
 from posttrain.tracking.row import Moment
-from posttrain.tracking.safe_files import DamagedFile, read_object
+from posttrain.tracking.safe_files import DamagedFile, read_object, replace_file
 
 FRESH_S = 2.0  # a running run writes its status this often
 NAME = "status.json"

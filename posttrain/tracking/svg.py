@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 
-from posttrain.tracking.atomic import replace_file
+from posttrain.tracking.safe_files import replace_file
 
 COLOURS = ("#2563eb", "#dc2626", "#059669", "#d97706", "#7c3aed", "#0891b2")
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 16, 40, 48

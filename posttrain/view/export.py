@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from posttrain.tracking.atomic import replace_file
+from posttrain.tracking.safe_files import replace_file
 from posttrain.view.answers import Answers, NotFound
 from posttrain.view.server import SCRIPT, static_file, to_json
 

@@ -6,8 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from posttrain.config.lora import ADAPTER_CONFIG
-from posttrain.config.model import ModelConfig
+from posttrain.config.model import ADAPTER_CONFIG, ModelConfig
 from posttrain.controller.dispatch import register, to_all, to_first
 from posttrain.engine.base import TrainEngine
 from posttrain.engine.facts import EngineFacts

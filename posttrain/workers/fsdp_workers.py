@@ -21,8 +21,7 @@ from posttrain.workers.policy import PolicyCalls, PolicyWorker, ReferenceCalls, 
 from posttrain.workers.reward_model import RewardModelWorker
 from posttrain.workers.roles import check_vocabulary, critic_engine, rollout_model
 from posttrain.workers.rollout import RolloutCalls, RolloutWorker
-from posttrain.workers.row_dispatch import batch_of, by_passes, in_row_order
-from posttrain.workers.update_plan import UpdatePlan, join_updates, plan_updates
+from posttrain.workers.update_plan import UpdatePlan, batch_of, by_passes, in_row_order, join_updates, plan_updates
 
 __all__ = [
     "ActorRefWorker",
@@ -120,7 +119,8 @@ class ActorRolloutRefWorker(ActorRefWorker, RolloutCalls):
             with engine.on_device():
                 # Weights without the cache: the trainer's gathered layers and the KV cache never lie side by side.
                 rollout.wake("weights")
-                rollout.load_weights(() if shared else engine.export_weights(), version)
+                weights = engine.export_adapters() if rollout.takes_adapters else engine.export_weights()
+                rollout.load_weights(() if shared else weights, version)
                 if shared and version > 1 and version % SHARED_PROOF_FREQ:
                     return {}
                 return self.policy.probe.compare(engine, rollout)

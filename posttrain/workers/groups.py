@@ -76,9 +76,9 @@ class WeightCarrier:
     def carry(self, version: int) -> list[int]:
         """All weights, as they are now; gives the checksum of all that reached each worker."""
         taking: Future[list[int]] | None = None
-        last, first = False, True
+        last, first, adapters = False, True, self.rollout.takes_adapters.once()
         while not last:
-            parts = [self.training.next_bucket.on(rank, first) for rank in range(self.training.world_size)]
+            parts = [self.training.next_bucket.on(rank, first, adapters) for rank in range(self.training.world_size)]
             was_last = self.training.was_last_bucket.on(0)
             for part in parts[1:]:
                 part.result()  # other ranks only help to gather: they give nothing but errors

@@ -21,8 +21,7 @@ from posttrain.workers.actor.objective import finish_importance_metrics
 from posttrain.workers.engine_worker import ExportingWorker, adapter_notes, lora_state
 from posttrain.workers.measures import Kept, Measures, join_token_stats
 from posttrain.workers.roles import actor_engine, reference_engine
-from posttrain.workers.row_dispatch import batch_of, by_passes, in_row_order
-from posttrain.workers.update_plan import UpdatePlan, join_updates, plan_updates
+from posttrain.workers.update_plan import UpdatePlan, batch_of, by_passes, in_row_order, join_updates, plan_updates
 from posttrain.workers.weight_sync import Bucket, WeightProbe, split_into_buckets, without_tied_copies
 
 
@@ -97,10 +96,11 @@ class PolicyWorker(ExportingWorker):
 
     # -- weights for others ---------------------------------------------------------------------------------------
     @register(to_all)
-    def next_bucket(self, first: bool) -> Bucket:
-        """The next of the weights, from the beginning with `first`; all ranks must be asked, rank 0 gives them."""
+    def next_bucket(self, first: bool, adapters: bool = False) -> Bucket:
+        """The next of the weights (or of the `adapters` alone), from the beginning with `first`; all ranks must be
+        asked, rank 0 gives them."""
         if first:
-            self._outgoing = self._buckets()
+            self._outgoing = self._buckets(adapters)
         self._was_last = True  # an error below must end the caller's loop over buckets, on every rank
         bucket = next(self._outgoing)
         self._was_last = bucket.last
@@ -108,9 +108,9 @@ class PolicyWorker(ExportingWorker):
             self._outgoing.close()  # weights go back to where they rest
         return bucket
 
-    def _buckets(self) -> Generator[Bucket]:
+    def _buckets(self, adapters: bool) -> Generator[Bucket]:
         with self.engine.on_device():
-            weights = self.engine.export_weights()
+            weights = self.engine.export_adapters() if adapters else self.engine.export_weights()
             # Tied weights share memory only in a whole live model. Gathered layers are copies whose memory is reused,
             # so that an address says nothing there.
             whole = self.engine.live_model() is not None

@@ -23,7 +23,7 @@ from posttrain.models.scorer import score_rows
 from posttrain.models.scorer_loading import load_scorer
 from posttrain.protocol import DataProto
 from posttrain.texts import texts_of
-from posttrain.workers.row_dispatch import by_groups, in_row_order
+from posttrain.workers.update_plan import by_groups, in_row_order
 
 
 class Unreadable(Exception):

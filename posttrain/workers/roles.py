@@ -15,6 +15,7 @@ from posttrain.engine.settings import RL
 from posttrain.models.forward import ValueModel
 from posttrain.models.loading import ModelError, load_causal_lm, resolve_dtype
 from posttrain.models.lora import add_adapters, with_adapters
+from posttrain.rollout.engines import can_take_adapters
 
 
 def pick_device(name: str) -> torch.device:
@@ -62,7 +63,11 @@ def critic_engine(config: PPOConfig, device: torch.device, total_steps: int) -> 
 def rollout_model(config: PPOConfig, device: torch.device) -> torch.nn.Module:
     """A whole model of this process's own, to decode with where the trained one is cut over ranks. Where several hold
     an engine it stays in host memory (mapped, if its file is in the model's type): they take their parts from there."""
-    model = _language_model(config, device).requires_grad_(False)
+    model, policy = _language_model(config, device), config.actor_rollout_ref.model
+    beside = policy.lora_rank > 0 and can_take_adapters(config.actor_rollout_ref.rollout.name)
+    if beside and policy.quantization is None:  # a 4-bit base is not the same as this one, which is loaded whole
+        model = with_adapters(model, policy)
+    model.requires_grad_(False)
     return model if engine_ranks(config) > 1 else model.to(device)
 
 

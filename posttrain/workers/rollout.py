@@ -25,7 +25,7 @@ from posttrain.rollout.settings import sampling_for
 from posttrain.workers.engine_worker import policy_notes
 from posttrain.workers.policy import PolicyWorker
 from posttrain.workers.roles import engine_ranks, rollout_model
-from posttrain.workers.row_dispatch import by_groups, in_row_order
+from posttrain.workers.update_plan import by_groups, in_row_order
 from posttrain.workers.weight_sync import Bucket, WeightProbe, checksum_of_all
 
 
@@ -34,7 +34,7 @@ class RolloutWorker:
 
     engine: RolloutEngine
     awake = False
-    conversations: dict[Key, Hashable]  # of several turns: the request that came last in each
+    conversations: dict[Key, list[Hashable]]  # of several turns: the requests of each whose KV cache may be kept
 
     def __init__(
         self, config: PPOConfig, tokenizer: Any, device: torch.device, policy: PolicyWorker | None = None
@@ -64,6 +64,11 @@ class RolloutWorker:
     def rollout_engine(self) -> str:
         """Name and version of the engine that generates."""
         return self.engine_name
+
+    @register(to_first)
+    def takes_adapters(self) -> bool:
+        """Whether a weight sync brings LoRA adapters alone."""
+        return self.engine.takes_adapters
 
     @register(to_first)
     def rollout_notes(self, vocabulary: int) -> list[str]:
@@ -108,7 +113,7 @@ class RolloutWorker:
         for uid, sample, ids, seed in zip(*columns, strict=True):
             self.engine.submit(Request((uid, sample), ids, sampling, int(seed), keep=keep))
             if keep:
-                self.conversations[uid, sample] = (uid, sample)
+                self.conversations[uid, sample] = [(uid, sample)]
 
     @register(to_all, team=engine_ranks)
     def continue_conversations(self, turns: Sequence[TurnRequest]) -> None:
@@ -121,7 +126,7 @@ class RolloutWorker:
     @register(to_all, team=engine_ranks)
     def end_conversations(self, conversations: Sequence[Key]) -> None:
         """These have had their last turn."""
-        self.engine.release([self.conversations.pop(key) for key in conversations])
+        self.engine.release([id for key in conversations for id in self.conversations.pop(key)])
         self._sleep_if_idle()
 
     @register(to_all, team=engine_ranks)
@@ -192,6 +197,7 @@ class RolloutCalls:
     """The rollout's methods, of a worker that has it as `rollout` and of that worker's group."""
 
     rollout_engine = delegate(RolloutWorker.rollout_engine, to="rollout")
+    takes_adapters = delegate(RolloutWorker.takes_adapters, to="rollout")
     rollout_notes = delegate(RolloutWorker.rollout_notes, to="rollout")
     take_bucket = delegate(RolloutWorker.take_bucket, to="rollout")
     rollout_scores = delegate(RolloutWorker.rollout_scores, to="rollout")

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from posttrain.algorithms.bradley_terry import bradley_terry_loss
-from posttrain.config.lora import SCORE_HEADS
+from posttrain.config.model import SCORE_HEADS
 from posttrain.controller.dispatch import register, to_all, to_first
 from posttrain.controller.group import Calls, RoleGroup, WorkerGroup
 from posttrain.engine.base import EngineSettings, Passes, TrainEngine
@@ -24,7 +24,7 @@ from posttrain.models.lora import with_adapters
 from posttrain.models.scorer_loading import load_scorer
 from posttrain.protocol import DataProto
 from posttrain.workers.engine_worker import ExportingWorker, lora_state
-from posttrain.workers.row_dispatch import by_passes, in_row_order, parts_by_rank, reporting_ranks
+from posttrain.workers.update_plan import by_passes, in_row_order, parts_by_rank, reporting_ranks
 
 
 def planned_step(group: WorkerGroup, batch: DataProto) -> Calls:

@@ -1,21 +1,109 @@
-"""Updates as the driver plans them: which rows make an optimizer step, with weights from the counts of all of them.
+"""How the driver spreads rows over ranks and plans updates: the rows of each optimizer step, weighted by global counts.
 
-Workers execute a plan. So a gradient depends neither on the number of ranks nor on who computes which rows.
+Groups stay together and ranks get equal tokens. Workers execute a plan, so a gradient depends neither on the number of
+ranks nor on the rank that computes a row.
 """
 
 from __future__ import annotations
 
+import heapq
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
+from posttrain.batch.samples import rows_of_samples
 from posttrain.controller.group import Calls, WorkerGroup
+from posttrain.engine.micro_batches import RankPart, plan_ranks
 from posttrain.protocol import DataProto
 from posttrain.workers.measures import Measures, reduce_over_ranks, reduce_over_steps
-from posttrain.workers.row_dispatch import parts_by_rank, reporting_ranks
+
+COMPUTED = ("input_ids", "attention_mask", "position_ids", "responses", "response_mask")
+
+
+def by_groups(group: WorkerGroup, data: DataProto) -> Calls:
+    """Rows with the same uid to the same rank, so that their prompt is computed once; ranks get equal tokens."""
+    if group.world_size == 1:
+        return Calls([(data,)])
+    rows = split_rows(_groups(data), _tokens(data), group.world_size)
+    return Calls([(data[own],) for own in rows], rows)
+
+
+def by_passes(group: WorkerGroup, data: DataProto) -> Calls:
+    """Rows and equal numbers of passes for every rank; ranks that compute the same rows together get the same ones. A
+    rank alone plans for itself."""
+    if group.world_size == 1:
+        return Calls([(data, None)])
+    parts = parts_by_rank(data, group)
+    # Only what a forward pass reads: the other tensors of a batch would travel to every rank for nothing.
+    needed = data.select([name for name in COMPUTED if name in data.batch], [], [])
+    return Calls([(needed[part.rows], part.passes) for part in parts], [part.rows for part in parts])
+
+
+def parts_by_rank(data: DataProto, group: WorkerGroup) -> list[RankPart]:
+    """A part for every rank; ranks that hold one copy of the model together have the same."""
+    facts = group.once("engine_facts")
+    # Ranks are ordered pipeline stage first, then data-parallel copies, then the ranks that share a sequence.
+    stage = group.world_size // facts.pipeline
+    parts = plan_ranks(data, facts, stage // facts.sequence_parallel)
+    return [parts[rank % stage // facts.sequence_parallel] for rank in range(group.world_size)]
+
+
+def reporting_ranks(group: WorkerGroup) -> list[int]:
+    """One rank for every part: of those that compute the same rows the first, in the last stage of a pipeline, which
+    alone sees losses."""
+    if group.world_size == 1:
+        return [0]
+    facts = group.once("engine_facts")
+    first = group.world_size - group.world_size // facts.pipeline
+    return list(range(first, group.world_size, facts.sequence_parallel))
+
+
+def split_rows(groups: Sequence[Hashable], tokens: Sequence[int], ranks: int) -> list[list[int]]:
+    """Rows of each rank, in order: the largest group left goes to the rank that has the fewest tokens."""
+    members: dict[Hashable, list[int]] = {}
+    for row, name in enumerate(groups):
+        members.setdefault(name, []).append(row)
+    # Largest first to the least loaded (LPT): at most 4/3 of the best balance, and the same on every run.
+    sizes = sorted(((sum(tokens[row] for row in rows), rows) for rows in members.values()), key=lambda s: (-s[0], s[1]))
+    ranked = [(0, rank) for rank in range(ranks)]
+    chosen: list[list[int]] = [[] for _ in range(ranks)]
+    for size, rows in sizes:
+        used, rank = heapq.heappop(ranked)
+        chosen[rank] += rows
+        heapq.heappush(ranked, (used + size, rank))
+    return [sorted(rows) for rows in chosen]
+
+
+def _groups(data: DataProto) -> list[Hashable]:
+    fields = data.non_tensor_batch
+    return list(fields["uid"]) if "uid" in fields else [tuple(ids) for ids in fields["raw_prompt_ids"]]
+
+
+def _tokens(data: DataProto) -> list[int]:
+    if "attention_mask" in data.batch:
+        return data.batch["attention_mask"].sum(-1).tolist()
+    return [len(ids) for ids in data.non_tensor_batch["raw_prompt_ids"]]
+
+
+def in_row_order(results: list[DataProto], calls: Calls) -> DataProto:
+    """The ranks' rows as one batch, in the order of the caller's."""
+    if calls.rows is None:
+        return results[0]
+    parts = [(part, rows) for part, rows in zip(results, calls.rows, strict=True) if len(rows)]
+    joined = DataProto.concat([part for part, _ in parts])
+    rows = np.concatenate([rows for _, rows in parts])
+    _, first = np.unique(rows, return_index=True)  # what several ranks computed together is taken once
+    return joined[first]
+
+
+def batch_of(**tensors: torch.Tensor | None) -> DataProto:
+    """A batch of these; a rank without rows has none to give."""
+    return DataProto.from_dict(tensors={name: tensor for name, tensor in tensors.items() if tensor is not None})
+
 
 Prepare = Callable[[DataProto], DataProto]
 UNUSED = ("prompts", "token_level_scores", "token_level_rewards", "reward_baselines")  # in a step
@@ -52,12 +140,15 @@ class UpdatePlan:
 
 
 def mini_batches(batch: DataProto, schedule: Schedule) -> Iterator[DataProto]:
-    """The rows of each optimizer step: whole groups in order, or rows shuffled by the seed, the step and the pass."""
+    """The rows of each optimizer step: whole groups in order, or samples shuffled by the seed, the step and the pass.
+    The rows of a sample are always together."""
     for epoch in range(schedule.epochs):
         if schedule.shuffle:
+            samples = shuffle_samples(batch, schedule.seed, epoch)
             groups = len(dict.fromkeys(_uids(batch)))
-            size = math.ceil(len(batch) * schedule.prompts / groups)
-            yield from shuffle_rows(batch, schedule.seed, epoch).split(size)
+            size = math.ceil(len(samples) * schedule.prompts / groups)
+            for start in range(0, len(samples), size):
+                yield batch[np.concatenate(samples[start : start + size])]
         else:
             for start, end in _spans_of_groups(_uids(batch), schedule.prompts):
                 yield batch[start:end]
@@ -73,11 +164,12 @@ def _spans_of_groups(uids: list[Any], groups: int) -> list[tuple[int, int]]:
     return list(zip(starts, [*starts[1:], len(uids)], strict=True))
 
 
-def shuffle_rows(data: DataProto, seed: int, epoch: int) -> DataProto:
-    """The rows in an order that depends on the seed, the step and the pass."""
+def shuffle_samples(data: DataProto, seed: int, epoch: int) -> list[np.ndarray]:
+    """The rows of each sample, samples in an order that depends on the seed, the step and the pass."""
     # From the seed, the step and the pass alone, not from a generator's state: a resumed run shuffles the same way.
     generator = torch.Generator().manual_seed(seed * 1_000_003 + int(data.meta_info["step"]) * 101 + epoch)
-    return data[torch.randperm(len(data), generator=generator)]
+    samples = rows_of_samples(data)
+    return [samples[number] for number in torch.randperm(len(samples), generator=generator).tolist()]
 
 
 def one_rank_plan(batch: DataProto, schedule: Schedule, prepare: Prepare) -> UpdatePlan:

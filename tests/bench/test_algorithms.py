@@ -15,8 +15,7 @@ from posttrain.bench.algorithm_runs import COMMON, TUNED, Algorithm, Process, Ru
 from posttrain.bench.algorithms import BEGIN, END, as_text, between, fill_page, gains, markdown, without_folders
 from posttrain.bench.pictures import mean_curve, write_panels
 from posttrain.config import load_config
-from posttrain.config.choices import ESTIMATORS, POLICY_LOSSES
-from posttrain.config.presets import PRESETS
+from posttrain.config.choices import ESTIMATORS, POLICY_LOSSES, PRESETS
 from posttrain.data.recipes.arithmetic import arithmetic_rows, write_files
 from posttrain.errors import UserError
 from posttrain.kernels import compiled

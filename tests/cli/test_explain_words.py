@@ -13,8 +13,7 @@ from posttrain.config.problem import ConfigError
 from posttrain.config.root import PPOConfig
 from posttrain.config.schema import leaves
 from posttrain.explain import explain
-from posttrain.explain.pages import KEY, _known, _pages
-from posttrain.explain.texts import SPELLINGS, WORDS
+from posttrain.explain.pages import KEY, SPELLINGS, WORDS, _known, _pages
 from posttrain.pulse import Work
 from posttrain.tracking.row import STAGE_WORDS, Moment, progress_row
 from posttrain.tracking.step_line import RunFacts, StepFacts, summary

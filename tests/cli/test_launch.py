@@ -126,7 +126,7 @@ def test_holds_for_other_spellings_of_the_key_too():
 
 
 def test_without_a_model_the_embedded_task_has_its_own_values():
-    from posttrain.config.presets import EMBEDDED
+    from posttrain.config.choices import EMBEDDED
 
     resolved = resolve()
     for key, expected in EMBEDDED.items():
@@ -241,7 +241,7 @@ def test_an_unknown_key_gives_main_ppos_error():
 
 
 def test_help_prints_both_columns_for_every_row():
-    from posttrain.config.presets import EMBEDDED
+    from posttrain.config.choices import EMBEDDED
 
     lines = help_text({"ROLLOUT_N": "3"}).splitlines()
     rows = {line.split()[0]: line.split() for line in lines if line.startswith("  --")}

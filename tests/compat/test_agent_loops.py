@@ -164,7 +164,8 @@ def test_extra_fields_reach_the_reward_function_where_the_loop_gives_no_reward(t
             "temperature=0.3 is not the run's",
         ),
         ("await self.server_manager.generate(prompt_ids=ids, image_data=[1])", "prompts are text"),
-        ("return [1, 2]", "a conversation ends in one row here"),
+        ("return [1, 2]", "run gave int, not AgentLoopOutput"),
+        ("return []", "run gave an empty list"),
         ("mask.pop()", "response_ids has"),
     ],
 )

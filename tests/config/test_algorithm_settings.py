@@ -3,7 +3,7 @@
 import pytest
 
 from posttrain.config import load_config
-from posttrain.config.presets import PRESETS
+from posttrain.config.choices import PRESETS
 from posttrain.config.problem import ConfigError
 from posttrain.config.resolved import show
 from posttrain.config.root import PPOConfig

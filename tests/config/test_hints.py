@@ -183,7 +183,7 @@ def test_a_hub_that_nobody_can_reach_is_named(monkeypatch, tmp_path):
 
     from huggingface_hub import constants
 
-    from posttrain.models import hub
+    from posttrain.models import model_files
 
     with socket.create_server(("127.0.0.1", 0)) as listening:
         endpoint = f"http://127.0.0.1:{listening.getsockname()[1]}"
@@ -194,8 +194,8 @@ def test_a_hub_that_nobody_can_reach_is_named(monkeypatch, tmp_path):
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
         monkeypatch.setattr(constants, "ENDPOINT", endpoint)
-        hub._answers.cache_clear()
-        assert hub.why_not_from_hub("org/tiny") is None
-    hub._answers.cache_clear()
-    assert hub.why_not_from_hub("org/tiny") == f"the hub {endpoint} cannot be reached"
-    hub._answers.cache_clear()
+        model_files._answers.cache_clear()
+        assert model_files.why_not_from_hub("org/tiny") is None
+    model_files._answers.cache_clear()
+    assert model_files.why_not_from_hub("org/tiny") == f"the hub {endpoint} cannot be reached"
+    model_files._answers.cache_clear()

@@ -13,11 +13,10 @@ from posttrain.config.ppo_tree import PPO
 from posttrain.config.schema import leaves
 from posttrain.config.supervised_tree import SFT
 from posttrain.config.values import split_hint
-from posttrain.other_systems.verl.answers import all_answers
+from posttrain.other_systems.verl.answers import PPO_RULES, all_answers
 from posttrain.other_systems.verl.apply import apply_answers
 from posttrain.other_systems.verl.rule import HONOURED, KINDS, NOT_NEEDED, NOT_SUPPORTED, TRANSLATED, Rule
 from posttrain.other_systems.verl.supervised import GENERATION, SUPERVISED_RULES
-from posttrain.other_systems.verl.tables import PPO_RULES
 from posttrain.other_systems.verl.translations import TRANSLATIONS
 
 ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"

@@ -5,7 +5,7 @@ import torch
 
 from posttrain.config.data import DataConfig
 from posttrain.data import PromptDataset
-from posttrain.data.collate import collate
+from posttrain.data.dataset import collate
 from posttrain.protocol import DataProto
 
 

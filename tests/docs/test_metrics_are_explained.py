@@ -10,9 +10,8 @@ import pytest
 
 from posttrain.explain import explain
 from posttrain.explain.metrics import FAMILIES
-from posttrain.explain.pages import metric_text
-from posttrain.explain.texts import METRICS
-from posttrain.explain.texts import SUPERVISED_METRICS as SUPERVISED
+from posttrain.explain.pages import METRICS, metric_text
+from posttrain.explain.pages import SUPERVISED_METRICS as SUPERVISED
 
 ROOT = Path(__file__).resolve().parents[2] / "posttrain"
 ROOMS = ("algorithms", "engine", "workers", "trainer/ppo", "trainer/supervised", "tracking/metrics.py")

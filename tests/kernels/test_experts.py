@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from transformers import AutoConfig
 from triton_tools import DEVICE, ON_CUDA, draw
 
-from posttrain.kernels import experts as twin
+from posttrain.kernels import decode as twin
 
 interpreted = pytest.mark.gpu(interpreter=True)
 HALF = torch.bfloat16 if ON_CUDA else torch.float16  # the interpreter multiplies and rounds bfloat16 wrongly

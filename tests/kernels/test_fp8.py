@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from triton_tools import draw
 
-from posttrain.kernels import experts as twin
+from posttrain.kernels import decode as twin
 from posttrain.kernels.fp8 import Fp8Weight, product
 from posttrain.kernels.quantized import LARGEST, Quantized, round_rows
 

@@ -225,7 +225,7 @@ def test_prompts_are_written_into_the_cache_and_attend_as_the_twin_does(window, 
         return StepTokens(ids, places, of, blocks, begins, 70)
 
     rest = (0.3, window)
-    wanted = decode._attention_twin(query.clone(), key, value, cache, step("cpu"), *rest, rotation, norms, 1e-6)
+    wanted = decode._attention_torch(query.clone(), key, value, cache, step("cpu"), *rest, rotation, norms, 1e-6)
     turned, normers = on(DEVICE, *rotation), on(DEVICE, *norms) if norms else None
     found = decode._attention_cuda(*on(DEVICE, query, key, value), there, step(DEVICE), *rest, turned, normers, 1e-6)
     near(found.cpu(), wanted, at=5)

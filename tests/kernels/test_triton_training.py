@@ -165,7 +165,7 @@ def test_pieces_of_shared_prompts_for_flash_attention():
 
 @each_dtype
 def test_parts_of_an_attention_are_joined_by_their_sums(dtype):
-    from posttrain.kernels.cuda.attention_parts import join_parts
+    from posttrain.kernels.cuda.flash import join_parts
 
     out, over = draw(9, 3, 40, dtype=dtype, seed=6), draw(4, 3, 40, dtype=dtype)
     logsum, over_logsum, places = draw(3, 9), 2 * draw(3, 4), torch.tensor([1, 2, 5, 8]).to(DEVICE)
@@ -181,7 +181,7 @@ def test_parts_of_an_attention_are_joined_by_their_sums(dtype):
 @pytest.mark.skipif(not ON_CUDA, reason="the interpreter has no warps that could overtake each other")
 def test_a_warp_that_comes_late_joins_the_same_parts():
     """Sums are replaced where they stand: a warp must not read one that another has replaced. Some of a million did."""
-    from posttrain.kernels.cuda.attention_parts import join_parts
+    from posttrain.kernels.cuda.flash import join_parts
 
     given, over = (draw(1 << 16, 9, 64, dtype=torch.bfloat16, seed=seed) for seed in (1, 2))
     sums, over_sums, places = draw(9, 1 << 16), draw(9, 1 << 16), torch.arange(1 << 16, device=DEVICE)
@@ -195,8 +195,7 @@ def test_a_warp_that_comes_late_joins_the_same_parts():
 @pytest.mark.parametrize("shape", [(2, 64), (4, 128), (14, 64), (28, 128), (3, 40), (33, 128), (1, 8)], ids=str)
 def test_gradients_of_tokens_in_two_parts_are_added_where_they_stand(dtype, shape):
     """Against the plain formula, and to the bit against the twin: ragged prompts, of one response and of twelve."""
-    from posttrain.kernels.cuda.attention_parts import add_copies, add_rows
-    from posttrain.kernels.cuda.flash import Pieces
+    from posttrain.kernels.cuda.flash import Pieces, add_copies, add_rows
 
     units = [(5, [3, 1, 4]), (1, [2] * 12), (4, []), (3, [2]), (2, [1, 6])]  # a prompt, its responses
     lengths = [prompt + sum(responses) for prompt, responses in units]

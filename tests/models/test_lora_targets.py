@@ -106,7 +106,7 @@ def test_a_head_of_several_layers_is_trained_whole_and_stored_as_peft_stores_it(
     from peft import PeftModel
     from transformers import RobertaConfig, RobertaForSequenceClassification
 
-    from posttrain.config.lora import SCORE_HEADS
+    from posttrain.config.model import SCORE_HEADS
     from posttrain.models.adapter_files import adapter_settings, trained_parameters, write_adapter
 
     size = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from posttrain.models.recompute import recompute_layers
+from posttrain.models.forward import recompute_layers
 
 SHAPE = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2, "ffn_dim": 32}
 SHAPE |= {"word_embed_proj_dim": 32, "d_model": 32, "num_layers": 3, "attention_heads": 2, "pad_token_id": 0}

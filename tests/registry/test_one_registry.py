@@ -82,8 +82,8 @@ import sys
 from posttrain.registry import Registry
 pages = Registry("page", package="posttrain.explain")
 pages.add("mine", print)
-print("posttrain.explain.texts" in sys.modules)
-print(list(pages), "posttrain.explain.texts" in sys.modules)
+print("posttrain.explain.pages" in sys.modules)
+print(list(pages), "posttrain.explain.pages" in sys.modules)
 """
     said = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
     assert said == "False\n['mine'] True\n"

@@ -14,8 +14,7 @@ from posttrain.config.reward import RewardConfig, SandboxConfig
 from posttrain.rewards import RewardError, RewardItem, RewardPool, RewardSpec, score_by_source, try_reward
 from posttrain.rewards.scorers import canonical_source, code
 from posttrain.rewards.scorers.code import NOT_ISOLATED, check_programs, code_settings, same_text, same_value
-from posttrain.rewards.scorers.code_tests import read_tests
-from posttrain.rewards.scorers.code_text import complete_program, extract_program
+from posttrain.rewards.scorers.code_tests import complete_program, extract_program, read_tests
 
 CHEATS_FILE = Path(__file__).parent / "cheats.txt"
 ADD = "def add(a, b):\n    return a + b\n"

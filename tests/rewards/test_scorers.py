@@ -8,10 +8,10 @@ import time
 import pytest
 
 from posttrain.rewards import RewardError, answers, check_sources, extract_final_answer, known_sources, score_by_source
-from posttrain.rewards.numbers import find_numbers, parse_number
+from posttrain.rewards.answers import find_numbers, parse_number
 from posttrain.rewards.scorers import SCORERS
 from posttrain.rewards.scorers import math as math_scorer
-from posttrain.rewards.scorers.code_text import extract_program
+from posttrain.rewards.scorers.code_tests import extract_program
 
 
 def score(source, response, truth, extra=None):

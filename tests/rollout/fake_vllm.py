@@ -6,6 +6,7 @@ prefix cache is reset, which is refused while requests run, and a cache whose me
 
 from __future__ import annotations
 
+import copy
 import importlib.machinery
 import sys
 from dataclasses import dataclass, field, make_dataclass
@@ -13,6 +14,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
+from peft import PeftModel
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from posttrain.rollout.vllm.build import VARIABLES
@@ -22,6 +24,7 @@ ENDED = object()  # what ending torch's process group gives
 ARGUMENTS = (
     *("model", "dtype", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "kv_cache_memory_bytes"),
     *("tensor_parallel_size", "distributed_executor_backend"),
+    *("enable_lora", "max_lora_rank", "max_loras"),
     *("gpu_memory_utilization", "enable_sleep_mode", "block_size", "mm_processor_cache_gb", "compilation_config"),
     *VLLM.fixed,
     *VLLM.on_cpu,
@@ -46,6 +49,19 @@ class SamplingParams:
     output_kind: str = "cumulative"
 
 
+@dataclass(frozen=True)
+class LoRARequest:
+    lora_name: str
+    lora_int_id: int
+    lora_path: str
+    load_inplace: bool = False
+
+
+class BaseLayerWithLoRA:
+    def load_weights(self) -> None:
+        """New versions have it."""
+
+
 EngineArgs = make_dataclass("EngineArgs", [(name, Any, None) for name in ARGUMENTS])
 
 
@@ -57,10 +73,16 @@ class Model(torch.nn.Module):
         torch.manual_seed(0)
         self.hf: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32).eval()
 
+    supports_lora = True
+
     def load_weights(self, weights: Any) -> None:
         own = self.hf.state_dict()
         for name, weight in weights:
             own[name].copy_(weight)
+
+    def with_adapters(self, folder: str) -> Any:
+        """A copy with the adapters of a folder beside it, which are read once."""
+        return PeftModel.from_pretrained(copy.deepcopy(self.hf), folder)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.hf.lm_head(hidden)
@@ -80,6 +102,7 @@ class LLMEngine:
     def __init__(self, args: Any) -> None:
         self.args, self.running, self.remembered, self.asked = args, [], {}, []
         self.model = Model(args.model)
+        self.read: Any = None  # the decoder with the adapters that were read last
         runner = SimpleNamespace(get_model=lambda: self.model, kv_caches=[torch.zeros(64)])
         self.model_executor = SimpleNamespace(driver_worker=SimpleNamespace(model_runner=runner))
         self.vllm_config = SimpleNamespace(
@@ -100,7 +123,16 @@ class LLMEngine:
     def from_engine_args(cls, args: Any) -> LLMEngine:
         return cls(args)
 
-    def add_request(self, name: str, prompt: Any, params: SamplingParams) -> None:
+    def add_lora(self, request: LoRARequest) -> bool:
+        assert self.args.enable_lora and request.load_inplace, "what is held already would not be read again"
+        self.read = self.model.with_adapters(request.lora_path)
+        return True
+
+    def add_request(
+        self, name: str, prompt: Any, params: SamplingParams, lora_request: LoRARequest | None = None
+    ) -> None:
+        assert (lora_request is not None) == bool(self.args.enable_lora)
+        assert lora_request is None or not lora_request.load_inplace, "each step would read its files again"
         assert len(prompt["prompt_token_ids"]) + 1 <= self.args.max_model_len
         assert params.ignore_eos and not params.detokenize, "ends and texts are not vLLM's here"
         self.asked.append(params)
@@ -122,7 +154,8 @@ class LLMEngine:
         return [one for one in made if one is not None]
 
     def _hidden(self, ids: list[int]) -> torch.Tensor:
-        return self.model.hf.model(torch.tensor([ids])).last_hidden_state[0]
+        held = self.model.hf if self.read is None else self.read.get_base_model()
+        return held.model(torch.tensor([ids])).last_hidden_state[0]
 
     def _advance(self, row: _Running) -> Any:
         prompt_logprobs = None
@@ -185,8 +218,13 @@ def install(monkeypatch: Any) -> type[LLMEngine]:
             "EngineArgs": EngineArgs,
             "LLMEngine": LLMEngine,
             "SamplingParams": SamplingParams,
-            "ModelRegistry": SimpleNamespace(get_supported_archs=lambda: ["Qwen2ForCausalLM"]),
+            "ModelRegistry": SimpleNamespace(
+                get_supported_archs=lambda: ["Qwen2ForCausalLM"], _try_load_model_cls=lambda kind: Model
+            ),
         },
+        "vllm.lora.layers": {"BaseLayerWithLoRA": BaseLayerWithLoRA},
+        "vllm.lora.request": {"LoRARequest": LoRARequest},
+        "vllm.model_executor.models.interfaces": {"supports_lora": lambda kind: kind.supports_lora},
         "vllm.inputs": {},
         "vllm.inputs.engine": {"tokens_input": lambda ids: {"prompt_token_ids": ids}},
         "vllm.distributed": {},

@@ -67,8 +67,8 @@ def interpret(monkeypatch) -> None:
     monkeypatch.setattr(cuda, "runs_here", lambda tensor: tensor.dtype is torch.float32)
     monkeypatch.setattr("posttrain.rollout.native.pool.new_cache", cache)
     monkeypatch.setattr("posttrain.models.decoder.can_run_whole", lambda layer: False)
-    monkeypatch.setattr(async_rounds, "_leave_for_host", Late.leave)
-    monkeypatch.setattr(async_rounds, "_after_all_that_is_queued", lambda device: Late())
+    monkeypatch.setattr(async_rounds, "_copy_to_host", Late.leave)
+    monkeypatch.setattr(async_rounds, "_record_event", lambda device: Late())
 
 
 class Late:

@@ -1,4 +1,10 @@
-"""The suite that every rollout engine must pass. An engine joins by adding its maker to ENGINES."""
+"""The suite that every rollout engine must pass. An engine joins by adding its maker to ENGINES.
+
+One that several workers hold together is tried by as many processes, each of which runs the whole suite: the ranks get
+the same calls in the same order (`test_conformance_teams.py` starts them).
+"""
+
+import os
 
 import pytest
 import torch
@@ -6,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from posttrain.config.model import ModelConfig
 from posttrain.config.rollout import RolloutConfig
+from posttrain.engine.ranks import join_ranks, leave_ranks, team_of
 from posttrain.models.embedded import write_model
 from posttrain.models.loading import load_causal_lm, load_tokenizer
 from posttrain.rollout.base import Request, Sampling
@@ -44,6 +51,24 @@ def make_sglang(folder, tokenizer, **settings):
     return build_sglang(module, RolloutConfig(kv_cache_gb=0.1, **settings), decode=decode, longest=96)[0]
 
 
+TEAM = "CONFORMANCE_TEAM"
+"""In the environment of a process that is one rank of a team: rank, ranks and address."""
+
+
+def make_team(name):
+    build = {"native": build_native, "vllm": build_vllm}[name]
+    longest = {"longest": 96} if name == "vllm" else {}
+
+    def make(folder, tokenizer, **settings):
+        cpu = torch.device("cpu")
+        module = load_causal_lm(ModelConfig(path=str(folder)), dtype=torch.float32, device=cpu).requires_grad_(False)
+        decode = lambda ids: tokenizer.decode(ids)  # noqa: E731
+        config = RolloutConfig(name=name, kv_cache_gb=0.1, **settings)
+        return build(module, config, decode=decode, device=cpu, team=team_of(2, cpu), **longest)[0]
+
+    return make
+
+
 FAKES = {"vllm over a fake": fake_vllm, "sglang over a fake": fake_sglang}
 ENGINES = {
     "hf": make_hf,
@@ -52,20 +77,25 @@ ENGINES = {
     "vllm": make_vllm,
     "sglang over a fake": make_sglang,
     "sglang": make_sglang,
+    "native-by-two": make_team("native"),
+    "vllm-by-two": make_team("vllm"),
 }
 
 
 @pytest.fixture(scope="module", params=ENGINES)
 def engine_name(request):
+    if request.param.endswith("-by-two") and TEAM not in os.environ:
+        pytest.skip("one rank of several: test_conformance_teams.py starts them")
     return request.param
 
 
 @pytest.fixture(scope="module")
 def folder(engine_name, tiny_model, tmp_path_factory):
     """vLLM's attention on CPUs knows no heads below 32."""
-    if engine_name not in ("vllm", "sglang"):
+    package = engine_name.removesuffix("-by-two")
+    if engine_name in FAKES or package not in ("vllm", "sglang"):
         return tiny_model
-    pytest.importorskip(engine_name)
+    pytest.importorskip(package)
     return write_model(tmp_path_factory.mktemp("models") / "wide", **TINY | {"hidden_size": 128})
 
 
@@ -74,8 +104,20 @@ def tokenizer(folder):
     return load_tokenizer(ModelConfig(path=str(folder)))
 
 
+@pytest.fixture(scope="module")
+def ranks(engine_name, folder):
+    """Joined after the model was written: transformers writes on the first of several ranks only."""
+    if not engine_name.endswith("-by-two"):
+        yield
+        return
+    rank, count, address = os.environ[TEAM].split()
+    join_ranks(int(rank), int(count), address, torch.device("cpu"), timeout_s=120)
+    yield
+    leave_ranks()
+
+
 @pytest.fixture
-def make(engine_name, folder, tokenizer, monkeypatch, kept):
+def make(engine_name, folder, tokenizer, monkeypatch, kept, ranks):
     if engine_name in FAKES:
         FAKES[engine_name].install(monkeypatch)
     made = []

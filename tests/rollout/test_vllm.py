@@ -6,6 +6,8 @@ The real one is in the conformance suite, where it is installed.
 from __future__ import annotations
 
 import random
+from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +20,7 @@ from posttrain.config.problem import ConfigError
 from posttrain.config.rollout import RolloutConfig
 from posttrain.errors import UserError
 from posttrain.kernels.tensor_parallel import Team
+from posttrain.models.adapter_files import adapter_parameters
 from posttrain.models.forward import row_log_probs
 from posttrain.models.loading import load_causal_lm, load_tokenizer
 from posttrain.models.lora import merged_state, with_adapters
@@ -26,6 +29,7 @@ from posttrain.rollout.base import Request, Sampling
 from posttrain.rollout.engines import build_engine
 from posttrain.rollout.generate import generate
 from posttrain.rollout.hf import HFEngine
+from posttrain.rollout.outside import restored_process_state
 from posttrain.rollout.vllm import build
 from posttrain.rollout.vllm.engine import VLLMEngine
 from tests.rollout import fake_vllm
@@ -214,6 +218,10 @@ def test_arguments_of_the_users_own_reach_vllm_and_null_is_not_given(fake, model
         ),
         ({"wobble": 1}, r"vllm.wobble`: the vLLM that is installed has no such argument. remove it"),
         ({"dtype": "half"}, r"vllm.dtype` cannot be set: `actor_rollout_ref.model.dtype` decides it"),
+        (
+            {"pipeline_parallel_size": 2},
+            r"vllm.pipeline_parallel_size` cannot be set: `actor_rollout_ref.rollout.tensor_model_parallel_size` d",
+        ),
         ({"load_format": "auto"}, r"load_format=auto` cannot be used: posttrain's engine is built on dummy"),
     ],
 )
@@ -221,6 +229,20 @@ def test_arguments_that_vllm_does_not_have_or_that_are_decided_here_are_refused(
     with pytest.raises(UserError, match=said):
         built(model, engine_kwargs={"vllm": given})
     assert not fake.made
+
+
+def test_experts_are_not_spread_on_a_cpu_and_mixtures_are_not_given_to_its_cpu_build(fake, model, monkeypatch):
+    spread = {"vllm": {"enable_expert_parallel": True}}
+    assert build.arguments(RolloutConfig(engine_kwargs=spread), model, torch.device("cuda"), 64)[
+        "enable_expert_parallel"
+    ]
+    assert not build.arguments(RolloutConfig(engine_kwargs=spread), model, CPU, 64)["enable_expert_parallel"]
+    key = f"+{ROLLOUT}.engine_kwargs.vllm.enable_expert_parallel=true"
+    notes = load_config([f"{ROLLOUT}.name=vllm", key, "trainer.device=cpu"]).notes
+    assert any("enable_expert_parallel=True has no effect: on a CPU vLLM runs with False" in note for note in notes)
+    monkeypatch.setattr(model.config, "num_experts", 4, raising=False)
+    made = build.build_vllm(model, RolloutConfig(name="vllm"), decode=None, longest=64)
+    assert made == "its CPU build does not take new weights for experts" and not fake.made
 
 
 def test_making_it_leaves_the_random_numbers_of_the_process_alone(fake, model):
@@ -305,13 +327,91 @@ def test_weights_that_change_under_way_make_two_spans_and_rows_with_filters_do_n
     assert not engine.has_work() and not fake.made[0].running
 
 
-def test_adapters_reach_it_folded_into_the_weights(fake, model):
-    adapted = with_adapters(model, ModelConfig(lora_rank=2, target_modules="all-linear"))
-    with torch.no_grad():
-        for name, weight in adapted.named_parameters():
-            if "lora_B" in name:
-                weight.normal_()
+@torch.no_grad()
+def draw(adapted):
+    for name, weight in adapted.named_parameters():
+        if "lora_B" in name:
+            weight.normal_()
+
+
+@torch.no_grad()
+def differ(engine, model) -> float:
+    return max(
+        float((found - expected(model, row[:1], row[1:])).abs().max())
+        for found, row in zip(engine.score(PROMPTS), PROMPTS, strict=True)
+    )
+
+
+def test_adapters_are_held_beside_the_base_and_a_sync_replaces_them_alone(fake, model):
+    adapted = with_adapters(model, ModelConfig(lora_rank=9, target_modules="all-linear"))
+    draw(adapted)
     engine = built(adapted)
+    assert engine.takes_adapters and fake.made[0].args.max_lora_rank == 16
+    assert differ(engine, adapted) < 1e-5
+    base = {name: weight.clone() for name, weight in engine.inside.model.state_dict().items()}
+    draw(adapted)
+    assert differ(engine, adapted) > 1e-2, "what was handed over is a copy"
+    sent = [*adapter_parameters(adapted).items()]
+    engine.load_weights(sent[:5], 1)  # in buckets
+    engine.load_weights(sent[5:], 1)
+    assert differ(engine, adapted) < 1e-5
+    assert all(torch.equal(weight, base[name]) for name, weight in engine.inside.model.state_dict().items())
+    engine.submit(Request("a", PROMPTS[0], Sampling(max_tokens=4), 0))
+    engine.step()
+    draw(adapted)
+    engine.load_weights(adapter_parameters(adapted).items(), 2)  # also while a response is under way
+    while engine.has_work():
+        (output,) = engine.step() or [None]
+    assert output is not None and output.versions == [(1, 1), (2, 3)]
+    own = expected(adapted, PROMPTS[0], output.token_ids)[1:]
+    torch.testing.assert_close(torch.tensor(output.log_probs[1:]), own, rtol=0, atol=1e-5)
+    folder = Path(engine.adapters._folder.name)
+    assert folder.exists()
+    engine.close()
+    assert not folder.exists()
+
+
+def test_on_a_gpu_a_sync_of_adapters_finds_the_base_that_sleep_gave_back(fake, model, monkeypatch):
+    adapted = with_adapters(model, ModelConfig(lora_rank=2, target_modules="all-linear"))
+    engine, whole, loads = built(adapted), len(fake.made[0].model.hf.state_dict()), []
+    monkeypatch.setattr(engine.inside, "on_cuda", True)
+    monkeypatch.setattr(engine.inside, "drop", lambda stage, *, keep: None)
+    monkeypatch.setattr(engine.inside, "take", lambda stage: None)
+    monkeypatch.setattr(engine.inside, "load", lambda weights: loads.append(len([*weights])))
+    engine.sleep()
+    engine.wake("weights")
+    engine.load_weights(adapter_parameters(adapted).items(), 1)
+    assert loads == [whole]
+    fake.made[0].read = None
+    engine.wake("cache")
+    assert fake.made[0].read is not None, "vLLM's copy of the adapters was given back, too"
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"lora_rank": 4, "target_modules": ["lm_head", "q_proj"]}, "the head has an adapter"),
+        ({"lora_rank": 4, "target_modules": "all-linear", "version": "old"}, "this version of vLLM cannot load"),
+    ],
+)
+def test_adapters_that_vllm_cannot_hold_are_folded_into_the_base_and_the_name_says_why(
+    fake, model, monkeypatch, change, said
+):
+    if change.pop("version", None):
+        monkeypatch.delattr(fake_vllm.BaseLayerWithLoRA, "load_weights")
+    adapted = with_adapters(model, ModelConfig(**change))
+    draw(adapted)
+    made = build.build_vllm(adapted, RolloutConfig(name="vllm"), decode=None, longest=64)
+    assert not isinstance(made, str) and not made[0].takes_adapters and said in made[1]
+    with pytest.raises(UserError, match=rf"enable_lora=true: .*{said}"):
+        built(adapted, engine_kwargs={"vllm": {"enable_lora": True}})
+
+
+def test_adapters_reach_it_folded_into_the_weights_where_the_user_wants_it(fake, model):
+    adapted = with_adapters(model, ModelConfig(lora_rank=2, target_modules="all-linear"))
+    draw(adapted)
+    engine = built(adapted, engine_kwargs={"vllm": {"enable_lora": False}})
+    assert not engine.takes_adapters and not fake.made[0].args.enable_lora
     output = generate(engine, PROMPTS[:1], [Sampling(max_tokens=4)], [0])[0]
     own = expected(adapted, PROMPTS[0], output.token_ids)
     torch.testing.assert_close(torch.tensor(output.log_probs), own, rtol=0, atol=1e-5)
@@ -376,3 +476,22 @@ def test_a_further_turn_goes_on_from_its_parents_tokens(engine, model):
     own = expected(model, prompt, ended[0].token_ids)
     torch.testing.assert_close(torch.tensor(ended[0].log_probs), own, rtol=0, atol=1e-5)
     engine.release(["turn 2"])
+
+
+def test_the_error_of_an_engine_that_broke_the_device_is_the_one_that_is_raised(monkeypatch):
+    """After an illegal access torch cannot set a GPU's random state, and said so instead of what had failed."""
+
+    @contextmanager
+    def fork_rng():
+        try:
+            yield
+        finally:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch.random, "fork_rng", fork_rng)
+    random.seed(5)
+    expected = random.Random(5).random()
+    with pytest.raises(ValueError, match="vLLM does not start"), restored_process_state():
+        random.seed(1)
+        raise ValueError("vLLM does not start")
+    assert random.random() == expected

@@ -13,7 +13,7 @@ from posttrain.rollout.generate import generate
 from posttrain.trainer.ppo.ray_trainer import RayPPOTrainer
 from posttrain.trainer.ppo.runner import opened_training
 from posttrain.workers.fsdp_workers import ActorRolloutRefWorker, AsyncActorRolloutRefWorker
-from posttrain.workers.row_dispatch import by_groups
+from posttrain.workers.update_plan import by_groups
 
 
 class Synchronous(ActorRolloutRefWorker):

@@ -190,3 +190,29 @@ def test_what_cannot_be_sent_between_processes_is_an_error_of_its_conversation()
         loop.begin(("9", 0), [1], 9, {}, {"number": 9, "open": lambda: 1})
         (whole,) = loop.next(wait=True)[1]
         assert whole.finish_reason == "error" and "its row cannot be sent" in (loop.records[("9", 0)].error or "")
+
+
+def test_branches_that_call_tools_side_by_side_are_repeated_too(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    async def sub(chat, number):
+        await chat.say()
+        answer = await chat.call("double", number=number)
+        chat.tell(answer.partition(" ")[0])
+        return int(answer.partition(" ")[0]) + len(await chat.say())
+
+    async def lead(chat, row):
+        begin_anew(chat, row)
+        subs = [chat.branch([{"role": "user", "content": f"sub {n}"}]) for n in range(3)]
+        total = sum(await asyncio.gather(*(sub(one, n) for n, one in enumerate(subs))))
+        await chat.say()
+        if row["number"] == 1:
+            os._exit(0)
+        chat.tell("last")
+        await chat.say()
+        return total
+
+    with loop_of(lead) as loop:
+        found = play(loop, 3)
+    assert found[1][1] == "its process ended (exit code 0)"
+    assert [found[number][:3] for number in (0, 2)] == [(9, None, 8), (9, None, 8)] and counted(0) == counted(2) == 2

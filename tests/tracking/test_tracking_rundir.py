@@ -11,8 +11,8 @@ import time
 
 import pytest
 
+from posttrain.masking import redact
 from posttrain.tracking.loggers import JsonlLogger, read_metrics
-from posttrain.tracking.redact import redact
 from posttrain.tracking.rundir import (
     DIAGNOSIS,
     TIMELINE,

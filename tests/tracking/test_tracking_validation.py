@@ -6,7 +6,7 @@ from itertools import combinations
 
 import pytest
 
-from posttrain.tracking.validation import majority_row, pass_at_k, validation_metrics
+from posttrain.tracking.metrics import majority_row, pass_at_k, validation_metrics
 
 
 @pytest.mark.parametrize(("n", "right"), [(1, 0), (1, 1), (5, 0), (5, 2), (6, 6), (7, 3)])

@@ -13,7 +13,7 @@ from runs import metrics_of, run, settings
 
 import posttrain
 from posttrain.algorithms.registry import ADV_ESTIMATORS, POLICY_LOSSES
-from posttrain.config.presets import PRESETS
+from posttrain.config.choices import PRESETS
 from posttrain.trainer.ppo.ray_trainer import RayPPOTrainer
 
 ACTOR = "actor_rollout_ref__actor__"

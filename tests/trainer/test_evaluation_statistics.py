@@ -9,7 +9,7 @@ import random
 import numpy as np
 import pytest
 
-from posttrain.commands.evaluation.scored import ScoredPrompt, per_prompt, summary
+from posttrain.commands.evaluation.scoring import ScoredPrompt, per_prompt, summary
 from posttrain.commands.evaluation.statistics import (
     EXACT_UP_TO,
     bootstrap,
@@ -18,7 +18,7 @@ from posttrain.commands.evaluation.statistics import (
     sign_flip_p,
     wilson,
 )
-from posttrain.tracking.validation import answer_of, majority_row, pass_at_k
+from posttrain.tracking.metrics import answer_of, majority_row, pass_at_k
 
 
 @pytest.mark.parametrize("n", range(1, 7))

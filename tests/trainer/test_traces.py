@@ -44,8 +44,7 @@ def test_a_step_that_fails_leaves_no_trace_and_the_profiler_is_over(tmp_path):
 
 def test_each_rank_writes_a_trace_of_the_calls_that_it_answered(tmp_path):
     """The host of a rank as Ray would call it, in this process."""
-    from posttrain.controller.rank_host import RankHost
-    from posttrain.controller.wire import pack, unpack
+    from posttrain.controller.rank_host import RankHost, pack, unpack
 
     host = RankHost.__new__(RankHost)
     host.rank, host.workers, host.spans, host.profiler = 1, {"actor": "a worker"}, [], None

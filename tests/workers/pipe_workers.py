@@ -16,8 +16,7 @@ from patience import PROGRAM_S
 
 from posttrain.controller.group import Future, WorkerGroup
 from posttrain.controller.pool import Workers
-from posttrain.controller.rank_host import Failure, RankHost
-from posttrain.controller.wire import pack, unpack
+from posttrain.controller.rank_host import Failure, RankHost, pack, unpack
 
 
 def serve(rank: int, ranks: int, device: str, address: str, calls: Connection) -> None:

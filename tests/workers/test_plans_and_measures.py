@@ -9,8 +9,7 @@ import torch
 from posttrain.controller.dispatch import Calls
 from posttrain.protocol import DataProto
 from posttrain.workers.measures import ROW, Measures, TokenStats, join_token_stats, reduce_over_ranks, reduce_over_steps
-from posttrain.workers.row_dispatch import in_row_order, split_rows
-from posttrain.workers.update_plan import Schedule, mini_batches
+from posttrain.workers.update_plan import Schedule, in_row_order, mini_batches, split_rows
 
 
 def batch_of(*groups: int) -> DataProto:

@@ -26,7 +26,7 @@ from posttrain.trainer.run.workers import open_workers
 from posttrain.workers import weight_sync
 from posttrain.workers.fsdp_workers import ActorRolloutRefWorker, PolicyWorker, ReferenceWorker, RolloutWorker
 from posttrain.workers.groups import DisaggregatedGroup, PolicyGroup, RolloutGroup
-from posttrain.workers.row_dispatch import in_row_order
+from posttrain.workers.update_plan import in_row_order
 from posttrain.workers.weight_sync import SyncError, split_into_buckets, without_tied_copies
 
 SETTINGS = {f"{ACTOR}.optim.lr": 1e-2}

@@ -16,10 +16,10 @@ from posttrain.tracking.rundir import RunDirectory, RunTaken
 from posttrain.trainer.main_ppo import run_ppo
 
 pytest.importorskip("ray")
-from posttrain.controller import ray_cluster, ray_machines, ray_node, ray_serving, torchrun
+from posttrain.controller import ray_cluster, ray_machines, ray_node, torchrun
 from posttrain.controller.ray_address import OWN
 from posttrain.controller.ray_cluster import RayCluster
-from posttrain.controller.worker_died import death_of
+from posttrain.controller.stalls import death_of
 
 
 class Node:
@@ -46,9 +46,9 @@ class Node:
 @pytest.fixture
 def node(monkeypatch):
     monkeypatch.setattr(Node, "made", [], raising=False)
-    monkeypatch.setattr(ray_serving, "RayNode", Node)
-    monkeypatch.setattr(ray_serving.time, "sleep", lambda seconds: None)
-    monkeypatch.setattr(ray_serving, "shown_by_a_node", lambda token: {"token": token})
+    monkeypatch.setattr(ray_node, "RayNode", Node)
+    monkeypatch.setattr(ray_node.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(ray_node, "shown_by_a_node", lambda token: {"token": token})
 
     def shows(*ranks: int) -> type[Node]:
         monkeypatch.setattr(Node, "ranks_seen", list(ranks), raising=False)
@@ -79,32 +79,32 @@ def test_a_machine_leaves_when_the_ranks_that_worked_on_it_are_gone(node, head, 
 def test_a_head_that_goes_ends_the_service_and_before_any_rank_came_it_is_an_error(node, head, monkeypatch):
     kind = node(0, 0, 0)
     with pytest.raises(UserError, match=r"is gone, and no worker was started on this machine: see .* machine 0"):
-        ray_serving.serve(head, lambda words: None)
+        ray_node.serve(head, lambda words: None)
     assert kind.made[0].closed
     node(1, 1, 1, 1, 1, 1, 9)
     answers = iter([None, OSError("gone"), None, *[OSError("gone")] * 3])  # one silence is not the end
-    monkeypatch.setattr(ray_serving, "connection_error", lambda address: next(answers))
-    ray_serving.serve(head, lambda words: None)
+    monkeypatch.setattr(ray_node, "connection_error", lambda address: next(answers))
+    ray_node.serve(head, lambda words: None)
     assert Node.ranks_seen == [1, 9]
 
 
 def test_a_head_that_never_answers_is_an_error_when_its_time_is_over(node, monkeypatch):
     clock, told = [0.0], []
     monkeypatch.setenv("RAY_HEAD_ADDRESS", "127.0.0.1:9")
-    monkeypatch.setattr(ray_serving.time, "monotonic", lambda: clock[0])
-    monkeypatch.setattr(ray_serving.time, "sleep", lambda seconds: clock.__setitem__(0, clock[0] + 60))
+    monkeypatch.setattr(ray_node.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(ray_node.time, "sleep", lambda seconds: clock.__setitem__(0, clock[0] + 60))
     with pytest.raises(UserError, match=r"RAY_HEAD_ADDRESS=127.0.0.1:9: no Ray answers there"):
-        ray_serving.serve("127.0.0.1:9", told.append)
+        ray_node.serve("127.0.0.1:9", told.append)
     assert 300 < clock[0] <= 360 and len(told) == 1 and told[0].startswith("Waiting 300 s for a Ray to answer at")
     assert node().made == []
 
 
 def test_a_head_that_torchruns_first_machine_told_of_and_that_never_answers_is_an_error_in_words(node, monkeypatch):
-    monkeypatch.setattr(ray_serving, "HEAD_S", 0.0)
+    monkeypatch.setattr(ray_node, "HEAD_S", 0.0)
     for name in ("RAY_ADDRESS", "RAY_HEAD_ADDRESS"):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(UserError, match=r"No Ray answers at 127\.0\.0\.1:1 .*first machine said that its Ray is"):
-        ray_serving.serve("127.0.0.1:1", print, "secret")
+        ray_node.serve("127.0.0.1:1", print, "secret")
 
 
 def heads(monkeypatch: pytest.MonkeyPatch) -> tuple[list[Any], list[Any]]:

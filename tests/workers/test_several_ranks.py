@@ -28,8 +28,7 @@ from toy_workers import Join, OneEngine, Spoiled, Toy, group_of, updates
 
 from posttrain.config import load_config
 from posttrain.controller.pool import LocalWorkers, Workers
-from posttrain.controller.rank_host import RankHost
-from posttrain.controller.wire import pack, unpack
+from posttrain.controller.rank_host import RankHost, pack, unpack
 from posttrain.conversations.conversation import TurnRequest
 from posttrain.errors import UserError
 from posttrain.kernels.train import can_train
@@ -541,7 +540,7 @@ def in_turns(group: Any) -> dict[Any, tuple[list[int], list[float]]]:
     group.submit(prompts())
     for engine, output in wait():
         ids = [*begun[output.id], *output.token_ids, 44]
-        group.continue_conversations.on(engine, [TurnRequest(output.id, 1, ids, 5, 77, {})]).result()
+        group.continue_conversations.on(engine, [TurnRequest(output.id, 1, ids, 5, 77, {}, after=0)]).result()
     for engine, output in wait():
         group.end_conversations.on(engine, [output.id[:2]]).result()
     return ended
@@ -751,9 +750,8 @@ def test_a_machine_that_joins_is_waited_for_has_its_rank_and_leaves_when_it_is_g
     """Two nodes of Ray, each with processes and a folder of its own, on this machine."""
     from posttrain.controller.ray_address import OWN
     from posttrain.controller.ray_machines import check_same_programs, machines_for
-    from posttrain.controller.ray_node import RayNode
+    from posttrain.controller.ray_node import RayNode, serve
     from posttrain.controller.ray_pool import RayWorkers
-    from posttrain.controller.ray_serving import serve
 
     told: list[str] = []
     counted, at_work = RayNode.ranks, threading.Event()

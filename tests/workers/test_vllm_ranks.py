@@ -78,6 +78,26 @@ def test_two_workers_that_hold_one_engine_train_as_two_with_one_each(wide, sums,
             assert theirs[name] == pytest.approx(mine[name], rel=1e-3), name
 
 
+@pytest.mark.parametrize("layout", ["alone", "colocated", "disaggregated"])
+def test_adapters_that_are_handed_over_alone_train_as_adapters_folded_into_the_base(wide, sums, tmp_path, layout):
+    sizes: dict[str, object] = {
+        "alone": {},
+        "colocated": {"trainer__n_gpus_per_node": 2, SIZE: 2},
+        "disaggregated": {f"{ROLLOUT}.n_workers": 2, SIZE: 2},
+    }[layout]
+    lora = {"actor_rollout_ref__model__lora_rank": 4, **sizes}
+    said, metrics = run(wide, sums, tmp_path / "beside", **lora)
+    assert "adapters copied at every sync" in said
+    folded = {f"+{ROLLOUT}.engine_kwargs.vllm.enable_lora": False}
+    said, expected = run(wide, sums, tmp_path / "folded", **lora, **folded)
+    assert "weights copied at every sync" in said
+    assert max(line["sync/probe_max"] for line in metrics) < 1e-3
+    assert metrics[-1]["actor/grad_norm"] > 0
+    for mine, theirs in zip(expected, metrics, strict=True):
+        for name in ("response_length/mean", "reward_mean", "actor/grad_norm"):
+            assert theirs[name] == pytest.approx(mine[name], rel=1e-3), name
+
+
 def test_a_worker_that_dies_ends_the_run_with_its_name_and_leaves_no_process(wide, sums, tmp_path):
     words = command(wide, sums, tmp_path, **{SIZE: 2, "trainer__n_gpus_per_node": 2})
     words = [word for word in words if "total_training_steps" not in word] + ["trainer.total_training_steps=2000"]

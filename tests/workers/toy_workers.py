@@ -19,7 +19,7 @@ from posttrain.errors import UserError
 from posttrain.models.loading import load_tokenizer
 from posttrain.protocol import DataProto
 from posttrain.workers.fsdp_workers import ActorRolloutRefWorker, CriticWorker, RolloutWorker
-from posttrain.workers.row_dispatch import by_groups, in_row_order
+from posttrain.workers.update_plan import by_groups, in_row_order
 
 STEPS = 2
 

@@ -5,7 +5,8 @@
     returns = A + V; then the advantages of the batch are whitened: (A - mean) / sqrt(variance + 1e-8)
 
 Tokens that the policy did not write (tool results, padding) are skipped: the token before them uses the value of the
-next token that the policy wrote, and gets any reward placed on them.
+next token that the policy wrote, and gets any reward placed on them. So it is with the turns of a conversation that
+ended in several rows: they follow each other in the order in which they were sampled, whatever row they are in.
 
 Source: High-Dimensional Continuous Control Using Generalized Advantage Estimation, arXiv 1506.02438;
 Proximal Policy Optimization Algorithms, arXiv 1707.06347 (the loss is `vanilla`).
@@ -50,7 +51,9 @@ PPO = Preset(
 )
 
 
-@register_adv_est("gae", settings=GAESettings, reads=("gamma",), presets={"ppo": PPO}, needs_critic=True)
+@register_adv_est(
+    "gae", settings=GAESettings, reads=("gamma",), presets={"ppo": PPO}, needs_critic=True, several_rows="turns"
+)
 def compute_gae_advantage_return(
     token_level_rewards: torch.Tensor,
     values: torch.Tensor | None = None,

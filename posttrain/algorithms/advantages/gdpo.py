@@ -63,6 +63,7 @@ class GDPOSettings:
     settings=GDPOSettings,
     reads=("norm_adv_by_std_in_grpo",),
     compares_group=True,
+    several_rows="sample",
     reads_reward_parts=True,
 )
 def compute_gdpo_outcome_advantage(

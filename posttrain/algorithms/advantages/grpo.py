@@ -85,6 +85,7 @@ DAPO = Preset(
     reads=("norm_adv_by_std_in_grpo",),
     presets={"grpo": GRPO, "drgrpo": DRGRPO, "dapo": DAPO},
     compares_group=True,
+    several_rows="sample",
     kl_belongs_in_loss=True,
 )
 def compute_grpo_outcome_advantage(

@@ -37,7 +37,13 @@ from posttrain.lazy import numpy as np
 from posttrain.lazy import torch
 
 
-@register_adv_est("grpo_passk", reads=("norm_adv_by_std_in_grpo",), compares_group=True, kl_belongs_in_loss=True)
+@register_adv_est(
+    "grpo_passk",
+    reads=("norm_adv_by_std_in_grpo",),
+    compares_group=True,
+    kl_belongs_in_loss=True,
+    several_rows="sample",
+)
 def compute_grpo_passk_outcome_advantage(
     token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: Any = None, config: Any = None, **kwargs: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -30,7 +30,9 @@ from posttrain.algorithms.registry import register_adv_est
 from posttrain.lazy import torch
 
 
-@register_adv_est("optimal_token_baseline", reads=(), compares_group=True, needs_sum_pi_squared=True)
+@register_adv_est(
+    "optimal_token_baseline", reads=(), compares_group=True, needs_sum_pi_squared=True, several_rows="turns"
+)
 def compute_optimal_token_baseline_advantage(
     token_level_rewards: torch.Tensor,
     response_mask: torch.Tensor,

@@ -37,7 +37,7 @@ REINFORCE_PP = Preset(
 )
 
 
-@register_adv_est("reinforce_plus_plus", reads=("gamma",), presets={"reinforce_pp": REINFORCE_PP})
+@register_adv_est("reinforce_plus_plus", reads=("gamma",), presets={"reinforce_pp": REINFORCE_PP}, several_rows="turns")
 def compute_reinforce_plus_plus_outcome_advantage(
     token_level_rewards: torch.Tensor, response_mask: torch.Tensor, config: Any = None, **kwargs: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -34,7 +34,7 @@ from posttrain.algorithms.registry import register_adv_est
 from posttrain.lazy import torch
 
 
-@register_adv_est("reinforce_plus_plus_baseline", reads=(), compares_group=True)
+@register_adv_est("reinforce_plus_plus_baseline", reads=(), compares_group=True, several_rows="sample")
 def compute_reinforce_plus_plus_baseline_outcome_advantage(
     token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: Any = None, **kwargs: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -43,6 +43,7 @@ REMAX = Preset(
     metrics={"remax/baseline_mean": "Mean reward of the greedy responses that `remax` compares with."},
     presets={"remax": REMAX},
     needs_greedy_baseline=True,
+    several_rows="turns",
 )
 def compute_remax_outcome_advantage(
     token_level_rewards: torch.Tensor,

@@ -10,16 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.commands.evaluation.report import make_report, write_report, write_samples
-from posttrain.commands.evaluation.scored import ScoredPrompt
-from posttrain.commands.evaluation.scoring import Scoring
+from posttrain.commands.evaluation.scoring import ScoredPrompt, Scoring
 from posttrain.commands.generation.files import COLUMNS, OF_TURNS, Parts
 from posttrain.commands.generation.session import Session, say
 from posttrain.commands.generation.settings import Settings
 from posttrain.config.data import DataConfig
 from posttrain.data.fields import PromptFields, fields_of
 from posttrain.data.rows import DataError, RowTable
+from posttrain.masking import redact
 from posttrain.rewards.types import RewardResult
-from posttrain.tracking.redact import redact
 
 
 def evaluate_model(model: str, table: RowTable, settings: Settings, out: Path, *, overwrite: bool) -> dict[str, Any]:

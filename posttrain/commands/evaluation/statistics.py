@@ -2,7 +2,7 @@
 
 maj@k       the share of right answers if k of a prompt's n responses, drawn at random in random order, vote: the most
             frequent answer counts, of equals the one given first; those without an answer do not vote, unless nobody
-            has one. Exact, over all draws. (pass@k, likewise over all draws, is `tracking.validation.pass_at_k`.)
+            has one. Exact, over all draws. (pass@k, likewise over all draws, is `tracking.metrics.pass_at_k`.)
 Wilson      interval for a share of prompts, where every prompt's value is 0 or 1 (Wilson 1927).
 bootstrap   percentile interval for a mean over prompts: prompts are drawn anew with a fixed seed.
 sign flip   paired test: if two models were the same, each prompt's difference could as well have the other sign.

@@ -32,8 +32,8 @@ from posttrain.commands.generation.loop import Answers
 from posttrain.data.rows import DataError, RowTable
 from posttrain.errors import UserError
 from posttrain.texts import utf8
-from posttrain.tracking.atomic import replace_file
 from posttrain.tracking.rundir import RunDirectoryError, RunLock
+from posttrain.tracking.safe_files import replace_file
 
 ROWS, SECONDS = 512, 30.0  # a part is written when it holds this many prompts, or when so much time has passed
 SCHEMA = pa.schema(

@@ -23,14 +23,14 @@ class Requests:
 
     def __init__(self, engine: RolloutEngine, sampling: Sampling, turns: ConversationLoop | None = None) -> None:
         self.engine, self.sampling, self.turns = engine, sampling, turns
-        self._last: dict[Key, Hashable] = {}  # of each conversation, the request whose cache its next turn goes on from
+        self._kept: dict[Key, list[Hashable]] = {}  # of each conversation, the requests whose KV cache may be kept
 
     def submit(self, key: Key, prompt_ids: list[int], seed: int, row: Mapping[str, Any]) -> None:
         """`row` are the fields of the prompt's row, which may have something for tools or agents."""
         if self.turns is not None:
             if not self.turns.begin(key, prompt_ids, seed, {}, {name: row[name] for name in ROW_FIELDS}):
                 return  # its agent asks for the first turn
-            self._last[key] = key
+            self._kept[key] = [key]
         self.engine.submit(Request(key, prompt_ids, self.sampling, seed, keep=self.turns is not None))
 
     def has_work(self) -> bool:
@@ -48,9 +48,9 @@ class Requests:
             following, full = self.turns.next(wait=at_rest)
             whole += full
             for turn in following.get(0, []):
-                turn.submit(self.engine, self.sampling, self._last)
+                turn.submit(self.engine, self.sampling, self._kept)
         ended = self.turns.ended().get(0, [])
-        self.engine.release([self._last.pop(key) for key in ended])
+        self.engine.release([id for key in ended for id in self._kept.pop(key)])
         return whole
 
 

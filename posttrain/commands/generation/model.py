@@ -10,9 +10,8 @@ from typing import Any
 import torch
 
 from posttrain.checkpoint.errors import CheckpointError
-from posttrain.checkpoint.export import HUGGINGFACE, refuse_run
 from posttrain.checkpoint.manager import CheckpointManager
-from posttrain.checkpoint.verify import read_manifest, verify
+from posttrain.checkpoint.verify import HUGGINGFACE, read_manifest, refuse_run, verify
 from posttrain.commands.export import adapted_model, stored_lora
 from posttrain.commands.generation.settings import Settings, find_run_of, is_checkpoint
 from posttrain.config.model import ModelConfig

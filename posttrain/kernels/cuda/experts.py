@@ -373,7 +373,7 @@ def mixture(
     share_dtype: torch.dtype,
     fp8: bool = False,
 ) -> torch.Tensor:
-    """The weighted sum of a token's experts, (T, E); `kernels/experts.py` describes the arguments."""
+    """The weighted sum of a token's experts, (T, E); `kernels/decode.py` describes the arguments."""
     if len(x_TE) > MOST_TOKENS:
         how = {"top_k": top_k, "normalised": normalised, "share_dtype": share_dtype, "fp8": fp8}
         return torch.cat([mixture(x, router_XE, gate_up_X2IE, down_XEI, **how) for x in x_TE.split(MOST_TOKENS)])

@@ -10,7 +10,7 @@ _ANY = f"{{{_ACTOR},{_REF},critic,reward_model}}"
 _BUDGET = f"{_ACTOR}.ppo_max_token_len_per_gpu"
 _MODEL = "actor_rollout_ref.model"
 _FLOAT32 = ("fp32", "float32")
-_FUSED = "fused kernels serve wherever they give the same result"
+_FUSED = "fused kernels are used wherever they give the same result"
 
 BATCHING: tuple[Rule, ...] = (
     translated(
@@ -28,7 +28,7 @@ BATCHING: tuple[Rule, ...] = (
     translated(
         f"{_TRAINED}.ppo_micro_batch_size",
         "share",
-        "`ppo_micro_batch_size_per_gpu`: this many over all workers, so divided by them",
+        "`ppo_micro_batch_size_per_gpu`: verl's value is the total over all workers, so it is divided by their number",
     ),
     not_needed(
         "actor_rollout_ref.{rollout,ref}.log_prob_{micro_batch_size,micro_batch_size_per_gpu,use_dynamic_bsz,"
@@ -61,7 +61,7 @@ COMPUTING: tuple[Rule, ...] = (
     not_needed(
         f"{_ACTOR}.calculate_sum_pi_squared", "it is computed where the estimator (optimal_token_baseline) needs it"
     ),
-    not_supported(f"{_ANY}.load_weight", "a role without weights has nothing to do here", "remove it", off=("true",)),
+    not_supported(f"{_ANY}.load_weight", "every role needs its weights", "remove it", off=("true",)),
     not_supported(
         f"{_TRAINED}.data_loader_seed",
         "one seed decides the order of rows",
@@ -106,7 +106,7 @@ OPTIMIZER: tuple[Rule, ...] = (
     not_supported(f"{_OPTIM}.weight_decay_incr_style", "weight decay is constant", "remove it", off=("constant",)),
     not_supported(f"{_OPTIM}.zero_indexed_step", "warm-up counts its first update as 1", "set it to False"),
     not_needed(f"{_OPTIM}.use_checkpoint_opt_param_scheduler", "a resumed run goes on with its schedule where it was"),
-    not_needed(f"{_OPTIM}.use_layer_wise_distributed_optimizer", "FSDP cuts the optimizer's state over the workers"),
+    not_needed(f"{_OPTIM}.use_layer_wise_distributed_optimizer", "FSDP shards the optimizer state"),
     not_supported(
         f"{_OPTIM}.{{exp_avg_dtype,exp_avg_sq_dtype,main_grads_dtype,main_params_dtype}}",
         "weights, gradients and moments of the optimizer are float32",
@@ -123,7 +123,7 @@ OPTIMIZER: tuple[Rule, ...] = (
     not_needed(
         f"{_OPTIM}.override_optimizer_config.{{optimizer_offload_fraction,offload_fraction,"
         "overlap_cpu_optimizer_d2h_h2d}",
-        "how Megatron moves an offloaded optimizer; fsdp_config.optimizer_offload says whether it is",
+        "details of Megatron's optimizer offload; fsdp_config.optimizer_offload turns offloading on",
     ),
     not_supported(
         f"{_OPTIM}.{{override_optimizer_config,override_optimizer_config.*}}",
@@ -167,7 +167,8 @@ SHARDING: tuple[Rule, ...] = (
     ),
     not_supported(
         "{reward_model,critic}.{ulysses_sequence_parallel_size,fsdp_config.ulysses_sequence_parallel_size}",
-        "a reward model computes a row by one worker; the critic's size is critic.ulysses_sequence_parallel_size",
+        "a reward model does not split sequences over workers; the critic's"
+        " size is critic.ulysses_sequence_parallel_size",
         "set it to 1",
         off=("1",),
     ),
@@ -202,7 +203,9 @@ SAVING: tuple[Rule, ...] = (
         f"remove it; to start from weights alone set {_MODEL}.path to a folder written by `posttrain export`",
         off=("['model', 'optimizer', 'extra']", "[model,optimizer,extra]", '["model","optimizer","extra"]'),
     ),
-    not_needed("*.checkpoint.{async_save,mbridge_config}", "how Megatron writes its checkpoints"),
+    not_needed(
+        "*.checkpoint.{async_save,mbridge_config}", "it configures Megatron's own checkpoint writer, which is not used"
+    ),
     not_needed(
         "*.checkpoint.strict",
         "a checkpoint holds all that a run needs to go on, so that nothing is ever missing when it is loaded; "
@@ -223,7 +226,7 @@ MODEL: tuple[Rule, ...] = (
         "the chat template is the tokenizer's",
         "write it into tokenizer_config.json, or set model.tokenizer_path to a folder that has it",
     ),
-    not_supported("*.model.hf_config_path", "config.json lies with the weights", "set model.override_config"),
+    not_supported("*.model.hf_config_path", "config.json is read from the model's folder", "set model.override_config"),
     not_supported(
         "*.model.{mtp,mtp.*}",
         "multi-token prediction is not built: a model's further heads are neither trained nor decoded with",
@@ -243,7 +246,7 @@ MODEL: tuple[Rule, ...] = (
         "*.model.lora.lora_B_init_method", "adapters begin as in peft: B at 0", "set it to zero", off=("zero",)
     ),
     not_needed("*.model.lora.{merge,a2a_experimental}", "the rollout reads the trainer's own weights and adapters"),
-    not_needed("*.model.lora.freeze_*", "beside adapters all weights are frozen"),
+    not_needed("*.model.lora.freeze_*", "with LoRA all other weights are frozen"),
     not_supported(
         "critic.model.{lora_adapter_path,lora.adapter_path}", "the critic's adapters begin anew", "remove it"
     ),
@@ -259,7 +262,7 @@ MODEL: tuple[Rule, ...] = (
         "values are laid over the policy's config.json only",
         "change the config.json of this model",
     ),
-    not_supported(f"{_ACTOR}.freeze_vision_tower", "only models of text are trained", "remove it"),
+    not_supported(f"{_ACTOR}.freeze_vision_tower", "only text models are trained", "remove it"),
 )
 
 ACTOR_RULES: tuple[Rule, ...] = (*BATCHING, *COMPUTING, *OPTIMIZER, *SHARDING, *SAVING, *MODEL)

@@ -47,14 +47,16 @@ DATA: tuple[Rule, ...] = (
     translated(
         "data.gen_batch_size",
         "gen_batch",
-        "`data.train_batch_size` prompts are generated at a time: the same number is taken, with dynamic sampling any",
+        "`data.train_batch_size` prompts are generated at a time: only the same number is "
+        "accepted (with dynamic sampling any)",
     ),
     not_needed(
         "data.{return_raw_chat,return_raw_input_ids,return_full_prompt,return_multi_modal_inputs}",
         "batches always hold the messages; what nobody reads is not kept",
     ),
     not_needed(
-        "data.{filter_overlong_prompts_workers,dataloader_num_workers}", "rows are read and cut in the run's process"
+        "data.{filter_overlong_prompts_workers,dataloader_num_workers}",
+        "rows are read and tokenized in the run's process",
     ),
     not_needed("data.validation_shuffle", "the order of validation rows changes nothing"),
     not_supported(
@@ -82,7 +84,7 @@ DATA: tuple[Rule, ...] = (
         "set algorithm.filter_groups.enable=True, which replaces prompts without signal",
         switch="data.filter_accuracy",
     ),
-    not_supported("data.min_response_length", "responses have no least length", "remove it", off=("0",)),
+    not_supported("data.min_response_length", "there is no minimum response length", "remove it", off=("0",)),
 )
 
 _MANAGER = "{reward_model.reward_manager,reward_manager.name,reward.reward_manager.name}"

@@ -46,7 +46,7 @@ def _brief(problem: Problem) -> str:
 
 
 def _idle(merged: Merged, rule: Rule, key: str, entry: Entry) -> bool:
-    """Whether an unsupported key asks for nothing, as it is set."""
+    """Whether an unsupported key is set to a value that disables the feature."""
     if rule.asks_for_nothing(entry.value):
         return True
     if rule.switch and rule.switch_of(key) != key:
@@ -57,7 +57,7 @@ def _idle(merged: Merged, rule: Rule, key: str, entry: Entry) -> bool:
 def _off(merged: Merged, rule: Rule, key: str) -> str:
     if rule.switch and rule.switch_of(key) != key:
         return f"{rule.switch_of(key)} is not on"
-    return f"with this value it asks for nothing ({rule.says})"
+    return f"with this value the feature is off ({rule.says})"
 
 
 def _problem(rule: Rule, entries: list[Entry]) -> Problem:

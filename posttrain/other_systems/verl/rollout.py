@@ -10,7 +10,7 @@ ENGINE: tuple[Rule, ...] = (
     not_needed(
         f"{_ROLLOUT}.{{cudagraph_capture_sizes,enable_chunked_prefill,enable_prefix_caching,"
         "disable_log_stats,scheduling_policy,skip_tokenizer_init,moe_load_balance_metrics_interval}",
-        "the engine decides it itself: long prompts in pieces, equal ones once, captured graphs on GPUs",
+        "the engine does it by itself: chunked prefill, prefix sharing, CUDA graphs",
     ),
     not_needed(
         f"{_ROLLOUT}.{{load_format,layered_summon}}",
@@ -29,9 +29,16 @@ ENGINE: tuple[Rule, ...] = (
         "weights reach the rollout without buckets",
     ),
     not_needed(f"{_ROLLOUT}.max_model_len", "the longest row is data.max_prompt_length + data.max_response_length"),
+    not_needed(f"{_ROLLOUT}.data_parallel_size", "prompts are spread over all engines that there are"),
     not_needed(
-        f"{_ROLLOUT}.{{data_parallel_size,expert_parallel_size,pipeline_model_parallel_size,moe_tensor_parallel_size}}",
-        "every worker decodes with its own copy of the model",
+        f"{_ROLLOUT}.{{expert_parallel_size,moe_tensor_parallel_size}}",
+        "experts are split as the other matrices are, over the workers that hold an engine",
+    ),
+    not_supported(
+        f"{_ROLLOUT}.pipeline_model_parallel_size",
+        "an engine is split over workers by its matrices, not by its layers",
+        "set actor_rollout_ref.rollout.tensor_model_parallel_size",
+        off=(1,),
     ),
     not_supported(
         f"{_ROLLOUT}.dtype",
@@ -104,18 +111,18 @@ AGENTS: tuple[Rule, ...] = (
     not_needed(f"{_ROLLOUT}.agent.num_workers", "all conversations run in one event loop, which waits for the engines"),
     not_supported(
         f"{_ROLLOUT}.agent.{{agent_loop_manager_class,custom_async_server.*}}",
-        "agents are led by posttrain's own manager, above its own engines",
+        "posttrain's own conversation loop drives agents",
         "remove it",
     ),
     translated(
         f"{_ROLLOUT}.multi_turn.max_user_turns",
         "user_turns",
-        "`multi_turn.max_assistant_turns`: one more than this, as the model answers the last of them; the lower bound "
-        "counts where both are set",
+        "`multi_turn.max_assistant_turns`: this value plus 1, because the model also answers the last user turn; "
+        "if both are set, the lower limit applies",
     ),
     not_needed(
         f"{_ROLLOUT}.multi_turn.{{tokenization_sanity_check_mode,use_inference_chat_template}}",
-        "tokens that were sampled are never rendered and cut again",
+        "sampled tokens are never rendered and tokenized again",
     ),
     not_supported(
         f"{_ROLLOUT}.multi_turn.{{function_tool_path,mcp_config_path}}",
@@ -124,7 +131,7 @@ AGENTS: tuple[Rule, ...] = (
     ),
     not_supported(
         f"{_ROLLOUT}.multi_turn.{{interaction_config_path,num_repeat_rollouts}}",
-        "only tools speak between the model's turns",
+        "only tool results come between the model's turns, no simulated users",
         "remove it",
     ),
     not_supported(
@@ -132,7 +139,7 @@ AGENTS: tuple[Rule, ...] = (
         "tools are named one by one",
         f"name your functions in {_ROLLOUT}.tools as FILE.py:NAME",
     ),
-    not_needed("data.continuous_token.*", "tokens that were sampled are never rendered and cut again"),
+    not_needed("data.continuous_token.*", "sampled tokens are never rendered and tokenized again"),
 )
 
 ROLLOUT_RULES: tuple[Rule, ...] = (*ENGINE, *ELSEWHERE, *AGENTS)

@@ -31,7 +31,7 @@ class Rule:
     says: str
     # What to use instead of an unsupported key.
     do: str = ""
-    # Values with which an unsupported key asks for nothing: it is then only noted.
+    # Values that disable the feature of an unsupported key: it then gives only a note.
     off: tuple[str, ...] = ("false",)
     # Key (or its end, from the name where both keys part) that switches the feature on in verl; where it is not on, an
     # unsupported key is only noted.

@@ -12,7 +12,7 @@ RUN: tuple[Rule, ...] = (
         off=(),
     ),
     not_needed("ray_kwargs.timeline_json_file", "trainer.profile_steps writes traces of every rank"),
-    not_needed("trainer.ray_wait_register_center_timeout", "workers are waited for until they are there"),
+    not_needed("trainer.ray_wait_register_center_timeout", "the run waits for its workers without a timeout"),
     not_needed("trainer.{use_legacy_worker_impl,use_v1}", "there is one implementation of the trainer"),
     not_supported(
         "trainer.v1.trainer_mode",
@@ -42,10 +42,10 @@ RUN: tuple[Rule, ...] = (
         "set trainer.save_freq; SIGTERM saves as well",
         off=("0",),
     ),
-    not_supported("trainer.worker_env.*", "workers take over the environment of the command", "export it before"),
+    not_supported("trainer.worker_env.*", "workers inherit the environment of the command", "export it before the run"),
     not_needed(
         "global_profiler.tool",
-        "traces are torch's profiler's whatever the tool, of the steps in trainer.profile_steps; nsys can watch the "
+        "torch's profiler is always used, for the steps in trainer.profile_steps; nsys can watch the "
         "process from outside",
     ),
     not_needed("*.profiler.*", "trainer.profile_steps alone traces every stage and every rank"),
@@ -63,7 +63,7 @@ RUN: tuple[Rule, ...] = (
     ),
 )
 
-_MEGATRON_DO = "set actor_rollout_ref.actor.strategy=fsdp2 (and critic.strategy=fsdp2), with which it has no effect"
+_MEGATRON_DO = "set actor_rollout_ref.actor.strategy=fsdp2 (and critic.strategy=fsdp2); the key then has no effect"
 _ROLES = "{actor_rollout_ref.actor,actor_rollout_ref.ref,critic,reward_model}"
 _MEGATRON = f"{_ROLES}.{{megatron,megatron_config}}"
 _OTHERS_OF_ACTOR = (
@@ -98,7 +98,7 @@ OTHER_ENGINES: tuple[Rule, ...] = (
         "megatron_sizes",
         "the reference and the critic are cut as the actor is: `actor_rollout_ref.actor.megatron_config`",
     ),
-    not_needed(f"{_MEGATRON}.grad_offload", "gradients live from the first pass of an update to its step"),
+    not_needed(f"{_MEGATRON}.grad_offload", "gradients exist only during an update"),
     not_needed(
         f"{_MEGATRON}.override_transformer_config.recompute_*",
         "actor_rollout_ref.model.enable_gradient_checkpointing says whether layers are computed again",
@@ -111,7 +111,9 @@ OTHER_ENGINES: tuple[Rule, ...] = (
     not_supported(
         f"{_MEGATRON}.use_remove_padding", "rows are always packed", "set it to True, or remove it", off=("true",)
     ),
-    not_needed(f"{_MEGATRON}.{{seed,forward_only}}", "the engine draws nothing, and a reference is never updated"),
+    not_needed(
+        f"{_MEGATRON}.{{seed,forward_only}}", "the engine uses no random numbers, and a reference is never updated"
+    ),
     not_supported(
         f"{_MEGATRON}.{{context_parallel_size,expert_tensor_parallel_size,virtual_pipeline_model_parallel_size}}",
         "a model is cut by tensor, pipeline and expert ranks alone",
@@ -158,14 +160,14 @@ RECIPES: tuple[Rule, ...] = (
         f"{_ACTOR}.{{sampling_steps,shift,timestep_fraction,train_cfg_scale,model_args_path,num_images_in_input,"
         "freeze_non_attn_ffn,micro_batch_size}",
         f"{_RECIPE} (diffusion or robots)",
-        "remove it: models of text are trained here",
+        "remove it: only text models are trained",
     ),
     not_supported(
         f"{_ROLLOUT}.{{cfg_scale,text_cfg_scale,eta,height,width,init_same_noise,latent_h,latent_w,num_inference_steps,"
         "online.prompt,online.save.path,online.step.interval,online.test,only,output_dir,result.save.path,"
         "vae_scale_factor,micro_batch_size,single_turn_response_length}",
         f"{_RECIPE} (diffusion or robots)",
-        "remove it: models of text are trained here",
+        "remove it: only text models are trained",
         off=(),
     ),
     not_supported("actor_rollout_ref.model.{reward_model,reward_model_path}", _RECIPE, "set reward_model.model.path"),

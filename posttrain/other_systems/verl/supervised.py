@@ -17,14 +17,16 @@ SUPERVISED_RULES: tuple[Rule, ...] = (
     translated(
         "data.micro_batch_size",
         "share",
-        "`data.micro_batch_size_per_gpu`: this many over all workers, so divided by them",
+        "`data.micro_batch_size_per_gpu`: verl's value is the total over all workers, so it is divided by their number",
     ),
     not_needed("data.{pad_mode,balance_dp_token}", "rows are packed without padding, and spread by their tokens"),
-    not_needed("data.ignore_input_ids_mismatch", "a conversation is rendered as a whole; there is no second way"),
+    not_needed(
+        "data.ignore_input_ids_mismatch", "a conversation is rendered once as a whole, so there is nothing to compare"
+    ),
     not_needed("{data,model}.use_shm", "files are read where they lie"),
-    not_needed("data.{num_workers,dataloader_num_workers}", "rows are read and cut in the run's process"),
+    not_needed("data.{num_workers,dataloader_num_workers}", "rows are read and tokenized in the run's process"),
     not_supported("data.custom_cls.*", "rows are read by posttrain", "write rows as parquet or JSON (docs/sft.md)"),
-    not_needed("model.{use_liger,use_fused_kernels}", "fused kernels serve wherever they give the same result"),
+    not_needed("model.{use_liger,use_fused_kernels}", "fused kernels are used wherever they give the same result"),
     not_supported("model.{mtp,mtp.*}", "multi-token prediction is not built", "remove it", switch="mtp.enable"),
     not_needed(
         "model.{enable_activation_offload,enable_activation_offloading}",
@@ -51,7 +53,7 @@ SUPERVISED_RULES: tuple[Rule, ...] = (
     ),
     not_needed("engine.{use_torch_compile,forward_prefetch,reshard_after_forward}", "FSDP2 wraps every layer"),
     not_needed("model.fsdp_config.*", "FSDP2 wraps every layer and gathers it when it is needed"),
-    not_supported("engine.*", _OTHER, "set engine=fsdp, with which it has no effect", idle="fsdp"),
+    not_supported("engine.*", _OTHER, "set engine=fsdp; the key then has no effect", idle="fsdp"),
     translated("optim.{min_lr,lr_min}", "floor", "`optim.min_lr_ratio`: this divided by `optim.lr`"),
     not_supported("optim.{lr_warmup_init,init_lr_ratio}", "warm-up begins at lr / steps", "remove it", off=("0",)),
     not_supported(
@@ -69,7 +71,7 @@ SUPERVISED_RULES: tuple[Rule, ...] = (
     not_needed(
         "optim.override_optimizer_config.{use_precision_aware_optimizer,decoupled_weight_decay,"
         "overlap_cpu_optimizer_d2h_h2d}",
-        "AdamW has it so: moments are float32, weight decay is decoupled",
+        "always so: AdamW's moments are float32, its weight decay is decoupled",
     ),
     not_supported(
         "optim.{override_optimizer_config,override_optimizer_config.*}",

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import importlib.util
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from posttrain.config import ConfigError, load_config
+from posttrain.config.checked import Tree
+from posttrain.config.choices import ROLLOUT_ENGINES
+from posttrain.config.merge import Merged, Source, Spellings
 from posttrain.config.ppo_tree import PPO
 from posttrain.config.supervised_tree import SFT
-from posttrain.config.tree import Tree
 from posttrain.config.truncated_command import cut_short
 from posttrain.other_systems.verl.answers import answer
+from posttrain.other_systems.verl.apply import apply_answers
 from posttrain.other_systems.verl.renamed import MAINS, as_ours
 from posttrain.other_systems.verl.rule import HONOURED, KINDS, NOT_NEEDED, NOT_SUPPORTED, TRANSLATED
-from posttrain.other_systems.verl.script import UNKNOWN, Answered, answer_all, can_generate
 from posttrain.other_systems.verl_script.program import Call
 
 ENGINE = "actor_rollout_ref.rollout.name"
@@ -146,3 +150,76 @@ def as_text(report: Report, *, every: bool) -> str:
     if report.problems:
         lines += ["what is left to change:", *(f"  - {problem}" for problem in report.problems)]
     return "\n".join(lines)
+
+
+UNKNOWN = "unknown"
+_ENGINE = "actor_rollout_ref.rollout.name"
+_READ_BY_ALGORITHMS = ("algorithm.", "actor_rollout_ref.actor.")
+_ADDED = (
+    "a key added for an algorithm of your own; `python3 -m verl.trainer.main_ppo` of the package posttrain-verl hands "
+    "it to estimators and losses registered for verl"
+)
+
+
+# Rollout engines that are packages of the same name -> what they call themselves.
+PACKAGES = {"vllm": "vLLM", "sglang": "SGLang"}
+
+
+def is_installed(package: str) -> bool:
+    """Nothing is imported to find out."""
+    try:
+        return importlib.util.find_spec(package) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def can_generate(engine: str) -> bool:
+    """Whether there is an engine of this name, and its package is installed."""
+    return engine in ROLLOUT_ENGINES and (engine not in PACKAGES or is_installed(engine))
+
+
+class Answered(NamedTuple):
+    """One setting of a command, and what becomes of it."""
+
+    setting: str
+    key: str
+    kind: str
+    says: str
+
+
+def answer_all(settings: Iterable[str], tree: Tree) -> list[Answered]:
+    """The answer to each `key=value`; the last value of a key counts."""
+    last = {_pair(setting)[1]: _pair(setting) for setting in settings}
+    merged, pairs = Merged(tree.spellings), list(last.values())
+    for _, key, value in pairs:
+        merged.add(key, value, Source("script", 1))
+    aside = apply_answers(merged)
+    return [_answered(setting, key, value, aside, tree.spellings) for setting, key, value in pairs]
+
+
+def _pair(setting: str) -> tuple[str, str, str]:
+    key, _, value = setting.lstrip("+~").partition("=")
+    return setting, key, value
+
+
+def _answered(setting: str, key: str, value: str, aside: dict[str, tuple[str, str]], names: Spellings) -> Answered:
+    if key in aside:
+        return Answered(setting, key, *aside[key])
+    if key.startswith("hydra."):
+        return Answered(setting, key, NOT_SUPPORTED, "Hydra's own settings are off; remove it")
+    found = names.canonical(key)
+    if found.not_built:
+        return Answered(setting, key, NOT_SUPPORTED, found.not_built)
+    if found.key is None and setting.startswith("+") and key.startswith(_READ_BY_ALGORITHMS):
+        return Answered(setting, key, NOT_SUPPORTED, _ADDED)
+    if found.key is None:
+        return Answered(setting, key, UNKNOWN, names.nearest(key))
+    engine = value.strip("\"'")
+    if found.key == _ENGINE and engine in PACKAGES and not is_installed(engine):
+        missing = f"{PACKAGES[engine]} is not installed here; install it, or set {_ENGINE}=native"
+        return Answered(setting, key, NOT_SUPPORTED, missing)
+    if found.key == _ENGINE and engine not in ROLLOUT_ENGINES:
+        return Answered(setting, key, NOT_SUPPORTED, f"this engine is not built; set {_ENGINE}=native")
+    if found.key == key and names.leaf_of(key) is not None:
+        return Answered(setting, key, HONOURED, "")
+    return Answered(setting, key, TRANSLATED, f"`{found.key}`")

@@ -21,8 +21,7 @@ from typing import Any
 
 from posttrain.config.reward import RewardConfig, SandboxConfig
 from posttrain.rewards.scorers import is_code, register_scorer
-from posttrain.rewards.scorers.code_tests import Tests, read_tests
-from posttrain.rewards.scorers.code_text import complete_program, extract_program
+from posttrain.rewards.scorers.code_tests import Tests, complete_program, extract_program, read_tests
 from posttrain.rewards.types import RewardError
 from posttrain.sandbox.process import SandboxError
 from posttrain.sandbox.sandbox import LIMITS, Result, Sandbox, TestReport

@@ -9,8 +9,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from posttrain.rewards.answers import result_of
-from posttrain.rewards.numbers import find_numbers
+from posttrain.rewards.answers import find_numbers, result_of
 from posttrain.rewards.scorers import math_reasoning, register_scorer
 
 _MARKED = re.compile(r"####\s*+(?:(?:the\s++)?answer\s*+(?:(?:is|:)\s*+)?)?([-+−$\d.][^\n]*+)", re.IGNORECASE)

@@ -14,8 +14,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from posttrain.rewards.answers import REMARK, final_expression
-from posttrain.rewards.numbers import parse_number, same_number, tidy
+from posttrain.rewards.answers import REMARK, final_expression, parse_number, same_number, tidy
 from posttrain.rewards.scorers import register_scorer
 
 _TEXT = re.compile(r"\\(?:text|mathrm|textbf|textit|mbox)\s*\{([^{}]*)\}")

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from posttrain.rewards.answers import extract_final_answer, final_number
-from posttrain.rewards.numbers import same_number
+from posttrain.rewards.answers import extract_final_answer, final_number, same_number
 from posttrain.rewards.scorers import register_scorer
 
 

@@ -31,9 +31,17 @@ from posttrain.rollout.outside import (
     weights_of,
     written_config,
 )
+from posttrain.rollout.vllm.adapters import (
+    RANKS,
+    HeldAdapters,
+    base_and_adapters,
+    has_experts,
+    largest_rank,
+    why_folded,
+)
 from posttrain.rollout.vllm.engine import VLLMEngine
 from posttrain.rollout.vllm.inside import executor_over
-from posttrain.rollout.vllm.settings import VLLM
+from posttrain.rollout.vllm.settings import ADAPTERS, VLLM
 
 NAME = "actor_rollout_ref.rollout.name=vllm"
 VARIABLES = {
@@ -70,22 +78,48 @@ def build_vllm(
         return f"it does not compute in {str(weight.dtype).removeprefix('torch.')}"
     if kind not in ModelRegistry.get_supported_archs():
         return f"it does not know {kind}"
+    if place.type == "cpu" and has_experts(base.config):
+        return "its CPU build does not take new weights for experts"
+    beside, adapters_note = _adapters_beside(module, kind, config)
     keep_groups = dist.is_initialized()  # by those who train here, and go on with it when the engine is closed
     make_room(module, base, place)
     with tempfile.TemporaryDirectory(prefix="posttrain-vllm-") as folder, restored_process_state():
         written_config(base, kind).save_pretrained(folder)
         given = arguments(config, base, place, longest, team)
+        if beside:
+            rank = next(rank for rank in RANKS if rank >= largest_rank(module))
+            given |= {"enable_lora": True, "max_lora_rank": rank, "max_loras": 1}
         try:
             llm = LLMEngine.from_engine_args(EngineArgs(model=folder, dtype=DTYPES[weight.dtype], **given))
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
             raise UserError(f"{NAME}: vLLM does not start: {error_text(error)}") from error
-    source = (lambda: weights_of(module)) if is_trained(module) else None
-    engine = VLLMEngine(llm, decode=decode, source=source, tied=tied_names(base), keep_groups=keep_groups)
-    engine.load_weights(weights_of(module), 0)
+    weights = base_and_adapters if beside else weights_of
+    engine = VLLMEngine(
+        llm,
+        decode=decode,
+        source=(lambda: weights(module)) if is_trained(module) else None,
+        tied=tied_names(base),
+        keep_groups=keep_groups,
+        adapters=HeldAdapters.of(llm, module) if beside else None,
+    )
+    engine.load_weights(weights(module), 0)
     together = f"held by {team.size} workers, " if team else ""
-    return engine, f"vllm ({VLLM.installed_version() or 'of unknown version'}, {together}weights copied at every sync)"
+    copied = "adapters" if beside else "weights"
+    name = f"vllm ({VLLM.installed_version() or 'of unknown version'}, {together}{copied} copied at every sync)"
+    return engine, name + adapters_note
+
+
+def _adapters_beside(module: Any, kind: str, config: RolloutConfig) -> tuple[bool, str]:
+    """(whether vLLM computes adapters beside the base, what the engine's name says where it does not)."""
+    wanted = VLLM.given(config.engine_kwargs).get(ADAPTERS)
+    if not has_adapters(module) or wanted is False:
+        return False, ""
+    reason = why_folded(module, kind)
+    if reason is not None and wanted:
+        raise UserError(f"{VLLM.key}.{ADAPTERS}=true: {reason}; remove it, and adapters are folded into the base")
+    return reason is None, "" if reason is None else f"; adapters are folded into the base: {reason}"
 
 
 def tied_names(module: Any) -> dict[str, str]:
@@ -102,6 +136,7 @@ def arguments(
 ) -> dict[str, Any]:
     """What vLLM is asked for besides the model."""
     on_cuda, given = device.type == "cuda", VLLM.given(config.engine_kwargs)
+    given.pop(ADAPTERS, None)
     most, is_long = longest_row(module, given.pop(VLLM.length, None), longest)
     if is_long:
         os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"  # whether that is right has been said already

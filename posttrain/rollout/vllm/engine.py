@@ -11,12 +11,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
 
 from posttrain.rollout.base import Output, Request, RolloutEngine, Sampling, Stage
 from posttrain.rollout.outside import Row, Weights, check_length
+from posttrain.rollout.vllm.adapters import HeldAdapters
 from posttrain.rollout.vllm.inside import Inside, close
 
 
@@ -44,7 +46,8 @@ class _Row(Row):
 class VLLMEngine(RolloutEngine):
     """Decodes with `llm`, a vLLM LLMEngine of this process. `source` gives the weights again where they can be read
     without a sync: then nothing of them is kept while the engine sleeps. `tied` names heads by their embeddings. With
-    `keep_groups` torch's process group outlives the engine."""
+    `keep_groups` torch's process group outlives the engine. `adapters` are computed beside the base: a sync brings them
+    alone."""
 
     def __init__(
         self,
@@ -54,9 +57,11 @@ class VLLMEngine(RolloutEngine):
         source: Callable[[], Weights] | None = None,
         tied: Mapping[str, str] | None = None,
         keep_groups: bool = False,
+        adapters: HeldAdapters | None = None,
     ) -> None:
         self.llm, self.inside, self.decode, self.source = llm, Inside(llm), decode, source
         self.tied, self.keep_groups = tied or {}, keep_groups
+        self.adapters, self.takes_adapters = adapters, adapters is not None
         self.longest: int = llm.vllm_config.model_config.max_model_len - 1  # a row that is scored gets a token more
         self.waiting: deque[_Row] = deque()
         self.rows: dict[str, _Row] = {}
@@ -133,7 +138,8 @@ class VLLMEngine(RolloutEngine):
 
         kind = RequestOutputKind.DELTA if every_step else RequestOutputKind.FINAL_ONLY
         params = SamplingParams(**settings, ignore_eos=True, detokenize=False, output_kind=kind)
-        self.llm.add_request(row.name, tokens_input(ids), params)
+        adapters = {} if self.adapters is None else {"lora_request": self.adapters.request()}
+        self.llm.add_request(row.name, tokens_input(ids), params, **adapters)
         self.rows[row.name] = row
 
     def _has_ended(self, row: _Row, made: Any) -> bool:
@@ -204,10 +210,21 @@ class VLLMEngine(RolloutEngine):
             raise RuntimeError(
                 "requests with filters or penalties are scored at their end: weights cannot change before"
             )
-        self.inside.load(self._with_tied(weights))
-        self.empty = False
+        if self.adapters is not None and self.empty:  # a sync does not bring the base, which was given back
+            assert self.source is not None
+            weights = chain(self.source(), weights)
+        self._load(weights)
         self.version = version
         self._forget()
+
+    def _load(self, weights: Weights) -> None:
+        self.inside.load(self._with_tied(weights if self.adapters is None else self.adapters.take_from(weights)))
+        self.empty = False
+
+    def _finish_loading(self) -> None:
+        self.inside.finish_loading()
+        if self.adapters is not None:
+            self.adapters.renew()
 
     def _with_tied(self, weights: Weights) -> Weights:
         """Syncs send a tied weight once. vLLM's CPU build keeps a copy of the head in an order of its own, which only a
@@ -223,7 +240,7 @@ class VLLMEngine(RolloutEngine):
     def _forget(self) -> None:
         """What the cache holds of older weights; rows that run are computed anew."""
         if self.rows:
-            self.inside.finish_loading()
+            self._finish_loading()
             self.llm.reset_prefix_cache(reset_running_requests=True)
         else:
             self.llm.reset_prefix_cache()
@@ -232,15 +249,14 @@ class VLLMEngine(RolloutEngine):
         """The weights are whole, and where they should be."""
         if self.empty:
             assert self.source is not None
-            self.inside.load(self.source())
-            self.empty = False
-        self.inside.finish_loading()
+            self._load(self.source())
+        self._finish_loading()
 
     def cache_bytes(self) -> int:
         return 0 if "cache" in self.asleep else self.inside.cache_bytes()
 
     def _give_back(self) -> None:
-        self.inside.finish_loading()
+        self._finish_loading()
         self.llm.reset_prefix_cache()
         if "cache" not in self.asleep:
             self.inside.drop("cache", keep=False)
@@ -251,12 +267,16 @@ class VLLMEngine(RolloutEngine):
     def _take(self, stage: Stage) -> None:
         """Weights that a sync brings are not read before; without one they are, when the cache wakes."""
         self.inside.take(stage)
+        if stage == "weights" and self.adapters is not None and self.inside.on_cuda:
+            self.adapters.forget()
         if stage == "cache":
             self._be_ready()
 
     def close(self) -> None:
         """Its memory is free."""
         close(self.llm, keep_groups=self.keep_groups)
+        if self.adapters is not None:
+            self.adapters.close()
 
 
 _NOTHING = Sampling(max_tokens=1)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from typing import Any
 
 import torch
@@ -37,6 +38,17 @@ def executor_over(team: Team, device: torch.device) -> Any:
             return f"file:///posttrain-{name:x}", dist.get_rank(), device.index or 0
 
     return TeamExecutor
+
+
+def can_hold_adapters(kind: str) -> bool:
+    """Whether models of this class take LoRA adapters and, with these, new weights for their base."""
+    from vllm import ModelRegistry  # pyright: ignore
+    from vllm.lora.layers import BaseLayerWithLoRA  # pyright: ignore
+    from vllm.model_executor.models.interfaces import supports_lora  # pyright: ignore
+
+    model = ModelRegistry._try_load_model_cls(kind)
+    # Older versions find no weight of a layer that is wrapped for adapters.
+    return model is not None and supports_lora(model) and "load_weights" in vars(BaseLayerWithLoRA)
 
 
 def close(llm: Any, *, keep_groups: bool) -> None:
@@ -86,13 +98,16 @@ class Inside:
     # -- weights --------------------------------------------------------------------------------------------------
     @torch.no_grad()
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Some of the weights, or all; `finish_loading` comes before they are used."""
+        """Some of the weights, or all, or none; `finish_loading` comes before they are used."""
+        weights = iter(weights)
+        if (first := next(weights, None)) is None:
+            return  # a reload that is given nothing would leave the layers empty
         if self.by_layer and not self.loading:
             from vllm.model_executor.model_loader.reload import initialize_layerwise_reload  # pyright: ignore
 
             initialize_layerwise_reload(self.model)
             self.loading = True
-        self.model.load_weights(iter(weights))  # pyright: ignore
+        self.model.load_weights(chain((first,), weights))  # pyright: ignore
 
     @torch.no_grad()
     def finish_loading(self) -> None:
@@ -131,12 +146,19 @@ class Inside:
                 for name, tensor in self._aside.items():
                     held[name].data.copy_(tensor)
                 self._aside = {}
+                self._forget_adapter_mapping()
         elif stage == "cache":
             for storage, size in self._given_back:
                 storage.resize_(size)
             for cache in self.worker.model_runner.kv_caches:
                 cache.zero_()
             self._given_back = []
+
+    def _forget_adapter_mapping(self) -> None:
+        """Which row has which adapter lies in the memory that was given back, and vLLM writes only what changes."""
+        held = getattr(getattr(self.worker.model_runner, "lora_manager", None), "_adapter_manager", None)
+        if held is not None:
+            held._last_mapping = None
 
     def _set_aside(self, stage: Stage, *, keep: bool) -> None:
         """Buffers always: no sync brings them."""

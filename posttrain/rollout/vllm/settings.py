@@ -6,6 +6,9 @@ from posttrain.rollout.outside_engine import MODEL, ROLLOUT, OutsideEngine
 
 _PATH = ("model", "model_weights", "tokenizer", "tokenizer_mode", "hf_config_path", "config_format", "revision")
 
+ADAPTERS = "enable_lora"
+"""An argument that is the user's: false folds LoRA adapters into the base at every sync, which decodes faster."""
+
 VLLM = OutsideEngine(
     name="vllm",
     title="vLLM",
@@ -29,20 +32,21 @@ VLLM = OutsideEngine(
         "stream_interval": 1,
         "seed": 0,
     },
-    # Of its CPU build: compiled graphs would hold old weights, and seeds do not survive a prompt in pieces.
-    on_cpu={"enforce_eager": True, "enable_chunked_prefill": False},
+    # Of its CPU build: compiled graphs would hold old weights, seeds do not survive a prompt in pieces, and it crashes
+    # where experts are dealt out over ranks.
+    on_cpu={"enforce_eager": True, "enable_chunked_prefill": False, "enable_expert_parallel": False},
     decided={
         **dict.fromkeys((*_PATH, "tokenizer_revision", "code_revision"), f"{MODEL}.path"),
         "hf_overrides": f"{MODEL}.override_config",
         "trust_remote_code": f"{MODEL}.trust_remote_code",
         "dtype": f"{MODEL}.dtype",
         **dict.fromkeys(("quantization", "quantization_config"), f"{MODEL}.quantization"),
-        "enable_lora": f"{MODEL}.lora_rank",
+        **dict.fromkeys(("max_lora_rank", "max_loras", "max_cpu_loras"), f"{MODEL}.lora_rank"),
         "seed": "trainer.seed",
         **{name: f"{ROLLOUT}.{name}" for name in ("max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization")},
         **dict.fromkeys(("kv_cache_memory_bytes", "num_gpu_blocks_override"), f"{ROLLOUT}.kv_cache_gb"),
-        "tensor_parallel_size": f"{ROLLOUT}.tensor_model_parallel_size",
-        **dict.fromkeys(("data_parallel_size", "pipeline_parallel_size"), f"{ROLLOUT}.n_workers"),
+        **dict.fromkeys(("tensor_parallel_size", "pipeline_parallel_size"), f"{ROLLOUT}.tensor_model_parallel_size"),
+        "data_parallel_size": f"{ROLLOUT}.n_workers",
     },
     # It runs in the worker's process, sleeps on GPUs, and makes one token after the other, whose log-probs are those of
     # the model.

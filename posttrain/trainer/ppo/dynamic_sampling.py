@@ -10,15 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from posttrain.algorithms.reward_terms import finite_number
+from posttrain.batch.samples import BRANCH_FIELDS, last_rows
 from posttrain.config.algorithm import FilterGroupsConfig
 from posttrain.errors import UserError
 from posttrain.protocol import DataProto
-from posttrain.tracking.fields import groups_of
-from posttrain.tracking.metrics import right_answers
+from posttrain.tracking.metrics import groups_of, right_answers
 
 FOLDER = "surplus"
 
@@ -61,7 +62,7 @@ class GroupFilter:
         return _take(pool, 0, prompts), metrics
 
     def _divide(self, batch: DataProto) -> tuple[list[list[int]], list[list[int]]]:
-        values_B = self._values(batch)
+        values_B = self._values(batch)[last_rows(batch)]  # the last row of a sample has its score
         groups = [list(rows) for rows in groups_of(batch.non_tensor_batch["uid"])]
         with_signal = [rows for rows in groups if np.ptp(values_B[rows]) > 0]
         return with_signal, [rows for rows in groups if not np.ptp(values_B[rows]) > 0]
@@ -115,7 +116,17 @@ def _alike(parts: list[DataProto]) -> list[DataProto]:
     if any("seed" in part.non_tensor_batch for part in parts):
         for part in parts:  # checkpoints of earlier versions have no seeds
             part.non_tensor_batch.setdefault("seed", np.full(len(part), None))
+    if any("branch" in part.non_tensor_batch for part in parts):
+        for part in parts:  # nor have they branches: their conversations have one row each
+            for name in BRANCH_FIELDS:
+                part.non_tensor_batch.setdefault(name, _objects(len(part), BRANCH_FIELDS[name]))
     return parts
+
+
+def _objects(rows: int, value: Any) -> np.ndarray:
+    made = np.empty(rows, dtype=object)
+    made[:] = [value] * rows
+    return made
 
 
 def _all_failed(batch: DataProto) -> bool:

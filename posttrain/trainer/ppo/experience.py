@@ -22,9 +22,10 @@ from typing import Any
 import numpy as np
 
 from posttrain import pulse
+from posttrain.batch.samples import last_rows
 from posttrain.config.root import PPOConfig
 from posttrain.controller.group import Future
-from posttrain.conversations.batch import begin_conversations, turn_fields
+from posttrain.conversations.batch import begin_conversations, join_rows
 from posttrain.conversations.loop import ConversationLoop
 from posttrain.protocol import DataProto
 from posttrain.rewards.types import RewardResult
@@ -124,7 +125,8 @@ class Experience:
 
     # -- waiting --------------------------------------------------------------------------------------------------
     def wait_for_responses(self, rows: DataProto) -> DataProto:
-        """The rows with their responses; each of these goes to the reward workers as soon as it ends."""
+        """The samples with their responses; each of these goes to the reward workers as soon as it ends. A conversation
+        with several branches gives as many rows."""
         keys = keys_of(rows)
         wanted = set(keys)
         longest = self.config.data.max_response_length
@@ -132,13 +134,14 @@ class Experience:
             while not wanted <= self._outputs.keys():
                 ended = self.poll()
                 work.advance(len(ended), sum(len(output.token_ids) for output in ended), work.running_tokens)
-        prompts = [self._prompts.pop(key) for key in keys]
-        if self.turns and self.turns.has_agents:
-            prompts = self._watch.look([self.turns.records[key] for key in keys], rows, self.tokenizer)
-        outputs = to_batch(prompts, [self._outputs.pop(key) for key in keys], self.tokenizer.pad_token_id)
+        prompts, outputs = [self._prompts.pop(key) for key in keys], [self._outputs.pop(key) for key in keys]
         if self.turns:
-            outputs.union(turn_fields(self.turns, keys))
-        return rows.union(outputs).set_decoder(self.decode)  # `response` is decoded when it is first read
+            if self.turns.has_agents:
+                self._watch.look([self.turns.records[key] for key in keys])
+            rows = join_rows(self.turns, rows, outputs)
+        else:
+            rows.union(to_batch(prompts, outputs, self.tokenizer.pad_token_id))
+        return rows.set_decoder(self.decode)  # `response` is decoded when it is first read
 
     def wait_for_scores(self, rows: DataProto) -> DataProto:
         """The rows with `reward_score`, `reward_parts` and `reward_error` by the reward functions; waits for what is
@@ -151,7 +154,8 @@ class Experience:
                 new = self.rewards.wait()
                 self._scores.update(new)
                 work.advance(len(new))
-        return rows.union(self.rewards.fields([self._scores.pop(key) for key in keys]))
+        found = {key: self._scores.pop(key) for key in wanted}
+        return rows.union(self.rewards.fields([found[key] for key in keys]))
 
     def complete(self, rows: DataProto, *, validation: bool = False) -> DataProto:
         """The rows with responses and scores, those of a reward model among them."""
@@ -161,8 +165,9 @@ class Experience:
         return rows
 
     def with_token_scores(self, rows: DataProto) -> DataProto:
-        """The rows with `token_level_scores`: each score on its response's last token, too long ones punished."""
+        """The rows with `token_level_scores`: each score on the last token of its sample, too long ones punished."""
         scores = place_on_last_token(rows.non_tensor_batch["reward_score"], rows)
+        scores[last_rows(rows) != np.arange(len(rows))] = 0.0
         add_overlong_penalty(scores, rows, self.config.reward.overlong_buffer, self.config.data.max_response_length)
         rows.batch["token_level_scores"] = rows.batch["token_level_rewards"] = scores
         return rows

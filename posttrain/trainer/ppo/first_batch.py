@@ -6,11 +6,12 @@ import numpy as np
 import torch
 
 from posttrain.algorithms import correction_is_on
+from posttrain.batch.samples import sample_of_rows
 from posttrain.config.root import PPOConfig
 from posttrain.errors import UserError
 from posttrain.planning.batch_sizes import Sizes
 from posttrain.protocol import DataProto
-from posttrain.tracking.fields import groups_of
+from posttrain.tracking.metrics import groups_of
 from posttrain.tracking.progress import say
 from posttrain.workers.groups import ActorRolloutGroup
 
@@ -101,14 +102,14 @@ def fresh_groups(batch: DataProto, version: int) -> np.ndarray:
 
 
 def check_groups(batch: DataProto, n: int, *, one_prompt: bool = True) -> None:
-    """Every uid must name exactly `n` rows, all with the same prompt unless agents make their own; otherwise a group
+    """Every uid must name exactly `n` samples, all with the same prompt unless agents make their own; otherwise a group
     was split or mixed."""
-    prompts = batch.batch["prompts"]
+    prompts, sample_B = batch.batch["prompts"], sample_of_rows(batch)
     for rows in groups_of(batch.non_tensor_batch["uid"]):
         uid = batch.non_tensor_batch["uid"][rows[0]]
         what = None
-        if len(rows) != n:
-            what = f"has {len(rows)} rows instead of {n} (actor_rollout_ref.rollout.n): it was split or joined"
+        if (samples := len(set(sample_B[rows].tolist()))) != n:
+            what = f"has {samples} rows instead of {n} (actor_rollout_ref.rollout.n): it was split or joined"
         elif one_prompt and not bool((prompts[rows] == prompts[rows[0]]).all()):
             what = "holds responses to different prompts: groups were mixed"
         if what is not None:

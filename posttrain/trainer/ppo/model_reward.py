@@ -12,7 +12,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from posttrain.algorithms.reward_terms import OVERLONG, SCORE
+from posttrain.batch.samples import last_rows
 from posttrain.config.reward import RewardConfig, RewardModelConfig
 from posttrain.protocol import DataProto
 from posttrain.rewards.combined import RIGHT, read_parts
@@ -56,17 +59,20 @@ class ModelReward:
         In validation a function's score stays the score where there is one: it tells what was learned, the model's
         score only how the model likes it.
         """
-        scored = self.worker_group.compute_rm_score(batch)
+        # Of a sample of several rows the last one is scored: its conversation ended there.
+        last, scored_B = np.unique(last_rows(batch), return_inverse=True)
+        place: list[int] = scored_B.tolist()
+        scored = self.worker_group.compute_rm_score(batch if len(last) == len(batch) else batch[last])
         self._watch.check(list(scored.non_tensor_batch["rm_error"]))
         scores_B = scored.batch["rm_scores"].sum(-1).tolist()
         fields, found = batch.non_tensor_batch, scored.non_tensor_batch
         for row in range(len(batch)):
             own = float(fields["reward_score"][row]), fields["reward_parts"][row], fields["reward_error"][row]
-            score, parts, error = self._row(scores_B[row], found["rm_error"][row], *own)
+            score, parts, error = self._row(scores_B[place[row]], found["rm_error"][place[row]], *own)
             fields["reward_parts"][row], fields["reward_error"][row] = parts, error
             if not (validation and self.functions):
                 fields["reward_score"][row] = score
-        fields["rm_truncated"] = found["rm_truncated"]
+        fields["rm_truncated"] = found["rm_truncated"][scored_B]
 
     def _row(
         self, model: float, model_error: str | None, function: float, parts: dict[str, Any], error: str | None

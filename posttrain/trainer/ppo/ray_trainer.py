@@ -13,11 +13,11 @@ from typing import Any
 import torch
 
 from posttrain.algorithms import apply_kl_in_reward, correction_is_on, get_adv_estimator, get_kl_controller
+from posttrain.batch.samples import has_several_rows, sample_of_rows
 from posttrain.config.root import PPOConfig
 from posttrain.controller.pool import LocalWorkers, Workers
 from posttrain.conversations.loop import ConversationLoop
-from posttrain.data.collate import collate
-from posttrain.data.dataset import PromptDataset
+from posttrain.data.dataset import PromptDataset, collate
 from posttrain.data.sampler import PromptSampler, make_sampler
 from posttrain.planning.batch_sizes import check_group_size, critic_updates, fit_sizes
 from posttrain.protocol import DataProto
@@ -329,6 +329,7 @@ class RayPPOTrainer(WorkerClasses):
             fields["response_mask"],
             self.kl_controller,
             self.config.algorithm.kl_penalty,
+            torch.from_numpy(sample_of_rows(batch)) if has_several_rows(batch) else None,
         )
         return metrics
 

@@ -9,6 +9,7 @@ import pyarrow as pa
 
 from posttrain.config.root import PPOConfig
 from posttrain.controller.pool import Workers
+from posttrain.masking import redact
 from posttrain.protocol import DataProto
 from posttrain.rollout.settings import sampling_words
 from posttrain.texts import own_words
@@ -18,7 +19,6 @@ from posttrain.tracking.diagnosis import RunFacts, StepFacts, collect_advice, di
 from posttrain.tracking.loggers import read_metrics
 from posttrain.tracking.metrics import GENERATED_S, step_metrics
 from posttrain.tracking.progress import console_width, say
-from posttrain.tracking.redact import redact
 from posttrain.tracking.rundir import DIAGNOSIS, Before, RunDirectory, append_line, read_before, write_before
 from posttrain.tracking.samples import sample_table, thin_samples, write_step, write_validation, write_vocabulary
 from posttrain.tracking.step_line import describe_failures, failing_tools, most_common_error

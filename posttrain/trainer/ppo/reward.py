@@ -9,10 +9,10 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from posttrain.algorithms import overlong_penalty
+from posttrain.batch.samples import last_rows
 from posttrain.config.reward import OverlongBufferConfig, RewardConfig
 from posttrain.conversations.batch import reward_info
 from posttrain.conversations.conversation import Conversation
@@ -233,8 +233,12 @@ def add_overlong_penalty(scores_BR: torch.Tensor, data: DataProto, config: Overl
     if not config.enable:
         return
     length_B = _real_responses(data).sum(-1)
+    last_B = torch.from_numpy(last_rows(data))
+    # The limit is that of a row, so the longest row of a sample decides; its penalty counts once, with the score.
+    length_B = torch.zeros_like(length_B).scatter_reduce_(0, last_B, length_B, "amax")[last_B]
     penalty_B = overlong_penalty(length_B, limit, config.len or max(1, limit // 5), config.penalty_factor)
-    scores_BR[_last_token(data)] += penalty_B.to(scores_BR.dtype)
+    placed_B = torch.where(last_B == torch.arange(len(data)), penalty_B, 0.0)
+    scores_BR[_last_token(data)] += placed_B.to(scores_BR.dtype)
     for part, penalty in zip(data.non_tensor_batch["reward_parts"], penalty_B.tolist(), strict=True):
         part["overlong_reward"] = penalty
 
@@ -282,14 +286,6 @@ class AgentWatch:
     def __init__(self) -> None:
         self._watch = FailureWatch("agent", KEY, "correct it; `posttrain generate` shows what it makes of a prompt")
 
-    def look(self, records: Sequence[Conversation], rows: DataProto, tokenizer: Any) -> list[list[int]]:
-        """The prompts of a batch, as agents left them; rows whose prompt is another have its text."""
+    def look(self, records: Sequence[Conversation]) -> None:
+        """Counts the conversations of a batch in which an agent failed."""
         self._watch.check([record.error and f"agent: {record.error}" for record in records])
-        fields = rows.non_tensor_batch
-        if "prompt" in fields:
-            changed = [n for n, record in enumerate(records) if record.own_prompt]
-            texts = np.array(fields["prompt"], dtype=object)
-            for number in changed:
-                texts[number] = tokenizer.decode(list(records[number].prompt_ids), skip_special_tokens=False)
-            fields["prompt"] = texts
-        return [list(record.prompt_ids) for record in records]

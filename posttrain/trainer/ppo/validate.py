@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 
 from posttrain import pulse
+from posttrain.batch.samples import last_rows
 from posttrain.config.data import DataConfig
-from posttrain.data.collate import collate
-from posttrain.data.dataset import PromptDataset
+from posttrain.data.dataset import PromptDataset, collate
 from posttrain.data.sampler import sequential_batches
 from posttrain.protocol import DataProto
 from posttrain.rewards.answers import read_answer
 from posttrain.texts import own_words, texts_of
-from posttrain.tracking.validation import answer_of, has_answer, validation_metrics
+from posttrain.tracking.metrics import answer_of, has_answer, validation_metrics
 from posttrain.trainer.ppo.experience import Experience
 from posttrain.trainer.ppo.recorder import Recorder
 
@@ -59,7 +59,7 @@ class Validator:
         with shown, pulse.work("responses", responses, most_tokens=most_tokens):
             for rows in sequential_batches(len(self.dataset), self.settings.val_batch_size):
                 scored = self._scored(rows)
-                self._add(scored, columns)
+                self._add(scored[np.unique(last_rows(scored))], columns)
                 tables.append(self.recorder.validation_table(step, scored))
         rows_of = zip(*(columns[name] for name in ("source", "written", "parts", "error")), strict=True)
         metrics = validation_metrics(

@@ -16,7 +16,7 @@ from posttrain.config.parallel import one_process, rollout_workers_of, workers_o
 from posttrain.config.resolved import Resolved
 from posttrain.config.trainer import RunConfig
 from posttrain.controller.pool import LocalWorkers, Workers
-from posttrain.controller.worker_died import append_log, printed_lines
+from posttrain.controller.stalls import append_log, printed_lines
 from posttrain.external import import_external
 from posttrain.tracking.console import ignore_hangup
 from posttrain.tracking.progress import say
@@ -106,7 +106,7 @@ def _serve(resolved: Resolved) -> RunResult:
     """Join the Ray of machine 0 until its run has ended."""
     from posttrain.controller import torchrun
     from posttrain.controller.ray_address import given_address
-    from posttrain.controller.ray_serving import serve
+    from posttrain.controller.ray_node import serve
 
     say(f"Machine {resolved.node_rank} of {resolved.config.trainer.nnodes}: machine 0 drives the run.")
     shared = Path(resolved.config.trainer.default_local_dir)

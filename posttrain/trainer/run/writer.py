@@ -11,8 +11,7 @@ from typing import Any
 import torch
 
 from posttrain.checkpoint.errors import CheckpointError
-from posttrain.checkpoint.manager import CheckpointManager, WriteRole
-from posttrain.checkpoint.rng import capture_rng, restore_rng
+from posttrain.checkpoint.manager import CheckpointManager, WriteRole, capture_rng, restore_rng
 from posttrain.config.environment import installed
 from posttrain.controller.pool import Workers
 from posttrain.controller.profiling import StagePeaks, begin_trace, end_trace

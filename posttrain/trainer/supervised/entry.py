@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from posttrain.config import Resolved, load_config
-from posttrain.config.tree import Tree
+from posttrain.config.checked import Tree
 from posttrain.tracking.console import command_console, exit_status, prepare_streams, protect_console, split_output_mode
 
 

@@ -31,6 +31,7 @@ from posttrain.algorithms import (
 from posttrain.algorithms.common import keep_masked
 from posttrain.algorithms.correction import importance
 from posttrain.algorithms.kl import MAX_LOG_RATIO
+from posttrain.batch.samples import has_several_rows, sample_of_rows
 from posttrain.config.algorithm import RolloutCorrectionConfig
 from posttrain.config.root import ActorConfig
 from posttrain.protocol import DataProto
@@ -60,7 +61,7 @@ def importance_weights(
     mask, rollout = batch["response_mask"], sampled_from(batch)
     made = importance(log_prob, rollout, mask, correction)
     assert made is not None
-    rows = micro.meta_info["counts"]["total_rows"]
+    rows = micro.meta_info["rows"]  # a sequence has one context: the rows of a sample are weighted one by one
     share = batch["mean_weights"].double() if made.ratio.shape == mask.shape else made.counted.double() / rows
     measures.add("rollout_is/mean", (share * made.ratio).sum())
     measures.most("rollout_is/max", keep_masked(made.ratio, made.counted).max())
@@ -109,9 +110,10 @@ class ActorObjective:
         """
         mask_BR = mini.batch["response_mask"]
         weights, facts = self._importance(mini)
+        sample_B = torch.from_numpy(sample_of_rows(mini)) if has_several_rows(mini) else None
         tensors = {
             "loss_weights": aggregation_weights(
-                mask_BR, self.config.loss_agg_mode, loss_scale_factor=self.loss_scale_factor
+                mask_BR, self.config.loss_agg_mode, loss_scale_factor=self.loss_scale_factor, sample_B=sample_B
             ),
             "mean_weights": aggregation_weights(mask_BR, "token-mean"),
             **weights,
@@ -120,9 +122,10 @@ class ActorObjective:
         for name, value in list(prepared.items()):
             if isinstance(value, torch.Tensor) and value.ndim > 0 and len(value) == len(mini):
                 tensors[f"{PREPARED}{name}"] = prepared.pop(name)
-        tokens, rows = mask_counts(mask_BR)
-        counts = {"total_tokens": int(tokens), "total_rows": int(rows), "loss_scale_factor": self.loss_scale_factor}
-        known = {"prepared": prepared, "measured": facts, "counts": counts}
+        tokens, samples = mask_counts(mask_BR, sample_B)
+        counts = {"total_tokens": int(tokens), "total_rows": int(samples), "loss_scale_factor": self.loss_scale_factor}
+        rows = int(mask_counts(mask_BR)[1])
+        known = {"prepared": prepared, "measured": facts, "counts": counts, "rows": rows}
         mini = mini.union(DataProto.from_dict(tensors=tensors, meta_info=known))
         self.begin(mini)
         return mini

@@ -55,7 +55,7 @@ class AgentLoopMetrics:
 
 @dataclass
 class AgentLoopOutput:
-    """A conversation as one row."""
+    """A conversation as one row, or one row of several."""
 
     prompt_ids: list[int]
     response_ids: list[int]
@@ -137,8 +137,8 @@ class AgentLoopBase(ABC):
         self.loop = asyncio.get_event_loop()
 
     @abstractmethod
-    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
-        """Leads the conversation; gives it as one row."""
+    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput | list[AgentLoopOutput]:
+        """Leads the conversation; gives it as one row, or as several: one sample, with the reward of the last."""
 
     async def apply_chat_template(
         self,
@@ -195,14 +195,17 @@ class AgentLoopBase(ABC):
 
 
 def _taken(chat: Any, output: Any) -> Any:
-    """The row of an output, and its reward."""
-    if isinstance(output, list | tuple):
-        raise ChatError(f"run gave {len(output)} outputs: a conversation ends in one row here")
-    if output.multi_modal_data and any(output.multi_modal_data.values()):
-        raise ChatError("AgentLoopOutput.multi_modal_data: prompts are text")
-    chat.compose(output.prompt_ids, output.response_ids, output.response_mask)
-    chat.facts.update(output.extra_fields)
-    return output.reward_score
+    """The rows of one output or of a list of them, which are one sample; and its reward, that of the last one."""
+    outputs = list(output) if isinstance(output, list | tuple) else [output]
+    strange = [type(one).__name__ for one in outputs if not isinstance(one, AgentLoopOutput)]
+    if strange or not outputs:
+        raise ChatError(f"run gave {strange[0] if strange else 'an empty list'}, not AgentLoopOutput or a list of them")
+    for one in outputs:
+        if one.multi_modal_data and any(one.multi_modal_data.values()):
+            raise ChatError("AgentLoopOutput.multi_modal_data: prompts are text")
+        chat.compose(one.prompt_ids, one.response_ids, one.response_mask)
+        chat.facts.update(one.extra_fields)
+    return outputs[-1].reward_score
 
 
 def _fields(row: Mapping[str, Any]) -> dict[str, Any]:
