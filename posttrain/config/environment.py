@@ -31,6 +31,8 @@ _HOW_TO_GIVE_A_CLUSTER = (
     "--master_addr=HOST; or once, on a running Ray cluster (ray start --head on one machine, ray start "
     "--address=HOST:6379 on the others), with RAY_ADDRESS=HOST:6379"
 )
+# `data.train_files=reasoning_gym:TASK`: rows that a package makes, not a file (posttrain/data/reasoning_gym.py).
+REASONING_GYM = "reasoning_gym:"
 # Data sets, besides gsm8k, that `posttrain data NAME` makes in a folder of their name.
 RECIPES = ("math", "math500", "mbpp", "humaneval", "nq_open", "hotpotqa", "banking77", "hh_rlhf", "hh_rlhf_sft")
 
@@ -48,6 +50,11 @@ def _data_files(resolved: Resolved, cwd: Path) -> Iterator[Problem]:
         value = resolved.value(key)
         for name in value if isinstance(value, list) else [value]:
             if name is None or name == "embedded" or (can_hold_out and key == "data.val_files" and name == HELD_OUT):
+                continue
+            if str(name).startswith(REASONING_GYM):
+                if importlib.util.find_spec("reasoning_gym") is None:
+                    what = f"`{key}`: {name} needs the package reasoning-gym."
+                    yield Problem(what, resolved.where(key), "pip install 'posttrain[reasoning-gym]'")
                 continue
             path = cwd / str(name)
             if path.is_file() and path.name.endswith(_SUFFIXES):

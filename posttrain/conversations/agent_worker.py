@@ -3,7 +3,7 @@
     from the trainer   ("start", number, row, conversation), ("give", number, request, turn or tool answers),
                        ("stop", number)
     to the trainer     ("ask", number, request, what the agent wants, conversation),
-                       ("ended", number, Ended, conversation, late), ("print", line)
+                       ("ended", number, Ended, conversation, late), ("ready",), ("print", line)
 
 This process appends observations and sampled turns to the conversation as they come, and the trainer takes it over with
 the next turn that the agent asks for. Chat templates are rendered here, beside the trainer.
@@ -42,6 +42,7 @@ class AgentWorker:
         self.loop.set_exception_handler(lambda _loop, _context: None)  # errors of an agent's own tasks are its business
         self.loop.set_task_factory(_make_task)
         self.loop.add_reader(self.channel.fileno(), self._read)
+        self.channel.send(("ready",))
         self.loop.run_forever()
 
     def _read(self) -> None:

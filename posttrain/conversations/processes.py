@@ -36,6 +36,7 @@ Report = Callable[[Hashable, Event, Conversation | None], None]
 
 # A process ends a conversation that is late itself; one that says nothing for so much longer is blocked.
 _GRACE_S, _CHECK_S, _CLOSING_S = 0.5, 0.1, 10.0
+_START_S = 60.0  # for a process to begin: on a busy machine a fork takes its time
 _MOST_RESTARTS = 20
 DIVERGED = (
     "it began anew, because another conversation ended their process, and did not repeat its steps: draw random "
@@ -88,6 +89,7 @@ class _Process:
         self.plays: dict[int, _Play] = {}
         self.late = list[int]()  # conversations that were given up, whose code may still run in it
         self.outbox = bytearray()
+        self.ready = False  # whether it has begun
         self.since = time.monotonic()  # its last message, or when it was given work after it had none
 
     @property
@@ -96,6 +98,7 @@ class _Process:
         return not self.late and not (self.alone and self.plays)
 
     def is_blocked(self, limit_s: float) -> bool:
+        limit_s = limit_s if self.ready else max(limit_s, _START_S)
         return self._is_computing() and time.monotonic() - self.since > limit_s
 
     def _is_computing(self) -> bool:
@@ -116,7 +119,8 @@ class AgentProcesses:
         with contextlib.suppress(Exception):  # the template is compiled here, not in each process
             setup.template.prompt([{"role": "user", "content": "?"}])
         self._marks = marks = Marks()
-        self._server = ForkServer(lambda channel: AgentWorker(channel, agents, setup, marks, timeout_s).serve())
+        serve = lambda channel: AgentWorker(channel, agents, setup, marks, timeout_s).serve()  # noqa: E731
+        self._server = ForkServer(serve, agents.import_modules)
         self._processes: list[_Process] = []
         self._plays: dict[Hashable, _Play] = {}
         self._started = 0
@@ -248,7 +252,9 @@ class AgentProcesses:
         channel = process.worker.channel
         for kind, *rest in channel.receive():
             process.since = time.monotonic()
-            if kind == "print":
+            if kind == "ready":
+                process.ready = True
+            elif kind == "print":
                 print(rest[0])
             elif play := process.plays.get(rest[0]):
                 if kind == "ask":
@@ -281,6 +287,8 @@ class AgentProcesses:
     def _check_processes(self) -> None:
         for process in list(self._processes):
             if process.is_blocked(self._timeout_s + _GRACE_S):
+                self._read(process)  # this loop may have been busy itself, and not have come to its messages
+            if process in self._processes and process.is_blocked(self._timeout_s + _GRACE_S):
                 self._lose(process, describe_late(self._timeout_s))
         self._lane.loop.call_later(_CHECK_S, self._check_processes)
 

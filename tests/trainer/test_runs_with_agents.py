@@ -165,7 +165,7 @@ def test_whatever_an_agent_does_its_response_fails_alone_and_the_run_goes_on(tin
 
     register_agent("guess")(wrong)
     scripted.use(lambda read, seed: "7")
-    more = {f"{R}agent__timeout_s": 0.5, "reward__failure_score": -0.5, f"{R}n": 8}
+    more = {f"{R}agent__timeout_s": 2.0, f"{R}agent__processes": 2, "reward__failure_score": -0.5, f"{R}n": 8}
     result = run(tiny_model, sums, tmp_path, **AGENT | more)
     seen = {}
     for row in samples(result):
@@ -188,7 +188,7 @@ def test_whatever_an_agent_does_its_response_fails_alone_and_the_run_goes_on(tin
         "hangs": (
             -0.5,
             "error",
-            "agent: it took longer than 0.5 seconds between two turns (agent.timeout_s)",
+            "agent: it took longer than 2 seconds between two turns (agent.timeout_s)",
             2,
             2,
         ),

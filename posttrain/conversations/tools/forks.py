@@ -46,7 +46,8 @@ class Worker:
 class ForkServer:
     """The parent of all workers. Thread-safe; `close` ends it and them, and so does the end of this process."""
 
-    def __init__(self, serve: Callable[[Channel], None]) -> None:
+    def __init__(self, serve: Callable[[Channel], None], prepare: Callable[[], None] | None = None) -> None:
+        """`prepare` runs in the parent alone: what it imports is in all workers, and not in the trainer."""
         for stream in (sys.stdout, sys.stderr):  # what is buffered would be written once more by the child
             with contextlib.suppress(Exception):
                 stream.flush()
@@ -58,7 +59,7 @@ class ForkServer:
             # A parent would never read the end of what it, or the parent of other workers, holds open itself.
             for one in list(_OURS):
                 one.close()
-            _run(lambda: _serve_forks(theirs, serve))
+            _run(lambda: _serve_forks(theirs, serve, prepare))
         theirs.close()
 
     def start(self) -> Worker:
@@ -120,7 +121,9 @@ def _run(work: Callable[[], None]) -> None:
         os._exit(0)
 
 
-def _serve_forks(control: socket.socket, serve: Callable[[Channel], None]) -> None:
+def _serve_forks(control: socket.socket, serve: Callable[[Channel], None], prepare: Callable[[], None] | None) -> None:
+    if prepare is not None:
+        prepare()
     gc.freeze()  # a collection in a worker would copy every page that it looks at
     alive = set[int]()
     while True:
