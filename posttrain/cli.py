@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from posttrain.config.options import OptionParser
 from posttrain.errors import working_folder
 from posttrain.interrupts import one_interrupt
+from posttrain.spelling import OptionParser
 from posttrain.tracking.console import exit_status, prepare_streams, protect_console
 from posttrain.tracking.terminal_text import print_page, print_text
 from posttrain.tracking.waiting import waiting
@@ -142,6 +142,10 @@ VERBS: dict[str, tuple[Callable[[Arguments], int] | str, str]] = {
         "posttrain.other_systems.verl_script.command:main",
         "say what becomes of each key of a run script of verl",
     ),
+    "selftest": (
+        "posttrain.commands.selftest.command:main",
+        "check training over several devices on this machine, and write a report to attach to an issue",
+    ),
     "plan": (plan, "predict the memory of a run, without loading weights"),
     "explain": (explain, "explain an algorithm, a setting or a metric"),
     "runs": ("posttrain.tracking.commands:runs", "list runs: how each stands, and what it reached"),
@@ -167,6 +171,10 @@ VERBS: dict[str, tuple[Callable[[Arguments], int] | str, str]] = {
     "eval": (
         "posttrain.commands.evaluation.command:main",
         "score a model on data, with intervals; `eval compare A B` compares two reports",
+    ),
+    "serve": (
+        "posttrain.commands.serving:main",
+        "serve a model over OpenAI's and Anthropic's APIs: `serve MODEL --port 8000`",
     ),
     "bench": (
         "posttrain.bench.command:main",
@@ -205,7 +213,7 @@ def _dispatch(args: list[str]) -> int:
             module, _, name = work.partition(":")
             work = getattr(importlib.import_module(module), name)
         return work(args[1:])
-    from posttrain.config.closest import closest
+    from posttrain.spelling import closest
 
     near = closest(args[0], VERBS)
     hint = f" Did you mean `posttrain {near}`?" if near else ""

@@ -1,5 +1,8 @@
-"""How many cores this process may use. A machine's own number is more than that under `taskset` or a batch system,
-which bind a process to some of them, and in a container, whose quota is counted in cores."""
+"""Cores and GPUs that this process may use, without torch.
+
+A machine's own number of cores is more than that under `taskset` or a batch system, which bind a process to some of
+them, and in a container, whose quota is counted in cores.
+"""
 
 from __future__ import annotations
 
@@ -31,3 +34,16 @@ def _words(name: str) -> list[str]:
         return (CGROUPS / name).read_text().split()
     except OSError:
         return []
+
+
+def gpus_present() -> int:
+    """GPUs that a CUDA or ROCm build of torch would see, as far as files and variables tell."""
+    nvidia = [file for file in Path("/dev").glob("nvidia[0-9]*") if file.name[6:].isdigit()]
+    count = len(nvidia)
+    if count == 0 and Path("/dev/kfd").exists():
+        count = len(list(Path("/dev/dri").glob("renderD*")))
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", os.environ.get("HIP_VISIBLE_DEVICES"))
+    if visible is not None:
+        named = [part for part in visible.split(",") if part.strip() not in ("", "-1", "NoDevFiles")]
+        count = min(count, len(named))
+    return count

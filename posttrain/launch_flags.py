@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from posttrain.config.closest import closest
 from posttrain.config.problem import Problem
 from posttrain.other_systems.names import counterpart
+from posttrain.spelling import closest
 
 MODEL = "actor_rollout_ref.model.path"
 REWARD = "custom_reward_function.path"

@@ -1,10 +1,11 @@
-"""How a field of a settings class declares what it takes: its default, and a range or a few names.
+"""How a field of a settings class declares what it takes: its default, a range or a few names, and when it is idle.
 
     @dataclass
     class Settings:
         temperature: float = setting(1.0, range=POSITIVE)
         \"\"\"One sentence, for `posttrain explain`, the YAML tree and the docs.\"\"\"
         mode: str = setting("fast", choices=("fast", "exact"))
+        steps: int = setting(8, idle=".mode is fast")
 
 The check, its message and the pages are derived from this.
 """
@@ -53,18 +54,38 @@ DTYPES = ("auto", "float32", "bfloat16", "float64")
 SCHEDULES = ("constant", "linear", "cosine")
 
 
+class Idle(NamedTuple):
+    """A reason for which a setting that is set has no effect; a run prints it as a note.
+
+    A reason of the form `KEY is VALUE`, `KEY is not VALUE` or `KEY is set` is its own condition. A key that begins with
+    a dot lies in the setting's own section.
+    """
+
+    reason: str
+    condition: Callable[[Any], bool] | None = None
+
+
 def setting(
     default: Any = dataclasses.MISSING,
     *,
     factory: Any = dataclasses.MISSING,
     range: Range | None = None,
     choices: Sequence[str] = (),
+    idle: str | Idle | Sequence[str | Idle] = (),
+    is_path: bool = False,
+    is_literal: bool = False,
 ) -> Any:
     """A dataclass field with this default (`factory` makes one that is mutable) and what it takes; null always passes.
 
+    idle: reasons for which it has no effect, in the order in which they are tried; those of a section hold for all
+        settings in it. is_path: `~` and variables in it are replaced, and a variable that is not set is a problem.
+        is_literal: a `$` in it is no variable.
+
     The result is typed Any, so that a checker takes the field's own annotation.
     """
-    takes = {"range": range, "choices": tuple(choices)}
+    reasons = [idle] if isinstance(idle, str | Idle) else idle
+    takes = {"range": range, "choices": tuple(choices), "is_path": is_path, "is_literal": is_literal}
+    takes["idle"] = tuple(Idle(one) if isinstance(one, str) else one for one in reasons)
     metadata = {name: value for name, value in takes.items() if value}
     return dataclasses.field(default=default, default_factory=factory, metadata=metadata)
 

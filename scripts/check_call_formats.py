@@ -26,9 +26,9 @@ def table() -> tuple[list[str], bool]:
     """(the lines, whether every template is read by its own format alone)."""
     lines, right = [f"| chat template | {' | '.join(FORMATS)} |", "|---|" + "---|" * len(FORMATS)], True
     for family, (_, fitting) in TEMPLATES.items():
-        proved = prove_formats(MessageTemplate(tokenizer_of(family))).forms
-        lines.append(f"| {family} | " + " | ".join("x" if name in proved else "." for name in FORMATS) + " |")
-        right = right and list(proved) == [fitting]
+        fuse_and_prove = prove_formats(MessageTemplate(tokenizer_of(family))).forms
+        lines.append(f"| {family} | " + " | ".join("x" if name in fuse_and_prove else "." for name in FORMATS) + " |")
+        right = right and list(fuse_and_prove) == [fitting]
     return lines, right
 
 

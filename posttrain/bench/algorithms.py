@@ -185,7 +185,7 @@ def _page(path: Path) -> str:
 
 def markdown(found: Sequence[Gain], record: dict[str, Any]) -> str:
     """How it was made, the table, and settings that differ from the presets."""
-    parts = [_made(found, record), table(HEAD, lines(found))]
+    parts = [_describe_runs(found, record), table(HEAD, lines(found))]
     tuned = [(gain.algorithm.name, *gain.algorithm.tuned) for gain in found if gain.algorithm.tuned[0]]
     if tuned:
         rows = [[name, " ".join(f"`{setting}`" for setting in settings), why] for name, settings, why in tuned]
@@ -194,7 +194,7 @@ def markdown(found: Sequence[Gain], record: dict[str, Any]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _made(found: Sequence[Gain], record: dict[str, Any]) -> str:
+def _describe_runs(found: Sequence[Gain], record: dict[str, Any]) -> str:
     runs = [run for gain in found for run in gain.runs]
     seeds = ", ".join(str(seed) for seed in sorted({run["seed"] for run in runs}))
     sentences = [f"{record['steps']} steps; seeds {seeds}. Made by"]

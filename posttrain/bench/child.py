@@ -92,9 +92,11 @@ class Child:
 
     def close(self) -> None:
         """Let it end by itself, or kill it, with all processes that it left behind in its group."""
+        # A paused process would not notice that its input is closed.
         assert self.process.stdin is not None and self.process.stdout is not None
         self.resume()
         try:
+            # The runner's loop ends with its input: engines get to free their devices.
             self.process.stdin.close()
             self.process.wait(timeout=10)
         except (BrokenPipeError, subprocess.TimeoutExpired):
@@ -133,6 +135,7 @@ class OtherLoad:
         busy, total = _ticks()
         if total <= self.total:
             return None
+        # The session that it was started in identifies its own processes.
         mine = _ticks_of(self.session) - self.mine
         return round(max(0.0, (busy - self.busy - mine) / (total - self.total)), 3)
 

@@ -90,6 +90,7 @@ def comparison(
     The column whose head ends with `vs` is filled here: medians relative to the first system of ours that ran.
     `nothing` is the note of a system without answers; `floor` is the last row: (name, value, its text, note).
     """
+    # Relative to ours, by medians: the best run of many favours the system with the larger spread.
     base = next((entry for entry in entries if entry.system.ours and entry.answers), None)
     ours = figures(base)["median"] if base else None
     head, versus = list(head), next(number for number, title in enumerate(head) if title.endswith("vs"))
@@ -174,6 +175,7 @@ class Contest:
         for number in range(self.warm_ups):
             for request in self.requests:
                 self._ask(entry, child, {"seed": number, **request, **more}, f"{entry.system.name}: warming up")
+        # Warm-ups are kept, apart: they show what compiling and filling caches cost.
         entry.facts["warm_ups"] = entry.answers[:]
         entry.answers.clear()
         return entry.problem is None
@@ -181,6 +183,7 @@ class Contest:
     def _ask(self, entry: Entry, child: Child, request: dict[str, Any], text: str) -> None:
         if entry.problem is not None:
             return
+        # Around each run: a figure that was measured beside a compiler can be seen and left out.
         others = OtherLoad(child.process.pid)
         try:
             answer = child.ask(request, self.line.begin(text), self.deadline or RUN_S)
@@ -256,6 +259,7 @@ def prepare(
     check: Callable[[argparse.Namespace], None] = lambda options: None,
 ) -> Bench:
     """Reject wrong options (`check` has a job's own rules) before anything slow, then find device, model, systems."""
+    # Checked before anything is loaded: an hour of measuring must not end in a path that does not exist.
     path = check_writable(options.json)
     place, line = find_device(options.device), StatusLine()
     fill_in_sizes(options, place)

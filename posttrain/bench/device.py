@@ -45,6 +45,7 @@ CHIPS = (  # the first whose words are all in the device's name counts
 
 def find_chip(name: str) -> Chip | None:
     """The chip of a device of this name; None if it is not in the table."""
+    # Whole words: `H100` must not match the name of another chip that begins so.
     words = name.replace("-", " ").upper().split()
     return next((chip for chip in CHIPS if all(word.upper() in words for word in chip.name.split())), None)
 
@@ -97,6 +98,7 @@ def describe_machine(threads: int, place: Device | None = None) -> dict[str, Any
         "threads": threads,
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "system": platform.platform(),
+        # With the date and the load, a figure that does not repeat can be explained.
         "load_before": [round(value, 2) for value in os.getloadavg()],
         **(place or Device("cpu")).as_json(),
     }

@@ -113,6 +113,7 @@ class EngineProcess:
             warm_ups = 0 if prefix else 1  # the untimed tokens after a prefix warm up in every run
             runs = range(self.options.repeat + warm_ups)
             answers = [self._ask({**request, "seed": run}, text) for run in runs][warm_ups:]
+            # The best of several runs: other processes only ever add time.
             best = min(answers, key=lambda answer: answer["seconds"] / answer["tokens"])
             found = {"us_per_token": best["seconds"] * 1e6 / best["tokens"], "timed": best["tokens"] / rows}
             self.known[key] = {**wanted, **found, "seconds": [answer["seconds"] for answer in answers]}
@@ -153,6 +154,7 @@ def measure_model(engine: EngineProcess, found: Found, save: Callable[[], None])
         wanted += [("length", point_of_length(options, tokens)) for tokens in options.lengths]
     if options.models:
         wanted.append(("model", {"rows": options.length_rows, "tokens": options.row_tokens}))
+    # In the engine's own process, whose threads and types the points are measured with.
     machine, shape, points = engine.machine(), shape_of(model.config, model.dtype), []
     size = PRESETS[model.name].parameters if model.name in PRESETS else shape.weights
     for by, planned in wanted:

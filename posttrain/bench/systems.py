@@ -34,6 +34,7 @@ def own_code_variables() -> dict[str, str]:
     root, given = str(HERE.parent), os.environ.get("PYTHONPATH")
     is_installed = root in (*site.getsitepackages(), site.getusersitepackages())  # on the path anyway
     paths = [path for path in (None if is_installed else root, given) if path]
+    # Without the working folder: `python -m` would otherwise import a checkout that happens to lie there.
     return {"PYTHONSAFEPATH": "1", **({"PYTHONPATH": os.pathsep.join(paths)} if paths else {})}
 
 
@@ -87,6 +88,8 @@ class Environment:
 
             do("making the environment", sys.executable, "-m", "venv", str(self.folder))
             constraints, wanted = self.folder / "constraints.txt", self.folder / "requirements.txt"
+            # Every peer gets the same torch, so that the comparison is between systems and not between versions of
+            # torch.
             constraints.write_text(TORCH + "\n")
             pip = (str(self.python), "-m", "pip", "install", "-c", str(constraints))
             do(f"installing {TORCH}", *pip, TORCH)
@@ -94,6 +97,7 @@ class Environment:
             do(f"installing {self.package}", *pip, "--no-deps", self.package)
             wanted.write_text("\n".join([self._requirements(), *self.also]))
             do("installing what it requires", *pip, "-r", str(wanted))
+        # Written last: an installation that was interrupted is made again.
         (self.folder / "installed.json").write_text(json.dumps(self.recipe))
 
     def _requirements(self) -> str:

@@ -28,6 +28,7 @@ def main(options: argparse.Namespace) -> int:
     bench = prepare(options, TRAIN)
     options.budget = options.budget or BUDGET
     vocabulary = bench.model.vocab_size
+    # A fixed seed: all systems, and the next bench, train on the same tokens.
     work, draw = workload_of(options, vocabulary), random.Random(1)
     responses = [[draw.randrange(vocabulary) for _ in range(n)] for n in work.lengths]
 
@@ -83,6 +84,7 @@ def figures(bench: Bench, work: Workload, entry: Entry) -> dict[str, float]:
     peaks = [answer["peak_gib"] for answer in entry.answers if answer.get("peak_gib")]
     least = floor(bench, work)
     if least is not None:
+        # Against the best run: the share is a property of the code, other load is not.
         found["mfu"] = least / found["best"]
         found["mfu_counted"] = found["mfu"] * entry.answers[-1]["computed"] / total(work)
     return found | ({"peak_gib": max(peaks)} if peaks else {})

@@ -1,4 +1,4 @@
-"""Checkpoints: atomic save, exact resume, and the proof that a folder is whole.
+"""Checkpoints: atomic save, exact resume, and the proof that a folder is complete.
 
 `CheckpointManager` saves and loads, `verify` lists what is wrong with a folder, `capture_rng` and `restore_rng` turn
 the process's random number generators into tensors and back. What needs torch is loaded on first use: to say that a

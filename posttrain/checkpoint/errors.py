@@ -1,4 +1,4 @@
-"""The one error of this room, and words for what the operating system says when a disk is full or closed."""
+"""CheckpointError, and messages for what the operating system reports when a disk is full or read-only."""
 
 from __future__ import annotations
 

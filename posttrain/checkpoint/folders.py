@@ -1,4 +1,4 @@
-"""Checkpoint folders that are whole or absent, whenever a process is killed or the power fails; and hashes of files.
+"""Checkpoint folders that are complete or absent, whenever a process is killed or the power fails; and hashes of files.
 
 A checkpoint is written into a temporary folder beside its place, synced, and renamed. A process killed at any moment
 leaves the checkpoints that were complete, and at most a temporary folder, which the next start removes.
@@ -21,6 +21,7 @@ from posttrain import cores
 
 def write_synced(path: Path, data: bytes) -> None:
     """Write `path` and wait until it is on the disk."""
+    # Not through a temporary name: the folder around it is temporary itself.
     with path.open("wb") as file:
         file.write(data)
         file.flush()
@@ -43,6 +44,7 @@ def files_below(folder: Path) -> list[Path]:
 
 def sync_tree(folder: Path) -> None:
     """Wait until every file and every name below `folder` is on the disk."""
+    # Folders too: fsync of a file does not write its name, which is part of the folder.
     for path in [*files_below(folder), folder, *(p for p in folder.rglob("*") if p.is_dir())]:
         sync_folder(path)
 
@@ -64,7 +66,7 @@ _NAME = re.compile(r"global_step_(\d+)")
 
 
 def steps_in(folder: Path) -> list[int]:
-    """Steps of all checkpoints in the folder, oldest first, whole or not."""
+    """Steps of all checkpoints in the folder, oldest first, complete or not."""
     if not folder.is_dir():
         return []
     matches = (_NAME.fullmatch(path.name) for path in folder.iterdir() if path.is_dir())
@@ -85,6 +87,7 @@ def free_name(path: Path) -> Path:
 def temporary_folder(target: Path) -> Iterator[Path]:
     """A new folder to be written in, then put in the target's place; removed if that fails."""
     target.parent.mkdir(parents=True, exist_ok=True)
+    # Beside the target, because a rename is one step only within a file system.
     folder = target.parent / f"{_WRITING}{target.name}-{os.getpid()}"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()

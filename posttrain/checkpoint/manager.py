@@ -1,4 +1,4 @@
-"""CheckpointManager: `global_step_N` folders that are whole or absent, and the way back into a run.
+"""CheckpointManager: `global_step_N` folders that are complete or absent, and how a run resumes from them.
 
     global_step_N/
       actor/ critic/     tensors, one folder per role (torch.distributed.checkpoint)
@@ -91,6 +91,7 @@ class CheckpointManager:
         self.folder = Path(folder)
         self._keep = keep
         self._note = on_note
+        # Checkpoints that are verified already: state, generators and each role would hash all files again.
         self._verified: set[Path] = set()
         folders.clear_leftovers(self.folder)
 
@@ -128,12 +129,15 @@ class CheckpointManager:
                 write_manifest(folder, step=step, metric=metric)
                 sync_folder(folder)
                 folders.put_in_place(folder, target)
+        # Mistakes of the caller and Ctrl-C pass as they are; everything else is a disk that failed, and gets its own
+        # words.
         except (KeyboardInterrupt, SystemExit, TypeError, ValueError, CheckpointError):
             raise
         except BaseException as error:
             if find_error(error, KeyboardInterrupt):  # the library wraps it, too
                 raise KeyboardInterrupt from None
             raise write_failure(target, error, self._needed(tensors)) from error
+        # The same step may be saved again after a resume: what was verified under this name is gone.
         self._verified.discard(target)
         self._name_latest(step)
         self._prune()
@@ -155,7 +159,7 @@ class CheckpointManager:
     # -- what is there
 
     def steps(self) -> list[int]:
-        """Steps of all checkpoint folders, oldest first, whole or not."""
+        """Steps of all checkpoint folders, oldest first, complete or not."""
         return folders.steps_in(self.folder)
 
     def newest(self) -> Path | None:
@@ -164,6 +168,8 @@ class CheckpointManager:
         None if there is no checkpoint at all; if all are damaged, a CheckpointError: to start over would replace them.
         """
         damaged = []
+        # The manifest lists every file with its hash, so that a checkpoint that was cut off or copied badly is never
+        # loaded.
         for step in reversed(self.steps()):
             path = self.path_of(step)
             problems = verify(path)
@@ -184,6 +190,8 @@ class CheckpointManager:
         """Step and metric of the complete checkpoint with the largest metric (the earliest of equals)."""
         best = None
         for step in self.steps():
+            # Read from the manifests rather than remembered: a resumed run keeps the best checkpoint of the run before
+            # it.
             metric = _metric_of(self.path_of(step))
             if metric is not None and (best is None or metric > best[1]):
                 best = (step, metric)
@@ -217,7 +225,7 @@ class CheckpointManager:
         dcp.read_checked(self.role_folder(path, role), into, partial=partial)
 
     def role_folder(self, path: str | os.PathLike[str], role: str) -> Path:
-        """The folder of a role's tensors, for those who read it themselves; the whole checkpoint is verified."""
+        """The folder of a role's tensors, for callers that read it themselves; the complete checkpoint is verified."""
         metadata = f"{role}/.metadata"
         if metadata not in (files := self._verified_files(path)):
             held = sorted({name.split("/")[0] for name in files if name.endswith("/.metadata")})
@@ -271,6 +279,7 @@ class CheckpointManager:
         """Rename checkpoints later than `step` to `set_aside_...`: after a resume from `step` they belong to no run."""
         moved = []
         for later in [other for other in self.steps() if other > step]:
+            # Renamed, not removed: the user may have resumed from an earlier step by mistake.
             place = folders.free_name(self.folder / f"set_aside_global_step_{later}")
             os.rename(self.path_of(later), place)
             moved.append(place)
@@ -290,6 +299,7 @@ def _metric_of(path: Path) -> float | None:
 
 def capture_rng() -> dict[str, torch.Tensor]:
     """The states of Python's, NumPy's and torch's global generators, for `CheckpointManager.save(rng=...)`."""
+    # As tensors rather than pickles: a checkpoint is never unpickled when it is loaded.
     _, words, gauss = random.getstate()
     numpy_state = np.random.get_state(legacy=False)
     assert isinstance(numpy_state, dict) and numpy_state["bit_generator"] == "MT19937"

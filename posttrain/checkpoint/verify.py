@@ -142,7 +142,7 @@ def export(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str]) -> P
 
 
 def refuse_other_folders(path: Path) -> None:
-    """CheckpointError if this is no checkpoint: not there, not whole, or the folder of a run."""
+    """CheckpointError if this is no checkpoint: missing, incomplete, or the folder of a run."""
     refuse_run(path)
     if not (path / MANIFEST).is_file():
         what = f"is no whole checkpoint: it has no {MANIFEST}" if path.is_dir() else "does not exist"

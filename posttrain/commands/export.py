@@ -108,6 +108,7 @@ def adapted_model(
         found = fingerprint(str(base.path))
     except (UserError, OSError) as error:
         raise CheckpointError(f"The base of the adapters in {checkpoint} was not found: {error}. {advice}") from error
+    # Adapters beside another base load without an error and give nonsense, so the base is compared first.
     if found != stored["fingerprint"]:
         raise CheckpointError(
             f"The adapters in {checkpoint} were trained beside a base with the fingerprint {stored['fingerprint']}, "

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from posttrain.checkpoint.folders import steps_in
-from posttrain.config.options import OptionParser
 from posttrain.errors import UserError
+from posttrain.spelling import OptionParser
 from posttrain.tracking.batches import kept_steps, read_facts
 from posttrain.tracking.rundir import find_run
 from posttrain.tracking.waiting import waiting
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def main(args: Sequence[str]) -> int:
-    """0 if the losses are the recorded ones to the bit, 1 if not."""
+    """0 if the losses are bitwise identical to the recorded ones, 1 if not."""
     parser = OptionParser(
         prog="posttrain replay", description="Make a past step's update again from its recorded batch."
     )

@@ -60,8 +60,9 @@ def replay(run: Path, start: int, step: int, watch: Watch | None = None) -> Iter
             watching = watch if number == step else None
             groups = {"actor": actor} | ({"critic": critic} if critic else {})
             # In the order of the loop: the critic learns first.
-            with _watched(groups, batch, watching):
+            with _watch_update(groups, batch, watching):
                 metrics = dict(critic.update_critic(batch)) if critic else {}
+                # As in the run: during warm-up the actor is not updated.
                 if number > facts["critic_warmup"]:
                     metrics |= actor.update_actor(batch)
             yield Replayed(number, metrics, recorded.get(number, {}))
@@ -97,12 +98,13 @@ def _workers(
         actor.load(manager.role_folder(path, "actor"))
         if critic:
             critic.load(manager.role_folder(path, "critic"))
+        # The run's update began with the generators in this state.
         restore_rng(manager.load_rng(path))
     return actor, critic
 
 
 @contextmanager
-def _watched(groups: dict[str, Any], batch: DataProto, watch: Watch | None) -> Iterator[None]:
+def _watch_update(groups: dict[str, Any], batch: DataProto, watch: Watch | None) -> Iterator[None]:
     """Inside, `watch` sees the batch's tensors and every module's output; afterwards the weights."""
     if watch is None:
         yield

@@ -41,6 +41,7 @@ def needs_reference(config: Any) -> bool:
 
 def check(checked: Checked) -> Iterator[Finding]:
     """All checks of a run of the PPO family."""
+    # All of them run: a user corrects every mistake of a command at once.
     for examine in (*_CHECKS, *checks_of_packages("check"), one_process):
         yield from examine(checked)
 
@@ -226,6 +227,7 @@ def _losses_and_shaping(checked: Checked) -> Iterator[Finding]:
 def _sampling(checked: Checked) -> Iterator[Finding]:
     """Filters and penalties make what is sampled from another policy; a correction needs two policies."""
     section, rollout = checked.config.algorithm.rollout_correction, checked.config.actor_rollout_ref.rollout
+    # With these, the log-probs before filters are those of the distribution that was sampled from.
     plain = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
     there = [f"{name}={rollout[name]:g}" for name, value in plain.items() if rollout[name] != value]
     named = [name for name in ("rollout_is", "rollout_rs") if section[name] is not None]

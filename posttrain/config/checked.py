@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from posttrain import plugins
-from posttrain.config.closest import closest
 from posttrain.config.problem import Problem
 from posttrain.config.schema import Section, lookup
 from posttrain.config.values import WrongValue, convert
 from posttrain.settings import choices_of, range_of
+from posttrain.spelling import closest
 
 if TYPE_CHECKING:
     from posttrain.config.merge import Merged, Spellings
@@ -131,7 +131,5 @@ class Tree:
     check_names: Callable[[Merged, Path], None]
     # Problems and notes about the meaning of the values.
     check: Callable[[Checked], Iterable[Finding]]
-    # Notes about settings that were set and can have no effect.
-    idle: Callable[[Any, set[str]], Iterable[str]]
     # Modules that are trained whole beside adapters, so that an adapter folder may hold them.
     heads: tuple[str, ...] = ()

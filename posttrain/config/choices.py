@@ -70,7 +70,7 @@ EMBEDDED: dict[str, Any] = {
     "trainer.export_hf": "last",
 }
 
-# Of these, what nobody set takes the embedded task's value when neither model nor data was named.
+# Those that are not set take the embedded task's value when neither model nor data is named.
 EMBEDDED_SIZES = (
     "data.train_batch_size",
     "data.max_prompt_length",

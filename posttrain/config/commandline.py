@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from posttrain.config.closest import closest
 from posttrain.config.dialect import dialect
 from posttrain.config.problem import Problem
+from posttrain.spelling import closest
 
 _WITH_VALUE = {
     "--config-path": "config_path",

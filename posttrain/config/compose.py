@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from posttrain.config.closest import closest
 from posttrain.config.commandline import CommandLine
-from posttrain.config.defaults_list import ConfigFile, ConfigFiles, DefaultsList, merge_trees, placed
+from posttrain.config.defaults_list import ConfigFile, ConfigFiles, DefaultsList, merge_trees, place_at
 from posttrain.config.merge import Merged, Source
 from posttrain.config.problem import ConfigError, Problem
+from posttrain.spelling import closest
 from posttrain.yaml_text import read_yaml
 
 if TYPE_CHECKING:
@@ -76,8 +76,10 @@ def find_folders(line: CommandLine, cwd: Path, main: str = MAIN) -> tuple[list[P
     for option, given in (("--config-path", line.config_path), ("--config-dir", line.config_dir)):
         if given is not None:
             folders.append(_existing_folder(option, given, cwd))
+    # A main file in the working folder needs no option; one in a named folder comes first.
     if line.config_path is None and not _holds(folders, name) and (cwd / f"{name}.yaml").is_file():
         folders.append(cwd)
+    # Last, so that a user's file of the same name is found before the built-in one.
     folders.append(PACKAGE_TREE)
     if not _holds(folders, name):
         raise ConfigError([_missing_file(name, folders)])
@@ -131,6 +133,7 @@ def compose(folders: list[Path], name: str, groups: list[str], cwd: Path, names:
         )
         composed.layers.append(layer)
         for key in layer.values:
+            # A section that is set whole (`multi_turn: null`) replaces what the files below said inside it.
             for inside in [k for k in composed.values if k.startswith(key + ".")]:
                 del composed.values[inside]
         composed.values.update(layer.values)
@@ -151,9 +154,11 @@ def _compose_once(folders: list[Path], name: str, groups: list[str], cwd: Path, 
     """As `_compose`; the built-in tree alone is composed once per process as long as its files do not change."""
     if folders != [PACKAGE_TREE]:
         return _compose(folders, name, groups, cwd, names)
+    # With the files' times: a developer who edits the tree in a notebook sees the change.
     key = (name, *groups, *(_stamp(file) for file in sorted(PACKAGE_TREE.rglob("*.yaml"))))
     if key not in _built_in:
         _built_in[key] = _compose(folders, name, groups, cwd, names)
+    # A copy, because callers lay values over it.
     return copy.deepcopy(_built_in[key])
 
 
@@ -171,7 +176,7 @@ def _compose(folders: list[Path], name: str, groups: list[str], cwd: Path, names
         composed.layers.append(layer)
         composed.main_file = layer.label if place.primary else composed.main_file
         if isinstance(loaded.values, dict):
-            merge_trees(tree, copy.deepcopy(placed(loaded.values, place.package)))
+            merge_trees(tree, copy.deepcopy(place_at(loaded.values, place.package)))
     tree.pop("hydra", None)
     composed.values = names.flatten(tree)
     return composed
@@ -184,17 +189,18 @@ def _layer(config_path: str, package: str, loaded: ConfigFile, cwd: Path, names:
     group = config_path.rsplit("/", 1)[0] if "/" in config_path else ""
     in_package = file.is_relative_to(PACKAGE_TREE)
     if in_package and group in _PRESET_GROUPS and not package:
+        # A preset is not the user's own word: settings that follow from others may still change what it set.
         return Layer(f"preset {Path(config_path).name}", values, explicit=False)
     same_name = PACKAGE_TREE / f"{config_path}.yaml"
     model = (
         same_name if same_name.is_file() else PACKAGE_TREE / f"{names.program if loaded.defaults else config_path}.yaml"
     )
-    copied = frozenset(values) if in_package else _copied(values, model, package, names)
+    copied = frozenset(values) if in_package else _find_copied_keys(values, model, package, names)
     own_section = package if group and package == group.replace("/", ".") else ""
     return Layer(_label(file, cwd), values, explicit=True, copied=copied, own_section=own_section)
 
 
-def _copied(values: dict[str, Any], model: Path, package: str, names: Spellings) -> frozenset[str]:
+def _find_copied_keys(values: dict[str, Any], model: Path, package: str, names: Spellings) -> frozenset[str]:
     """The keys that a user's file shares with the package's file, if it is a copy of it: has most of its keys.
 
     What the user wrote in a file of a few keys, or added to a copy, is meant, also where it equals the default.

@@ -206,7 +206,8 @@ class DefaultsList:
         """All files, those that others are laid over first."""
         if self.files.read(main) is None:
             raise ComposeError(
-                f"Cannot find primary config '{main}'. Check that it's in your config search path.\n{self._searched()}"
+                f"Cannot find primary config '{main}'. Check that it's in your config search path.\n"
+                f"{self._describe_search_path()}"
             )
         found = self._follow(Item(main), "", "", ())
         keys = [place.key for place in found if place.key is not None]
@@ -339,9 +340,9 @@ class DefaultsList:
             group = item.group_path(base)
             listed = "\n".join(f"\t{option}" for option in self.files.options(group))
             what = f"Could not find '{path}'\n" + (f"\nAvailable options in '{group}':\n{listed}" if listed else "")
-        return f"In '{above}': {what}\n{self._searched()}"
+        return f"In '{above}': {what}\n{self._describe_search_path()}"
 
-    def _searched(self) -> str:
+    def _describe_search_path(self) -> str:
         lines = [f"\tprovider=posttrain, path=file://{folder}" for folder in self.files.folders]
         return "\n".join(["Config search path:", *lines, "\tprovider=schema, path=structured://"])
 
@@ -357,7 +358,7 @@ def merge_trees(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
     return below
 
 
-def placed(values: dict[str, Any], package: str) -> dict[str, Any]:
+def place_at(values: dict[str, Any], package: str) -> dict[str, Any]:
     """The values of a file under the sections of its package."""
     for name in reversed(package.split(".") if package else []):
         values = {name: values}

@@ -57,7 +57,7 @@ def derive_command(merged: Merged) -> None:
     entry, machines = merged.take(NODE_RANK), merged.value("trainer.nnodes")
     if entry is None:
         return
-    if 0 <= entry.value < machines or entry.source == TORCHRUN:  # where torchrun knows better, it is told so
+    if 0 <= entry.value < machines or entry.source == TORCHRUN:  # check_torchrun reports what contradicts torchrun
         merged.node_rank = entry.value
         return
     what = f"`{entry.spelling}={entry.value}`: trainer.nnodes={machines}, and the machines are 0 to {machines - 1}."
@@ -147,6 +147,7 @@ def _embedded(merged: Merged, provided: frozenset[str]) -> None:
         "command does: a comment or an empty line after `\\` cut it short."
     )
     if len(absent) == len(named):
+        # The general defaults are sizes for real models and data.
         fitted = [key for key in EMBEDDED_SIZES if not merged.is_set(key) and key not in merged.bad]
         sizes_by_key = {key: EMBEDDED[key] for key in fitted}
         if merged.is_set(_MINI) and _BATCH in sizes_by_key:
@@ -176,6 +177,7 @@ def _group_size(merged: Merged) -> None:
         what = f"`{key}=1` under `{estimator}`: one response per prompt has no group to be compared with."
         merged.refuse(what, merged.where(key), f"set {key} to 2 or more (5 is usual)", key)
         return
+    # Corrected instead of refused: 1 is PPO's default, which a group estimator never means.
     merged.set_default(key, DEFAULT_GROUP_SIZE, f"under {estimator}")
     merged.note(f"{key} was not set; under {estimator} it becomes {DEFAULT_GROUP_SIZE}.")
 
@@ -210,6 +212,7 @@ def _accumulation(merged: Merged) -> None:
     entry = merged.take("trainer.gradient_accumulation")
     if entry is None:
         return
+    # Both would say the same thing in different units; which one is meant cannot be known.
     if merged.is_set(_MINI):
         what = f"`{entry.spelling}` and `{_MINI}` both say how many responses one optimizer step takes."
         where = f"{entry.source}, and {merged.where(_MINI)}"
@@ -233,7 +236,7 @@ def _accumulation(merged: Merged) -> None:
 
 
 def _fit_mini_batch(merged: Merged) -> None:
-    """A mini-batch that nobody set is not larger than the batch."""
+    """A mini-batch that is not set is at most as large as the batch."""
     batch, mini = merged.value("data.train_batch_size"), merged.value(_MINI)
     if mini > batch >= 1 and not merged.is_set(_MINI) and _MINI not in merged.bad:
         merged.set_default(_MINI, batch, "the whole batch")
@@ -277,7 +280,7 @@ def take_adapter(merged: Merged, cwd: Path, section: str, heads: Sequence[str]) 
         return
     settings = read_adapter_config(cwd / entry.value, heads)
     if isinstance(settings, str):
-        return  # what is wrong with the folder is told with the other problems of this machine
+        return  # the checks of this machine report what is wrong with the folder
     for short, name in _FROM_THE_FILE.items():
         key = f"{section}.{short}"
         value, given = settings.get(name), merged.entries.get(key)

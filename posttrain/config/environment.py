@@ -1,4 +1,4 @@
-"""Checks against this machine: files, folders, packages, devices, loggers. Run before torch is imported."""
+"""Checks against this machine: folders, packages, devices, loggers. Run before torch is imported."""
 
 from __future__ import annotations
 
@@ -12,72 +12,30 @@ from pathlib import Path
 from posttrain import cores
 from posttrain.config.checked import checks_of_packages
 from posttrain.config.choices import LOGGER_PACKAGES
-from posttrain.config.data import HELD_OUT
 from posttrain.config.parallel import (
     ROLLOUT_WORKERS,
     TORCHRUN,
-    gpus_present,
     rollout_workers_of,
     runs_on_cpu,
     workers_of,
 )
 from posttrain.config.problem import ConfigError, Problem
 from posttrain.config.resolved import Resolved
+from posttrain.cores import gpus_present
 
-_SUFFIXES = (".parquet", ".json", ".jsonl", ".json.gz", ".jsonl.gz")
 _HOW_TO_GIVE_A_CLUSTER = (
     "give the command on every machine, on the first with RAY_HEAD_ADDRESS=auto trainer.node_rank=0, on the others "
     "with RAY_HEAD_ADDRESS=HOST:6379 trainer.node_rank=1, ...; or by torchrun --nnodes=N --node_rank=0 "
     "--master_addr=HOST; or once, on a running Ray cluster (ray start --head on one machine, ray start "
     "--address=HOST:6379 on the others), with RAY_ADDRESS=HOST:6379"
 )
-# `data.train_files=reasoning_gym:TASK`: rows that a package makes, not a file (posttrain/data/reasoning_gym.py).
-REASONING_GYM = "reasoning_gym:"
-# Data sets, besides gsm8k, that `posttrain data NAME` makes in a folder of their name.
-RECIPES = ("math", "math500", "mbpp", "humaneval", "nq_open", "hotpotqa", "banking77", "hh_rlhf", "hh_rlhf_sft")
 
 
 def check_environment(resolved: Resolved, cwd: Path | None = None) -> list[Problem]:
     """Everything on this machine that would stop the run."""
     folder = cwd or Path.cwd()
-    checks = [_data_files, *checks_of_packages("check_environment"), _own_code, _check_workers, _folders]
+    checks = [*checks_of_packages("check_environment"), _own_code, _check_workers, _folders]
     return [problem for examine in checks for problem in examine(resolved, folder)]
-
-
-def _data_files(resolved: Resolved, cwd: Path) -> Iterator[Problem]:
-    can_hold_out = _is_rl(resolved)  # the supervised trainers cannot hold out rows of their own
-    for key in ("data.train_files", "data.val_files"):
-        value = resolved.value(key)
-        for name in value if isinstance(value, list) else [value]:
-            if name is None or name == "embedded" or (can_hold_out and key == "data.val_files" and name == HELD_OUT):
-                continue
-            if str(name).startswith(REASONING_GYM):
-                if importlib.util.find_spec("reasoning_gym") is None:
-                    what = f"`{key}`: {name} needs the package reasoning-gym."
-                    yield Problem(what, resolved.where(key), "pip install 'posttrain[reasoning-gym]'")
-                continue
-            path = cwd / str(name)
-            if path.is_file() and path.name.endswith(_SUFFIXES):
-                continue
-            where = resolved.where(key)
-            if path.is_file():
-                what = f"`{key}`: {name} is not a data file by its suffix."
-                yield Problem(what, where, f"give one of {', '.join(_SUFFIXES)}")
-            elif path.is_dir():
-                inside = ", ".join(sorted(file.name for file in path.iterdir() if file.name.endswith(_SUFFIXES))[:5])
-                do = f"name its files: it holds {inside}" if inside else f"it holds none of {', '.join(_SUFFIXES)}"
-                yield Problem(f"`{key}`: {name} is a folder, not a file.", where, do)
-            else:
-                yield Problem(f"`{key}`: the file {name} does not exist.", where, _how_to_make(str(name)))
-
-
-def _how_to_make(name: str) -> str:
-    folder = os.path.dirname(name) or "."
-    if (recipe := os.path.basename(folder)) in RECIPES:
-        return f"`posttrain data {recipe} --out {folder}` makes it"
-    if "gsm8k" in name.lower():
-        return f"`posttrain data gsm8k --out {folder}` makes it (or python examples/data_preprocess/gsm8k.py)"
-    return "give a parquet, json or jsonl file that exists; a relative path is taken from the working folder"
 
 
 def _is_rl(resolved: Resolved) -> bool:
@@ -119,6 +77,7 @@ def _check_workers(resolved: Resolved, cwd: Path) -> Iterator[Problem]:
     addresses = [os.environ.get(name) for name in ("RAY_ADDRESS", "RAY_HEAD_ADDRESS") if os.environ.get(name)]
     in_cluster = (nodes > 1 or (generating > 0 and not on_cpu)) and bool(addresses) and not by_torchrun
     most = cores.usable() if on_cpu else present
+    # Workers that only generate are spread evenly over the machines.
     here, count = resolved.value(key) + math.ceil(generating / max(nodes, 1)), workers_of(resolved.config) + generating
     if here > max(most, 1) and not in_cluster:  # without any GPU the device is wrong, and reported
         yield _too_many(resolved, key, generating, f"{most} CPU core(s)" if on_cpu else f"{present} GPU(s)", most)
@@ -153,6 +112,7 @@ def _too_many(resolved: Resolved, key: str, generating: int, present: str, most:
 def _folders(resolved: Resolved, cwd: Path) -> Iterator[Problem]:
     key = "trainer.default_local_dir"
     target = (cwd / resolved.value(key)).absolute()
+    # The folder is made when the run starts; its nearest existing parent decides whether that can work.
     present = next(folder for folder in (target, *target.parents) if folder.exists())
     if not present.is_dir() or not os.access(present, os.W_OK | os.X_OK):
         what = f"`{key}={resolved.value(key)}` cannot be written: {present} is no folder that you may write to."
@@ -185,6 +145,7 @@ def installed(names: Sequence[str]) -> list[str]:
 
 
 def _is_there(name: str) -> bool:
+    # `find_spec` raises for a module that a test or a notebook has put there without one.
     if name in sys.modules:
         return sys.modules[name] is not None
     return importlib.util.find_spec(name) is not None
@@ -208,6 +169,7 @@ def torchruns_settings() -> dict[str, int]:
         do = "give all machines the same --nproc_per_node"
         raise ConfigError([Problem(what, "environment variable WORLD_SIZE", do)])
     if not first:
+        # A status of 0: torchrun ends all processes when one of them fails.
         raise SystemExit(0)
     found = {_WORKERS: here}
     if count > here:

@@ -103,6 +103,7 @@ def _preset_text(sentence: str, values: Mapping[str, Any]) -> str:
     table = leaves(PPOConfig)
     chosen = [Leaf(key, table[key].hint, value, object) for key, value in values.items()]  # without sentences
     order = list(table)
+    # In the order of the tree: keys of one section must stand together to be nested.
     chosen.sort(key=lambda leaf: order.index(leaf.key))
     made = "# Made by `python -m posttrain.config.generate` from posttrain/config/choices.py: change values there."
     return f"# @package _global_\n{made}\n# {sentence}\n\n" + _yaml(chosen, "")
@@ -114,7 +115,7 @@ def _yaml(chosen: Iterable[Leaf], prefix: str) -> str:
     open_sections: list[str] = []
     for leaf in chosen:
         *path, name = leaf.key[len(prefix) :].split(".")
-        shared = _shared(open_sections, path)
+        shared = _count_shared(open_sections, path)
         for depth in range(shared, len(path)):
             if depth == 0 and lines:
                 lines.append("")
@@ -127,7 +128,7 @@ def _yaml(chosen: Iterable[Leaf], prefix: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _shared(left: list[str], right: list[str]) -> int:
+def _count_shared(left: list[str], right: list[str]) -> int:
     count = 0
     while count < min(len(left), len(right)) and left[count] == right[count]:
         count += 1

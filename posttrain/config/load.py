@@ -12,6 +12,7 @@ from posttrain.config.checked import Checked, Tree
 from posttrain.config.commandline import CommandLine, add_override, parse_options
 from posttrain.config.compose import PACKAGE_TREE, Composed, add_files, compose, find_folders, known_choices
 from posttrain.config.derived import take_adapter
+from posttrain.config.effects import idle_settings
 from posttrain.config.environment import check_environment, check_torchrun, missing_notes, torchruns_settings
 from posttrain.config.merge import Merged, Source
 from posttrain.config.names import EXTERNAL, load_own_algorithms
@@ -68,6 +69,7 @@ def _load(
         raise ConfigError([tree.nothing_given()])
     line, overrides = parse_options([] if is_mapping else args, tree.main)
     if environment and not is_mapping:
+        # Only where a machine's checks are wanted, too: it reads the script of the shell above this process.
         line.problems += find_lost_lines(args)
     labelled = [*tree.spellings.dialect.main_file(line, folder), *labelled]
     try:
@@ -75,6 +77,7 @@ def _load(
     except ConfigError as error:
         line.misses_files = True
         line.problems += error.problems
+        # Loading goes on with the built-in files, so that one answer names the missing file and all other mistakes.
         folders, name = [PACKAGE_TREE], tree.main
 
     def is_group(group: str) -> bool:
@@ -86,9 +89,11 @@ def _load(
         add_override(line, text, source, is_group)
     given = _from_mapping(args, line, is_group, tree) if is_mapping else []
     composed = _compose(line, folders, name, folder, tree)
+    # Before keys are looked up: an algorithm that was registered in this process may have added settings to a section.
     place_declared_settings()
     names = tree.spellings
     named = composed.values | {names.canonical(key).key or key: value for key, value, *_ in [*line.values, *given]}
+    # A file of the user's is imported here only if an algorithm or a key is unknown without it.
     failed = load_own_algorithms(named, named.keys() - names.leaves.keys(), folder)
 
     merged = Merged(names, problems=list(line.problems))
@@ -100,6 +105,8 @@ def _load(
         at = _COMMAND_LINE if source == "command line" else rank
         merged.add(key, text, Source(source, at, explicit=not source.startswith(_NOT_THE_USERS)))
     table = names.leaves
+    # A program that passes on a complete tree has set nothing by that: values at their defaults must stay free to
+    # follow from other settings.
     whole_tree = set(table) <= {key for key, _ in given}
     for key, value in given:
         explicit = not (whole_tree and key in table and value == table[key].default)
@@ -109,6 +116,8 @@ def _load(
     for what in failed:
         where = merged.where(EXTERNAL) if merged.is_set(EXTERNAL) else "found in the working folder"
         merged.refuse(what, where, "correct the file; the settings that it declares are not known without it", EXTERNAL)
+    # The order matters from here on: other systems' keys become settings, then references are resolved, then values get
+    # their types, and only then can settings follow from others.
     tree.spellings.dialect.apply(merged)
     references.resolve_references(merged)
     references.convert_types(merged)
@@ -190,6 +199,7 @@ def _judge(
 
     whole: whether all files were read; if not, only what the user set himself can be judged.
     """
+    # A copy: the run gets the objects, the checks get a placeholder for them.
     seen = copy.deepcopy(resolved.config)
     for key in provided:
         assign(seen, key, "given in Python")  # so that no check takes it for unset
@@ -197,17 +207,24 @@ def _judge(
     found = [one for one in findings if isinstance(one, Problem)]
     notes = [one for one in findings if isinstance(one, str)]
     problems: list[Problem] = list(merged.problems)
+    # A value that could not be read fell back to its default; what the checks say about that would confuse.
     known = {key for problem in problems for key in problem.keys} | merged.bad
     found = [problem for problem in found if not known.intersection(problem.keys)]
     if not whole:
+        # Values from files that could not be read are missing here, so that checks of them would be wrong.
         found = [problem for problem in found if problem.keys and resolved.explicit.issuperset(problem.keys)]
     problems += found
     if environment:
         problems += check_environment(resolved, cwd)
     if problems:
+        # Each problem once: two checks may find the same one.
         raise ConfigError(dict.fromkeys(problems))
     for section in dict.fromkeys(key.split(".")[0] for key in resolved.extra):
         resolved.notes.append(f"The section `{section}` is your own: it is read only through ${{{section}.KEY}}.")
-    resolved.notes += [*notes, *tree.idle(seen, resolved.explicit), *(missing_notes(resolved) if environment else ())]
+    resolved.notes += [
+        *notes,
+        *idle_settings(seen, resolved.explicit),
+        *(missing_notes(resolved) if environment else ()),
+    ]
     resolved.notes = list(dict.fromkeys(resolved.notes))
     return resolved

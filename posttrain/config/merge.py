@@ -11,11 +11,11 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from posttrain.config.closest import closest, longer_or_shorter, same_key, slips
 from posttrain.config.dialect import Dialect, dialect
 from posttrain.config.problem import Problem
 from posttrain.config.schema import Leaf, Section, leaf_of, leaves, sections
 from posttrain.config.values import NULLS, WrongValue, convert, shown, split_hint
+from posttrain.spelling import closest, longer_or_shorter, same_key, slips
 from posttrain.yaml_text import parse_yaml
 
 
@@ -121,6 +121,7 @@ class Spellings:
     def canonical(self, spelling: str) -> Canonical:
         """What a spelling means."""
         key, note = spelling, ""
+        # Known keys are never moved: a prefix of another system may begin one of ours.
         if key not in self.leaves and key not in self.renamed and key not in self.derived:
             for old, new in self.moved.items():
                 if key.startswith(old):
@@ -167,6 +168,7 @@ class Spellings:
             return sorted(found, key=lambda key: slips(spelling, key))[:1]
         path, _, last = spelling.rpartition(".")
         top = path.split(".")[0]
+        # A hint at another role's key would be followed and change the wrong model.
         strangers = tuple(f"{role}." for role in _ROLES if role != top) if top in _ROLES else ()
         names = {key: key.rsplit(".", 1)[-1] for key in self.leaves if not key.startswith(strangers)}
         same = [key for key, name in names.items() if name == last]
@@ -280,6 +282,7 @@ class Merged:
     def put(self, key: str, value: Any, by: Entry) -> None:
         """Set a key on behalf of a derived one, by the same ranks as if it had been written itself."""
         old = self.entries.get(key)
+        # What the user wrote at a higher rank wins over a key that only implies the setting.
         if old is not None and old.explicit and old.rank > by.rank:
             return
         if old is not None and old.explicit and old.rank == by.rank and old.value != value:
@@ -295,6 +298,7 @@ class Merged:
     # -- values as they are written -------------------------------------------------------------------------------
     def add(self, spelling: str, value: Any, source: Source) -> None:
         """Take in one value under any spelling."""
+        # Scripts write `key=$VAR` with a variable that is not set; that must not become an empty path.
         if value == "" and isinstance(value, str) and not source.is_file and _TOOLS_OWN not in spelling:
             self.note(f"`{spelling}=` ({source.label}) is empty and counts as not given.")
             return
@@ -304,6 +308,7 @@ class Merged:
         found, entry = self.names.canonical(spelling), Entry(value, source, spelling)
         if found.answer is not None and not self._is_section(spelling, value):
             old = self.elsewhere.get(found.spelled)
+            # Kept for later: what such a key means can depend on others that are not in yet.
             if old is None or old.rank <= entry.rank:
                 self.elsewhere[found.spelled] = replace(entry, answer=found.answer)
         elif found.key is None:
@@ -370,6 +375,7 @@ class Merged:
         if old.rank != new.rank or old.spelling == new.spelling or not (old.explicit and new.explicit):
             return False
         leaf = self.names.leaf_of(key)
+        # Two spellings that write into one free dict add to it; they do not contradict each other.
         if leaf is not None and leaf.free_keys:
             return False
         hint = leaf.hint if leaf is not None else self.names.derived[key]
@@ -380,6 +386,7 @@ class Merged:
 
     def _with_inner_key(self, leaf_key: str, key: str, value: Any) -> dict[str, Any]:
         """A free-form dict setting with one inner key set."""
+        # A copy of what is there: the default's own dict must not be changed.
         before = self.value(leaf_key)
         whole = dict(before if isinstance(before, dict) else parse_yaml(str(before)) or {})
         *path, last = key[len(leaf_key) + 1 :].split(".")
@@ -411,6 +418,8 @@ class Merged:
             why, _, do = reason.partition("; ")
             if reason:
                 self.refuse(f"`{key}` cannot be used: {why}.", entry.source, do or "remove the key")
+            # The file that would declare the key could not be imported, which is reported; a second problem about it
+            # would mislead.
             elif not (self.undeclared and key.startswith(self.undeclared)):
                 self.refuse(f"Unknown key `{key}`.", entry.source, self.names.nearest(key))
         elif isinstance(value, str) and value.startswith("{"):

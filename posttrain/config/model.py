@@ -14,14 +14,16 @@ from typing import Any
 from posttrain.config.schema import Section, section
 from posttrain.settings import DTYPES, POSITIVE, ZERO_OR_MORE, setting
 
+NO_ADAPTERS = ".lora_rank is 0, so that there are no adapters"
+
 
 @section
 class ModelConfig(Section):
     """The policy's model. Example: `actor_rollout_ref.model.path=Qwen/Qwen2.5-0.5B-Instruct`."""
 
-    path: str | None = None
+    path: str | None = setting(None, is_path=True)
     """Local folder or hub id of the model; `embedded` (or unset) is the small model that posttrain makes itself."""
-    tokenizer_path: str | None = None
+    tokenizer_path: str | None = setting(None, is_path=True)
     """Folder or hub id of the tokenizer, if it does not lie with the model."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model folder."""
@@ -39,19 +41,18 @@ class ModelConfig(Section):
     """Train although the folder lacks weights of the model (they begin random), or holds others or other shapes."""
     lora_rank: int = setting(0, range=ZERO_OR_MORE)
     """Rank of LoRA adapters; 0 trains all weights."""
-    lora_alpha: int = setting(16, range=POSITIVE)
+    lora_alpha: int = setting(16, range=POSITIVE, idle=NO_ADAPTERS)
     """LoRA scale: adapters are multiplied by alpha / rank."""
-    target_modules: Any = "all-linear"
+    target_modules: Any = setting("all-linear", idle=NO_ADAPTERS, is_literal=True)
     """Linear modules with adapters: `all-linear` (all but the head), names, or a regular expression of full names."""
-    exclude_modules: Any = None
+    exclude_modules: Any = setting(None, idle=NO_ADAPTERS, is_literal=True)
     """Names, or a regular expression of full names, that get no adapter although `target_modules` means them."""
-    lora_adapter_path: str | None = None
+    lora_adapter_path: str | None = setting(None, is_path=True)
     """Folder of a LoRA adapter in peft's format to start from; it also says rank, alpha and target modules."""
     quantization: str | None = setting(None, choices=("nf4",))
     """`nf4` holds the base in 4 bits by bitsandbytes (QLoRA); adapters are then trained beside it. null: `dtype`."""
 
 
-_ACTOR, _ROLLOUT, _MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 # What transformers calls the layer that gives the label; decoders call it `score`.
 SCORE_HEADS = ("score", "classifier", "classification_head", "logits_proj")
@@ -75,6 +76,7 @@ def read_adapter_config(folder: Path, heads: Sequence[str] = ()) -> dict[str, An
     return settings if problem is None else f"{folder / ADAPTER_CONFIG}: {problem}"
 
 
+# These change the base too, so that the stored base is not the one beside which the adapter was trained.
 _CHANGES_THE_BASE = ("pissa", "olora", "loftq", "corda", "eva", "lora_ga")
 
 

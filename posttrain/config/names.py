@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.config.choices import ESTIMATORS, NOT_BUILT_VALUES, POLICY_LOSSES, PRESETS, ROLLOUT_ENGINES, SAMPLERS
-from posttrain.config.closest import closest
 from posttrain.config.merge import Entry, Merged, Source
 from posttrain.config.problem import Problem
 from posttrain.config.schema import KINDS, place_declared_settings
 from posttrain.errors import UserError
 from posttrain.external import import_external, is_external
 from posttrain.registry import registered_by
+from posttrain.spelling import closest
 
 EXTERNAL = "actor_rollout_ref.model.external_lib"
 # Key -> (what it names, the function that registers such a name, names known).
@@ -111,6 +111,7 @@ def files_that_register(name: str, function: str, folder: Path) -> list[Path]:
             text = file.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError):
             continue
+        # A look at the text first: most files need not be parsed.
         if name in text and function in text and _registers(text, name, function):
             found.append(file)
     return found
@@ -122,10 +123,10 @@ def _registers(text: str, name: str, function: str) -> bool:
     except SyntaxError:
         return False
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    return any(_called(call) == function and name in _texts(call) for call in calls)
+    return any(_name_of_called(call) == function and name in _texts(call) for call in calls)
 
 
-def _called(call: ast.Call) -> str | None:
+def _name_of_called(call: ast.Call) -> str | None:
     return getattr(call.func, "id", None) or getattr(call.func, "attr", None)
 
 

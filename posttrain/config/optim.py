@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from posttrain.config.parallel import ON_CPU, UNSHARDED
 from posttrain.config.schema import Section, section
 from posttrain.settings import BETAS, COUNT_OR_ALL, COUNT_OR_UNSET, POSITIVE, SCHEDULES, SHARE, ZERO_OR_MORE, setting
 
@@ -21,11 +22,11 @@ class OptimConfig(Section):
     lr_warmup_steps: int = setting(-1, range=COUNT_OR_UNSET)
     """Updates (optimizer steps, of which a training step makes one per mini-batch and pass) of linear warm-up; -1 takes
     `lr_warmup_steps_ratio` of all of them."""
-    lr_warmup_steps_ratio: float = setting(0.0, range=SHARE)
+    lr_warmup_steps_ratio: float = setting(0.0, range=SHARE, idle=".lr_warmup_steps is set")
     """Share of all updates (optimizer steps) spent on warm-up."""
     lr_scheduler_type: str = setting("constant", choices=SCHEDULES)
     """After warm-up: `constant`, `linear` or `cosine`."""
-    min_lr_ratio: float = setting(0.0, range=SHARE)
+    min_lr_ratio: float = setting(0.0, range=SHARE, idle=".lr_scheduler_type is constant")
     """`linear` and `cosine` end at this share of `lr`."""
 
 
@@ -33,11 +34,11 @@ class OptimConfig(Section):
 class FSDPConfig(Section):
     """Where weights and optimizer state lie between stages."""
 
-    param_offload: bool = False
+    param_offload: bool = setting(False, idle=ON_CPU)
     """Keep the weights in host memory outside the stages that need them."""
-    optimizer_offload: bool = False
+    optimizer_offload: bool = setting(False, idle=ON_CPU)
     """Keep the optimizer state in host memory outside the update."""
-    fsdp_size: int = setting(-1, range=COUNT_OR_ALL)
+    fsdp_size: int = setting(-1, range=COUNT_OR_ALL, idle=UNSHARDED)
     """Workers that weights and optimizer are cut over; where the run has more, groups of so many hold copies. -1 is all
     of them."""
 
@@ -46,5 +47,5 @@ class FSDPConfig(Section):
 class RefFSDPConfig(Section):
     """Where the reference's weights lie between its passes."""
 
-    param_offload: bool = False
+    param_offload: bool = setting(False, idle=ON_CPU)
     """Keep the reference's weights in host memory outside its pass."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
 from typing import Any
+
+from posttrain.cores import gpus_present
+from posttrain.settings import Idle
 
 _ACTOR = "actor_rollout_ref.actor"
 # The source of settings that torchrun decides.
@@ -51,19 +52,12 @@ def one_process(config: Any) -> bool:
     return one_worker(config) and not rollout_workers_of(config)
 
 
-def gpus_present() -> int:
-    """GPUs that a CUDA or ROCm build of torch would see, as far as files and variables tell."""
-    nvidia = [file for file in Path("/dev").glob("nvidia[0-9]*") if file.name[6:].isdigit()]
-    count = len(nvidia)
-    if count == 0 and Path("/dev/kfd").exists():
-        count = len(list(Path("/dev/dri").glob("renderD*")))
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", os.environ.get("HIP_VISIBLE_DEVICES"))
-    if visible is not None:
-        named = [part for part in visible.split(",") if part.strip() not in ("", "-1", "NoDevFiles")]
-        count = min(count, len(named))
-    return count
-
-
 def runs_on_cpu(config: Any) -> bool:
     """Whether the run will be on the CPU."""
     return config.trainer.device == "cpu" or (config.trainer.device == "auto" and gpus_present() == 0)
+
+
+ON_CPU = Idle("the run is on the CPU", runs_on_cpu)
+DETERMINISTIC_ON_CPU = Idle("runs on the CPU are deterministic anyway", runs_on_cpu)
+WITHOUT_RAY = Idle("the run has one worker, which needs no Ray", one_worker)
+UNSHARDED = Idle("the run has one worker, which holds the whole model", one_worker)

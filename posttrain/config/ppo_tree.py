@@ -8,7 +8,6 @@ from posttrain.config.check import check
 from posttrain.config.checked import Tree
 from posttrain.config.commandline import no_arguments
 from posttrain.config.derived import derive
-from posttrain.config.effects import idle_settings_of_ppo
 from posttrain.config.merge import FreeDict, Spellings
 from posttrain.config.names import check_names
 from posttrain.config.parallel import AS_THE_ACTOR, OF_THE_COMMAND, ROLLOUT_EACH, ROLLOUT_MACHINES, TOGETHER
@@ -131,5 +130,4 @@ PPO = Tree(
     derive=derive,
     check_names=check_names,
     check=check,
-    idle=idle_settings_of_ppo,
 )

@@ -14,42 +14,18 @@ from posttrain.errors import first_line
 
 _REFERENCE = re.compile(r"\$\{([A-Za-z_][\w.]*)\}")
 _UNSET_VARIABLE = re.compile(r"\$(\w+|\{\w+\})")
-_PATH_KEYS = (
-    "data.train_files",
-    "data.val_files",
-    "actor_rollout_ref.model.path",
-    "actor_rollout_ref.model.tokenizer_path",
-    "actor_rollout_ref.model.lora_adapter_path",
-    "model.path",
-    "model.tokenizer_path",
-    "critic.model.path",
-    "reward_model.model.path",
-    "reward_model.model.tokenizer_path",
-    "reward_model.model.input_tokenizer",
-    "custom_reward_function.path",
-    "trainer.default_local_dir",
-    "trainer.resume_from_path",
-)
-_LITERAL_KEYS = (
-    "data.system_prompt",
-    "actor_rollout_ref.rollout.stop",
-    *(
-        f"{model}.{name}_modules"
-        for model in ("actor_rollout_ref.model", "critic.model")
-        for name in ("target", "exclude")
-    ),
-)
 
 
 def resolve_references(merged: Merged) -> None:
     """Replace `${section.key}`, `${oc.env:NAME}`, `${NAME}` and `$NAME` by what they stand for."""
     if any("${" in str(entry.value) for entry in merged.entries.values()) or "${" in str(merged.extra):
         _resolve_interpolations(merged)
+    table = merged.names.leaves
     for key, entry in merged.entries.items():
-        if "$" in str(entry.value) and key not in _LITERAL_KEYS:
+        leaf = table.get(key)  # a derived key has none
+        if "$" in str(entry.value) and not (leaf and leaf.is_literal):
             entry.value = _in_texts(entry.value, os.path.expandvars)
-            unset = _UNSET_VARIABLE.search(str(entry.value)) if key in _PATH_KEYS else None
-            if unset:
+            if leaf and leaf.is_path and (unset := _UNSET_VARIABLE.search(str(entry.value))):
                 what = f"`{key}` uses the environment variable {unset[0]}, which is not set."
                 merged.problems.append(Problem(what, entry.where(key), "set the variable, or write the path", (key,)))
                 merged.bad.add(key)
@@ -67,9 +43,11 @@ def _in_texts(value: Any, change: Callable[[str], str]) -> Any:
 
 
 def _resolve_interpolations(merged: Merged) -> None:
+    # Imported here: a configuration without `${...}` does not pay for it.
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
+    # Defaults too: a reference may point to a setting that is not set.
     flat = {leaf.key: leaf.default for leaf in merged.names.leaves.values()}
     flat |= {key: _rename(merged, entry.value) for key, entry in merged.entries.items()}
     flat |= {key: _rename(merged, value) for key, value in merged.extra.items()}
@@ -105,6 +83,7 @@ def _rename(merged: Merged, value: Any) -> Any:
 
     def replace(match: re.Match[str]) -> str:
         name = match[1]
+        # `${HOME}` is the shell's form; a key is written in small letters.
         if name.isupper() and "." not in name:
             return f"${{oc.env:{name}}}"
         return f"${{{merged.names.canonical(name).key or name}}}"
@@ -122,7 +101,7 @@ def convert_types(merged: Merged) -> None:
             if key in merged.bad:
                 raise WrongValue("")
             entry.value = convert(entry.value, hint)
-            if key in _PATH_KEYS:
+            if key in table and table[key].is_path:
                 entry.value = _in_texts(entry.value, os.path.expanduser)
         except WrongValue as error:
             if key not in merged.bad:

@@ -30,7 +30,7 @@ class Resolved:
     # What the command line asked to print instead of training: `help`, `job` or `all` (from `--cfg`).
     show: str | None = None
     # Which machine of the run this is (`trainer.node_rank`): 0 drives it. Of the command, and not of the run: it is
-    # nowhere stored.
+    # never stored.
     node_rank: int = 0
     # Whether the run is only to be looked at (`trainer.dry_run`); of the command, too.
     dry_run: bool = False
@@ -49,13 +49,13 @@ class Resolved:
 
     def to_yaml(self) -> str:
         """The tree as YAML, secrets masked."""
-        tree = masked(self.config.to_dict())
+        tree = mask_secrets(self.config.to_dict())
         for key, value in self.extra.items():
             *path, name = key.split(".")
             section = tree
             for part in path:
                 section = section.setdefault(part, {})
-            section[name] = masked(value, name)
+            section[name] = mask_secrets(value, name)
         return dump_yaml(tree, allow_unicode=True)
 
     def describe(self) -> str:
@@ -63,12 +63,12 @@ class Resolved:
         return show(self)
 
 
-def masked(value: Any, key: str = "") -> Any:
+def mask_secrets(value: Any, key: str = "") -> Any:
     """The value with everything under a secret's name replaced."""
     if isinstance(value, dict):
-        return {name: masked(item, str(name)) for name, item in value.items()}
+        return {name: mask_secrets(item, str(name)) for name, item in value.items()}
     if isinstance(value, list):
-        return [masked(item, key) for item in value]
+        return [mask_secrets(item, key) for item in value]
     if is_secret(key) and value not in (None, ""):
         return MASK
     return mask_urls(value) if isinstance(value, str) else value
@@ -81,12 +81,12 @@ def show(resolved: Resolved, *, prefix: str = "", changed_only: bool = False, se
         source = resolved.where(key)
         if not key.startswith(prefix) or (changed_only and source == "default"):
             continue
-        lines.append(f"{key}: {_one_line(masked(resolved.value(key), key))}    # {source}")
+        lines.append(f"{key}: {_one_line(mask_secrets(resolved.value(key), key))}    # {source}")
         if sentences and leaf.sentence:
             lines.append(f"    {leaf.sentence}")
     for key, value in resolved.extra.items():
         if key.startswith(prefix):
-            lines.append(f"{key}: {_one_line(masked(value, key))}    # your own section")
+            lines.append(f"{key}: {_one_line(mask_secrets(value, key))}    # your own section")
     if resolved.notes and not prefix:
         lines += ["", *(f"note: {note}" for note in resolved.notes)]
     return "\n".join(lines) + "\n"

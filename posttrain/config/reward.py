@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import field
 from typing import Any
 
+from posttrain.config.parallel import ON_CPU
 from posttrain.config.schema import Section, section
 from posttrain.settings import DTYPES, ONE_OR_MORE, PROCESSES, SECONDS, Range, at_least, setting
 
@@ -36,11 +37,11 @@ class SandboxConfig(Section):
 class CustomRewardConfig(Section):
     """Your own reward. Example: `custom_reward_function.path=my_reward.py`."""
 
-    path: str | None = None
+    path: str | None = setting(None, is_path=True)
     """A Python file, a dotted path to a module or function, or a URL; null scores by `data_source`."""
-    name: str | None = None
+    name: str | None = setting(None, idle=".path is not set")
     """Function in that file; null takes `compute_score`, or the only public function."""
-    reward_kwargs: dict[str, Any] = field(default_factory=dict)
+    reward_kwargs: dict[str, Any] = setting(factory=dict, idle=".path is not set")
     """Further keyword arguments of the function."""
 
 
@@ -50,9 +51,9 @@ class OverlongBufferConfig(Section):
 
     enable: bool = False
     """Take the penalty from the score."""
-    len: int | None = setting(None, range=ONE_OR_MORE)
+    len: int | None = setting(None, range=ONE_OR_MORE, idle=".enable is False")
     """Tokens before the limit over which the penalty grows; null takes a fifth of `data.max_response_length`."""
-    penalty_factor: float = setting(1.0, range=FACTOR)
+    penalty_factor: float = setting(1.0, range=FACTOR, idle=".enable is False")
     """Penalty of a response at the limit."""
 
 
@@ -110,11 +111,11 @@ class RewardConfig(Section):
 class RewardModelModelConfig(Section):
     """Which model scores, and how conversations reach it."""
 
-    path: str | None = None
+    path: str | None = setting(None, is_path=True)
     """Folder or hub id: a sequence classifier with one label, or a causal language model with a value head."""
-    tokenizer_path: str | None = None
+    tokenizer_path: str | None = setting(None, is_path=True)
     """Folder or hub id of its tokenizer and chat template, if they do not lie with the model."""
-    input_tokenizer: str | None = None
+    input_tokenizer: str | None = setting(None, is_path=True)
     """Tokenizer that wrote the responses: if set, conversations are always decoded by it and rendered anew; null takes
     the policy's, and does so only where vocabulary or chat template differ."""
     trust_remote_code: bool = False
@@ -127,7 +128,7 @@ class RewardModelModelConfig(Section):
 class RewardModelFSDPConfig(Section):
     """Where the reward model's weights lie between its passes."""
 
-    param_offload: bool = False
+    param_offload: bool = setting(False, idle=ON_CPU)
     """Keep its weights in host memory outside its pass."""
 
 

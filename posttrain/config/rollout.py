@@ -5,23 +5,28 @@ from __future__ import annotations
 from dataclasses import field
 from typing import Any
 
+from posttrain.config.data import NO_VALIDATION
+from posttrain.config.parallel import ON_CPU
 from posttrain.config.schema import Section, section
 from posttrain.settings import COUNT_OR_ALL, GROUP, ONE_OR_MORE, POSITIVE, POSITIVE_SHARE, SHARE, ZERO_OR_MORE, setting
+
+_GREEDY = (".do_sample is False", NO_VALIDATION)
+_WAVES = ".name is hf, which decodes in waves"
 
 
 @section
 class ValSamplingConfig(Section):
     """Sampling in validation."""
 
-    n: int = setting(1, range=GROUP)
+    n: int = setting(1, range=GROUP, idle=NO_VALIDATION)
     """Responses per validation prompt (the k of mean@k, pass@k and maj@k)."""
-    do_sample: bool = False
+    do_sample: bool = setting(False, idle=NO_VALIDATION)
     """Sample; false takes the most likely token."""
-    temperature: float = setting(1.0, range=POSITIVE)
+    temperature: float = setting(1.0, range=POSITIVE, idle=_GREEDY)
     """Temperature when sampling."""
-    top_p: float = setting(1.0, range=POSITIVE_SHARE)
+    top_p: float = setting(1.0, range=POSITIVE_SHARE, idle=_GREEDY)
     """Sample from the smallest set of tokens with at least this probability."""
-    top_k: int = setting(-1, range=COUNT_OR_ALL)
+    top_k: int = setting(-1, range=COUNT_OR_ALL, idle=_GREEDY)
     """Sample from this many most likely tokens; -1 takes all."""
 
 
@@ -45,16 +50,16 @@ class RolloutConfig(Section):
     """Drop tokens less likely than this share of the most likely one."""
     repetition_penalty: float = setting(1.0, range=POSITIVE)
     """Divide the scores of tokens that occurred before by this; 1 switches it off."""
-    stop: list[str] = field(default_factory=list)
+    stop: list[str] = setting(factory=list, is_literal=True)
     """Texts that end a response besides the end-of-sequence token."""
     ignore_eos: bool = False
     """Go on past the end-of-sequence token up to the length limit."""
     max_num_seqs: int = setting(1024, range=ONE_OR_MORE)
     """Responses decoded side by side."""
-    max_num_batched_tokens: int | None = None
+    max_num_batched_tokens: int | None = setting(None, idle=_WAVES)
     """Tokens computed in one step of the engine; longer prompts are computed in pieces. null is 16384 on a GPU, which
     fewer would leave waiting for the host, and 8192 elsewhere."""
-    kv_cache_gb: float | None = None
+    kv_cache_gb: float | None = setting(None, idle=_WAVES)
     """Most memory that the key/value cache may take, in GiB; null is what the memory plan leaves of a GPU, and 30% of
     the memory elsewhere."""
     quantization: str | None = setting(None, choices=("fp8",))
@@ -66,7 +71,9 @@ class RolloutConfig(Section):
     tensor_model_parallel_size: int = setting(1, range=ONE_OR_MORE)
     """Neighbouring workers that hold one rollout engine, each a part of the model's heads and feed-forward columns and
     its cache (`native`, `vllm`)."""
-    gpu_memory_utilization: float | None = setting(None, range=POSITIVE_SHARE)
+    gpu_memory_utilization: float | None = setting(
+        None, range=POSITIVE_SHARE, idle=(ON_CPU, ".name is hf, which reserves no memory", ".kv_cache_gb is set")
+    )
     """Share of the device's memory for the engine; null lets the memory plan choose."""
     multi_turn: dict[str, Any] = field(default_factory=dict)
     """Responses of several turns, in which the model calls tools: `multi_turn=True tools=[calculator]`; what else

@@ -1,4 +1,4 @@
-"""The whole tree of a PPO-family run, with the sections of actor, reference and critic."""
+"""All settings of a PPO-family run, with the sections of actor, reference and critic."""
 
 from __future__ import annotations
 
@@ -15,7 +15,25 @@ from posttrain.config.reward import CustomRewardConfig, RewardConfig, RewardMode
 from posttrain.config.rollout import RolloutConfig
 from posttrain.config.schema import LOSS_KIND, Section, holds_settings_of, section
 from posttrain.config.trainer import TrackingConfig, TrainerConfig
-from posttrain.settings import ABOVE_ONE_OR_INFINITE, ONE_OR_MORE, POSITIVE, POSITIVE_OR_INFINITE, ZERO_OR_MORE, setting
+from posttrain.settings import (
+    ABOVE_ONE_OR_INFINITE,
+    ONE_OR_MORE,
+    POSITIVE,
+    POSITIVE_OR_INFINITE,
+    ZERO_OR_MORE,
+    Idle,
+    setting,
+)
+
+_BOTH_CLIPS = Idle(
+    "clip_ratio_low and clip_ratio_high are both set",
+    lambda c: None not in (c.actor_rollout_ref.actor.clip_ratio_low, c.actor_rollout_ref.actor.clip_ratio_high),
+)
+_NO_KL = Idle(
+    "there is no KL term, so that no reference is loaded",
+    lambda c: not (c.algorithm.use_kl_in_reward or c.actor_rollout_ref.actor.use_kl_loss),
+)
+_NO_ADAPTERS = ".lora_rank is 0, so that the critic has no adapters"
 
 
 @holds_settings_of(LOSS_KIND, after="loss_mode")
@@ -43,7 +61,7 @@ class ActorConfig(Section):
     """Passes over one batch of responses."""
     shuffle: bool = False
     """Shuffle the rows of a batch before they are split into mini-batches."""
-    clip_ratio: float = setting(0.2, range=POSITIVE)
+    clip_ratio: float = setting(0.2, range=POSITIVE, idle=_BOTH_CLIPS)
     """Clip range of the probability ratio, on both sides unless the next two are set."""
     clip_ratio_low: float | None = setting(None, range=POSITIVE)
     """Lower clip range; null takes `clip_ratio`."""
@@ -54,13 +72,17 @@ class ActorConfig(Section):
     loss_agg_mode: str = setting("token-mean", choices=tuple(AGGREGATION_MODES))
     """How token losses become one number: `token-mean`, `token-sum`, `seq-mean-token-sum`, `seq-mean-token-mean` or
     `seq-mean-token-sum-norm`; unset, the losses `gspo`, `sapo` and `geo_mean` take `seq-mean-token-mean`."""
-    loss_scale_factor: float | None = setting(None, range=POSITIVE)
+    loss_scale_factor: float | None = setting(
+        None, range=POSITIVE, idle=".loss_agg_mode is not seq-mean-token-sum-norm"
+    )
     """Constant of `seq-mean-token-sum-norm`; null takes `data.max_response_length`."""
     use_kl_loss: bool = False
     """Add the KL between policy and reference to the loss."""
-    kl_loss_coef: float = setting(0.001, range=ZERO_OR_MORE)
+    kl_loss_coef: float = setting(0.001, range=ZERO_OR_MORE, idle=".use_kl_loss is False")
     """Coefficient of the KL loss."""
-    kl_loss_type: str = setting("low_var_kl", choices=(*KL_TYPES, *(f"{name}+" for name in KL_TYPES)))
+    kl_loss_type: str = setting(
+        "low_var_kl", choices=(*KL_TYPES, *(f"{name}+" for name in KL_TYPES)), idle=".use_kl_loss is False"
+    )
     """KL estimate: `kl` (`k1`), `abs`, `mse` (`k2`), `low_var_kl` (`k3`); a `+` appended gives the unbiased
     gradient."""
     entropy_coeff: float = setting(0.0, range=ZERO_OR_MORE)
@@ -95,22 +117,22 @@ class ActorRolloutRefConfig(Section):
     model: ModelConfig = field(default_factory=ModelConfig)
     actor: ActorConfig = field(default_factory=ActorConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
-    ref: RefConfig = field(default_factory=RefConfig)
+    ref: RefConfig = setting(factory=RefConfig, idle=_NO_KL)
 
 
 @section
 class CriticModelConfig(Section):
     """Which model the critic starts from."""
 
-    path: str | None = None
+    path: str | None = setting(None, is_path=True)
     """Folder or hub id, with the policy's vocabulary; null takes the actor's model."""
     lora_rank: int = setting(0, range=ZERO_OR_MORE)
     """Rank of the critic's LoRA adapters; 0 trains all its weights. Its value head is trained whole either way."""
-    lora_alpha: int = setting(16, range=POSITIVE)
+    lora_alpha: int = setting(16, range=POSITIVE, idle=_NO_ADAPTERS)
     """LoRA scale of the critic: adapters are multiplied by alpha / rank."""
-    target_modules: Any = "all-linear"
+    target_modules: Any = setting("all-linear", idle=_NO_ADAPTERS, is_literal=True)
     """Linear modules of the critic that get adapters, as for the actor."""
-    exclude_modules: Any = None
+    exclude_modules: Any = setting(None, idle=_NO_ADAPTERS, is_literal=True)
     """Modules of the critic that get no adapter, as for the actor."""
     use_remove_padding: bool = True
     """Pack rows without padding; false computes padded rows (same result, slower)."""
@@ -147,7 +169,7 @@ class CriticConfig(Section):
 
 @section
 class PPOConfig(Section):
-    """Everything that `posttrain.trainer.main_ppo` can be told."""
+    """All settings of `posttrain.trainer.main_ppo`."""
 
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -155,6 +177,6 @@ class PPOConfig(Section):
     critic: CriticConfig = field(default_factory=CriticConfig)
     custom_reward_function: CustomRewardConfig = field(default_factory=CustomRewardConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
-    reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
+    reward_model: RewardModelConfig = setting(factory=RewardModelConfig, idle="reward_model.enable is False")
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)

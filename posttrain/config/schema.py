@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
+import sys
 import typing
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -17,7 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from posttrain.algorithms.registry import ADV_ESTIMATORS, ESTIMATOR_KEY, LOSS_KEY, POLICY_LOSSES, Declaration
 from posttrain.registry import Registry
-from posttrain.settings import Range, choices_of, range_of
+from posttrain.settings import Idle, Range, choices_of, range_of
 
 C = TypeVar("C", bound=type)
 
@@ -95,6 +96,7 @@ class _OpenSection:
     def update(self) -> None:
         """Make the dataclass anew, in place (other modules hold the class), where other settings are declared now."""
         declared = tuple(one.settings for one in self.kind.registry.values() if one.settings is not None)
+        # Called at every load, most of which find nothing new.
         if declared == self.placed:
             return
         self.placed = declared
@@ -104,7 +106,7 @@ class _OpenSection:
         hints: dict[str, Any] = {}
         for name, hint in self.hints.items():
             hints[name] = hint
-            setattr(self.section, name, _copied(self.written[name]))
+            setattr(self.section, name, _copy_field(self.written[name]))
             if name == self.after:
                 hints |= self._place(declared)
         self.section.__annotations__ = hints
@@ -118,9 +120,9 @@ class _OpenSection:
         """Name -> type of the fields that were added."""
         added: dict[str, Any] = {}
         for kind in declared:
-            hints = typing.get_type_hints(kind)
+            hints = hints_of(kind)
             for field in dataclasses.fields(kind):
-                setattr(self.section, field.name, _copied(field, declared_by=kind))
+                setattr(self.section, field.name, _copy_field(field, declared_by=kind))
                 added[field.name] = hints[field.name]
         return added
 
@@ -145,9 +147,24 @@ def place_declared_settings() -> None:
         section.update()
 
 
-def _copied(field: dataclasses.Field[Any], **more: Any) -> Any:
+def _copy_field(field: dataclasses.Field[Any], **more: Any) -> Any:
     metadata = {**field.metadata, **more}
     return dataclasses.field(default=field.default, default_factory=field.default_factory, metadata=metadata)
+
+
+def hints_of(kind: type) -> dict[str, Any]:
+    """Field name -> type, as `typing.get_type_hints` gives it."""
+    # That compiles every annotation anew, which took a tenth of a first load: 400 fields share a few dozen texts.
+    hints: dict[str, Any] = {}
+    for base in reversed(kind.__mro__):
+        for name, text in vars(base).get("__annotations__", {}).items():
+            hints[name] = _evaluate(text, base.__module__) if isinstance(text, str) else text
+    return hints
+
+
+@cache
+def _evaluate(text: str, module: str) -> Any:
+    return eval(text, vars(sys.modules[module]))
 
 
 # -- the flat table -------------------------------------------------------------------------------------------------
@@ -164,6 +181,10 @@ class Leaf:
     range: Range | None = None
     # The names that it takes, besides null where the type allows it; empty for any text.
     choices: tuple[str, ...] = ()
+    # Why it may have no effect: the reasons of the sections around it, then its own.
+    idle: tuple[Idle, ...] = ()
+    is_path: bool = False
+    is_literal: bool = False
 
     @property
     def free_keys(self) -> bool:
@@ -189,15 +210,20 @@ def _leaves(root: type[Section]) -> dict[str, Leaf]:
     return {leaf.key: leaf for leaf in _walk(root(), "")}
 
 
-def _walk(section: Section, prefix: str) -> Iterator[Leaf]:
-    hints = typing.get_type_hints(type(section))
+def _walk(section: Section, prefix: str, around: tuple[Idle, ...] = ()) -> Iterator[Leaf]:
+    hints = hints_of(type(section))
     for field in dataclasses.fields(section):
-        value, key = getattr(section, field.name), prefix + field.name
+        value, key, facts = getattr(section, field.name), prefix + field.name, field.metadata
+        idle = (*around, *(_with_full_key(one, prefix) for one in facts.get("idle", ())))
         if isinstance(value, Section):
-            yield from _walk(value, key + ".")
+            yield from _walk(value, key + ".", idle)
         else:
-            owner = field.metadata.get("declared_by", type(section))
-            yield Leaf(key, hints[field.name], value, owner, range_of(field), choices_of(field))
+            owner, marks = facts.get("declared_by", type(section)), ("is_path" in facts, "is_literal" in facts)
+            yield Leaf(key, hints[field.name], value, owner, range_of(field), choices_of(field), idle, *marks)
+
+
+def _with_full_key(idle: Idle, prefix: str) -> Idle:
+    return idle._replace(reason=prefix + idle.reason[1:]) if idle.reason.startswith(".") else idle
 
 
 @cache

@@ -1,12 +1,14 @@
-"""The whole trees of supervised runs: `sft_trainer` and `reward_model_trainer`, and the sections that they share."""
+"""All settings of supervised runs: `sft_trainer` and `reward_model_trainer`, and the sections that they share."""
 
 from __future__ import annotations
 
 from dataclasses import field
 from typing import Any
 
-from posttrain.config.model import ModelConfig
+from posttrain.config.data import NO_VALIDATION
+from posttrain.config.model import NO_ADAPTERS, ModelConfig
 from posttrain.config.optim import OptimConfig
+from posttrain.config.parallel import UNSHARDED
 from posttrain.config.schema import Section, section
 from posttrain.config.trainer import RunConfig
 from posttrain.settings import (
@@ -18,7 +20,13 @@ from posttrain.settings import (
     SEED,
     SHARE,
     ZERO_OR_MORE,
+    Idle,
     setting,
+)
+
+_CONSTANT = Idle("the schedule is constant", lambda c: c.optim.lr_scheduler_type == "constant")
+_CONVERSATIONS = Idle(
+    "rows are read as conversations (data.multiturn.enable)", lambda c: c.data.multiturn.enable is True
 )
 
 
@@ -26,9 +34,9 @@ from posttrain.settings import (
 class RowsConfig(Section):
     """Which rows are learnt from, and how many at a time."""
 
-    train_files: Any = None
+    train_files: Any = setting(None, is_path=True)
     """One path or a list of paths: parquet, json or jsonl; unset, the embedded sums serve."""
-    val_files: Any = None
+    val_files: Any = setting(None, is_path=True)
     """Held-out files, as above; null means no validation."""
     train_batch_size: int = setting(256, range=ONE_OR_MORE)
     """Rows per optimizer step, over all workers; the loss is a mean over all of them."""
@@ -44,15 +52,15 @@ class RowsConfig(Section):
     how many there were."""
     train_max_samples: int = setting(-1, range=COUNT_OR_ALL)
     """Use at most this many training rows; -1 takes all."""
-    val_max_samples: int = setting(-1, range=COUNT_OR_ALL)
+    val_max_samples: int = setting(-1, range=COUNT_OR_ALL, idle=NO_VALIDATION)
     """Use at most this many validation rows; -1 takes all."""
     shuffle: bool = True
     """Draw the rows of an epoch in random order."""
-    seed: int | None = setting(None, range=SEED)
+    seed: int | None = setting(None, range=SEED, idle=".shuffle is False")
     """Seed of the order of rows; null takes `trainer.seed`."""
     apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Passed to the tokenizer's chat template, e.g. `{enable_thinking: false}`."""
-    system_prompt: str | None = None
+    system_prompt: str | None = setting(None, is_literal=True)
     """Put before prompts that are plain strings, as a system message."""
 
 
@@ -62,10 +70,12 @@ class SupervisedOptimConfig(OptimConfig):
 
     lr: float = setting(1e-5, range=POSITIVE)
     """Learning rate after warm-up."""
-    lr_warmup_steps_ratio: float = setting(0.05, range=SHARE)
+    lr_warmup_steps_ratio: float = setting(0.05, range=SHARE, idle=".lr_warmup_steps is set")
     """Share of all optimizer steps spent on warm-up."""
     lr_scheduler_type: str = setting("cosine", choices=SCHEDULES)
     """After warm-up: `constant`, `linear` or `cosine`."""
+    min_lr_ratio: float = setting(0.0, range=SHARE, idle=_CONSTANT)
+    """`linear` and `cosine` end at this share of `lr`."""
     clip_grad: float = setting(1.0, range=POSITIVE_OR_INFINITE)
     """Largest gradient norm; larger gradients are scaled down to it."""
 
@@ -76,7 +86,7 @@ class EngineConfig(Section):
 
     strategy: str = "fsdp2"
     """Train engine: `fsdp` and `fsdp2` are the same one, `megatron` is Megatron-Core's."""
-    fsdp_size: int = setting(-1, range=COUNT_OR_ALL)
+    fsdp_size: int = setting(-1, range=COUNT_OR_ALL, idle=UNSHARDED)
     """Workers that weights and optimizer are cut over; where the run has more, groups of so many hold copies. -1 is all
     of them."""
     ulysses_sequence_parallel_size: int = setting(1, range=ONE_OR_MORE)
@@ -94,7 +104,11 @@ class SupervisedTrainerConfig(RunConfig):
     """First level of the run directory, and the loggers' project."""
     total_epochs: int = setting(1, range=ONE_OR_MORE)
     """Passes over the training data."""
-    export_lora: str = setting("merged", choices=("merged", "adapter"))
+    val_before_train: bool = setting(True, idle=NO_VALIDATION)
+    """Validate before the first step."""
+    export_lora: str = setting(
+        "merged", choices=("merged", "adapter"), idle=(f"model{NO_ADAPTERS}", ".export_hf is none")
+    )
     """What that folder holds under LoRA: the `merged` model, or the `adapter` alone."""
 
 
@@ -104,9 +118,9 @@ class MultiturnConfig(Section):
 
     enable: bool | None = None
     """Read the rows as conversations; null does so where rows have the column `messages_key` and no response column."""
-    messages_key: str = "messages"
+    messages_key: str = setting("messages", idle=".enable is False")
     """Column that holds the conversation: a list of messages with `role` and `content`."""
-    tools_key: str = "tools"
+    tools_key: str = setting("tools", idle=".enable is False")
     """Column with the tools that the chat template is to show, if rows have one: a list, or JSON text."""
 
 
@@ -114,20 +128,20 @@ class MultiturnConfig(Section):
 class SFTDataConfig(RowsConfig):
     """Prompts with the responses to learn, or conversations. Example: `data.train_files=data/train.parquet`."""
 
-    prompt_key: str = "prompt"
+    prompt_key: str = setting("prompt", idle=_CONVERSATIONS)
     """Column that holds the prompt: a string, or a list of chat messages."""
-    prompt_dict_keys: list[str] | None = None
+    prompt_dict_keys: list[str] | None = setting(None, idle=_CONVERSATIONS)
     """Keys that lead to the prompt inside that column, where it holds mappings, e.g. `[question]`."""
-    response_key: str = "response"
+    response_key: str = setting("response", idle=_CONVERSATIONS)
     """Column that holds the response to learn, a string."""
-    response_dict_keys: list[str] | None = None
+    response_dict_keys: list[str] | None = setting(None, idle=_CONVERSATIONS)
     """Keys that lead to the response inside that column, where it holds mappings."""
     multiturn: MultiturnConfig = field(default_factory=MultiturnConfig)
 
 
 @section
 class SFTConfig(Section):
-    """Everything that `posttrain.trainer.fsdp_sft_trainer` can be told."""
+    """All settings of `posttrain.trainer.fsdp_sft_trainer`."""
 
     data: SFTDataConfig = field(default_factory=SFTDataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -165,7 +179,7 @@ class PairLossConfig(Section):
 
 @section
 class RewardTrainerConfig(Section):
-    """Everything that `posttrain.trainer.reward_model_trainer` can be told."""
+    """All settings of `posttrain.trainer.reward_model_trainer`."""
 
     data: PairDataConfig = field(default_factory=PairDataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)

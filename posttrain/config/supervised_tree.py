@@ -19,16 +19,9 @@ from posttrain.config.check import (
 from posttrain.config.checked import Checked, Finding, Tree, checks_of_packages
 from posttrain.config.commandline import CUT_SHORT
 from posttrain.config.derived import derive_command
-from posttrain.config.effects import (
-    DETERMINISTIC_ON_CPU,
-    WITHOUT_RAY,
-    Effect,
-    idle_settings,
-    without_validation,
-)
 from posttrain.config.merge import Merged, Spellings
 from posttrain.config.model import SCORE_HEADS
-from posttrain.config.parallel import OF_THE_COMMAND, one_worker
+from posttrain.config.parallel import OF_THE_COMMAND
 from posttrain.config.ppo_tree import PROGRAMS
 from posttrain.config.problem import Problem
 from posttrain.config.supervised import RewardTrainerConfig, SFTConfig
@@ -79,31 +72,6 @@ _NOT_BUILT: dict[str, str] = {
     "actor_rollout_ref.": "these are settings of RL (`posttrain.trainer.main_ppo`); here the model is `model.*`, the "
     "optimizer `optim.*`",
 }
-
-_EFFECTS: tuple[Effect, ...] = (
-    WITHOUT_RAY,
-    Effect((_SHARDS,), "the run has one worker, which holds the whole model", one_worker),
-    Effect(("optim.min_lr_ratio",), "the schedule is constant", lambda c: c.optim.lr_scheduler_type == "constant"),
-    Effect(("optim.lr_warmup_steps_ratio",), "optim.lr_warmup_steps is set", lambda c: c.optim.lr_warmup_steps >= 0),
-    Effect(
-        ("model.lora_alpha", "model.target_modules", "model.exclude_modules", "trainer.export_lora"),
-        "model.lora_rank is 0, so that there are no adapters",
-    ),
-    Effect(("trainer.export_lora",), "trainer.export_hf is none"),
-    DETERMINISTIC_ON_CPU,
-    without_validation("data.val_max_samples", "trainer.test_freq", "trainer.val_before_train"),
-    Effect(("data.seed",), "data.shuffle is False"),
-    Effect(("trainer.resume_from_path",), "trainer.resume_mode is not resume_path"),
-)
-_SFT_EFFECTS: tuple[Effect, ...] = (
-    *_EFFECTS,
-    Effect(
-        ("data.prompt_key", "data.prompt_dict_keys", "data.response_key", "data.response_dict_keys"),
-        "rows are read as conversations (data.multiturn.enable)",
-        lambda c: c.data.multiturn.enable is True,
-    ),
-    Effect(("data.multiturn.messages_key", "data.multiturn.tools_key"), "data.multiturn.enable is False"),
-)
 
 
 def _nothing_given(command: str, keys: str) -> Callable[[], Problem]:
@@ -187,7 +155,6 @@ SFT = Tree(
     derive=_derive_sft,
     check_names=_no_names,
     check=_check,
-    idle=lambda config, explicit: idle_settings(config, explicit, _SFT_EFFECTS),
 )
 REWARD_MODEL = Tree(
     main="reward_model_trainer",
@@ -200,7 +167,6 @@ REWARD_MODEL = Tree(
     derive=_derive,
     check_names=_no_names,
     check=_check,
-    idle=lambda config, explicit: idle_settings(config, explicit, _EFFECTS),
     heads=SCORE_HEADS,
 )
 # Verb of `posttrain` -> its tree.

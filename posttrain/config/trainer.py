@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import field
 from typing import Any
 
+from posttrain.config.data import NO_VALIDATION
+from posttrain.config.model import NO_ADAPTERS
+from posttrain.config.parallel import DETERMINISTIC_ON_CPU, WITHOUT_RAY
 from posttrain.config.schema import Section, section
 from posttrain.settings import (
     COUNT_OR_ALL,
@@ -28,7 +31,7 @@ class RunConfig(Section):
     experiment_name: str | None = None
     """Second level of the run directory, and the loggers' run; null numbers runs (`grpo-1`, `sft-2`, ...) and
     continues an unfinished one."""
-    default_local_dir: str = "outputs"
+    default_local_dir: str = setting("outputs", is_path=True)
     """Folder under which run directories are made."""
     total_epochs: int = setting(15, range=ONE_OR_MORE)
     """Passes over the training data."""
@@ -36,7 +39,7 @@ class RunConfig(Section):
     """Steps in all; null takes `total_epochs` times the batches of an epoch."""
     save_freq: int = setting(-1, range=COUNT_OR_ALL)
     """Save a checkpoint every so many steps; -1 saves the last step only."""
-    test_freq: int = setting(-1, range=COUNT_OR_ALL)
+    test_freq: int = setting(-1, range=COUNT_OR_ALL, idle=NO_VALIDATION)
     """Validate every so many steps; -1 validates before training and at the end only."""
     val_before_train: bool = True
     """Validate before the first step."""
@@ -44,12 +47,14 @@ class RunConfig(Section):
     """Keep this many newest checkpoints (and the best one by validation); null keeps all."""
     export_hf: str = setting("last", choices=("last", "all", "none"))
     """Write a Hugging Face folder into the `last` checkpoint, into `all`, or into `none`."""
-    export_lora: str = setting("adapter", choices=("adapter", "merged"))
+    export_lora: str = setting(
+        "adapter", choices=("adapter", "merged"), idle=(f"actor_rollout_ref.model{NO_ADAPTERS}", ".export_hf is none")
+    )
     """What that folder holds under LoRA: the `adapter` alone (peft's format), or the `merged` model."""
     resume_mode: str = setting("auto", choices=("auto", "disable", "resume_path"))
     """`auto` continues the run found in the run directory, `disable` refuses to touch one, `resume_path` continues
     `resume_from_path`."""
-    resume_from_path: str | None = None
+    resume_from_path: str | None = setting(None, idle=".resume_mode is not resume_path", is_path=True)
     """Checkpoint folder (`.../global_step_N`) to continue from."""
     logger: list[str] = field(default_factory=lambda: ["console"])
     """Any of `console` (a line per step), `details` (under it every metric), `tensorboard`, `wandb`, `mlflow`,
@@ -58,16 +63,16 @@ class RunConfig(Section):
     """Worker processes per node, one per GPU (or per CPU process)."""
     nnodes: int = setting(1, range=ONE_OR_MORE)
     """Machines of a Ray cluster, which `RAY_ADDRESS` names; each has `n_gpus_per_node` workers."""
-    ray_init: dict[str, Any] = field(default_factory=dict)
+    ray_init: dict[str, Any] = setting(factory=dict, idle=WITHOUT_RAY)
     """Arguments of `ray.init`, which Ray itself checks, e.g. `{num_cpus: 8}`; for several workers."""
-    stopped_worker_timeout_s: float = setting(300.0, range=POSITIVE)
+    stopped_worker_timeout_s: float = setting(300.0, range=POSITIVE, idle=WITHOUT_RAY)
     """End the run when the process of a worker was stopped by a signal for so many seconds; a worker that computes is
     never ended. For several workers."""
     device: str = setting("auto", choices=("auto", "cpu", "cuda"))
     """`auto` (CUDA if there is one), `cpu` or `cuda`."""
     seed: int = setting(1, range=SEED)
     """Seed of sampling, data order and initialisation."""
-    deterministic: bool = False
+    deterministic: bool = setting(False, idle=DETERMINISTIC_ON_CPU)
     """Use deterministic kernels on CUDA (slower); on CPU runs are deterministic anyway."""
     profile_steps: list[int] | None = setting(None, range=STEPS)
     """Steps of which torch's profiler writes a trace to `traces/` in the run directory; they take longer."""
@@ -82,7 +87,7 @@ class TrainerConfig(RunConfig):
 
     val_only: bool = False
     """Validate and stop."""
-    best_metric: str | None = None
+    best_metric: str | None = setting(None, idle=NO_VALIDATION)
     """Validation metric (largest is best) whose best checkpoint is kept; null takes the first `val/.../mean@k`."""
     critic_warmup: int = setting(0, range=ZERO_OR_MORE)
     """Steps during which only the critic is trained."""
@@ -101,7 +106,7 @@ class TrackingConfig(Section):
 
     samples_freq: int = setting(1, range=ZERO_OR_MORE)
     """Write the responses of every so many steps to `samples/`; 0 writes none."""
-    samples_max_gb: float = setting(2.0, range=POSITIVE_OR_INFINITE)
+    samples_max_gb: float = setting(2.0, range=POSITIVE_OR_INFINITE, idle=".samples_freq is 0")
     """Past this size the oldest samples are thinned, whole groups at a time."""
     keep_batches: int = setting(0, range=at_least(-1))
     """Keep the batches of this many last steps in `batches/`, for `posttrain replay`; -1 keeps all, 0 none."""

@@ -46,6 +46,7 @@ def lost_lines(text: str, args: Sequence[str]) -> list[tuple[int, str]]:
     keys = set(_keys(args))
     for words, end, lines in _commands(text):
         own = set(_keys(words))
+        # A script may hold several commands: the one that started this process has no keys but ours.
         if own <= keys and (own or not keys) and _PROGRAM.search(" ".join(words)):
             lost = _arguments(lines, end)
             if lost:

@@ -123,10 +123,12 @@ def _number(value: Any, kind: type) -> int | float:
         raise ValueError
     if isinstance(value, str):
         value = unquote(value.strip())
+    # Through float first: `1e3` is a valid integer here, and `1.5` is not.
     number = float(value)
     if kind is float:
         return number
     try:
+        # Exactly, where it can be: a float holds integers up to 2**53 only, and seeds are longer.
         exact = int(value)
     except ValueError:
         exact = int(number)

@@ -70,7 +70,7 @@ def begin_trace() -> torch.profiler.profile:
 
 
 def end_trace(profiler: torch.profiler.profile, path: Path | None) -> None:
-    """Write what was recorded, or forget it without a path; the file is there when it is whole."""
+    """Write the recorded trace, or drop it without a path; the file appears when it is complete."""
     profiler.stop()
     if path is None:
         return

@@ -76,7 +76,7 @@ def given_address() -> str | None:
 
 def no_ray(address: str, error: Exception) -> NoRayThere:
     name = next((name for name in ADDRESSES if os.environ.get(name)), None)
-    if name is None:  # torchrun's first machine has told it
+    if name is None:  # torchrun's first machine has published it
         return NoRayThere(
             f"No Ray answers at {address} ({error}), where the run's first machine said that its Ray is: see what its "
             "own command says, and whether this machine may reach that port."
@@ -107,7 +107,7 @@ def asks_for_a_secret(error: BaseException | None) -> bool:
 
 
 def connection_error(address: str) -> Exception | None:
-    """Why nobody answers at host:port; None if somebody does, or where it has another form."""
+    """Why host:port does not answer; None if it does, or if the address has another form."""
     found = _HOST_AND_PORT.match(address)
     try:
         if found is not None:

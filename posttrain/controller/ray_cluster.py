@@ -120,7 +120,7 @@ class RayCluster:
             )
 
     def _start_head(self) -> None:
-        """A Ray that other machines can join: told of by torchrun's store, or by hand."""
+        """A Ray that other machines can join: its address comes from torchrun's store, or from the user."""
         self._started = head = RayHead(self.settings)
         self.folder = head.folder
         with head.environment(head.secret), refused_by_ray(head.rest):

@@ -56,16 +56,16 @@ def _wait_for(
     choose: Callable[[], list[Machine]], wait_s: float, tell: Callable[[str], None], here: str = ""
 ) -> list[Machine]:
     """What `choose` gives once enough machines have joined; `here` says how many have, instead of its error."""
-    until, told = time.monotonic() + wait_s, False
+    until, reported = time.monotonic() + wait_s, False
     while True:
         try:
             return choose()
         except TooFewMachines as error:
             if time.monotonic() > until:
                 raise
-            if not told:
+            if not reported:
                 tell(f"Waiting {wait_s:.0f} s for machines to join. {here.format(found=error.found) or error}.")
-            told = True
+            reported = True
         time.sleep(1)
 
 
@@ -116,7 +116,7 @@ def _machine(node: Mapping[str, Any]) -> Machine:
     return Machine(node["NodeID"], node["NodeManagerAddress"], max(1, int(node["Resources"].get("CPU", 1))))
 
 
-PLACE = "in"  # where posttrain lies: told, and free to differ
+PLACE = "in"  # the folder of posttrain: reported, and free to differ
 
 
 class DifferentPrograms(UserError):

@@ -241,13 +241,13 @@ def serve(address: str, tell: Callable[[str], None], token: str = "") -> None:
 
 
 def _wait_for_head(address: str, tell: Callable[[str], None]) -> None:
-    until, told = time.monotonic() + HEAD_S, False
+    until, reported = time.monotonic() + HEAD_S, False
     while (error_there := connection_error(address)) is not None:
         if time.monotonic() > until:
             raise no_ray(address, error_there)
-        if not told:
+        if not reported:
             tell(f"Waiting {HEAD_S:.0f} s for a Ray to answer at {address} ({error_there}).")
-        told = True
+        reported = True
         time.sleep(EVERY_S)
 
 

@@ -52,7 +52,7 @@ class Rank:
     name: str
     host: Any
     machine: Machine
-    identity: Identity | None = None  # none until its process has told it
+    identity: Identity | None = None  # None until its process has reported it
 
     @property
     def who(self) -> str:
@@ -113,7 +113,7 @@ class RankWatch:
             if ready:
                 self.stalls.answered()
             if self.stalls.is_due():
-                self.stalls.look(self._states(), self._awaited(waiting))
+                self.stalls.look(self._states(), self._ranks_awaited(waiting))
             if ready:
                 return ready, waiting
 
@@ -162,7 +162,7 @@ class RankWatch:
             states |= asked.states
         return states
 
-    def _awaited(self, refs: Sequence[Any]) -> list[str]:
+    def _ranks_awaited(self, refs: Sequence[Any]) -> list[str]:
         actors = {ref.task_id().actor_id().hex() for ref in refs}
         return [rank.who for rank in self.ranks if rank.actor_id in actors]
 

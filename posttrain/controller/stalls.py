@@ -172,7 +172,7 @@ class WorkerStopped(WorkerDied):
 class _Stop:
     since: str
     seconds: float = 0.0
-    told: bool = False
+    reported: bool = False
 
 
 class StallWatch:
@@ -209,7 +209,7 @@ class StallWatch:
     def _look_at_stop(self, who: str, state: State | None, passed: float) -> None:
         if state is None or state.letter not in (STOPPED, TRACED):
             stop = self._stops.pop(who, None)
-            if stop is not None and stop.told and state is not None:
+            if stop is not None and stop.reported and state is not None:
                 self.tell(f"{who} is no longer stopped; the run goes on.")
             return
         stop = self._stops.setdefault(who, _Stop(time.strftime("%H:%M:%S")))
@@ -219,8 +219,8 @@ class StallWatch:
                 f"{who} has been stopped since {stop.since}, and the run waited {self.limit_s:g} s for it ({LIMIT}). A "
                 f"signal (SIGSTOP, Ctrl-Z) holds its process, and the other workers wait for it. {CONTINUES}"
             )
-        if stop.seconds >= min(TELL_S, self.limit_s / 2) and not stop.told:
-            stop.told = True
+        if stop.seconds >= min(TELL_S, self.limit_s / 2) and not stop.reported:
+            stop.reported = True
             self.tell(f"note: {who} has been stopped since {stop.since}: {self._remedy(state)}")
 
     def _remedy(self, state: State) -> str:

@@ -55,8 +55,8 @@ def tell_address(address: str, token: str, shared: Path | None) -> None:
             written.write(secret)
         os.replace(partial, file)
         _files.append(file)
-    told = f"{address} {_OWN if token else _OTHER}"
-    _store().set(_key(), f"{told} {_signature(told, secret)}")
+    message = f"{address} {_OWN if token else _OTHER}"
+    _store().set(_key(), f"{message} {_signature(message, secret)}")
 
 
 def forget_secret() -> None:
@@ -70,17 +70,17 @@ def wait_for_address(shared: Path) -> tuple[str, str]:
     """(Ray's address, the secret made for this run or an empty string). An address that the first machine has not
     signed is not believed: to join a Ray is to let it run programs here."""
     try:
-        told, _, signature = _store().get(_key()).decode().rpartition(" ")
+        message, _, signature = _store().get(_key()).decode().rpartition(" ")
     except Exception as error:  # torch has an error of its own for each way in which a store can fail
         raise NoMeeting(
             f"torchrun's first machine ({master()}) did not tell where its Ray is: see what its own command says. "
             f"({first_line(error)})"
         ) from error
     until = time.monotonic() + SHARED_S
-    address, _, kind = told.partition(" ")
+    address, _, kind = message.partition(" ")
     while True:
         for secret in filter(None, (users_secret(), _made_for_this_run(shared))):
-            if hmac.compare_digest(signature, _signature(told, secret)):
+            if hmac.compare_digest(signature, _signature(message, secret)):
                 return address, secret if kind == _OWN else ""
         if time.monotonic() > until:
             break
@@ -92,8 +92,8 @@ def wait_for_address(shared: Path) -> tuple[str, str]:
     )
 
 
-def _signature(told: str, secret: str) -> str:
-    return hmac.new(secret.encode(), f"{_key()} {told}".encode(), hashlib.sha256).hexdigest()
+def _signature(message: str, secret: str) -> str:
+    return hmac.new(secret.encode(), f"{_key()} {message}".encode(), hashlib.sha256).hexdigest()
 
 
 def _made_for_this_run(shared: Path) -> str:

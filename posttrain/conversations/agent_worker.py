@@ -17,7 +17,7 @@ import time
 from typing import Any
 
 from posttrain.conversations.agents import Agents
-from posttrain.conversations.chat import Chat, Generate, Setup
+from posttrain.conversations.chat import Chat, Generate, Pause, Setup
 from posttrain.conversations.conversation import Conversation
 from posttrain.conversations.outcome import Ended, describe_late, run_to_end
 from posttrain.conversations.tools.answers import describe_error
@@ -87,10 +87,15 @@ class _Play:
 
         self._end(await run_to_end(lead()))
 
-    async def _ask(self, wanted: Generate | list[ToolCall]) -> Any:
+    async def _ask(self, wanted: Generate | list[ToolCall] | Pause) -> Any:
         if self.number not in self.worker.plays:
             raise asyncio.CancelledError  # the conversation was given up, and its agent continues nevertheless
         self._stop_clock()
+        if isinstance(wanted, Pause):
+            try:
+                return await wanted.until
+            finally:
+                self._start_clock()
         request, self._requests = self._requests, self._requests + 1
         answered = self._asked[request] = self.worker.loop.create_future()
         try:

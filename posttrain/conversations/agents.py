@@ -12,15 +12,15 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from posttrain.config.closest import closest
 from posttrain.conversations.chat import Chat
 from posttrain.conversations.environments import is_environment, play
 from posttrain.conversations.openenv import PREFIX, OpenEnv, check_server
 from posttrain.conversations.settings import AGENT_KEY as KEY
-from posttrain.conversations.settings import BUILT_IN, AgentSettings, TurnSettings
+from posttrain.conversations.settings import BUILT_IN, PROGRAM, AgentSettings, TurnSettings
 from posttrain.conversations.tools.lookup import find_named, is_place, listed_in
 from posttrain.errors import UserError, first_line
 from posttrain.registry import Registry
+from posttrain.spelling import closest
 
 Made = TypeVar("Made", bound=Callable[..., Any])
 AGENTS: Registry[Any] = Registry("agent")
@@ -68,6 +68,11 @@ class Agents:
             return self.agent(built_in)
         return self.agent(name_of(row) or self.settings.default or built_in)
 
+    @property
+    def waiting(self) -> int:
+        """Conversations whose programs have not started, because others must end first."""
+        return self.context["programs"].waiting if "programs" in self.context else 0
+
     def agent(self, name: str) -> Agent:
         """The agent of a name; UserError if there is none."""
         if name not in self._made:
@@ -82,6 +87,9 @@ class Agents:
             return make_agent(_find(entry["_target_"]), name, {**given, **config}, self.context)
         if name in AGENTS:
             return make_agent(AGENTS[name], name, config, self.context)
+        if name == PROGRAM and self.settings.program:
+            # The programs' server is opened behind this (`opening.py`).
+            return Agent(lambda chat, row: self.context["programs"].lead(chat, row), isolated=False)
         if name == "single_turn_agent":
             return Agent(_one_turn, isolated=False)
         if name == "tool_agent":

@@ -85,6 +85,28 @@ class Branch:
         zeros = np.zeros(len(ids), np.float32)
         self._append(ids, zeros, zeros, [False] * len(ids))
 
+    def drop_turn(self) -> None:
+        """Takes back the turn that was sampled last, with which the branch ends."""
+        count = len(self._log_probs.pop())
+        self._sampling_log_probs.pop()
+        del self._tokens[-count:], self._sampled[-count:]
+        self.turn_ends.pop()
+        self.turns -= 1
+        while count:
+            version, tokens = self._versions.pop()
+            if tokens > count:
+                self._versions.append((version, tokens - count))
+            count -= min(tokens, count)
+
+    def drop_observation(self, keep: int) -> None:
+        """Takes back tokens at the end that no turn follows, up to the `keep`-th of the response."""
+        while self._log_probs and not any(self._sampled[-len(self._log_probs[-1]) :] or [True]):
+            if self.length - len(self._log_probs[-1]) < keep:
+                return
+            count = len(self._log_probs.pop())
+            self._sampling_log_probs.pop()
+            del self._tokens[len(self._tokens) - count :], self._sampled[len(self._sampled) - count :]
+
     def output(self, id: Hashable, finish_reason: str) -> Output:
         """The row as the response of a request."""
         return Output(

@@ -47,7 +47,14 @@ class Generate:
     branch: int = 0
 
 
-Ask = Callable[[Generate | list[ToolCall]], Awaitable[Any]]
+@dataclass(frozen=True)
+class Pause:
+    """What an agent waits for before its own time begins."""
+
+    until: Awaitable[Any]
+
+
+Ask = Callable[[Generate | list[ToolCall] | Pause], Awaitable[Any]]
 """How an agent asks for a turn (an Output) or for tool calls (their ToolAnswers), wherever it runs (`runner.py`)."""
 
 
@@ -210,6 +217,28 @@ class Chat:
             raise ChatFull(f"a prompt of {len(prompt_ids)} tokens leaves no room (data.max_response_length)")
         wanted = Generate(list(prompt_ids), min(room, max_tokens or room), _texts(stop), False, self._branch.number)
         return await self._generate(wanted)
+
+    async def generate_behind(
+        self, ids: Sequence[int], *, max_tokens: int | None = None, stop: Sequence[str] = ()
+    ) -> Output:
+        """The model's turn behind any tokens, as a part of the conversation: it continues the branch that ends with
+        them, or opens a further row of the same sample."""
+        async with self._turn:
+            branch = self._conversation.branch_behind(ids, self.limits)
+            room = self.limits.response - branch.length
+            if room < 1:
+                raise ChatFull("the row has no room for a further turn (data.max_response_length)")
+            most = min(room, max_tokens or room)
+            self.last = await self._ask(Generate(branch.ids, most, _texts(stop), kept=True, branch=branch.number))
+            return self.last
+
+    async def pause(self, until: Awaitable[Any]) -> None:
+        """Waits for something that is not the agent's own work: its deadline does not count meanwhile."""
+        await self._ask(Pause(until))
+
+    def drop_turn(self, ids: Sequence[int]) -> None:
+        """Takes back the turn with which these tokens end: it had no consequence, and is not trained."""
+        self._conversation.drop_turn(ids)
 
     def compose(self, prompt_ids: Sequence[int], ids: Sequence[int], mask: Sequence[int]) -> None:
         """The response from what `sample` gave: `mask` is 1 where the model wrote a token. Each further call makes a

@@ -121,6 +121,27 @@ class Conversation:
         self.branches.append(branch)
         return branch
 
+    def branch_behind(self, ids: Sequence[int], limits: Limits) -> Branch:
+        """The branch whose next turn comes behind these tokens: one that they continue, or a further one."""
+        if not self.requests and 0 < len(ids) <= limits.prompt:
+            self.main.own_prompt = list(ids) != list(self.prompt_ids)
+            self.main.prompt_ids = list(ids)
+        for branch in reversed(self.branches):
+            # One that ends with a turn, or has none yet: behind an observation the model has spoken, or will.
+            fits = len(ids) - len(branch.prompt_ids) < limits.response
+            if fits and branch.shared(ids) == len(branch.ids) and (not branch.length or any(branch.mask[-1:])):
+                branch.add_observation(ids[len(branch.ids) :])
+                return branch
+        return self.open_branch(ids, limits)
+
+    def drop_turn(self, ids: Sequence[int]) -> None:
+        """Takes back the turn with which these tokens end, and what was read only for it."""
+        found = [one for one in self.branches if any(one.mask[-1:]) and one.ids == list(ids)]
+        for branch in found[:1]:
+            branch.drop_turn()
+            needed = max((one.fork for one in self.branches if one.parent == branch.number), default=0)
+            branch.drop_observation(needed - len(branch.prompt_ids))
+
     def add_sampled(self, output: Output, mask: Sequence[bool] | None = None, branch: Branch | None = None) -> None:
         """Appends a turn of the model to a branch, the first unless one is given."""
         (branch or self.main).add_sampled(output, self.turns, mask)

@@ -7,6 +7,7 @@ seen. So a run starts only with a format that reads what its chat template write
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -95,6 +96,20 @@ def choose_format(template: MessageTemplate, wanted: str) -> tuple[str, str]:
         "  to do:  write the format as a file in posttrain/conversations/formats, or give the tokenizer a chat "
         "template that writes calls in a known one (model.tokenizer_path)"
     )
+
+
+def find_format(template: MessageTemplate, wanted: str, say: Callable[[str], None]) -> tuple[str, str | None]:
+    """(the format of tool calls, why tools cannot be used), where clients decide whether there are tools: a model that
+    cannot be given any is served all the same."""
+    if not getattr(template.tokenizer, "chat_template", None):
+        return FALLBACK, "the tokenizer has no chat template"
+    try:
+        name, note = choose_format(template, wanted)
+    except WrongFormat as error:
+        return FALLBACK, str(error).partition("\n")[0]
+    if note:
+        say(note)
+    return name, None
 
 
 def _write_turn(template: MessageTemplate, messages: CallMessages) -> str:

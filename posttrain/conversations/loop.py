@@ -119,7 +119,7 @@ class ConversationLoop:
         return following, whole
 
     def _must_wait(self) -> bool:
-        thinking = len(self._open) - len(self._generating)
+        thinking = len(self._open) - len(self._generating) - self.agents.waiting
         ready = len(self._events.keys() - self._generating.keys())
         return ready < thinking if self.in_rounds else bool(thinking) and not ready
 

@@ -4,27 +4,31 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from posttrain.config.closest import closest
 from posttrain.config.root import PPOConfig
 from posttrain.conversations.agents import Agents
 from posttrain.conversations.chat import Setup
 from posttrain.conversations.conversation import Limits
-from posttrain.conversations.format_proof import FALLBACK, choose_format
+from posttrain.conversations.format_proof import FALLBACK, choose_format, find_format
+from posttrain.conversations.formats.base import FORMATS
 from posttrain.conversations.loop import ConversationLoop
 from posttrain.conversations.processes import AgentProcesses
 from posttrain.conversations.runner import Runner
+from posttrain.conversations.serving import require_aiohttp
+from posttrain.conversations.serving.model import ServedModel
 from posttrain.conversations.settings import AGENT_KEY as KEY
-from posttrain.conversations.settings import BUILT_IN, agent_settings, turn_settings
+from posttrain.conversations.settings import BUILT_IN, AgentSettings, agent_settings, turn_settings
 from posttrain.conversations.templates import MessageTemplate
 from posttrain.conversations.tools.registry import make_tools
 from posttrain.conversations.tools.runner import ToolRunner
 from posttrain.errors import UserError
+from posttrain.rollout.base import Sampling
+from posttrain.spelling import closest
 
 
 @contextmanager
@@ -37,7 +41,8 @@ def open_conversations(
     if not (agents.enable or turns.enable):
         yield None
         return
-    by_row = Agents(agents, turns, {"config": config, "tokenizer": tokenizer})
+    context: dict[str, Any] = {"config": config, "tokenizer": tokenizer}
+    by_row = Agents(agents, turns, context)
     tools = make_tools(turns.tools, turns.tool_config, config_path=turns.tool_config_path) if turns.enable else {}
     for tool in tools.values():
         if note := getattr(tool, "note", None):
@@ -52,22 +57,55 @@ def open_conversations(
             say(note)
         limit = f"up to {turns.max_assistant_turns}" if turns.max_assistant_turns else "any number of"
         say(f"Tools: {', '.join(tools)}; a response has {limit} turns.")
-    if agents.enable:
-        say(f"Agent: {agents.default or 'by the rows (agent_name)'}; it leads each conversation.")
-    turns = replace(turns, format=call_format)  # `auto` is known now
-    setup = Setup(template, Limits(data.max_prompt_length, data.max_response_length), turns, schemas)
+    limits = Limits(data.max_prompt_length, data.max_response_length)
     in_rounds = device.type == "cpu" or config.trainer.deterministic
-    processes = None
-    if agents.enable and hasattr(os, "fork"):
-        processes = AgentProcesses(by_row, setup, timeout_s=agents.timeout_s, most=agents.processes)
     answers = {"max_chars": turns.max_tool_response_length, "side": turns.tool_response_truncate_side}
-    with (
-        ToolRunner(tools, timeout_s=turns.tool_timeout_s, **answers) as tool_runner,
-        Runner(tool_runner, agents.timeout_s, processes) as runner,
-    ):
+    with ExitStack() as opened:
+        if agents.program:
+            call_format = _open_programs(opened, context, agents, template, turns.format, limits, say)
+        elif agents.enable:
+            say(f"Agent: {agents.default or 'by the rows (agent_name)'}; it leads each conversation.")
+        turns = replace(turns, format=call_format)  # `auto` is known now
+        setup, processes = Setup(template, limits, turns, schemas), None
+        if agents.enable and not agents.program and hasattr(os, "fork"):
+            # Forked before tools and agents have threads. Programs are processes anyway.
+            processes = AgentProcesses(by_row, setup, timeout_s=agents.timeout_s, most=agents.processes)
+        tool_runner = opened.enter_context(ToolRunner(tools, timeout_s=turns.tool_timeout_s, **answers))
+        runner = opened.enter_context(Runner(tool_runner, agents.timeout_s, processes))
         yield ConversationLoop(by_row, runner, setup, in_rounds=in_rounds)
-        for words in tool_runner.counts.troubles():
+        programs = context.get("programs")
+        for words in (*tool_runner.counts.troubles(), *(programs.troubles() if programs else ())):
             say(f"  ! {words}")
+
+
+def _open_programs(
+    opened: ExitStack,
+    context: dict[str, Any],
+    agents: AgentSettings,
+    template: MessageTemplate,
+    wanted: str,
+    limits: Limits,
+    say: Callable[[str], None],
+) -> str:
+    """Opens the server through which programs lead conversations; gives the format of their tool calls."""
+    require_aiohttp()
+    from posttrain.conversations.programs import Programs
+
+    call_format, no_tools = find_format(template, wanted, say)
+    tokenizer, length = template.tokenizer, limits.prompt + limits.response
+    model = ServedModel(
+        "policy",
+        template,
+        FORMATS[call_format],
+        Sampling(max_tokens=1),
+        max_model_len=length,
+        vocabulary=len(tokenizer),
+        no_tools=no_tools,
+        any_name=True,
+    )
+    context["programs"] = programs = opened.enter_context(Programs(agents, model, say))
+    say(f"Agent: the program `{agents.program}`, one per conversation, by its base URL at {programs.url}.")
+    return call_format
 
 
 def check_agent_names(loop: ConversationLoop | None, names: Iterable[Any]) -> None:

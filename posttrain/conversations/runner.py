@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from posttrain.conversations.agents import Agent
-from posttrain.conversations.chat import Ask, Chat, ChatFull, Generate
+from posttrain.conversations.chat import Ask, Chat, ChatFull, Generate, Pause
 from posttrain.conversations.conversation import Conversation
 from posttrain.conversations.outcome import Ended, Event, describe_late, run_to_end
 from posttrain.conversations.processes import AgentProcesses
@@ -191,7 +191,7 @@ class Runner:
         ended = await run_to_end(lead())
         self._report(work, _ENDED, ended)
 
-    async def _ask(self, key: Hashable, wanted: Generate | list[ToolCall]) -> Any:
+    async def _ask(self, key: Hashable, wanted: Generate | list[ToolCall] | Pause) -> Any:
         work = self._work.get(key)
         if work is None:
             raise asyncio.CancelledError  # the conversation was given up, and its agent continues nevertheless
@@ -201,6 +201,8 @@ class Runner:
                 self._report(work, _GENERATING, wanted)
                 return await turn
             self._report(work, _CALLING)
+            if isinstance(wanted, Pause):
+                return await wanted.until
             return await asyncio.wrap_future(self.tools.answer(key, wanted))
         finally:
             self._set_running(work)
@@ -252,7 +254,7 @@ class Runner:
 
 
 @types.coroutine
-def _yield(wanted: Generate | list[ToolCall]) -> Generator[Any, Any, Any]:
+def _yield(wanted: Generate | list[ToolCall] | Pause) -> Generator[Any, Any, Any]:
     """Awaits in an inline agent: yields to the driver, and returns what it is resumed with."""
     return (yield wanted)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,10 +12,13 @@ from posttrain.config.checked import Checked, Finding, check_dict, settings_of
 from posttrain.settings import ONE_OR_MORE, POSITIVE, at_least, setting
 
 TURNS_KEY, AGENT_KEY = "actor_rollout_ref.rollout.multi_turn", "actor_rollout_ref.rollout.agent"
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
 SIDES = ("left", "middle", "right")
 _FORMATS = Path(__file__).parent / "formats"
 # A format of tool calls is a file. It is found by its name: checking settings must not import torch.
 FORMATS = tuple(sorted(file.stem for file in _FORMATS.glob("*.py") if file.stem not in ("__init__", "base")))
+PROGRAM = "program"
+"""The name of the agent that `agent.program` makes."""
 BUILT_IN = ("single_turn_agent", "tool_agent")
 """Names of verl's own loops: what a run does without an agent, and what it does with multi_turn."""
 
@@ -61,11 +65,24 @@ class AgentSettings:
     """A registered name, as verl has it: of the rows that name none in their column `agent_name`."""
     agent_loop_config_path: str | None = None
     """A YAML file of verl's form: a list of `name` and `_target_`."""
+    program: str | None = None
+    """A command that leads each conversation as a process of its own, which speaks to the policy by its base URL
+    (docs/serve.md); `outside` waits for programs that are started elsewhere."""
+    python: str | None = None
+    """The interpreter of a program that begins with `python`: its packages need not fit the trainer's."""
+    max_programs: int = setting(32, range=ONE_OR_MORE)
+    """Programs that run at once; the others of a step wait."""
+    memory_gb: float | None = setting(None, range=POSITIVE)
+    """GiB of address space that each process of a program may have; null is no limit."""
+    host: str = "127.0.0.1"
+    """The address on which the programs' server listens."""
+    port: int = setting(0, range=at_least(0))
+    """Its port; 0 takes one that is free."""
 
     @property
     def default(self) -> str | None:
         """The agent of rows that name none."""
-        return self.path or self.default_agent_loop
+        return PROGRAM if self.program else self.path or self.default_agent_loop
 
     @property
     def enable(self) -> bool:
@@ -110,8 +127,18 @@ def _check_agent(checked: Checked) -> Iterator[Finding]:
         other = settings.default_agent_loop
         what = f"`{AGENT_KEY}.path={settings.path}` and `{AGENT_KEY}.default_agent_loop={other}` are two agents."
         yield checked.problem(what, "keep one of them", AGENT_KEY)
-    idle = [
-        name for name in checked.config.actor_rollout_ref.rollout.agent if name in ("config", "timeout_s", "processes")
-    ]
+    given = checked.config.actor_rollout_ref.rollout.agent
+    if settings.program and (settings.path or settings.default_agent_loop):
+        what = f"`{AGENT_KEY}.program` and `{AGENT_KEY}={settings.path or settings.default_agent_loop}` are two agents."
+        yield checked.problem(what, "keep one of them", AGENT_KEY)
+    if settings.program and settings.host not in _LOOPBACK and not os.environ.get("POSTTRAIN_API_KEY"):
+        what = f"`{AGENT_KEY}.host={settings.host}` lets other machines in, and there is no key."
+        yield checked.problem(what, "set the environment variable POSTTRAIN_API_KEY", f"{AGENT_KEY}.host")
+    of_programs = [name for name in given if name in ("python", "max_programs", "memory_gb", "host", "port")]
+    if of_programs and not settings.program:
+        yield f"{AGENT_KEY}: {', '.join(of_programs)} have no effect: {AGENT_KEY}.program is not set."
+    if settings.program and "config" in given:
+        yield f"{AGENT_KEY}.config has no effect: a program has its arguments in {AGENT_KEY}.program."
+    idle = [name for name in given if name in ("config", "timeout_s", "processes")]
     if idle and not settings.enable:
         yield f"{AGENT_KEY}: {', '.join(idle)} have no effect: no agent is named ({AGENT_KEY}=FILE.py:NAME)."

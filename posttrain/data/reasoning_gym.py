@@ -13,11 +13,11 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from posttrain.config.closest import closest
-from posttrain.config.environment import REASONING_GYM
 from posttrain.config.values import parse_yaml
 from posttrain.errors import UserError
+from posttrain.spelling import closest
 
+REASONING_GYM = "reasoning_gym:"
 _SIZE = 1000
 # Item n of a data set is drawn with seed + n: seeds so far apart have no item in common.
 _SEEDS = {"data.val_files": 1_000_000_000}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import datetime
 import gzip
+import importlib.util
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -14,12 +15,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from posttrain.config.environment import REASONING_GYM, RECIPES
-from posttrain.data.reasoning_gym import read_rows
+from posttrain.config.data import HELD_OUT
+from posttrain.config.problem import Problem
+from posttrain.config.resolved import Resolved
+from posttrain.data.reasoning_gym import REASONING_GYM, read_rows
 from posttrain.errors import UserError
 from posttrain.texts import well_formed
 
 READABLE = (".parquet", ".json", ".jsonl", ".json.gz", ".jsonl.gz")
+# Data sets, besides gsm8k, that `posttrain data NAME` makes in a folder of their name.
+RECIPES = ("math", "math500", "mbpp", "humaneval", "nq_open", "hotpotqa", "banking77", "hh_rlhf", "hh_rlhf_sft")
 
 # Folder name -> the command that creates its files, for the message about a missing one.
 PREPARED_BY = {"gsm8k": "python examples/data_preprocess/gsm8k.py"}
@@ -375,3 +380,39 @@ def _read_lines(path: Path, text: str) -> Iterator[tuple[int, Any]]:
             ) from error
         except (ValueError, RecursionError) as error:
             raise DataError(f"Line {number} of {path} cannot be read as JSON: {error}.") from error
+
+
+def check_environment(resolved: Resolved, folder: Path) -> Iterator[Problem]:
+    """Data files of a run that are not there, or are none."""
+    can_hold_out = hasattr(resolved.config, "actor_rollout_ref")  # supervised trainers hold out no rows of their own
+    for key in ("data.train_files", "data.val_files"):
+        value = resolved.value(key)
+        for name in value if isinstance(value, list) else [value]:
+            if name is None or name == "embedded" or (can_hold_out and key == "data.val_files" and name == HELD_OUT):
+                continue
+            if str(name).startswith(REASONING_GYM):
+                if importlib.util.find_spec("reasoning_gym") is None:
+                    what = f"`{key}`: {name} needs the package reasoning-gym."
+                    yield Problem(what, resolved.where(key), "pip install 'posttrain[reasoning-gym]'")
+                continue
+            # Relative to the working folder; an absolute name replaces it.
+            path, where = folder / str(name), resolved.where(key)
+            if path.is_dir():
+                inside = ", ".join(sorted(file.name for file in path.iterdir() if file.name.endswith(READABLE))[:5])
+                do = f"name its files: it holds {inside}" if inside else f"it holds none of {', '.join(READABLE)}"
+                yield Problem(f"`{key}`: {name} is a folder, not a file.", where, do)
+            elif not path.is_file():
+                yield Problem(f"`{key}`: the file {name} does not exist.", where, how_to_make(str(name)))
+            elif not path.name.endswith(READABLE):
+                what = f"`{key}`: {name} is not a data file by its suffix."
+                yield Problem(what, where, f"give one of {', '.join(READABLE)}")
+
+
+def how_to_make(name: str) -> str:
+    """What to do about a file that does not exist: the command that makes it, if there is one."""
+    folder = os.path.dirname(name) or "."
+    if (recipe := os.path.basename(folder)) in RECIPES:
+        return f"`posttrain data {recipe} --out {folder}` makes it"
+    if "gsm8k" in name.lower():
+        return f"`posttrain data gsm8k --out {folder}` makes it (or python examples/data_preprocess/gsm8k.py)"
+    return "give a parquet, json or jsonl file that exists; a relative path is taken from the working folder"

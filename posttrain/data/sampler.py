@@ -81,6 +81,7 @@ class PromptSampler:
                 "another order. The data files, data.seed, data.shuffle, data.sampler or data.train_weights have "
                 "changed since; restore them, or start a new run."
             )
+        # Set only after the check: a sampler that refused a state is unchanged.
         self.epoch, self._position, self._order = state["epoch"], state["position"], order
 
     def _checked_order(self, epoch: int) -> np.ndarray:

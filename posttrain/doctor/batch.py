@@ -149,6 +149,7 @@ def _seconds(act, device: torch.device) -> float:
     act()
     _wait(device)
     started, count = time.perf_counter(), 0
+    # As many as fit into the time: one product alone would measure the clock.
     while time.perf_counter() - started < TRIAL_S:
         act()
         count += 1
@@ -192,8 +193,11 @@ def _rl_seconds(case: Case, speed: Speed, width: int) -> dict[str, float]:
     config, n = case.config, case.parameters
     data, rollout = config.data, config.actor_rollout_ref.rollout
     lengths = [len(item["prompt_ids"]) for item in case.datasets["train"]]
+    # How long responses will be is not known before the run; half of the limit is the middle of what is possible.
     prompt, response = sum(lengths) / len(lengths), max(1.0, data.max_response_length / 2)
     prompts, rows = data.train_batch_size, data.train_batch_size * rollout.n
+    # A decode step reads all weights once, however many sequences share it, so that memory bandwidth bounds small
+    # batches.
     wave = min(rollout.max_num_seqs, rows)
     flops = EFFICIENCY * speed.flops
     rounds = data.max_response_length * -(-rows // wave)  # the longest response decides

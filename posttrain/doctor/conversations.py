@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from posttrain.config.closest import closest
 from posttrain.conversations.chat import Setup
 from posttrain.conversations.formats.base import FORMATS
 from posttrain.conversations.loop import tool_arguments
@@ -23,6 +22,7 @@ from posttrain.conversations.tools.registry import make_tools
 from posttrain.doctor.case import Case
 from posttrain.doctor.report import ERROR, NOTE, WARNING, Finding
 from posttrain.errors import UserError
+from posttrain.spelling import closest
 
 AREA = "tools"
 _ROLLOUT = "actor_rollout_ref.rollout"
@@ -99,7 +99,7 @@ def _has_turns(case: Case) -> bool:
 
 
 def _unused_tools(case: Case) -> Iterator[Finding]:
-    """Tools that are named in a run that calls none; a misspelt name is told all the same."""
+    """Tools that are named in a run that calls none; a misspelt name is reported all the same."""
     settings = turn_settings(case.config.actor_rollout_ref.rollout.multi_turn)
     if not settings.tools:
         return

@@ -103,6 +103,7 @@ def _bytes_saved(case: Case) -> int:
 
 def _disk(case: Case) -> Iterator[Finding]:
     target = Path(case.config.trainer.default_local_dir).absolute()
+    # The run makes its folder when it starts: the nearest existing one is on the same disk.
     present = next(folder for folder in (target, *target.parents) if folder.exists())
     free, one = shutil.disk_usage(present).free, _bytes_saved(case)
     saves = case.run.saves if case.run else 1
@@ -122,6 +123,7 @@ def _ports(case: Case) -> Iterator[Finding]:
         return
     try:
         with socket.socket() as one:
+            # Tried rather than looked up: a container can forbid sockets in several ways.
             one.bind(("127.0.0.1", 0))
     except OSError as error:
         what = f"{workers} workers talk over local ports, but none could be opened: {error}."

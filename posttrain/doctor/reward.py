@@ -81,10 +81,10 @@ def _try_reward(case: Case, spec: RewardSpec, items: Sequence[Any]) -> Iterator[
     yield from _failures(found, where, limits.timeout_s)
     if found.best and not found.errors:
         best = sum(found.best) / len(found.best)
-        told = sum(gap > 0 for gap in found.score_gaps)
+        higher = sum(gap > 0 for gap in found.score_gaps)
         case.report.fact(
             AREA,
-            f"{len(found.best)} rows tried: truths score {best:.3g} on average; in {told} of {len(found.score_gaps)} "
+            f"{len(found.best)} rows tried: truths score {best:.3g} on average; in {higher} of {len(found.score_gaps)} "
             "rows the truth scores above another row's truth.",
         )
     if found.flaky:

@@ -64,6 +64,7 @@ def check_rows(case: Case) -> Iterator[Finding]:
 def _tokenized(case: Case, split: str, table: RowTable) -> Iterator[Finding]:
     kinds = {"sft_trainer": SFTDataset, "reward_model_trainer": PairDataset}
     make: Callable[..., Any] = kinds.get(case.tree.main, PromptDataset)
+    # A sample from all over the file: tokenizing millions of rows would take longer than a user waits for a check.
     sample = _sample_rows(table, LOOKED_AT)
     try:
         shown = {"tools": case.schemas} if case.is_rl else {}
@@ -77,6 +78,7 @@ def _tokenized(case: Case, split: str, table: RowTable) -> Iterator[Finding]:
             yield Finding(ERROR, AREA, str(error), case.where(f"data.{split}_files"))
         return
     share = len(data) / len(sample)
+    # The share that the sample keeps, for all rows: the plan of the run counts with it.
     case.counts[split] = int(share * len(table))
     case.datasets[split] = data
     case.report.fact(AREA, _length_words(case, split, data, table, sample))
@@ -181,6 +183,7 @@ def _pairs(case: Case, split: str) -> Iterator[Finding]:
         what = f"In {same} of {len(pairs)} {split} pairs the two answers are the same ({data.chosen_key} is "
         what += f"{data.rejected_key}): they would be left out."
         yield Finding(WARNING, AREA, what, where, "remove them")
+    # A pair in both orders says nothing about which answer is better.
     known = set(pairs)
     if both := sum((prompt, rejected, chosen) in known for prompt, chosen, rejected in pairs if chosen != rejected):
         what = f"{both} of {len(pairs)} {split} pairs stand there in both orders: each answer is the better one once."
@@ -256,6 +259,7 @@ def _target(case: Case, row: Row) -> Any:
 
 
 def _key(value: Any) -> str:
+    # Blanks do not make another prompt.
     return " ".join(value.split()) if isinstance(value, str) else json.dumps(value, sort_keys=True, default=str)
 
 
@@ -301,6 +305,7 @@ def check_truths_in_prompts(split: str, items: Sequence[Any], where: str) -> Ite
         yield Finding(WARNING, AREA, what, where, "look whether the truth is read from the right column")
         return
     held = sum(_ends_with(text, truth) for text, truth in pairs)
+    # How often a prompt ends with another row's truth: short numbers are found in many texts.
     by_chance = sum(_ends_with(text, pairs[i - 1][1]) for i, (text, _) in enumerate(pairs))
     if held > len(pairs) / 2 and by_chance < held / 2:
         what = f"{held} of {len(pairs)} {split} prompts end with their own truth: the model would learn to copy it."

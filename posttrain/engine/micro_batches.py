@@ -1,4 +1,4 @@
-"""Which rows of a batch are computed together: units that share a prompt, passes that fit a token budget, ranks.
+"""Which rows of a batch are computed together: units that share a beginning, passes that fit a token budget, ranks.
 
 Planned from token counts alone, on the driver or on a rank; `packing.py` turns a planned pass into tensors.
 """
@@ -8,21 +8,27 @@ from __future__ import annotations
 import heapq
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
+import numpy as np
+
+from posttrain.batch.samples import has_several_rows
 from posttrain.engine.facts import EngineFacts
 from posttrain.protocol import DataProto
 
 
 @dataclass(frozen=True)
 class Unit:
-    """Rows that are computed together: responses to one prompt that share it, or a single row.
+    """Rows that are computed together, because they share their beginnings: responses to one prompt, the rows of
+    conversations with branches; or a single row.
 
-    `sources[i]` is the row (counted within the unit) whose tokens serve the i-th: itself, or one whose response begins
-    with all that is computed of the i-th.
+    The first `shared[i]` tokens of the i-th row are those of row `sources[i]` (counted within the unit) and computed
+    there; where that is itself, there are none. Rows that branch off each other stand in the order of their tree.
     """
 
     rows: list[int]
     sources: list[int]
+    shared: list[int]
     tokens: int
 
 
@@ -39,24 +45,80 @@ def plan_units(
     """Units of the batch, as `packed_units` packs them; none has more rows or tokens than a pass may have, unless it is
     a single row.
 
-    Prompts are shared where a pass over a model of that width becomes cheaper by it; so are responses that are equal.
+    Prompts are shared where a pass over a model of that width becomes cheaper by it; so are responses that are equal,
+    and all beginnings of rows in a batch with samples of several rows.
 
     The responses of a unit are one sequence: its matrix products take fewer tokens, and attention that computes all
     pairs of a sequence takes more of them; one that skips what is not seen takes fewer, but may have to join what a
     token saw of its prompt and of its response, at the cost of `joining` tokens per token.
     """
     computed = _computed(data)
+    if share and has_several_rows(data):
+        candidates = _trees(data, max_rows, token_budget)
+    else:
+        groups = _equal_prompts(data) if share else [[row] for row in range(len(data))]
+        parts = [part for rows in groups for part in _parts(rows, computed, max_rows, token_budget)]
+        candidates = [_unit(part, computed) for part in parts]
     units: list[Unit] = []
-    for rows in _equal_prompts(data) if share else [[row] for row in range(len(data))]:
-        for part in _parts(rows, computed, max_rows, token_budget):
-            shared = _unit(part, computed)
-            single = [_unit([row], computed) for row in shared.rows] if all_pairs or joining else []
-            if all_pairs:
-                costs_more = _cost(shared.tokens, width) > sum(_cost(unit.tokens, width) for unit in single)
-            else:
-                costs_more = joining > 0 and shared.tokens * (1 + joining) > sum(unit.tokens for unit in single)
-            units += single if costs_more else [shared]
+    for shared in candidates:
+        single = [_unit([row], computed) for row in shared.rows] if all_pairs or joining else []
+        if all_pairs:
+            costs_more = _cost(shared.tokens, width) > sum(_cost(unit.tokens, width) for unit in single)
+        else:
+            costs_more = joining > 0 and shared.tokens * (1 + joining) > sum(unit.tokens for unit in single)
+        units += single if costs_more else [shared]
     return units
+
+
+def _trees(data: DataProto, max_rows: int | None, token_budget: int | None) -> list[Unit]:
+    """The rows of each prompt's samples as trees: every beginning that a branch has in common with another row once."""
+    sequences, contexts = _sequences(data)
+    by_uid: dict[Any, list[int]] = {}
+    for row, uid in enumerate(data.non_tensor_batch["uid"]):
+        by_uid.setdefault(uid, []).append(row)
+    units: list[Unit] = []
+    for rows in by_uid.values():
+        before = None
+        # In the order of their tokens rows with a common beginning follow each other, and the longest one that a row
+        # shares with any before it is the one that it shares with its neighbour.
+        for row in sorted(rows, key=lambda row: (sequences[row].astype(">i8").tobytes(), row)):
+            own = sequences[row]
+            shared = 0
+            if before is not None:
+                common = _common(sequences[before], own)
+                # Behind what they read, rows of different samples have few tokens in common: a branch of their own for
+                # each of these would cost more than it saves.
+                whole = common == len(sequences[before])
+                shared = common if whole else min(common, max(contexts[before], contexts[row]))
+            unit = units[-1] if shared else None
+            too_many = token_budget is not None and unit is not None and unit.tokens + len(own) - shared > token_budget
+            if unit is None or too_many or len(unit.rows) == max_rows:
+                units.append(Unit([row], [0], [0], len(own)))
+            else:
+                grown = (*unit.rows, row), (*unit.sources, len(unit.rows) - 1), (*unit.shared, shared)
+                units[-1] = Unit(*map(list, grown), unit.tokens + len(own) - shared)
+            before = row
+    return units
+
+
+def _sequences(data: DataProto) -> tuple[list[np.ndarray], list[int]]:
+    """By row, all tokens that are computed, and how many of them were read before the first one that is trained."""
+    width = data.batch["responses"].shape[1]
+    ids, real = data.batch["input_ids"].cpu().numpy(), data.batch["attention_mask"].cpu().numpy().astype(bool)
+    trained = data.batch["response_mask"].cpu().numpy().astype(bool)
+    sequences, contexts = [], []
+    for row in range(len(data)):
+        prompt, response = int(real[row, :-width].sum()), int(real[row, -width:].sum())
+        sequences.append(ids[row][real[row]][: prompt + max(0, response - 1)])
+        contexts.append(prompt + (int(trained[row].argmax()) if trained[row].any() else response))
+    return sequences, contexts
+
+
+def _common(one: np.ndarray, other: np.ndarray) -> int:
+    """How many tokens both begin with."""
+    most = min(len(one), len(other))
+    differing = np.flatnonzero(one[:most] != other[:most])
+    return int(differing[0]) if len(differing) else most
 
 
 def _parts(
@@ -97,7 +159,7 @@ def plan_pairs(data: DataProto, facts: EngineFacts) -> list[list[Unit]]:
 
 def passes_of_pairs(pairs: list[list[Unit]], facts: EngineFacts) -> list[list[Unit]]:
     """The units of each pass, both rows of a pair always in the same one; `facts.max_rows` counts pairs."""
-    whole = [Unit([number], [0], sum(unit.tokens for unit in pair)) for number, pair in enumerate(pairs)]
+    whole = [Unit([number], [0], [0], sum(unit.tokens for unit in pair)) for number, pair in enumerate(pairs)]
     passes = plan_micro_batches(whole, token_budget=facts.token_budget, max_rows=facts.max_rows)
     return [[unit for chosen in units for unit in pairs[chosen.rows[0]]] for units in passes]
 
@@ -127,7 +189,8 @@ def _computed(data: DataProto) -> list[tuple[int, bytes]]:
 def _unit(rows: list[int], computed: list[tuple[int, bytes]]) -> Unit:
     """These rows as a unit. In the order of their bytes a response stands before those that begin with it."""
     # Sorted from the largest bytes down, a response follows the one that it is the beginning of, if there is one.
-    sources, tokens, longest = [0] * len(rows), computed[rows[0]][0], b""
+    prompt = computed[rows[0]][0]
+    sources, tokens, longest = [0] * len(rows), prompt, b""
     source = -1
     for place in sorted(range(len(rows)), key=lambda place: (computed[rows[place]][1], -place), reverse=True):
         response = computed[rows[place]][1]
@@ -135,7 +198,11 @@ def _unit(rows: list[int], computed: list[tuple[int, bytes]]) -> Unit:
             source, longest = place, response
             tokens += len(response) // 8
         sources[place] = source
-    return Unit(rows, sources, tokens)
+    # The prompt is computed with the first response that is.
+    first = next(place for place, source in enumerate(sources) if place == source)
+    shared = [prompt + (0 if own == place else len(computed[rows[place]][1]) // 8) for place, own in enumerate(sources)]
+    sources, shared[first] = [first if own == place else own for place, own in enumerate(sources)], 0
+    return Unit(rows, sources, shared, tokens)
 
 
 def _cost(tokens: int, width: int) -> int:

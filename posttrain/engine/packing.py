@@ -1,4 +1,4 @@
-"""The rows of a pass as tensors: packed end to end, each prompt and each response to it once, or padded.
+"""The rows of a pass as tensors: packed end to end, with what rows share computed once, or padded.
 
 Shapes: B rows, S width of prompt and response, R response width, T packed tokens, N response tokens, U distinct
 pairs of a place and the token that it predicts.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
 from posttrain.engine.micro_batches import Unit
@@ -71,54 +72,71 @@ def packed_units(data: DataProto, units: list[Unit], device: torch.device) -> Ro
     """The rows packed; the rows of `data` are those of the units, end to end.
 
     All of it happens on the host, so that nothing waits for a device that still computes the pass before. The last
-    token of a response is predicted, but predicts nothing and no other token attends to it: it is not computed. A
-    response that another one of its unit begins with is read off that one.
+    token of a response is predicted, but predicts nothing and no other token attends to it: it is not computed. What a
+    row shares with another one of its unit is read off that one.
     """
     ids_BS, mask_BS, position_BS, real_BR = _tensors(data)
     rows, width = real_BR.shape
     start = ids_BS.shape[1] - width
     sizes = torch.tensor([len(unit.rows) for unit in units])
-    leader_B = torch.repeat_interleave(sizes.cumsum(0) - sizes, sizes)
-    row_B = torch.arange(rows)
-    number_B = row_B - leader_B + 1  # of a response among those that share its prompt
-    source_B = leader_B + torch.tensor([source for unit in units for source in unit.sources])
-    # Which tokens are computed: a prompt with the first of its responses only, a response unless another one serves
-    # it, and no response's last token.
-    kept_BS = mask_BS.clone()
-    kept_BS[:, :start] &= (number_B == 1)[:, None]
-    kept_BS[:, start:] &= (source_B == row_B)[:, None]
+    source_B = torch.repeat_interleave(sizes.cumsum(0) - sizes, sizes)
+    source_B += torch.tensor([source for unit in units for source in unit.sources])
+    shared_B = torch.tensor([shared for unit in units for shared in unit.shared])
     length_B = real_BR.sum(-1)
-    answered = (length_B > 0).nonzero().squeeze(1)
-    kept_BS[answered, start + length_B[answered] - 1] = False
-    # Where each token lies in the pack; of one that is not computed, the place of the last computed one before it.
-    place_BS = (kept_BS.flatten().long().cumsum(0) - 1).view_as(ids_BS)
-    prompt_end_B = place_BS[leader_B, start - 1]
-    # The place that predicts each response token: the prompt's end for the first, else the token before it.
-    before_BR = torch.cat([prompt_end_B[:, None], place_BS[source_B, start:-1]], -1)
+    prompt_B = mask_BS.sum(-1) - length_B
+    computed_B = prompt_B + (length_B - 1).clamp(min=0)
+    kept_BS = mask_BS & (position_BS >= shared_B[:, None]) & (position_BS < computed_B[:, None])
+    own_B = kept_BS.sum(-1)
+    first_B = own_B.cumsum(0) - own_B
+    # The place that predicts each response token: that of the token before it, in the row that computes it.
     row_N, col_N = real_BR.nonzero(as_tuple=True)
-    # Responses that share a prompt are one sequence, in which segment 0 is the prompt: a token attends to that and to
-    # its own segment. Without sharing every sequence has one row, and attention needs no segments.
-    segment_T = None
-    if len(units) < rows:
-        segment_BS = torch.zeros_like(ids_BS)
-        segment_BS[:, start:] = number_B[:, None]
-        segment_T = segment_BS[kept_BS]
+    before_N, owner_N = prompt_B[row_N] + col_N - 1, row_N
+    while bool((elsewhere_N := before_N < shared_B[owner_N]).any()):
+        owner_N = torch.where(elsewhere_N, source_B[owner_N], owner_N)
+    predict_N = first_B[owner_N] + before_N - shared_B[owner_N]
     lengths = torch.zeros(len(units), dtype=torch.long)
-    lengths.index_add_(0, torch.repeat_interleave(torch.arange(len(units)), sizes), kept_BS.sum(-1))
+    lengths.index_add_(0, torch.repeat_interleave(torch.arange(len(units)), sizes), own_B)
+    # Without sharing every sequence has one row, and attention sees all that stands before.
+    end_T = _ends(units, first_B.tolist(), own_B.tolist()) if len(units) < rows else None
     position_T = position_BS[kept_BS]
-    predict_N = before_BR[real_BR]
     # The last layer need only compute the states that are read.
-    layout = PackedLayout(
-        lengths.tolist(), device, segment_T=segment_T, position_T=position_T, wanted_T=predict_N.unique()
-    )
+    layout = PackedLayout(lengths.tolist(), device, end_T=end_T, position_T=position_T, wanted_T=predict_N.unique())
     labels, slots = ids_BS[:, start:][real_BR], row_N * width + col_N
     # Rows read off the same tokens often ask for the same prediction: the vocabulary is computed once for each.
     pairs = (predict_N, labels, None)
-    if len(labels) and bool((source_B != row_B).any()):
+    if len(labels) and bool(((own_B == 0) | (shared_B > prompt_B)).any()):
         pairs = _find_distinct(predict_N, labels)
     tensors = (ids_BS[kept_BS][None], position_T[None], *pairs, slots)
     ids, positions, *rest = (None if x is None else to_device(x, device) for x in tensors)
     return Rows(ids, positions, None, layout, *rest, (rows, width))  # pyright: ignore
+
+
+def _ends(units: list[Unit], first: list[int], own: list[int]) -> torch.Tensor:
+    """(T,) the place behind the last token that sees each one. `first` and `own` are where the tokens that a row
+    computes itself begin, and how many there are."""
+    ends = np.zeros(first[-1] + own[-1], np.int64)
+    begin = 0  # the unit's first row
+    for unit in units:
+        last = begin + len(unit.rows) - 1
+        ends[first[begin] : first[last] + own[last]] = first[last] + own[last]
+        # From the unit's first row down to the one before: (row, how many of its own tokens later rows may see).
+        path: list[list[int]] = []
+        for row, (source, shared) in enumerate(zip(unit.sources, unit.shared, strict=True)):
+            if not own[begin + row]:
+                continue
+            while unit.shared[source] >= shared > 0:  # the row that computes the last token which is shared
+                source = unit.sources[source]
+            here = first[begin + row]
+            while path and path[-1][0] != source:
+                done, seen = path.pop()
+                ends[first[begin + done] : first[begin + done] + seen] = here
+            if path:
+                seen = shared - unit.shared[source]
+                ends[first[begin + source] + seen : first[begin + source] + path[-1][1]] = here
+                path[-1][1] = seen
+            path.append([row, own[begin + row]])
+        begin = last + 1
+    return torch.from_numpy(ends)
 
 
 def with_a_prediction(rows: Rows) -> Rows:

@@ -136,14 +136,14 @@ def _alone_in(folder: Path) -> Iterator[None]:
 
 
 def _wait_for_lock(descriptor: int) -> None:
-    began, told = time.monotonic(), False
+    began, reported = time.monotonic(), False
     while (waited := time.monotonic() - began) < WAIT_S:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return
         except BlockingIOError:
-            if waited > TELL_S and not told:
-                told = True
+            if waited > TELL_S and not reported:
+                reported = True
                 print("Waiting for another process that compiles the CPU kernels ...", file=sys.stderr, flush=True)
             time.sleep(0.05)
         except OSError:

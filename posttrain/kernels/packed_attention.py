@@ -1,6 +1,6 @@
 """Causal attention over rows packed end to end without padding.
 
-Every row attends to itself only; responses may share their prompt, which is then computed once. In float32 on a CPU a
+Every row attends to itself only; rows may share their beginning, which is then computed once. In float32 on a CPU a
 compiled kernel takes the packed tokens as they are, and so does flash attention in half precision on a CUDA device.
 Elsewhere rows are gathered into a few rectangles of similar length, and each rectangle is one call of torch's own
 attention. Rows are padded on the right there: under a causal mask no real token sees padding on the right, so no mask
@@ -28,9 +28,9 @@ SHORTEST_SHARE = 0.75  # a row shorter than this share of a rectangle's length o
 class PackedLayout:
     """The place of each sequence among the packed tokens, and the rectangles in which attention is computed.
 
-    A sequence is one row, or a prompt followed by several responses to it: `segment_T` is 0 on prompts (and on rows
-    that share nothing) and counts the responses from 1; a response sees its prompt and itself. `position_T` are the
-    tokens' positions, which a sliding window goes by. `wanted_T` are the tokens whose hidden states are asked for, in
+    A sequence is one row, or a tree of rows that share their beginnings, such as a prompt followed by several responses
+    to it: `end_T` is the place behind the last token that sees this one (`train.Sight`). `position_T` are the tokens'
+    positions, which a sliding window goes by. `wanted_T` are the tokens whose hidden states are asked for, in
     order; a last layer may leave the others out. `answered` counts the layers whose attention this layout has served.
     """
 
@@ -39,7 +39,7 @@ class PackedLayout:
         lengths: Sequence[int],
         device: torch.device | str = "cpu",
         *,
-        segment_T: torch.Tensor | None = None,
+        end_T: torch.Tensor | None = None,
         position_T: torch.Tensor | None = None,
         wanted_T: torch.Tensor | None = None,
     ) -> None:
@@ -47,7 +47,7 @@ class PackedLayout:
         self._rotation: tuple[Sequence[torch.Tensor], tuple[torch.Tensor, ...]] | None = None
         self.lengths, self.device = torch.tensor(lengths), torch.device(device)
         self.total = int(self.lengths.sum())
-        self.segment_T, self.position_T = segment_T, position_T
+        self.end_T, self.position_T = end_T, position_T
         self.wanted_T = None if wanted_T is None else to_device(wanted_T, self.device)
 
     def rotation(self, tables: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
@@ -90,8 +90,14 @@ class PackedLayout:
         return self._slots[2]
 
     @cached_property
-    def segment_S(self) -> torch.Tensor | None:
-        return None if self.segment_T is None else self.segment_T.to(self.device)[self.token_S]
+    def end_S(self) -> torch.Tensor | None:
+        """The ends, counted from the start of each sequence; the longest
+        length where all of the sequence behind the token sees it."""
+        if self.end_T is None:
+            return None
+        starts_T = torch.repeat_interleave(self.lengths.cumsum(0) - self.lengths, self.lengths)
+        ends_T, lengths_T = self.end_T.cpu() - starts_T, torch.repeat_interleave(self.lengths, self.lengths)
+        return ends_T.where(ends_T < lengths_T, int(self.lengths.max())).to(self.device)[self.token_S]
 
     @cached_property
     def position_S(self) -> torch.Tensor | None:
@@ -110,7 +116,7 @@ class PackedLayout:
     @cached_property
     def sight(self) -> Sight:
         """Which tokens attend to which, as the compiled kernels read it."""
-        return Sight.of(self.lengths.tolist(), None if self.segment_T is None else self.segment_T.cpu().numpy())
+        return Sight.of(self.lengths.tolist(), None if self.end_T is None else self.end_T.cpu().numpy())
 
     @cached_property
     def masks(self) -> dict[int | None, list[torch.Tensor | None]]:
@@ -126,15 +132,17 @@ class PackedLayout:
 
     def _mask(self, rows: int, length: int, start: int, window: int | None) -> torch.Tensor | None:
         slots = slice(start, start + rows * length)
-        shared = self.segment_S is not None and bool(self.segment_S[slots].any())
+        places_L = torch.arange(length, device=self.token_S.device)
+        end_RL = None if self.end_S is None else self.end_S[slots].view(rows, length)
+        shared = end_RL is not None and bool((end_RL < int(self.lengths.max())).any())
         narrow = window is not None and window < length
         if not (shared or narrow):
             return None
-        places_L = torch.arange(length, device=self.token_S.device)
         seen = (places_L[:, None] >= places_L).expand(rows, length, length)
-        if shared and self.segment_S is not None:
-            segment_RL = self.segment_S[slots].view(rows, length)
-            seen = seen & ((segment_RL[:, None, :] == 0) | (segment_RL[:, None, :] == segment_RL[:, :, None]))
+        if shared and end_RL is not None:
+            # Padding repeats a token of any row. It sees itself at least: a softmax over nothing would be NaN.
+            end_RL = torch.maximum(end_RL, places_L + 1)
+            seen = seen & (places_L[:, None] < end_RL[:, None, :])
         if narrow and window is not None:
             position_RL = places_L.expand(rows, length)
             if self.position_S is not None:

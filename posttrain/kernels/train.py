@@ -35,44 +35,48 @@ class _Shape(ctypes.Structure):
 
 
 class _Sight(ctypes.Structure):
-    _fields_ = tuple((name, _POINTER) for name in ("unit_starts", "prompts", "first"))
+    _fields_ = tuple((name, _POINTER) for name in ("unit_starts", "end"))
 
 
 @dataclass
 class Sight:
-    """Which tokens attend to which: a token sees its unit's prompt, and the part of its own response before it.
+    """Which tokens attend to which: those of a unit to the tokens before them that are in the same row.
 
-    A unit is a row, or a prompt followed by the responses that share it.
+    A unit is a row, or a tree of rows that share their beginnings: each beginning is followed by all that continues it,
+    branch by branch. So a token is seen from its own place up to the end of what continues it.
     """
 
     unit_starts: np.ndarray  # (units + 1,) int64
-    prompts: np.ndarray  # (units,) int64, length of the prompt that responses share; 0 for a plain row
-    first: np.ndarray  # (T,) int32, where the token's own response (or its unit) starts
+    end: np.ndarray  # (T,) int32, the place behind the last token that sees this one
     state: Any = None  # the dropout state that flash kernels return and want back, though nothing is dropped
 
     @classmethod
-    def of(cls, lengths: Sequence[int], segment_T: np.ndarray | None) -> Sight:
-        """From the units' lengths and the tokens' segments: 0 on prompts and plain rows, responses from 1."""
+    def of(cls, lengths: Sequence[int], end_T: np.ndarray | None = None) -> Sight:
+        """From the units' lengths and the tokens' ends; None where every unit is one row."""
         starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-        unit_T = np.repeat(np.arange(len(lengths)), lengths)
-        if segment_T is None:
-            return cls(starts, np.zeros(len(lengths), np.int64), starts[unit_T].astype(np.int32))
-        new_T = np.ones(len(segment_T), bool)
-        new_T[1:] = (segment_T[1:] != segment_T[:-1]) | (unit_T[1:] != unit_T[:-1])
-        first = np.maximum.accumulate(np.where(new_T, np.arange(len(segment_T)), 0))
-        shared = np.bincount(unit_T, weights=segment_T > 0, minlength=len(lengths)) > 0
-        prompts = np.bincount(unit_T, weights=segment_T == 0, minlength=len(lengths))
-        return cls(starts, np.where(shared, prompts, 0).astype(np.int64), first.astype(np.int32))
+        ends = np.repeat(starts[1:], lengths) if end_T is None else end_T
+        return cls(starts, ends.astype(np.int32))
 
     @cached_property
     def pieces(self):
         """The same for the flash kernels on a CUDA device."""
         from posttrain.kernels.cuda.flash import Pieces
 
-        return Pieces.of(self.unit_starts, self.prompts, self.first, torch.device("cuda"))
+        return Pieces.of(self.unit_starts, self.end, torch.device("cuda"))
 
     def pointers(self) -> _Sight:
-        return _Sight(*(array.ctypes.data for array in (self.unit_starts, self.prompts, self.first)))
+        return _Sight(*(array.ctypes.data for array in (self.unit_starts, self.end)))
+
+
+def ends_of_responses(lengths: Sequence[int], segment_T: np.ndarray) -> np.ndarray:
+    """(T,) the ends of units that are a prompt (segment 0) and responses to it (from 1)."""
+    starts = np.concatenate([[0], np.cumsum(lengths)])
+    unit_T = np.repeat(np.arange(len(lengths)), lengths)
+    new_T = np.ones(len(segment_T), bool)
+    new_T[1:] = (segment_T[1:] != segment_T[:-1]) | (unit_T[1:] != unit_T[:-1])
+    bounds = np.append(np.flatnonzero(new_T), len(segment_T))
+    own_T = np.repeat(bounds[1:], np.diff(bounds))
+    return np.where(segment_T == 0, starts[unit_T + 1], own_T)
 
 
 def can_train(tensor: torch.Tensor) -> bool:
@@ -126,7 +130,7 @@ def attention_forward(query_THD, key_TKD, value_TKD, sight: Sight, scale: float)
         out, logsum, sight.state = flash.attention_forward(query_THD, key_TKD, value_TKD, sight.pieces, scale)
         return out, logsum
     out, logsum = torch.empty_like(query_THD), query_THD.new_empty(query_THD.shape[:2])
-    shape, see = _shape(query_THD, key_TKD.shape[1], len(sight.prompts), scale), sight.pointers()
+    shape, see = _shape(query_THD, key_TKD.shape[1], len(sight.unit_starts) - 1, scale), sight.pointers()
     where = (ctypes.addressof(shape), ctypes.addressof(see))
     _call("train_attention", query_THD, *where, query_THD, key_TKD, value_TKD, out, logsum)
     return out, logsum
@@ -143,7 +147,7 @@ def attention_backward(
         return flash.attention_backward(grad_THD, *tensors, sight.pieces, scale, sight.state)
     # Keys and values collect gradients from many queries; a query's gradient is written once.
     grads = (torch.empty_like(query_THD), torch.zeros_like(key_TKD), torch.zeros_like(value_TKD))
-    shape, see = _shape(query_THD, key_TKD.shape[1], len(sight.prompts), scale), sight.pointers()
+    shape, see = _shape(query_THD, key_TKD.shape[1], len(sight.unit_starts) - 1, scale), sight.pointers()
     tensors = (query_THD, key_TKD, value_TKD, out_THD, logsum_TH, grad_THD.contiguous(), *grads)
     _call("train_attention_backward", query_THD, ctypes.addressof(shape), ctypes.addressof(see), *tensors)
     return grads

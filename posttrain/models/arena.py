@@ -65,6 +65,7 @@ class Projection:
     @torch.no_grad()
     def merged(self) -> torch.Tensor:
         """Return a copy of the weight with the adapters merged in."""
+        # A copy: the live base is also the reference's, and must stay as it is.
         merged = self.weight.clone()
         for columns, layer in self.adapters:
             merged[columns] += layer.get_delta_weight("default").to(merged.dtype)
@@ -138,6 +139,7 @@ class Arena:
         held: dict[int, torch.Tensor] = {}  # keyed by the parameter's identity, so that tied weights stay tied
         for name, weight in base.named_parameters(remove_duplicate=False):
             if ".lora_" not in name:
+                # Shared: the decoder reads the trainer's own tensors, so that a weight sync copies nothing.
                 held.setdefault(id(weight), weight.data if share else self._own(name, weight.data))
                 self.named[name.replace(".base_layer.", ".")] = held[id(weight)]
         for number, layer in enumerate(base.base_model.layers):
@@ -184,6 +186,7 @@ class Arena:
 
     def is_outdated(self) -> bool:
         """Whether shared parameters have moved (to host memory and back, for example) and must be fused again."""
+        # One address tells: offloading moves all parameters together.
         part = self.layers[0]["qkv"].parts[0]
         return self.share and base_layer(part).weight.data_ptr() != self.layers[0]["qkv"].weight.data_ptr()
 
@@ -192,6 +195,7 @@ class Arena:
         """Copy weights that are not already views into this arena."""
         for name, tensor in weights:
             own = self.named.get(name)
+            # The same memory already holds the new values.
             if own is None or own.data_ptr() == tensor.data_ptr():
                 continue
             if self.share and self.adapters:
@@ -226,6 +230,7 @@ def as_one_tensor(parameters: Sequence[torch.Tensor]) -> torch.Tensor | None:
     for parameter in parameters:
         if parameter.data_ptr() != ends or not parameter.is_contiguous():
             return None
+        # Neighbours in memory by chance are no single tensor: their storages may be freed apart.
         if parameter.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
             return None
         ends += parameter.numel() * parameter.element_size()

@@ -176,7 +176,7 @@ class FastDecoder:
             window=window,
         )
 
-    def _normed(
+    def _norm(
         self, residual_TE: torch.Tensor, added_TE: torch.Tensor | None, weight_E: torch.Tensor, quantized: bool
     ) -> torch.Tensor | Quantized:
         # In fp8 if all readers of the result accept it.
@@ -206,14 +206,14 @@ class FastDecoder:
             return add_rms_norm(residual_TE, None, self.norm, self.epsilon)
         added_TE: torch.Tensor | None = None
         for number, layer in enumerate(self.layers):
-            x_TE = self._normed(residual_TE, added_TE, layer.before, layer.qkv.takes_quantized)
+            x_TE = self._norm(residual_TE, added_TE, layer.before, layer.qkv.takes_quantized)
             cache = caches(number, self.key_heads, self.size)
             attended = self._attend(layer, self._qkv(layer, x_TE), cache, step, rotation)
             if wanted_N is not None and number == len(self.layers) - 1:
                 attended, residual_TE = attended[wanted_N], residual_TE[wanted_N]
-            added_TE = self._summed(layer.out(attended))
-            x_TE = self._normed(residual_TE, added_TE, layer.between, layer.feed.takes_quantized)
-            added_TE = self._summed(layer.feed(x_TE))
+            added_TE = self._sum_over_ranks(layer.out(attended))
+            x_TE = self._norm(residual_TE, added_TE, layer.between, layer.feed.takes_quantized)
+            added_TE = self._sum_over_ranks(layer.feed(x_TE))
         return add_rms_norm(residual_TE, added_TE, self.norm, self.epsilon)
 
     def _embedded(self, ids_T: torch.Tensor) -> torch.Tensor:
@@ -222,9 +222,9 @@ class FastDecoder:
         places_T = ids_T - self.shards.vocabulary.start
         others_T = (places_T < 0) | (places_T >= len(self.embedding))
         rows_TE = F.embedding(places_T.masked_fill(others_T, 0), self.embedding)
-        return self._summed(rows_TE.masked_fill_(others_T[:, None], 0))
+        return self._sum_over_ranks(rows_TE.masked_fill_(others_T[:, None], 0))
 
-    def _summed(self, part_TE: torch.Tensor) -> torch.Tensor:
+    def _sum_over_ranks(self, part_TE: torch.Tensor) -> torch.Tensor:
         # Over the ranks that share the model.
         return part_TE if self.team is None else self.team.sum(part_TE)
 
@@ -276,10 +276,10 @@ class FastDecoder:
         residual_BE, added_BE = F.embedding(tokens_B, self.embedding), None
         how = {"scale": self.scale, "rotation": self.rotation, "epsilon": self.epsilon}
         for layer, cache in zip(self.layers, self.captured_caches, strict=True):
-            x_BE = self._normed(residual_BE, added_BE, layer.before, layer.qkv.takes_quantized)
+            x_BE = self._norm(residual_BE, added_BE, layer.before, layer.qkv.takes_quantized)
             qkv_BC = self._qkv(layer, x_BE)
             added_BE = layer.out(decode_attention(qkv_BC, cache, rows, window=layer.window, norms=layer.heads, **how))
-            x_BE = self._normed(residual_BE, added_BE, layer.between, layer.feed.takes_quantized)
+            x_BE = self._norm(residual_BE, added_BE, layer.between, layer.feed.takes_quantized)
             added_BE = layer.feed.captured(x_BE)
         return add_rms_norm(residual_BE, added_BE, self.norm, self.epsilon)
 

@@ -303,7 +303,7 @@ def recompute_layers(model: torch.nn.Module, on: bool = True) -> None:
     """From now on, let layers store only their input when gradients are needed; `on=False` reverts that."""
     for layer in _layers(model):
         if not hasattr(layer, "recomputes"):
-            layer.forward = partial(_recomputed, layer, layer.forward)
+            layer.forward = partial(_recompute, layer, layer.forward)
         layer.recomputes = on  # pyright: ignore
 
 
@@ -323,7 +323,7 @@ def _size(parts: torch.nn.ModuleList) -> int:
     return sum(weight.numel() for weight in parts.parameters())
 
 
-def _recomputed(layer: Any, forward: Any, *args: Any, **kwargs: Any) -> Any:
+def _recompute(layer: Any, forward: Any, *args: Any, **kwargs: Any) -> Any:
     if not layer.recomputes or not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)

@@ -97,7 +97,7 @@ class _FusedLayer(torch.autograd.Function):
         raw = _norm_heads(qkv_TC[:tokens], weights.head_norms, (heads, key_heads), size, epsilon)
         parts = train.split_heads(qkv_TC, heads, key_heads, cosine_TD, sine_TD)
         attended_THD, logsum_TH = train.attention_forward(*parts, sight=sight, scale=scale)
-        attended = _wanted(attended_THD[:tokens].flatten(1), wanted)
+        attended = _select_wanted(attended_THD[:tokens].flatten(1), wanted)
         middle_TE.addmm_(attended, weights.out.weights[0].T)
         low_out = by_out.add(middle_TE, attended)
         result_1TE = middle_TE.new_empty(1, *middle_TE.shape)  # not a view: sharding hooks into what a layer returns
@@ -141,7 +141,7 @@ class _FusedLayer(torch.autograd.Function):
         by_gate_up.both(found, grad_gate_up, gated_TE, low_gate_up, grad_gated)
         normed = (middle_TE, weights.between, middle_inverse_T)
         grad_middle, grad_between = train.norm_backward(grad_gated, *normed, grad_TE, trained=trained)
-        attended = _wanted(attended_THD[: len(x_TE)].flatten(1), wanted)
+        attended = _select_wanted(attended_THD[: len(x_TE)].flatten(1), wanted)
         grad_out = weights.out.gradients(grad_middle, attended) if trained else ()
         grad_attended = weights.out.back(grad_middle)
         by_out.both(found, grad_middle, attended, low_out, grad_attended)
@@ -166,7 +166,7 @@ class _FusedLayer(torch.autograd.Function):
 _TENSORS = 6  # index of the first weight among the operation's arguments
 
 
-def _wanted(x: torch.Tensor, wanted: torch.Tensor | None) -> torch.Tensor:
+def _select_wanted(x: torch.Tensor, wanted: torch.Tensor | None) -> torch.Tensor:
     return x if wanted is None else x.index_select(0, wanted)
 
 
@@ -209,7 +209,7 @@ def _norm_heads_back(
 PLAIN_RMS_NORMS = {"Qwen2RMSNorm", "Qwen3RMSNorm", "LlamaRMSNorm", "MistralRMSNorm", "Qwen3MoeRMSNorm"}
 
 
-def _fused(self: torch.nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
+def _fused_norm(self: torch.nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
     return F.rms_norm(hidden_states, self.weight.shape, self.weight, self.variance_epsilon)  # pyright: ignore
 
 
@@ -221,7 +221,7 @@ def fuse_norms(model: torch.nn.Module) -> None:
     """
     for module in model.modules():
         if type(module).__name__ in PLAIN_RMS_NORMS and module.weight.dtype in (torch.float32, torch.float64):
-            module.forward = types.MethodType(_fused, module)
+            module.forward = types.MethodType(_fused_norm, module)
 
 
 Made = TypeVar("Made")

@@ -36,7 +36,7 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
 def explain_failure(error: Exception, path: str, what: str, setting: str = "model.path") -> ModelError:
     """Convert a library's error to one that says what to do."""
     lines = [line for line in str(error).splitlines() if line.strip()]
-    reason = f"{lines[0]}" if isinstance(error, OSError | ValueError) and lines else _named(error, lines)
+    reason = f"{lines[0]}" if isinstance(error, OSError | ValueError) and lines else _describe_error(error, lines)
     if Path(path).is_dir():
         return ModelError(
             f"{setting}={path}: {what} could not be loaded: {reason}\n"
@@ -52,7 +52,7 @@ def explain_failure(error: Exception, path: str, what: str, setting: str = "mode
     )
 
 
-def _named(error: Exception, lines: list[str]) -> str:
+def _describe_error(error: Exception, lines: list[str]) -> str:
     # With its class name, which is often all that an error says.
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
@@ -95,6 +95,7 @@ def load_causal_lm(
     try:
         settings = AutoConfig.from_pretrained(source, trust_remote_code=config.trust_remote_code)
         for key, value in config.override_config.items():
+            # transformers takes any name and ignores it, so that a misspelt one would go unnoticed.
             if not hasattr(settings, key):
                 raise ModelError(f"model.override_config.{key}: the model's config.json knows no such key")
             setattr(settings, key, value)
@@ -119,16 +120,18 @@ def load_causal_lm(
         key = f"{'actor_rollout_ref.' if role else ''}model.allow_other_weights"
         check_weights(report, what, setting=key, ignore=ignore)
     if wrong := not_finite(model.named_parameters()):
+        # Found now: later they would look like a failed update or a failed weight sync.
         raise ModelError(f"{what}: the weights hold NaN or infinity ({few(wrong)}). Give a sound model.")
     keep_one_layout(model)
-    return proved((model if quantization else model.to(device)).eval(), what)  # pyright: ignore
+    return fuse_and_prove((model if quantization else model.to(device)).eval(), what)  # pyright: ignore
 
 
-def proved(model: Any, what: str) -> Any:
+def fuse_and_prove(model: Any, what: str) -> Any:
     """Fuse parts of the model, and find the forward passes that still equal transformers' (`forward_mode_of`)."""
     from posttrain.models.fused_layer import fuse_layers, fuse_norms
     from posttrain.models.proof import find_forward_mode, plain_pass
 
+    # Before anything is fused: it is what the fused passes are compared with.
     plain = plain_pass(model, what)
     fuse_norms(model)
     fuse_layers(model)

@@ -2,7 +2,7 @@
 
 Two short sequences with a common prefix are computed one at a time by the model as transformers created it. Then
 training's forward passes are tried on them: packed (with and without a shared prefix), padded, one at a time. Only what
-agrees is used, and the user is told what is not. Models that let tokens see later ones are rejected. Sliding windows
+agrees is used, and a note names those that do not. Models that let tokens see later ones are rejected. Sliding windows
 are narrowed meanwhile, so that they affect short sequences.
 
 Shapes: T packed tokens, N predicted tokens of one or of all sequences.
@@ -16,11 +16,13 @@ from dataclasses import dataclass
 from itertools import cycle
 from typing import Any
 
+import numpy as np
 import torch
 
 from posttrain.errors import UserError
 from posttrain.kernels.packed_attention import PackedLayout, packed_rows
 from posttrain.kernels.quantized import FP8
+from posttrain.kernels.train import ends_of_responses
 from posttrain.models.attention import ATTENTION, configurations, set_attention
 from posttrain.models.forward import (
     ForwardMode,
@@ -193,9 +195,10 @@ def _packed(model: Any, rows: list[list[int]]) -> list[torch.Tensor]:
     positions = [*range(len(first)), *range(COMMON, len(second)), *range(len(first)), *range(len(second))]
     own = [len(row) - COMMON for row in rows]
     segments = [0] * COMMON + [1] * own[0] + [2] * own[1] + [0] * (len(first) + len(second))
-    ids_T, position_T, segment_T = (torch.tensor(x, device=model.device) for x in (ids, positions, segments))
+    ids_T, position_T = (torch.tensor(x, device=model.device) for x in (ids, positions))
     lengths = [COMMON + sum(own), len(first), len(second)]
-    layout = PackedLayout(lengths, model.device, segment_T=segment_T, position_T=position_T)
+    end_T = torch.from_numpy(ends_of_responses(lengths, np.array(segments)))
+    layout = PackedLayout(lengths, model.device, end_T=end_T, position_T=position_T)
     hidden_TE = checked_hidden(model, ids_T, position_T, layout)
     places = [
         [*range(len(first) - 1)],

@@ -68,7 +68,7 @@ class _Bounded:
         if (problem := self._trial(conversation, options)) is not None:
             raise self._error(problem)
         try:
-            text = _watched(lambda: self.__wrapped__(conversation, *args, **options))
+            text = _render_watched(lambda: self.__wrapped__(conversation, *args, **options))
         except _Stopped as stopped:
             raise self._error(stopped.why) from None
         if isinstance(text, str) and len(text) > LONGEST and len(text) > LONGEST + len(str(conversation)):
@@ -144,7 +144,7 @@ _lock = threading.Lock()
 _watcher: threading.Thread | None = None
 
 
-def _watched(render: Callable[[], Any]) -> Any:
+def _render_watched(render: Callable[[], Any]) -> Any:
     mine = _Rendering()
     _begin(mine)
     try:

@@ -162,7 +162,7 @@ def find_boxed(text: str) -> tuple[int, str] | None:
         if start < 0:
             return None
         opened = re.compile(r"\\(?:boxed|fbox)\s*\{").match(text, start)
-        content = _braced(text, opened.end()) if opened else None
+        content = _read_braces(text, opened.end()) if opened else None
         if content is not None:
             return start, content.strip()
         end = start
@@ -276,7 +276,7 @@ def is_prose(text: str) -> bool:
     return len(words) >= 3 or bool(re.match(r"\s*(?:step|solution|answer|final|explanation)\b", bare, re.IGNORECASE))
 
 
-def _braced(text: str, start: int) -> str | None:
+def _read_braces(text: str, start: int) -> str | None:
     depth = 1
     for match in re.compile(r"\\.|[{}]", re.DOTALL).finditer(text, start):
         if match.group() == "{":

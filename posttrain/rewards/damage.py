@@ -112,7 +112,7 @@ class SharedState:
         if not found and (not repaired or self._reported):
             return _NONE
         self._reported = self._reported or bool(repaired)
-        return Damage(_listed(found), _listed(repaired))
+        return Damage(_list_names(found), _list_names(repaired))
 
     def _repair(self) -> list[str]:
         sys.stdout = sys.stderr = self._out
@@ -147,6 +147,6 @@ def _file(number: int) -> tuple[int, int] | None:
     return facts.st_dev, facts.st_ino
 
 
-def _listed(names: list[str]) -> str:
+def _list_names(names: list[str]) -> str:
     more = len(names) - _SHOWN
     return ", ".join(names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")

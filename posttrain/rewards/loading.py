@@ -42,12 +42,12 @@ def resolve_reward(
     functions: Mapping[str, Any] | None = None,
     function: Callable[..., Any] | RewardList | None = None,
     where: str = "custom_reward_function",
-    told: Mapping[str, Any] | None = None,
+    spec_fields: Mapping[str, Any] | None = None,
     kept: list[WorkerProcess] | None = None,
 ) -> RewardSpec:
     """Describe the reward that the settings (or function objects) name, checked without calling it.
 
-    With `functions`, those of the setting `reward.functions`, the reward is their weighted sum. `told` are set
+    With `functions`, those of the setting `reward.functions`, the reward is their weighted sum. `spec_fields` are set
     on the spec, so that the worker which checks the reward could also score. That worker is appended to `kept`, to
     become the first of a RewardPool; without such a list it is ended.
     """
@@ -58,7 +58,7 @@ def resolve_reward(
             spec = _combine_objects(config, function)
         else:
             spec = _describe(config, function)
-        spec = replace(spec, **(told or {}))
+        spec = replace(spec, **(spec_fields or {}))
         return spec if spec.kind == "builtin" else _checked(spec, kept)
     except RewardError as error:
         error.where = error.where or (where if function is None else "the `reward` argument")
@@ -279,7 +279,7 @@ def _pickle(function: Callable[..., Any]) -> bytes:
     while isinstance(inner, partial):
         inner = inner.func
     module = sys.modules.get(getattr(inner, "__module__", None) or "")
-    by_value = module is not None and module.__name__ != "__main__" and not _installed(module)
+    by_value = module is not None and module.__name__ != "__main__" and not _is_installed(module)
     try:
         if by_value:
             cloudpickle.register_pickle_by_value(module)
@@ -297,7 +297,7 @@ def _pickle(function: Callable[..., Any]) -> bytes:
         ) from error
 
 
-def _installed(module: types.ModuleType) -> bool:
+def _is_installed(module: types.ModuleType) -> bool:
     file = getattr(module, "__file__", None) or ""
     places = [
         path for name, path in sysconfig.get_paths().items() if name in ("stdlib", "platstdlib", "purelib", "platlib")

@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from posttrain.config.options import OptionParser
 from posttrain.config.reward import CustomRewardConfig, RewardConfig
 from posttrain.errors import UserError
 from posttrain.rewards.loading import resolve_reward
@@ -17,6 +16,7 @@ from posttrain.rewards.scorers.code import code_settings
 from posttrain.rewards.try_report import report
 from posttrain.rewards.tryout import as_trained, examine, truth_of
 from posttrain.rewards.types import RewardError
+from posttrain.spelling import OptionParser
 
 # Samples responses with --model: returns each row with `response` and `group`, k times.
 Sample = Callable[[argparse.Namespace, list[dict[str, Any]]], list[dict[str, Any]]]

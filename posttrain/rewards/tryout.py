@@ -65,7 +65,7 @@ def examine(
     with RewardPool(
         spec, num_workers=num_workers, timeout_s=timeout_s, failure_score=0.0, on_print=found.prints.append
     ) as pool:
-        usable = [(i, row) for i, row in enumerate(rows) if _matched(row, spec, default_source, found)]
+        usable = [(i, row) for i, row in enumerate(rows) if _match_source(row, spec, default_source, found)]
         if patience_s is not None and usable:
             usable = _affordable(pool, usable, default_source, patience_s, found)
         asked: dict[Any, RewardItem] = {}
@@ -75,7 +75,7 @@ def examine(
             asked |= {(i, form): _item(row, text, default_source) for form, text in trials}
         if responses is None:
             responses = [row for row in rows if row.get("response") is not None]
-        scored = [(i, row) for i, row in enumerate(responses) if _matched(row, spec, default_source, None)]
+        scored = [(i, row) for i, row in enumerate(responses) if _match_source(row, spec, default_source, None)]
         sizes = Counter(row[GROUP] for _, row in scored if GROUP in row)
         for i, row in scored:
             item = _item(row, str(row["response"]), default_source)
@@ -161,7 +161,7 @@ def as_trained(row: dict[str, Any]) -> dict[str, Any]:
     return {**row, "ground_truth": row["response"], "response": None}
 
 
-def _matched(row: dict[str, Any], spec: RewardSpec, default_source: str | None, found: Findings | None) -> bool:
+def _match_source(row: dict[str, Any], spec: RewardSpec, default_source: str | None, found: Findings | None) -> bool:
     # A user's own function is assumed to handle all sources.
     if not asks_sources(spec):
         return True

@@ -6,7 +6,7 @@ An engine sees token ids only. Batch generation, streaming into rewards and agen
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -114,6 +114,10 @@ class RolloutEngine(ABC):
     def running_tokens(self) -> int:
         """Tokens of the responses under way, for progress displays; 0 if the engine does not count them."""
         return 0
+
+    def so_far(self, ids: Collection[Hashable]) -> list[Output]:
+        """What these running requests have, for streaming; an engine that cannot say it gives nothing."""
+        return []
 
     @abstractmethod
     def abort(self, ids: Iterable[Hashable]) -> list[Output]:

@@ -39,7 +39,11 @@ def run_cases(tree: ast.AST, defined: dict[str, Any], entry: Any) -> None:
     for name, value in defined.items():
         if is_stand_in(value):
             continue  # it belongs to the program, even if its name begins with `test`
-        if inspect.isfunction(value) and name.startswith("test") and (name not in used or not _required(value)):
+        if (
+            inspect.isfunction(value)
+            and name.startswith("test")
+            and (name not in used or not _required_arguments(value))
+        ):
             _run_function(name, value, defined)
         elif isinstance(value, type) and not issubclass(value, unittest.TestCase) and name.startswith("Test"):
             _run_class(value, defined)
@@ -59,7 +63,7 @@ def call_allowing_exit(function: Callable[..., Any], *args: Any) -> Any:
 
 def _run_function(name: str, function: Callable[..., Any], defined: dict[str, Any]) -> None:
     for given in _parameters(function):
-        missing = [one for one in _required(function) if one not in given]
+        missing = [one for one in _required_arguments(function) if one not in given]
         with Fixtures(defined) as fixtures:
             unknown = [one for one in missing if not fixtures.has(one)]
             if unknown:
@@ -103,7 +107,7 @@ def _run_class(kind: type, defined: dict[str, Any]) -> None:
     for name in [name for name in dir(kind) if name.startswith("test")]:
         one = kind()
         prepare = getattr(one, "setup_method", lambda: None)
-        prepare(*[getattr(one, name)] * len(_required(prepare)))
+        prepare(*[getattr(one, name)] * len(_required_arguments(prepare)))
         if callable(getattr(one, name)):
             _run_function(f"{kind.__name__}.{name}", getattr(one, name), defined)
 
@@ -130,7 +134,7 @@ def _reject_idle(case: type[unittest.TestCase], name: str) -> None:
         )
 
 
-def _required(function: Callable[..., Any]) -> list[str]:
+def _required_arguments(function: Callable[..., Any]) -> list[str]:
     kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     found = inspect.signature(function).parameters.values()
     return [one.name for one in found if one.default is one.empty and one.kind not in kinds]

@@ -76,7 +76,7 @@ def _call(link: Link, test: dict[str, Any]) -> dict[str, Any]:
 
 def _run(link: Link, test: dict[str, Any], replaced: set[str], free: Any) -> dict[str, Any]:
     code, entry = test["code"], test.get("entry")
-    tree = _parsed(code)
+    tree = _parse_code(code)
     main = types.ModuleType("__main__")
     space = main.__dict__
     space.update(_namespace(link, tree, entry, replaced))
@@ -160,12 +160,12 @@ def _unjudged(link: Link, error: BaseException) -> dict[str, Any]:
 
 def _parse(code: str) -> ast.AST | None:
     with contextlib.suppress(SyntaxError, ValueError):
-        return _parsed(code)
+        return _parse_code(code)
     return None
 
 
 @functools.lru_cache(maxsize=64)
-def _parsed(code: str) -> ast.Module:
+def _parse_code(code: str) -> ast.Module:
     return ast.parse(code, _FILE)
 
 

@@ -53,7 +53,7 @@ def classify_names(tree: ast.AST, entry: str | None, replaced: set[str]) -> Name
             modules.add(name)
         else:
             program.add(name)
-    return Names(program | ({entry} if entry else set()), _imported(tree), modules)
+    return Names(program | ({entry} if entry else set()), _find_imported_names(tree), modules)
 
 
 def _defined_names(tree: ast.AST) -> set[str]:
@@ -97,10 +97,10 @@ def _uses_program_names(tree: ast.AST) -> bool:
     imports = [node for node in list_nodes(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
     bound |= {(alias.asname or alias.name).partition(".")[0] for node in imports for alias in node.names}
     free = {name for name in loaded_names(tree) - bound if not hasattr(builtins, name)}
-    return MODULE in bound or bool(_imported(tree)) or bool(free - sys.stdlib_module_names - USUAL.keys())
+    return MODULE in bound or bool(_find_imported_names(tree)) or bool(free - sys.stdlib_module_names - USUAL.keys())
 
 
-def _imported(tree: ast.AST) -> set[str]:
+def _find_imported_names(tree: ast.AST) -> set[str]:
     names = set()
     for node in list_nodes(tree):
         if isinstance(node, ast.ImportFrom) and node.module == MODULE:

@@ -30,7 +30,7 @@ def run_source(source: str) -> int:
     """Run a script as Python would, and return its exit code."""
     _reset_interpreter()
     try:
-        exec(_compiled(source), _module("__main__", source).__dict__)
+        exec(_compile(source), _module("__main__", source).__dict__)
         code = 0
     except SystemExit as error:
         code = _exit_code(error)
@@ -70,16 +70,16 @@ def answer_calls(channel: int, source: str) -> int:
 
 def _load(source: str) -> tuple[types.ModuleType, types.CodeType]:
     # Annotations may name a class that only the tests define, as in LeetCode's form: then they are not evaluated.
-    module, code = _module("solution", source), _compiled(source)
+    module, code = _module("solution", source), _compile(source)
     try:
         exec(code, module.__dict__)
     except NameError:
-        module, code = _module("solution", source), _compiled(source, __future__.annotations.compiler_flag)
+        module, code = _module("solution", source), _compile(source, __future__.annotations.compiler_flag)
         exec(code, module.__dict__)
     return module, code
 
 
-def _compiled(source: str, flags: int = 0) -> types.CodeType:
+def _compile(source: str, flags: int = 0) -> types.CodeType:
     # Without the `annotations` future of this file: programs may look at their own annotations.
     return compile(source, _FILE, "exec", flags=flags, dont_inherit=True)
 

@@ -16,12 +16,14 @@ class Every:
         self._thread.start()
 
     def _run(self) -> None:
+        # The wait is the pause: closing ends it at once instead of after the rest of the period.
         while not self._closed.wait(self._seconds):
             self._act()
 
     def close(self) -> None:
         """Once this returns, `act` is not running and will not be called again."""
         self._closed.set()
+        # `act` itself may close it; a thread that joins itself would wait for ever.
         if self._thread is not threading.current_thread():
             self._thread.join()
 

@@ -33,13 +33,15 @@ def read_facts(folder: Path) -> dict[str, Any] | None:
 
 
 def keep_batch(folder: Path, step: int, batch: Any, keep: int) -> None:
-    """Write the batch of a step whole or not at all, and remove those more than `keep` steps ago (below 0: none)."""
+    """Write the batch of a step, all or nothing, and remove those more than `keep` steps ago (below 0: none)."""
+    # Under another name until it is complete: `kept_steps` must not find half a batch after a kill.
     half = folder / f".step_{step}"
     shutil.rmtree(half, ignore_errors=True)
     present = [name for name in FIELDS if name in batch.non_tensor_batch]
     batch.select(non_tensor_batch_keys=present).save_to_disk(half)
     place = batch_folder(folder, step)
     shutil.rmtree(place, ignore_errors=True)
+    # A rename does not replace a folder with content, so the one of the same step before a resume is removed first.
     half.rename(place)
     for old in kept_steps(folder):
         if keep > 0 and old <= step - keep:

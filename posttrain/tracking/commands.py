@@ -76,9 +76,13 @@ def samples(args: Sequence[str]) -> int:
     path = _sample_file(folder, options.step)
     import pyarrow.parquet as pq
 
-    names = ("uid", "prompt", "ground_truth", "response", "score", "error")
+    names = ("uid", "sample", "branch", "prompt", "ground_truth", "response", "score", "error")
     have = pq.read_schema(path).names
     rows = pq.read_table(path, columns=[name for name in names if name in have]).to_pylist()
+    # Of a conversation with branches the last row is shown: it ended there.
+    last = {(row.get("uid"), row.get("sample")): number for number, row in enumerate(rows)}
+    ended = set(last.values())
+    rows = [row for number, row in enumerate(rows) if row.get("branch") is None or number in ended]
     print(f"{path}: {len(rows)} responses")
     print(sample_groups(rows, count=options.count, lines=options.lines, width=console_width()))
     return 0

@@ -55,6 +55,7 @@ class JsonlLogger:
             line["time"] = round(self._clock(), 3)
         self._file.write(utf8(json.dumps(line, ensure_ascii=False, allow_nan=False)) + b"\n")
         self._file.flush()
+        # Each line reaches the disk before the next step: after a power cut the curves go as far as the run did.
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
@@ -97,6 +98,7 @@ class LoggerGroup:
 
     def log(self, step: int, metrics: Mapping[str, float], advice: Sequence[Mapping[str, str]] = ()) -> None:
         """`advice`: sentences of the diagnosis, which `--json` shows with the step."""
+        # The run's own file first, and outside of the protection: without it the run must not go on.
         self._required.log(step, metrics)
         self._each(lambda logger: logger.log(step, metrics))
         if (console := active()) is not None:
@@ -112,6 +114,7 @@ class LoggerGroup:
             try:
                 act(logger)
             except Exception as error:
+                # A server that is down must not end a run of days; the file in the run directory has all metrics.
                 self._note(f"The logger {name} failed and is left out from here on: {type(error).__name__}: {error}")
                 del self._optional[name]
 
@@ -220,6 +223,7 @@ class WandbLogger:
             project=run.path.parent.name,
             name=run.path.name,
             id=_kept_id(run.path / "wandb_id", lambda: os.urandom(8).hex()),
+            # With its stored id a resumed run continues the same curves; offline there is no server to ask.
             resume="allow" if mode == "online" else None,
             dir=str(run.path),
             config=redact(config),

@@ -101,6 +101,7 @@ class Progress:
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
         """Inside, the row names this stage; the outer one is named again afterwards."""
+        # Stages nest: the outer one is shown and timed on from where it began.
         before = self._stage, self._stage_since
         self._stage, self._stage_since = name, time.monotonic()
         try:
@@ -110,10 +111,12 @@ class Progress:
 
     def moment(self) -> Moment:
         now = time.monotonic()
+        # Only steps of this start count for the estimate: those before a resume may have run on another machine.
         made = self._done - self._first
         left = None
         if made and self._done < self._total:
             each = (self._step_since - self._started) / made
+            # From whole steps, less what has passed of this one, so that the time counts down between steps.
             left = max(0.0, each * (self._total - self._done) - (now - self._step_since))
         return Moment(
             step=min(self._done + 1, self._total),

@@ -71,12 +71,12 @@ def progress_row(moment: Moment, width: int, *, colour: bool = False) -> str:
     parts = _parts(moment)
     for name in ("", *_DROP):
         parts.pop(name, None)
-        row = _joined(parts, "", False)
+        row = _join_parts(parts, "", False)
         if len(row) <= width:
             break
     room = width - len(row) - 1
     bar = _bar(moment, min(_BAR[1], room)) if "bar" in parts and room >= _BAR[0] else ""
-    return _joined(parts, bar, colour)[: None if len(row) <= width else width]
+    return _join_parts(parts, bar, colour)[: None if len(row) <= width else width]
 
 
 def _parts(moment: Moment) -> dict[str, str]:
@@ -89,7 +89,7 @@ def _parts(moment: Moment) -> dict[str, str]:
     return {name: text for name, text in parts.items() if text or name == "bar"}
 
 
-def _joined(parts: dict[str, str], bar: str, colour: bool) -> str:
+def _join_parts(parts: dict[str, str], bar: str, colour: bool) -> str:
     paint = styled if colour else lambda text, style: text
     head = paint(parts["head"], "bold") + (f" {paint(bar, 'cyan')}" if bar else "")
     head += f" {parts['percent']}" if "percent" in parts else ""

@@ -78,6 +78,7 @@ class RunDirectory:
                     f"The run directory {self.path} cannot be made: {error}. Choose another place with "
                     "trainer.default_local_dir, trainer.project_name or trainer.experiment_name."
                 ) from error
+        # The lock comes before anything is removed: temporary files of a living run are not leftovers.
         self._lock.acquire()
         clear_leftovers(self.path, self.samples, self.checkpoints)
         return self
@@ -139,6 +140,7 @@ class RunDirectory:
         """Remove what was written after `step`: a killed and resumed run leaves the files of an uninterrupted one."""
         for file in (self.path / name for name in _BY_STEP):
             if file.is_file():
+                # Steps after the checkpoint are repeated; their old lines would stand twice in the curves.
                 kept = [line for line in file.read_bytes().splitlines(keepends=True) if _is_up_to(line, step)]
                 replace_file(file, b"".join(kept))
         for path in self.samples.glob("*.parquet"):
@@ -298,14 +300,14 @@ class RunLock:
         """Take the lock, or raise RunTaken with the process that holds it."""
         key = self.path.resolve()
         if key in _held:
-            raise self._taken(f"this process ({os.getpid()})")
+            raise self._taken_error(f"this process ({os.getpid()})")
         descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
             owner = os.read(descriptor, 200).decode(errors="replace").strip()
             os.close(descriptor)
-            raise self._taken(owner or "another process") from None
+            raise self._taken_error(owner or "another process") from None
         os.ftruncate(descriptor, 0)  # only now: before, it names the owner
         os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
         self._descriptor = descriptor
@@ -319,7 +321,7 @@ class RunLock:
         self._descriptor = None
         _held.discard(self.path.resolve())
 
-    def _taken(self, owner: str) -> RunTaken:
+    def _taken_error(self, owner: str) -> RunTaken:
         return RunTaken(
             f"The run directory {self.path.parent} is in use by {owner}. Wait for it or end it, or choose another "
             "trainer.experiment_name."

@@ -25,6 +25,7 @@ _LEFT = re.compile(r"\..+\.\d+\.tmp")
 
 def replace_file(path: Path, content: bytes | Callable[[Path], object]) -> None:
     """Make `path` hold `content`, or what `content(temporary path)` writes; after an error the old file stays."""
+    # The process id keeps two writers of one file apart; the leading dot hides it from globs over a run's files.
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         if callable(content):

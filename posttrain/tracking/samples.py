@@ -92,6 +92,7 @@ def sample_table(step: int, batch: Any, *, sampling: Mapping[str, Any] | None = 
     rows, width = ids.shape
     attention = fields.raw("attention_mask")
     attention = None if attention is None else as_numpy(attention, np.int64)
+    # Where the response ends, tool results included: the mask alone ends with the last token that the policy wrote.
     ends = _ends(mask if attention is None else np.maximum(attention[:, -width:] if width else mask, mask))
 
     columns: dict[str, pa.Array] = {
@@ -156,6 +157,7 @@ def _in_one_number(fields: Fields, mask_BT: np.ndarray) -> dict[str, pa.Array]:
 
 def thin_samples(folder: str | os.PathLike[str], max_bytes: float) -> None:
     """Shrink the sample files to `max_bytes`: first groups of the oldest files, down to one each, then whole files."""
+    # The oldest first: a run is looked at near its end, and one group of each step still shows how it began.
     paths = sorted([*sample_files(folder), *validation_files(folder)], key=step_of)
     for path in paths:
         if (excess := _total(paths) - max_bytes) <= 0:
@@ -198,6 +200,7 @@ def _thin(path: Path, excess: float) -> None:
         count = max(1, min(int(len(groups) * share), len(groups) - 1))
         groups = [groups[i * len(groups) // count] for i in range(count)]
         kept = set(groups)
+        # Whole groups: advantages mean something only beside the other responses to the same prompt.
         _write(path, table.filter(pa.array([uid in kept for uid in uids])))
 
 
@@ -290,6 +293,7 @@ def token_bytes(tokenizer: Any) -> list[bytes]:
     """Bytes by token id; unused ids are empty."""
     pieces = tokenizer.get_vocab()
     added = {number: str(token) for number, token in getattr(tokenizer, "added_tokens_decoder", {}).items()}
+    # Ids may have gaps, and added tokens may lie above the vocabulary.
     tokens = [b""] * (max([*pieces.values(), *added], default=-1) + 1)
     of_piece = _from_bytes() if _is_byte_level(tokenizer) else _from_words
     for piece, number in pieces.items():

@@ -33,6 +33,7 @@ def write_status(folder: Path, status: str, step: int, total_steps: int, moment:
         "total_steps": total_steps,
         "stage": None,
         **(_moment(moment) if moment else {}),
+        # Time, process and machine let a reader tell a run that works from one that was killed and could not say so.
         "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
         "pid": os.getpid(),
         "host": platform.node(),
@@ -71,6 +72,7 @@ def run_state(folder: Path) -> str:
     """The state in one word: `killed` if the process of a running run is gone, `silent` if it stopped writing."""
     known = read_status(folder)
     status = str(known.get("status", "unknown"))
+    # A process id means something on its own machine only; on a shared disk the age of the file has to serve.
     if status == "running" and known.get("host") == platform.node() and not _is_alive(known.get("pid")):
         return "killed"
     if status == "running" and age(known) > 60 * FRESH_S:
@@ -90,6 +92,7 @@ def _is_alive(pid: Any) -> bool:
     if not isinstance(pid, int) or pid <= 0:
         return True  # unknown: older versions wrote no pid
     try:
+        # Signal 0 is not delivered: it only asks whether the process exists. No permission means that it does.
         os.kill(pid, 0)
     except ProcessLookupError:
         return False

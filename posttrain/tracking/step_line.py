@@ -119,7 +119,7 @@ def summary(known: StepFacts) -> list[tuple[int, str | None]]:
         (5, _length(known)),
         (4, None if speed is None else f"{speed:,.0f} tok/s"),
         (8, f"{total:.1f} s" if total > 0 else None),
-        (3, _bound(known)),
+        (3, _find_bounding_stage(known)),
     ]
 
 
@@ -147,7 +147,7 @@ def _times(known: StepFacts) -> tuple[float, dict[str, float]]:
     return total, times
 
 
-def _bound(known: StepFacts) -> str | None:
+def _find_bounding_stage(known: StepFacts) -> str | None:
     # A stage bounds the step if it takes more than half of it.
     total, times = _times(known)
     first = max(times, key=lambda name: times[name], default=None)

@@ -31,6 +31,7 @@ class LibraryLog:
 
     def write(self, text: str) -> None:
         with self._lock, suppress(OSError, ValueError):
+            # Created late, so that a run without a word from libraries leaves no empty file.
             if self._file is None:
                 self._file = self._path.open("a", encoding="utf-8", errors="backslashreplace", buffering=1)
             self._file.write(text)
@@ -49,6 +50,7 @@ def redirect_libraries(folder: Path, consoles: tuple[Any, ...]) -> Iterator[None
     command = active_console()
     if command is not None:
         command.attach(folder / LIBRARY_LOG)
+    # Patched at the class: libraries add handlers whenever they are imported, long after the run has begun.
     shown, emitted = warnings.showwarning, logging.StreamHandler.emit
 
     def showwarning(
@@ -190,6 +192,7 @@ def tee_output(path: Path) -> Iterator[None]:
     """Everything printed in this process, also by user code, goes to the console and is added to the file `path`; what
     libraries print (warnings, loggers) goes to another file in that folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    # One lock for both streams, which share the log, the screen and the live row.
     lock = threading.RLock()
     log = path.open("a", encoding="utf-8", errors="backslashreplace", buffering=1)
     before = sys.stdout, sys.stderr

@@ -73,10 +73,10 @@ def print_page(text: str) -> None:
 
 def fold_lines(text: str, width: int, hang: int = 2) -> str:
     """The text with its long lines broken, and what follows set in by `hang` columns."""
-    return "\n".join(line if len(line) <= width else _broken(line, width, hang) for line in text.split("\n"))
+    return "\n".join(line if len(line) <= width else _break_line(line, width, hang) for line in text.split("\n"))
 
 
-def _broken(line: str, width: int, hang: int) -> str:
+def _break_line(line: str, width: int, hang: int) -> str:
     edge = " " * (len(line) - len(line.lstrip(" ")) + hang)
     pieces = textwrap.wrap(line, width, subsequent_indent=edge, break_long_words=False, break_on_hyphens=False)
     return "\n".join(pieces)

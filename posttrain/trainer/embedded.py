@@ -23,7 +23,7 @@ from posttrain.data.recipes.arithmetic import arithmetic_rows, pair_rows, write_
 from posttrain.engine.base import EngineSettings
 from posttrain.engine.torch_engine import TorchEngine
 from posttrain.models.embedded import SHAPE, build_model, byte_tokenizer
-from posttrain.models.loading import proved, silence_progress_bars
+from posttrain.models.loading import fuse_and_prove, silence_progress_bars
 from posttrain.tracking.progress import Progress
 from posttrain.trainer.sft import fit_pairs, greedy_accuracy
 
@@ -74,7 +74,7 @@ def embedded_pairs(folder: Path) -> dict[str, Path]:
 
 def _make_model(folder: Path, say: Any) -> None:
     tokenizer = byte_tokenizer()
-    model = proved(build_model(tokenizer, seed=RECIPE["seed"]).eval(), "the embedded model")
+    model = fuse_and_prove(build_model(tokenizer, seed=RECIPE["seed"]).eval(), "the embedded model")
     steps, pad = RECIPE["max_steps"], int(tokenizer.pad_token_id)  # pyright: ignore
     optim = OptimConfig(lr=RECIPE["lr"], betas=[0.9, 0.95], lr_warmup_steps=20)
     settings = EngineSettings(device=torch.device("cpu"), optim=optim, total_steps=steps, token_budget=8192)

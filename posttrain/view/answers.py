@@ -46,7 +46,12 @@ class Answers:
             "groups": lambda q: samples.groups(self._folder(q), _kind(q), int(q["step"])),
             "group": lambda q: samples.group(self._folder(q), _kind(q), int(q["step"]), q["uid"]),
             "response": lambda q: samples.response(
-                self._folder(q), _kind(q), int(q["step"]), q["uid"], int(q["sample"])
+                self._folder(q),
+                _kind(q),
+                int(q["step"]),
+                q["uid"],
+                int(q["sample"]),
+                int(q["branch"]) if q.get("branch") else None,
             ),
             "find": lambda q: self._catalogue(q).find(q["which"], int(q["step"]) if q.get("step") else None),
             "previews": lambda q: previews(self._folder(q), _kind(q), _places(q["rows"])),

@@ -107,9 +107,9 @@ def _step(answers: Answers, run: str, kind: str, step: int) -> dict[str, Any]:
         one = asked | {"uid": group["uid"]}
         held[key("group", **where, uid=group["uid"])] = found = answers.answer("group", one)
         for response in found["responses"]:
-            sample = response["sample"]
-            tokens = answers.answer("response", one | {"sample": str(sample)})
-            held[key("response", **where, uid=group["uid"], sample=sample)] = tokens
+            place = {name: response[name] for name in ("sample", "branch") if response[name] is not None}
+            tokens = answers.answer("response", one | {name: str(value) for name, value in place.items()})
+            held[key("response", **where, uid=group["uid"], **place)] = tokens
     return held
 
 

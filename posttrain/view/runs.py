@@ -43,6 +43,8 @@ class Runs:
     def folders(self) -> dict[str, Path]:
         """By name, oldest first. A name is the end of the path, as short as it is unique."""
         found = [folder for root in self._roots for folder in runs_under(root)] + self._single
+        # Listed at every request, because runs start and end while the page is open; by real path, because a run may be
+        # reached through two folders.
         unique = [Path(path) for path in dict.fromkeys(os.path.realpath(folder) for folder in found)]
         return {_name(folder, unique): folder for folder in unique}
 
@@ -116,9 +118,11 @@ def read_progress(folder: Path) -> dict[str, Any]:
         return {}
     except OSError as error:
         raise DamagedFile(f"{path.name} cannot be opened: {error.strerror}.") from error
+    # The version is part of the cache's key: a file that was written to or replaced is another one.
     return _read_version(path, (facts.st_ino, facts.st_mtime_ns, facts.st_size))
 
 
+# A table of hundreds of runs is asked for every few seconds: only files that changed are read again.
 @lru_cache(maxsize=2000)
 def _read_version(path: Path, version: tuple[int, int, int]) -> dict[str, Any]:
     with open_stored(path) as file:
@@ -139,6 +143,7 @@ def _read_version(path: Path, version: tuple[int, int, int]) -> dict[str, Any]:
 
 def _lines(data: bytes) -> list[dict[str, Any]]:
     found = []
+    # Only complete lines: the run may be writing the last one.
     for text in data[: data.rfind(b"\n") + 1].splitlines():
         try:
             line = json.loads(text)
@@ -183,6 +188,7 @@ class Metrics:
             except OSError:
                 self._forget(None)
                 return self
+            # A resumed run replaces the file (another inode) or cuts its end off; what was read of it no longer holds.
             if facts.st_ino != self._identity or facts.st_size < self._offset:
                 self._forget(facts.st_ino)
             if facts.st_size > self._offset and self.problem is None:
@@ -192,6 +198,7 @@ class Metrics:
     def _read_on(self) -> None:
         try:
             for text in stored_lines(self._path, self._offset):
+                # The next refresh reads on from here: a file of 100,000 steps is parsed once.
                 self._offset += len(text)
                 self._add(text)
         except FileNotFoundError:
@@ -214,9 +221,10 @@ class Metrics:
         """`steps` and one list per name, from line `after` on, or all if `identity` is that of another file."""
         self.refresh()
         now = str(self._identity)
+        # The page sends what it has, and gets only what is new.
         first = after if identity == now and after <= len(self.lines) else 0
         lines = self.lines[first:]
-        wanted = self._meant(names)
+        wanted = self._match_names(names)
         return {
             "identity": now,
             "first": first,
@@ -227,7 +235,7 @@ class Metrics:
             "values": {name: self._column(name)[first:] for name in wanted},
         }
 
-    def _meant(self, names: Iterable[str]) -> list[str]:
+    def _match_names(self, names: Iterable[str]) -> list[str]:
         # `val/*` means all that begin so.
         asked = list(names)
         begun = tuple(name[:-1] for name in asked if name.endswith("*"))

@@ -84,11 +84,12 @@ def groups(folder: Path, kind: str, step: int) -> list[dict[str, Any]]:
     """One entry per prompt of a step, in order."""
     table = open_step(folder, kind, step).columns((*LIGHT, "prompt"))
     column = {name: table[name].to_pylist() for name in (*LIGHT, "prompt")}
-    rows: dict[Any, list[int]] = {}
-    for row, uid in enumerate(column["uid"]):
-        rows.setdefault(uid, []).append(row)
-    same = _common_prefix([column["prompt"][members[0]] or "" for members in rows.values()])
-    return [_group(uid, members, column, same) for uid, members in rows.items()]
+    rows: dict[Any, dict[Any, int]] = {}
+    for row, (uid, sample) in enumerate(zip(column["uid"], column["sample"], strict=True)):
+        rows.setdefault(uid, {})[sample] = row  # of a conversation with branches the last row: it ended there
+    groups = {uid: list(members.values()) for uid, members in rows.items()}
+    same = _common_prefix([column["prompt"][members[0]] or "" for members in groups.values()])
+    return [_group(uid, members, column, same) for uid, members in groups.items()]
 
 
 def _common_prefix(prompts: list[str]) -> int:
@@ -121,12 +122,12 @@ def _group(uid: Any, rows: list[int], column: dict[str, list[Any]], same: int) -
 def group(folder: Path, kind: str, step: int, uid: str) -> dict[str, Any]:
     """A prompt and its responses with all columns except tokens."""
     file = open_step(folder, kind, step)
-    found = file.take(file.rows_of(uid), (*LIGHT, *TEXTS, "seed"))
+    found = file.take(file.rows_of(uid), (*LIGHT, *TEXTS, *BRANCHES, "seed"))
     if not found:
         raise NoSamples(f"Step {step} has no group {uid}: it may have been thinned.")
     first = found[0]
     shared = ("uid", "data_row", "data_source", "prompt", "ground_truth", "extra_info", "sampling")
-    own = ("sample", "response", "error", "finish_reason", "policy_versions")
+    own = ("sample", *BRANCHES, "response", "error", "finish_reason", "policy_versions")
     numbers = ("score", "advantage", "mismatch", "length")
     responses = [
         {name: row[name] for name in own}
@@ -137,12 +138,12 @@ def group(folder: Path, kind: str, step: int, uid: str) -> dict[str, Any]:
     return {name: first[name] for name in shared} | {"step": step, "kind": kind, "responses": responses}
 
 
-def response(folder: Path, kind: str, step: int, uid: str, sample: int) -> dict[str, Any]:
-    """The tokens of one response with their numbers, and those of its prompt."""
+def response(folder: Path, kind: str, step: int, uid: str, sample: int, branch: int | None = None) -> dict[str, Any]:
+    """The tokens of one response (with `branch`, of one of its rows) with their numbers, and those of its prompt."""
     file = open_step(folder, kind, step)
     members = file.rows_of(uid)
-    numbered = zip(members, file.take(members, ("sample",)), strict=True)
-    rows = [row for row, member in numbered if member["sample"] == sample]
+    numbered = zip(members, file.take(members, ("sample", "branch")), strict=True)
+    rows = [row for row, one in numbered if one["sample"] == sample and branch in (None, one["branch"])]
     if not rows:
         raise NoSamples(f"Step {step} has no response {uid}/{sample}: it may have been thinned.")
     row = file.take(rows[:1], (*TOKENS, "prompt_ids"))[0]
@@ -189,6 +190,7 @@ def _parts(text: str | None) -> dict[str, Any]:
 
 MOST_ROWS = 4_000_000  # responses of one step
 pc: Any = pyarrow.compute  # its functions are created at run time, unseen by type checkers
+BRANCHES = ("branch", "parent", "fork")
 LIGHT = ("uid", "sample", "score", "length", "advantage", "mismatch", "finish_reason", "error", "data_row")
 TEXTS = (
     "prompt",

@@ -94,10 +94,12 @@ _NO_TOKEN = (
 class Viewer(ThreadingHTTPServer):
     """Serves `answers` on 127.0.0.1:`port`, or on the next free port if no port was given and the default is taken."""
 
+    # A stream to a browser may last for hours; Ctrl-C must not wait for it.
     daemon_threads = True
 
     def __init__(self, answers: Answers, port: int | None = None, token: str | None = None) -> None:
         self.answers = answers
+        # Bound by hand below, so that a taken port is answered in words and the socket is closed.
         super().__init__(("127.0.0.1", _free(PORT) if port is None else port), _Handler, bind_and_activate=False)
         try:
             self.server_bind()
@@ -119,6 +121,7 @@ def _free(port: int) -> int:
     # The first free one of 20; 0 lets the system choose.
     for one in range(port, port + 20):
         with socket.socket() as probe:
+            # As the server binds: a port that was closed a moment ago counts as free.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 probe.bind(("127.0.0.1", one))
@@ -137,9 +140,13 @@ class _Handler(BaseHTTPRequestHandler):
         url = urlsplit(self.path)
         query = {name: values[-1] for name, values in parse_qs(url.query).items()}
         guard = self.server.guard
+        # First of all: a page of another site can make its name point here (DNS rebinding), but not change the Host
+        # that its browser sends.
         if not guard.is_local(self.headers):
             return self._say(403, "This viewer answers only to 127.0.0.1 and localhost.")
         if "token" in query and url.path == "/":
+            # The token moves into a cookie and out of the address, which browsers keep in their history and send along
+            # as referrer.
             return self._let_in() if guard.is_token(query["token"]) else self._say(403, _NO_TOKEN)
         if not guard.knows(self.headers):
             return self._say(403, _NO_TOKEN)
@@ -167,6 +174,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(200, "application/json", data)
 
     def _static(self, name: str) -> None:
+        # A name from a list, never a path: `..` leads nowhere.
         if name not in static_files():
             return self._say(404, "There is no such page.")
         kind = mimetypes.guess_type(name)[0] or "text/plain"
@@ -181,6 +189,7 @@ class _Handler(BaseHTTPRequestHandler):
         for line in lines:
             data = to_json(line) + b"\n"
             self.wfile.write(b"%x\r\n%s\r\n" % (len(data), data))
+            # Each line on its own: the page shows what is found so far.
             self.wfile.flush()
         self.wfile.write(b"0\r\n\r\n")
 
@@ -190,6 +199,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _send(self, status: int, kind: str, data: bytes, *, kept: bool = False) -> None:
         self.send_response(status)
         if len(data) > _SMALL and "gzip" in (self.headers.get("Accept-Encoding") or ""):
+            # Answers are compressed at the lowest level: they are made anew each time, and go to this machine.
             data = _compress(data) if kept else gzip.compress(data, 1)
             self.send_header("Content-Encoding", "gzip")
         self.send_header("Content-Type", kind)

@@ -23,12 +23,12 @@ _SEED_OR_NAME = re.compile(
 
 def settings(folder: Path) -> dict[str, str]:
     """By dotted key, as text; empty without a readable file."""
-    return _kept(folder)[0]
+    return _read_settings(folder)[0]
 
 
 def settings_problem(folder: Path) -> str | None:
     """Why the settings cannot be read; None if they can, or if there are none."""
-    return _kept(folder)[1]
+    return _read_settings(folder)[1]
 
 
 def family(folder: Path) -> str | None:
@@ -38,7 +38,7 @@ def family(folder: Path) -> str | None:
     return hashlib.sha256(repr(kept).encode("utf-8", "replace")).hexdigest()[:12] if known else None
 
 
-def _kept(folder: Path) -> tuple[dict[str, str], str | None]:
+def _read_settings(folder: Path) -> tuple[dict[str, str], str | None]:
     # Read once per version of the file: the list of runs is requested again and again.
     path = folder / FILE
     try:

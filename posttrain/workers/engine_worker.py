@@ -69,6 +69,7 @@ def lora_state(facts: EngineFacts, model: ModelConfig, path: str | None = None) 
     return shape | {
         "base": {
             "path": base,
+            # The path alone is not enough: a folder can be replaced, and adapters beside other weights give nonsense.
             "fingerprint": fingerprint(base),
             "dtype": dtype,
             "quantization": model.quantization,

@@ -34,6 +34,8 @@ __all__ = [
     "RolloutWorker",
 ]
 
+# Syncs between two proofs where the rollout reads the trainer's own tensors. Nothing is copied there, so only code that
+# moves tensors can break it; each proof costs two forward passes.
 SHARED_PROOF_FREQ = 10
 
 
@@ -76,6 +78,7 @@ class ActorRefWorker(PolicyCalls, ReferenceCalls):
     @register(to_all)
     def init_model(self) -> None:
         """Load weights and build the optimizer and, without adapters, the reference."""
+        # With adapters no reference is loaded: the base without them is the reference, computed with the adapters off.
         self.policy.init_model()
         if self.with_reference and self.policy.adapters is None:
             self.reference.init_model()

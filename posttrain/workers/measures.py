@@ -56,12 +56,13 @@ class Measures(dict[str, Measure]):
 
     def _join(self, name: str, new: Measure) -> None:
         own = self.get(name)
-        self[name] = new if own is None else _joined(own, new)
+        self[name] = new if own is None else _join_measures(own, new)
 
     def read_values(self) -> Measures:
         """All values are numbers from now on."""
         waiting = {name: measure.value for name, measure in self.items() if isinstance(measure.value, torch.Tensor)}
         if waiting:
+            # One copy off the device for all of them: each single one would wait for its queue.
             for name, value in zip(waiting, torch.stack(list(waiting.values())).tolist(), strict=True):
                 self[name] = replace(self[name], value=value)
         return self
@@ -71,7 +72,7 @@ class Measures(dict[str, Measure]):
         return {name: measure.value for name, measure in self.items()}
 
 
-def _joined(one: Measure, other: Measure) -> Measure:
+def _join_measures(one: Measure, other: Measure) -> Measure:
     if one.ranks == "first":
         return one
     value = one.value + other.value if one.ranks == "sum" else _larger(one.value, other.value)

@@ -99,6 +99,7 @@ class PolicyWorker(ExportingWorker):
     def next_bucket(self, first: bool, adapters: bool = False) -> Bucket:
         """The next of the weights (or of the `adapters` alone), from the beginning with `first`; all ranks must be
         asked, rank 0 gives them."""
+        # A generator is kept between the calls: the driver pulls one bucket at a time, so that no worker holds two.
         if first:
             self._outgoing = self._buckets(adapters)
         self._was_last = True  # an error below must end the caller's loop over buckets, on every rank

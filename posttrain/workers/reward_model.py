@@ -38,6 +38,7 @@ def same_tokenizer(one: Any, other: Any) -> bool:
     if one.chat_template != other.chat_template:
         return False
     ids, others = one.get_vocab(), other.get_vocab()
+    # Vocabularies are compared rather than names: a fine-tuned model often brings its own copy of the tokenizer.
     unshared = ids.keys() ^ others.keys()
     special = {*one.all_special_tokens, *other.all_special_tokens}
     return unshared <= special and all(others.get(token, number) == number for token, number in ids.items())
@@ -136,6 +137,7 @@ class RewardModelWorker:
             trust_remote_code=model.trust_remote_code,
             setting="reward_model.model.path",
         )
+        # Frozen: no activations are kept for a backward pass.
         self.module.requires_grad_(False)
         settings = without_adapters(self.module).config.get_text_config()
         self.conversations.vocabulary = settings.vocab_size
@@ -193,7 +195,9 @@ class RewardModelWorker:
         errors = [str(row) if isinstance(row, Unreadable) else None for row in rows]
         for row in (~scores_B.isfinite()).nonzero().flatten().tolist():
             errors[row] = f"the reward model gave {float(scores_B[row])}"
+        # Counted and reported: a score of half a conversation is easily mistaken for one of it all.
         truncated = [isinstance(row, list) and len(row) > self.longest for row in rows]
+        # A score that is no number is recorded as an error; NaN in the tensor would spread through the whole batch.
         tensors = {"rm_scores": _on_last_token(scores_B.nan_to_num(0.0, 0.0, 0.0), data)}
         return DataProto.from_dict(tensors=tensors, non_tensors={"rm_error": errors, "rm_truncated": truncated})
 

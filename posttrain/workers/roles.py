@@ -47,6 +47,7 @@ def reference_engine(config: PPOConfig, device: torch.device) -> TrainEngine:
 def critic_engine(config: PPOConfig, device: torch.device, total_steps: int) -> TrainEngine:
     """A value model that starts from the critic's model, or from the actor's; a base that is trained has no 4 bits."""
     critic = config.critic
+    # 4-bit weights have no gradient, so that a critic without adapters is loaded whole.
     held = config.actor_rollout_ref.model.quantization if critic.model.lora_rank > 0 else None
     module: torch.nn.Module = _language_model(config, device, path=critic.model.path, quantization=held, headless=True)
     if critic.model.lora_rank > 0:

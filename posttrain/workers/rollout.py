@@ -173,6 +173,7 @@ class RolloutWorker:
     @register(by_groups, in_row_order, team=engine_ranks)
     def generate_sequences(self, prompts: DataProto) -> DataProto:
         """One response per row, in order, all at once; otherwise as `submit`. A rank without rows has none to give."""
+        # Ranks without rows must not wake: it would take the memory of a cache for nothing.
         if not len(prompts):
             return DataProto()
         ids = [list(row) for row in prompts.non_tensor_batch["raw_prompt_ids"]]

@@ -29,7 +29,7 @@ from posttrain.workers.update_plan import by_passes, in_row_order, parts_by_rank
 
 def planned_step(group: WorkerGroup, batch: DataProto) -> Calls:
     """One optimizer step on a batch: parts that balance the ranks' tokens, in equal numbers of passes. The weights in
-    the batch are those of its rows in the whole of it, so that shares of the loss add up."""
+    the batch are those of its rows in all of it, so that shares of the loss add up."""
     if group.world_size == 1:
         return Calls([(batch, None)])
     parts = parts_by_rank(batch, group)

@@ -144,6 +144,8 @@ def mini_batches(batch: DataProto, schedule: Schedule) -> Iterator[DataProto]:
     The rows of a sample are always together."""
     for epoch in range(schedule.epochs):
         if schedule.shuffle:
+            # By sample, not by row: a sample of several rows has one weight, which must not be split over two optimizer
+            # steps.
             samples = shuffle_samples(batch, schedule.seed, epoch)
             groups = len(dict.fromkeys(_uids(batch)))
             size = math.ceil(len(samples) * schedule.prompts / groups)
@@ -187,6 +189,7 @@ def plan_updates(group: WorkerGroup, batch: DataProto, schedule: Schedule, prepa
     plans = [UpdatePlan(len(batch) * schedule.epochs) for _ in range(group.world_size)]
     for mini in mini_batches(batch, schedule):
         whole = prepare(mini)
+        # No loss reads these columns, which would travel to every rank.
         sent = whole.select([name for name in whole.batch if name not in UNUSED], [])
         for plan, part in zip(plans, parts_by_rank(whole, group), strict=True):
             plan.steps.append(MiniBatch(sent[part.rows], part.passes))

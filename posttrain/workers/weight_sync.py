@@ -45,6 +45,7 @@ class Bucket:
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
+        # The checksum is taken of the copy that is sent, so that it also covers the copy off the device.
         held = tensor.detach().cpu().contiguous()
         self.tensors[name], self.checksums[name] = held, checksum(held)
 
@@ -121,6 +122,7 @@ def compare_scores(
             f"after the weight sync the rollout engine's log-probs differ from the trainer's {differ}: the engine "
             "does not compute with the weights it was given"
         )
+    # Below the tolerance it is a metric, so that a slow drift shows before it stops a run.
     return {"sync/probe_max": float((ours - theirs).abs().max())}
 
 
@@ -128,6 +130,7 @@ class WeightProbe:
     """Fixed token rows that trainer and rollout engine score after each sync."""
 
     def __init__(self, tokenizer: Any, vocabulary: int) -> None:
+        # A generator of its own: drawing from the global one would change the run.
         generator = torch.Generator().manual_seed(20240203)
         self.rows = torch.randint(0, vocabulary, (ROWS, LENGTH), generator=generator).tolist()
         self.pad = tokenizer.pad_token_id

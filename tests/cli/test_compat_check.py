@@ -12,7 +12,7 @@ import pytest
 from posttrain.config import load_config
 from posttrain.errors import UserError
 from posttrain.other_systems.verl_script import command
-from posttrain.other_systems.verl_script.command import quoted
+from posttrain.other_systems.verl_script.command import quote_word
 from posttrain.other_systems.verl_script.program import find_calls
 from posttrain.other_systems.verl_script.shell import Script
 
@@ -248,10 +248,10 @@ def test_the_written_command_means_what_the_script_means(tmp_path):
 
 @pytest.mark.parametrize("text", ["a=b", "a=x y", "a=['u','v']", 'a=["u"]', "a=it's", "a=b\\c"])
 def test_a_word_survives_being_quoted(text):
-    assert shlex.split(quoted(text)) == [text]
+    assert shlex.split(quote_word(text)) == [text]
 
 
 def test_a_word_with_a_variable_is_still_expanded():
-    word = quoted('a=$N/it is "so"')
+    word = quote_word('a=$N/it is "so"')
     done = subprocess.run(["bash", "-c", "N=7; printf %s " + word], capture_output=True, text=True, check=True)
     assert done.stdout == 'a=7/it is "so"'

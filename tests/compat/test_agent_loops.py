@@ -154,6 +154,36 @@ def test_extra_fields_reach_the_reward_function_where_the_loop_gives_no_reward(t
     assert {(row["score"], json.loads(row["reward_parts"])["same"]) for row in rows} == {(0.375, 1.0)}
 
 
+MANY = """outputs, start = [], 0
+        for end in [number for number, own in enumerate(mask) if own and not (mask + [0])[number + 1]]:
+            done = len(prompt_ids) + start
+            while not mask[start]:
+                start, done = start + 1, done + 1
+            outputs.append(AgentLoopOutput(prompt_ids=ids[:done], response_ids=ids[done : len(prompt_ids) + end + 1],
+                                           response_mask=[1] * (end + 1 - start), reward_score=float(len(outputs))))
+            start = end + 1
+        return outputs"""
+
+
+def test_a_loop_that_gives_an_output_for_each_turn_makes_rows_of_one_sample(tiny_model, sums, tmp_path, write):
+    """Each with the whole conversation before it as its prompt; the reward is that of the last."""
+    scripted.use(lambda read, seed: str(seed % 10))
+    path = write("turns", mode=MANY)
+    more = {f"{R}agent__default_agent_loop": "my_agent", "actor_rollout_ref__model__external_lib": path}
+    rows = samples(run(tiny_model, sums, tmp_path / "out", **AGENT | more))
+    by_sample = {}
+    for row in rows:
+        by_sample.setdefault((row["uid"], row["sample"]), []).append(row)
+    assert len(by_sample) == 12
+    for first, second in by_sample.values():
+        assert (first["branch"], first["parent"], second["branch"], second["parent"]) == (0, None, 1, 0)
+        assert {first["score"], second["score"]} == {1.0} and second["num_turns"] == 2
+        assert second["prompt_ids"] == first["prompt_ids"], "what the second read beyond is an observation"
+        assert second["fork"] == len(first["prompt_ids"]) + len(first["response_ids"])
+        own = [one for one, mark in zip(second["response_ids"], second["response_mask"], strict=True) if mark]
+        assert own and all(first["response_mask"]) and not second["response_mask"][0]
+
+
 @pytest.mark.parametrize(
     ("mode", "words"),
     [

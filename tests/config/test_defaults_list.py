@@ -12,7 +12,7 @@ from hydra import initialize_config_dir
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
-from posttrain.config.defaults_list import ComposeError, ConfigFiles, DefaultsList, merge_trees, placed
+from posttrain.config.defaults_list import ComposeError, ConfigFiles, DefaultsList, merge_trees, place_at
 from posttrain.yaml_text import parse_yaml, read_yaml
 
 FILES = {
@@ -98,7 +98,7 @@ def ours(folder: Path, choices: tuple[str, ...]) -> Any:
         for place in defaults.places("main"):
             loaded = files.read(place.path)
             assert loaded is not None
-            merge_trees(tree, placed(loaded.values, place.package))
+            merge_trees(tree, place_at(loaded.values, place.package))
     except ComposeError as error:
         return f"refused: {str(error).partition('Config search path')[0].strip()}"
     return tree

@@ -8,11 +8,11 @@ import pytest
 
 from posttrain import launch
 from posttrain.config import ConfigError, load_config
-from posttrain.config.closest import closest, slips
 from posttrain.config.root import PPOConfig
 from posttrain.config.schema import leaves
 from posttrain.config.supervised_tree import SFT
 from posttrain.other_systems.names import COUNTERPARTS
+from posttrain.spelling import closest, slips
 
 ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from posttrain.config.environment import check_environment
+from posttrain.config.supervised_tree import SFT
 
 ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 START = ("algorithm.adv_estimator=grpo",)
@@ -33,6 +34,14 @@ def test_nested_spellings_mean_the_flat_ones(load):
 def test_a_regular_expression_arrives_as_it_was_written(load, text):
     model = load(*START, f"{MODEL}.lora_rank=4", f"{MODEL}.target_modules='{text}'").config.actor_rollout_ref.model
     assert model.target_modules == text
+
+
+def test_supervised_runs_read_expressions_and_adapter_folders_the_same_way(load, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    expression = r".*layers\.[01]\..*_proj$HOME"
+    given = ["model.lora_rank=4", f"model.target_modules='{expression}'", "model.lora_adapter_path=~/adapter"]
+    model = load(*given, tree=SFT).config.model
+    assert (model.target_modules, model.lora_adapter_path) == (expression, "/home/me/adapter")
 
 
 @pytest.mark.parametrize("key", [f"{ROLLOUT}.load_format=safetensors", f"{ROLLOUT}.layered_summon=True"])

@@ -108,7 +108,7 @@ def test_without_the_package_the_error_names_the_extra(monkeypatch, tmp_path):
 
 def test_a_model_that_the_engine_does_not_train_is_refused_from_its_config_alone(tmp_path):
     """There is not one weight in the folders: nothing was loaded to know it."""
-    for kind in ("deepseek_v3", "qwen3_moe"):
+    for kind in ("gpt_oss", "deepseek_v3"):
         (tmp_path / kind).mkdir()
         (tmp_path / kind / "config.json").write_text(json.dumps({"model_type": kind}))
 
@@ -117,9 +117,9 @@ def test_a_model_that_the_engine_does_not_train_is_refused_from_its_config_alone
         return [problem.what for problem in found if "cannot be trained with" in problem.what]
 
     for key in ("actor_rollout_ref.model.path", "critic.model.path"):
-        (said,) = told(BY_MEGATRON, f"{key}=deepseek_v3")
-        assert said.startswith(f"`{key}=deepseek_v3`: models of type deepseek_v3") and "qwen3_moe" in said
-        assert told(BY_MEGATRON, f"{key}=qwen3_moe") == told(f"{key}=deepseek_v3") == []
+        (said,) = told(BY_MEGATRON, f"{key}=gpt_oss")
+        assert said.startswith(f"`{key}=gpt_oss`: models of type gpt_oss") and "qwen3_moe" in said
+        assert told(BY_MEGATRON, f"{key}=deepseek_v3") == told(f"{key}=gpt_oss") == []
     assert told(BY_MEGATRON, "actor_rollout_ref.model.path=embedded") == []
 
 
@@ -128,12 +128,12 @@ def test_of_a_model_on_the_hub_the_config_alone_is_fetched(tmp_path, monkeypatch
 
     def fetch(name: str, file: str) -> str:
         asked.append((name, file))
-        (tmp_path / "config.json").write_text(json.dumps({"model_type": "deepseek_v3"}))
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt_oss"}))
         return str(tmp_path / "config.json")
 
     monkeypatch.setattr("huggingface_hub.hf_hub_download", fetch)
     for module in ("folders", "model_files"):
         monkeypatch.setattr(f"posttrain.models.{module}.why_not_from_hub", lambda name: None)
-    resolved = load_config([BY_MEGATRON, "actor_rollout_ref.model.path=deepseek-ai/DeepSeek-V3"])
-    found = [problem.what for problem in check_environment(resolved, tmp_path) if "deepseek_v3" in problem.what]
-    assert len(found) == 1 and asked == [("deepseek-ai/DeepSeek-V3", "config.json")]
+    resolved = load_config([BY_MEGATRON, "actor_rollout_ref.model.path=openai/gpt-oss-20b"])
+    found = [problem.what for problem in check_environment(resolved, tmp_path) if "gpt_oss" in problem.what]
+    assert len(found) == 1 and asked == [("openai/gpt-oss-20b", "config.json")]

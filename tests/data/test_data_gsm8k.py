@@ -16,10 +16,9 @@ import pytest
 
 from posttrain import cli
 from posttrain.config.data import DataConfig
-from posttrain.config.environment import _how_to_make
 from posttrain.data.dataset import PromptDataset
 from posttrain.data.recipes import gsm8k
-from posttrain.data.rows import DataError, load_rows, resolve_files
+from posttrain.data.rows import DataError, how_to_make, load_rows, resolve_files
 from posttrain.rewards.scorers import score_by_source
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -210,7 +209,7 @@ def test_a_missing_folder_or_split_is_named_and_a_source_is_never_replaced(copy,
 
 def test_the_hints_about_missing_files_are_commands_that_make_them(copy, tmp_path):
     wanted = tmp_path / "gsm8k" / "train.parquet"
-    hint = _how_to_make(str(wanted))
+    hint = how_to_make(str(wanted))
     command = hint.split("`")[1].split()
     assert command[:3] == ["posttrain", "data", "gsm8k"] and "examples/data_preprocess/gsm8k.py" in hint
     assert cli.main([*command[1:], "--from", str(copy)]) == 0 and wanted.is_file()

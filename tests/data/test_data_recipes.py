@@ -16,14 +16,14 @@ from typing import Any
 import pytest
 
 from posttrain import cli
-from posttrain.config import environment
 from posttrain.config.data import DataConfig
 from posttrain.data.dataset import PromptDataset
 from posttrain.data.recipes.command import RECIPES
 from posttrain.data.recipes.hh_rlhf import _turns
 from posttrain.data.recipes.math import last_boxed
 from posttrain.data.recipes.recipe import prepare
-from posttrain.data.rows import DataError, load_rows
+from posttrain.data.rows import RECIPES as HINTED
+from posttrain.data.rows import DataError, how_to_make, load_rows
 from posttrain.rewards.scorers import code, score_by_source
 from posttrain.sandbox import Sandbox
 from tests.machine import warm
@@ -261,10 +261,10 @@ def test_every_recipe_has_a_script_and_every_script_a_recipe():
 
 @pytest.mark.parametrize("name", [name for name in RECIPES if name != "gsm8k"])
 def test_the_hints_about_missing_files_name_the_recipe(name, tmp_path):
-    assert set(environment.RECIPES) == set(RECIPES) - {"gsm8k"}
+    assert set(HINTED) == set(RECIPES) - {"gsm8k"}
     wanted = tmp_path / name / "test.parquet"
     command = f"`posttrain data {name} --out {wanted.parent}`"
-    assert command in environment._how_to_make(str(wanted))
+    assert command in how_to_make(str(wanted))
     with pytest.raises(DataError, match=re.escape(command)):
         load_rows(wanted)
 

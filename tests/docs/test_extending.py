@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from posttrain.algorithms import registry
-from posttrain.config import choices, environment
+from posttrain.config import choices
+from posttrain.data import rows
 from posttrain.data.recipes.command import RECIPES
 from posttrain.data.recipes.recipe import Recipe
 from posttrain.rewards.scorers import SCORERS
@@ -73,8 +74,8 @@ def test_a_recipe_that_has_a_file_is_in_the_table_and_known_to_the_hints():
         if isinstance(value, Recipe)
     }
     assert made <= set(RECIPES), f"add {made - set(RECIPES)} to posttrain/data/recipes/command.py"
-    hinted = {*environment.RECIPES, "gsm8k"}  # which has its own hint
-    assert set(RECIPES) == hinted, f"RECIPES of posttrain/config/environment.py differs: {set(RECIPES) ^ hinted}"
+    hinted = {*rows.RECIPES, "gsm8k"}  # which has its own hint
+    assert set(RECIPES) == hinted, f"RECIPES of posttrain/data/rows.py differs: {set(RECIPES) ^ hinted}"
 
 
 def test_a_rollout_engine_that_has_a_file_can_be_named_and_passes_the_conformance_suite():

@@ -41,22 +41,24 @@ from posttrain.models.scorer_loading import load_scorer
 DEVICE = torch.device("cpu")
 LOSSES = ("vanilla", "gspo", "cispo")
 FSDP = "fsdp2"
-MIXTURES = ("qwen3_moe", "mixtral")
+MIXTURES = ("qwen3_moe", "mixtral", "deepseek_v3", "deepseek_v2", "glm4_moe")
 CASES: list[tuple[str, str, int]] = [
-    *((model, FSDP, 1) for model in ("qwen2", "qwen3", "llama", "qwen3_moe", "mixtral")),
+    *((model, FSDP, 1) for model in ("qwen2", "qwen3", "llama", *MIXTURES)),
     ("qwen2", "fsdp", 1),
-    *((model, "megatron 1,1,1", 1) for model in ("qwen2", "qwen3", "llama", "qwen3_moe")),
+    *((model, "megatron 1,1,1", 1) for model in ("qwen2", "qwen3", "llama", *MIXTURES)),
     *((model, "megatron 2,1,1", 2) for model in ("qwen2", "qwen3", "llama")),
     *((model, "megatron 1,2,1", 2) for model in ("qwen2", "llama")),
     ("qwen3", "megatron 1,1,1", 2),
     ("qwen3_moe", "megatron 1,1,2", 2),
     ("mixtral", "megatron 1,1,2", 2),
-    ("qwen3_moe", "megatron 2,2,2", 4),
+    *((model, cut, 2) for model in MIXTURES[2:] for cut in ("megatron 2,1,1", "megatron 1,2,1", "megatron 1,1,2")),
+    *((model, "megatron 2,2,2", 4) for model in ("qwen3_moe", *MIXTURES[2:])),
 ]
 """Model, strategy (of Megatron with its sizes: tensor, pipeline, expert), ranks."""
 
 
-def write_models(folder: Path) -> None:
+def tiny_models() -> dict[str, Any]:
+    """One model of every family, with weights large enough that every part of it matters."""
     import transformers as hf
 
     shape = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
@@ -65,17 +67,43 @@ def write_models(folder: Path) -> None:
         ragged_batch(12).batch["input_ids"][0, -1]
     )  # a token of the rows: it learns nothing there
     own = {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    # Group-limited top-k with several groups, a dense layer before the mixtures, shared experts.
+    deep = shape | {
+        "num_hidden_layers": 3,
+        "moe_intermediate_size": 16,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+    }
+    deep |= {"n_shared_experts": 2, "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2}
+    deep |= {"routed_scaling_factor": 1.5, "tie_word_embeddings": False}
+    latent = deep | {"num_key_value_heads": 4, "kv_lora_rank": 12, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16}
+    latent |= {"v_head_dim": 12}
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 10000.0}
+    yarn |= {"mscale": 1.0, "mscale_all_dim": 0.7}
     models = {
         "qwen2": hf.Qwen2ForCausalLM(hf.Qwen2Config(**shape, tie_word_embeddings=True)),
         "qwen3": hf.Qwen3ForCausalLM(hf.Qwen3Config(**shape, head_dim=16, tie_word_embeddings=True)),
         "llama": hf.LlamaForCausalLM(hf.LlamaConfig(**shape, tie_word_embeddings=False)),
         "qwen3_moe": hf.Qwen3MoeForCausalLM(hf.Qwen3MoeConfig(**shape, **own, norm_topk_prob=False)),
         "mixtral": hf.MixtralForCausalLM(hf.MixtralConfig(**shape, num_local_experts=4)),
+        "deepseek_v3": hf.DeepseekV3ForCausalLM(hf.DeepseekV3Config(**latent, q_lora_rank=20, rope_parameters=yarn)),
+        "deepseek_v2": hf.DeepseekV2ForCausalLM(
+            hf.DeepseekV2Config(**latent, q_lora_rank=None, topk_method="group_limited_greedy")
+        ),
+        "glm4_moe": hf.Glm4MoeForCausalLM(hf.Glm4MoeConfig(**deep, head_dim=16, use_qk_norm=True, attention_bias=True)),
     }
     torch.manual_seed(0)
-    for name, model in models.items():
+    for model in models.values():
         for weight in model.parameters():
             torch.nn.init.normal_(weight, 0.0 if weight.ndim > 1 else 1.0, 0.2)
+        for place, buffer in model.named_buffers():
+            if place.endswith("correction_bias"):
+                torch.nn.init.normal_(buffer, 0.0, 0.2)
+    return models
+
+
+def write_models(folder: Path) -> None:
+    for name, model in tiny_models().items():
         model.save_pretrained(folder / name)
 
 
@@ -94,13 +122,18 @@ class Case:
 
     def __init__(self, folder: Path, model: str, cut: str) -> None:
         self.folder, self.model, self.cut = folder, model, cut
-        self.dtype = torch.float32 if model in MIXTURES else torch.float64  # transformers has no experts in float64
+        self.dtype = torch.float64
         self.name = f"{model} {cut} {world_size()}"
 
     def module(self, dtype: torch.dtype | None = None) -> torch.nn.Module:
         dtype, path = dtype or self.dtype, self.folder / self.model
         if (path, dtype) not in LOADED:
-            LOADED[path, dtype] = load_causal_lm(ModelConfig(path=str(path)), dtype=dtype, device=DEVICE)
+            # Experts of transformers multiply in float64 one by one only, so such a model is widened after its proof.
+            given = torch.float32 if self.model in MIXTURES and dtype == torch.float64 else dtype
+            module = load_causal_lm(ModelConfig(path=str(path)), dtype=given, device=DEVICE)
+            if given != dtype:
+                getattr(module, "config")._experts_implementation = "eager"  # noqa: B009
+            LOADED[path, dtype] = module.to(dtype)
         return copy.deepcopy(LOADED[path, dtype])
 
     def engine(self, module: torch.nn.Module | None = None, head: Head | None = None, **settings: Any) -> TrainEngine:
@@ -287,7 +320,7 @@ def exported(case: Case) -> Any:
     whole = {name: weight.cpu() for name, weight in case.module().state_dict().items()}
     assert here.keys() == whole.keys() and all(torch.equal(here[name], whole[name]) for name in whole)
     loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=case.dtype).state_dict()
-    return {"same": float(all(torch.equal(loaded[name], whole[name]) for name in whole))}
+    return {"same": float(all(torch.equal(loaded[name].to(whole[name]), whole[name]) for name in whole))}
 
 
 def facts(case: Case) -> Any:

@@ -117,8 +117,11 @@ def test_responses_that_begin_alike_are_computed_once(make_engine, share):
         assert [unit.tokens for unit in units] == [len(prompt) + len(ids) for ids in fed]
         return
     [unit] = units
-    assert all(fed[source][: len(ids)] == ids for ids, source in zip(fed, unit.sources, strict=True))
-    assert {tuple(fed[source]) for source in unit.sources} == {(1, 2, 3), (5,)} and unit.tokens == 3 + 3 + 1
+    own = [len(prompt + ids) - shared for ids, shared in zip(fed, unit.shared, strict=True)]
+    whole = [prompt + ids for ids in fed]
+    pairs = zip(whole, unit.sources, unit.shared, strict=True)
+    assert all(whole[source][:shared] == ids[:shared] for ids, source, shared in pairs)
+    assert sorted(own) == [0] * 6 + [1, 6] and unit.tokens == 3 + 3 + 1
     rows = packed_units(batch, units, torch.device("cpu"))
     assert rows.input_ids.tolist() == [[7, 8, 9, 1, 2, 3, 5]]
     engine = make_engine()

@@ -30,12 +30,14 @@ def plain_attention(
     return torch.cat(outputs)
 
 
-def plain_sums(own_TC: torch.Tensor, more_RC: torch.Tensor, copies_N4: torch.Tensor) -> torch.Tensor:
+def plain_sums(
+    own_TC: torch.Tensor, more_RC: torch.Tensor, copies_N3: torch.Tensor, copy_P: torch.Tensor
+) -> torch.Tensor:
     """Bitwise identical to `add_rows` and `add_copies`: a new tensor, summed one token after the other."""
     found = own_TC.clone()
-    for place, first, step, count in copies_N4.tolist():
+    for place, first, count in copies_N3.tolist():
         total = own_TC[place].float()
         for number in range(count):
-            total = total + more_RC[first + number * step].float()
+            total = total + more_RC[copy_P[first + number]].float()
         found[place] = total.to(own_TC.dtype)
     return found

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from references import plain_logprob_head, plain_sums
 from triton_tools import DEVICE, ON_CUDA, D, H, K, draw, each_dtype, near
 
-from posttrain.kernels.train import Sight
+from posttrain.kernels.train import Sight, ends_of_responses
 
 pytestmark = pytest.mark.gpu(interpreter=True)
 
@@ -145,22 +145,41 @@ def test_pieces_of_shared_prompts_for_flash_attention():
     from posttrain.kernels.cuda.flash import Pieces
 
     segment = np.array([0, 0, 0, 1, 1, 2, 2, 2, 0, 0, 1, 1, 0, 0, 1, 2])
-    sight = Sight.of([8, 4, 4], segment)
-    found = Pieces.of(sight.unit_starts, sight.prompts, sight.first, torch.device(DEVICE))
+    found = Pieces.of(*shared_prompts([8, 4, 4], segment), torch.device(DEVICE))
     assert found.own.tolist() == [0, 3, 5, 8, 12, 14, 15, 16], "a prompt with a single response is one plain row"
     assert found.response_R.tolist() == [3, 4, 5, 6, 7, 14, 15]
     assert found.prompt_P.tolist() == [0, 1, 2, 0, 1, 2, 12, 13, 12, 13], "a copy for each response"
     queries, keys, longest_query, longest_key = found.over
     assert queries.tolist() == [0, 2, 5, 6, 7] and keys.tolist() == [0, 3, 6, 8, 10]
     assert (longest_query, longest_key) == (3, 3)
-    wanted = [[0, 0, 3, 2], [1, 1, 3, 2], [2, 2, 3, 2], [12, 6, 2, 2], [13, 7, 2, 2]]
-    assert found.copies_N4.tolist() == wanted, "place, first copy, how far apart, how many"
-    long = Sight.of([9], np.array([0] * 6 + [1, 1, 2]))
-    found = Pieces.of(long.unit_starts, long.prompts, long.first, torch.device(DEVICE))
+    wanted = [[0, 0, 2], [1, 2, 2], [2, 4, 2], [12, 6, 2], [13, 8, 2]]
+    assert found.copies_N3.tolist() == wanted, "place, where its copies are listed, how many"
+    assert found.copy_P.tolist() == [0, 3, 1, 4, 2, 5, 6, 8, 7, 9]
+    found = Pieces.of(*shared_prompts([9], np.array([0] * 6 + [1, 1, 2])), torch.device(DEVICE))
     assert found.prompt_P.tolist() == [*range(6)], "copies of 12 tokens would be more than the pass of 9"
-    assert found.copies_N4.tolist() == [[place, place, 6, 1] for place in range(6)]
-    plain = Sight.of([3, 4], None)
-    assert Pieces.of(plain.unit_starts, plain.prompts, plain.first, torch.device(DEVICE)).over is None
+    assert found.copies_N3.tolist() == [[place, place, 1] for place in range(6)]
+    plain = Sight.of([3, 4])
+    assert Pieces.of(plain.unit_starts, plain.end, torch.device(DEVICE)).over is None
+
+
+def test_pieces_of_a_tree_for_flash_attention():
+    """A row of 9 tokens; behind 6 of them a branch of 2, with a branch of its own behind its first; one behind 3."""
+    from posttrain.kernels.cuda.flash import Pieces
+
+    ends = np.array([14, 14, 14, 12, 12, 12, 9, 9, 9, 12, 11, 12, 14, 14])
+    found = Pieces.of(np.array([0, 14]), ends, torch.device(DEVICE))
+    assert found.own.tolist() == [0, 9, 11, 12, 14], "a row that others branch off is one causal sequence"
+    assert found.response_R.tolist() == [9, 10, 11, 12, 13]
+    # More copies than tokens: pieces that see the same would be one sequence, and here no two do.
+    assert found.prompt_P.tolist() == [*range(6), *range(6), 9, *range(3)]
+    assert found.copies_N3.tolist()[:4] == [[0, 0, 3], [1, 3, 3], [2, 6, 3], [3, 9, 2]]
+    assert found.copy_P.tolist()[:3] == [0, 6, 13]
+
+
+def shared_prompts(lengths, segment):
+    """Unit starts and ends of prompts with their responses."""
+    sight = Sight.of(lengths, ends_of_responses(lengths, np.asarray(segment)))
+    return sight.unit_starts, sight.end
 
 
 @each_dtype
@@ -200,20 +219,20 @@ def test_gradients_of_tokens_in_two_parts_are_added_where_they_stand(dtype, shap
     units = [(5, [3, 1, 4]), (1, [2] * 12), (4, []), (3, [2]), (2, [1, 6])]  # a prompt, its responses
     lengths = [prompt + sum(responses) for prompt, responses in units]
     segment = [np.repeat(range(len(responses) + 1), [prompt, *responses]) for prompt, responses in units]
-    sight = Sight.of(lengths, np.concatenate(segment))
-    pieces = Pieces.of(sight.unit_starts, sight.prompts, sight.first, torch.device(DEVICE))
+    pieces = Pieces.of(*shared_prompts(lengths, np.concatenate(segment)), torch.device(DEVICE))
     tokens, rows = sum(lengths), len(pieces.prompt_P)
     own, more = ([draw(n, *shape, dtype=dtype, seed=n + k) for k in range(2)] for n in (tokens, rows))
     sums = [x.double().index_add(0, pieces.prompt_P, y.double()) for x, y in zip(own, more, strict=True)]
-    twins = [plain_sums(x, y, pieces.copies_N4) for x, y in zip(own, more, strict=True)]
-    for found, twin, wanted in zip(add_copies(own, more, pieces.copies_N4), twins, sums, strict=True):
+    copies = pieces.copies_N3, pieces.copy_P
+    twins = [plain_sums(x, y, *copies) for x, y in zip(own, more, strict=True)]
+    for found, twin, wanted in zip(add_copies(own, more, *copies), twins, sums, strict=True):
         assert torch.equal(found, twin)
         near(found, wanted)
     own, more = (draw(n, *shape, dtype=dtype, seed=n) for n in (tokens, len(pieces.response_R)))
     number = torch.arange(len(more), device=DEVICE)
-    single = torch.stack([pieces.response_R, number, number * 0, number * 0 + 1], 1)
+    single = torch.stack([pieces.response_R, number, number * 0 + 1], 1)
     wanted = own.double().index_add(0, pieces.response_R, more.double())
-    twin, found = plain_sums(own, more, single), add_rows(own, more, pieces.response_R)
+    twin, found = plain_sums(own, more, single, number), add_rows(own, more, pieces.response_R)
     assert torch.equal(found, twin) and found.data_ptr() == own.data_ptr(), "in place"
     near(found, wanted)
 
@@ -223,7 +242,7 @@ def test_flash_attention_over_shared_prompts_equals_plain_rows():
     from posttrain.kernels.train import PackedAttention
 
     segment = np.array([0] * 20 + [1] * 9 + [2] * 13 + [0] * 6 + [1] * 4)
-    sight = Sight.of([42, 10], segment)
+    sight = Sight.of([42, 10], ends_of_responses([42, 10], segment))
     tensors = [draw(52, count, 64, dtype=torch.bfloat16, seed=8 + count).requires_grad_() for count in (H, K, K)]
     found = PackedAttention.apply(*tensors, sight, 0.125)
     grad = draw(52, H, 64, dtype=torch.bfloat16)
@@ -247,6 +266,28 @@ def test_flash_attention_over_shared_prompts_equals_plain_rows():
         near(ours.grad, theirs.grad, at=2)
 
 
+@pytest.mark.skipif(not ON_CUDA, reason="torch's flash attention needs a CUDA device")
+def test_flash_attention_over_a_tree_equals_a_mask():
+    """A row of 90 tokens; behind 60 of them one of 20, with one of 10 behind its first 5; one of 30 behind 30."""
+    from posttrain.kernels.train import PackedAttention
+
+    ends = np.array([*[150] * 30, *[120] * 30, *[90] * 30, *[120] * 5, *[110] * 15, *[120] * 10, *[150] * 30])
+    sight = Sight.of([150], ends)
+    tensors = [draw(150, count, 64, dtype=torch.bfloat16, seed=8 + count).requires_grad_() for count in (H, K, K)]
+    found, grad = PackedAttention.apply(*tensors, sight, 0.125), draw(150, H, 64, dtype=torch.bfloat16)
+    found.backward(grad)
+    wide = [tensor.detach().float().requires_grad_() for tensor in tensors]
+    place = torch.arange(150, device=DEVICE)
+    seen = (place[:, None] >= place) & (place[:, None] < torch.from_numpy(ends).to(DEVICE))
+    query, key, value = (x.transpose(0, 1) for x in wide)
+    key, value = (x.repeat_interleave(H // K, 0) for x in (key, value))
+    wanted = F.scaled_dot_product_attention(query, key, value, attn_mask=seen, scale=0.125).transpose(0, 1)
+    near(found.detach(), wanted.detach())
+    wanted.backward(grad.float())
+    for ours, theirs in zip(tensors, wide, strict=True):
+        near(ours.grad, theirs.grad, at=2)
+
+
 @pytest.mark.skipif(not ON_CUDA, reason="cuDNN's attention needs a CUDA device")
 @pytest.mark.parametrize("size", [64, 128])
 def test_long_rows_are_attended_to_by_cudnn_and_equal_the_plain_formula(size, monkeypatch):
@@ -257,7 +298,7 @@ def test_long_rows_are_attended_to_by_cudnn_and_equal_the_plain_formula(size, mo
     calls, backward = [], long_rows.attention_backward
     monkeypatch.setattr(long_rows, "attention_backward", lambda *args: calls.append(1) or backward(*args))
     lengths = [512, 700]
-    sight = Sight.of(lengths, None)
+    sight = Sight.of(lengths)
     joined = draw(sum(lengths), H + 2 * K, size, dtype=torch.bfloat16, seed=3)  # heads are views into one tensor
     tensors = [part.detach().requires_grad_() for part in joined.split([H, K, K], 1)]
     scale = size**-0.5

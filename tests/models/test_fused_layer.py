@@ -36,9 +36,16 @@ def layout(shared=True, units=UNITS):
         for number, length in enumerate(responses, start=1):
             segments.append(torch.full((length,), number if shared else 0))
             positions.append(torch.arange(prompt, prompt + length))
-    segment_T = torch.cat(segments)
     lengths = [prompt + sum(responses) for prompt, responses in units]
-    return PackedLayout(lengths, segment_T=segment_T if shared else None, position_T=torch.cat(positions))
+    end_T = torch.from_numpy(train.ends_of_responses(lengths, torch.cat(segments).numpy()))
+    return PackedLayout(lengths, end_T=end_T if shared else None, position_T=torch.cat(positions))
+
+
+def tree_layout():
+    """A row of 60 tokens; behind 40 of them one of 30, which two others branch off; one more behind 10. A plain row."""
+    ends = [*[139] * 10, *[119] * 30, *[60] * 20, *[119] * 5, *[109] * 15, *[90] * 10, *[109] * 19, *[119] * 10]
+    ends = torch.tensor([*ends, *[139] * 20, *[150] * 11])
+    return PackedLayout([139, 11], end_T=ends)
 
 
 def rows_of(place):
@@ -128,22 +135,19 @@ def test_weights_that_are_cut_over_ranks_stay_where_they_were_mapped(monkeypatch
 
 
 @needs_compiler
-@pytest.mark.parametrize("units", [UNITS, LONG], ids=["short", "long"])
+@pytest.mark.parametrize("units", [UNITS, LONG, "tree"], ids=["short", "long", "tree"])
 @pytest.mark.parametrize(("heads", "key_heads", "size"), [(4, 4, 32), (4, 2, 16), (6, 2, 24), (3, 1, 8), (5, 1, 7)])
 def test_attention_equals_the_written_out_formula(heads, key_heads, size, units):
     """Against float64 over all pairs with a mask, for groups that do not fill the lanes and odd head sizes."""
-    place = layout(units=units)
+    place = tree_layout() if units == "tree" else layout(units=units)
     lengths = place.lengths.tolist()
     generator = torch.Generator().manual_seed(heads)
     tokens = sum(lengths)
     shapes = [(tokens, count, size) for count in (heads, key_heads, key_heads)]
     query, key, value = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
     weights = torch.randn(shapes[0], generator=generator, dtype=torch.float64)
-    unit_T = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-    segment_T = place.segment_T
     order = torch.arange(tokens)
-    seen = (unit_T[:, None] == unit_T) & (order[:, None] >= order)
-    seen &= (segment_T == 0)[None, :] | (segment_T[:, None] == segment_T)
+    seen = (order[:, None] >= order) & (order[:, None] < place.end_T)
 
     def plain(query, key, value):
         key, value = (x.repeat_interleave(heads // key_heads, 1) for x in (key, value))
@@ -171,25 +175,12 @@ def test_a_token_that_is_not_seen_has_no_weight_however_large_it_is():
     assert torch.equal(found[others], plain[others])
 
 
-def test_sight_finds_prompts_and_where_responses_start():
+def test_a_token_is_seen_up_to_the_end_of_what_continues_it():
     sight = layout().sight
     assert sight.unit_starts.tolist() == [0, 35, 46, 68]
-    assert sight.prompts.tolist() == [7, 0, 4]
-    assert sight.first[[0, 6, 7, 11, 12, 15, 35, 45, 46, 50, 51, 67]].tolist() == [
-        0,
-        0,
-        7,
-        7,
-        12,
-        15,
-        35,
-        35,
-        46,
-        50,
-        51,
-        51,
-    ]
-    assert np.array_equal(layout(shared=False).sight.first, np.repeat([0, 35, 46], LENGTHS))
+    places = [0, 6, 7, 11, 12, 15, 35, 45, 46, 50, 51, 67]
+    assert sight.end[places].tolist() == [35, 35, 12, 12, 15, 35, 46, 46, 68, 51, 68, 68]
+    assert np.array_equal(layout(shared=False).sight.end, np.repeat([35, 46, 68], LENGTHS))
 
 
 @needs_compiler

@@ -259,7 +259,7 @@ def test_the_worker_that_looked_at_a_reward_is_the_first_of_a_pool(tmp_path):
         "def compute_score(response, ground_truth): return float(len(response))"
     )
     kept: list[crew.WorkerProcess] = []
-    spec = resolve_reward(CustomRewardConfig(path=str(path)), told={"timeout_s": 5.0}, kept=kept)
+    spec = resolve_reward(CustomRewardConfig(path=str(path)), spec_fields={"timeout_s": 5.0}, kept=kept)
     assert spec.timeout_s == 5.0
     looked = kept[0].process.pid
     with RewardPool(spec, num_workers=1, timeout_s=5.0, first=kept.pop()) as pool:

@@ -22,13 +22,13 @@ def load(job: dict[str, Any]) -> tuple[Any, str]:
     from posttrain.bench.presets import draw
     from posttrain.config.model import ModelConfig
     from posttrain.config.rollout import RolloutConfig
-    from posttrain.models.loading import DTYPES, load_causal_lm, load_tokenizer, proved
+    from posttrain.models.loading import DTYPES, fuse_and_prove, load_causal_lm, load_tokenizer
     from posttrain.rollout.engines import build_engine
 
     torch.set_num_threads(job["threads"])
     model, dtype, memory = ModelConfig(path=job["model"]), DTYPES[job["dtype"]], {}
     if job.get("drawn"):  # in a sweep presets have no weights on disk: drawing them here is faster than reading them
-        module = proved(draw(job["model"], dtype, job["device"]).eval(), f"--model {job['model']}")
+        module = fuse_and_prove(draw(job["model"], dtype, job["device"]).eval(), f"--model {job['model']}")
         memory = {"gpu_memory_utilization": CACHE} if job["device"] == "cuda" else {}
     else:
         module = load_causal_lm(model, dtype=dtype, device=torch.device(job["device"]))

@@ -33,11 +33,13 @@ def settings_of(job: dict[str, Any], folder: str, seed: int) -> dict[str, Any]:
         "data.train_batch_size": job["prompts"],
         "data.max_prompt_length": job["prompt_tokens"],
         "data.max_response_length": job["tokens"],
+        # The peers train on the same prompts in the same order.
         "data.shuffle": False,
         "custom_reward_function.path": str(Path(reward.__file__)),
         "custom_reward_function.name": "compute_score",
         "trainer.total_training_steps": job["steps"],
         "trainer.default_local_dir": folder,
+        # Only the steps are compared; what a run writes at its end is not.
         "trainer.export_hf": "none",
         "trainer.device": job["device"],
         "trainer.seed": seed,
@@ -141,6 +143,7 @@ def train(job: dict[str, Any]):
         prepared = objective.prepare(batch.select())
         engine.update(prepared, objective, passes=passes)
         if device.type == "cuda":
+            # Kernels are queued: without this the clock would stop before the device does.
             torch.cuda.synchronize()
 
     def run(request: dict[str, Any]) -> dict[str, Any]:

@@ -142,19 +142,19 @@ def follow(command: list[str], limit: float | None = None) -> dict[str, Any]:
     variables = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, here)), "PYTHONUNBUFFERED": "1"}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=variables)
     began = time.perf_counter()
-    ends, steps, told = [began], [], []
+    ends, steps, notes = [began], [], []
     for line in lines_of(process, limit):
         sys.stderr.write(line)
         now = time.perf_counter()
         if "stages begin" in line:
-            told.append(f"start {now - began:.0f} s")
+            notes.append(f"start {now - began:.0f} s")
         if (stage := STAGE.search(line)) and not steps:
-            told.append(f"{stage[1]} {float(stage[2]):.1f} s")
+            notes.append(f"{stage[1]} {float(stage[2]):.1f} s")
         if STEP.search(line) and "timing_s/step" in line:
             ends.append(now)
             steps.append(numbers(line))
     if not steps:
-        far = f"; of its first step: {', '.join(told)}" if told else ""
+        far = f"; of its first step: {', '.join(notes)}" if notes else ""
         raise RuntimeError(f"verl ended with status {process.poll()} after {time.perf_counter() - began:.0f} s{far}")
     first = steps[0]["timing_s/step"]  # its own figure: the time before its line includes the start
     wall = [first, *(after - before for before, after in pairwise(ends[1:]))]

@@ -35,6 +35,7 @@ def serve(start: Callable[[Job], tuple[dict[str, Any], Run]]) -> None:
     try:
         settings, run = start(job)
         say({"ready": {"settings": settings, "python": platform.python_version(), "packages": packages()}})
+        # One request at a time: the bench decides when a system works, and pauses the others.
         for line in sys.stdin:
             say(run(json.loads(line)))
     except BaseException as error:
@@ -94,6 +95,7 @@ def rollout_answer(
     short = [(row, got, need) for row, (got, need) in enumerate(zip(made, wanted, strict=True)) if got < need]
     if short:
         row, got, need = short[0]
+        # A system that stops early would look fast.
         raise RuntimeError(f"{len(short)} rows are too short; row {row} has {got} of {need} tokens")
     complete = len(log_probs) == len(wanted) and all(g >= n for g, n in zip(log_probs, wanted, strict=True))
     return {"seconds": seconds, "tokens": sum(wanted), "computed": sum(made), "log_probs": complete}

@@ -18,8 +18,8 @@ from posttrain.commands.generation.settings import (
     read_settings,
     split_words,
 )
-from posttrain.config.options import OptionParser
 from posttrain.errors import UserError
+from posttrain.spelling import OptionParser
 from posttrain.tracking.terminal_text import print_text
 from posttrain.tracking.waiting import waiting
 from posttrain.trainer.constants_ppo import apply_environment

@@ -71,7 +71,7 @@ def _own_tokens(row: dict[str, Any]) -> list[int | None]:
 
 
 def _facts(row: dict[str, Any]) -> list[dict[str, Any]]:
-    """What rewards are told of each response of several turns, as in a run; nothing without tools."""
+    """Facts about each multi-turn response that rewards receive, as in a run; empty without tools."""
     if not row["marks"]:
         return []
     columns = zip(row["own_words"], row["num_turns"], row["tool_calls"], row["tool_rewards"], strict=True)
@@ -181,7 +181,7 @@ def _step(model: str) -> int:
     return int(found[1]) if found else 0
 
 
-SAMPLE_COLUMNS = ("uid", "sample", "score", "finish_reason", "response_ids")
+SAMPLE_COLUMNS = ("uid", "sample", "branch", "parent", "fork", "score", "finish_reason", "response_ids")
 
 
 @dataclass
@@ -200,7 +200,11 @@ def answered_prompts(table: RowTable, config: DataConfig, response_key: str | No
     """The prompts of a file with their responses, in the order of their first rows."""
     key = response_key or ("responses" if "responses" in table.rows[0] else "response")
     groups: dict[Any, AnsweredPrompt] = {}
+    # A conversation with branches has a row for each; it ended in the last one, which is the response.
+    last = {(row.get("uid"), row.get("sample")): number for number, row in enumerate(table.rows)}
     for number, row in enumerate(table.rows):
+        if row.get("branch") is not None and last[row.get("uid"), row.get("sample")] != number:
+            continue
         found = row.get(key)
         texts: list[Any] = found if isinstance(found, list) else [found]
         if not texts or not all(isinstance(text, str) for text in texts):
@@ -209,6 +213,7 @@ def answered_prompts(table: RowTable, config: DataConfig, response_key: str | No
                 f"it has: {', '.join(row) or 'no columns'}."
             )
         whole = isinstance(found, list)
+        # One response per row: rows of one prompt belong together, or pass@k would be over single responses.
         group = number if whole else row.get("uid") or str(row.get(config.prompt_key))
         if group not in groups:
             groups[group] = AnsweredPrompt(_fields(table, number, config, key))

@@ -60,7 +60,7 @@ def _versions() -> dict[str, str]:
 
 
 def write_report(folder: Path, report: dict[str, Any]) -> Path:
-    """`folder/report.json`, whole or not at all."""
+    """`folder/report.json`, complete or not at all."""
     folder.mkdir(parents=True, exist_ok=True)
     replace_file(folder / NAME, utf8(json.dumps(report, indent=1, ensure_ascii=False)) + b"\n")
     return folder / NAME

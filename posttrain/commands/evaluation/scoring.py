@@ -179,15 +179,15 @@ class Scoring:
                 data_source=data_source or self._default,
                 solution_str=text,
                 ground_truth=ground_truth,
-                extra_info={**(extra_info or {}), **told} if told else extra_info,
+                extra_info={**(extra_info or {}), **facts} if facts else extra_info,
                 group=prompt,
                 group_size=len(responses) - len(given),
                 tokens=length,
-                own_words=told.get("own_words"),
+                own_words=facts.get("own_words"),
                 prompt=asked,
                 token_ids=ids,
             )
-            for text, length, told, ids in zip(
+            for text, length, facts, ids in zip(
                 responses,
                 tokens,
                 more or [{}] * len(responses),

@@ -1,7 +1,7 @@
 """Estimates and intervals, on numbers alone. Prompts are the units: responses to one prompt are not independent.
 
 maj@k       the share of right answers if k of a prompt's n responses, drawn at random in random order, vote: the most
-            frequent answer counts, of equals the one given first; those without an answer do not vote, unless nobody
+            frequent answer counts, of equals the one given first; those without an answer do not vote, unless none
             has one. Exact, over all draws. (pass@k, likewise over all draws, is `tracking.metrics.pass_at_k`.)
 Wilson      interval for a share of prompts, where every prompt's value is 0 or 1 (Wilson 1927).
 bootstrap   percentile interval for a mean over prompts: prompts are drawn anew with a fixed seed.
@@ -40,6 +40,7 @@ def estimate(values: Sequence[float]) -> Estimate:
     """The mean of one value per prompt: Wilson's interval where all values are 0 or 1, otherwise the bootstrap's."""
     numbers = np.asarray(values, dtype=np.float64)
     mean = math.fsum(numbers) / len(numbers)  # exact: the same numbers in any order give the same mean
+    # The bootstrap of values that are all 0 or all 1 is an interval of width 0, which claims too much.
     if np.isin(numbers, (0.0, 1.0)).all():
         return Estimate(mean, *wilson(int(numbers.sum()), len(numbers)), "wilson")
     if len(numbers) < 2:
@@ -65,6 +66,7 @@ def bootstrap(values: Sequence[float] | np.ndarray, confidence: float = CONFIDEN
 
 
 def _resampled_means(values: np.ndarray) -> np.ndarray:
+    # A fixed seed: two reports of the same responses must not differ.
     generator, count = np.random.default_rng(SEED), len(values)
     at_once = max(1, _CHUNK // count)  # 16 MB of indices at a time, whatever the number of prompts
     parts = []
@@ -101,6 +103,7 @@ def majority_at_k(answers: Sequence[Hashable | None], right: Sequence[float], k:
     counts = Counter(answers)
     classes = sorted((count, sums[answer] / count) for answer, count in counts.items() if answer is not None)
     silent = counts.get(None, 0)
+    # By the sizes of the classes alone, so that prompts with the same split share one computation.
     return _majority(tuple(classes), (silent, sums[None] / silent if silent else 0.0), k)
 
 

@@ -23,8 +23,8 @@ from posttrain.commands.generation.settings import (
     split_words,
 )
 from posttrain.commands.generation.workers import Share, run_workers, shares
-from posttrain.config.options import OptionParser
 from posttrain.errors import UserError
+from posttrain.spelling import OptionParser
 from posttrain.texts import own_turns
 from posttrain.tracking.waiting import waiting
 from posttrain.trainer.constants_ppo import apply_environment
@@ -68,6 +68,7 @@ def main(args: Sequence[str]) -> int:
         parser.error("--workers is 1 or more, and several need --data and --out")
     apply_environment()
     check_model(model)
+    # Before torch is imported, which takes seconds: a wrong option is answered at once.
     settings = read_settings(options, overrides, settings_folder(model))
     table = read_rows(options, settings)
     if options.out is None:
@@ -110,6 +111,7 @@ def _generate_by_workers(args: Sequence[str], table: RowTable, settings: Setting
     check_target(out, SUFFIXES, overwrite=options.overwrite)
     check_rows(table, out, tools=settings.turns.enable)
     on_gpu = pick_device(settings.config.trainer.device).type == "cuda"
+    # The checks above run once, here: workers would find the same mistake N times.
     run_workers(args, options.workers, on_gpu=on_gpu)
     targets = [share.target(out) for share in shares(options.workers)]
     count = write_results(out, table, finished_table(targets))
@@ -160,7 +162,7 @@ def _format_response(answers: Answers, number: int, tokenizer: Any) -> str:
 
 
 def _format_agent_turns(answers: Answers, number: int, tokenizer: Any) -> str:
-    """A conversation that an agent led: what it told the model is marked, and its reward or its error stands behind."""
+    """A conversation that an agent led: its messages are marked, and its reward or error follows."""
     marked, lines = zip(answers.response_ids[number], (answers.marks or [])[number], strict=True), list[str]()
     for own, stretch in groupby(marked, lambda one: one[1]):
         text = tokenizer.decode([token for token, _ in stretch], skip_special_tokens=True)

@@ -59,6 +59,7 @@ class Parts:
         self.folder = parts_folder(target)
         self._settings, self._overwrite = settings, overwrite
         self._lock = RunLock(self.folder / "lock")
+        # Finished prompts that are in no part yet. Small parts would make reading them slow, large ones lose work.
         self._open: list[Answers] = []
         self._written = time.monotonic()
 
@@ -87,6 +88,7 @@ class Parts:
         if stored.is_file():
             before = json.loads(stored.read_text(encoding="utf-8"))
             now = json.loads(json.dumps(self._settings))  # as it would be read back: tuples are lists, keys are text
+            # In one result, samples of two settings could not be distinguished afterwards.
             changed = [key for key in {**before, **now} if before.get(key) != now.get(key)]
             if changed:
                 shown = "; ".join(f"{key} was {_short(before.get(key))}, is {_short(now.get(key))}" for key in changed)
@@ -96,6 +98,7 @@ class Parts:
                 )
         else:
             replace_file(stored, json.dumps(self._settings, indent=1).encode())
+        # Behind the last one rather than by count: a part may have been removed by hand.
         self._next = 1 + max((int(path.stem[5:]) for path in self._files()), default=-1)
 
     def __exit__(self, *exc: object) -> None:
@@ -128,7 +131,7 @@ class Parts:
         table = pa.table(columns, schema=SCHEMA)
         path = self.folder / f"part_{self._next:05d}.parquet"
         try:
-            # Written beside its place and renamed: after kill -9 a part is whole or absent, never half.
+            # Written beside its place and renamed: after kill -9 a part is complete or absent.
             replace_file(path, lambda temporary: pq.write_table(table, temporary, compression="zstd"))
         except OSError as error:
             self._open = []  # they are made again
@@ -163,6 +166,7 @@ def remove_parts(targets: Sequence[Path]) -> None:
 
 
 def _read_parts(files: Sequence[Path]) -> pa.Table:
+    # By the schema: a column that a part lacks becomes null instead of an error.
     tables = [pq.read_table(path, schema=SCHEMA) for path in files]
     return pa.concat_tables([SCHEMA.empty_table(), *tables]).sort_by("index")
 
@@ -206,6 +210,7 @@ def write_results(path: Path, table: RowTable, answers: pa.Table) -> int:
 
 
 def _to_arrow(rows: list[dict[str, Any]], path: Path) -> pa.Table:
+    # Columns of all rows, in the order of their first use: rows of a JSON file need not have the same ones.
     names = list(dict.fromkeys(name for row in rows for name in row))
     try:
         return pa.table({name: pa.array([row.get(name) for row in rows]) for name in names})

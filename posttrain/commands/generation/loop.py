@@ -19,7 +19,7 @@ from posttrain.trainer.ppo.reward import score_by_agent
 
 
 class Requests:
-    """`submit` a prompt, `advance` until some responses are whole. Without `turns` a response has one turn."""
+    """`submit` a prompt, `advance` until some responses are complete. Without `turns` a response has one turn."""
 
     def __init__(self, engine: RolloutEngine, sampling: Sampling, turns: ConversationLoop | None = None) -> None:
         self.engine, self.sampling, self.turns = engine, sampling, turns
@@ -43,6 +43,8 @@ class Requests:
         others = (until_others_may_join(self.engine),) if self.turns.others_may_join else ()
         outputs = advance(self.engine, *others)
         whole = self.turns.receive(0, outputs)
+        # In rounds (deterministic runs) the next turns wait until the engine is empty, so that what is batched together
+        # does not depend on how long tools take. Otherwise they join as they become ready.
         at_rest = not self.engine.has_work()
         if at_rest or not self.turns.in_rounds:
             following, full = self.turns.next(wait=at_rest)
@@ -50,6 +52,7 @@ class Requests:
             for turn in following.get(0, []):
                 turn.submit(self.engine, self.sampling, self._kept)
         ended = self.turns.ended().get(0, [])
+        # A conversation's cache is held for its next turn, and goes back with its last one.
         self.engine.release([id for key in ended for id in self._kept.pop(key)])
         return whole
 

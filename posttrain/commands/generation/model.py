@@ -81,15 +81,9 @@ def load_tokenizer_of(source: ModelSource, *, raw: bool) -> Any:
 
 
 def set_lengths(source: ModelSource, settings: Settings) -> None:
-    """Fill in the lengths that nobody set: responses take at most half of the model's positions, prompts the rest."""
-    from transformers import AutoConfig
-
+    """Fill in lengths that are not set: responses take at most half of the model's positions, prompts the rest."""
     data, given = settings.config.data, settings.given
-    try:
-        found = AutoConfig.from_pretrained(str(source.config.path), trust_remote_code=source.config.trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelError(f"{source.name}: the model's config.json could not be read: {first_line(error)}") from error
-    positions = getattr(found.get_text_config(), "max_position_embeddings", None) or 2**20
+    positions = read_positions(source) or 2**20
     if "data.max_response_length" not in given:
         data.max_response_length = min(MOST_TOKENS, positions // 2)
     if "data.max_prompt_length" not in given:
@@ -99,6 +93,17 @@ def set_lengths(source: ModelSource, settings: Settings) -> None:
                 f"--max-tokens {data.max_response_length} leaves no room for a prompt: {source.name} has {positions} "
                 "positions; lower it"
             )
+
+
+def read_positions(source: ModelSource) -> int | None:
+    """The most tokens of a sequence, by the model's config; None if it has no limit."""
+    from transformers import AutoConfig
+
+    try:
+        found = AutoConfig.from_pretrained(str(source.config.path), trust_remote_code=source.config.trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(f"{source.name}: the model's config.json could not be read: {first_line(error)}") from error
+    return getattr(found.get_text_config(), "max_position_embeddings", None)
 
 
 def load_module(source: ModelSource, device: torch.device) -> torch.nn.Module:

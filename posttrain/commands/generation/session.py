@@ -72,11 +72,13 @@ class Session:
 
     def __init__(self, name: str, table: RowTable, settings: Settings, *, rewards: bool = False) -> None:
         self.settings, self.config = settings, settings.config
+        # Everything that can be wrong is found before weights are loaded, cheapest first.
         check_installed(self.config.actor_rollout_ref.rollout.name)
         self.source: ModelSource = find_model(name, settings, say)
         self.tokenizer = load_tokenizer_of(self.source, raw=settings.raw)
         set_lengths(self.source, settings)
         self.device = pick_device(self.config.trainer.device)
+        # Tools and agents are processes: an error in the data below must close them.
         with ExitStack() as opened:
             self.turns = opened.enter_context(open_conversations(self.config, self.tokenizer, self.device, say))
             tools = self.turns.schemas if self.turns else ()
@@ -124,6 +126,7 @@ class Session:
         self, parts: Parts | None, on_prompt: Callable[[PromptItem, Answers], None], share: Share | None = None
     ) -> None:
         """Answer every prompt (of the share) that has none in `parts`; each goes to `parts` and to `on_prompt`."""
+        # Prompts that were under way when a command was killed are answered again, with the same seeds.
         finished = set(parts.finished()) if parts is not None else set()
         own = [item for item in self.prompts if share is None or share.has(item["index"])]
         todo = [item for item in own if item["index"] not in finished]
@@ -207,7 +210,7 @@ Say = Callable[[str], None]
 
 
 def plan_cache(settings: Settings, model: ModelConfig, device: torch.device, prompts: int, say: Say) -> None:
-    """On a CUDA device: where nobody has set it, the cache may grow to what the model and its passes leave of the
+    """On a CUDA device: unless it is set, the cache may grow to what the model and its passes leave of the
     memory that is free before they are loaded, as another process (a run, say) may hold the rest. What is sampled does
     not depend on it, and rows that need less take less."""
     if device.type != "cuda":
@@ -234,7 +237,7 @@ def plan_cache(settings: Settings, model: ModelConfig, device: torch.device, pro
 
 
 def free_bytes(device: torch.device) -> int:
-    """What nobody holds of a CUDA device's memory."""
+    """Free memory of a CUDA device."""
     return torch.cuda.mem_get_info(device)[0]
 
 

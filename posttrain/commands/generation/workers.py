@@ -30,7 +30,7 @@ class Share:
 
     @classmethod
     def read(cls, text: str) -> Share:
-        """`0/4`, as the first of four is told."""
+        """`0/4`, the argument of the first of four."""
         worker, _, workers = text.partition("/")
         return cls(int(worker), int(workers))
 
@@ -52,6 +52,7 @@ def run_workers(args: Sequence[str], workers: int, *, on_gpu: bool) -> None:
     running = [
         subprocess.Popen(
             [sys.executable, "-m", "posttrain", "generate", *args, "--workers=1", f"--share={share.worker}/{workers}"],
+            # By the environment: CUDA and OpenMP read it once, when they are loaded.
             env={**os.environ, **place},
         )
         for share, place in zip(shares(workers), places, strict=True)

@@ -29,6 +29,10 @@ class CallFormat(ABC):
 
     models: ClassVar[str]
     """The families that write calls like this, for the documentation."""
+    opening: ClassVar[str] = ""
+    """The text at which the calls of a turn begin, behind its words; empty: a turn with calls has no words."""
+    streams: ClassVar[bool] = True
+    """Whether the words of a turn are known before it has ended."""
     closing: ClassVar[str]
     """The text that ends the calls of a turn. What a chat template writes behind it ends the turn itself."""
     stop: tuple[str, ...] = ()
@@ -41,6 +45,18 @@ class CallFormat(ABC):
     @abstractmethod
     def write(self, call: ToolCall) -> str:
         """A call as the model would write it."""
+
+    def split(self, text: str, *, has_calls: bool) -> tuple[str, str]:
+        """(thinking, words) of a turn. Without `has_calls` its calls, if any, are words."""
+        begin, turn = "", text.lstrip()
+        if found := re.match(_THINKS, turn):
+            end = turn.find(_THINKING[found[0]], found.end())
+            if end < 0:
+                return turn[found.end() :].strip(), ""
+            begin, text = turn[found.end() : end].strip(), turn[end + len(_THINKING[found[0]]) :].lstrip("\n")
+        if has_calls:
+            text = text.partition(self.opening)[0].rstrip() if self.opening else ""
+        return begin, text
 
     def turn_end(self, rendered: str) -> int:
         """Where the calls of a turn that a chat template wrote end; what follows ends the turn."""

@@ -19,6 +19,7 @@ class DeepseekV3(CallFormat):
     """Reads both forms, and writes the newer one."""
 
     models = "DeepSeek-V3, R1, V3.1"
+    opening = "<｜tool▁calls▁begin｜>"
     closing = "<｜tool▁calls▁end｜>"
 
     def read(self, text: str) -> list[ToolCall | Unreadable]:

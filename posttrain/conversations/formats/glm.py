@@ -23,6 +23,7 @@ class Glm(CallFormat):
     """Arguments are texts; the tool's schema says what type they have."""
 
     models = "GLM 4.5, 4.6, 4.7"
+    opening = "<tool_call>"
     closing = "</tool_call>"
 
     def read(self, text: str) -> list[ToolCall | Unreadable]:

@@ -20,6 +20,7 @@ class Harmony(CallFormat):
     """The recipient stands in the header of a message, before or behind its channel. `<|call|>` ends the turn."""
 
     models = "gpt-oss"
+    streams = False
     closing = "}"
 
     def read(self, text: str) -> list[ToolCall | Unreadable]:
@@ -29,6 +30,16 @@ class Harmony(CallFormat):
             if has_body and (to := _RECIPIENT.search(header)):
                 calls.append(self.read_json(to[1].removeprefix("functions."), _END.split(body, maxsplit=1)[0]))
         return calls
+
+    def split(self, text: str, *, has_calls: bool) -> tuple[str, str]:
+        bodies: dict[bool, list[str]] = {True: [], False: []}
+        for message in text.split("<|start|>"):
+            header, has_body, body = message.partition("<|message|>")
+            if not has_body:
+                bodies[False].append(header)
+            elif not _RECIPIENT.search(header):
+                bodies["analysis" in header].append(_END.split(body, maxsplit=1)[0])
+        return "\n".join(bodies[True]), "".join(bodies[False])
 
     def write(self, call: ToolCall) -> str:
         arguments = json.dumps(call.arguments, ensure_ascii=False)

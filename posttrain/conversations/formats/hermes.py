@@ -25,6 +25,7 @@ class Hermes(CallFormat):
     """Calls in tags, anywhere in a turn; a call without its closing tag is read as far as it goes."""
 
     models = "Qwen2.5, Qwen3, Hermes, SmolLM3"
+    opening = "<tool_call>"
     closing = "</tool_call>"
 
     def read(self, text: str) -> list[ToolCall | Unreadable]:

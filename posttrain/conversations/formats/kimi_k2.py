@@ -16,6 +16,7 @@ class KimiK2(CallFormat):
     """Calls with the id `functions.NAME:NUMBER`."""
 
     models = "Kimi K2"
+    opening = "<|tool_calls_section_begin|>"
     closing = "<|tool_calls_section_end|>"
 
     def read(self, text: str) -> list[ToolCall | Unreadable]:

@@ -24,6 +24,7 @@ class MinimaxM2(CallFormat):
     """One block has all calls of a turn. Arguments are texts; the tool's schema says what type they have."""
 
     models = "MiniMax-M2, M2.1, M2.5"
+    opening = "<minimax:tool_call>"
     closing = "</minimax:tool_call>"
 
     def read(self, text: str) -> list[ToolCall | Unreadable]:

@@ -25,6 +25,7 @@ class Mistral(CallFormat):
     """Reads both forms, and writes the newer one. Everything behind the first mark is a call."""
 
     models = "Mistral 7B v0.3, Nemo, Small, Large, Ministral, Magistral"
+    opening = "[TOOL_CALLS]"
     closing = "}"
 
     def read(self, text: str) -> list[ToolCall | Unreadable]:

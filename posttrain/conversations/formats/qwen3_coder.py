@@ -25,6 +25,7 @@ class Qwen3Coder(CallFormat):
     """Arguments are texts; the tool's schema says what type they have."""
 
     models = "Qwen3-Coder, Qwen3.5, Nemotron 3"
+    opening = "<tool_call>"
     closing = "</tool_call>"
 
     def read(self, text: str) -> list[ToolCall | Unreadable]:

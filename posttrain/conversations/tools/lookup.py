@@ -11,10 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from posttrain.config.closest import closest
 from posttrain.config.values import parse_yaml
 from posttrain.conversations.tools.base import Tool
 from posttrain.errors import UserError, first_line, working_folder
+from posttrain.spelling import closest
 
 
 def is_place(name: str) -> bool:

@@ -6,7 +6,6 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from posttrain.config.closest import closest
 from posttrain.conversations.tools.base import Tool
 from posttrain.conversations.tools.calculator import calculator
 from posttrain.conversations.tools.function import FunctionTool
@@ -18,6 +17,7 @@ from posttrain.conversations.tools.settings import PLACE, read_settings, secrets
 from posttrain.conversations.tools.verl_tools import read_tools
 from posttrain.errors import UserError
 from posttrain.registry import Registry
+from posttrain.spelling import closest
 
 Maker = Callable[[Mapping[str, Any]], Tool]
 Made = TypeVar("Made", bound=Callable[..., Any])

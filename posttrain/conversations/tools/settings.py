@@ -7,11 +7,11 @@ import typing
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from posttrain.config.closest import closest
 from posttrain.config.values import is_secret
 from posttrain.conversations.tools.arguments import ArgumentError, convert_arguments
 from posttrain.conversations.tools.schema import hint_schema
 from posttrain.errors import UserError
+from posttrain.spelling import closest
 
 PLACE = "actor_rollout_ref.rollout.tool_config"
 

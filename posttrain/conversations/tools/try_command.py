@@ -8,7 +8,6 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from posttrain.config.options import OptionParser
 from posttrain.config.values import parse_yaml
 from posttrain.conversations.settings import SIDES, TurnSettings
 from posttrain.conversations.tools.base import Tool, ToolAnswer, ToolCall
@@ -16,6 +15,7 @@ from posttrain.conversations.tools.lookup import called_name
 from posttrain.conversations.tools.registry import make_tools
 from posttrain.conversations.tools.runner import ToolRunner
 from posttrain.errors import UserError
+from posttrain.spelling import OptionParser
 
 USAGE = "posttrain tool try NAME [ARGUMENTS] [options] [key=value ...]"
 USUAL = TurnSettings()

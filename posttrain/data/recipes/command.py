@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from posttrain.config.options import OptionParser
 from posttrain.data.recipes import banking77, gsm8k, hh_rlhf, math, programs, questions
 from posttrain.data.recipes.arithmetic import write_files
 from posttrain.data.recipes.recipe import Recipe, prepare
 from posttrain.data.rows import DataError, RowTable, load_rows
+from posttrain.spelling import OptionParser
 
 RECIPES: dict[str, Recipe] = {
     recipe.name: recipe

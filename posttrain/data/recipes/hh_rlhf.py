@@ -21,7 +21,7 @@ Turns = list[dict[str, str]]
 def pair_rows(table: RowTable, split: str) -> Iterator[Row | SkippedRow]:
     for number in range(len(table)):
         chosen, rejected = (text_of(table, number, COLUMNS, name) for name in ("chosen", "rejected"))
-        prompt = _shared(chosen, rejected)
+        prompt = _find_shared_start(chosen, rejected)
         if not prompt:
             raise DataError(f"The two conversations of {table.where(number)} do not begin with the same question.")
         # What follows is the answer, even if someone wrote `Human:` in it.
@@ -47,7 +47,7 @@ def conversation_rows(table: RowTable, split: str) -> Iterator[Row | SkippedRow]
         yield {"messages": messages, "data_source": "hh_rlhf", "extra_info": {"index": number, "split": split}}
 
 
-def _shared(chosen: str, rejected: str) -> str:
+def _find_shared_start(chosen: str, rejected: str) -> str:
     # Ends where the last assistant turn begins, which both have in common up to there.
     starts = [match.start() for match in _TURN.finditer(chosen) if match[1] == "Assistant"]
     shared = [start for start in starts if rejected.startswith(chosen[:start] + "\n\nAssistant:")]

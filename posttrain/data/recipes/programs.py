@@ -33,7 +33,7 @@ def mbpp_rows(table: RowTable, split: str) -> Iterator[Row]:
         yield {
             "prompt": f"{text}\nYour program must pass tests such as:\n```python\n{tests[0]}\n```\n{INSTRUCTION}",
             "ground_truth": json.dumps({"test_list": tests, "test_imports": [line for line in setup if line]}),
-            "response": _fenced(text_of(table, number, MBPP_COLUMNS, "code")),
+            "response": _fence(text_of(table, number, MBPP_COLUMNS, "code")),
             "data_source": "mbpp",
             "extra_info": {"index": number, "split": split, "task_id": str(task)},
         }
@@ -46,13 +46,13 @@ def humaneval_rows(table: RowTable, split: str) -> Iterator[Row]:
         yield {
             "prompt": f"Complete this function.\n```python\n{prompt.rstrip()}\n```\n{INSTRUCTION}",
             "ground_truth": json.dumps({"test": test, "entry_point": entry, "prompt": prompt}),
-            "response": _fenced(prompt + solution),
+            "response": _fence(prompt + solution),
             "data_source": "humaneval",
             "extra_info": {"index": number, "split": split, "task_id": task},
         }
 
 
-def _fenced(program: str) -> str:
+def _fence(program: str) -> str:
     return f"```python\n{program.strip()}\n```"
 
 

@@ -1,6 +1,6 @@
 """A recipe says where a data set is, and how to convert its rows; `prepare` writes the files, from a folder or the hub.
 
-A recipe is one short file that defines a `Recipe`, a line in `command.py`, and its name in `config/environment.py`.
+A recipe is one short file that defines a `Recipe`, a line in `command.py`, and its name in `RECIPES` of `rows.py`.
 """
 
 from __future__ import annotations
@@ -164,11 +164,11 @@ def _hub_rows(recipe: Recipe, split: Split) -> Iterable[Any]:
         # The package `datasets` is optional: without it, files are fetched from the hub directly.
         from datasets import load_dataset  # pyright: ignore[reportMissingImports]
     except ImportError:
-        return _downloaded(recipe, name)
+        return _download(recipe, name)
     return load_dataset(recipe.hub_id, recipe.hub_config, split=name)
 
 
-def _downloaded(recipe: Recipe, split: str) -> Iterator[Any]:
+def _download(recipe: Recipe, split: str) -> Iterator[Any]:
     import huggingface_hub as hub
 
     if recipe.hub_file is not None:

@@ -20,10 +20,10 @@ from posttrain.engine.base import EngineLayout, EngineSettings
 from posttrain.engine.facts import facts_of
 from posttrain.engine.heads import Head, head_of
 from posttrain.engine.megatron.groups import ParallelSizes, RankGroups, check_sizes, join_groups
-from posttrain.engine.megatron.model import build, check_model
+from posttrain.engine.megatron.model import build, check_model, stage_layers
 from posttrain.engine.megatron.package import PACKAGE, MegatronError, version
 from posttrain.engine.megatron.stage import MegatronStage
-from posttrain.engine.megatron.weights import CUT, exported, own_part, stage_matches
+from posttrain.engine.megatron.weights import CUT, exported, named_weights, own_part, stage_matches
 from posttrain.engine.optim import EngineState, Optimizer
 from posttrain.engine.pipeline import Pipeline
 from posttrain.engine.ranks import this_rank, world_size
@@ -166,22 +166,25 @@ class MegatronEngine(ComposedEngine):
     def _take_part(self, module: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
         """This rank's modules with their weights; of `module` only the shapes are left."""
         device, projection = self.settings.device, self.head.projection
-        own: Any = build(self.config, self.groups, device, dtype)
+        own: Any = build(getattr(module, "base_model"), self.groups, device, dtype)  # noqa: B009
         if self.groups.last and projection is not None:
             own.output_layer = None
             bias = module.get_submodule(projection).bias is not None
             setattr(own, projection, torch.nn.Linear(self.config.hidden_size, 1, bias=bias, device=device, dtype=dtype))
         elif self.groups.last and self.groups.first and self._tied:
             own.output_layer.weight = own.embedding.word_embeddings.weight
-        state, weights = module.state_dict(), dict(own.named_parameters())
-        self.shapes = {name: weight.shape for name, weight in state.items()}
+        state, weights = module.state_dict(), named_weights(own)
+        self.shapes = {name: weight.to("meta") for name, weight in state.items()}
         self.matches = stage_matches(self.config, self.groups, self.groups.stage, self.head, self.shapes)
         filled: set[str] = set()
         for match in self.matches:
             parts = own_part(match, [state[name] for name in match.theirs], self.config, self.groups)
             for name, part in zip(match.ours, parts, strict=True):
                 assert weights[name].shape == part.shape, f"{name}: {tuple(weights[name].shape)}, {tuple(part.shape)}"
-                weights[name].data.copy_(part)
+                if isinstance(weights[name], torch.nn.Parameter):
+                    weights[name].data.copy_(part)
+                else:  # a buffer keeps the type that it has in the Hugging Face model
+                    weights[name].data = part.to(device, copy=True)
                 filled.add(name)
         assert filled == weights.keys(), f"weights without a match: {sorted(weights.keys() ^ filled)}"
         module.to("meta")
@@ -190,14 +193,14 @@ class MegatronEngine(ComposedEngine):
     def _saved_names(self) -> dict[str, str]:
         """What a checkpoint calls this rank's weights: layers and experts counted over all ranks; parts of tensor ranks
         say whose they are."""
-        layers = self.config.num_hidden_layers // self.groups.sizes.pipeline
+        first = stage_layers(self.config, self.groups.sizes, self.groups.stage).start
         size, names = self.groups.sizes.tensor, {}
         for match in self.matches:
             for number, name in enumerate(match.ours):
                 saved = name
                 if name.startswith("decoder.layers."):
                     own, _, rest = name.removeprefix("decoder.layers.").partition(".")
-                    saved = f"decoder.layers.{int(own) + self.groups.stage * layers}.{rest}"
+                    saved = f"decoder.layers.{int(own) + first}.{rest}"
                 if match.kind == "experts":
                     whole = self.groups.expert.rank() * len(match.ours) + number
                     saved = saved.replace(f".local_experts.{number}.", f".experts.{whole}.")
@@ -208,7 +211,7 @@ class MegatronEngine(ComposedEngine):
 
     def _saved_weights(self) -> list[tuple[str, torch.Tensor]]:
         saved = self._saved_names()
-        return [(saved[name], weight) for name, weight in self.module.named_parameters()]
+        return [(saved[name], weight) for name, weight in named_weights(self.module).items()]
 
     def base_only(self) -> AbstractContextManager[None]:
         return nullcontext()  # there are no adapters
@@ -217,7 +220,7 @@ class MegatronEngine(ComposedEngine):
         return None
 
     def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        weights = dict(self.module.named_parameters())
+        weights = named_weights(self.module)
         yield from exported(weights, self.shapes, self.config, self.groups, self.settings.device, self.head)
 
     def export_hf(self, folder: Path, adapter: Mapping[str, Any] | None, *, merged: bool) -> None:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 
 from posttrain.engine.megatron.groups import ParallelSizes, RankGroups
 from posttrain.engine.megatron.package import MegatronError, adapt_experts, buffers_on, part
-from posttrain.engine.megatron.settings import EXPERTS, MODEL_TYPES
+from posttrain.engine.megatron.settings import ATTENTION_BIASES, EXPERTS, LATENT, MODEL_TYPES
 
-ROTATIONS = ("default", "linear", "llama3")
+ROTATIONS = ("default", "linear", "llama3", "yarn")
 
 
 def check_model(config: Any, sizes: ParallelSizes) -> None:
@@ -23,14 +24,12 @@ def check_model(config: Any, sizes: ParallelSizes) -> None:
         )
     rotation = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     windows = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+    biased = getattr(config, "attention_bias", False) and kind not in ATTENTION_BIASES
     odd = {
-        f"positions of type {rotation}": rotation not in ROTATIONS,
+        f"positions of type {rotation}": rotation not in ROTATIONS or (rotation == "yarn" and kind == "glm4_moe"),
         f"sliding windows of {windows} tokens": windows is not None,
         f"the activation {config.hidden_act}": config.hidden_act != "silu",
-        "biases beside those of queries, keys and values": kind == "llama"
-        and (getattr(config, "attention_bias", False) or getattr(config, "mlp_bias", False)),
-        "layers without experts among those with experts": kind == "qwen3_moe"
-        and (bool(config.mlp_only_layers) or config.decoder_sparse_step != 1),
+        "biases beside those of queries, keys and values": biased or getattr(config, "mlp_bias", False),
     }
     if problems := [name for name, is_so in odd.items() if is_so]:
         raise MegatronError(
@@ -45,8 +44,12 @@ def _check_parts(config: Any, sizes: ParallelSizes) -> None:
         ("tensor_parallel_size", sizes.tensor, "heads of queries", config.num_attention_heads),
         ("tensor_parallel_size", sizes.tensor, "heads of keys", config.num_key_value_heads),
         ("tensor_parallel_size", sizes.tensor, "columns between the matrices of a layer", config.intermediate_size),
-        ("pipeline_parallel_size", sizes.pipeline, "layers", config.num_hidden_layers),
     ]
+    if sizes.pipeline > config.num_hidden_layers:
+        raise MegatronError(
+            f"{sizes.key}.pipeline_parallel_size={sizes.pipeline}: the model has {config.num_hidden_layers} layers, "
+            "fewer than stages; set a smaller size"
+        )
     experts = experts_of(config)
     if experts is None and sizes.expert > 1:
         raise MegatronError(
@@ -55,6 +58,8 @@ def _check_parts(config: Any, sizes: ParallelSizes) -> None:
         )
     if experts is not None:
         cut.append(("expert_parallel_size", sizes.expert, "experts", experts))
+    if shared := shared_width(config):
+        cut.append(("tensor_parallel_size", sizes.tensor, "columns of shared experts", shared))
     for name, size, what, count in cut:
         if count % size:
             raise MegatronError(
@@ -70,6 +75,35 @@ def experts_of(config: Any) -> int | None:
     return getattr(config, "num_experts", None) or config.num_local_experts
 
 
+def is_mixture(config: Any, layer: int) -> bool:
+    """Whether a layer, counted over all stages, has experts."""
+    kind = config.model_type
+    if kind == "qwen3_moe":
+        return layer not in config.mlp_only_layers and (layer + 1) % config.decoder_sparse_step == 0
+    return kind in EXPERTS and layer >= getattr(config, "first_k_dense_replace", 0)
+
+
+def shared_width(config: Any) -> int | None:
+    """Columns of the experts that all tokens go through; None for a model without them."""
+    count = getattr(config, "n_shared_experts", None) if config.model_type in EXPERTS else None
+    return count * config.moe_intermediate_size if count else None
+
+
+def has_query_norms(config: Any) -> bool:
+    return config.model_type in ("qwen3", "qwen3_moe") or getattr(config, "use_qk_norm", False)
+
+
+def has_query_biases(config: Any) -> bool:
+    return config.model_type == "qwen2" or (
+        config.model_type in ATTENTION_BIASES and getattr(config, "attention_bias", False)
+    )
+
+
+def is_latent(config: Any) -> bool:
+    """Whether keys and values are compressed (MLA)."""
+    return config.model_type in LATENT
+
+
 def head_size(config: Any) -> int:
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
@@ -79,26 +113,30 @@ def padded_vocabulary(config: Any, sizes: ParallelSizes) -> int:
     return -(-config.vocab_size // sizes.tensor) * sizes.tensor
 
 
-def build(config: Any, groups: RankGroups, device: torch.device, dtype: torch.dtype) -> torch.nn.Module:
-    """This rank's part of the model, in Megatron-Core's modules; its weights are not set."""
-    from posttrain.engine.megatron.stage import PackedAttention
+def stage_layers(config: Any, sizes: ParallelSizes, stage: int) -> range:
+    """The layers of a stage; where stages cannot be equal, the first ones have one more."""
+    least, more = divmod(config.num_hidden_layers, sizes.pipeline)
+    start = stage * least + min(stage, more)
+    return range(start, start + least + (stage < more))
 
-    experts = experts_of(config)
-    if experts is not None:
+
+def build(decoder: Any, groups: RankGroups, device: torch.device, dtype: torch.dtype) -> torch.nn.Module:
+    """This rank's part of a Hugging Face decoder, in Megatron-Core's modules; its weights are not set."""
+    config = decoder.config
+    if experts_of(config) is not None:
         adapt_experts(device)
-    specs = part("models.gpt.gpt_layer_specs")
-    query_norms = config.model_type in ("qwen3", "qwen3_moe")
-    layer = specs.get_gpt_layer_local_spec(
-        num_experts=experts, moe_grouped_gemm=False, qk_layernorm=query_norms, normalization="RMSNorm"
+    specs = [
+        _layer(decoder, mixture=is_mixture(config, layer)) for layer in stage_layers(config, groups.sizes, groups.stage)
+    ]
+    block = part("transformer.transformer_block").TransformerBlockSubmodules(
+        layer_specs=specs, layer_norm=specs[0].submodules.input_layernorm
     )
-    # A specification names the class of each part of a layer, which is how attention is replaced.
-    layer.submodules.self_attention.submodules.core_attention = PackedAttention
     with buffers_on(device):
         return (
             part("models.gpt")
             .GPTModel(
-                _settings(config, groups.sizes, dtype, query_norms),
-                layer,
+                _settings(config, groups.sizes, dtype),
+                block,
                 vocab_size=padded_vocabulary(config, groups.sizes),
                 max_sequence_length=config.max_position_embeddings,
                 pre_process=groups.first,
@@ -109,7 +147,35 @@ def build(config: Any, groups: RankGroups, device: torch.device, dtype: torch.dt
         )
 
 
-def _settings(config: Any, sizes: ParallelSizes, dtype: torch.dtype, query_norms: bool) -> Any:
+def _layer(decoder: Any, *, mixture: bool) -> Any:
+    """A specification names the class of each part of a layer, which is how attention and routing are replaced."""
+    from posttrain.engine.megatron.latent_attention import LatentAttention
+    from posttrain.engine.megatron.router import ExpertRouter
+    from posttrain.engine.megatron.stage import PackedAttention
+
+    config, rotation_factor = decoder.config, decoder.rotary_emb.attention_scaling
+    scale = decoder.layers[0].self_attn.scaling
+    layer = part("models.gpt.gpt_layer_specs").get_gpt_layer_local_spec(
+        num_experts=experts_of(config) if mixture else None,
+        moe_grouped_gemm=False,
+        qk_layernorm=has_query_norms(config),
+        normalization="RMSNorm",
+    )
+    spec = part("transformer.spec_utils").ModuleSpec
+    if is_latent(config):
+        given = {"model": config, "scale": scale, "rotation_factor": rotation_factor}
+        layer.submodules.self_attention = spec(module=LatentAttention, params=given)
+    else:
+        # YaRN lengthens rotated queries and keys, here all of a head: the same as a larger scale.
+        layer.submodules.self_attention.submodules.core_attention = spec(
+            module=PackedAttention, params={"scale": scale * rotation_factor**2}
+        )
+    if mixture:
+        layer.submodules.mlp.submodules.router = partial(ExpertRouter, model=config)
+    return layer
+
+
+def _settings(config: Any, sizes: ParallelSizes, dtype: torch.dtype) -> Any:
     return part("transformer").TransformerConfig(
         num_layers=config.num_hidden_layers,
         hidden_size=config.hidden_size,
@@ -118,8 +184,8 @@ def _settings(config: Any, sizes: ParallelSizes, dtype: torch.dtype, query_norms
         kv_channels=head_size(config),
         ffn_hidden_size=config.intermediate_size,
         add_bias_linear=False,
-        add_qkv_bias=config.model_type == "qwen2",
-        qk_layernorm=query_norms,
+        add_qkv_bias=has_query_biases(config),
+        qk_layernorm=has_query_norms(config),
         gated_linear_unit=True,
         activation_func=torch.nn.functional.silu,
         normalization="RMSNorm",
@@ -143,12 +209,11 @@ def _expert_settings(config: Any, sizes: ParallelSizes) -> dict[str, Any]:
     experts = experts_of(config)
     if experts is None:
         return {}
-    normed = getattr(config, "norm_topk_prob", True)  # weights of the chosen add up to 1, as of softmax after choosing
     return {
         "num_moe_experts": experts,
         "moe_router_topk": config.num_experts_per_tok,
-        "moe_router_pre_softmax": not normed,
         "moe_ffn_hidden_size": getattr(config, "moe_intermediate_size", None) or config.intermediate_size,
+        "moe_shared_expert_intermediate_size": shared_width(config),
         "moe_router_load_balancing_type": "none",  # its auxiliary loss would change the gradient of the RL loss
         "moe_token_dispatcher_type": "alltoall",
         "expert_model_parallel_size": sizes.expert,

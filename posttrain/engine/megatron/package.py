@@ -64,12 +64,7 @@ def buffers_on(device: torch.device) -> Iterator[None]:
 
 
 def adapt_experts(device: torch.device) -> None:
-    """Lets tokens be routed to experts without TransformerEngine, which one module takes for granted, and on a CPU
-    without a CUDA stream."""
-    moe_utils = part("transformer.moe.moe_utils")
-
-    if not hasattr(moe_utils, "te_general_gemm"):
-        moe_utils.te_general_gemm = None
+    """Lets tokens be sent to experts on a CPU, without a CUDA stream."""
     if device.type == "cuda":
         return
     dispatcher = part("transformer.moe.token_dispatcher").MoEAlltoAllTokenDispatcher

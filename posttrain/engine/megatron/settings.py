@@ -21,9 +21,12 @@ from posttrain.models.model_files import model_type_of
 from posttrain.settings import ONE_OR_MORE, setting
 
 NAME, SECTION = "megatron", "megatron_config"
-DENSE, EXPERTS = ("llama", "mistral", "qwen2", "qwen3"), ("mixtral", "qwen3_moe")
+LATENT = ("deepseek_v2", "deepseek_v3")
+DENSE, EXPERTS = ("llama", "mistral", "qwen2", "qwen3"), ("mixtral", "qwen3_moe", "glm4_moe", *LATENT)
 MODEL_TYPES = (*DENSE, *EXPERTS)
 """`model_type` in the config.json of models that the engine trains."""
+ATTENTION_BIASES = ("glm4_moe",)
+"""Models whose `attention_bias` adds to queries, keys and values alone."""
 
 
 def install_words(strategy: str) -> str:

@@ -28,9 +28,9 @@ from posttrain.kernels.packed_attention import active_layout, packed_attention, 
 class PackedAttention(torch.nn.Module):
     """Megatron-Core's `core_attention` by posttrain's kernels; every pass opens `packed_rows` around it."""
 
-    def __init__(self, config: Any, *_: Any, softmax_scale: float | None = None, **__: Any) -> None:
+    def __init__(self, *_: Any, scale: float, **__: Any) -> None:
         super().__init__()
-        self.scale = config.kv_channels**-0.5 if softmax_scale is None else softmax_scale
+        self.scale = scale
 
     def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         """(T, 1, H x D) from (T, 1, H, D): one sequence that holds all rows."""

@@ -15,7 +15,16 @@ import torch.distributed as dist
 
 from posttrain.engine.heads import Head
 from posttrain.engine.megatron.groups import RankGroups
-from posttrain.engine.megatron.model import experts_of
+from posttrain.engine.megatron.model import (
+    experts_of,
+    has_query_biases,
+    has_query_norms,
+    is_latent,
+    is_mixture,
+    shared_width,
+    stage_layers,
+)
+from posttrain.engine.megatron.router import SIGMOID
 
 Kind = Literal["same", "rows", "columns", "qkv", "gate_up", "experts"]
 CUT = ("rows", "columns", "qkv", "gate_up")  # kinds that tensor ranks hold parts of
@@ -36,9 +45,10 @@ def stage_matches(config: Any, groups: RankGroups, stage: int, head: Head, their
     found = []
     if stage == 0:
         found.append(Match(("embedding.word_embeddings.weight",), (f"{root}.embed_tokens.weight",), "rows"))
-    count = config.num_hidden_layers // stages
-    for own in range(count):
-        found += _layer(config, groups, f"decoder.layers.{own}", f"{root}.layers.{stage * count + own}")
+    for own, layer in enumerate(stage_layers(config, groups.sizes, stage)):
+        found += _attention(config, f"decoder.layers.{own}", f"{root}.layers.{layer}")
+        mlp = f"decoder.layers.{own}.mlp", f"{root}.layers.{layer}.mlp"
+        found += _mixture(config, groups, *mlp) if is_mixture(config, layer) else _gated(*mlp)
     if stage == stages - 1:
         found.append(Match(("decoder.final_layernorm.weight",), (f"{root}.norm.weight",), "same"))
         if head.projection is not None:
@@ -49,32 +59,69 @@ def stage_matches(config: Any, groups: RankGroups, stage: int, head: Head, their
     return found
 
 
-def _layer(config: Any, groups: RankGroups, ours: str, theirs: str) -> list[Match]:
-    attention, projections = f"{ours}.self_attention", ("q_proj", "k_proj", "v_proj")
+def _attention(config: Any, ours: str, theirs: str) -> list[Match]:
+    """The attention of a layer, and the norms before and after it."""
+    own, other = f"{ours}.self_attention", f"{theirs}.self_attn"
     found = [
         Match((f"{ours}.input_layernorm.weight",), (f"{theirs}.input_layernorm.weight",), "same"),
         Match((f"{ours}.pre_mlp_layernorm.weight",), (f"{theirs}.post_attention_layernorm.weight",), "same"),
-        Match((f"{attention}.linear_proj.weight",), (f"{theirs}.self_attn.o_proj.weight",), "columns"),
+        Match((f"{own}.linear_proj.weight",), (f"{other}.o_proj.weight",), "columns"),
     ]
-    for end in ("weight", "bias") if config.model_type == "qwen2" else ("weight",):
-        names = tuple(f"{theirs}.self_attn.{name}.{end}" for name in projections)
-        found.append(Match((f"{attention}.linear_qkv.{end}",), names, "qkv"))
-    if config.model_type in ("qwen3", "qwen3_moe"):
+    if is_latent(config):
+        names: dict[str, tuple[str, Kind]] = {
+            "latent_down": ("kv_a_proj_with_mqa", "same"),
+            "latent_norm": ("kv_a_layernorm", "same"),
+            "latent_up": ("kv_b_proj", "rows"),  # by heads, which the tensor ranks divide
+        }
+        if config.q_lora_rank is None:
+            names["query_up"] = "q_proj", "rows"
+        else:
+            names |= {"query_down": ("q_a_proj", "same"), "query_norm": ("q_a_layernorm", "same")}
+            names["query_up"] = "q_b_proj", "rows"
+        return [
+            *found,
+            *(
+                Match((f"{own}.{name}.weight",), (f"{other}.{theirs}.weight",), kind)
+                for name, (theirs, kind) in names.items()
+            ),
+        ]
+    for end in ("weight", "bias") if has_query_biases(config) else ("weight",):
+        qkv = tuple(f"{other}.{name}.{end}" for name in ("q_proj", "k_proj", "v_proj"))
+        found.append(Match((f"{own}.linear_qkv.{end}",), qkv, "qkv"))
+    if has_query_norms(config):
         for name in ("q", "k"):
-            own, other = (f"{attention}.{name}_layernorm.weight",), (f"{theirs}.self_attn.{name}_norm.weight",)
-            found.append(Match(own, other, "same"))
+            found.append(Match((f"{own}.{name}_layernorm.weight",), (f"{other}.{name}_norm.weight",), "same"))
+    return found
+
+
+def _gated(ours: str, theirs: str) -> list[Match]:
+    """A feed-forward part that all tokens go through."""
+    both = f"{theirs}.gate_proj.weight", f"{theirs}.up_proj.weight"
+    return [
+        Match((f"{ours}.linear_fc1.weight",), both, "gate_up"),
+        Match((f"{ours}.linear_fc2.weight",), (f"{theirs}.down_proj.weight",), "columns"),
+    ]
+
+
+def _mixture(config: Any, groups: RankGroups, ours: str, theirs: str) -> list[Match]:
     experts = experts_of(config)
-    if experts is None:
-        both = (f"{theirs}.mlp.gate_proj.weight", f"{theirs}.mlp.up_proj.weight")
-        found.append(Match((f"{ours}.mlp.linear_fc1.weight",), both, "gate_up"))
-        found.append(Match((f"{ours}.mlp.linear_fc2.weight",), (f"{theirs}.mlp.down_proj.weight",), "columns"))
-        return found
-    found.append(Match((f"{ours}.mlp.router.weight",), (f"{theirs}.mlp.gate.weight",), "same"))
+    assert experts is not None
+    found = [Match((f"{ours}.router.weight",), (f"{theirs}.gate.weight",), "same")]
+    if config.model_type in SIGMOID:
+        found.append(Match((f"{ours}.router.correction",), (f"{theirs}.gate.e_score_correction_bias",), "same"))
     for own, other in (("linear_fc1", "gate_up_proj"), ("linear_fc2", "down_proj")):
         numbers = range(experts // groups.sizes.expert)
-        names = tuple(f"{ours}.mlp.experts.local_experts.{number}.{own}.weight" for number in numbers)
-        found.append(Match(names, (f"{theirs}.mlp.experts.{other}",), "experts"))
+        names = tuple(f"{ours}.experts.local_experts.{number}.{own}.weight" for number in numbers)
+        found.append(Match(names, (f"{theirs}.experts.{other}",), "experts"))
+    if shared_width(config):
+        found += _gated(f"{ours}.shared_experts", f"{theirs}.shared_experts")
     return found
+
+
+def named_weights(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """All numbers of this rank's modules: trained weights, and the corrections of routers, which are buffers."""
+    buffers = {name: buffer for name, buffer in module.named_buffers() if name.endswith(".router.correction")}
+    return {**dict(module.named_parameters()), **buffers}
 
 
 def own_part(match: Match, theirs: Sequence[torch.Tensor], config: Any, groups: RankGroups) -> list[torch.Tensor]:
@@ -100,7 +147,7 @@ def own_part(match: Match, theirs: Sequence[torch.Tensor], config: Any, groups: 
 
 
 def whole_weights(
-    match: Match, ours: Sequence[torch.Tensor], shapes: Mapping[str, torch.Size], config: Any, groups: RankGroups
+    match: Match, ours: Sequence[torch.Tensor], shapes: Mapping[str, torch.Tensor], config: Any, groups: RankGroups
 ) -> list[torch.Tensor]:
     """Whole weights from the parts of all ranks, which must all call this."""
     if match.kind == "same":
@@ -118,7 +165,7 @@ def whole_weights(
         by_group = torch.cat([part.unflatten(0, (keys // groups.tensor.size(), -1)) for part in parts])
         size = by_group.shape[1] // (heads + 2)
         return [weight.flatten(0, 1) for weight in by_group.split([heads * size, size, size], 1)]
-    return [torch.cat(parts)[: shapes[match.theirs[0]][0]]]
+    return [torch.cat(parts)[: len(shapes[match.theirs[0]])]]
 
 
 def _gathered(weight: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
@@ -132,14 +179,14 @@ def _gathered(weight: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tens
 @torch.no_grad()
 def exported(
     weights: Mapping[str, torch.Tensor],
-    shapes: Mapping[str, torch.Size],
+    shapes: Mapping[str, torch.Tensor],
     config: Any,
     groups: RankGroups,
     device: torch.device,
     head: Head,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Copies of all weights under their Hugging Face names, on every rank; all ranks must iterate to the end."""
-    dtype = next(iter(weights.values())).dtype
+    """Copies of all weights under their Hugging Face names, on every rank; all ranks must iterate to the end. `shapes`
+    are the weights of the whole model, without their numbers."""
     for stage in range(groups.sizes.pipeline):
         for match in stage_matches(config, groups, stage, head, shapes):
             if match.ours == ("output_layer.weight",) and config.tie_word_embeddings:
@@ -147,7 +194,7 @@ def exported(
             if groups.stage == stage:
                 found = whole_weights(match, [weights[name].detach() for name in match.ours], shapes, config, groups)
             else:
-                found = [torch.empty(shapes[name], dtype=dtype, device=device) for name in match.theirs]
+                found = [torch.empty_like(shapes[name], device=device) for name in match.theirs]
             for name, weight in zip(match.theirs, found, strict=True):
                 if groups.sizes.pipeline > 1:
                     weight = weight.contiguous()

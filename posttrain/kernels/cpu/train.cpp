@@ -1,8 +1,7 @@
 // A decoder layer's forward and backward pass in float32: everything between its matrix products, which torch does.
 //
-// Rows are packed end to end, and responses to one prompt share it. Attention takes 16 queries at a time, one to a lane, so
-// that scores and weights need no horizontal sums; a query looks at its prompt and at its own response, and no other pair is
-// computed. Sums run in one fixed order, except those over tokens in the gradient of a norm's weight, which follow the number
+// Rows are packed end to end, and rows with a common beginning share it. Attention takes 16 queries at a time, one to a lane,
+// so that scores and weights need no horizontal sums; a query looks at its own row, and no other pair is computed. Sums run in one fixed order, except those over tokens in the gradient of a norm's weight, which follow the number
 // of threads.
 
 #include "attention.h"
@@ -16,39 +15,42 @@ struct Shape { // mirrored by kernels/train.py
   float scale;
 };
 
-// Where packed tokens look: unit u holds the tokens [unit_starts[u], unit_starts[u + 1]), of which the first `prompts[u]` are
-// seen by all of it; a token sees of the rest what lies between first[token], the start of its response, and itself.
+// Where packed tokens look: unit u holds the tokens [unit_starts[u], unit_starts[u + 1]). Its rows are a tree: a branch stands
+// behind the tokens that it begins with, and before what it does not see. So token t is seen from itself up to end[t].
 struct Sight {
-  const int64_t *unit_starts, *prompts;
-  const int32_t *first;
+  const int64_t *unit_starts;
+  const int32_t *end;
 };
 
 // 16 queries (token by token, the heads of one group side by side) and the tokens that any of them sees.
 struct Block {
   int64_t token[LANES]; // of each lane; the last one is repeated where there are no more
   int head[LANES], count;
-  int64_t start, prompt_end, shared, low, high; // keys [start, start + shared) and [low, high)
+  const int32_t *list; // the keys, in order; the first `seen` of them are those up to the first query
+  int64_t many, seen;
 
-  int64_t keys() const { return shared + high - low; }
-  int64_t key(int64_t j) const { return j < shared ? start + j : low + j - shared; }
+  int64_t keys() const { return many; }
+  int64_t key(int64_t j) const { return list[j]; }
 };
 
-Block block_of(const Shape &at, const Sight &sight, int64_t unit, int key_head, int64_t entry) {
+Block block_of(const Shape &at, const Sight &sight, int64_t unit, int key_head, int64_t entry, std::vector<int32_t> &list) {
   int group = at.query_heads / at.key_heads;
   int64_t start = sight.unit_starts[unit], end = sight.unit_starts[unit + 1], entries = (end - start) * group;
   Block block;
   block.count = int(std::min<int64_t>(LANES, entries - entry));
-  block.start = start;
   for (int lane = 0; lane < LANES; lane++) {
     int64_t e = entry + std::min(lane, block.count - 1);
     block.token[lane] = start + e / group;
     block.head[lane] = key_head * group + int(e % group);
   }
-  int64_t first = sight.first[block.token[0]], last = block.token[block.count - 1];
-  block.prompt_end = start + sight.prompts[unit];
-  block.low = std::min<int64_t>(first, block.token[0]);
-  block.high = last + 1;
-  block.shared = std::min(block.prompt_end, block.low) - start;
+  int64_t first = block.token[0], last = block.token[block.count - 1], many = 0;
+  // What the first query does not see is a whole branch, which ends before it: no later query sees any of that either.
+  for (int64_t token = start; token <= first;)
+    if (sight.end[token] > first) list[many++] = int32_t(token++);
+    else token = sight.end[token];
+  block.seen = many;
+  for (int64_t token = first + 1; token <= last; token++) list[many++] = int32_t(token);
+  block.list = list.data(), block.many = many;
   return block;
 }
 
@@ -139,25 +141,26 @@ inline void spread(float *rows, int64_t stride, int size, const Block &block, co
   }
 }
 
-// Scores of tokens that a lane does not see: later ones and, where lanes are of several responses, those of the others.
+// Scores of tokens that a lane does not see: later ones and, where lanes are of several branches, those of the others.
 inline void hide(const Sight &sight, const Block &block, float *scores) {
-  int32_t own[LANES], first[LANES], prompt_end = int32_t(block.prompt_end);
-  for (int lane = 0; lane < LANES; lane++) own[lane] = int32_t(block.token[lane]), first[lane] = sight.first[own[lane]];
-  bool together = first[LANES - 1] == first[0];
-  int64_t later = block.keys() - (block.high - 1 - block.token[0]);
-  for (int64_t j = together ? std::max(block.shared, later) : block.shared; j < block.keys(); j++) {
-    int32_t token = int32_t(block.key(j));
+  int32_t own[LANES];
+  for (int lane = 0; lane < LANES; lane++) own[lane] = int32_t(block.token[lane]);
+  bool together = sight.end[own[0]] > own[LANES - 1]; // then all of them see what the first one sees
+  for (int64_t j = together ? block.seen : 0; j < block.keys(); j++) {
+    int32_t token = block.list[j], end = sight.end[token];
     float *row = scores + j * LANES;
 #pragma omp simd
     for (int lane = 0; lane < LANES; lane++)
-      row[lane] = token > own[lane] || (token >= prompt_end && token < first[lane]) ? NEVER : row[lane];
+      row[lane] = token > own[lane] || end <= own[lane] ? NEVER : row[lane];
   }
 }
 
 struct Scratch {
   std::vector<float> scores, weights, query, out, gradient;
+  std::vector<int32_t> keys;
   Scratch(int64_t longest, int size)
-      : scores(longest * LANES), weights(longest * LANES), query(size * LANES), out(size * LANES), gradient(size * LANES) {}
+      : scores(longest * LANES), weights(longest * LANES), query(size * LANES), out(size * LANES), gradient(size * LANES),
+        keys(longest) {}
 };
 
 inline int64_t longest_unit(const Shape &at, const Sight &sight) {
@@ -179,7 +182,7 @@ void attention_forward(const Shape &at, const Sight &sight, const float *query, 
       int64_t unit = item / at.key_heads, entries = (sight.unit_starts[unit + 1] - sight.unit_starts[unit]) * group;
       int head = int(item % at.key_heads);
       for (int64_t entry = 0; entry < entries; entry += LANES) {
-        Block block = block_of(at, sight, unit, head, entry);
+        Block block = block_of(at, sight, unit, head, entry, room.keys);
         float *scores = room.scores.data();
         gather_lanes(query, at.query_heads, size, block, at.scale, room.query.data());
         products(key + head * size, stride, size, block, room.query.data(), scores);
@@ -222,7 +225,7 @@ void attention_backward(const Shape &at, const Sight &sight, const float *query,
       int64_t unit = item / at.key_heads, entries = (sight.unit_starts[unit + 1] - sight.unit_starts[unit]) * group;
       int head = int(item % at.key_heads);
       for (int64_t entry = 0; entry < entries; entry += LANES) {
-        Block block = block_of(at, sight, unit, head, entry);
+        Block block = block_of(at, sight, unit, head, entry, room.keys);
         int64_t keys = block.keys();
         float *p = room.scores.data(), *ds = room.weights.data();
         alignas(64) float sums[LANES], delta[LANES];

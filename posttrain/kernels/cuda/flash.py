@@ -1,19 +1,20 @@
 """Attention of packed rows in training, by torch's own variable-length flash attention.
 
 Plain rows are one call, or cuDNN's if all of them are long (`long_rows.py`). Responses that share a prompt take two:
-every prompt and every response on its own, causally, and responses over their prompt. The two are joined by the
-logarithms of their sums: each part counts by its share of the exponentials' sum. In the backward pass each call gets
-the joined outputs and logarithms, so that its softmax is the complete one and its gradients are those of its own keys.
-Gradients of tokens that responses share are added.
+every prompt and every response on its own, causally, and responses over their prompt. So do the branches of a tree of
+rows, each over all that it continues. The two are joined by the logarithms of their sums: each part counts by its share
+of the exponentials' sum. In the backward pass each call gets the joined outputs and logarithms, so that its softmax is
+the complete one and its gradients are those of its own keys. Gradients of tokens that rows share are added.
 
-Shapes: T packed tokens, H heads, D head size, R tokens of responses that share a prompt, P tokens of those prompts, C
-numbers of a row, N tokens that have copies among those rows.
+Shapes: T packed tokens, H heads, D head size, R tokens of responses that share a prompt, P copies of the tokens of
+those prompts, N tokens that have copies, C numbers of a row.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -49,40 +50,44 @@ def add_rows(own_TC: torch.Tensor, more_RC: torch.Tensor, places_R: torch.Tensor
 
 
 @triton.jit
-def _sum_of_copies(OWN, MORE, place, first, step, count, size, at, real):
+def _sum_of_copies(OWN, MORE, ORDER, place, first, count, size, at, real):
     own = tl.load(OWN + place * size + at, mask=real, other=0.0)
     total = own.to(tl.float32)
     for start in range(0, count, TOGETHER):
         for number in tl.static_range(TOGETHER):
             here = real & (start + number < count)
-            copy = tl.load(MORE + (first + (start + number) * step) * size + at, mask=here, other=0.0)
+            row = tl.load(ORDER + first + tl.minimum(start + number, count - 1))
+            copy = tl.load(MORE + row * size + at, mask=here, other=0.0)
             total += copy.to(tl.float32)
     tl.store(OWN + place * size + at, total.to(own.dtype), mask=real)
 
 
 @triton.jit
-def _add_copies(KEY, KEY_MORE, VALUE, VALUE_MORE, COPIES, size, BLOCK: tl.constexpr):
+def _add_copies(KEY, KEY_MORE, VALUE, VALUE_MORE, COPIES, ORDER, size, BLOCK: tl.constexpr):
     token = tl.program_id(0)
-    place, first = tl.load(COPIES + 4 * token), tl.load(COPIES + 4 * token + 1)
-    step, count = tl.load(COPIES + 4 * token + 2), tl.load(COPIES + 4 * token + 3)
+    place, first = tl.load(COPIES + 3 * token), tl.load(COPIES + 3 * token + 1)
+    count = tl.load(COPIES + 3 * token + 2)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     real = at < size
     if tl.program_id(2) == 0:
-        _sum_of_copies(KEY, KEY_MORE, place, first, step, count, size, at, real)
+        _sum_of_copies(KEY, KEY_MORE, ORDER, place, first, count, size, at, real)
     else:
-        _sum_of_copies(VALUE, VALUE_MORE, place, first, step, count, size, at, real)
+        _sum_of_copies(VALUE, VALUE_MORE, ORDER, place, first, count, size, at, real)
 
 
-def add_copies(own: Sequence[torch.Tensor], more: Sequence[torch.Tensor], copies_N4: torch.Tensor):
-    """Keys and values (T, C), in place, with what their copies (R, C) have.
+def add_copies(
+    own: Sequence[torch.Tensor], more: Sequence[torch.Tensor], copies_N3: torch.Tensor, copy_P: torch.Tensor
+):
+    """Keys and values (T, C), in place, with what their copies (P, C) have.
 
-    `copies`, int64: the place of a token, the first of its copies among the other part's rows, how many rows the next
-    one is behind it, and how many there are. They are added in that order.
+    `copies`, int64: the place of a token, where in `copy_P` the rows of its copies are listed, and how many there are.
+    They are added in that order.
     """
     key, key_more, value, value_more = (x.contiguous() for pair in zip(own, more, strict=True) for x in pair)
     size, block = _sizes(key)
-    grid = (len(copies_N4), triton.cdiv(size, block), 2)
-    _add_copies[grid](key, key_more, value, value_more, copies_N4, size, block, num_warps=1 if block <= 256 else 4)
+    grid = (len(copies_N3), triton.cdiv(size, block), 2)
+    warps = 1 if block <= 256 else 4
+    _add_copies[grid](key, key_more, value, value_more, copies_N3, copy_P, size, block, num_warps=warps)
     return [key, value]
 
 
@@ -130,29 +135,26 @@ _aten = torch.ops.aten
 
 @dataclass
 class Pieces:
-    """Sequences for the flash kernels: their ends and the longest, and the same for responses over their prompts."""
+    """Sequences for the flash kernels: their ends and the longest, and those of branches over what they continue."""
 
     own: torch.Tensor
     lengths: list[int]  # of what is between the ends
     response_R: torch.Tensor | None = None
     prompt_P: torch.Tensor | None = None
-    copies_N4: torch.Tensor | None = None  # of the prompts' tokens, for `add_copies`
+    copies_N3: torch.Tensor | None = None  # of the prompts' tokens, for `add_copies`
+    copy_P: torch.Tensor | None = None
     over: tuple[torch.Tensor, torch.Tensor, int, int] | None = None
 
     @classmethod
-    def of(cls, unit_starts: np.ndarray, prompts: np.ndarray, first_T: np.ndarray, device: torch.device) -> Pieces:
-        """From a `Sight`: `first_T` is where each token's own response, or its unit, starts."""
-        starts = np.unique(first_T)
-        unit = np.searchsorted(unit_starts, starts, side="right") - 1
-        responses = np.bincount(unit, minlength=len(prompts)) - (prompts > 0)
-        # A prompt with a single response is one plain row.
-        keep = (starts == unit_starts[unit]) | (responses[unit] > 1)
-        own = np.append(starts[keep], unit_starts[-1]).astype(np.int32)
+    def of(cls, unit_starts: np.ndarray, end_T: np.ndarray, device: torch.device) -> Pieces:
+        """From a `Sight`: `end_T` is the place behind the last token that sees each one."""
+        pieces = [piece for unit in pairwise(unit_starts.tolist()) for piece in _pieces(end_T, *unit)]
+        own = np.array([*(start for start, _ in pieces), unit_starts[-1]], dtype=np.int32)
         found = cls(to_device(torch.from_numpy(own), device), np.diff(own).tolist())
-        if (over := _over_prompts(unit_starts, prompts, starts, unit, responses)) is not None:
+        if (over := _over_prompts(own, [seen for _, seen in pieces])) is not None:
             *places, queries, keys = over
             places = (to_device(torch.from_numpy(x), device) for x in places)
-            found.response_R, found.prompt_P, found.copies_N4 = places
+            found.response_R, found.prompt_P, found.copies_N3, found.copy_P = places
             ends = (np.append(0, np.cumsum(lengths)).astype(np.int32) for lengths in (queries, keys))
             ends = (to_device(torch.from_numpy(x), device) for x in ends)
             found.over = (*ends, int(queries.max()), int(keys.max()))  # pyright: ignore
@@ -171,38 +173,60 @@ class Pieces:
         return self.own, self.own, max(self.lengths), max(self.lengths)
 
 
-def _over_prompts(unit_starts: np.ndarray, prompts: np.ndarray, starts: np.ndarray, unit: np.ndarray, responses):
-    # (places of all tokens of responses that share a prompt, of the prompts they see, which of these are copies of the
-    # same token, lengths of both by sequence). Every response is a sequence of its own over a copy of its prompt: the
-    # way back has a program for each block of keys of each sequence, and few would leave the device idle. Where prompts
-    # are so long that their copies would be more than the pass itself, the responses of a unit are one sequence.
-    mine = (prompts[unit] > 0) & (responses[unit] > 1) & (starts > unit_starts[unit])
-    if not mine.any():
+def _pieces(end_T: np.ndarray, start: int, stop: int) -> list[tuple[int, tuple[tuple[int, int], ...]]]:
+    """(start, the stretches of tokens that it sees before it) of each piece of a unit that is computed causally."""
+    bounds = start + np.append(0, np.flatnonzero(np.diff(end_T[start:stop])) + 1)
+    spans = list(zip(bounds.tolist(), [*bounds[1:].tolist(), stop], strict=True))
+    ends = end_T[bounds].tolist()
+    seen: list[list[int]] = []  # by stretch, those before it that it sees: the path to it in the tree
+    path: list[int] = []
+    for number, (begin, _) in enumerate(spans):
+        while path and ends[path[-1]] <= begin:
+            path.pop()
+        seen.append(path[:])
+        path.append(number)
+    # In a tree of several levels a stretch continues the one before it as plain rows do. In a prompt with its responses
+    # all of these are alike: each is over the prompt.
+    deep = any(number > 0 for numbers in seen for number in numbers)
+    found: list[tuple[int, tuple[tuple[int, int], ...]]] = []
+    first = 0
+    for i, (begin, _) in enumerate(spans):
+        if deep and i and seen[i][-(i - first) :] == [*range(first, i)]:
+            continue
+        found.append((begin, tuple(spans[j] for j in seen[i])))
+        first = i
+    return found
+
+
+def _over_prompts(own: np.ndarray, seen: list[tuple[tuple[int, int], ...]]):
+    # (places of all tokens that branch off others, of the tokens that they see there, which of these are copies of the
+    # same token, lengths of both by sequence). Every piece is a sequence of its own over copies of what it sees: the
+    # way back has a program for each block of keys of each sequence, and few would leave the device idle. Where these
+    # are so long that their copies would be more than the pass itself, pieces that see the same are one sequence.
+    branches = [(number, spans) for number, spans in enumerate(seen) if spans]
+    if not branches:
         return None
-    begin, of = starts[mine], unit[mine]
-    end = np.append(starts, unit_starts[-1])[1:][mine]
-    if prompts[of].sum() > unit_starts[-1]:
-        first = np.flatnonzero(np.diff(of, prepend=-1))
-        begin, of = begin[first], of[first]
-        end = unit_starts[of + 1]
+    together = sum(end - start for _, spans in branches for start, end in spans) > own[-1]
+    sequences: dict[object, list[int]] = {}
+    for number, spans in branches:
+        sequences.setdefault(spans if together else number, []).append(number)
+    queries = [np.concatenate([np.arange(own[n], own[n + 1]) for n in members]) for members in sequences.values()]
+    keys = [np.concatenate([np.arange(*span) for span in seen[members[0]]]) for members in sequences.values()]
+    prompt_P = np.concatenate(keys).astype(np.int64)
     return (
-        np.concatenate([np.arange(a, b) for a, b in zip(begin, end, strict=True)]),
-        np.concatenate([np.arange(unit_starts[u], unit_starts[u] + prompts[u]) for u in of]),
-        _copies(unit_starts, prompts, of),
-        end - begin,
-        prompts[of],
+        np.concatenate(queries).astype(np.int64),
+        prompt_P,
+        *_copies(prompt_P),
+        np.array([len(x) for x in queries]),
+        np.array([len(x) for x in keys]),
     )
 
 
-def _copies(unit_starts: np.ndarray, prompts: np.ndarray, of: np.ndarray) -> np.ndarray:
-    # By token of the prompts: its place, its first copy, and how far apart and how many copies are. `of` are the units
-    # of the sequences, in order.
-    units, first, counts = np.unique(of, return_index=True, return_counts=True)
-    before = np.append(0, np.cumsum(prompts[of]))[first]
-    sizes = prompts[units]
-    within = np.arange(sizes.sum()) - np.repeat(np.cumsum(sizes) - sizes, sizes)
-    columns = [np.repeat(x, sizes) for x in (unit_starts[units], before, sizes, counts)]
-    return np.stack([columns[0] + within, columns[1] + within, *columns[2:]], 1).astype(np.int64)
+def _copies(prompt_P: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    # By token: its place, and where in the second array its copies are listed, and how many; they keep their order.
+    order = np.argsort(prompt_P, kind="stable")
+    places, first, counts = np.unique(prompt_P[order], return_index=True, return_counts=True)
+    return np.stack([places, first, counts], 1).astype(np.int64), order.astype(np.int64)
 
 
 def _forward(query, key, value, ends_q, ends_k, longest_q, longest_k, causal, scale):
@@ -247,8 +271,8 @@ def attention_backward(grad_THD, query_THD, key_TKD, value_TKD, out_THD, logsum_
     key, value = (x.index_select(0, pieces.prompt_P) for x in (key_TKD, value_TKD))
     logsum = logsum_HT.index_select(1, pieces.response_R).contiguous()
     over = back(grad, query, key, value, out, logsum, pieces.over, False)
-    assert pieces.copies_N4 is not None
+    assert pieces.copies_N3 is not None and pieces.copy_P is not None
     # A query has one gradient from each part; a prompt's key has one from every response that saw a copy of it.
     grad_query = add_rows(grads[0], over[0], pieces.response_R)
-    grad_key, grad_value = add_copies(grads[1:], over[1:], pieces.copies_N4)
+    grad_key, grad_value = add_copies(grads[1:], over[1:], pieces.copies_N3, pieces.copy_P)
     return grad_query, grad_key, grad_value

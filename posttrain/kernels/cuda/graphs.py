@@ -61,7 +61,7 @@ class RowBuffers:
         settings = (rows.limits[which], rows.stops[which], rows.greedy[which], rows.temperatures[which].view(np.int32))
         ints = np.stack([position, rows.gaps[which], count, *settings, np.zeros_like(made), made]).astype(np.int32)
         longs = np.stack([rows.last[which], rows.seeds[which].view(np.int64)])
-        index, ints, longs, table = (self._sent(array) for array in (places, ints, longs, rows.table[which]))
+        index, ints, longs, table = (self._send(array) for array in (places, ints, longs, rows.table[which]))
         self.ints_CB.index_copy_(1, index, ints)
         self.longs_CB.index_copy_(1, index, longs)
         self.table[:, : table.shape[1]].index_copy_(0, index, table)
@@ -70,7 +70,7 @@ class RowBuffers:
         """Give rows that were just written their first tokens, with which they may end."""
         source = first.places(numbers)
         new = np.flatnonzero(source >= 0)
-        index, source = self._sent(places[new]), self._sent(source[new])
+        index, source = self._send(places[new]), self._send(source[new])
         tokens = first.tokens[source]
         self.token[index] = tokens
         self.tokens[index, 0], self.log_probs[index, 0] = tokens.int(), first.log_probs[source]
@@ -80,7 +80,7 @@ class RowBuffers:
 
     def move(self, places: np.ndarray) -> None:
         """Move the rows at these places to the front, in this order; all others are gone."""
-        index, count = self._sent(places), len(places)
+        index, count = self._send(places), len(places)
         for matrix in (self.ints_CB, self.longs_CB):
             matrix[:, :count] = matrix[:, index]
         self.table[:count] = self.table[index]
@@ -88,7 +88,7 @@ class RowBuffers:
 
     def end(self, places: np.ndarray) -> None:
         """Remove the rows at these places."""
-        index = self._sent(places)
+        index = self._send(places)
         self.ended.index_fill_(0, index, 1)
         self.table.index_fill_(0, index, 0)
 
@@ -102,7 +102,7 @@ class RowBuffers:
         columns = (self.made[:size], self.ended[:size], self.token[:size])
         return (*columns, self.tokens[:size, : steps + 1], self.log_probs[:size, : steps + 1])
 
-    def _sent(self, array: np.ndarray) -> torch.Tensor:
+    def _send(self, array: np.ndarray) -> torch.Tensor:
         return to_device(torch.from_numpy(np.ascontiguousarray(array)), self.device)
 
 

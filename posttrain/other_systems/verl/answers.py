@@ -39,6 +39,7 @@ KEYS_FILE = Path(__file__).with_name("keys.txt")
 def verl_keys() -> dict[str, str]:
     """Every key known of verl -> its program: `main_ppo`, `sft_trainer` or `main_generation`."""
     keys, program = {}, ""
+    # A file rather than code: it is read only for a misspelt key, for the docs and by `posttrain compat`.
     for line in KEYS_FILE.read_text(encoding="utf-8").splitlines():
         if line.startswith("["):
             program = line.strip("[]")
@@ -57,8 +58,9 @@ class Answer(NamedTuple):
 
 
 def answer(key: str, tree: Tree) -> Answer | None:
-    """The answer to a key of this tree's program; None for a key that nobody knows."""
+    """The answer to a key of this tree's program; None for an unknown key."""
     names = tree.spellings
+    # The same lookup as for a command line, so that the page cannot differ from what a run does.
     found = names.canonical(key)
     if found.key is not None and found.key == key and names.leaf_of(key) is not None:
         return Answer(HONOURED, "")
@@ -123,7 +125,7 @@ def page() -> str:
     for kind in (TRANSLATED, NOT_NEEDED, NOT_SUPPORTED, HONOURED):
         chosen = [row for row in rows if row[2].kind == kind]
         parts.append(f"## {kind.capitalize()}\n\n{_ABOUT[kind]}\n")
-        parts.append(_listed(chosen) if kind == HONOURED else _table(chosen))
+        parts.append(_list_by_section(chosen) if kind == HONOURED else _table(chosen))
     return "\n".join(parts)
 
 
@@ -150,7 +152,7 @@ def _table(rows: Iterable[Row]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _listed(rows: Iterable[Row]) -> str:
+def _list_by_section(rows: Iterable[Row]) -> str:
     """The keys by section."""
     sections: dict[str, list[str]] = {}
     for key, program, _ in rows:

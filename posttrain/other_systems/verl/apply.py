@@ -22,11 +22,13 @@ def apply_answers(merged: Merged) -> dict[str, tuple[str, str]]:
     for key, entry in merged.elsewhere.items():
         rule: Rule = entry.answer
         if rule.how:
+            # A translation may refuse the value; the answer to the key is then what it said.
             before = len(merged.problems)
             TRANSLATIONS[rule.how](merged, key, entry)
             new = merged.problems[before:]
             given_answers[entry.spelling] = (NOT_SUPPORTED, _brief(new[0])) if new else (TRANSLATED, rule.says)
         elif rule.kind == NOT_SUPPORTED and not _idle(merged, rule, key, entry):
+            # By rule: ten keys of one feature are one problem with ten names, not ten problems.
             refused.setdefault(rule, []).append(entry)
             given_answers[entry.spelling] = (NOT_SUPPORTED, f"{rule.says}; {rule.do}")
         elif entry.explicit:
@@ -37,7 +39,7 @@ def apply_answers(merged: Merged) -> dict[str, tuple[str, str]]:
         merged.problems.append(_problem(rule, entries))
     for why, keys in notes.items():
         verb = "is" if len(keys) == 1 else "are"
-        merged.note(f"{_listed(keys)} {verb} not needed here: {why}.")
+        merged.note(f"{_list_keys(keys)} {verb} not needed here: {why}.")
     return given_answers
 
 
@@ -63,10 +65,10 @@ def _off(merged: Merged, rule: Rule, key: str) -> str:
 def _problem(rule: Rule, entries: list[Entry]) -> Problem:
     keys = [f"{entry.spelling}={entry.value}" for entry in entries]
     where = ", and ".join(dict.fromkeys(entry.source for entry in entries))
-    return Problem(f"{_listed(keys)} cannot be used: {rule.says}.", where, rule.do or "remove the key")
+    return Problem(f"{_list_keys(keys)} cannot be used: {rule.says}.", where, rule.do or "remove the key")
 
 
-def _listed(keys: Iterable[str], most: int = 6) -> str:
+def _list_keys(keys: Iterable[str], most: int = 6) -> str:
     shown = [f"`{key}`" for key in keys]
     rest = f" and {len(shown) - most} more" if len(shown) > most else ""
     return ", ".join(shown[:most]) + rest

@@ -99,6 +99,7 @@ class Rules:
 
     def find(self, key: str) -> Rule | None:
         """The first rule that knows the key."""
+        # The first rule counts: a pattern before the exact one wins, as in a list that is searched from the top.
         place = self._exact.get(key, len(self.rules))
         place = min((at for at, pattern in self._wild if at < place and _matches(pattern, key)), default=place)
         return self.rules[place] if place < len(self.rules) else None
@@ -113,9 +114,10 @@ def spelled_out(pattern: str) -> list[str]:
 
 def _matches(pattern: str, key: str) -> bool:
     """`*` stands for one character or more."""
-    return key.startswith(pattern.partition("*")[0]) and _compiled(pattern).fullmatch(key) is not None
+    # The beginning first, since most patterns differ there and are then never compiled.
+    return key.startswith(pattern.partition("*")[0]) and _compile(pattern).fullmatch(key) is not None
 
 
 @cache
-def _compiled(pattern: str) -> re.Pattern[str]:
+def _compile(pattern: str) -> re.Pattern[str]:
     return re.compile(".+".join(map(re.escape, pattern.split("*"))))

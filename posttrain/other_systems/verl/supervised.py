@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from posttrain.other_systems.verl.rule import Rule, not_needed, not_supported, translated
 
-_FSDP = "FSDP2 is the engine; `engine=fsdp` says the same"
 _OTHER = "this engine is not built"
 
 SUPERVISED_RULES: tuple[Rule, ...] = (

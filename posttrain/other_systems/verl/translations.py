@@ -52,6 +52,7 @@ def _share(merged: Merged, key: str, entry: Entry) -> None:
     """Rows over all workers, divided by the workers."""
     if _empty(entry):
         return
+    # Read as text: types are given later, when all keys have been answered.
     workers = _number(merged, "trainer.n_gpus_per_node", 1) * _number(merged, "trainer.nnodes", 1)
     try:
         rows = max(1, int(float(str(entry.value)) // workers))
@@ -109,6 +110,7 @@ def _stored_dtype(merged: Merged, key: str, entry: Entry) -> None:
 
 
 def _contents(merged: Merged, key: str, entry: Entry) -> None:
+    # A list, but read as text: only this one entry of it has a counterpart.
     if "hf_model" in plain(entry.value):
         merged.put("trainer.export_hf", "all", entry)
 
@@ -120,6 +122,7 @@ def _one_checkpoint(merged: Merged, key: str, entry: Entry) -> None:
 
 def _critic(merged: Merged, key: str, entry: Entry) -> None:
     name = merged.value("algorithm.adv_estimator")
+    # The estimator decides; a script that says the same is right, and one that says otherwise expects another run.
     if _empty(entry) or (plain(entry.value) in ON) == (name in CRITIC_ESTIMATORS):
         return
     has = "has a critic" if name in CRITIC_ESTIMATORS else "has none"
@@ -134,6 +137,7 @@ def _bypass(merged: Merged, key: str, entry: Entry) -> None:
 def _lower(merged: Merged, key: str, entry: Entry) -> None:
     target = key.removesuffix("_lower")
     upper = merged.entries.get(target)
+    # `low_high` says both already.
     if _empty(entry) or (upper is not None and "_" in str(upper.value)):
         return
     if upper is None or plain(upper.value) in NOTHING:
@@ -204,6 +208,7 @@ def _megatron_offload(merged: Merged, key: str, entry: Entry) -> None:
 
 def _megatron_sizes(merged: Merged, key: str, entry: Entry) -> None:
     name = key.rpartition(".")[2].replace("_model_", "_")
+    # The dict may have been given whole or key by key, and may still be text.
     actors = merged.value(f"{_ACTOR}.megatron_config")
     wanted = plain(actors.get(name, 1) if isinstance(actors, dict) else 1)
     inside = merged.entries.get(f"{_ACTOR}.megatron_config.{name}")
@@ -227,6 +232,7 @@ def _supervised_sizes(merged: Merged, key: str, entry: Entry) -> None:
 def _same_engine(merged: Merged, key: str, entry: Entry) -> None:
     """Of the reference and the critic: the actor's engine, by any of its names."""
     actors, own = plain(merged.value(_STRATEGY)), plain(entry.value)
+    # All roles of a run share one engine, so that they plan the same passes.
     if own == actors or {own, actors} <= {"fsdp", "fsdp2"} or _empty(entry):
         return
     name = "fsdp2" if actors in ("fsdp", "fsdp2") else actors
@@ -244,6 +250,7 @@ def _user_turns(merged: Merged, key: str, entry: Entry) -> None:
     if _empty(entry) or plain(entry.value) == "0":  # 0 is no bound, as in verl
         return
     try:
+        # The model speaks before the first and after the last of them.
         turns = int(str(entry.value)) + 1
     except ValueError:
         _refuse(merged, entry, "it is no whole number", f"set {section}.{name}")
@@ -292,6 +299,7 @@ ON = ("true", "1", "yes", "on")
 
 def given(merged: Merged, key: str) -> str:
     """What the user said under a key, as plain text; empty if nothing."""
+    # Only what the user said: a default of ours must not decide what verl's script means.
     entry = merged.elsewhere.get(key) or merged.entries.get(key)
     return plain(entry.value) if entry is not None and entry.explicit else ""
 
@@ -347,6 +355,7 @@ def _greedy(merged: Merged) -> None:
     entry = merged.entries.get(f"{_VAL}.temperature")
     if entry is None or plain(entry.value) not in ("0", "0.0"):
         return
+    # A temperature of 0 cannot be divided by; engines take a switch for the likeliest token.
     del merged.entries[f"{_VAL}.temperature"]
     sample = merged.entries.get(f"{_VAL}.do_sample")
     if sample is not None and plain(sample.value) in ("true", "1"):

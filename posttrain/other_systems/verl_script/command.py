@@ -7,12 +7,12 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from posttrain.config.options import OptionParser
 from posttrain.config.truncated_command import lost_lines
 from posttrain.errors import UserError
 from posttrain.other_systems.verl_script.program import Call, find_calls
 from posttrain.other_systems.verl_script.report import ASSUMED, TREES, Report, as_text, examine, main_file
 from posttrain.other_systems.verl_script.shell import Script
+from posttrain.spelling import OptionParser
 
 _ALWAYS_SET = ("$HOME", "${HOME}", "$USER", "${USER}", "$PWD", "${PWD}")
 _VARIABLE = re.compile(r"\$\{?\w")
@@ -99,17 +99,17 @@ def remarks(call: Call, script: Script) -> list[str]:
 
 def plain_command(call: Call) -> str:
     """Generation and evaluation take verl's keys as they are."""
-    return _COMMANDS[call.program] + "".join(f" \\\n    {quoted(setting)}" for setting in call.settings)
+    return _COMMANDS[call.program] + "".join(f" \\\n    {quote_word(setting)}" for setting in call.settings)
 
 
 def command_of(report: Report) -> str:
     """The command for posttrain, refused keys and their reasons above it."""
     lines = [f"# left out, not supported: {one.setting} ({one.says})" for one in report.refused]
-    settings = "".join(f" \\\n    {quoted(setting)}" for setting in report.settings_here)
+    settings = "".join(f" \\\n    {quote_word(setting)}" for setting in report.settings_here)
     return "\n".join([*lines, f"{_COMMANDS[report.call.program]}{settings}"])
 
 
-def quoted(text: str) -> str:
+def quote_word(text: str) -> str:
     """A word for the shell in which `$NAME` is still read."""
     if "$" not in text:
         return shlex.quote(text)

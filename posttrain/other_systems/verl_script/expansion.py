@@ -51,6 +51,7 @@ class Variables:
         name, index, sign, word = match[2], match[3], match[4], match[5] or ""
         if index in ("[@]", "[*]"):
             return self.arrays.get(name, [])
+        # `-` is read as `:-`: an empty value counts as unset.
         present = bool(self.texts.get(name)) or name in self.arrays
         if sign and sign.endswith(("-", "=")):
             return self.named(name) if present else expand(word, self)
@@ -80,6 +81,7 @@ def reference(text: str, start: int, variables: Variables) -> tuple[str | list[s
         return _arithmetic(text[start + 3 : end - 2], variables), end
     if rest.startswith("$("):
         end = _closing(text, start + 1, "(", ")")
+        # Commands are never run. Where the script itself has a value for a failing one, that is taken.
         assumed = fallback(text[start:end])
         return variables.outside(text[start:end]) if assumed is None else assumed, end
     if rest.startswith("${"):
@@ -108,6 +110,7 @@ def _closing(text: str, start: int, opening: str, closing: str) -> int:
 
 
 def _arithmetic(expression: str, variables: Variables) -> str:
+    # Parsed and computed here, never evaluated by a shell: a script is only read.
     known = expand(expression, variables)
     try:
         return str(_value(ast.parse(known.strip(), mode="eval").body, variables.texts))

@@ -32,7 +32,7 @@ class Call:
     settings: list[str]
     # Hydra's options, and what is wrong with the arguments as they stand.
     line: CommandLine
-    # What torchrun was told, as settings.
+    # torchrun's options, as settings.
     launched: dict[str, str] = field(default_factory=dict)
     # References that the script itself does not answer: `$WORLD_SIZE`, `$(date)`.
     outside: list[str] = field(default_factory=list)
@@ -82,10 +82,10 @@ def _read(module: str, arguments: list[str], before: list[str]) -> Call:
     # A word that is only a variable from outside (`$EXTRA_ARGS`) may hold any number of arguments, or none.
     known = [word for word in arguments if not word.startswith("$") or "=" in word]
     line, settings = parse_options(known)
-    return Call(module, program, settings, line, _launched(before))
+    return Call(module, program, settings, line, _read_torchrun(before))
 
 
-def _launched(before: list[str]) -> dict[str, str]:
+def _read_torchrun(before: list[str]) -> dict[str, str]:
     """torchrun's numbers of processes and machines."""
     found: dict[str, str] = {}
     for place, word in enumerate(before):

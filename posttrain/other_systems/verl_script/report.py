@@ -1,4 +1,4 @@
-"""What is said about a command of verl: each key with its answer, counts, and what remains to be changed."""
+"""The report on a command of verl: each key with its answer, counts, and what remains to be changed."""
 
 from __future__ import annotations
 
@@ -85,6 +85,7 @@ def examine(
     given = [*call.settings, *overrides]
     keys = {setting.lstrip("+").partition("=")[0] for setting in given}
     of_file = [setting for setting, _ in as_ours(replace(call.line), folder) if setting.partition("=")[0] not in keys]
+    # The last value of a key counts, as on verl's command line.
     last = {setting.lstrip("+~").partition("=")[0]: setting for setting in [*of_file, *given]}
     opened = [setting for setting in last.values() if call.is_open(setting)]
     report.answers = [
@@ -95,6 +96,7 @@ def examine(
         report.added = _additions({one.key: one.setting.partition("=")[2] for one in report.answers})
     report.problems = [str(problem) for problem in [*call.line.problems, *([cut_short(lost)] if lost else [])]]
     try:
+        # What single keys do not show: settings that contradict each other, found by the checks of a real run.
         load_config(report.known_settings, tree=tree)
     except ConfigError as error:
         report.problems += [str(problem) for problem in error.problems]
@@ -125,6 +127,7 @@ def main_file(call: Call) -> str | None:
 
 
 def _additions(values: dict[str, str]) -> list[str]:
+    # Written out, because a script that relies on verl's defaults would learn something else here.
     added = [f"{key}={value}" for key, value in DEFAULTS.items() if key not in values]
     if values.get("algorithm.adv_estimator", "gae") == "gae" and "critic.loss_agg_mode" not in values:
         mode = values.get("actor_rollout_ref.actor.loss_agg_mode")
@@ -153,7 +156,6 @@ def as_text(report: Report, *, every: bool) -> str:
 
 
 UNKNOWN = "unknown"
-_ENGINE = "actor_rollout_ref.rollout.name"
 _READ_BY_ALGORITHMS = ("algorithm.", "actor_rollout_ref.actor.")
 _ADDED = (
     "a key added for an algorithm of your own; `python3 -m verl.trainer.main_ppo` of the package posttrain-verl hands "
@@ -190,11 +192,12 @@ class Answered(NamedTuple):
 def answer_all(settings: Iterable[str], tree: Tree) -> list[Answered]:
     """The answer to each `key=value`; the last value of a key counts."""
     last = {_pair(setting)[1]: _pair(setting) for setting in settings}
+    # All at once: what a key means can depend on others of the script.
     merged, pairs = Merged(tree.spellings), list(last.values())
     for _, key, value in pairs:
         merged.add(key, value, Source("script", 1))
     aside = apply_answers(merged)
-    return [_answered(setting, key, value, aside, tree.spellings) for setting, key, value in pairs]
+    return [_answer_one(setting, key, value, aside, tree.spellings) for setting, key, value in pairs]
 
 
 def _pair(setting: str) -> tuple[str, str, str]:
@@ -202,7 +205,7 @@ def _pair(setting: str) -> tuple[str, str, str]:
     return setting, key, value
 
 
-def _answered(setting: str, key: str, value: str, aside: dict[str, tuple[str, str]], names: Spellings) -> Answered:
+def _answer_one(setting: str, key: str, value: str, aside: dict[str, tuple[str, str]], names: Spellings) -> Answered:
     if key in aside:
         return Answered(setting, key, *aside[key])
     if key.startswith("hydra."):
@@ -215,11 +218,11 @@ def _answered(setting: str, key: str, value: str, aside: dict[str, tuple[str, st
     if found.key is None:
         return Answered(setting, key, UNKNOWN, names.nearest(key))
     engine = value.strip("\"'")
-    if found.key == _ENGINE and engine in PACKAGES and not is_installed(engine):
-        missing = f"{PACKAGES[engine]} is not installed here; install it, or set {_ENGINE}=native"
+    if found.key == ENGINE and engine in PACKAGES and not is_installed(engine):
+        missing = f"{PACKAGES[engine]} is not installed here; install it, or set {ENGINE}=native"
         return Answered(setting, key, NOT_SUPPORTED, missing)
-    if found.key == _ENGINE and engine not in ROLLOUT_ENGINES:
-        return Answered(setting, key, NOT_SUPPORTED, f"this engine is not built; set {_ENGINE}=native")
+    if found.key == ENGINE and engine not in ROLLOUT_ENGINES:
+        return Answered(setting, key, NOT_SUPPORTED, f"this engine is not built; set {ENGINE}=native")
     if found.key == key and names.leaf_of(key) is not None:
         return Answered(setting, key, HONOURED, "")
     return Answered(setting, key, TRANSLATED, f"`{found.key}`")

@@ -31,6 +31,7 @@ class Script:
     def __init__(self, text: str) -> None:
         self.variables = Variables()
         self.commands: list[list[str]] = []
+        # Continued lines are joined first, as a shell does; a file from Windows has a carriage return before each end.
         self._text = text.replace("\\\n", " ").replace("\r", "")
         self._place = 0
         self._blocks: list[Block] = []
@@ -92,6 +93,7 @@ class Script:
     def _assign(self, word: str) -> None:
         match = _ASSIGNMENT.match(word)
         assert match is not None
+        # In a branch that may count, only a name without a value is set: the script's own default wins over a guess.
         name, more, value = match[1], match[2], match[3]
         if not self._counts and (not self._may_count or name in self.variables.texts):
             return
@@ -129,6 +131,7 @@ class Script:
 
     def _redirection(self) -> None:
         """`> file`, `2>&1`, `<<EOF ... EOF`."""
+        # Texts behind `<<EOF` may hold commands for another program.
         here = re.compile(r"<<-?\s*['\"]?(\w+)['\"]?[^\n]*\n.*?^\s*\1\s*$", re.DOTALL | re.MULTILINE)
         match = here.match(self._text, self._place) or re.compile(r"[<>]+&?\s*\S+").match(self._text, self._place)
         self._place = match.end() if match else self._place + 1
@@ -139,6 +142,7 @@ class Script:
         quoted, start = False, self._place
         while self._place < len(self._text):
             char = self._text[self._place]
+            # `NAME=(`: an array may span lines, so that it is no word that ends at a blank.
             if char == "(" and _NAME.match(parts[-1]) and len(parts) == 1:
                 self._array(parts[0])
                 return
@@ -167,6 +171,7 @@ class Script:
                 self._place += 1
         if self._place < len(self._text) and self._text[self._place] in "<>" and parts[-1].isdigit():
             return  # the number of a redirected stream
+        # A quoted empty text is an argument; a quoted empty array is none.
         vanishes = _NO_WORDS.fullmatch(self._text, start, self._place) is not None and parts == [""]
         words += parts if quoted and not vanishes else [part for part in parts if part]
 
@@ -269,6 +274,7 @@ def holds(condition: str, variables: Variables) -> bool | None:
     parts = _split(condition.strip())
     value = _one(parts[0], variables)
     for sign, part in zip(parts[1::2], parts[2::2], strict=True):
+        # Three values: true, false and unknown (None). An unknown side does not matter if the other one decides.
         decides = sign == "||"  # what `value` must be so that the rest does not matter
         other = value if value is decides else _one(part, variables)
         value = other if value is (not decides) or other is decides else value
@@ -315,6 +321,7 @@ def _test(inside: str, variables: Variables) -> bool | None:
         words = [expand(word, variables) for word in shlex.split(inside)]
     except ValueError:
         return None
+    # A reference that is left comes from outside of the script, so that the condition is unknown.
     if any("$" in word or "`" in word for word in words):
         return None
     try:

@@ -23,7 +23,7 @@ def score(solution_str: str, ground_truth: Any, extra_info: Any = None) -> dict[
     if not labels:
         named = [truth for truth in truths if truth and contains_words(said, truth)]
         return {"score": float(bool(named)), "pred": named[0] if named else said[:100]}
-    named = _named(said, set(labels) | set(truths))
+    named = _find_labels(said, set(labels) | set(truths))
     return {"score": float(len(named) == 1 and named[0] in truths), "pred": named[0] if len(named) == 1 else ""}
 
 
@@ -39,7 +39,7 @@ def _labels(extra_info: Any) -> list[str]:
     return []
 
 
-def _named(said: str, labels: set[str]) -> list[str]:
+def _find_labels(said: str, labels: set[str]) -> list[str]:
     # Longest first, so that `not spam` is not also read as `spam`.
     named = []
     for label in sorted(labels, key=lambda label: (-len(label), label)):

@@ -64,12 +64,12 @@ def score(solution_str: str, ground_truth: Any, extra_info: Any = None) -> dict[
     else:
         program = extract_program(solution_str)
     if program is None:
-        return _scored(0, len(tests), "no program in the response", "")
+        return _make_score(0, len(tests), "no program in the response", "")
     passed, failure = _judge(program, tests)
-    return _scored(passed, len(tests), failure, f"{zlib.crc32(program.strip().encode(errors='replace')):08x}")
+    return _make_score(passed, len(tests), failure, f"{zlib.crc32(program.strip().encode(errors='replace')):08x}")
 
 
-def _scored(passed: int, count: int, failure: str, pred: str) -> dict[str, float | str]:
+def _make_score(passed: int, count: int, failure: str, pred: str) -> dict[str, float | str]:
     right = passed == count
     value = passed / count if _settings["partial_credit"] else float(right)
     return {"score": value, "acc": float(right), "tests_passed": passed / count, "failure": failure, "pred": pred}
@@ -131,7 +131,7 @@ def _refuse_unjudged(report: TestReport) -> None:
     # A test that no program could pass here must not give a score: it is an error, which the run counts and shows.
     for outcome in report.outcomes:
         if outcome.get("unjudged"):
-            raise _unjudged(str(outcome["error"]))
+            raise _unjudged_error(str(outcome["error"]))
         if outcome.get("passed") is False:
             return  # the program failed before that
 
@@ -145,10 +145,10 @@ def _refuse_missing_module(error: dict[str, Any], tests: Tests) -> None:
     used = any(re.search(rf"^\s*(?:import|from)\s+{module}\b", code, re.MULTILINE) for code in tests.codes)
     # Checked here, in the same environment: a program cannot claim that something is missing.
     if used and importlib.util.find_spec(module) is None:
-        raise _unjudged(f"the tests need {module}, which is not installed")
+        raise _unjudged_error(f"the tests need {module}, which is not installed")
 
 
-def _unjudged(why: str) -> RewardError:
+def _unjudged_error(why: str) -> RewardError:
     return RewardError(
         f"the tests of a coding task cannot be judged: {why}",
         "ground_truth of the data",

@@ -46,7 +46,7 @@ def score(solution_str: str, ground_truth: Any, extra_info: Any = None) -> dict[
         answer = _without_unit(REMARK.sub("", answer))
     same = same_without_algebra(answer, truth)
     if same is None:
-        same = _verified(answer, truth)
+        same = _verify(answer, truth)
     number = parse_number(answer)
     return {"score": float(same), "pred": str(number) if number is not None else normal_form(answer)}
 
@@ -129,7 +129,7 @@ def _elements(answer: str) -> list[str]:
     return [*parts, text[start:]]
 
 
-def _verified(answer: str, truth: str) -> bool:
+def _verify(answer: str, truth: str) -> bool:
     parse, verify = _math_verify()
     # math-verify limits itself with SIGALRM, which needs the main thread; elsewhere the pool's deadline applies.
     seconds: Any = _SECONDS if threading.current_thread() is threading.main_thread() else None

@@ -8,7 +8,7 @@ if the decoder supports it (`rounds.py`); rows with an identical prefix share on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 
 import numpy as np
 import torch
@@ -81,6 +81,15 @@ class NativeEngine(RolloutEngine):
 
     def running_tokens(self) -> int:
         return int(self.slots.count[self.slots.active].sum())
+
+    def so_far(self, ids: Collection[Hashable]) -> list[Output]:
+        slots = self.slots
+        running = [(slot, slots.requests[slot]) for slot in slots.active.tolist()]
+        return [
+            Output(request.id, slots.written(slot), slots.log_probs[slot, : slots.count[slot]].tolist(), "")
+            for slot, request in running
+            if request is not None and request.id in ids
+        ]
 
     @property
     def response_tokens(self) -> int:

@@ -97,7 +97,7 @@ def _load_reward(stack: ExitStack, config: PPOConfig, function: Any) -> tuple[Re
         config.custom_reward_function,
         functions=config.reward.functions,
         function=function,
-        told={"code": code_settings(config.reward), "timeout_s": config.reward.timeout_s},
+        spec_fields={"code": code_settings(config.reward), "timeout_s": config.reward.timeout_s},
         kept=loaded_by,
     )
     return spec, loaded_by

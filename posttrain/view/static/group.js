@@ -78,13 +78,13 @@ function card(one, query, colouring, inspector) {
   const facts = [["advantage", one.advantage], ["tokens", one.length], ["mismatch", one.mismatch], ["ended by", one.finish_reason], ["seed", one.seed], ["policy", one.policy_versions]];
   const parts = Object.entries(one.parts);
   const element = h("article", {class: "card", "data-sample": one.sample, "aria-label": `Response ${one.sample}`},
-    h("header", {}, h("b", {class: "score"}, short(one.score)), h("button", {class: "link", "data-tip": "The address of this response", onclick: () => go({run: query.run, step: query.step, uid: query.uid, sample: one.sample})}, `response ${one.sample}`), one.finish_reason === "length" && h("span", {class: "mark"}, "cut off"), one.error && h("span", {class: "mark bad"}, "reward failed")),
+    h("header", {}, h("b", {class: "score"}, short(one.score)), h("button", {class: "link", "data-tip": "The address of this response", onclick: () => go({run: query.run, step: query.step, uid: query.uid, sample: one.sample})}, `response ${one.sample}`), one.parent !== null && one.parent !== undefined && h("span", {class: "soft", "data-tip": `It shares its first ${one.fork} tokens with branch ${one.parent}`}, `branch ${one.branch} of ${one.parent}`), one.finish_reason === "length" && h("span", {class: "mark"}, "cut off"), one.error && h("span", {class: "mark bad"}, "reward failed")),
     parts.length > 0 && h("dl", {class: "facts parts"}, parts.map(([name, value]) => [h("dt", {}, name), h("dd", {dir: "auto"}, typeof value === "number" ? short(value) : value === null ? "–" : typeof value === "object" ? JSON.stringify(value) : String(value))])),
     one.error && h("pre", {class: "problem", tabindex: 0, role: "region", "aria-label": "error of the reward"}, one.error),
     body,
     h("dl", {class: "facts soft"}, facts.filter(([, value]) => value !== null && value !== undefined).map(([name, value]) => [h("dt", {}, name), h("dd", {}, typeof value === "number" ? short(value) : value)])));
   if (colouring === "none") put(body, readable(one.response || ""));
-  else whenSeen(element, () => drawTokens(body, {...query, sample: one.sample}, colouring, (facts) => put(inspector, facts)).catch((error) => put(body, h("p", {class: "problem"}, error.message), readable(one.response || ""))));
+  else whenSeen(element, () => drawTokens(body, {...query, sample: one.sample, ...(one.branch === null || one.branch === undefined ? {} : {branch: one.branch})}, colouring, (facts) => put(inspector, facts)).catch((error) => put(body, h("p", {class: "problem"}, error.message), readable(one.response || ""))));
   return element;
 }
 

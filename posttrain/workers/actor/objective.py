@@ -61,7 +61,8 @@ def importance_weights(
     mask, rollout = batch["response_mask"], sampled_from(batch)
     made = importance(log_prob, rollout, mask, correction)
     assert made is not None
-    rows = micro.meta_info["rows"]  # a sequence has one context: the rows of a sample are weighted one by one
+    # A sequence has one context, so that the rows of a sample are weighted one by one.
+    rows = batch["row_count"][0] if "row_count" in batch else micro.meta_info["counts"]["total_rows"]
     share = batch["mean_weights"].double() if made.ratio.shape == mask.shape else made.counted.double() / rows
     measures.add("rollout_is/mean", (share * made.ratio).sum())
     measures.most("rollout_is/max", keep_masked(made.ratio, made.counted).max())
@@ -73,7 +74,7 @@ def importance_weights(
 
 
 def _mismatch(
-    log_ratio: torch.Tensor, mask: torch.Tensor, mean_weights: torch.Tensor, rows: int, measures: Measures
+    log_ratio: torch.Tensor, mask: torch.Tensor, mean_weights: torch.Tensor, rows: Any, measures: Measures
 ) -> None:
     limited = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     measures.add("mismatch/kl", -(mean_weights * log_ratio).sum(), steps="first")
@@ -118,14 +119,15 @@ class ActorObjective:
             "mean_weights": aggregation_weights(mask_BR, "token-mean"),
             **weights,
         }
+        if sample_B is not None:
+            tensors["row_count"] = mask_counts(mask_BR)[1].expand(len(mini)).clone()
         prepared = prepare_policy_loss(self.config.policy_loss.loss_mode, mini, self.config)
         for name, value in list(prepared.items()):
             if isinstance(value, torch.Tensor) and value.ndim > 0 and len(value) == len(mini):
                 tensors[f"{PREPARED}{name}"] = prepared.pop(name)
         tokens, samples = mask_counts(mask_BR, sample_B)
         counts = {"total_tokens": int(tokens), "total_rows": int(samples), "loss_scale_factor": self.loss_scale_factor}
-        rows = int(mask_counts(mask_BR)[1])
-        known = {"prepared": prepared, "measured": facts, "counts": counts, "rows": rows}
+        known = {"prepared": prepared, "measured": facts, "counts": counts}
         mini = mini.union(DataProto.from_dict(tensors=tensors, meta_info=known))
         self.begin(mini)
         return mini

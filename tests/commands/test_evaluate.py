@@ -18,7 +18,7 @@ from posttrain.rewards.try_command import read_rows
 from posttrain.trainer import main_eval
 from posttrain.trainer.main_generation import cli as entry
 
-REWARD = Path(__file__).parent / "light_rewards.py"
+REWARD = Path(__file__).parents[1] / "trainer" / "light_rewards.py"
 EVEN = ["--reward-func", str(REWARD), "--reward-name", "even_share", "reward.num_workers=1"]
 
 

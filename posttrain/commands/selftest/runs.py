@@ -1,0 +1,196 @@
+"""Whole runs of GRPO over the ranks, as a user starts them: they train, resume bit-for-bit, and end if a rank dies."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from posttrain import cores
+from posttrain.commands.selftest.world import Wrong
+
+REWARD = """
+def score(data_source, solution_str, ground_truth, extra_info=None):
+    return sum(map(ord, solution_str)) % 7 / 6
+"""
+STEPS, SAVED = 4, 2
+TIMES = ("time", "timing", "perf/")  # metrics that a clock decides
+END_S = 90.0
+"""For a run to end after one of its ranks was killed, and for its processes to be gone."""
+
+
+class Runs:
+    """Commands of one tiny model and one file of sums; everything is written below `folder`."""
+
+    def __init__(self, folder: Path, ranks: int, gpus: int, limit: float) -> None:
+        self.folder, self.limit = folder, limit
+        self.workers = gpus or max(1, min(ranks, cores.usable()))
+        self.device = "cuda" if gpus else "cpu"
+
+    def command(self, name: str, **more: Any) -> list[str]:
+        given = {
+            "algorithm.adv_estimator": "grpo",
+            "actor_rollout_ref.model.path": self.folder / "model",
+            "actor_rollout_ref.model.dtype": "float32",
+            "actor_rollout_ref.rollout.n": 4,
+            "actor_rollout_ref.rollout.kv_cache_gb": 0.05,
+            "actor_rollout_ref.actor.optim.lr": 1e-3,
+            "actor_rollout_ref.actor.ppo_mini_batch_size": 8,
+            "custom_reward_function.path": self.folder / "reward.py",
+            "custom_reward_function.name": "score",
+            "data.train_files": self.folder / "data" / "train.json",
+            "data.train_batch_size": 8,
+            "data.max_prompt_length": 32,
+            "data.max_response_length": 8,
+            "trainer.device": self.device,
+            "trainer.n_gpus_per_node": self.workers,
+            "trainer.deterministic": True,
+            "trainer.default_local_dir": self.folder / "runs",
+            "trainer.project_name": "selftest",
+            "trainer.experiment_name": name,
+            "trainer.export_hf": "none",
+            "trainer.total_training_steps": STEPS,
+            "trainer.save_freq": SAVED,
+            "reward.num_workers": 1,
+            **more,
+        }
+        return [sys.executable, "-m", "posttrain.trainer.main_ppo", *(f"{key}={value}" for key, value in given.items())]
+
+    def prepare(self) -> None:
+        from posttrain.data.recipes.arithmetic import arithmetic_rows, write_files
+
+        (self.folder / "reward.py").write_text(REWARD)
+        write_files(self.folder / "data", arithmetic_rows(max_operand=10))
+
+    def run(self, name: str, **more: Any) -> list[dict[str, Any]]:
+        """The metrics of each step of a run that must end well."""
+        log = self.folder / f"{name}.log"
+        with log.open("w") as written:
+            ended = subprocess.run(
+                self.command(name, **more), stdout=written, stderr=subprocess.STDOUT, timeout=self.limit, check=False
+            )
+        if ended.returncode:
+            last = log.read_text(errors="replace").strip().splitlines()[-3:]
+            raise Wrong(f"the run ended with status {ended.returncode}: {' / '.join(last)[:600]}")
+        return self.metrics(name)
+
+    def metrics(self, name: str) -> list[dict[str, Any]]:
+        path = self.folder / "runs" / "selftest" / name / "metrics.jsonl"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [{key: value for key, value in json.loads(line).items() if not key.startswith(TIMES)} for line in lines]
+
+
+def train(runs: Runs) -> list[str]:
+    runs.prepare()
+    metrics = runs.run("whole")
+    if [line["step"] for line in metrics] != list(range(1, STEPS + 1)):
+        raise Wrong(f"the run logged the steps {[line['step'] for line in metrics]}")
+    if not all(line["actor/grad_norm"] > 0 for line in metrics):
+        raise Wrong("a step has no gradient")
+    return [f"{STEPS} steps of GRPO on {runs.workers} worker(s), probe {max(_probes(metrics)):.1e}"]
+
+
+def _probes(metrics: list[dict[str, Any]]) -> list[float]:
+    return [line.get("sync/probe_max", 0.0) for line in metrics]
+
+
+def resume(runs: Runs) -> list[str]:
+    """Continue from the checkpoint in the middle of `train`'s run: the later steps are the same, bit-for-bit."""
+    saved = runs.folder / "runs" / "selftest" / "whole" / "checkpoints" / f"global_step_{SAVED}"
+    if not saved.exists():
+        raise Wrong("there is no checkpoint to continue from: `run` failed, or was not asked for")
+    again = runs.run("resumed", **{"trainer.resume_mode": "resume_path", "trainer.resume_from_path": saved})
+    later = {line["step"]: line for line in again}
+    for line in runs.metrics("whole")[SAVED:]:
+        other = later.get(line["step"])
+        if other is None:
+            raise Wrong(f"the resumed run has no step {line['step']}")
+        if apart := [key for key in line if key in other and line[key] != other[key]]:
+            values = f"{apart[0]} is {line[apart[0]]} and {other[apart[0]]}"
+            raise Wrong(f"step {line['step']} after a resume is not bitwise the same: {values}")
+    return [f"steps {SAVED + 1} to {STEPS} are bitwise those of the run that went on"]
+
+
+def kill(runs: Runs) -> list[str]:
+    """A rank that is killed ends the run with an error, and leaves no process."""
+    log = runs.folder / "killed.log"
+    with log.open("w") as written:
+        program = subprocess.Popen(
+            runs.command("killed", **{"trainer.total_training_steps": 100000, "trainer.save_freq": -1}),
+            stdout=written,
+            stderr=subprocess.STDOUT,
+        )
+    try:
+        _wait(lambda: len(runs.metrics("killed")) >= 1 or program.poll() is not None, runs.limit, "for a first step")
+        family = descendants(program.pid)
+        ranks = [pid for pid in family if b"RankHost" in _words(pid)]
+        if not ranks:
+            raise Wrong("the run has no processes of ranks")
+        os.kill(ranks[-1], signal.SIGKILL)
+        begun = time.monotonic()
+        _wait(lambda: program.poll() is not None, END_S, "for the run to end after a rank was killed")
+        took = time.monotonic() - begun
+        if program.returncode == 0:
+            raise Wrong("a run whose rank was killed ended with status 0")
+        _wait(lambda: not any(_words(pid) for pid in family), END_S, "for the run's processes to be gone")
+    finally:
+        if program.poll() is None:
+            for pid in (*descendants(program.pid), program.pid):
+                _kill(pid)
+    return [f"the run ended {took:.1f} s after one of {len(ranks)} rank(s) was killed, and left no process"]
+
+
+def _wait(done: Callable[[], bool], limit: float, what: str) -> None:
+    until = time.monotonic() + limit
+    while not done():
+        if time.monotonic() > until:
+            raise Wrong(f"waited {limit:.0f} s {what}")
+        time.sleep(0.1)
+
+
+def descendants(parent: int) -> list[int]:
+    """Processes below this one, oldest first."""
+    found, parents = [], {parent}
+    for pid in sorted(int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()):
+        try:
+            above = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        except (OSError, IndexError, ValueError):
+            continue
+        if above in parents:
+            found.append(pid)
+            parents.add(pid)
+    return found
+
+
+def _words(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
+def _kill(pid: int) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
+def why_not(workers: int) -> str | None:
+    """Why whole runs cannot be tried here; None where they can."""
+    if workers > 1 and importlib.util.find_spec("ray") is None:
+        return 'ray is not installed (pip install "posttrain[ray]")'
+    return None
+
+
+RUNS: dict[str, tuple[str, Callable[[Runs], list[str]]]] = {
+    "run": ("a whole run of GRPO over the workers", train),
+    "resumed run": ("a run that is continued from its checkpoint is bitwise the same", resume),
+    "killed rank": ("a rank that dies ends the run, and leaves no process", kill),
+}

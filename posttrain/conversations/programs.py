@@ -1,0 +1,327 @@
+"""Programs as agents: each sample has a base URL, behind which a program of the user's speaks to the policy.
+
+The trainer starts the program for every sample (`agent.program="python agent.py"`), with the address in the variables
+that the `openai` and `anthropic` clients read, or waits for programs that run elsewhere (`agent.program=outside`). A
+program is one more agent of the conversation loop: `lead` ends when the program has, and its requests become turns of
+the conversation. What a program does wrong costs its own sample.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+import secrets
+import tempfile
+from collections import deque
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+
+from posttrain.conversations.chat import Chat, ChatFull
+from posttrain.conversations.conversation import ChatError
+from posttrain.conversations.ledger import Ledger
+from posttrain.conversations.program_process import Program, find_command
+from posttrain.conversations.serving.app import Channel, make_app
+from posttrain.conversations.serving.model import Prompt, ServedModel
+from posttrain.conversations.serving.requests import Answer, ApiError, ContextFull, ModelRequest
+from posttrain.conversations.serving.retries import Retries
+from posttrain.conversations.settings import AGENT_KEY as KEY
+from posttrain.conversations.settings import AgentSettings
+from posttrain.conversations.tools.loop_thread import LoopThread
+from posttrain.errors import UserError
+from posttrain.rollout.base import Output, Sampling
+
+KEY_VARIABLE = "POSTTRAIN_API_KEY"
+_START_S = 30.0
+_LONGEST_VARIABLE = 100_000  # bytes; Linux starts no program with a longer one
+
+
+class ProgramFailed(Exception):
+    """A program that ended with an error; the message is for its author."""
+
+
+@dataclass(eq=False)
+class Session:
+    """One sample: its conversation, its ledger, and what its program has posted."""
+
+    id: str
+    key: str
+    chat: Chat
+    task: dict[str, Any]
+    loop: asyncio.AbstractEventLoop
+    ledger: Ledger
+    retries: Retries = field(default_factory=lambda: Retries(aborts=False))
+    reward: float | None = None
+    over: asyncio.Event = field(default_factory=asyncio.Event)
+    claimed: asyncio.Event = field(default_factory=asyncio.Event)
+    is_claimed: bool = False
+
+    async def sample(
+        self, prompt: Prompt, sampling: Sampling, seed: int | None, on_progress: Callable[[Output], None] | None
+    ) -> Output:
+        """A turn of the conversation, asked for in the event loop of its agent. The run decides how it is sampled."""
+        wanted = self.chat.generate_behind(prompt.ids, max_tokens=sampling.max_tokens, stop=sampling.stop)
+        try:
+            return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(wanted, self.loop))
+        except (ChatFull, ChatError) as error:
+            limits = self.chat.limits
+            raise ContextFull(len(prompt.ids), limits.prompt + limits.response) from error
+
+
+class Programs:
+    """The server of a run, and the programs that it starts. A context manager; `lead` is the agent."""
+
+    def __init__(self, settings: AgentSettings, model: ServedModel, say: Callable[[str], None]) -> None:
+        assert settings.program is not None
+        self.settings, self.model, self._say = settings, model, say
+        self.outside = settings.program == "outside"
+        self.run_key = os.environ.get(KEY_VARIABLE) or None
+        if self.outside and self.run_key is None:
+            raise UserError(
+                f"{KEY}.program=outside: programs elsewhere need a key to ask for samples with.\n"
+                f"  to do:  set the environment variable {KEY_VARIABLE} for the run and for the programs"
+            )
+        self.command = None if self.outside else find_command(settings)
+        self._sessions: dict[str, Session] = {}
+        self._slots = Slots(settings.max_programs)
+        self._thread = LoopThread("programs")
+        self.url = ""
+        self.counts = {"requests": 0, "changed": 0, "repeated": 0}
+        self._told: set[str] = set()
+
+    def __enter__(self) -> Programs:
+        self.url = self._thread.start(self._listen()).result(_START_S)
+        if self.outside:
+            self._say(f"Programs ask for samples at {self.url}/s/next, with the key of {KEY_VARIABLE}.")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with suppress(Exception):
+            self._thread.start(self._runner.cleanup()).result(_START_S)
+        self._thread.stop()
+
+    async def _listen(self) -> str:
+        routes = [
+            ("POST", "/reward", self._take_reward),
+            ("GET", "/task", self._give_task),
+            ("POST", "/end", self._end),
+            ("POST", "", self._give_next),
+        ]
+        app = make_app(self.model, self, routes)
+        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.5)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, self.settings.host, self.settings.port, backlog=4096)
+        try:
+            await site.start()
+        except OSError as error:
+            address = f"{KEY}.host={self.settings.host}, {KEY}.port={self.settings.port}"
+            raise UserError(
+                f"{address}: the server of the programs cannot listen there: {error.strerror or error}.\n"
+                f"  to do:  leave {KEY}.port out: any free port is taken"
+            ) from None
+        host, port = self._runner.addresses[0][:2]
+        return f"http://{host}:{port}"
+
+    # -- the agent ------------------------------------------------------------------------------------------------
+    async def lead(self, chat: Chat, row: dict[str, Any]) -> float | None:
+        """Leads a conversation until its program has ended; gives its reward, or None for the reward function."""
+        if self.outside:
+            return await self._wait_for_program(self._open(chat, row))
+        await chat.pause(self._slots.take())
+        session = self._open(chat, row)
+        try:
+            await self._run_program(session)
+            return session.reward
+        finally:
+            self._close(session)
+            self._slots.give_back()
+
+    async def _wait_for_program(self, session: Session) -> float | None:
+        """Until a program elsewhere has posted a reward, or has said that it ended."""
+        try:
+            await session.chat.pause(session.claimed.wait())
+            await session.over.wait()
+            return session.reward
+        finally:
+            self._close(session)
+
+    def _open(self, chat: Chat, row: dict[str, Any]) -> Session:
+        task = json.loads(json.dumps({**row, "messages": chat.messages}, default=_plain))
+        key = (self.run_key if self.outside else None) or secrets.token_urlsafe(24)
+        id, loop = secrets.token_urlsafe(12), asyncio.get_running_loop()
+        session = self._sessions[id] = Session(id, key, chat, task, loop, Ledger(self.model))
+        return session
+
+    def _close(self, session: Session) -> None:
+        self._sessions.pop(session.id, None)
+        for turn in session.ledger.unused():
+            session.chat.drop_turn(turn.ids)
+        ledger = session.ledger
+        self.counts["requests"] += ledger.continued + ledger.opened
+        self.counts["changed"] += ledger.changed
+        self.counts["repeated"] += session.retries.repeated
+        session.chat.facts.update(
+            requests=ledger.continued + ledger.opened, changed=ledger.changed, repeated=session.retries.repeated
+        )
+
+    async def _run_program(self, session: Session) -> None:
+        assert self.command is not None
+        with tempfile.TemporaryDirectory(prefix="posttrain-program-") as folder:
+            reward_file = Path(folder) / "reward"
+            variables = self._variables(session, reward_file)
+            output = Path(folder) / "output"
+            async with Program(self.command, variables, output, memory_gb=self.settings.memory_gb) as program:
+                status = await program.wait()
+            if reward_file.is_file():
+                session.reward = _read_reward(reward_file)
+            if status:
+                raise ProgramFailed(f"it ended with {describe_status(status)}{program.last_words()}")
+
+    def _variables(self, session: Session, reward_file: Path) -> dict[str, str]:
+        base, task = f"{self.url}/s/{session.id}", json.dumps(session.task, ensure_ascii=False)
+        given = {
+            "OPENAI_BASE_URL": f"{base}/v1",
+            "OPENAI_API_KEY": session.key,
+            "ANTHROPIC_BASE_URL": base,
+            "ANTHROPIC_API_KEY": session.key,
+            "OPENAI_AGENTS_DISABLE_TRACING": "1",
+            "POSTTRAIN_SESSION_URL": base,
+            KEY_VARIABLE: session.key,
+            "POSTTRAIN_REWARD_FILE": str(reward_file),
+        }
+        if len(task.encode()) < _LONGEST_VARIABLE:
+            given["POSTTRAIN_TASK"] = task
+        return given
+
+    # -- requests, in the server's thread -------------------------------------------------------------------------
+    def key(self, session: str | None) -> str | None:
+        if session is None or session == "next":
+            return self.run_key or secrets.token_urlsafe()
+        return self._session(session).key
+
+    def channel(self, session: str | None, request: ModelRequest) -> Channel:
+        found = self._session(session)
+        for name in request.overrides().keys() - self._told:
+            self._told.add(name)
+            self._say(f"note: programs set `{name}`; the run's own settings decide how it samples.")
+        return Channel(found, found.ledger)
+
+    async def once(
+        self, session: str | None, key: tuple[bool, Any], make: Callable[[], Coroutine[Any, Any, Answer]]
+    ) -> Answer:
+        found = self._session(session)
+        answer = await found.retries.once(*key, make)
+        found.ledger.deliver(answer)
+        return answer
+
+    def _session(self, id: str | None) -> Session:
+        found = self._sessions.get(id or "")
+        if found is None:  # 404, never 409: clients retry that
+            raise ApiError("This session has ended, or never was." if id else "Requests need a session.", status=404)
+        return found
+
+    async def _take_reward(self, id: str, body: Any) -> dict[str, Any]:
+        self._session(id).reward = parse_reward(body)
+        if self.outside:
+            await self._end(id, {})
+        return {"ok": True}
+
+    async def _give_task(self, id: str, body: Any) -> dict[str, Any]:
+        return self._session(id).task
+
+    async def _end(self, id: str, body: Any) -> dict[str, Any]:
+        session = self._session(id)
+        session.loop.call_soon_threadsafe(session.over.set)
+        return {"ok": True}
+
+    async def _give_next(self, id: str, body: Any) -> dict[str, Any]:
+        """A sample that no program has yet, for programs that run elsewhere."""
+        if id != "next" or not self.outside:
+            raise ApiError(f"There is no POST /s/{id} here.", status=404)
+        for session in self._sessions.values():
+            if not session.is_claimed:
+                session.is_claimed = True
+                session.loop.call_soon_threadsafe(session.claimed.set)
+                base = f"{self.url}/s/{session.id}"
+                return {"id": session.id, "base_url": f"{base}/v1", "task": session.task}
+        return {"id": None}
+
+    @property
+    def waiting(self) -> int:
+        """Conversations that no program leads yet: others must end first, or none has asked for them."""
+        if self.outside:
+            return sum(not session.is_claimed for session in list(self._sessions.values()))
+        return self._slots.waiting
+
+    def troubles(self) -> list[str]:
+        """What the user should know at the end of a run."""
+        counts = self.counts
+        if not counts["changed"]:
+            return []
+        return [
+            f"programs: {counts['changed']} of {counts['requests']} requests had changed an earlier turn of the model; "
+            "each began a further row of its sample"
+        ]
+
+
+class Slots:
+    """Room for so many programs at once. Whoever waits is counted as waiting until the moment in which a place is free,
+    so that turns in rounds (`loop.py`) depend on no clock."""
+
+    def __init__(self, most: int) -> None:
+        self.free, self._queue = most, deque[asyncio.Future[None]]()
+
+    @property
+    def waiting(self) -> int:
+        return len(self._queue)
+
+    async def take(self) -> None:
+        if self.free:
+            self.free -= 1
+            return
+        place = asyncio.get_running_loop().create_future()
+        self._queue.append(place)
+        try:
+            await place
+        except asyncio.CancelledError:
+            if place in self._queue:
+                self._queue.remove(place)
+            else:
+                self.give_back()
+            raise
+
+    def give_back(self) -> None:
+        if self._queue:
+            self._queue.popleft().set_result(None)
+        else:
+            self.free += 1
+
+
+def parse_reward(body: Any) -> float:
+    """The number of `0.5` or `{"reward": 0.5}`; ApiError otherwise."""
+    value = body.get("reward") if isinstance(body, dict) else body
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ApiError('A reward is a finite number: {"reward": 0.5}.', param="reward")
+    return float(value)
+
+
+def _read_reward(path: Path) -> float:
+    try:
+        return parse_reward(json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, ApiError, OSError, RecursionError):
+        raise ProgramFailed("POSTTRAIN_REWARD_FILE has no finite number in it") from None
+
+
+def describe_status(status: int) -> str:
+    return f"signal {-status}" if status < 0 else f"status {status}"
+
+
+def _plain(value: Any) -> Any:
+    """Values of a row that JSON has no form for: arrays of numbers become lists."""
+    return value.tolist() if hasattr(value, "tolist") else str(value)

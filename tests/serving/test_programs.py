@@ -1,0 +1,267 @@
+"""Programs that lead conversations by their base URL: each costs its own sample at most."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("aiohttp")
+from posttrain.commands.generation.loop import Requests
+from posttrain.config.root import PPOConfig
+from posttrain.conversations.opening import open_conversations
+from posttrain.errors import UserError
+from posttrain.rollout.base import Sampling
+from tests.serving.scripted_server import END, ScriptedEngine
+from tests.tools.call_templates import tokenizer_of
+
+HEADER = """
+import json, os, sys, time, urllib.request
+task = json.loads(os.environ["POSTTRAIN_TASK"])
+
+def post(path, body, base=os.environ["OPENAI_BASE_URL"], **headers):
+    headers["Authorization"] = "Bearer " + os.environ["OPENAI_API_KEY"]
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    return json.load(urllib.request.urlopen(urllib.request.Request(base + path, data, headers)))
+
+def ask(messages, **more):
+    body = {"model": "gpt-9", "messages": messages, **more}
+    return post("/chat/completions", body)["choices"][0]["message"]
+
+def give(reward):
+    open(os.environ["POSTTRAIN_REWARD_FILE"], "w").write(json.dumps(reward))
+"""
+TWO_TURNS = """
+messages = task["messages"]
+messages += [ask(messages), {"role": "user", "content": "again"}]
+messages += [ask(messages)]
+give(float(messages[-1]["content"] == "2"))
+"""
+
+
+def script(text: str, seed: int) -> str:
+    return f"{text.count('<|im_start|>assistant')}{END}"
+
+
+@contextmanager
+def conversations(folder, code: str, count: int = 1, **settings):
+    """The whole conversations of a program: (responses, records, engine, what the user was told)."""
+    file, said = folder / "agent.py", []
+    file.write_text(HEADER + code)
+    config, tokenizer = PPOConfig(), tokenizer_of("Qwen2.5")
+    settings = {"program": f"{sys.executable} {file}", "timeout_s": 30.0, **settings}
+    config.actor_rollout_ref.rollout.agent = settings
+    config.data.max_prompt_length, config.data.max_response_length = 200, 300
+    engine = ScriptedEngine(tokenizer, script)
+    sampling = Sampling(max_tokens=300, stop_token_ids=(tokenizer.convert_tokens_to_ids(END),))
+    with open_conversations(config, tokenizer, torch.device("cpu"), said.append) as loop:
+        assert loop is not None
+        requests = Requests(engine, sampling, loop)
+        prompt = [{"role": "user", "content": "hello"}]
+        ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
+        for number in range(count):
+            row = {"raw_prompt": prompt, "data_source": "d", "ground_truth": "2", "extra_info": {}, "index": number}
+            requests.submit((number, 0), list(ids), number, row)
+        whole = []
+        while requests.has_work():
+            whole += requests.advance()
+        yield sorted(whole, key=lambda one: one.id), [loop.records[n, 0] for n in range(count)], engine, said
+
+
+def test_the_turns_of_a_program_are_one_row_of_the_very_tokens_that_were_sampled(tmp_path):
+    with conversations(tmp_path, TWO_TURNS, count=3) as (whole, records, engine, _):
+        for output, record in zip(whole, records, strict=True):
+            (row,) = record.rows
+            assert record.score == 1.0 and record.error is None and record.turns == 2
+            sampled = [id for id, own in zip(output.token_ids, output.written, strict=True) if own]
+            end = engine.tokenizer.convert_tokens_to_ids(END)
+            assert sampled == [16, end, 17, end]
+            own = [request for request in engine.seen if request.id[0] == record.key[0]]
+            assert list(own[1].prompt_ids) == row.ids[: len(own[1].prompt_ids)] and own[1].parent == own[0].id
+            assert record.facts["requests"] == 2 and record.facts["changed"] == 0
+
+
+def test_sub_agents_and_compaction_are_rows_of_one_sample(tmp_path):
+    code = """
+messages = task["messages"]
+messages.append(ask(messages))
+ask([{"role": "system", "content": "You are another."}, {"role": "user", "content": "help"}])
+ask([{"role": "user", "content": "In short: hello"}])
+give(0.5)
+"""
+    with conversations(tmp_path, code) as (_, (record,), _, _):
+        assert len(record.rows) == 3 and record.score == 0.5
+        assert sum(sum(row.mask) for row in record.rows) == 6  # three turns of two tokens: each is trained once
+
+
+def test_candidates_that_were_not_taken_are_not_trained(tmp_path):
+    code = """
+body = {"model": "m", "messages": task["messages"], "n": 3}
+taken = post("/chat/completions", body)["choices"][2]["message"]
+ask([*task["messages"], taken, {"role": "user", "content": "more"}])
+"""
+    with conversations(tmp_path, code) as (_, (record,), engine, _):
+        # All three say the same, so that the first is the one that is continued.
+        assert len(engine.seen) == 4 and sum(sum(row.mask) for row in record.rows) == 4
+
+
+def test_a_reward_may_be_posted_and_else_it_is_the_reward_functions(tmp_path):
+    code = "ask(task['messages']); post('/reward', {'reward': 0.25}, base=os.environ['POSTTRAIN_SESSION_URL'])"
+    with conversations(tmp_path, code) as (_, (record,), _, _):
+        assert record.score == 0.25
+    with conversations(tmp_path, "ask(task['messages'])") as (_, (record,), _, _):
+        assert record.score is None and record.error is None
+
+
+@pytest.mark.parametrize(
+    "code, why",
+    [
+        ("ask(task['messages']); sys.exit(3)", "status 3"),
+        ("ask(task['messages']); raise ValueError('no such thing')", "no such thing"),
+        ("ask(task['messages']); os.kill(os.getpid(), 9)", "signal 9"),
+        ("ask(task['messages']); give('much')", "no finite number"),
+        ("ask(task['messages']); time.sleep(60)", "longer than 1 seconds"),
+        ("post('/chat/completions', b'{]')", "HTTP Error 400"),
+        ("", "before the model had said anything"),
+    ],
+)
+def test_a_program_that_fails_costs_its_own_sample(tmp_path, code, why):
+    well = TWO_TURNS.strip().replace("\n", "\n    ")
+    program = f"if task['index'] == 1:\n    {code or 'pass'}\nelse:\n    {well}\n"
+    timeout = {"timeout_s": 1.0} if "sleep" in code else {}
+    with conversations(tmp_path, program, count=3, **timeout) as (_, records, _, _):
+        assert why in records[1].error
+        assert [record.score for record in (records[0], records[2])] == [1.0, 1.0]
+
+
+def test_a_program_ends_with_all_that_it_started(tmp_path):
+    pid = tmp_path / "pid"
+    code = f"""
+import subprocess
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+open({str(pid)!r}, "w").write(str(child.pid))
+ask(task["messages"])
+"""
+    with conversations(tmp_path, code) as (_, (record,), _, _):
+        assert record.error is None
+    state, end = Path("/proc", pid.read_text(), "stat"), time.monotonic() + 20
+    while state.exists() and state.read_text().split()[2] != "Z":  # a killed process takes a moment to end
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_more_samples_than_programs_at_once_take_turns(tmp_path):
+    alive = tmp_path / "alive"
+    alive.mkdir()
+    code = f"""
+mine = os.path.join({str(alive)!r}, str(os.getpid()))
+open(mine, "w").close()
+others = len(os.listdir({str(alive)!r}))
+ask(task["messages"])
+os.remove(mine)
+give(others)
+"""
+    with conversations(tmp_path, code, count=5, max_programs=2, timeout_s=20.0) as (_, records, _, _):
+        assert [record.error for record in records] == [None] * 5
+        assert max(record.score for record in records) <= 2
+
+
+def test_a_program_has_no_more_memory_than_it_may(tmp_path):
+    code = "ask(task['messages']); x = bytearray(3 * 2**30); give(1)"
+    with conversations(tmp_path, code, memory_gb=1.0) as (_, (record,), _, _):
+        assert "MemoryError" in record.error
+
+
+def test_a_key_of_another_session_is_rejected(tmp_path):
+    code = "os.environ['OPENAI_API_KEY'] = 'other'; ask(task['messages'])"
+    with conversations(tmp_path, code) as (_, (record,), engine, _):
+        assert "401" in record.error and not engine.seen
+
+
+def test_what_a_program_sets_of_sampling_is_said_once_and_the_runs_own_holds(tmp_path):
+    with conversations(tmp_path, "ask(task['messages'], temperature=0.1, max_tokens=1)") as (_, _, engine, said):
+        assert engine.seen[0].sampling.temperature == 1.0 and engine.seen[0].sampling.max_tokens == 1
+        assert sum("programs set `temperature`" in one for one in said) == 1
+
+
+def test_a_retry_joins_and_adds_no_row(tmp_path):
+    code = """
+body = {"model": "m", "messages": task["messages"]}
+one = post("/chat/completions", body)
+two = post("/chat/completions", body, **{"x-stainless-retry-count": "1"})
+give(float(one["id"] == two["id"]))
+"""
+    with conversations(tmp_path, code) as (_, (record,), engine, _):
+        assert record.score == 1.0 and len(engine.seen) == 1 and record.facts["repeated"] == 1
+
+
+def test_a_context_that_is_too_long_is_a_400_of_the_api(tmp_path):
+    code = """
+import urllib.error
+try:
+    ask([{"role": "user", "content": "x" * 600}])
+except urllib.error.HTTPError as error:
+    give(float(error.code == 400 and json.load(error)["error"]["code"] == "context_length_exceeded"))
+ask(task["messages"])
+"""
+    with conversations(tmp_path, code) as (_, (record,), _, _):
+        assert record.score == 1.0
+
+
+def test_programs_elsewhere_claim_samples_with_the_runs_key(tmp_path, monkeypatch):
+    with pytest.raises(UserError, match="POSTTRAIN_API_KEY"), conversations(tmp_path, "", program="outside"):
+        pass
+    monkeypatch.setenv("POSTTRAIN_API_KEY", "secret")
+    worker = """
+import json, sys, time, urllib.request
+
+def post(url, body, key):
+    headers = {"Authorization": "Bearer " + key}
+    return json.load(urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers)))
+
+done = 0
+while done < 2:
+    found = post(sys.argv[1] + "/s/next", {}, "secret")
+    if found["id"] is None:
+        time.sleep(0.02)
+        continue
+    done += 1
+    post(found["base_url"] + "/chat/completions", {"messages": found["task"]["messages"]}, "secret")
+    post(sys.argv[1] + "/s/" + found["id"] + "/reward", {"reward": 0.75}, "secret")
+"""
+    (tmp_path / "worker.py").write_text(worker)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    started = subprocess.Popen(
+        [sys.executable, "-c", f"import time; time.sleep(1); exec(open({str(tmp_path / 'worker.py')!r}).read())",
+         f"http://127.0.0.1:{port}"]
+    )  # fmt: skip
+    try:
+        with conversations(tmp_path, "", count=2, program="outside", port=port) as (_, records, _, _):
+            assert [record.score for record in records] == [0.75, 0.75]
+    finally:
+        started.kill()
+        started.wait()
+
+
+@pytest.mark.parametrize("program, why", [("nosuchprogram x", "no program"), ("python nosuch.py", "no file nosuch.py")])
+def test_a_program_that_is_not_there_is_an_error_before_the_run(tmp_path, program, why):
+    with pytest.raises(UserError, match=why), conversations(tmp_path, "", program=program):
+        pass
+
+
+def test_the_interpreter_of_a_program_may_be_another(tmp_path):
+    code = "ask(task['messages']); give(float('marked' in os.environ.get('MARK', '')))"
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nMARK=marked exec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    program = f"python {tmp_path / 'agent.py'}"
+    with conversations(tmp_path, code, program=program, python=str(python)) as (_, (record,), _, _):
+        assert record.score == 1.0
