@@ -72,6 +72,8 @@ RENAMED: dict[str, str] = {
     f"{_ROLLOUT}.max_new_tokens": "data.max_response_length",
     f"{_ROLLOUT}.max_turns": f"{_ROLLOUT}.multi_turn.max_assistant_turns",
     f"{_ROLLOUT}.tools": f"{_ROLLOUT}.multi_turn.tools",
+    **dict.fromkeys(("environment", f"{_ROLLOUT}.environment"), f"{_ROLLOUT}.agent.path"),
+    "tools": f"{_ROLLOUT}.multi_turn.tools",
     f"{_ROLLOUT}.tensor_parallel_size": f"{_ROLLOUT}.tensor_model_parallel_size",
     "critic.learning_rate": "critic.optim.lr",
     "reward_model.micro_batch_size": "reward_model.micro_batch_size_per_gpu",

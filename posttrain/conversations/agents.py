@@ -5,13 +5,16 @@ An agent is `async def lead(chat, row)`: it leads one conversation, and returns 
 
 from __future__ import annotations
 
+import importlib
 import inspect
 from collections.abc import Callable, Coroutine, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from posttrain.conversations.chat import Chat
 from posttrain.conversations.environments import is_environment, play
+from posttrain.conversations.openenv import PREFIX, OpenEnv, check_server
 from posttrain.conversations.settings import AGENT_KEY as KEY
 from posttrain.conversations.settings import BUILT_IN, PROGRAM, AgentSettings, TurnSettings
 from posttrain.conversations.tools.lookup import find_named, is_place, listed_in
@@ -31,10 +34,14 @@ def register_agent(name: str) -> Callable[[Made], Made]:
 
 @dataclass(frozen=True)
 class Agent:
-    """What leads a conversation. One that is `inline` awaits nothing but its chat (`runner.py`)."""
+    """What leads a conversation. One that is `inline` awaits nothing but its chat (`runner.py`); one that is `isolated`
+    runs in a worker process (`processes.py`)."""
 
     lead: Callable[[Chat, dict[str, Any]], Coroutine[Any, Any, Any]]
     inline: bool = False
+    isolated: bool = True
+    imports: str = ""
+    """A module that its worker processes have imported before they start."""
 
 
 class Agents:
@@ -47,6 +54,13 @@ class Agents:
         self._made: dict[str, Agent] = {}
         if settings.enable and settings.default:
             self.agent(settings.default)
+
+    def import_modules(self) -> None:
+        """Imports what the agents need, in the process that their worker processes are forked from."""
+        for agent in self._made.values():
+            if agent.imports:
+                with suppress(Exception):  # said by the conversation that needs it
+                    importlib.import_module(agent.imports)
 
     def __call__(self, row: Mapping[str, Any]) -> Agent:
         built_in = "tool_agent" if self.turns.enable else "single_turn_agent"
@@ -75,9 +89,9 @@ class Agents:
             return make_agent(AGENTS[name], name, config, self.context)
         if name == PROGRAM and self.settings.program:
             # The programs' server is opened behind this (`opening.py`).
-            return Agent(lambda chat, row: self.context["programs"].lead(chat, row))
+            return Agent(lambda chat, row: self.context["programs"].lead(chat, row), isolated=False)
         if name == "single_turn_agent":
-            return Agent(_one_turn)
+            return Agent(_one_turn, isolated=False)
         if name == "tool_agent":
             if self.turns.enable:
                 return tool_agent(self.turns.max_assistant_turns)
@@ -85,6 +99,8 @@ class Agents:
                 "the agent tool_agent answers the model's tool calls, and the run has no tools.\n"
                 "  to do:  set rollout.multi_turn.enable=True and name them: rollout.tools=[...]"
             )
+        if name.startswith(PREFIX):
+            return make_agent(OpenEnv, name, {"url": check_server(name), **config}, self.context)
         if is_place(name):
             return make_agent(_find(name), name, config, self.context)
         known = [*self.listed, *AGENTS, *BUILT_IN]
@@ -125,11 +141,12 @@ def name_of(row: Mapping[str, Any]) -> str | None:
 
 def make_agent(source: Any, name: str, config: Mapping[str, Any], context: Mapping[str, Any]) -> Agent:
     """The agent of a function, of a class with `run`, or of an environment; `config` goes to the keywords of each."""
+    isolated = bool(getattr(source, "isolated", True))
     if is_environment(source):
-        return Agent(play(source, name, config))
+        return Agent(play(source, name, config), isolated=isolated, imports=getattr(source, "imports", ""))
     try:
         if hasattr(source, "as_agent"):  # verl's classes are made anew for each conversation
-            return Agent(source.as_agent(context, **config))
+            return Agent(source.as_agent(context, **config), isolated=isolated)
         if inspect.isclass(source):
             source, config = source(**config), {}
     except UserError:
@@ -150,7 +167,7 @@ def make_agent(source: Any, name: str, config: Mapping[str, Any], context: Mappi
             f"the agent {name} is called as `agent(chat, row{called})`, and does not take that: {error}.\n"
             f"  to do:  write it as `async def NAME(chat, row, *, SETTING=...)`; {KEY}.config has the settings"
         ) from None
-    return Agent(lambda chat, row: function(chat, row, **config))
+    return Agent(lambda chat, row: function(chat, row, **config), isolated=isolated)
 
 
 def _find(name: str) -> Any:

@@ -90,6 +90,15 @@ class Chat:
         self._turn = asyncio.Lock()
 
     @property
+    def conversation(self) -> Conversation:
+        return self._conversation
+
+    def adopt(self, conversation: Conversation) -> None:
+        """Takes over a conversation that was continued in another process."""
+        self._conversation.adopt(conversation)
+        self.facts = conversation.facts
+
+    @property
     def prompt_ids(self) -> list[int]:
         return list(self._branch.prompt_ids)
 

@@ -170,6 +170,23 @@ class Conversation:
             }
         )
 
+    def adopt(self, other: Conversation) -> None:
+        """Takes over what the agent's process made of this conversation."""
+        vars(self).update({name: value for name, value in vars(other).items() if name != "rank"})
+
+    def begin_request(self, branch: Branch) -> int:
+        """Counts a request for a turn in this branch; gives its number."""
+        branch.last_request, self.requests = self.requests, self.requests + 1
+        return branch.last_request
+
+    def end_request(self, branch: Branch, prompt_ids: Sequence[int], output: Output, *, kept: bool) -> None:
+        """Records the turn that a request brought."""
+        branch.cached_ids = [*prompt_ids, *output.token_ids]
+        if kept:
+            self.add_sampled(output, branch=branch)
+        else:
+            self.samples.append((prompt_ids, output))
+
     def compose(self, limits: Limits, prompt_ids: Sequence[int], ids: Sequence[int], mask: Sequence[int]) -> None:
         """Makes a row from tokens that an agent put together itself; every further call makes another one. Tokens with
         mask 1 must be among `samples`, in order, and keep their log-probs; those of an earlier row are not trained

@@ -12,13 +12,15 @@ class Guess:
         return "Wrong, try again.", float(right), right
 
 An observation is a text (a message of the user), a message, a list of messages, or a list of token ids, which the model
-reads as they are. The response's score is the sum of the rewards.
+reads as they are. The response's score is the sum of the rewards. Classes in Gymnasium's form work too: `reset(*, seed,
+options)` gives (observation, info), and `step` five values; `options` is the row.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 from posttrain.conversations.chat import Chat
@@ -29,8 +31,13 @@ from posttrain.errors import UserError
 
 Message = Mapping[str, Any]
 Observation = str | Message | Sequence[Message] | Sequence[int] | None
-Step = tuple[Observation, float, bool] | tuple[Observation, float, bool, Mapping[str, Any]]
-"""(observation, reward, whether it is over), and facts for reward functions and samples if there are any."""
+Step = (
+    tuple[Observation, float, bool]
+    | tuple[Observation, float, bool, Mapping[str, Any]]
+    | tuple[Observation, float, bool, bool, Mapping[str, Any]]
+)
+"""(observation, reward, whether it is over), and facts for reward functions and samples if there are any. Or as in
+Gymnasium: (observation, reward, terminated, truncated, facts)."""
 
 
 Lead = Callable[[Chat, dict[str, Any]], Coroutine[Any, Any, Any]]
@@ -67,21 +74,29 @@ def play(kind: type, name: str, config: Mapping[str, Any]) -> Lead:
     threads = Threads()
 
     async def call(method: Callable[..., Any], *args: Any) -> Any:
-        made = method(*args) if inspect.iscoroutinefunction(method) else await threads.run(method, *args)
+        is_async = inspect.iscoroutinefunction(getattr(method, "func", method))
+        made = method(*args) if is_async else await threads.run(method, *args)
         return await made if inspect.isawaitable(made) else made
 
     async def lead(chat: Chat, row: dict[str, Any]) -> float:
         environment = await call(lambda: kind(**config))
         try:
-            _start(chat, await call(environment.reset, row, chat.seed))
+            observation = await call(_bind_reset(environment.reset, row, chat.seed))
+            if isinstance(observation, tuple) and len(observation) == 2 and isinstance(observation[1], Mapping):
+                observation, facts = observation  # as in Gymnasium
+                chat.facts.update(facts)
+            _start(chat, observation)
             total, done = 0.0, False
             while not done and not chat.over:
                 text = await chat.say()
                 assert chat.last is not None
                 ids = getattr(environment, "takes_token_ids", False)
-                observation, reward, done, *facts = await call(environment.step, chat.last.token_ids if ids else text)
+                observation, reward, done, *rest = await call(environment.step, chat.last.token_ids if ids else text)
+                if rest and not isinstance(rest[0], Mapping):  # as in Gymnasium: terminated, truncated
+                    truncated = rest.pop(0)
+                    done = bool(done or truncated)
                 total += float(reward)
-                chat.facts.update(*facts)
+                chat.facts.update(*rest)
                 if not done:
                     _tell(chat, observation)
             return total
@@ -90,6 +105,16 @@ def play(kind: type, name: str, config: Mapping[str, Any]) -> Lead:
                 await call(environment.close)
 
     return lead
+
+
+def _bind_reset(reset: Callable[..., Any], row: dict[str, Any], seed: int) -> Callable[[], Any]:
+    """`reset(row, seed)`, or `reset(seed=..., options=row)` where its parameters are named as in Gymnasium."""
+    named = inspect.signature(reset).parameters
+    first = next(iter(named.values()), None)
+    if first is None or (first.name != "seed" and first.kind is not first.KEYWORD_ONLY):
+        return partial(reset, row, seed)
+    given = {"seed": seed, "options": row}
+    return partial(reset, **{name: value for name, value in given.items() if name in named})
 
 
 def _start(chat: Chat, observation: Observation) -> None:

@@ -18,7 +18,8 @@ from typing import Any
 from posttrain.conversations.agents import Agents
 from posttrain.conversations.chat import Chat, Generate, Setup
 from posttrain.conversations.conversation import Conversation, Key, TurnRequest
-from posttrain.conversations.runner import Ended, Event, Runner
+from posttrain.conversations.outcome import Ended, Event
+from posttrain.conversations.runner import Runner
 from posttrain.rollout.base import Output
 from posttrain.rollout.sampling import combine_seeds
 
@@ -63,10 +64,10 @@ class ConversationLoop:
         ask = self.runner.ask(key, inline=agent.inline)
         chat = self._chats[key] = Chat(conversation, own.get("raw_prompt") or (), self.setup, ask)
         self.runner.tools.open(key, tool_arguments(row.get("extra_info")))
-        first = self.runner.start(key, lambda: agent.lead(chat, own), inline=agent.inline)
+        first = self.runner.start(key, agent, chat, own)
         if isinstance(first, Generate) and not first.stop:
-            self._generating[key], conversation.requests = first, 1
-            conversation.main.last_request = 0
+            self._generating[key] = first
+            conversation.begin_request(conversation.main)
             return True
         if first is not None:
             self._events[key] = first
@@ -80,11 +81,7 @@ class ConversationLoop:
             request, conversation = self._generating.pop(key), self._open[key]
             conversation.rank = rank
             branch = conversation.branches[request.branch]
-            branch.cached_ids = [*request.prompt_ids, *output.token_ids]
-            if request.kept:
-                conversation.add_sampled(output, branch=branch)
-            else:
-                conversation.samples.append((request.prompt_ids, output))
+            conversation.end_request(branch, request.prompt_ids, output, kept=request.kept)
             # An agent may have failed while the model generated: then its end is here already.
             event = self._events.pop(key, None) or self.runner.give(key, output)
             if isinstance(event, Ended):
@@ -128,10 +125,8 @@ class ConversationLoop:
 
     def _request(self, key: Key, wanted: Generate) -> TurnRequest:
         conversation = self._open[key]
-        number, self._generating[key] = conversation.requests, wanted
-        branch = conversation.branches[wanted.branch]
-        after, branch.last_request = branch.last_request, number
-        conversation.requests += 1
+        branch, self._generating[key] = conversation.branches[wanted.branch], wanted
+        after, number = branch.last_request, conversation.begin_request(branch)
         # Every turn draws with a seed of its own: with the prompt's, turns of equal length would draw alike.
         seed = combine_seeds(conversation.seed, number) if number else conversation.seed
         fresh = wanted.prompt_ids[: len(branch.cached_ids)] != branch.cached_ids

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -16,6 +17,7 @@ from posttrain.conversations.conversation import Limits
 from posttrain.conversations.format_proof import FALLBACK, choose_format, find_format
 from posttrain.conversations.formats.base import FORMATS
 from posttrain.conversations.loop import ConversationLoop
+from posttrain.conversations.processes import AgentProcesses
 from posttrain.conversations.runner import Runner
 from posttrain.conversations.serving import require_aiohttp
 from posttrain.conversations.serving.model import ServedModel
@@ -45,30 +47,32 @@ def open_conversations(
     for tool in tools.values():
         if note := getattr(tool, "note", None):
             say(f"note: {note}")
+    template = MessageTemplate(tokenizer, data.apply_chat_template_kwargs)
+    schemas = [tool.schema for tool in tools.values()]
+    call_format = FALLBACK
+    if tools:
+        call_format, note = choose_format(template, turns.format)
+        template.check_tools(schemas)
+        if note:
+            say(note)
+        limit = f"up to {turns.max_assistant_turns}" if turns.max_assistant_turns else "any number of"
+        say(f"Tools: {', '.join(tools)}; a response has {limit} turns.")
+    limits = Limits(data.max_prompt_length, data.max_response_length)
+    in_rounds = device.type == "cpu" or config.trainer.deterministic
     answers = {"max_chars": turns.max_tool_response_length, "side": turns.tool_response_truncate_side}
-    with (
-        ToolRunner(tools, timeout_s=turns.tool_timeout_s, **answers) as tool_runner,
-        Runner(tool_runner, agents.timeout_s) as runner,
-        ExitStack() as opened,
-    ):
-        template = MessageTemplate(tokenizer, data.apply_chat_template_kwargs)
-        schemas = [tool.schema for tool in tools.values()]
-        call_format = FALLBACK
-        if tools:
-            call_format, note = choose_format(template, turns.format)
-            template.check_tools(schemas)
-            if note:
-                say(note)
-            limit = f"up to {turns.max_assistant_turns}" if turns.max_assistant_turns else "any number of"
-            say(f"Tools: {', '.join(tools)}; a response has {limit} turns.")
-        limits = Limits(data.max_prompt_length, data.max_response_length)
+    with ExitStack() as opened:
         if agents.program:
             call_format = _open_programs(opened, context, agents, template, turns.format, limits, say)
         elif agents.enable:
             say(f"Agent: {agents.default or 'by the rows (agent_name)'}; it leads each conversation.")
         turns = replace(turns, format=call_format)  # `auto` is known now
-        in_rounds = device.type == "cpu" or config.trainer.deterministic
-        yield ConversationLoop(by_row, runner, Setup(template, limits, turns, schemas), in_rounds=in_rounds)
+        setup, processes = Setup(template, limits, turns, schemas), None
+        if agents.enable and not agents.program and hasattr(os, "fork"):
+            # Forked before tools and agents have threads. Programs are processes anyway.
+            processes = AgentProcesses(by_row, setup, timeout_s=agents.timeout_s, most=agents.processes)
+        tool_runner = opened.enter_context(ToolRunner(tools, timeout_s=turns.tool_timeout_s, **answers))
+        runner = opened.enter_context(Runner(tool_runner, agents.timeout_s, processes))
+        yield ConversationLoop(by_row, runner, setup, in_rounds=in_rounds)
         programs = context.get("programs")
         for words in (*tool_runner.counts.troubles(), *(programs.troubles() if programs else ())):
             say(f"  ! {words}")

@@ -4,9 +4,11 @@
     runner.give(key, output)     the model's turn, for its agent
     runner.poll(), wait()        what agents did since: turns that they want of the model, conversations that ended
 
-Agents of users run in one event loop, in a thread of its own, and may await anything. Whatever one does, its
-conversation ends: an agent that raises, or that takes longer than its limit between two turns, has failed. The time of
-the model or of a tool does not count, because tools have deadlines of their own. An agent that blocks the event loop
+Agents of users run in worker processes (`processes.py`). Whatever one does, its conversation ends: an agent that
+raises, or that takes longer than its limit between two turns, has failed. The time of the model or of a tool does not
+count, because tools have deadlines of their own.
+
+An agent with `isolated = False` runs in an event loop of the trainer, in a thread of its own. If it blocks that loop it
 fails with the others in it, since nothing can interrupt it; later conversations get a fresh loop.
 
 The built-in tool agent awaits nothing but its conversation, so it is `inline`: the caller's thread steps it. It reacts
@@ -24,31 +26,21 @@ from collections.abc import Awaitable, Callable, Coroutine, Generator, Hashable
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from posttrain.conversations.chat import Ask, ChatFull, Generate, Pause
-from posttrain.conversations.tools.answers import describe_error
+from posttrain.conversations.agents import Agent
+from posttrain.conversations.chat import Ask, Chat, ChatFull, Generate, Pause
+from posttrain.conversations.conversation import Conversation
+from posttrain.conversations.outcome import Ended, Event, describe_late, run_to_end
+from posttrain.conversations.processes import AgentProcesses
 from posttrain.conversations.tools.base import ToolAnswer, ToolCall
 from posttrain.conversations.tools.loop_thread import LoopThread
 from posttrain.conversations.tools.runner import ToolRunner
 from posttrain.rollout.base import Output
-from posttrain.texts import well_formed
 
 _CHECK_S, _REACT_S = 0.1, 0.5
 _QUEUED, _RUNNING, _CALLING, _GENERATING, _ENDED = "queued", "running", "calling", "generating", "ended"
 BLOCKED = "another conversation blocks the event loop: an agent awaits what takes time (`await asyncio.to_thread(...)`)"
-
-
-@dataclass(frozen=True)
-class Ended:
-    """How a conversation ended: what the agent returned, or why it failed."""
-
-    value: Any = None
-    error: str | None = None
-
-
-Event = Generate | Ended
 
 
 @dataclass(eq=False)
@@ -68,10 +60,15 @@ class _Work:
 class Runner:
     """Runs agents; a context manager. No agent can end or hang it."""
 
-    def __init__(self, tools: ToolRunner, timeout_s: float) -> None:
-        self.tools, self.timeout_s = tools, timeout_s
-        # What happened in other threads: events of agents, and tool answers for inline ones.
-        self._news = queue.SimpleQueue[tuple[Hashable, Event | Future[list[ToolAnswer]]]]()
+    def __init__(self, tools: ToolRunner, timeout_s: float, processes: AgentProcesses | None = None) -> None:
+        self.tools, self.timeout_s, self._processes = tools, timeout_s, processes
+        # What happened in other threads: events of agents, with their conversation where it is in a worker process, and
+        # tool answers for inline ones.
+        self._news = queue.SimpleQueue[tuple[Hashable, Event | Future[list[ToolAnswer]], Conversation | None]]()
+        if processes is not None:
+            processes.connect(tools, lambda *news: self._news.put(news))
+        # Conversations in worker processes, and whether their agents are at work.
+        self._remote: dict[Hashable, tuple[Chat, bool]] = {}
         self._inline: dict[Hashable, Coroutine[Any, Any, Any]] = {}
         # Tool calls of inline agents that are under way.
         self._calls = 0
@@ -86,15 +83,19 @@ class Runner:
         """How the agent of a conversation asks for a turn of the model, or for tool calls."""
         return _yield if inline else lambda wanted: self._ask(key, wanted)
 
-    def start(self, key: Hashable, lead: Callable[[], Coroutine[Any, Any, Any]], *, inline: bool) -> Event | None:
-        """Starts the agent's coroutine; gives what it wants first, if it is inline."""
-        if inline:
-            self._inline[key] = lead()
+    def start(self, key: Hashable, agent: Agent, chat: Chat, row: dict[str, Any]) -> Event | None:
+        """Starts the agent; gives what it wants first, if it is inline."""
+        if agent.inline:
+            self._inline[key] = agent.lead(chat, row)
             return self._step(key, None)
+        if agent.isolated and self._processes is not None:
+            self._remote[key] = chat, True
+            self._processes.start(key, row, chat.conversation)
+            return None
         with self._lock:
             work = self._work[key] = _Work(key, self._lane)
             self._moved = time.monotonic()
-        self._lane.start(self._run(work, lead))
+        self._lane.start(self._run(work, lambda: agent.lead(chat, row)))
         return None
 
     def give(self, key: Hashable, output: Output) -> Event | None:
@@ -102,6 +103,10 @@ class Runner:
         An agent that has ended meanwhile does not get the turn."""
         if key in self._inline:
             return self._step(key, output)
+        if key in self._remote:
+            self._remote[key] = self._remote[key][0], True
+            self._processes.give(key, output)  # pyright: ignore (there are processes)
+            return None
         work = self._work.get(key)
         if work is None or work.turn is None:
             return None
@@ -128,6 +133,7 @@ class Runner:
             with self._lock:
                 # Nothing comes from an agent that waits for the model before it is given its turn.
                 working = any(work.state in (_QUEUED, _RUNNING, _CALLING) for work in self._work.values())
+            working = working or any(is_at_work for _, is_at_work in self._remote.values())
             if not working and not self._calls and self._news.empty():
                 break
             with suppress(queue.Empty):
@@ -137,7 +143,13 @@ class Runner:
         return found
 
     def _take(self, found: dict[Hashable, Event], timeout_s: float = 0.0) -> None:
-        key, event = self._news.get(timeout=timeout_s)
+        key, event, conversation = self._news.get(timeout=timeout_s)
+        if key in self._remote:
+            chat, _ = self._remote.pop(key)
+            if conversation is not None:
+                chat.adopt(conversation)
+            if isinstance(event, Generate):
+                self._remote[key] = chat, False
         if isinstance(event, Future):
             self._calls -= 1
             event = self._step(key, event.result())
@@ -146,6 +158,8 @@ class Runner:
 
     def close(self) -> None:
         """Agents that are still at work are cancelled; those that hang are left alone."""
+        if self._processes is not None:
+            self._processes.close()
         self._lane.stop()
         for coroutine in self._inline.values():
             coroutine.close()
@@ -167,23 +181,14 @@ class Runner:
         if isinstance(wanted, Generate):
             return wanted
         self._calls += 1
-        self.tools.answer(key, wanted).add_done_callback(lambda answers: self._news.put((key, answers)))
+        self.tools.answer(key, wanted).add_done_callback(lambda answers: self._news.put((key, answers, None)))
         return None
 
     # -- other agents, in the event loop --------------------------------------------------------------------------
     async def _run(self, work: _Work, lead: Callable[[], Awaitable[Any]]) -> None:
         work.task = asyncio.current_task()
         self._set_running(work)
-        try:
-            ended = Ended(await lead())
-        except ChatFull:
-            ended = Ended()
-        except asyncio.CancelledError:
-            ended = Ended(error="it was cancelled")
-        except Exception as error:
-            ended = Ended(error=well_formed(f"{describe_error(error)}{_place(error)}"))
-        except BaseException as error:  # exit() in an agent ends its conversation, not the run
-            ended = Ended(error=f"it raised {type(error).__name__}")
+        ended = await run_to_end(lead())
         self._report(work, _ENDED, ended)
 
     async def _ask(self, key: Hashable, wanted: Generate | list[ToolCall] | Pause) -> Any:
@@ -214,7 +219,7 @@ class Runner:
             if state == _ENDED:
                 del self._work[work.key]
         if event is not None:
-            self._news.put((work.key, event))
+            self._news.put((work.key, event, None))
 
     # -- deadlines ------------------------------------------------------------------------------------------------
     def _check_deadlines(self) -> None:
@@ -227,8 +232,7 @@ class Runner:
             # agent's own time, such as a callback, blocks it.
             stuck = bool(queued) and not late and now - self._moved > self.timeout_s
         for work in late:
-            limit = f"{self.timeout_s:g} seconds between two turns (agent.timeout_s)"
-            self._report(work, _ENDED, Ended(error=f"it took longer than {limit}"))
+            self._report(work, _ENDED, Ended(error=describe_late(self.timeout_s)))
             if work.task is not None:
                 _call_in(work.lane, work.task.cancel)
         for lane in {work.lane for work in late}:
@@ -268,17 +272,3 @@ def _is_blocked_by(late: list[_Work]) -> bool:
         return False
     current = asyncio.current_task(lane.loop)
     return any(work.task is current for work in late)
-
-
-_LIBRARIES = (str(Path(__file__).parents[1]), str(Path(asyncio.__file__).parent.parent))
-
-
-def _place(error: BaseException) -> str:
-    """Where an error was raised, by file and line: the last place that is not in a library."""
-    found, trace = "", error.__traceback__
-    while trace is not None:
-        file = trace.tb_frame.f_code.co_filename
-        if not file.startswith(_LIBRARIES) and "site-packages" not in file:
-            found = f" ({Path(file).name}, line {trace.tb_lineno})"
-        trace = trace.tb_next
-    return found

@@ -59,6 +59,8 @@ class AgentSettings:
     """What it takes behind its `*`, by name."""
     timeout_s: float = setting(60.0, range=POSITIVE)
     """Seconds that it may take between two turns of the model; a conversation that takes longer has failed."""
+    processes: int = setting(32, range=ONE_OR_MORE)
+    """Worker processes that agents run in; where there are more conversations, several share one."""
     default_agent_loop: str | None = None
     """A registered name, as verl has it: of the rows that name none in their column `agent_name`."""
     agent_loop_config_path: str | None = None
@@ -137,6 +139,6 @@ def _check_agent(checked: Checked) -> Iterator[Finding]:
         yield f"{AGENT_KEY}: {', '.join(of_programs)} have no effect: {AGENT_KEY}.program is not set."
     if settings.program and "config" in given:
         yield f"{AGENT_KEY}.config has no effect: a program has its arguments in {AGENT_KEY}.program."
-    idle = [name for name in given if name in ("config", "timeout_s")]
+    idle = [name for name in given if name in ("config", "timeout_s", "processes")]
     if idle and not settings.enable:
         yield f"{AGENT_KEY}: {', '.join(idle)} have no effect: no agent is named ({AGENT_KEY}=FILE.py:NAME)."

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import datetime
 import gzip
+import importlib.util
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,6 +18,7 @@ from typing import Any, Generic, TypeVar
 from posttrain.config.data import HELD_OUT
 from posttrain.config.problem import Problem
 from posttrain.config.resolved import Resolved
+from posttrain.data.reasoning_gym import REASONING_GYM, read_rows
 from posttrain.errors import UserError
 from posttrain.texts import well_formed
 
@@ -96,27 +98,37 @@ class RowTable:
             self.number_of.append(number)
 
 
-def resolve_files(files: Any, setting: str = "data.train_files") -> list[Path]:
-    """Return the paths of one or several files, `~` and `$HOME` expanded; one error names all that are missing."""
+def resolve_files(files: Any, setting: str = "data.train_files") -> list[Path | str]:
+    """Return the paths of one or several files, `~` and `$HOME` expanded; one error names all that are missing. Names
+    such as `reasoning_gym:TASK` stay as they are."""
     if isinstance(files, str | os.PathLike):
         files = [files]
     if not files or "" in files:
         raise DataError(f"{setting} names no file; give one path or a list of paths ({', '.join(READABLE)}).")
-    paths = [Path(os.path.expandvars(os.path.expanduser(os.fspath(name)))) for name in files]
+    paths = [name if _is_named(name) else _expand(name) for name in files]
     # All problems at once: fixing paths one by one takes a start of the run each.
-    problems = [problem for path in paths if (problem := _path_problem(path))]
+    problems = [problem for path in paths if isinstance(path, Path) and (problem := _path_problem(path))]
     if problems:
         raise DataError(f"{setting}: " + " ".join(problems))
     return paths
+
+
+def _is_named(name: Any) -> bool:
+    return str(name).startswith(REASONING_GYM)
+
+
+def _expand(name: Any) -> Path:
+    return Path(os.path.expandvars(os.path.expanduser(os.fspath(name))))
 
 
 def load_rows(files: Any, *, limit: int = -1, setting: str = "data.train_files") -> RowTable:
     """Read the rows of all files in order, at most `limit` (-1: all); no rows at all is an error."""
     if (ready := _read_tables.pop(_identity(files, limit), None)) is not None:
         return ready
-    table = RowTable()
+    table, most = RowTable(), None if limit < 0 else limit
     for path in resolve_files(files, setting):
-        table.add(str(path), _read(path), None if limit < 0 else limit)
+        name = str(path)
+        table.add(name, read_rows(name, setting, most) if name.startswith(REASONING_GYM) else _read(Path(path)), most)
     if not table.rows:
         raise DataError(f"{setting}: there are no rows in {', '.join(table.files)}.")
     return table
@@ -138,7 +150,10 @@ def _identity(files: Any, limit: int) -> tuple[Any, ...]:
     names = [files] if isinstance(files, str | os.PathLike) else list(files or [])
     found: list[Any] = [limit]
     for name in names:
-        path = Path(os.path.expandvars(os.path.expanduser(os.fspath(name))))
+        if _is_named(name):
+            found.append(str(name))
+            continue
+        path = _expand(name)
         try:
             stat = path.stat()
         except OSError:
@@ -374,6 +389,11 @@ def check_environment(resolved: Resolved, folder: Path) -> Iterator[Problem]:
         value = resolved.value(key)
         for name in value if isinstance(value, list) else [value]:
             if name is None or name == "embedded" or (can_hold_out and key == "data.val_files" and name == HELD_OUT):
+                continue
+            if str(name).startswith(REASONING_GYM):
+                if importlib.util.find_spec("reasoning_gym") is None:
+                    what = f"`{key}`: {name} needs the package reasoning-gym."
+                    yield Problem(what, resolved.where(key), "pip install 'posttrain[reasoning-gym]'")
                 continue
             # Relative to the working folder; an absolute name replaces it.
             path, where = folder / str(name), resolved.where(key)

@@ -36,6 +36,12 @@ _READ = 1 << 18
 _LONGEST = 1 << 32
 
 
+def pack(message: Any) -> bytes:
+    """A message as it is sent."""
+    data = pickle.dumps(message, protocol=5)
+    return _LENGTH.pack(len(data)) + data
+
+
 class Channel:
     """One end of the connection. Several threads may call `send`."""
 
@@ -53,9 +59,9 @@ class Channel:
         return self._socket.fileno()
 
     def send(self, message: Any) -> None:
-        data = pickle.dumps(message, protocol=5)
+        data = pack(message)
         with self._lock:
-            self._socket.sendall(_LENGTH.pack(len(data)) + data)
+            self._socket.sendall(data)
 
     def receive(self) -> list[Any]:
         """Return the complete messages received so far. Invalid bytes set `broken`; no more follow."""

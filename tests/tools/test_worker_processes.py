@@ -91,22 +91,19 @@ class Tally(Tool):
         return float(self.counts[conversation])
 
 
-def test_a_conversation_stays_with_its_process_and_is_told_when_that_is_lost():
+def test_a_conversation_stays_with_its_process_and_loses_its_state_by_its_own_call_alone():
     with runner_of(Tally()) as runner:
         for number in range(4):
             runner.open(number, {"tally": {"start": 10 * number}})
         assert [ask(runner, "tally", number).text for number in (0, 1, 2, 3, 0)] == ["1", "11", "21", "31", "2"]
         assert ask(runner, "tally", 1, exit=True).text == "The tool tally failed: its process ended (exit code 1)."
         after = {number: ask(runner, "tally", number) for number in range(4)}
-        lost = [number for number, answer in after.items() if answer.error]
-        assert len(lost) == 2 and 1 in lost, "two conversations shared the process"
-        for number in range(4):
-            if number in lost:
-                assert "with what it kept for this conversation; it starts anew" in after[number].text
-                assert ask(runner, "tally", number).text == str(10 * number + 1)
-            else:
-                assert after[number].text == str(10 * number + (3 if number == 0 else 2))
-        assert runner.reward(3) > 30.0
+        assert "with what it kept for this conversation; it starts anew" in after.pop(1).text
+        assert ask(runner, "tally", 1).text == "11"
+        found = {number: answer.text for number, answer in after.items()}
+        assert found == {0: "3", 2: "22", 3: "32"}, "what others had is there, also in another process"
+        assert {answer.error for answer in after.values()} == {None}
+        assert runner.reward(3) == 32.0
         runner.close_conversation(3)
 
 

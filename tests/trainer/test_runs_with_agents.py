@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
 import time
 from pathlib import Path
@@ -164,7 +165,7 @@ def test_whatever_an_agent_does_its_response_fails_alone_and_the_run_goes_on(tin
 
     register_agent("guess")(wrong)
     scripted.use(lambda read, seed: "7")
-    more = {f"{R}agent__timeout_s": 0.5, "reward__failure_score": -0.5, f"{R}n": 8}
+    more = {f"{R}agent__timeout_s": 2.0, f"{R}agent__processes": 2, "reward__failure_score": -0.5, f"{R}n": 8}
     result = run(tiny_model, sums, tmp_path, **AGENT | more)
     seen = {}
     for row in samples(result):
@@ -187,7 +188,7 @@ def test_whatever_an_agent_does_its_response_fails_alone_and_the_run_goes_on(tin
         "hangs": (
             -0.5,
             "error",
-            "agent: it took longer than 0.5 seconds between two turns (agent.timeout_s)",
+            "agent: it took longer than 2 seconds between two turns (agent.timeout_s)",
             2,
             2,
         ),
@@ -199,7 +200,19 @@ def test_whatever_an_agent_does_its_response_fails_alone_and_the_run_goes_on(tin
     assert metrics_of(result.path)[0]["reward_mean"] < 1
 
 
-def test_an_agent_that_blocks_the_event_loop_fails_with_those_beside_it_and_the_next_step_has_a_fresh_one(
+def test_agents_share_as_many_processes_as_are_set(tiny_model, sums, tmp_path):
+    async def tell(chat, row):
+        await chat.say()
+        return {"score": 1.0, "process": os.getpid()}
+
+    register_agent("guess")(tell)
+    scripted.use(lambda read, seed: "7")
+    rows = samples(run(tiny_model, sums, tmp_path, **AGENT | {f"{R}agent__processes": 2}))
+    processes = {json.loads(row["reward_parts"])["process"] for row in rows}
+    assert len(rows) == 12 and len(processes) == 2 and os.getpid() not in processes
+
+
+def test_an_agent_of_the_trainer_that_blocks_its_loop_fails_with_those_beside_it_and_the_next_step_has_a_fresh_one(
     tiny_model, sums, tmp_path
 ):
     async def block(chat, row):
@@ -208,6 +221,7 @@ def test_an_agent_that_blocks_the_event_loop_fails_with_those_beside_it_and_the_
             time.sleep(3)
         return 1.0 + chat.turns
 
+    block.isolated = False
     register_agent("guess")(block)
     scripted.use(lambda read, seed: "7")
     more = {f"{R}agent__timeout_s": 0.5, "trainer__total_training_steps": 3}
@@ -235,6 +249,7 @@ def test_the_length_of_a_response_bounds_all_turns_and_an_agent_sees_it(tiny_mod
                 return 0.25
             raise
 
+    long.isolated = False  # so that `ends` is seen here
     register_agent("guess")(long)
     scripted.use(lambda read, seed: "1234567")
     result = run(
@@ -277,6 +292,7 @@ def test_rows_settings_and_facts_reach_agents_and_rewards_and_a_prompt_may_be_th
             "own": extra_info["own_words"],
         }
 
+    ask.isolated = False  # so that `seen` is seen here
     register_agent("guess")(ask)
     engines = scripted.use(lambda read, seed: "9")
     rows = [{"prompt": f"{n}?", "ground_truth": "1", "data_source": "x", "city": f"c{n}"} for n in range(4)]
@@ -517,6 +533,7 @@ def test_an_agent_uses_the_runs_tools_by_name_with_their_deadlines_secrets_and_c
         await chat.say()
         return 1.0 + ("***" in answer)
 
+    ask.isolated = False  # so that `shown` is seen here
     register_agent("guess")(ask)
     scripted.use(lambda read, seed: str(seed % 3))
     more = {f"{R}multi_turn__tool_timeout_s": 0.2, f"{R}tool_config__add__api_key": "sk-hidden", f"{R}n": 6}

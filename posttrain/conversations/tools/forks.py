@@ -21,6 +21,7 @@ import struct
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -30,6 +31,7 @@ from posttrain.rewards.channel import Channel
 _REQUEST = struct.Struct("!cq")
 _REPLY = struct.Struct("!q")
 _SEND_S = 60.0
+_OURS: weakref.WeakSet[socket.socket] = weakref.WeakSet()  # the trainer's ends of all connections
 _GRACE_S = 2.0  # for workers to end by themselves when the parent ends
 
 
@@ -44,21 +46,26 @@ class Worker:
 class ForkServer:
     """The parent of all workers. Thread-safe; `close` ends it and them, and so does the end of this process."""
 
-    def __init__(self, serve: Callable[[Channel], None]) -> None:
+    def __init__(self, serve: Callable[[Channel], None], prepare: Callable[[], None] | None = None) -> None:
+        """`prepare` runs in the parent alone: what it imports is in all workers, and not in the trainer."""
         for stream in (sys.stdout, sys.stderr):  # what is buffered would be written once more by the child
             with contextlib.suppress(Exception):
                 stream.flush()
         self._control, theirs = socket.socketpair()
         self._lock = threading.Lock()
+        _OURS.add(self._control)
         self.pid = os.fork()
         if self.pid == 0:
-            self._control.close()  # the parent would never read the end of what it holds open itself
-            _run(lambda: _serve_forks(theirs, serve))
+            # A parent would never read the end of what it, or the parent of other workers, holds open itself.
+            for one in list(_OURS):
+                one.close()
+            _run(lambda: _serve_forks(theirs, serve, prepare))
         theirs.close()
 
     def start(self) -> Worker:
         """Forks a worker; RuntimeError if the parent is gone."""
         ours, theirs = socket.socketpair()
+        _OURS.add(ours)
         with self._lock, theirs:
             try:
                 socket.send_fds(self._control, [_REQUEST.pack(b"F", 0)], [theirs.fileno()])
@@ -79,7 +86,9 @@ class ForkServer:
                 return "its parent has ended"
 
     def close(self) -> None:
-        self._control.close()  # the parent reads the end of the file
+        with contextlib.suppress(OSError):
+            self._control.shutdown(socket.SHUT_RDWR)  # the parent reads the end of the file
+        self._control.close()
         with contextlib.suppress(ChildProcessError):
             os.waitpid(self.pid, 0)
 
@@ -112,7 +121,9 @@ def _run(work: Callable[[], None]) -> None:
         os._exit(0)
 
 
-def _serve_forks(control: socket.socket, serve: Callable[[Channel], None]) -> None:
+def _serve_forks(control: socket.socket, serve: Callable[[Channel], None], prepare: Callable[[], None] | None) -> None:
+    if prepare is not None:
+        prepare()
     gc.freeze()  # a collection in a worker would copy every page that it looks at
     alive = set[int]()
     while True:

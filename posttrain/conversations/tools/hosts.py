@@ -4,8 +4,8 @@ A tool of a user may hang, crash or exit. In a worker process that costs the cal
 and replaced, however often it happens. A worker has one call at a time, so it is always known which call is to blame.
 
 Functions keep nothing between calls, so any worker serves any call. A `Tool` object keeps the state of conversations: a
-conversation stays with one worker. When that process is lost, the next call of each of its conversations is told so,
-and the tool is opened anew for them.
+conversation stays with one worker. When that process is lost, the conversation whose call did it starts anew, and is
+told so at its next call. For the others the tool is opened in another process, where their calls are made once more.
 """
 
 from __future__ import annotations
@@ -84,9 +84,9 @@ class ProcessHost(ToolHost):
         self._homes: list[_Process] = []  # with the state of conversations
         self._homes_by: dict[Hashable, _Process] = {}
         self._given: dict[Hashable, dict[str, Any]] = {}  # by conversation, what its row gives the tool
-        # Conversations that have called the tool since it was opened for them.
-        self._called = set[Hashable]()
-        # Conversations whose process ended, and how: they are told at their next call.
+        # By conversation, its calls since the tool was opened for it: they are repeated where its process is lost.
+        self._calls: dict[Hashable, list[Mapping[str, Any] | None]] = {}
+        # Conversations whose own call ended their process, and how: they are told at their next call.
         self._lost: dict[Hashable, str] = {}
 
     async def run(self, method: str, conversation: Hashable, given: Mapping[str, Any] | None = None) -> Any:
@@ -102,7 +102,7 @@ class ProcessHost(ToolHost):
         finally:
             self._given.pop(conversation, None)
             self._lost.pop(conversation, None)
-            self._called.discard(conversation)
+            self._calls.pop(conversation, None)
             if home := self._homes_by.pop(conversation, None):
                 home.conversations.discard(conversation)
 
@@ -128,7 +128,6 @@ class ProcessHost(ToolHost):
 
     async def _run_pinned(self, method: str, conversation: Hashable, given: Mapping[str, Any] | None) -> Any:
         if lost := self._lost.pop(conversation, None):
-            self._called.discard(conversation)
             raise CallFailed(
                 "ended", f"its process was lost ({lost}) with what it kept for this conversation; it starts anew"
             )
@@ -140,28 +139,38 @@ class ProcessHost(ToolHost):
                 home.conversations.add(conversation)
             async with home.lock:
                 if home.lost:  # a call before this one took the process with it
-                    self._leave(home)
                     if conversation not in self._lost:
                         continue
                     return await self._run_pinned(method, conversation, given)
-                if method != "open":
-                    self._called.add(conversation)
                 try:
-                    if is_new and method != "open" and conversation in self._given:
-                        await home.ask("open", conversation, self._given[conversation], self.timeout_s)
+                    if is_new and method != "open":
+                        await self._repeat(home, conversation)
                     return await home.ask(method, conversation, given, self.timeout_s)
                 finally:
                     if home.lost:
                         self._leave(home)
+                        if self._calls.pop(conversation, None) or method == "call":
+                            self._lost[conversation] = home.lost
+                    elif method == "call":
+                        self._calls.setdefault(conversation, []).append(given)
+
+    async def _repeat(self, home: _Process, conversation: Hashable) -> None:
+        """Gives a process the state of a conversation that another one had before."""
+        if conversation in self._given:
+            await home.ask("open", conversation, self._given[conversation], self.timeout_s)
+        for given in self._calls.get(conversation, ()):
+            try:
+                await home.ask("call", conversation, given, self.timeout_s)
+            except (ToolFault, CallFailed):  # as it did before
+                if home.lost:
+                    raise
 
     def _leave(self, home: _Process) -> None:
-        """Marks the conversations of a process that is lost."""
+        """Sends the conversations of a process that is lost to others."""
         if home in self._homes:
             self._homes.remove(home)
         for one in home.conversations:
             self._homes_by.pop(one, None)
-            if one in self._called:  # otherwise nothing but `open` is lost, which is done again
-                self._lost[one] = home.lost
 
     def _choose_home(self) -> _Process:
         if len(self._homes) < self.tool.at_once:

@@ -10,6 +10,7 @@ from posttrain.conversations.tools.base import Tool
 from posttrain.conversations.tools.calculator import calculator
 from posttrain.conversations.tools.function import FunctionTool
 from posttrain.conversations.tools.lookup import called_name, find_tool, is_place
+from posttrain.conversations.tools.mcp import PREFIX, read_mcp_tools
 from posttrain.conversations.tools.python import PythonTool
 from posttrain.conversations.tools.search.tool import SearchTool
 from posttrain.conversations.tools.settings import PLACE, read_settings, secrets_of
@@ -40,11 +41,10 @@ def make_tools(
     tools = read_tools(config_path, left) if config_path else {}
     left = {name: values for name, values in left.items() if name not in tools}
     for name in [name for name in names if name not in tools]:
-        called, maker = _found(name)
-        tool = maker(left.pop(called, {}))
-        if tool.name in tools:
-            raise UserError(f"two tools are called {tool.name}: a model could not tell them apart.")
-        tools[tool.name] = tool
+        for tool in read_mcp_tools(name) if name.startswith(PREFIX) else [_make(name, left)]:
+            if tool.name in tools:
+                raise UserError(f"two tools are called {tool.name}: a model could not tell them apart.")
+            tools[tool.name] = tool
     if left:
         name = next(iter(left))
         near = closest(name, tools)
@@ -54,6 +54,12 @@ def make_tools(
             f"actor_rollout_ref.rollout.tools has {', '.join(tools) or 'none'}."
         )
     return tools
+
+
+def _make(name: str, settings: dict[str, dict[str, Any]]) -> Tool:
+    """The tool of a name, with its part of the settings, which is taken out of them."""
+    called, maker = _found(name)
+    return maker(settings.pop(called, {}))
 
 
 def _found(name: str) -> tuple[str, Maker]:

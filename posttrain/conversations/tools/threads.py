@@ -12,6 +12,7 @@ from contextlib import suppress
 from typing import Any
 
 from posttrain.conversations.tools.base import ToolFault
+from posttrain.conversations.tools.marks import CURRENT
 
 MOST_HUNG = 200
 
@@ -27,7 +28,7 @@ class Threads:
         self.hung = {thread for thread in self.hung if thread.is_alive()}
         if len(self.hung) >= MOST_HUNG:
             raise ToolFault(f"It does not answer any more: {len(self.hung)} earlier calls of it hang.")
-        loop = asyncio.get_running_loop()
+        loop, mark = asyncio.get_running_loop(), CURRENT.get()
         future = loop.create_future()
 
         def settle(result: Any, error: BaseException | None) -> None:
@@ -43,10 +44,14 @@ class Threads:
                 error = raised if isinstance(raised, Exception) else RuntimeError(f"it raised {type(raised).__name__}")
                 if isinstance(raised, StopIteration):
                     error = RuntimeError("it raised StopIteration")  # which no future takes
+            if mark is not None:
+                mark.set_thread(False)
             with suppress(RuntimeError):  # the loop is closed: nobody waits any more
                 loop.call_soon_threadsafe(settle, result, error)
 
         thread = threading.Thread(target=work, name=f"tool {getattr(function, '__name__', '')}", daemon=True)
+        if mark is not None:
+            mark.set_thread(True)
         thread.start()
         try:
             return await future

@@ -20,12 +20,12 @@ from posttrain.conversations.tools.base import Tool, ToolAnswer, ToolFault
 from posttrain.rewards.channel import Channel
 from posttrain.texts import well_formed
 
-_MOST_LINES, _MOST_CHARS = 20, 2000  # that one call may print
+MOST_LINES, _MOST_CHARS = 20, 2000  # that one call may print
 
 
-def serve_calls(channel: Channel, tools: Mapping[str, Tool]) -> None:
-    """Answers until the trainer closes the channel."""
-    lines = _Lines(channel)
+def enter_worker(channel: Channel) -> PrintedLines:
+    """Makes this forked process a worker: what it prints goes to the trainer."""
+    lines = PrintedLines(channel)
     sys.stdout = sys.stderr = lines
     sys.stdin = open(os.devnull)  # noqa: SIM115
     random.seed()  # workers are forked from one state: their random numbers would be the same
@@ -33,12 +33,17 @@ def serve_calls(channel: Channel, tools: Mapping[str, Tool]) -> None:
         sys.modules["numpy"].random.seed()
     if "torch" in sys.modules:  # the threads of its OpenMP pool do not survive a fork, and would be waited for
         sys.modules["torch"].set_num_threads(1)
-    loop, process = asyncio.new_event_loop(), os.getpid()
+    return lines
+
+
+def serve_calls(channel: Channel, tools: Mapping[str, Tool]) -> None:
+    """Answers until the trainer closes the channel."""
+    lines, loop, process = enter_worker(channel), asyncio.new_event_loop(), os.getpid()
     asyncio.set_event_loop(loop)
     with contextlib.suppress(EOFError, OSError):  # the trainer is gone
         while not channel.ended:
             for name, method, conversation, given in channel.receive():
-                lines.left = _MOST_LINES
+                lines.left = MOST_LINES
                 answer = loop.run_until_complete(_answer(tools[name], method, conversation, given))
                 if os.getpid() != process:  # the tool forked, and this is its child, which came back too
                     os._exit(0)
@@ -95,11 +100,11 @@ def own_error(error: BaseException) -> Exception:
     return RuntimeError(f"it raised {type(error).__name__}")  # exit() in a tool ends its call, not the run
 
 
-class _Lines(io.TextIOBase):
+class PrintedLines(io.TextIOBase):
     """Stands for stdout and stderr."""
 
     def __init__(self, channel: Channel) -> None:
-        self._channel, self._rest, self.left = channel, "", _MOST_LINES
+        self._channel, self._rest, self.left = channel, "", MOST_LINES
 
     def writable(self) -> bool:
         return True

@@ -108,7 +108,7 @@ ELSEWHERE: tuple[Rule, ...] = (
 )
 
 AGENTS: tuple[Rule, ...] = (
-    not_needed(f"{_ROLLOUT}.agent.num_workers", "all conversations run in one event loop, which waits for the engines"),
+    not_needed(f"{_ROLLOUT}.agent.num_workers", "agents run in worker processes (rollout.agent.processes)"),
     not_supported(
         f"{_ROLLOUT}.agent.{{agent_loop_manager_class,custom_async_server.*}}",
         "posttrain's own conversation loop drives agents",
