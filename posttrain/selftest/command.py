@@ -203,7 +203,7 @@ class SelfTest:
         runs = Runs(self.folder, self.ranks, self.gpus, self.limit)
         for name in names:
             about, work = RUNS[name]
-            if (reason := why_not(runs.workers)) is not None:
+            if (reason := why_not(name, runs.workers)) is not None:
                 self._add(Result(name, about, SKIPPED, facts=[reason]))
                 continue
             begun = time.monotonic()

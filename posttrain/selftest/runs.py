@@ -182,8 +182,10 @@ def _kill(pid: int) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
-def why_not(workers: int) -> str | None:
-    """Why whole runs cannot be tried here; None where they can."""
+def why_not(name: str, workers: int) -> str | None:
+    """Why the run of this name cannot be tried here; None where it can."""
+    if name == "killed rank" and workers == 1:
+        return "a run of one worker is one process: there is no rank beside it to kill"
     if workers > 1 and importlib.util.find_spec("ray") is None:
         return 'ray is not installed (pip install "posttrain[ray]")'
     return None

@@ -13,6 +13,7 @@ import pytest
 from posttrain.errors import UserError
 from posttrain.selftest import command
 from posttrain.selftest.report import Report, Result
+from posttrain.selftest.runs import why_not
 
 HERE = Path(__file__).parent
 NAMED = {
@@ -107,3 +108,8 @@ def test_a_report_has_a_row_for_each_check_and_a_summary(tmp_path):
         and "| a | passed | 1.0 | x/y |" in page.read_text()
     )
     assert json.loads(data.read_text())["results"][1]["problem"] == "it is wrong"
+
+
+def test_a_rank_is_killed_only_where_a_run_has_ranks():
+    assert "one process" in (why_not("killed rank", 1) or "")
+    assert why_not("killed rank", 2) is None and why_not("run", 1) is None
