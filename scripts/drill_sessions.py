@@ -1,6 +1,6 @@
 """Many programs at once over one run's server: are the ids that clients were sent those that are trained?
 
-    python scripts/sessions_drill.py [SESSIONS] [TURNS]
+    python scripts/drill_sessions.py [SESSIONS] [TURNS]
 
 A second process plays the programs: all sessions at once, each of so many turns, with `return_token_ids`. The embedded
 model samples. In the end every id that a client was sent must be a trained token of its sample, in order, once.
@@ -16,7 +16,10 @@ import sys
 import time
 from pathlib import Path
 
+from needs import need
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+need("aiohttp", get="pip install 'posttrain[serve]'")
 KEY = "drill"
 
 
