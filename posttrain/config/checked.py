@@ -62,9 +62,10 @@ def nearest_name(value: Any, known: tuple[str, ...]) -> str:
 
 
 def check_choice(
-    checked: Checked, key: str, known: tuple[str, ...], elsewhere: Mapping[tuple[str, str], str]
+    checked: Checked, key: str, known: tuple[str, ...], elsewhere: Mapping[tuple[str, str], str], own: str = ""
 ) -> Iterator[Finding]:
-    """A name that is not known; `elsewhere` answers (key, name) that other systems have."""
+    """A name that is not known; `elsewhere` answers (key, name) that other systems have, `own` says how users add one
+    of their own."""
     value = lookup(checked.config, key)
     if value is None or value in known:
         return
@@ -72,7 +73,7 @@ def check_choice(
         yield checked.problem(f"`{key}={value}` cannot be used.", elsewhere[key, value], key)
     else:
         what = f"`{key}={value}` is not known; known: {', '.join(known)}."
-        yield checked.problem(what, nearest_name(value, known), key)
+        yield checked.problem(what, nearest_name(value, known) + own, key)
 
 
 # -- free dicts that their owners check against a dataclass -----------------------------------------------------------
