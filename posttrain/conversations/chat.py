@@ -229,8 +229,9 @@ class Chat:
             if room < 1:
                 raise ChatFull("the row has no room for a further turn (data.max_response_length)")
             most = min(room, max_tokens or room)
-            self.last = await self._ask(Generate(branch.ids, most, _texts(stop), kept=True, branch=branch.number))
-            return self.last
+            output = await self._ask(Generate(branch.ids, most, _texts(stop), kept=True, branch=branch.number))
+            self.last = output
+            return output
 
     async def pause(self, until: Awaitable[Any]) -> None:
         """Waits for something that is not the agent's own work: its deadline does not count meanwhile."""

@@ -15,7 +15,7 @@ import os
 import secrets
 import tempfile
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -216,9 +216,7 @@ class Programs:
             self._say(f"note: programs set `{name}`; the run's own settings decide how it samples.")
         return Channel(found, found.ledger)
 
-    async def once(
-        self, session: str | None, key: tuple[bool, Any], make: Callable[[], Coroutine[Any, Any, Answer]]
-    ) -> Answer:
+    async def once(self, session: str | None, key: tuple[bool, Any], make: Callable[[], Awaitable[Answer]]) -> Answer:
         found = self._session(session)
         answer = await found.retries.once(*key, make)
         found.ledger.deliver(answer)

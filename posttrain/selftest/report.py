@@ -91,10 +91,12 @@ def environment() -> dict[str, Any]:
             continue
     found |= {"system": f"{platform.system()} {platform.release()}", "cores": os.cpu_count(), "processor": _processor()}
     if torch.cuda.is_available():
+        from torch.cuda import nccl
+
         names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
         found["gpus"] = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
         found["cuda"] = torch.version.cuda
-        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+        found["nccl"] = ".".join(map(str, nccl.version()))
         found["driver"] = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").partition("\n")[
             0
         ]

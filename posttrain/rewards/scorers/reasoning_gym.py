@@ -11,6 +11,7 @@ import functools
 import inspect
 import json
 import sys
+from importlib import import_module
 from typing import Any
 
 from posttrain.rewards.scorers import register_scorer
@@ -43,7 +44,7 @@ def _item(task: str, settings: str, number: int) -> Any:
 
 def make_dataset(task: str, settings: dict[str, Any]) -> Any:
     """The package's data set. `level` raises every attribute of the task's curriculum so many times."""
-    import reasoning_gym  # pyright: ignore
+    reasoning_gym: Any = import_module("reasoning_gym")  # the package, of which this file has the name
 
     settings = dict(settings)
     level = settings.pop("level", 0)
