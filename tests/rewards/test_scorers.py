@@ -127,7 +127,7 @@ def test_gsm8k_takes_the_number_after_its_own_marker_first():
 
 
 def test_plain_math_path_decides_the_common_cases_without_sympy(monkeypatch):
-    monkeypatch.setattr(math_scorer, "_verified", lambda *_: pytest.fail("asked math-verify"))
+    monkeypatch.setattr(math_scorer, "_verify", lambda *_: pytest.fail("asked math-verify"))
     same = [
         ("\\boxed{\\left( 3, \\frac{\\pi}{2} \\right)}", "(3,\\frac{\\pi}{2})"),
         ("\\boxed{\\dfrac12}", "\\frac{1}{2}"),
