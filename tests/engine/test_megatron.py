@@ -138,7 +138,7 @@ def test_a_checkpoint_is_continued_with_other_tensor_ranks(found, model, cut):
         "ranks": "tensor_parallel_size=2 x pipeline_parallel_size=1 = 2 ranks",
         "expert ranks": "expert_parallel_size=2: experts are dealt out over the 1 ranks",
         "heads": "tensor_parallel_size=8: the model has 4 heads of queries",
-        "layers": "pipeline_parallel_size=3: the model has 2 layers, fewer than stages",
+        "layers": "pipeline_parallel_size=3: the model has 2 layers, which do not fill 3 stages",
         "dense": "is dense, it has no experts",
         "experts": "expert_parallel_size=3: the model has 4 experts",
         "padded": "use_remove_padding=false",
