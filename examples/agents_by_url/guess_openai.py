@@ -11,7 +11,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from urllib.request import Request, urlopen
 
-from openai import OpenAI
+from openai import OpenAI, OpenAIError
 
 LAST = 9
 
@@ -34,24 +34,27 @@ def post(url, body):
 
 
 def play_on(run):
-    """Game after game of a run, until it ends."""
+    """Game after game of a run."""
     client = OpenAI(base_url=run, api_key=os.environ["POSTTRAIN_API_KEY"])
     while True:
         try:
-            found = post(f"{run}/s/next", {})
-        except OSError:  # the run has not started, or is over
+            if not play_next(client, run):
+                time.sleep(0.02)
+        except (OSError, OpenAIError):
+            # The run has not started, is over, or was killed during a game. A resumed run gives out its games again.
             time.sleep(1.0)
-            continue
-        if found["id"] is None:
-            time.sleep(0.02)
-            continue
-        # A copy with another address: a client of its own for every game would open its connections anew.
-        reward = play(
-            client.with_options(base_url=found["base_url"]),
-            found["task"]["messages"],
-            int(found["task"]["ground_truth"]),
-        )
-        post(f"{run}/s/{found['id']}/reward", {"reward": reward})
+
+
+def play_next(client, run):
+    """Plays a game that waits for a program; False if none does."""
+    found = post(f"{run}/s/next", {})
+    if found["id"] is None:
+        return False
+    # A copy with another address: a client of its own for every game would open its connections anew.
+    own = client.with_options(base_url=found["base_url"])
+    reward = play(own, found["task"]["messages"], int(found["task"]["ground_truth"]))
+    post(f"{run}/s/{found['id']}/reward", {"reward": reward})
+    return True
 
 
 if __name__ == "__main__":
