@@ -14,6 +14,7 @@ import math
 import os
 import secrets
 import tempfile
+import time
 from collections import deque
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -39,6 +40,7 @@ from posttrain.rollout.base import Output, Sampling
 
 KEY_VARIABLE = "POSTTRAIN_API_KEY"
 _START_S = 30.0
+QUIET_S = 60.0  # after which the user is told that no program asks for samples
 _LONGEST_VARIABLE = 100_000  # bytes; Linux starts no program with a longer one
 
 
@@ -95,6 +97,7 @@ class Programs:
         self.url = ""
         self.counts = {"requests": 0, "changed": 0, "repeated": 0}
         self._told: set[str] = set()
+        self._last_asked = time.monotonic()
 
     def __enter__(self) -> Programs:
         self.url = self._thread.start(self._listen()).result(_START_S)
@@ -147,13 +150,24 @@ class Programs:
         """Until a program elsewhere has posted a reward, or has said that it ended."""
         self._unclaimed.append(session)
         try:
-            await session.chat.pause(session.claimed.wait())
+            await session.chat.pause(self._wait_for_claim(session))
             await session.over.wait()
             return session.reward
         finally:
             with suppress(ValueError):  # it was claimed
                 self._unclaimed.remove(session)
             self._close(session)
+
+    async def _wait_for_claim(self, session: Session) -> None:
+        while not session.claimed.is_set():
+            with suppress(TimeoutError):
+                await asyncio.wait_for(session.claimed.wait(), QUIET_S)
+            # Samples may wait long because all programs are busy. One that asks for no sample at all is another matter.
+            if not session.claimed.is_set() and time.monotonic() - self._last_asked >= QUIET_S:
+                self._last_asked = time.monotonic()  # said once for all samples that wait, and again after as long
+                self._say(
+                    f"note: no program has asked for a sample for {QUIET_S:.0f} s; they ask at {self.url}/s/next."
+                )
 
     def _open(self, chat: Chat, row: dict[str, Any]) -> Session:
         task = json.loads(json.dumps({**row, "messages": chat.messages}, default=_plain))
@@ -246,6 +260,7 @@ class Programs:
         """A sample that no program has yet, for programs that run elsewhere."""
         if id != "next" or not self.outside:
             raise ApiError(f"There is no POST /s/{id} here.", status=404)
+        self._last_asked = time.monotonic()
         with suppress(IndexError):  # there is none
             session = self._unclaimed.popleft()
             session.loop.call_soon_threadsafe(session.claimed.set)

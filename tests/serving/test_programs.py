@@ -15,6 +15,7 @@ import torch
 pytest.importorskip("aiohttp")
 from posttrain.commands.generation.loop import Requests
 from posttrain.config.root import PPOConfig
+from posttrain.conversations import programs
 from posttrain.conversations.opening import open_conversations
 from posttrain.errors import UserError
 from posttrain.rollout.base import Sampling
@@ -214,7 +215,9 @@ ask(task["messages"])
         assert record.score == 1.0
 
 
-def test_programs_elsewhere_claim_samples_with_the_runs_key(tmp_path, monkeypatch):
+@pytest.mark.parametrize(("quiet_s", "is_late"), [(0.2, True), (60.0, False)])
+def test_programs_elsewhere_claim_samples_with_the_runs_key(tmp_path, monkeypatch, quiet_s, is_late):
+    monkeypatch.setattr(programs, "QUIET_S", quiet_s)
     with pytest.raises(UserError, match="POSTTRAIN_API_KEY"), conversations(tmp_path, "", program="outside"):
         pass
     monkeypatch.setenv("POSTTRAIN_API_KEY", "secret")
@@ -244,8 +247,11 @@ while done < 2:
          f"http://127.0.0.1:{port}"]
     )  # fmt: skip
     try:
-        with conversations(tmp_path, "", count=2, program="outside", port=port) as (_, records, _, _):
+        with conversations(tmp_path, "", count=2, program="outside", port=port) as (_, records, _, said):
             assert [record.score for record in records] == [0.75, 0.75]
+            # The programs start a second late, which is noted; it is not while they ask.
+            notes = [one for one in said if "no program has asked for a sample" in one]
+            assert bool(notes) == is_late and all(f"127.0.0.1:{port}/s/next" in one for one in notes)
     finally:
         started.kill()
         started.wait()
