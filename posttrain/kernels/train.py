@@ -154,7 +154,9 @@ def _exact_attention(query_THD, key_TKD, value_TKD, sight: Sight, scale: float):
     sight.state = flash.no_dropout(query_THD.dtype, query_THD.device)
     walks = sight.walks
     where = (walks.tiles, walks.bases, walks.positions_T, walks.places)
-    return ordered.tile_attention(query_THD, key_TKD, value_TKD, *where, scale=scale, sums=True)
+    out, logsum = ordered.tile_attention(query_THD, key_TKD, value_TKD, *where, scale=scale, sums=True)
+    assert logsum is not None
+    return out, logsum
 
 
 def attention_backward(

@@ -321,9 +321,10 @@ class FastDecoder:
         from posttrain.kernels.cuda.elementwise import rotate_and_store
         from posttrain.kernels.cuda.ordered import newest_attention
 
-        parts = qkv_BC.unflatten(1, (-1, self.size)).split([self.heads, self.key_heads, self.key_heads], dim=1)
-        places = (cache, rows.positions, rows.slots)
-        query_BHD = rotate_and_store(*parts, *places, rotation=rotation, norms=None, epsilon=epsilon)
+        sizes = [self.heads, self.key_heads, self.key_heads]
+        query, key, value = qkv_BC.unflatten(1, (-1, self.size)).split(sizes, dim=1)
+        how = {"rotation": rotation, "norms": None, "epsilon": epsilon}
+        query_BHD = rotate_and_store(query, key, value, cache, rows.positions, rows.slots, **how)
         return newest_attention(query_BHD, cache, rows.positions, rows.prompts, rows.table, scale=scale)
 
     def head_weight(self) -> torch.Tensor | None:

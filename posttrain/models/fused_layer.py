@@ -53,7 +53,7 @@ def _forward(self: Any, hidden_states: torch.Tensor, *args: Any, position_embedd
     layout, weights = active_layout(), None
     if layout is not None and position_embeddings is not None and _can_fuse(self, hidden_states, layout):
         weights = make_once(self, LayerWeights.ordered if layout.exact else LayerWeights.of)
-    if layout is None or weights is None:
+    if layout is None or weights is None or position_embeddings is None:
         if layout is not None and layout.exact:
             raise UserError(
                 "trainer.exact=True: a layer of this model cannot be computed in the order of decoding: its window is "

@@ -21,6 +21,7 @@ import triton.language as tl
 
 from posttrain.kernels.cuda import to_device
 from posttrain.kernels.cuda.flash import seen_pieces
+from posttrain.kernels.cuda.paged_attention import TILE
 from posttrain.kernels.cuda.sampling import CHUNK, chunk_room, row_totals, sum_chunks
 
 SPLIT_ROWS = 512  # up to here torch may split a sum that is at least as long as the result is wide
@@ -86,7 +87,7 @@ def _add_block(q, k, v, seen, scale, top, total, acc, ones, IEEE: tl.constexpr):
     return higher, total, acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _tiles(
     Q, KEYS_AT, VALUES_AT, OUT, LOGSUM, TILES, BASES, POSITIONS, PLACES, scale, tokens,
     q_row, q_head, k_row, k_head, v_row, v_head,
@@ -126,9 +127,6 @@ def _tiles(
     tl.store(OUT + out_at, (acc / whole[:, None]).to(OUT.dtype.element_ty), mask=real[:, None] & one[None, :])
     if SUMS:
         tl.store(LOGSUM + head.to(tl.int64) * tokens + m, (top + tl.log2(whole)) * LN_2, mask=real)
-
-
-TILE = 64  # queries of one row that are computed together
 
 
 def tile_attention(
@@ -194,7 +192,7 @@ class Walks:
         return cls(*(to_device(torch.from_numpy(array), device) for array in found))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["width"])
 def _newest(
     Q, KEYS_AT, VALUES_AT, OUT, POSITIONS, PROMPTS, TABLE, scale, width,
     KV: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr,
