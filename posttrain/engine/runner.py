@@ -89,6 +89,10 @@ class Stage(ABC):
         """Open over all passes of a call; with an optimizer they make gradients for it."""
         return nullcontext()
 
+    def tokens(self, rows: Rows) -> int:
+        """Hidden states of these rows that this rank sends to the next stage."""
+        return rows.input_ids.shape[1]
+
     def prepare_rows(self, rows: Rows) -> Rows:
         """Rows as this stage takes them: ranks that share a model may have to predict something in every pass."""
         return rows
@@ -117,7 +121,7 @@ class _Call:
         return self._packed[number]
 
     def tokens(self, number: int) -> int:
-        return self.rows(number).input_ids.shape[1]
+        return self.runner.stage.tokens(self.rows(number))
 
     @contextmanager
     def counted(self) -> Iterator[None]:

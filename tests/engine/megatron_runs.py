@@ -52,10 +52,19 @@ CASES: list[tuple[str, str, int]] = [
     ("qwen3_moe", "megatron 1,1,2", 2),
     ("mixtral", "megatron 1,1,2", 2),
     *((model, cut, 2) for model in MIXTURES[2:] for cut in ("megatron 2,1,1", "megatron 1,2,1", "megatron 1,1,2")),
-    ("deepseek_v3", "megatron 1,2,1,2", 2),
+    ("deepseek_v3", "megatron 1,2,1 last=2", 2),
+    *((model, "megatron 2,1,1 sequence=0", 2) for model in ("qwen2", "deepseek_v3")),
+    *((model, "megatron 1,1,1 context=2", 2) for model in ("qwen2", "qwen3_moe", "deepseek_v3", "glm4_moe")),
     *((model, "megatron 2,2,2", 4) for model in ("qwen3_moe", *MIXTURES[2:])),
+    *((model, "megatron 2,1,2 context=2", 4) for model in ("qwen3_moe", "deepseek_v3")),
+    ("qwen2", "megatron 1,2,1 context=2", 4),
 ]
-"""Model, strategy (of Megatron with its sizes: tensor, pipeline, expert, and layers of the last stage), ranks."""
+"""Model, strategy (of Megatron with its sizes: tensor, pipeline, expert; and more of `MORE`), ranks."""
+MORE = {
+    "last": "num_layers_in_last_pipeline_stage",
+    "context": "context_parallel_size",
+    "sequence": "sequence_parallel",
+}
 
 
 def tiny_models() -> dict[str, Any]:
@@ -113,11 +122,11 @@ LOADED: dict[tuple[Path, torch.dtype], torch.nn.Module] = {}
 
 
 def layout(cut: str) -> EngineLayout:
-    strategy, _, sizes = cut.partition(" ")
+    strategy, sizes, *more = f"{cut} ".split(" ")
     names = ("tensor_parallel_size", "pipeline_parallel_size", "expert_parallel_size")
-    own = dict(zip(names, map(int, sizes.split(",")[:3]), strict=True)) if sizes else {}
-    if sizes.count(",") == 3:  # layers of the last stage
-        own["num_layers_in_last_pipeline_stage"] = int(sizes.split(",")[3])
+    own: dict[str, Any] = dict(zip(names, map(int, sizes.split(",")), strict=True)) if sizes else {}
+    for name, _, value in (word.partition("=") for word in more if word):
+        own[MORE[name]] = bool(int(value)) if name == "sequence" else int(value)
     return EngineLayout(strategy, own=own)
 
 

@@ -43,6 +43,9 @@ from posttrain.models.forward import decoder_of, forward_mode_of, without_adapte
 from posttrain.models.lora import has_adapters, save_model
 
 
+QUERY_NORMS = (".q_layernorm.", ".k_layernorm.")
+
+
 class MegatronEngine(ComposedEngine):
     """A model from Hugging Face's modules, of which this rank takes its part and keeps nothing else but the shapes."""
 
@@ -60,7 +63,7 @@ class MegatronEngine(ComposedEngine):
             share_prompts=settings.share_prompts,
             token_budget=settings.token_budget,
             max_rows=settings.max_rows,
-            sequence_parallel=sizes.tensor,
+            sequence_parallel=sizes.tensor * sizes.context,
             pairs=self.head.pairs,
             pipeline=sizes.pipeline,
             engine=f"{PACKAGE} {version()} ({sizes.words()})",
@@ -80,7 +83,13 @@ class MegatronEngine(ComposedEngine):
                 )
             cut = {name for match in self.matches if match.kind in CUT for name in match.ours}
             self.optimizer = MegatronOptimizer(
-                trained, settings.optim, self.groups, cut=cut, saved=self._saved_names(), tied=self._tied
+                trained,
+                settings.optim,
+                self.groups,
+                cut=cut,
+                shares=self._shared_gradients(),
+                saved=self._saved_names(),
+                tied=self._tied,
             )
         stage = MegatronStage(
             self.module,
@@ -140,7 +149,7 @@ class MegatronEngine(ComposedEngine):
         everywhere = [match for stage in stages for match in self._stage_matches(stage)]
         check_adapters(everywhere, self.adapted, self.groups.sizes.keys.model)
         self.matches = self._stage_matches(self.groups.stage)
-        adapt(own, self.matches, self.adapted, self.shapes, self.config.num_key_value_heads, self.groups.tensor, device)
+        adapt(own, self.matches, self.adapted, self.shapes, self.config.num_key_value_heads, self.groups, device)
         self.matches += adapter_matches(self.matches, self.adapted)
         weights, filled = named_weights(own), set[str]()
         for match in self.matches:
@@ -178,6 +187,14 @@ class MegatronEngine(ComposedEngine):
                     saved = saved.replace(f".local_experts.{number}.", f".experts.{whole}.")
                 names[name] = saved
         return names
+
+    def _shared_gradients(self) -> set[str]:
+        """Weights that all tensor ranks hold whole, but use for other heads or other tokens than the others do."""
+        whole = {name for match in self.matches if match.kind == "same" for name in match.ours}
+        if not self.groups.sizes.sequence:
+            return {name for name in whole if any(norm in name for norm in QUERY_NORMS)}
+        projection = self.head.projection  # all tensor ranks compute it for all tokens
+        return {name for name in whole if projection is None or not name.startswith(f"{projection}.")}
 
     def _cuts(self) -> dict[str, Cut]:
         """Weights that tensor ranks hold parts of, by their names in a checkpoint."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from functools import partial
 from typing import Any
 
@@ -45,6 +46,8 @@ def _check_parts(config: Any, sizes: ParallelSizes) -> None:
         ("tensor_parallel_size", sizes.tensor, "heads of keys", config.num_key_value_heads),
         ("tensor_parallel_size", sizes.tensor, "columns between the matrices of a layer", config.intermediate_size),
     ]
+    if sizes.context > 1:
+        _check_context(config, sizes)
     _layers_by_stage(config, sizes)
     experts = experts_of(config)
     if experts is None and sizes.expert > 1:
@@ -62,6 +65,18 @@ def _check_parts(config: Any, sizes: ParallelSizes) -> None:
                 f"{sizes.key}.{name}={size}: the model has {count} {what}, which is no multiple of it; set a size that "
                 "divides it"
             )
+
+
+def _check_context(config: Any, sizes: ParallelSizes) -> None:
+    """Context ranks divide the heads of a tensor rank among themselves where they attend."""
+    heads, keys = config.num_attention_heads // sizes.tensor, config.num_key_value_heads // sizes.tensor
+    if heads % sizes.context or (keys and keys % sizes.context and sizes.context % keys):
+        of_rank = f" on each of {sizes.tensor} tensor ranks" if sizes.tensor > 1 else ""
+        raise MegatronError(
+            f"{sizes.key}.context_parallel_size={sizes.context}: ranks that share the tokens of a pass divide its heads in "
+            f"attention, but the model has {heads} heads of queries and {keys} of keys{of_rank}; set a size that divides "
+            "the heads of queries, and that divides those of keys or is a multiple of them"
+        )
 
 
 def experts_of(config: Any) -> int | None:
@@ -141,10 +156,8 @@ def build(decoder: Any, groups: RankGroups, device: torch.device, dtype: torch.d
     specs = [
         _layer(decoder, mixture=is_mixture(config, layer)) for layer in stage_layers(config, groups.sizes, groups.stage)
     ]
-    block = part("transformer.transformer_block").TransformerBlockSubmodules(
-        layer_specs=specs, layer_norm=specs[0].submodules.input_layernorm
-    )
-    with buffers_on(device):
+    block = part("transformer.transformer_block").TransformerBlockSubmodules(layer_specs=specs, layer_norm=Norm)
+    with buffers_on(device), warnings.catch_warnings(action="ignore"):  # that experts are not cut by tokens
         return (
             part("models.gpt")
             .GPTModel(
@@ -179,13 +192,25 @@ def _layer(decoder: Any, *, mixture: bool) -> Any:
         given = {"model": config, "scale": scale, "rotation_factor": rotation_factor}
         layer.submodules.self_attention = spec(module=LatentAttention, params=given)
     else:
+        if has_query_norms(config):
+            own = layer.submodules.self_attention.submodules
+            own.q_layernorm = own.k_layernorm = Norm
         # YaRN lengthens rotated queries and keys, here all of a head: the same as a larger scale.
         layer.submodules.self_attention.submodules.core_attention = spec(
             module=PackedAttention, params={"scale": scale * rotation_factor**2}
         )
+    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = Norm
     if mixture:
         layer.submodules.mlp.submodules.router = partial(ExpertRouter, model=config)
     return layer
+
+
+class Norm(torch.nn.RMSNorm):
+    """Takes the place of Megatron-Core's norm of torch, which rejects sequence parallelism: nothing would sum its
+    gradient over tensor ranks there. `MegatronOptimizer` does."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float, **_: Any) -> None:
+        super().__init__(hidden_size, eps)
 
 
 def _settings(config: Any, sizes: ParallelSizes, dtype: torch.dtype) -> Any:
@@ -214,6 +239,7 @@ def _settings(config: Any, sizes: ParallelSizes, dtype: torch.dtype) -> Any:
         gradient_accumulation_fusion=False,  # its kernel is in Apex
         tensor_model_parallel_size=sizes.tensor,
         pipeline_model_parallel_size=sizes.pipeline,
+        sequence_parallel=sizes.sequence,
         **_expert_settings(config, sizes),
     )
 

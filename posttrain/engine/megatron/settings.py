@@ -44,12 +44,23 @@ class MegatronSettings:
     """Stages, each on ranks of its own, that share the layers."""
     expert_parallel_size: int = setting(1, range=ONE_OR_MORE)
     """Ranks that share the experts of a layer of a mixture of experts."""
+    context_parallel_size: int = setting(1, range=ONE_OR_MORE)
+    """Ranks that share the tokens of a pass: each computes a stretch of them, and a part of the heads in attention."""
+    sequence_parallel: bool = setting(True)
+    """Whether tensor ranks share the tokens between the matrices of a layer instead of all holding all of them."""
     num_layers_in_first_pipeline_stage: int | None = setting(None, range=ONE_OR_MORE)
     """Layers of the first stage, which has the embedding too; null gives all stages equally many, give or take one."""
     num_layers_in_last_pipeline_stage: int | None = setting(None, range=ONE_OR_MORE)
     """Layers of the last stage, which has the head and the loss too."""
     use_distributed_optimizer: bool = setting(True)
     """Whether ranks with copies of the same weights share their moments and float32 masters instead of holding all."""
+
+
+def product(tensor: int, pipeline: int, context: int) -> tuple[str, int]:
+    """The ranks that compute the same rows together, in words and as a number."""
+    together = tensor * pipeline * context
+    by_tokens = f" x context_parallel_size={context}" if context > 1 else ""
+    return f"tensor_parallel_size={tensor} x pipeline_parallel_size={pipeline}{by_tokens} = {together}", together
 
 
 def megatron_settings(given: Mapping[str, Any]) -> MegatronSettings:
@@ -86,16 +97,12 @@ def check_megatron(checked: Checked, keys: EngineKeys) -> Iterator[Finding]:
 def _sizes(checked: Checked, key: str, settings: MegatronSettings) -> Iterator[Finding]:
     """Sizes that do not divide the workers."""
     workers = workers_of(checked.config)
-    tensor, pipeline, expert = (
-        settings.tensor_parallel_size,
-        settings.pipeline_parallel_size,
-        settings.expert_parallel_size,
-    )
-    whole = "trainer.n_gpus_per_node x trainer.nnodes"
-    if workers % (tensor * pipeline):
+    pipeline, expert = settings.pipeline_parallel_size, settings.expert_parallel_size
+    words, together = product(settings.tensor_parallel_size, pipeline, settings.context_parallel_size)
+    if workers % together:
         what = (
-            f"{key}: tensor_parallel_size={tensor} x pipeline_parallel_size={pipeline} = {tensor * pipeline} workers "
-            f"hold one copy of the model, which does not divide the {workers} worker(s) of the run ({whole})."
+            f"{key}: {words} workers compute the same rows, which does not divide the {workers} worker(s) of the run "
+            "(trainer.n_gpus_per_node x trainer.nnodes)."
         )
         yield checked.problem(what, f"set sizes whose product divides {workers}, or another number of workers", key)
     elif (workers // pipeline) % expert:
