@@ -28,6 +28,7 @@ from posttrain.config.optim import OptimConfig
 from posttrain.config.root import PolicyLossConfig
 from posttrain.engine.base import EngineLayout, EngineSettings, TrainEngine
 from posttrain.engine.heads import Head, ScoreHead
+from posttrain.engine.megatron.engine import MegatronEngine
 from posttrain.engine.megatron.groups import leave_groups
 from posttrain.engine.megatron.package import part
 from posttrain.engine.micro_batches import plan_passes, plan_ranks
@@ -53,17 +54,20 @@ CASES: list[tuple[str, str, int]] = [
     ("mixtral", "megatron 1,1,2", 2),
     *((model, cut, 2) for model in MIXTURES[2:] for cut in ("megatron 2,1,1", "megatron 1,2,1", "megatron 1,1,2")),
     ("deepseek_v3", "megatron 1,2,1 last=2", 2),
+    *((model, "megatron 1,2,1 virtual=2", 2) for model in ("qwen2", "deepseek_v3")),
     *((model, "megatron 2,1,1 sequence=0", 2) for model in ("qwen2", "deepseek_v3")),
     *((model, "megatron 1,1,1 context=2", 2) for model in ("qwen2", "qwen3_moe", "deepseek_v3", "glm4_moe")),
     *((model, "megatron 2,2,2", 4) for model in ("qwen3_moe", *MIXTURES[2:])),
     *((model, "megatron 2,1,2 context=2", 4) for model in ("qwen3_moe", "deepseek_v3")),
     ("qwen2", "megatron 1,2,1 context=2", 4),
+    ("glm4_moe", "megatron 2,2,1 virtual=2", 4),
 ]
 """Model, strategy (of Megatron with its sizes: tensor, pipeline, expert; and more of `MORE`), ranks."""
 MORE = {
     "last": "num_layers_in_last_pipeline_stage",
     "context": "context_parallel_size",
     "sequence": "sequence_parallel",
+    "virtual": "virtual_pipeline_parallel_size",
 }
 
 
@@ -71,7 +75,7 @@ def tiny_models() -> dict[str, Any]:
     """One model of every family, with weights large enough that every part of it matters."""
     import transformers as hf
 
-    shape = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    shape = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4}
     shape |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
     shape["pad_token_id"] = int(
         ragged_batch(12).batch["input_ids"][0, -1]
@@ -79,7 +83,7 @@ def tiny_models() -> dict[str, Any]:
     own = {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
     # Group-limited top-k with several groups, a dense layer before the mixtures, shared experts.
     deep = shape | {
-        "num_hidden_layers": 3,
+        "num_hidden_layers": 5,
         "moe_intermediate_size": 16,
         "n_routed_experts": 8,
         "num_experts_per_tok": 3,
@@ -263,7 +267,8 @@ def progress(case: Case) -> Any:
     passes = plan_passes(rows, engine.facts()) if passes is None else passes
     assert len(passes) > 2
     computed, forward, counted, advance = [], engine.runner.stage.forward, [], pulse.Work.advance  # pyright: ignore
-    engine.runner.stage.forward = lambda *given: computed.append(1) or forward(*given)  # pyright: ignore
+    chunks = engine.runner.stage.pipeline.chunks  # pyright: ignore
+    engine.runner.stage.forward = lambda *given: computed.extend([1] * (given[3] == chunks - 1)) or forward(*given)  # pyright: ignore
     pulse.Work.advance = lambda self, *given: counted.append(len(computed)) or advance(self, *given)
     found = {}
     try:
@@ -276,11 +281,35 @@ def progress(case: Case) -> Any:
             with pulse.work("rows", len(rows)) as work:
                 call()
             on_time = len(counted) == len(passes) and all(n >= place + 1 for place, n in enumerate(counted))
-            soon = all(n <= place + engine.facts().pipeline for place, n in enumerate(counted))
+            soon = all(n <= place + chunks * engine.facts().pipeline for place, n in enumerate(counted))
             found[name] = float(on_time and soon and work.done == len(rows))
     finally:
         pulse.Work.advance = advance
     return found
+
+
+def stretches(case: Case) -> Any:
+    """The share of a pass's tokens that lie between the layers of this rank, and between those of one layer."""
+    engine = case.engine()
+    if not isinstance(engine, MegatronEngine):
+        return {}
+    stage: Any = engine.runner.stage
+    seen: dict[str, int] = {}
+    attention = stage.module.decoder.layers[0].self_attention
+    for name, module in {
+        "between layers": stage.module.decoder.layers[0],
+        "in attention": attention.linear_proj,
+    }.items():
+
+        def see(module: Any, given: Any, named: Any, name: str = name) -> None:
+            seen[name] = len(given[0] if given else named["hidden_states"])
+
+        module.register_forward_pre_hook(see, with_kwargs=True)
+    rows, passes = dealt(engine, ragged_batch(12, torch.float64))
+    passes = plan_passes(rows, engine.facts()) if passes is None else passes
+    engine.log_probs(rows, passes=passes)
+    whole = sum(unit.tokens for unit in passes[-1])
+    return {name: round(whole / count, 1) for name, count in seen.items()}
 
 
 def not_finite(case: Case) -> Any:
@@ -385,8 +414,8 @@ def adapters(case: Case) -> Any:
 
 
 CHECKS: list[Callable[[Case], Any]] = [
-    scores, updates, other_passes, clipped, recomputed, bfloat16, values, pairs, progress, not_finite, trial,
-    resumed, exported, facts, moved, adapters,
+    scores, updates, other_passes, clipped, recomputed, bfloat16, values, pairs, progress, stretches, not_finite,
+    trial, resumed, exported, facts, moved, adapters,
 ]  # fmt: skip
 WHOLE = ("qwen2",)
 FEW = (scores, updates, resumed, exported)
@@ -412,7 +441,9 @@ def refusals(folder: Path) -> dict[str, str]:
         "ranks": told("qwen2", "megatron 2,1,1"),
         "expert ranks": told("qwen3_moe", "megatron 1,1,2"),
         "heads": told("qwen2", "megatron 8,1,1"),
-        "layers": told("qwen2", "megatron 1,3,1"),
+        "layers": told("qwen2", "megatron 1,5,1"),
+        "chunks": told("qwen2", "megatron 1,2,1 virtual=3"),
+        "context": told("qwen2", "megatron 1,1,1 context=3"),
         "dense": told("qwen2", "megatron 1,1,2"),
         "experts": told("mixtral", "megatron 1,1,3"),
         "padded": told("qwen2", "megatron 1,1,1", pack=False),

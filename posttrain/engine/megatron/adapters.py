@@ -1,8 +1,9 @@
 """LoRA on this rank's matrices: the adapters that peft made on the Hugging Face model, cut as the matrices are.
 
 Where tensor ranks hold rows of a matrix (columns of its output), they all have `lora_A` whole and cut `lora_B`; where
-they hold columns, they cut `lora_A` and have `lora_B` whole. What passes between ranks is as narrow as the adapter. With
-sequence parallelism whole adapters see this rank's stretch of the tokens, and the optimizer adds up their gradients.
+they hold columns, they cut `lora_A` and have `lora_B` whole. What passes between ranks is as narrow as the adapter.
+With sequence parallelism, whole adapters see this rank's stretch of the tokens, and the optimizer adds up their
+gradients.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from posttrain.engine.heads import Head, head_of
 from posttrain.engine.megatron.adapters import adapt, adapter_matches, adapters_off, check_adapters, scalings_of
 from posttrain.engine.megatron.checkpoints import Cut, PartState
 from posttrain.engine.megatron.groups import ParallelSizes, check_sizes, join_groups
-from posttrain.engine.megatron.model import build, check_model, stage_layers
+from posttrain.engine.megatron.model import build, check_model, stage_chunks, stage_layers
 from posttrain.engine.megatron.optimizer import EMBEDDING, TIED_COPY, MegatronOptimizer
 from posttrain.engine.megatron.package import PACKAGE, MegatronError, version
 from posttrain.engine.megatron.stage import MegatronStage
@@ -41,7 +42,6 @@ from posttrain.engine.sharding import host_copies
 from posttrain.models.adapter_files import stored_name
 from posttrain.models.forward import decoder_of, forward_mode_of, without_adapters
 from posttrain.models.lora import has_adapters, save_model
-
 
 QUERY_NORMS = (".q_layernorm.", ".k_layernorm.")
 
@@ -95,9 +95,10 @@ class MegatronEngine(ComposedEngine):
             self.module,
             self.config,
             self.groups,
-            Pipeline(self.groups.pipeline, settings.device, facts.dtype, self.config.hidden_size),
+            Pipeline(self.groups.pipeline, settings.device, facts.dtype, self.config.hidden_size, sizes.virtual),
             self.head,
             angles,
+            chunks=self._chunks(),
             device=settings.device,
             padding=padding,
             recompute=settings.gradient_checkpointing and settings.optim is not None,
@@ -167,19 +168,24 @@ class MegatronEngine(ComposedEngine):
         module.to("meta")
         return own
 
+    def _chunks(self) -> list[slice]:
+        """Chunk by chunk, which of this rank's layers."""
+        lengths = [len(chunk) for chunk in stage_chunks(self.config, self.groups.sizes, self.groups.stage)]
+        return [slice(end - length, end) for length, end in zip(lengths, accumulate(lengths), strict=True)]
+
     def _stage_matches(self, stage: int) -> list[Match]:
         return stage_matches(self.config, self.groups, stage, self.head, self.shapes)
 
     def _saved_names(self) -> dict[str, str]:
         """What a checkpoint calls this rank's weights: layers and experts are counted over all ranks."""
-        first = stage_layers(self.config, self.groups.sizes, self.groups.stage).start
+        layers = stage_layers(self.config, self.groups.sizes, self.groups.stage)
         names = {}
         for match in self.matches:
             for number, name in enumerate(match.ours):
                 saved = name
                 if name.startswith("decoder.layers."):
                     own, _, rest = name.removeprefix("decoder.layers.").partition(".")
-                    saved = f"decoder.layers.{int(own) + first}.{rest}"
+                    saved = f"decoder.layers.{layers[int(own)]}.{rest}"
                 if name == TIED_COPY and self._tied:
                     saved = EMBEDDING  # one entry for both ends, so that any number of stages can continue it
                 if match.kind == "experts":

@@ -1,8 +1,8 @@
 """Which ranks hold what: the sizes of tensor, pipeline and expert parallelism, and the process groups of this rank.
 
 Ranks are numbered as in Megatron-Core: neighbours share the matrices of a layer (tensor), then come ranks with other
-tokens of the same rows (context), copies with other rows (data), and the stages of the pipeline. Experts are distributed
-over the tensor, context and data ranks of a stage.
+tokens of the same rows (context), copies with other rows (data), and the stages of the pipeline. Experts are
+distributed over the tensor, context and data ranks of a stage.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ from posttrain.engine.settings import RL, EngineKeys
 
 @dataclass(frozen=True)
 class ParallelSizes:
-    """Into how many parts a model is cut: the matrices of a layer, its layers, its experts; and the tokens of a pass."""
+    """Into how many parts a model is cut (matrices of a layer, layers, experts), and the tokens of a pass."""
 
     tensor: int = 1
     pipeline: int = 1
+    virtual: int = 1  # chunks of layers of each stage
     expert: int = 1
     context: int = 1
     sequence: bool = False  # whether tensor ranks also cut the tokens between the matrices of a layer
@@ -42,6 +43,7 @@ class ParallelSizes:
         return cls(
             own.tensor_parallel_size,
             own.pipeline_parallel_size,
+            own.virtual_pipeline_parallel_size or 1,
             own.expert_parallel_size,
             own.context_parallel_size,
             own.sequence_parallel and own.tensor_parallel_size > 1,
@@ -56,8 +58,11 @@ class ParallelSizes:
         """The settings that these sizes are."""
         return f"{self.keys.section}.{SECTION}"
 
+    def _stages(self) -> str:
+        return f"pipeline {self.pipeline}" + (f" with {self.virtual} chunks each" if self.virtual > 1 else "")
+
     def words(self) -> str:
-        words = [f"tensor {self.tensor}", f"pipeline {self.pipeline}", f"expert {self.expert}"]
+        words = [f"tensor {self.tensor}", self._stages(), f"expert {self.expert}"]
         words += [f"context {self.context}"] * (self.context > 1) + ["sequence parallel"] * self.sequence
         return ", ".join(words)
 
@@ -131,6 +136,9 @@ def join_groups(sizes: ParallelSizes, device: torch.device) -> RankGroups:
             expert_tensor_parallel_size=1,
         )
         _grouped = sizes, dist.group.WORLD
+    if sizes.pipeline > 1:
+        # By NCCL the first messages of a group must be those of all its ranks; neighbours alone may exchange later.
+        dist.barrier(state.get_pipeline_model_parallel_group())
     return RankGroups(
         sizes,
         tensor=state.get_tensor_model_parallel_group(),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -73,9 +74,9 @@ def _check_context(config: Any, sizes: ParallelSizes) -> None:
     if heads % sizes.context or (keys and keys % sizes.context and sizes.context % keys):
         of_rank = f" on each of {sizes.tensor} tensor ranks" if sizes.tensor > 1 else ""
         raise MegatronError(
-            f"{sizes.key}.context_parallel_size={sizes.context}: ranks that share the tokens of a pass divide its heads in "
-            f"attention, but the model has {heads} heads of queries and {keys} of keys{of_rank}; set a size that divides "
-            "the heads of queries, and that divides those of keys or is a multiple of them"
+            f"{sizes.key}.context_parallel_size={sizes.context}: ranks that share the tokens of a pass divide its "
+            f"heads in attention, but the model has {heads} heads of queries and {keys} of keys{of_rank}; set a size that "
+            "divides the heads of queries, and that divides those of keys or is a multiple of them"
         )
 
 
@@ -124,10 +125,23 @@ def padded_vocabulary(config: Any, sizes: ParallelSizes) -> int:
     return -(-config.vocab_size // sizes.tensor) * sizes.tensor
 
 
-def stage_layers(config: Any, sizes: ParallelSizes, stage: int) -> range:
-    """The layers of a stage."""
-    counts = _layers_by_stage(config, sizes)
-    return range(sum(counts[:stage]), sum(counts[: stage + 1]))
+def stage_chunks(config: Any, sizes: ParallelSizes, stage: int) -> list[range]:
+    """The layers of a stage, chunk by chunk: the first chunks of all stages come before the second ones."""
+    counts = [_shared_out(count, sizes.virtual) for count in _layers_by_stage(config, sizes)]
+    ends = list(accumulate(counts[stage][chunk] for chunk in range(sizes.virtual) for stage in range(sizes.pipeline)))
+    places = range(stage, len(ends), sizes.pipeline)
+    return [range(ends[place - 1] if place else 0, ends[place]) for place in places]
+
+
+def stage_layers(config: Any, sizes: ParallelSizes, stage: int) -> list[int]:
+    """The layers of a stage, as their numbers in the whole model."""
+    return [layer for chunk in stage_chunks(config, sizes, stage) for layer in chunk]
+
+
+def _shared_out(count: int, parts: int) -> list[int]:
+    """Equally many, or one more in the first ones."""
+    least, more = divmod(count, parts)
+    return [least + (part < more) for part in range(parts)]
 
 
 def _layers_by_stage(config: Any, sizes: ParallelSizes) -> list[int]:
@@ -136,15 +150,17 @@ def _layers_by_stage(config: Any, sizes: ParallelSizes) -> list[int]:
     given = {0: sizes.first_layers, sizes.pipeline - 1: sizes.last_layers}
     given = {stage: count for stage, count in given.items() if count is not None}
     rest, left = sizes.pipeline - len(given), config.num_hidden_layers - sum(given.values())
-    if left < rest or (left > 0 and rest == 0):
+    if left < rest * sizes.virtual or (left > 0 and rest == 0) or min(given.values(), default=left) < sizes.virtual:
+        chunks = (
+            f" with {sizes.virtual} chunks of at least one each" if sizes.virtual > 1 else " with at least one each"
+        )
         words = "".join(f", {count} of them set for stage {stage}" for stage, count in given.items())
         raise MegatronError(
             f"{sizes.key}.pipeline_parallel_size={sizes.pipeline}: the model has {config.num_hidden_layers} layers"
-            f"{words}, which do not fill {sizes.pipeline} stages with at least one each; set a smaller size, or other "
+            f"{words}, which do not fill {sizes.pipeline} stages{chunks}; set a smaller size, or other "
             "num_layers_in_first_pipeline_stage and num_layers_in_last_pipeline_stage"
         )
-    least, more = divmod(left, rest) if rest else (0, 0)
-    others = iter([least + 1] * more + [least] * (rest - more))
+    others = iter(_shared_out(left, rest) if rest else ())
     return [given[stage] if stage in given else next(others) for stage in range(sizes.pipeline)]
 
 

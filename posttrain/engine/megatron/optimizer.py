@@ -22,7 +22,8 @@ EMBEDDING, TIED_COPY = "embedding.word_embeddings.weight", "output_layer.weight"
 
 class MegatronOptimizer(Optimizer):
     """`named` are this rank's weights; `cut` are the names of those that tensor ranks hold parts of, `shares` of those
-    whose gradient every tensor rank has a share of; `saved` are the names in a checkpoint. `tied`: the first and the last stage of a pipeline both hold the embedding."""
+    whose gradient every tensor rank has a share of; `saved` are the names in a checkpoint. `tied`: the first and the
+    last stage of a pipeline both hold the embedding."""
 
     def __init__(
         self,
@@ -62,7 +63,9 @@ class MegatronOptimizer(Optimizer):
                 if owner != self._copies(name).rank():
                     master.grad = None  # its room is free for the step
                     continue
-            if EXPERT in name and not groups.sizes.sequence:  # all tensor ranks send the same tokens to it, so that each counts that often
+            if (
+                EXPERT in name and not groups.sizes.sequence
+            ):  # all tensor ranks send the same tokens to it, so that each counts that often
                 master.grad /= groups.sizes.tensor
 
     @torch.no_grad()

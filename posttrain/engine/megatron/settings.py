@@ -42,6 +42,9 @@ class MegatronSettings:
     """Ranks that share every matrix of a layer."""
     pipeline_parallel_size: int = setting(1, range=ONE_OR_MORE)
     """Stages, each on ranks of its own, that share the layers."""
+    virtual_pipeline_parallel_size: int | None = setting(None, range=ONE_OR_MORE)
+    """Chunks of layers of each stage, which a pass goes through one at a time: stages wait less for each other, and
+    hold the activations of more passes; null is one chunk."""
     expert_parallel_size: int = setting(1, range=ONE_OR_MORE)
     """Ranks that share the experts of a layer of a mixture of experts."""
     context_parallel_size: int = setting(1, range=ONE_OR_MORE)
@@ -98,6 +101,10 @@ def _sizes(checked: Checked, key: str, settings: MegatronSettings) -> Iterator[F
     """Sizes that do not divide the workers."""
     workers = workers_of(checked.config)
     pipeline, expert = settings.pipeline_parallel_size, settings.expert_parallel_size
+    if pipeline == 1 and (settings.virtual_pipeline_parallel_size or 1) > 1:
+        what = f"`{key}.virtual_pipeline_parallel_size={settings.virtual_pipeline_parallel_size}` cuts the layers of "
+        what += "pipeline stages into chunks, and there is one stage (pipeline_parallel_size=1)."
+        yield checked.problem(what, "remove it, or set pipeline_parallel_size", key)
     words, together = product(settings.tensor_parallel_size, pipeline, settings.context_parallel_size)
     if workers % together:
         what = (

@@ -11,7 +11,7 @@ Shapes: T packed tokens, H heads, D head size, E hidden size, U places whose hid
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -60,15 +60,17 @@ class MegatronStage(Stage):
         head: Head,
         angles_D: torch.Tensor,
         *,
+        chunks: Sequence[slice],
         device: torch.device,
         padding: int | None,
         recompute: bool,
     ) -> None:
-        """`angles_D` is what each position turns the pairs of a head by; `padding` is the token whose embedding learns
+        """`angles_D` is what each position turns the pairs of a head by; `chunks` are the parts of this rank's layers
+        that a pass goes through one at a time; `padding` is the token whose embedding learns
         nothing where it is read, as in Hugging Face's models."""
         self.module, self.config, self.groups, self.pipeline, self.head = module, config, groups, pipeline, head
         self.angles_D, self.device = angles_D.to(device, torch.float32), device
-        self.padding, self.recompute = padding, recompute
+        self.chunks, self.padding, self.recompute = chunks, padding, recompute
 
     @contextmanager
     def computing(self, rows: Rows) -> Iterator[None]:
@@ -86,23 +88,23 @@ class MegatronStage(Stage):
     def _cuts(self) -> int:
         return self.groups.context.size() * (self.groups.tensor.size() if self.groups.sizes.sequence else 1)
 
-    def forward(self, rows: Rows, arrived: torch.Tensor | None, temperature: float) -> Any:
-        """Hidden states (T, 1, E) for the next stage; from the last one, numbers (U,) by name."""
+    def forward(self, rows: Rows, arrived: torch.Tensor | None, temperature: float, chunk: int = 0) -> Any:
+        """Hidden states (T, 1, E) for the next chunk of layers; from the last one, numbers (U,) by name."""
         fill = self.tokens(rows) * self._cuts() - rows.input_ids.shape[1]
         ids_T, position_T = (
             own_stretch(torch.nn.functional.pad(x[0], (0, fill)), self.groups.context)
             for x in (rows.input_ids, rows.position_ids)
         )
-        hidden = self._embedded(ids_T) if self.groups.first else arrived
+        hidden = self._embedded(ids_T) if arrived is None else arrived
         half = position_T[:, None].float() * self.angles_D
         rotation = torch.cat([half, half], -1)[:, None, None]
-        for layer in self.module.decoder.layers:
+        for layer in self.module.decoder.layers[self.chunks[chunk]]:
             if self.recompute and torch.is_grad_enabled():
                 # Nothing random happens in a layer, so that its recomputation needs no random state of before.
                 hidden = checkpoint(_through, layer, hidden, rotation, use_reentrant=False, preserve_rng_state=False)
             else:
                 hidden = _through(layer, hidden, rotation)
-        if not self.groups.last:
+        if not self.pipeline.gives_outputs(chunk):
             return hidden
         assert isinstance(hidden, torch.Tensor)
         hidden_TE = self.module.decoder.final_layernorm(hidden)[:, 0]
@@ -130,7 +132,7 @@ class MegatronStage(Stage):
         return outputs(hidden_TE.index_select(0, places_U), None)
 
     def _embedded(self, ids_T: torch.Tensor) -> torch.Tensor:
-        # Not through Megatron-Core's module around the table: its dropout needs CUDA's random state even when it is off.
+        # Not by Megatron-Core's module around the table: its dropout needs CUDA's random state even when it is off.
         hidden = self.module.embedding.word_embeddings(ids_T[None])
         if self.groups.sizes.sequence:
             ids_T = own_stretch(ids_T, self.groups.tensor)
