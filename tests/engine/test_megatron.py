@@ -83,7 +83,7 @@ def test_rows_count_as_progress_when_their_pass_was_computed(found, case):
     assert found[named_file(case)]["progress"] == {"compute": 1.0, "update": 1.0}
 
 
-@pytest.mark.parametrize("case", WHOLE, ids=named)
+@pytest.mark.parametrize("case", [case for case in CUT if case[1].startswith("megatron")], ids=named)
 def test_ranks_hold_their_share_of_the_tokens_of_a_pass(found, case):
     tensor, more = int(case[1].split()[1][0]), case[1].split()[2:]
     context = 2 if "context=2" in more else 1
@@ -147,8 +147,8 @@ def test_a_checkpoint_is_continued_with_other_tensor_ranks(found, model, cut):
         "ranks": "tensor_parallel_size=2 x pipeline_parallel_size=1 = 2 ranks",
         "expert ranks": "expert_parallel_size=2: experts are dealt out over the 1 ranks",
         "heads": "tensor_parallel_size=8: the model has 4 heads of queries",
-        "layers": "pipeline_parallel_size=5: the model has 4 layers, which do not fill 5 stages",
-        "chunks": "the model has 4 layers, which do not fill 2 stages with 3 chunks of at least one each",
+        "layers": "pipeline_parallel_size=3: the model has 2 layers, which do not fill 3 stages",
+        "chunks": "the model has 2 layers, which do not fill 2 stages with 2 chunks of at least one each",
         "context": "context_parallel_size=3: ranks that share the tokens of a pass divide its heads",
         "dense": "is dense, it has no experts",
         "experts": "expert_parallel_size=3: the model has 4 experts",

@@ -75,8 +75,8 @@ def _check_context(config: Any, sizes: ParallelSizes) -> None:
         of_rank = f" on each of {sizes.tensor} tensor ranks" if sizes.tensor > 1 else ""
         raise MegatronError(
             f"{sizes.key}.context_parallel_size={sizes.context}: ranks that share the tokens of a pass divide its "
-            f"heads in attention, but the model has {heads} heads of queries and {keys} of keys{of_rank}; set a size that "
-            "divides the heads of queries, and that divides those of keys or is a multiple of them"
+            f"heads in attention, but the model has {heads} heads of queries and {keys} of keys{of_rank}; set a size "
+            "that divides the heads of queries, and that divides those of keys or is a multiple of them"
         )
 
 
