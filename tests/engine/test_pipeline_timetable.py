@@ -1,4 +1,4 @@
-"""The timetable of a pipeline: every step comes after what it needs, and stages wait and hold no more than they must."""
+"""The timetable of a pipeline: every step comes after what it needs, and stages hold no more than they must."""
 
 from __future__ import annotations
 
