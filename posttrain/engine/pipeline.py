@@ -34,6 +34,13 @@ Compute = Callable[[Step, torch.Tensor | None], Any]
 Tokens = Callable[[int], int]
 
 
+def lead_of(stage: int, stages: int, chunks: int) -> int:
+    """Forward steps that a stage makes before its first backward step: the first stages run ahead by what is behind
+    them, so that these have work at once."""
+    behind = stages - stage - 1
+    return 2 * behind + (chunks - 1) * stages if chunks > 1 else behind
+
+
 def timetable(stages: int, chunks: int, passes: int, *, backward: bool) -> Iterator[list[Step | None]]:
     """The step of every stage, one moment after the other; None where a stage waits."""
     there = _order(stages, chunks, passes, backward=False)
@@ -48,9 +55,7 @@ def timetable(stages: int, chunks: int, passes: int, *, backward: bool) -> Itera
 
     def next_step(stage: int, moment: int) -> Step | None:
         first, second = forwards[stage], backwards[stage]
-        # The first stages run ahead by what is behind them, so that these have work at once.
-        lead = 2 * (stages - stage - 1) + (chunks - 1) * stages if chunks > 1 else stages - stage - 1
-        if first < len(there) and not (backward and first - second > lead):
+        if first < len(there) and not (backward and first - second > lead_of(stage, stages, chunks)):
             step, place = there[first], there[first].chunk * stages + stage
             if place == 0 or was_done(place - 1, step, moment):
                 return step

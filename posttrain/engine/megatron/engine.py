@@ -174,7 +174,7 @@ class MegatronEngine(ComposedEngine):
         return [slice(end - length, end) for length, end in zip(lengths, accumulate(lengths), strict=True)]
 
     def _stage_matches(self, stage: int) -> list[Match]:
-        return stage_matches(self.config, self.groups, stage, self.head, self.shapes)
+        return stage_matches(self.config, self.groups.sizes, stage, self.head, self.shapes)
 
     def _saved_names(self) -> dict[str, str]:
         """What a checkpoint calls this rank's weights: layers and experts are counted over all ranks."""

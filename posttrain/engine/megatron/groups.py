@@ -54,6 +54,11 @@ class ParallelSizes:
         )
 
     @property
+    def together(self) -> int:
+        """Ranks that compute the same rows."""
+        return self.tensor * self.pipeline * self.context
+
+    @property
     def key(self) -> str:
         """The settings that these sizes are."""
         return f"{self.keys.section}.{SECTION}"

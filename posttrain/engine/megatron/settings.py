@@ -155,10 +155,17 @@ def check_megatron_environment(resolved: Resolved, cwd: Path, keys: EngineKeys) 
             yield Problem(what, resolved.where(key), f"give another model, or set {keys.strategy}=fsdp2", (key,))
 
 
+def _parallel_sizes(layout: Any) -> Any:
+    from posttrain.engine.megatron.groups import ParallelSizes  # which imports torch
+
+    return ParallelSizes.of(layout)
+
+
 ENGINES[NAME] = TrainEngineEntry(
     own_settings=SECTION,
     check=check_megatron,
     check_environment=check_megatron_environment,
     loads_on_host=True,
-    plan_note="Counted as FSDP shares it: what Megatron's ranks hold by their sizes, and its buffers, are not.",
+    sizes=_parallel_sizes,
+    plan_note="Each part is that of the rank that holds most of it; activations are an estimate (docs/plan.md).",
 )
