@@ -201,6 +201,28 @@ def test_a_model_that_the_engine_does_not_train_is_refused_from_its_config_alone
     assert told(BY_MEGATRON, "actor_rollout_ref.model.path=embedded") == []
 
 
+@pytest.mark.parametrize(
+    ("sizes", "said"),
+    [
+        (
+            ["context_parallel_size=3"],
+            "context_parallel_size=3: ranks that share the tokens of a pass divide its heads",
+        ),
+        (["tensor_parallel_size=3"], "tensor_parallel_size=3: the model has 4 heads of queries"),
+        (["pipeline_parallel_size=3", "virtual_pipeline_parallel_size=2"], "do not fill 3 stages with 2 chunks"),
+        (["pipeline_parallel_size=3"], None),
+    ],
+)
+def test_sizes_that_do_not_fit_the_model_are_refused_from_its_config_alone(tmp_path, sizes, said):
+    shape = {"model_type": "qwen2", "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 4}
+    (tmp_path / "config.json").write_text(json.dumps({**shape, "hidden_size": 32, "intermediate_size": 66}))
+    given = [f"{KEY}.{size}" for size in sizes]
+    path = f"actor_rollout_ref.model.path={tmp_path}"
+    found = check_environment(load_config([BY_MEGATRON, "trainer.n_workers=3", path, *given]), tmp_path)
+    told = [problem.what for problem in found if "parallel_size" in problem.what]
+    assert [said in one for one in told] == [True] if said else told == []
+
+
 def test_of_a_model_on_the_hub_the_config_alone_is_fetched(tmp_path, monkeypatch):
     asked = []
 

@@ -17,7 +17,7 @@ from posttrain.config.problem import Problem
 from posttrain.config.resolved import Resolved
 from posttrain.config.schema import lookup
 from posttrain.engine.settings import ENGINES, EngineKeys, TrainEngineEntry
-from posttrain.models.model_files import model_type_of
+from posttrain.models.model_files import config_file, model_type_of
 from posttrain.settings import ONE_OR_MORE, setting
 
 NAME, SECTION = "megatron", "megatron_config"
@@ -146,13 +146,41 @@ def check_megatron_environment(resolved: Resolved, cwd: Path, keys: EngineKeys) 
     if not is_installed():
         what = f"`{keys.strategy}=megatron`: the package megatron-core is not installed in this environment."
         yield Problem(what, resolved.where(keys.strategy), install_words(keys.strategy))
-    for key in (f"{role.model}.path" for role in keys.roles.values()):
+    for role in keys.roles.values():
+        key = f"{role.model}.path"
         name = resolved.value(key)
         kind = None if name in (None, "embedded") else model_type_of(str(name), cwd)
-        if kind is not None and kind not in MODEL_TYPES:
+        if kind in MODEL_TYPES:
+            yield from _shape_problem(resolved, cwd, keys, role.model)
+        elif kind is not None:
             what = f"`{key}={name}`: models of type {kind} cannot be trained with {keys.strategy}=megatron; it trains "
             what += f"{', '.join(MODEL_TYPES)}."
             yield Problem(what, resolved.where(key), f"give another model, or set {keys.strategy}=fsdp2", (key,))
+
+
+def _shape_problem(resolved: Resolved, cwd: Path, keys: EngineKeys, section: str) -> Iterator[Problem]:
+    """Sizes that do not divide what they cut of the model, and models that cannot be built."""
+    from transformers import AutoConfig
+
+    from posttrain.engine.base import EngineLayout
+    from posttrain.engine.megatron.model import check_model
+    from posttrain.engine.megatron.package import MegatronError
+
+    file = config_file(str(resolved.value(f"{section}.path")), cwd)
+    try:
+        config: Any = AutoConfig.from_pretrained(file.parent) if file is not None else None
+    except Exception:  # what is wrong with the file is said when the model is loaded
+        config = None
+    if config is None:
+        return
+    for name, value in (getattr(lookup(resolved.config, section), "override_config", None) or {}).items():
+        setattr(config, name, value)
+    key = f"{keys.section}.{SECTION}"
+    try:
+        check_model(config, _parallel_sizes(EngineLayout(NAME, keys, own=resolved.value(key))))
+    except MegatronError as error:
+        what, _, do = str(error).rpartition("; ")
+        yield Problem(f"{what}.", resolved.where(key), do, (key,))
 
 
 def _parallel_sizes(layout: Any) -> Any:
