@@ -37,9 +37,10 @@ SUPERVISED_RULES: tuple[Rule, ...] = (
         "`fsdp` and `megatron` are the engines here (`fsdp.strategy`); others are refused",
     ),
     translated(
-        "engine.{tensor,pipeline,expert}_model_parallel_size",
+        "engine.{tensor_model_parallel_size,pipeline_model_parallel_size,virtual_pipeline_model_parallel_size,"
+        "expert_model_parallel_size,context_parallel_size,sequence_parallel}",
         "supervised_sizes",
-        "`fsdp.megatron_config.*_parallel_size`, with `engine=megatron`",
+        "the same without `model_` in `fsdp.megatron_config`, with `engine=megatron`",
     ),
     translated("optim", "engine", "the engine's group, `fsdp` or `megatron`; those of other engines are refused"),
     translated("model", "model_group", "`hf_model` is the only group"),

@@ -210,12 +210,13 @@ def _megatron_sizes(merged: Merged, key: str, entry: Entry) -> None:
     name = key.rpartition(".")[2].replace("_model_", "_")
     # The dict may have been given whole or key by key, and may still be text.
     actors = merged.value(f"{_ACTOR}.megatron_config")
-    wanted = plain(actors.get(name, 1) if isinstance(actors, dict) else 1)
+    wanted = actors.get(name, 1) if isinstance(actors, dict) else 1
     inside = merged.entries.get(f"{_ACTOR}.megatron_config.{name}")
-    wanted = plain(inside.value) if inside is not None else wanted
+    wanted = inside.value if inside is not None else wanted
+    own, wanted = ("1" if plain(value) in NOTHING else plain(value) for value in (entry.value, wanted))
     if plain(merged.value(_STRATEGY)) != "megatron":
         merged.note(f"`{entry.spelling}` is not needed here: {_STRATEGY} is not megatron.")
-    elif plain(entry.value) != wanted:
+    elif own != wanted:
         why = f"reference and critic are cut as the actor is, over {wanted}"
         _refuse(merged, entry, why, f"set {_ACTOR}.megatron_config.{name}={entry.value}, which holds for all")
 
