@@ -68,6 +68,8 @@ class RolloutConfig(Section):
     n_workers: int = setting(0, range=ZERO_OR_MORE)
     """Workers that only generate, each on a device of its own, while those of `trainer` only train; 0: the same workers
     do both."""
+    colocated_workers: int = setting(0, range=ZERO_OR_MORE)
+    """How many of the workers that train also generate: the first so many; 0: all of them."""
     tensor_model_parallel_size: int = setting(1, range=ONE_OR_MORE)
     """Neighbouring workers that hold one rollout engine, each a part of the model's heads and feed-forward columns and
     its cache (`native`, `vllm`)."""

@@ -15,7 +15,7 @@ import torch
 
 from posttrain.algorithms import get_adv_estimator
 from posttrain.config import PPOConfig, needs_reference
-from posttrain.config.parallel import rollout_workers_of, workers_of
+from posttrain.config.parallel import generating_workers_of, rollout_workers_of, workers_of
 from posttrain.engine.facts import joining_cost
 from posttrain.kernels.decode import BLOCK
 from posttrain.models.loading import resolve_dtype
@@ -62,7 +62,7 @@ class Shape:
         workers, generating = workers_of(config), rollout_workers_of(config)
         mini = min(config.actor_rollout_ref.actor.ppo_mini_batch_size, data.train_batch_size)
         batch_rows = math.ceil(data.train_batch_size * rollout.n / workers)
-        engines = max(1, (generating or workers) // rollout.tensor_model_parallel_size)
+        engines = max(1, generating_workers_of(config) // rollout.tensor_model_parallel_size)
         wave = min(rollout.max_num_seqs, math.ceil(data.train_batch_size * rollout.n / engines))
         longest = data.max_prompt_length + data.max_response_length
         mini_rows = math.ceil(mini * rollout.n / workers)

@@ -16,7 +16,7 @@ from typing import Any
 
 from posttrain.config.checked import Checked, Finding, nearest_name
 from posttrain.config.choices import ROLLOUT_ENGINES
-from posttrain.config.parallel import ROLLOUT_WORKERS, rollout_workers_of, runs_on_cpu
+from posttrain.config.parallel import COLOCATED_WORKERS, ROLLOUT_WORKERS, runs_on_cpu
 from posttrain.config.problem import Problem
 from posttrain.config.resolved import Resolved
 from posttrain.rollout.outside_engine import KEY, ROLLOUT, OutsideEngine, given_for, is_count
@@ -122,7 +122,7 @@ def check_on_any_machine(resolved: Resolved) -> Iterator[Problem]:
             yield Problem(what, where, do)
         return
     training = ("trainer.n_gpus_per_node", "trainer.nnodes")
-    keys = (ROLLOUT_WORKERS,) if rollout_workers_of(resolved.config) else training
+    keys = next(((key,) for key in (ROLLOUT_WORKERS, COLOCATED_WORKERS) if resolved.value(key)), training)
     counts = [resolved.value(key) for key in keys]
     if size > 0 and math.prod(counts) % size:
         product = f"{' x '.join(map(str, counts))} = {math.prod(counts)}" if len(counts) > 1 else str(counts[0])

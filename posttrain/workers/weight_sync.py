@@ -136,10 +136,13 @@ class WeightProbe:
         self.pad = tokenizer.pad_token_id
         self.batch = _rows_batch([row[:1] for row in self.rows], [row[1:] for row in self.rows], self.pad)
 
-    def compare(self, trainer: TrainEngine, rollout: RolloutEngine) -> dict[str, float]:
-        """`sync/probe_max`: the largest difference in log-probs; past the tolerance of the type the run must stop."""
-        theirs, ours = self.score_with_rollout(rollout), self.score_with_trainer(trainer)
-        dtype = rollout.rounding or trainer.facts().dtype
+    def compare(self, trainer: TrainEngine, rollout: RolloutEngine | None) -> dict[str, float]:
+        """`sync/probe_max`: the largest difference in log-probs; past the tolerance of the type the run must stop. A
+        rank without a rollout engine only looks for weights that are not finite."""
+        theirs = self.score_with_rollout(rollout) if rollout is not None else None
+        ours = self.score_with_trainer(trainer)
+        dtype = (rollout and rollout.rounding) or trainer.facts().dtype
+        theirs = ours if theirs is None else theirs
         return compare_scores(ours, theirs, dtype, lambda: not_finite(trainer.export_weights()))
 
     def score_with_trainer(self, engine: TrainEngine) -> torch.Tensor:

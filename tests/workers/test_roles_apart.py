@@ -11,12 +11,12 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from textbook import ACTOR, CPU, actor, batch, ppo_config
+from textbook import ACTOR, CPU, ROLLOUT, actor, batch, ppo_config
 from toy_workers import Toy
 
 from posttrain.config import PPOConfig, load_config
 from posttrain.controller.dispatch import Calls
-from posttrain.controller.pool import LocalWorkerGroup, LocalWorkers
+from posttrain.controller.pool import Finished, LocalWorkerGroup, LocalWorkers
 from posttrain.errors import UserError
 from posttrain.models.loading import load_tokenizer
 from posttrain.protocol import DataProto
@@ -25,11 +25,32 @@ from posttrain.trainer.ppo.worker_groups import TrainingGroups, WorkerClasses
 from posttrain.trainer.run.workers import open_workers
 from posttrain.workers import weight_sync
 from posttrain.workers.fsdp_workers import ActorRolloutRefWorker, PolicyWorker, ReferenceWorker, RolloutWorker
-from posttrain.workers.groups import DisaggregatedGroup, PolicyGroup, RolloutGroup
+from posttrain.workers.groups import ColocatedGroup, DisaggregatedGroup, PolicyGroup, RolloutGroup
 from posttrain.workers.update_plan import in_row_order
 from posttrain.workers.weight_sync import SyncError, split_into_buckets, without_tied_copies
 
 SETTINGS = {f"{ACTOR}.optim.lr": 1e-2}
+
+
+def test_rollout_calls_reach_the_workers_that_generate_and_the_others_all():
+    class Ranks(LocalWorkerGroup):
+        world_size, asked = 4, ()
+
+        def _send(self, rank, name, arguments):
+            self.asked += (rank,)
+            return Finished(lambda: None)
+
+    def asked(settings: list[str], call: str) -> tuple[int, ...]:
+        worker = object.__new__(ActorRolloutRefWorker)
+        worker.config = load_config(["trainer.n_workers=4", *settings]).config
+        group = ColocatedGroup(Ranks(worker))
+        getattr(group, call).later()
+        return group.group.asked
+
+    some = [f"{ROLLOUT}.colocated_workers=2"]
+    assert asked(some, "advance") == (0, 1) and asked([], "advance") == (0, 1, 2, 3)
+    assert asked(some, "lost_weights") == (0, 1, 2, 3)
+    assert asked([*some, f"{ROLLOUT}.tensor_model_parallel_size=2"], "advance") == (0, 1)
 
 
 @pytest.fixture(scope="module")
