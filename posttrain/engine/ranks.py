@@ -127,6 +127,7 @@ def neighbours(size: int, among: int | None = None) -> dist.ProcessGroup | None:
     for first in range(0, among or world_size(), size):
         group = dist.new_group(list(range(first, first + size)))  # every rank takes part in making every group
         if first <= this_rank() < first + size:
+            assert isinstance(group, dist.ProcessGroup)
             own = group
     return own
 

@@ -220,6 +220,8 @@ class _Run:
     def generate(self, actor: ModelBytes) -> Parts:
         if self.rollout.name == "native":
             return self._generate_native(actor)
+        if self.rollout.name == "server":  # its memory is that of other processes
+            return {"rollout weights": 0, "KV cache": 0, "temporary tensors": 0}
         rollout, shape, device = self.rollout, self.shape, self.device
         serving = rollout.name != "hf"
         copies = (serving or shape.workers > 1) and not shape.generating

@@ -65,7 +65,7 @@ def _check_engine_kwargs(checked: Checked) -> Iterator[Finding]:
             idle += [f"{KEY}.{engine}.{name}" for name in given_for(engine, rollout.engine_kwargs)]
         elif engine in OUTSIDE:
             yield from _of_outside(checked, OUTSIDE[engine], given_for(engine, rollout.engine_kwargs))
-        elif engine in ("native", "hf") and given:
+        elif engine in ("native", "hf", "server") and given:
             what = f"`{KEY}.{engine}`: this engine has no arguments of its own."
             yield _problem(checked, what, f"set those of {ROLLOUT}")
     if idle:
@@ -128,8 +128,8 @@ def check_on_any_machine(resolved: Resolved) -> Iterator[Problem]:
         product = f"{' x '.join(map(str, counts))} = {math.prod(counts)}" if len(counts) > 1 else str(counts[0])
         what = f"`{parallel}={size}` does not divide the {product} worker(s)."
         yield Problem(what, where, f"set a divisor of {' x '.join(keys)}")
-    elif size > 1 and name == "hf":
-        what = f"`{parallel}={size}`: an engine `hf` cannot be held by several workers; each has one of its own."
+    elif size > 1 and name in ("hf", "server"):
+        what = f"`{parallel}={size}`: an engine `{name}` cannot be held by several workers; each has one of its own."
         yield Problem(what, where, f"set {parallel}=1, or {_NAME}=native")
 
 

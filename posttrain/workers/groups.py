@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 
 from posttrain.controller.group import FirstRanks, Future, RoleGroup, WorkerGroup
+from posttrain.rollout.weight_buckets import SyncError
 from posttrain.workers.fsdp_workers import (
     ActorRefWorker,
     ActorRolloutRefWorker,
@@ -21,7 +22,7 @@ from posttrain.workers.fsdp_workers import (
 )
 from posttrain.workers.policy import PolicyCalls, ReferenceCalls
 from posttrain.workers.rollout import RolloutCalls
-from posttrain.workers.weight_sync import SyncError, compare_scores
+from posttrain.workers.weight_sync import compare_scores
 
 
 class PolicyGroup(RoleGroup, PolicyCalls, ReferenceCalls):

@@ -22,11 +22,12 @@ from posttrain.rollout.base import Output, Request, RolloutEngine, Sampling
 from posttrain.rollout.engines import build_engine
 from posttrain.rollout.generate import advance, generate, to_batch, until_others_may_join
 from posttrain.rollout.settings import sampling_for
+from posttrain.rollout.weight_buckets import Bucket, checksum_of_all
 from posttrain.workers.engine_worker import policy_notes
 from posttrain.workers.policy import PolicyWorker
 from posttrain.workers.roles import engine_ranks, rollout_model
 from posttrain.workers.update_plan import by_groups, in_row_order
-from posttrain.workers.weight_sync import Bucket, WeightProbe, checksum_of_all
+from posttrain.workers.weight_sync import WeightProbe
 
 
 class RolloutWorker:

@@ -34,10 +34,10 @@ from posttrain.errors import UserError
 from posttrain.kernels.train import can_train
 from posttrain.models.loading import load_tokenizer
 from posttrain.protocol import DataProto
+from posttrain.rollout.weight_buckets import SyncError
 from posttrain.trainer.main_ppo import run_ppo
 from posttrain.trainer.ppo import runner as rl
 from posttrain.trainer.ppo.ray_trainer import RayPPOTrainer
-from posttrain.workers.weight_sync import SyncError
 
 ray = pytest.importorskip("ray")
 from posttrain.controller.ray_cluster import RayCluster  # noqa: E402
