@@ -11,6 +11,7 @@ import functools
 import logging
 import re
 import threading
+from collections.abc import Callable
 from typing import Any
 
 from posttrain.rewards import scorers
