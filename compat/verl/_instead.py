@@ -22,8 +22,8 @@ INSTEAD = {
     "verl.workers.critic": "The critic's update is `posttrain.workers.critic.dp_critic`.",
     "verl.workers.reward_model": "Reward models are `posttrain.workers.reward_model`; reward_model.enable=true.",
     "verl.experimental.agent_loop": "`verl.experimental.agent_loop.agent_loop` gives AgentLoopBase, AgentLoopOutput "
-    "and register, `tool_agent_loop` ToolAgentLoop, `tool_parser` ToolParser; other formats of calls are in "
-    "posttrain/conversations/formats.",
+    "and register, `tool_agent_loop` ToolAgentLoop, `single_turn_agent_loop` SingleTurnAgentLoop, `tool_parser` "
+    "ToolParser; other formats of calls are in posttrain/conversations/formats.",
     "verl.experimental": "Not built: fully asynchronous trainers. Rewards already run while other responses are "
     "generated, and trainer.one_step_off=True generates while others train.",
     "verl.interactions": "`verl.interactions.base` gives BaseInteraction, `verl.interactions.gsm8k_interaction` verl's "

@@ -84,7 +84,6 @@ RENAMED: dict[str, str] = {
     "data.train_path": "data.train_files",
     "data.val_path": "data.val_files",
     **{f"data.{name}": f"{_ROLLOUT}.multi_turn.{name}" for name in ("tool_config_path", "function_tool_path")},
-    "data.mcp_config_path": f"{_ROLLOUT}.multi_turn.mcp_config_path",
     f"{_ROLLOUT}.multi_turn.interaction_config_path": f"{_ROLLOUT}.agent.interaction_config_path",
     "trainer.save_steps": "trainer.save_freq",
     "trainer.n_workers": "trainer.n_gpus_per_node",

@@ -106,7 +106,7 @@ class Agents:
         if name == "tool_agent":
             if (interactions := self.interactions) is not None:
                 lead = play(lambda: InteractionEnvironment(interactions), name, {}, self.turns.max_assistant_turns)
-                return Agent(lead)
+                return Agent(lead, isolated=interactions.isolated)
             if self.turns.enable:
                 return tool_agent(self.turns.max_assistant_turns)
             raise UserError(

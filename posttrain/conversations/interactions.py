@@ -37,6 +37,11 @@ class Interactions:
     def names(self) -> list[str]:
         return list(self.by_name)
 
+    @property
+    def isolated(self) -> bool:
+        """Whether they run in worker processes; one class that says no keeps all of them in the trainer."""
+        return all(getattr(one, "isolated", True) for one in self.by_name.values())
+
     def name_of(self, info: Any) -> str:
         """The interaction that a row with this `extra_info` chooses; UserError if there is none."""
         given = info.get("interaction_kwargs") if isinstance(info, Mapping) else None

@@ -91,6 +91,26 @@ def test_turns_and_parallel_calls_have_verls_limits(tiny_model, sums, folder):
         assert (row["num_turns"], row["score"]) == (2, 0.5) and row["response"].count("[5]") == 2
 
 
+SINGLE = """
+from verl.experimental.agent_loop import SingleTurnAgentLoop, register
+
+
+@register("my_tool_agent")
+class Mine(SingleTurnAgentLoop):
+    async def run(self, sampling_params, **kwargs):
+        output = await super().run(sampling_params, **kwargs)
+        output.reward_score = float(len(output.response_ids))
+        return output
+"""
+
+
+def test_a_loop_of_one_turn_can_be_inherited_from(tiny_model, sums, folder):
+    scripted.use(lambda read, seed: "7")
+    (folder / "mine.py").write_text(SINGLE)
+    rows = samples(run(tiny_model, sums, folder / "out", **AGENT))
+    assert {(row["num_turns"], row["score"], row["response"]) for row in rows} == {(1, 2.0, "7")}
+
+
 SCORING = """
 from verl.interactions.base import BaseInteraction
 
