@@ -390,6 +390,8 @@ def check_environment(resolved: Resolved, folder: Path) -> Iterator[Problem]:
         for name in value if isinstance(value, list) else [value]:
             if name is None or name == "embedded" or (can_hold_out and key == "data.val_files" and name == HELD_OUT):
                 continue
+            if getattr(resolved.config.data, "custom_cls", None):
+                continue  # only the class knows what its files are
             if str(name).startswith(REASONING_GYM):
                 if importlib.util.find_spec("reasoning_gym") is None:
                     what = f"`{key}`: {name} needs the package reasoning-gym."

@@ -266,6 +266,18 @@ def _user_turns(merged: Merged, key: str, entry: Entry) -> None:
     merged.add(f"{section}.{name}", turns, replace(entry.origin, is_file=False))
 
 
+def _sampler(merged: Merged, key: str, entry: Entry) -> None:
+    """The file and the class are one name."""
+    section, _, which = key.rpartition(".")
+    other = merged.elsewhere.get(f"{section}.{'class_name' if which == 'class_path' else 'class_path'}")
+    if _empty(entry):
+        return
+    if other is None or _empty(other):
+        _refuse(merged, entry, "a sampler has a file and a class", f"set {section}=FILE.py:CLASS")
+    elif which == "class_path":
+        merged.put(section, f"{entry.value}:{other.value}", entry)
+
+
 # Name in a rule -> its function.
 TRANSLATIONS: dict[str, Callable[[Merged, str, Entry], None]] = {
     "dynamic": _dynamic,
@@ -291,6 +303,7 @@ TRANSLATIONS: dict[str, Callable[[Merged, str, Entry], None]] = {
     "same_engine": _same_engine,
     "model_group": _model_group,
     "user_turns": _user_turns,
+    "sampler": _sampler,
 }
 
 
