@@ -30,18 +30,38 @@ def get_local_temp_path(hdfs_path: str, cache_dir: str) -> str:
     return os.path.join(folder, os.path.basename(hdfs_path))
 
 
+def verify_copy(src: str, dest: str) -> bool:
+    """Whether the copy has the same files and folders, files of the same sizes."""
+    return os.path.exists(src) and os.path.exists(dest) and _contents(src) == _contents(dest)
+
+
+def _contents(path: str) -> dict[str, int]:
+    """Path inside of it -> the file's size, or -1 for a folder."""
+    if os.path.isfile(path):
+        return {"": os.path.getsize(path)}
+    found = {".": -1}
+    for folder, folders, files in os.walk(path):
+        inside = os.path.relpath(folder, path)
+        found |= {os.path.join(inside, name): -1 for name in folders}
+        found |= {os.path.join(inside, name): os.path.getsize(os.path.join(folder, name)) for name in files}
+    return found
+
+
 def copy_to_local(
-    src: str,
+    src: str | None,
     cache_dir: str | None = None,
     filelock: str = ".file.lock",
     verbose: bool = False,
     always_recopy: bool = False,
     use_shm: bool = False,
-) -> str:
-    """A local path as it is (also a model's name on the hub); of a path on HDFS its copy, which is made once.
+) -> str | None:
+    """A local path as it is (also a model's name on the hub); of a path on HDFS its copy, which is made once; None for
+    no path.
 
     `use_shm` puts a copy into /dev/shm, where several processes read it from memory.
     """
+    if not src:
+        return None
     assert not src.endswith("/"), f"{src}: leave the slash at its end away"
     path = src
     if is_non_local(src):

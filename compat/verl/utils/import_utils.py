@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-import importlib
+import importlib.util
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +12,27 @@ from posttrain.external import import_external
 from verl._missing import not_given
 
 __getattr__ = not_given(__name__)
+
+
+def _is_installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
+
+
+def is_vllm_available() -> bool:
+    """Whether vLLM is installed; nothing is imported to find out."""
+    return _is_installed("vllm")
+
+
+def is_sglang_available() -> bool:
+    return _is_installed("sglang")
+
+
+def is_megatron_core_available() -> bool:
+    return _is_installed("megatron")
+
+
+def is_trl_available() -> bool:
+    return _is_installed("trl")
 
 
 def load_module(module_path: str, module_name: str | None = None) -> Any:
