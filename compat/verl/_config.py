@@ -7,6 +7,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 
+class NoSetting(KeyError, AttributeError):
+    """A setting that is not there: an AttributeError in verl 0.9, a KeyError in later versions."""
+
+
 class BaseConfig(Mapping[str, Any]):
     """A section of settings. Values come from the keywords, then from posttrain's own section."""
 
@@ -38,7 +42,10 @@ class BaseConfig(Mapping[str, Any]):
         return made
 
     def __getitem__(self, name: str) -> Any:
-        return getattr(self, name)  # an AttributeError for what is not there, as verl's
+        try:
+            return getattr(self, name)
+        except AttributeError:
+            raise NoSetting(name) from None
 
     def __contains__(self, name: object) -> bool:
         return isinstance(name, str) and hasattr(self, name)

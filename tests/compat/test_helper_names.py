@@ -5,18 +5,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import sys
 
 import pytest
 import torch
 from tensordict import TensorDict
 
 from verl.experimental.reward_loop.reward_manager import get_reward_manager_cls
-from verl.utils import import_utils, net_utils, ray_utils
+from verl.utils import fs, import_utils, net_utils, ray_utils
 from verl.utils import tensordict_utils as tu
 from verl.utils.dataset.dataset_utils import DatasetPadMode, SFTTensorCollator
 from verl.utils.fs import copy_to_local, verify_copy
 from verl.utils.logger import LocalLogger, log_with_rank, print_rank_0, print_with_rank
-from verl.utils.seqlen_balancing import greedy_partition
+from verl.utils.seqlen_balancing import balanced_chunk_range, greedy_partition
 from verl.utils.torch_functional import distributed_mean_max_min_std, expand_as_nested
 from verl.utils.transformers_compat import is_transformers_version_in_range
 from verl.workers.config import ActorConfig, FSDPOptimizerConfig, McoreOptimizerConfig, OptimizerConfig, build_optimizer
@@ -178,6 +179,50 @@ def test_a_copy_is_verified_by_names_and_sizes(tmp_path):
     (tmp_path / "b" / "sub" / "file").write_text("longer text")
     assert not verify_copy(one, other) and not verify_copy(one, f"{other}/nothing")
     assert copy_to_local(None) is None and copy_to_local("") is None and copy_to_local(one) == one
+
+
+def test_a_folder_is_compared_with_its_record(tmp_path):
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "file").write_text("text")
+    record = fs._record_directory_structure(str(tmp_path))
+    assert fs._check_directory_structure(str(tmp_path), record)
+    (tmp_path / "new").write_text("text")
+    assert not fs._check_directory_structure(str(tmp_path), record)
+    assert not fs._check_directory_structure(str(tmp_path), str(tmp_path / "none"))
+
+
+def test_a_module_is_loaded_from_a_file_with_verls_errors(tmp_path):
+    for name, text in {
+        "good": "import sys\nme = sys.modules.get(__name__)\n",
+        "bad": "raise ValueError('broken')",
+    }.items():
+        (tmp_path / f"{name}.py").write_text(text)
+    module = import_utils.load_module(str(tmp_path / "good.py"), module_name="verl_test_loaded")
+    assert module.me is module is sys.modules.pop("verl_test_loaded")
+    with pytest.raises(RuntimeError, match="already exists"):
+        import_utils.load_module(str(tmp_path / "good.py"), module_name="sys")
+    for module_name in (None, "verl_test_broken"):
+        with pytest.raises(RuntimeError, match="Error loading module"):
+            import_utils.load_module(str(tmp_path / "bad.py"), module_name=module_name)
+    assert "verl_test_broken" not in sys.modules
+    with pytest.raises(FileNotFoundError):
+        import_utils.load_extern_object(str(tmp_path / "none.py"), "Name")
+    with pytest.raises(AttributeError):
+        import_utils.load_extern_object(None, "Name")
+
+
+def test_a_setting_that_is_not_there_is_both_errors():
+    for error in (KeyError, AttributeError):
+        with pytest.raises(error):
+            ActorConfig()["nothing"]
+    assert ActorConfig().get("nothing", 3) == 3
+
+
+def test_chunks_share_items_in_order():
+    assert [balanced_chunk_range(9, 4, part) for part in range(4)] == [(0, 3), (3, 5), (5, 7), (7, 9)]
+    assert [balanced_chunk_range(2, 4, part) for part in range(4)] == [(0, 1), (1, 2), (2, 2), (2, 2)]
+    with pytest.raises(ValueError, match="no chunk 4 of 4"):
+        balanced_chunk_range(9, 4, 4)
 
 
 def test_addresses_and_a_port_that_is_held():

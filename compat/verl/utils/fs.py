@@ -47,6 +47,34 @@ def _contents(path: str) -> dict[str, int]:
     return found
 
 
+_RECORD = ".directory_record.txt"
+
+
+def _record_directory_structure(folder_path: str) -> str:
+    """Writes the names of all files and folders into a file inside of it, and gives its path."""
+    record = os.path.join(folder_path, _RECORD)
+    names = sorted(_names(folder_path))
+    with open(record, "w", encoding="utf-8") as file:
+        file.writelines(f"{name}\n" for name in names)
+    return record
+
+
+def _check_directory_structure(folder_path: str, record_file: str) -> bool:
+    """Whether the folder has what its record names, and nothing else."""
+    if not os.path.exists(record_file):
+        return False
+    with open(record_file, encoding="utf-8") as file:
+        return set(file.read().splitlines()) == _names(folder_path)
+
+
+def _names(path: str) -> set[str]:
+    found = _contents(path)
+    return {f"{'dir' if size < 0 else 'file'}:{os.path.normpath(name)}" for name, size in found.items()} - {
+        "dir:.",
+        f"file:{_RECORD}",
+    }
+
+
 def copy_to_local(
     src: str | None,
     cache_dir: str | None = None,
@@ -85,7 +113,8 @@ def _fetched(src: str, cache_dir: str, verbose: bool, again: bool) -> str:
                 print(f"Copy from {src} to {path}")
             part = f"{path}.part"  # what broke off is not taken for the whole
             _remove(part)
-            if not copy(src, part):
+            copy(src, part)
+            if not os.path.exists(part):
                 raise OSError(f"{src} could not be copied to {part}")
             os.rename(part, path)
     return path

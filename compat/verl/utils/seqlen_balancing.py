@@ -152,6 +152,16 @@ def greedy_partition(seqlen_list: Sequence[int], k_partitions: int, equal_size: 
     return parts
 
 
+def balanced_chunk_range(num_items: int, num_chunks: int, chunk_idx: int) -> tuple[int, int]:
+    """(begin, end) of one of the chunks that share the items in order; the first ones have one more where they do not
+    divide."""
+    if num_chunks <= 0 or not 0 <= chunk_idx < num_chunks:
+        raise ValueError(f"there is no chunk {chunk_idx} of {num_chunks}")
+    size, more = divmod(num_items, num_chunks)
+    begin = chunk_idx * size + min(chunk_idx, more)
+    return begin, begin + size + (chunk_idx < more)
+
+
 def get_reverse_idx(idx_map: Sequence[int]) -> list[int]:
     """Where each of the numbers stands."""
     places = {number: place for place, number in enumerate(idx_map)}
