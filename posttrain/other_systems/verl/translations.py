@@ -95,6 +95,9 @@ def _dtype(merged: Merged, key: str, entry: Entry) -> None:
     target = f"{_MODEL}.dtype" if f"{_MODEL}.dtype" in merged.names.leaves else "model.dtype"
     if _empty(entry):
         return
+    if ".megatron" in key and plain(merged.value(_STRATEGY)) != "megatron":
+        merged.note(f"`{entry.spelling}` is not needed here: {_STRATEGY} is not megatron.")
+        return
     if plain(entry.value) in _DTYPES:
         merged.put(target, _DTYPES[plain(entry.value)], entry)
     else:
@@ -347,6 +350,7 @@ WORDS: dict[tuple[str, str], object] = {
     ("trainer.save_freq", "0"): -1,
     ("trainer.test_freq", "0"): -1,
     ("trainer.total_training_steps", "-1"): None,
+    ("trainer.device", "gpu"): "cuda",
 }
 # Loggers of verl that write what every run writes: `metrics.jsonl`.
 IN_FILES = ("file",)
