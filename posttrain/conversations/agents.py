@@ -87,7 +87,7 @@ class Agents:
             return make_agent(_find(entry["_target_"]), name, {**given, **config}, self.context)
         if name in AGENTS:
             return make_agent(AGENTS[name], name, config, self.context)
-        if name == PROGRAM and self.settings.program:
+        if name == PROGRAM and self.settings.by_url:
             # The programs' server is opened behind this (`opening.py`).
             return Agent(lambda chat, row: self.context["programs"].lead(chat, row), isolated=False)
         if name == "single_turn_agent":
