@@ -5,13 +5,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import signal
-from typing import Any
 
-import torch
 from aiohttp import web
 
 from posttrain.commands.generation.model import find_model, load_module, load_tokenizer_of, read_positions
-from posttrain.commands.generation.session import explain_out_of_memory, plan_cache, say
+from posttrain.commands.generation.session import explain_out_of_memory, make_sampling, plan_cache, say
 from posttrain.commands.generation.settings import Settings
 from posttrain.conversations.format_proof import find_format
 from posttrain.conversations.formats.base import FORMATS
@@ -22,7 +20,7 @@ from posttrain.conversations.serving.model import ServedModel
 from posttrain.conversations.templates import MessageTemplate
 from posttrain.errors import UserError
 from posttrain.models.loading import check_positions, end_token_ids, model_end_ids, positions_of
-from posttrain.rollout.base import RolloutEngine, Sampling
+from posttrain.rollout.base import RolloutEngine
 from posttrain.rollout.engines import build_engine
 from posttrain.rollout.outside import check_installed
 from posttrain.workers.roles import pick_device
@@ -61,27 +59,12 @@ def load(name: str, settings: Settings, options: argparse.Namespace) -> tuple[Se
         options.served_name or name,
         template,
         FORMATS[call_format],
-        _sampling(settings, tokenizer, module),
+        make_sampling(settings, end_token_ids(tokenizer, model_end_ids(module)), max_tokens=1),  # a request has its own
         max_model_len=longest,
         vocabulary=module.get_input_embeddings().num_embeddings,  # pyright: ignore
         no_tools=no_tools,
     )
     return served, engine
-
-
-def _sampling(settings: Settings, tokenizer: Any, module: torch.nn.Module) -> Sampling:
-    rollout = settings.config.actor_rollout_ref.rollout
-    return Sampling(
-        max_tokens=1,  # of each request
-        temperature=settings.temperature or 1.0,
-        greedy=settings.temperature == 0,
-        top_p=rollout.top_p,
-        top_k=rollout.top_k,
-        min_p=rollout.min_p,
-        repetition_penalty=rollout.repetition_penalty,
-        stop_token_ids=() if rollout.ignore_eos else tuple(end_token_ids(tokenizer, model_end_ids(module))),
-        stop=tuple(rollout.stop),
-    )
 
 
 async def _run(model: ServedModel, engine: RolloutEngine, options: argparse.Namespace, api_key: str | None) -> None:
