@@ -18,6 +18,7 @@ from posttrain.config.choices import (
     REJECTIONS,
 )
 from posttrain.config.parallel import (
+    COLOCATED_WORKERS,
     ROLLOUT_WORKERS,
     SEQUENCE_SIZES,
     SHARD_SIZES,
@@ -285,6 +286,19 @@ def check_one_step_off(checked: Checked) -> Iterator[Finding]:
         yield checked.problem(what, do, "trainer.one_step_off")
 
 
+def check_colocated_workers(checked: Checked) -> Iterator[Finding]:
+    """More workers that generate than there are, or two settings for who generates."""
+    colocated, workers = lookup(checked.config, COLOCATED_WORKERS), workers_of(checked.config)
+    if colocated and rollout_workers_of(checked.config):
+        what = (
+            f"`{COLOCATED_WORKERS}={colocated}` has workers that train generate, but {ROLLOUT_WORKERS} has others do."
+        )
+        yield checked.problem(what, "set one of the two to 0", COLOCATED_WORKERS)
+    elif colocated > workers:
+        what = f"`{COLOCATED_WORKERS}={colocated}`: only {workers} worker(s) train (trainer.n_gpus_per_node x nnodes)."
+        yield checked.problem(what, f"set it to {workers} or less, or 0 for all of them", COLOCATED_WORKERS)
+
+
 def check_sizes(
     checked: Checked, shards: tuple[str, ...] = SHARD_SIZES, sequences: tuple[str, ...] = SEQUENCE_SIZES
 ) -> Iterator[Finding]:
@@ -362,5 +376,6 @@ _CHECKS: list[Callable[[Checked], Iterator[Finding]]] = [
     check_sizes,
     check_one_step_off,
     check_exact,
+    check_colocated_workers,
     check_ray,
 ]

@@ -37,7 +37,9 @@ class TorchStage(Stage):
         else:  # q, k and v of a layer side by side in memory are one product; FSDP2 would move them apart again
             join_weights(module)
 
-    def forward(self, rows: Rows, arrived: torch.Tensor | None, temperature: float) -> dict[str, torch.Tensor]:
+    def forward(
+        self, rows: Rows, arrived: torch.Tensor | None, temperature: float, chunk: int = 0
+    ) -> dict[str, torch.Tensor]:
         return self.forward_pass(*self.head.inputs(rows, temperature))
 
     @contextmanager

@@ -25,6 +25,7 @@ from posttrain.rollout.base import RolloutEngine, Sampling
 from posttrain.rollout.engine_kwargs import OUTSIDE
 from posttrain.rollout.engines import build_engine, can_take_adapters
 from posttrain.rollout.generate import generate
+from posttrain.rollout.weight_buckets import SyncError, checksum_of_all, split_into_buckets
 from posttrain.selftest.world import (
     ALLOWED,
     World,
@@ -34,7 +35,7 @@ from posttrain.selftest.world import (
     relative,
     train,
 )
-from posttrain.workers.weight_sync import SyncError, WeightProbe, checksum_of_all, split_into_buckets
+from posttrain.workers.weight_sync import WeightProbe
 
 LONGEST = 64
 PROMPTS = [[72, 101, 108], [49, 32, 43, 32, 50, 32, 61], [49, 32, 43, 32, 50, 32, 61], [120]]
@@ -227,6 +228,8 @@ def _installed(name: str) -> Callable[[int], str | None]:
 def _team(world: World, name: str) -> Team | None:
     """Neighbours that hold one engine: pairs, where the engine and the number of ranks allow it."""
     by_teams = name not in OUTSIDE or OUTSIDE[name].by_teams
+    if name in OUTSIDE and world.device.type == "cuda" and dist.get_backend() == "gloo":
+        by_teams = False  # ranks share a GPU: other systems' tensor parallelism takes NCCL, which rejects that
     return team_of(2, world.device) if by_teams and world.size % 2 == 0 else None
 
 

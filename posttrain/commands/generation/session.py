@@ -7,7 +7,7 @@ import hashlib
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +28,7 @@ from posttrain.commands.generation.settings import Settings, described
 from posttrain.commands.generation.workers import Share
 from posttrain.config.model import ModelConfig
 from posttrain.config.rollout import RolloutConfig
-from posttrain.conversations.opening import check_agent_names, open_conversations
+from posttrain.conversations.opening import check_rows, open_conversations
 from posttrain.data.dataset import PromptDataset, PromptItem
 from posttrain.data.rows import DataError, RowTable
 from posttrain.errors import UserError, first_line
@@ -83,7 +83,7 @@ class Session:
             self.turns = opened.enter_context(open_conversations(self.config, self.tokenizer, self.device, say))
             tools = self.turns.schemas if self.turns else ()
             self.prompts = self._prompts(table, tools)
-            check_agent_names(self.turns, self.prompts.column("agent_name"))
+            check_rows(self.turns, [item["extra_info"] for item in self.prompts])
             self._opened = opened.pop_all()
         self.dropped = len(table) - len(self.prompts)
         self.engine_name, self.speed = "", Speed()
@@ -180,22 +180,27 @@ class Session:
         return tqdm(total=prompts * self.settings.n, unit="response", disable=not sys.stderr.isatty(), file=sys.stderr)
 
     def _sampling(self, module: torch.nn.Module) -> Sampling:
-        rollout, settings = self.config.actor_rollout_ref.rollout, self.settings
         end_ids = end_token_ids(self.tokenizer, model_end_ids(module))
         size = getattr(module.config.get_text_config(), "vocab_size", None)  # pyright: ignore
-        if not rollout.ignore_eos and (note := end_token_note(end_ids, size)):
+        if not self.config.actor_rollout_ref.rollout.ignore_eos and (note := end_token_note(end_ids, size)):
             say(f"note: {note}")
-        return Sampling(
-            max_tokens=self.config.data.max_response_length,
-            temperature=settings.temperature or 1.0,
-            greedy=settings.temperature == 0,
-            top_p=rollout.top_p,
-            top_k=rollout.top_k,
-            min_p=rollout.min_p,
-            repetition_penalty=rollout.repetition_penalty,
-            stop_token_ids=() if rollout.ignore_eos else end_ids,
-            stop=tuple(rollout.stop),
-        )
+        return make_sampling(self.settings, end_ids, max_tokens=self.config.data.max_response_length)
+
+
+def make_sampling(settings: Settings, end_ids: Sequence[int], *, max_tokens: int) -> Sampling:
+    """How the settings of a command say that responses are sampled; `end_ids` end them."""
+    rollout = settings.config.actor_rollout_ref.rollout
+    return Sampling(
+        max_tokens=max_tokens,
+        temperature=settings.temperature or 1.0,
+        greedy=settings.temperature == 0,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        min_p=rollout.min_p,
+        repetition_penalty=rollout.repetition_penalty,
+        stop_token_ids=() if rollout.ignore_eos else tuple(end_ids),
+        stop=tuple(rollout.stop),
+    )
 
 
 def check_target(path: Path, suffixes: tuple[str, ...], *, overwrite: bool) -> None:
@@ -223,7 +228,7 @@ def plan_cache(settings: Settings, model: ModelConfig, device: torch.device, pro
     config.actor_rollout_ref.model = model
     config.actor_rollout_ref.rollout.n, config.data.train_batch_size = settings.n, prompts
     config.trainer.n_gpus_per_node = config.trainer.nnodes = 1  # a checkpoint's run may have had more
-    config.actor_rollout_ref.rollout.n_workers = 0
+    config.actor_rollout_ref.rollout.n_workers = config.actor_rollout_ref.rollout.colocated_workers = 0
     try:
         free = Device("cuda", free_bytes(device), "what is free of the GPU", is_hopper(device))
         set_cache_size(config, free, RLPlanner().plan_generation)
