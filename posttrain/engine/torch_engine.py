@@ -60,6 +60,8 @@ class TorchStage(Stage):
             yield
 
     def prepare_rows(self, rows: Rows) -> Rows:
+        if rows.layout is not None:
+            rows.layout.exact = self.settings.exact
         return rows if self.ranks is None else with_a_prediction(rows)
 
     def before_backward(self, *, last: bool) -> None:

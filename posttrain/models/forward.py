@@ -226,7 +226,9 @@ def token_log_probs(model: torch.nn.Module, hidden_NE: torch.Tensor, labels_N: t
     """Return (log-probs, entropies) of `labels_N` at the given hidden states."""
     head = head_of(model)
     if type(head) is torch.nn.Linear and _logit_changes(model) == (None, 1.0):
-        return logprob_head(hidden_NE, head.weight, labels_N, temperature=temperature, bias_V=head.bias)
+        layout = active_layout()
+        exact = layout is not None and layout.exact
+        return logprob_head(hidden_NE, head.weight, labels_N, temperature=temperature, bias_V=head.bias, exact=exact)
     size = max(1, CHUNK_ELEMENTS // model.config.get_text_config().vocab_size)  # pyright: ignore
     parts = [
         checkpoint(_through_own_head, model, *part, temperature, use_reentrant=False, preserve_rng_state=False)

@@ -15,7 +15,7 @@ import torch
 
 from posttrain.algorithms import get_adv_estimator
 from posttrain.config import PPOConfig, needs_reference
-from posttrain.config.parallel import rollout_workers_of, workers_of
+from posttrain.config.parallel import generating_workers_of, rollout_workers_of, workers_of
 from posttrain.engine.facts import joining_cost
 from posttrain.kernels.decode import BLOCK
 from posttrain.models.loading import resolve_dtype
@@ -64,7 +64,7 @@ class Shape:
         copies = max(1, workers // together)
         mini = min(config.actor_rollout_ref.actor.ppo_mini_batch_size, data.train_batch_size)
         batch_rows = math.ceil(data.train_batch_size * rollout.n / copies)
-        engines = max(1, (generating or workers) // rollout.tensor_model_parallel_size)
+        engines = max(1, generating_workers_of(config) // rollout.tensor_model_parallel_size)
         wave = min(rollout.max_num_seqs, math.ceil(data.train_batch_size * rollout.n / engines))
         longest = data.max_prompt_length + data.max_response_length
         mini_rows = math.ceil(mini * rollout.n / copies)
@@ -228,6 +228,8 @@ class _Run:
     def generate(self, actor: ModelBytes) -> Parts:
         if self.rollout.name == "native":
             return self._generate_native(actor)
+        if self.rollout.name == "server":  # its memory is that of other processes
+            return {"rollout weights": 0, "KV cache": 0, "temporary tensors": 0}
         rollout, shape, device = self.rollout, self.shape, self.device
         serving = rollout.name != "hf"
         copies = (serving or shape.workers > 1) and not shape.generating

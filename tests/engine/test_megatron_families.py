@@ -4,6 +4,7 @@ an export that is the model bit for bit."""
 from __future__ import annotations
 
 import copy
+from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +22,7 @@ from posttrain.engine.megatron.package import MegatronError
 from posttrain.engine.registry import build_train_engine
 from posttrain.models.forward import ForwardMode
 
-pytest.importorskip("megatron.core")
+pytestmark = pytest.mark.skipif(find_spec("megatron") is None, reason="Megatron-Core is not installed")
 FAMILIES = ("llama", "qwen2", "qwen3", *MIXTURES)
 
 
