@@ -173,10 +173,11 @@ def possible_cuts(model: Any, given: ParallelSizes, workers: int) -> list[dict[s
     counts = [size for size in range(1, workers + 1) if workers % size == 0]
     # Tensor ranks exchange in every layer, so they share a machine; a pass of more than 4 stretches has few tokens.
     tensors, contexts = ([size for size in counts if size <= most] for most in (8, 4))
-    experts = [size for size in counts if size in (1, 8, 16, 32, 64)] if experts_of(model.config) else [1]
     found = []
-    for tensor, pipeline, context, expert in product(tensors, counts, contexts, experts):
-        if tensor * pipeline * context > workers:
+    for tensor, pipeline, context, in_full in product(tensors, counts, contexts, (False, True)):
+        # Experts on one rank, or over as many ranks of a stage as can be.
+        expert = math.gcd(experts_of(model.config) or 1, workers // pipeline) if in_full else 1
+        if tensor * pipeline * context > workers or (in_full and expert == 1):
             continue
         sizes = ParallelSizes(
             tensor, pipeline, given.virtual if pipeline > 1 else 1, expert, context, tensor > 1, keys=given.keys

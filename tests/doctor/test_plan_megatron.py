@@ -121,6 +121,6 @@ def test_the_command_prints_sizes_that_fit_and_fsdp_has_none(planned, folder, ca
     assert cli.main([*command, "actor_rollout_ref.actor.strategy=megatron", f"{KEY}.tensor_parallel_size=2"]) == 0
     told = capsys.readouterr().out
     assert "Each part is that of the rank that holds most of it" in told
-    assert "Sizes of Megatron's ranks that fit, on 2 worker(s):\n  all sizes 1: the peak is" in told
+    assert "Sizes of Megatron's ranks that fit, on 2 worker(s):\n  expert_parallel_size=2: the peak is" in told
     assert cli.main(command) == 0
     assert "Megatron" not in capsys.readouterr().out

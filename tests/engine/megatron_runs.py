@@ -435,7 +435,7 @@ FEW = (scores, updates, stretches, resumed, exported)
 RECUT = ("qwen2", "deepseek_v3")
 """Models whose checkpoints are continued with other tensor ranks."""
 ADAPTED = {
-    "deepseek_v3": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"],
+    "deepseek_v3": "all-linear",  # all matrices of its attention, and none beside its experts
     "glm4_moe": ["q_proj", "v_proj", "o_proj"],  # keys, which lie in the same matrix, have none
 }
 """Models beside these whose adapters are checked, too, and where these lie."""
