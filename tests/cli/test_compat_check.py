@@ -33,11 +33,20 @@ READING = {
     ),
     "variables": (f'N=3\nM="$N-${{N}}"\n{START} a=$M b="${{N}}x"', ["a=3-3", "b=3x"]),
     "defaults": (f"M=${{M:-Qwen/Q}}\n{START} a=$M b=${{K:-$M}} c=${{M:+set}}", ["a=Qwen/Q", "b=Qwen/Q", "c=set"]),
+    "quoted defaults": (
+        'P=${P:-"-m verl.trainer.main_ppo"}\nS=${S:-\'["model","extra"]\'}\nM=${M:-"$H/q w"}\nH=${H:-$HOME}\n'
+        'python3 ${P} a=$S b="$M" c=${C:-"it\'s"}',
+        ['a=["model","extra"]', "b=$H/q w", "c=it's"],
+    ),
     "positional defaults": (f"n=${{1:-8}}\n{START} a=$n $@", ["a=8"]),
     "arithmetic": (f"p=$((1024 * 2))\nr=1024\n{START} a=$(((p + r) / 3)) b=$((p - -1))", ["a=1024", "b=2049"]),
     "arrays": (
         f'A=(\n x.y=1 # why\n\n z.w="a b"\n)\nA+=(v=2)\n{START} "${{A[@]}}" u=3',
         ["x.y=1", "z.w=a b", "v=2", "u=3"],
+    ),
+    "an array as a text": (
+        f'A=(x.y=1 z=2)\nexport T="${{A[@]}}"\n{START} $T v="${{A[@]}}"',
+        ["x.y=1", "z=2", "v=x.y=1", "z=2"],
     ),
     "text of several words": (f'ARGS="a.b=1 c.d=2"\n{START} $ARGS e="$ARGS"', ["a.b=1", "c.d=2", "e=a.b=1 c.d=2"]),
     "comments": (f"# {START} a=1\n{START} b=2 # c=3", ["b=2"]),
