@@ -282,6 +282,11 @@ CASES: dict[str, list[tuple[list[str], dict[str, Any] | str]]] = {
         ([*BY_MEGATRON, f"{REF}.megatron.param_offload=True"], {f"{REF}.fsdp_config.param_offload": True}),
         ([*BY_MEGATRON, "critic.megatron.optimizer_offload=True"], {"critic.fsdp_config.optimizer_offload": True}),
     ],
+    "sampler": [
+        (["data.sampler.class_path=mine.py", "data.sampler.class_name=Mine"], {"data.sampler": "mine.py:Mine"}),
+        (["data.sampler.class_path=null", "data.sampler.class_name=null"], {"data.sampler": "default"}),
+        (["data.sampler.class_path=mine.py"], "set data.sampler=FILE.py:CLASS"),
+    ],
     "user_turns": [
         ([f"{TURNS}.max_user_turns=2"], {TURNS: {"max_assistant_turns": 3}}),
         ([f"{TURNS}.max_user_turns=1", f"{TURNS}.max_assistant_turns=5"], {TURNS: {"max_assistant_turns": 2}}),
