@@ -196,6 +196,16 @@ def test_a_main_file_of_the_users_own_that_is_not_found_is_named(tmp_path, capsy
     assert "not read: the main file conf/mine.yaml" in capsys.readouterr().out
 
 
+def test_a_file_below_a_folder_from_outside_is_not_missed(tmp_path, capsys):
+    script = tmp_path / "run.sh"
+    start = f"{START} algorithm.adv_estimator=grpo data.custom_cls.name=Rows"
+    script.write_text(f"HERE=$(pwd)\n{start} data.custom_cls.path=$HERE/rows.py\n")
+    assert command.main(["check", str(script)]) == 0
+    script.write_text(f"{start} data.custom_cls.path=rows.py\n")
+    assert command.main(["check", str(script)]) == 1
+    assert "rows.py does not exist" in capsys.readouterr().out
+
+
 def test_megatrons_settings_of_supervised_training_are_answered_one_by_one(tmp_path, capsys):
     script = tmp_path / "run.sh"
     taken = "engine=megatron optim=megatron engine.tensor_model_parallel_size=2 engine.expert_tensor_parallel_size=1"
