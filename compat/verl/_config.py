@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 
 class NoSetting(KeyError, AttributeError):
@@ -18,6 +18,10 @@ class BaseConfig(Mapping[str, Any]):
     """posttrain's class of the same section: the defaults."""
     _defaults: ClassVar[Mapping[str, Any]] = {}
     """Settings that only verl has."""
+
+    if TYPE_CHECKING:  # settings are attributes that no class declares
+
+        def __getattr__(self, name: str) -> Any: ...
 
     def __init__(self, /, **values: Any) -> None:
         self._fill(values)

@@ -33,11 +33,20 @@ READING = {
     ),
     "variables": (f'N=3\nM="$N-${{N}}"\n{START} a=$M b="${{N}}x"', ["a=3-3", "b=3x"]),
     "defaults": (f"M=${{M:-Qwen/Q}}\n{START} a=$M b=${{K:-$M}} c=${{M:+set}}", ["a=Qwen/Q", "b=Qwen/Q", "c=set"]),
+    "quoted defaults": (
+        'P=${P:-"-m verl.trainer.main_ppo"}\nS=${S:-\'["model","extra"]\'}\nM=${M:-"$H/q w"}\nH=${H:-$HOME}\n'
+        'python3 ${P} a=$S b="$M" c=${C:-"it\'s"}',
+        ['a=["model","extra"]', "b=$H/q w", "c=it's"],
+    ),
     "positional defaults": (f"n=${{1:-8}}\n{START} a=$n $@", ["a=8"]),
     "arithmetic": (f"p=$((1024 * 2))\nr=1024\n{START} a=$(((p + r) / 3)) b=$((p - -1))", ["a=1024", "b=2049"]),
     "arrays": (
         f'A=(\n x.y=1 # why\n\n z.w="a b"\n)\nA+=(v=2)\n{START} "${{A[@]}}" u=3',
         ["x.y=1", "z.w=a b", "v=2", "u=3"],
+    ),
+    "an array as a text": (
+        f'A=(x.y=1 z=2)\nexport T="${{A[@]}}"\n{START} $T v="${{A[@]}}"',
+        ["x.y=1", "z=2", "v=x.y=1", "z=2"],
     ),
     "text of several words": (f'ARGS="a.b=1 c.d=2"\n{START} $ARGS e="$ARGS"', ["a.b=1", "c.d=2", "e=a.b=1 c.d=2"]),
     "comments": (f"# {START} a=1\n{START} b=2 # c=3", ["b=2"]),
@@ -185,6 +194,16 @@ def test_a_main_file_of_the_users_own_that_is_not_found_is_named(tmp_path, capsy
     script.write_text(f"{START} --config-path=conf --config-name=mine algorithm.adv_estimator=grpo\n")
     command.main(["check", str(script)])
     assert "not read: the main file conf/mine.yaml" in capsys.readouterr().out
+
+
+def test_a_file_below_a_folder_from_outside_is_not_missed(tmp_path, capsys):
+    script = tmp_path / "run.sh"
+    start = f"{START} algorithm.adv_estimator=grpo data.custom_cls.name=Rows"
+    script.write_text(f"HERE=$(pwd)\n{start} data.custom_cls.path=$HERE/rows.py\n")
+    assert command.main(["check", str(script)]) == 0
+    script.write_text(f"{start} data.custom_cls.path=rows.py\n")
+    assert command.main(["check", str(script)]) == 1
+    assert "rows.py does not exist" in capsys.readouterr().out
 
 
 def test_megatrons_settings_of_supervised_training_are_answered_one_by_one(tmp_path, capsys):

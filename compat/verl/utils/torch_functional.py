@@ -52,7 +52,7 @@ def distributed_mean_max_min_std(
     return mean, largest, smallest, spread
 
 
-def expand_as_nested(tensor: torch.Tensor, nested_tensor: torch.Tensor) -> torch.Tensor:
+def expand_as_nested(tensor: torch.Tensor, nested_tensor: Any) -> torch.Tensor:
     """A value per row, repeated for every token that the row has in the nested tensor."""
     assert nested_tensor.is_nested, "nested_tensor must be nested"
     assert nested_tensor.dim() == 2, "nested_tensor must have rows of tokens"

@@ -99,6 +99,7 @@ SUPERVISED_RULES: tuple[Rule, ...] = (
         off=("false", "0"),
     ),
     not_needed("optim.{master_weights,store_param_remainders}", "the optimizer's weights are float32"),
+    not_needed("optim.muon_*", "settings of the optimizer Muon; the optimizer is AdamW"),
     translated(
         "checkpoint.save_contents",
         "contents",

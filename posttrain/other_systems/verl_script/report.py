@@ -21,7 +21,7 @@ from posttrain.other_systems.verl.apply import apply_answers
 from posttrain.other_systems.verl.renamed import as_ours
 from posttrain.other_systems.verl.rule import HONOURED, KINDS, NOT_NEEDED, NOT_SUPPORTED, TRANSLATED
 from posttrain.other_systems.verl_script.main_file import find_main_file, settings_of_file
-from posttrain.other_systems.verl_script.program import Call
+from posttrain.other_systems.verl_script.program import FROM_OUTSIDE, Call
 
 ENGINE = "actor_rollout_ref.rollout.name"
 # Settings whose value is one of the names that were registered.
@@ -101,7 +101,8 @@ def examine(
         # What single keys do not show: settings that contradict each other, found by the checks of a real run.
         load_config(report.known_settings, tree=tree)
     except ConfigError as error:
-        report.problems += [str(problem) for problem in error.problems]
+        # A file below a folder that only the environment names may well exist.
+        report.problems += [str(problem) for problem in error.problems if FROM_OUTSIDE not in str(problem)]
     return report
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -42,9 +42,9 @@ class SFTTensorCollator:
 
         made: dict[str, Any] = {}
         for name in dict.fromkeys(name for row in batch for name in row):
-            values = [row.get(name) for row in batch]
+            values: list[Any] = [row.get(name) for row in batch]
             if not isinstance(values[0], torch.Tensor):
-                made[name] = torch.stack([NonTensorData(value) for value in values], dim=0)  # pyright: ignore
+                made[name] = torch.stack(cast(list[Any], [NonTensorData(value) for value in values]), dim=0)
             elif values[0].dim() >= 2:
                 made[name] = nested_tensor_from_tensor_list(values)
             else:

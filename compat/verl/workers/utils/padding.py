@@ -41,7 +41,7 @@ def _without_padding(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
 
 
-def no_padding_2_padding(tensor: torch.Tensor, data: Any) -> torch.Tensor:
+def no_padding_2_padding(tensor: Any, data: Any) -> torch.Tensor:
     """(rows, longest response, ...) what the model gave for the tokens of the responses, filled up with 0.
 
     `tensor` is nested, or all rows behind each other. What a model gives at a place is about the next token, so that a
@@ -61,12 +61,12 @@ def no_padding_2_padding(tensor: torch.Tensor, data: Any) -> torch.Tensor:
 
 
 def _lengths(ids: Any) -> torch.Tensor:
-    if isinstance(ids, torch.Tensor) and ids.is_nested:
+    if getattr(ids, "is_nested", False):
         return ids.offsets().diff().cpu()
     return torch.tensor([len(row) for row in ids])
 
 
-def build_attention_mask_from_nested(input_ids: torch.Tensor, max_seq_len: int | None = None) -> torch.Tensor:
+def build_attention_mask_from_nested(input_ids: Any, max_seq_len: int | None = None) -> torch.Tensor:
     """(rows, longest) 1 where a row has a token."""
     assert input_ids.is_nested, "input_ids must be a nested tensor"
     lengths = input_ids.offsets().diff()
@@ -74,7 +74,7 @@ def build_attention_mask_from_nested(input_ids: torch.Tensor, max_seq_len: int |
     return (torch.arange(width, device=lengths.device)[None] < lengths[:, None]).to(torch.int32)
 
 
-def response_from_nested(tensor: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
+def response_from_nested(tensor: Any, response_mask: Any) -> torch.Tensor:
     """What the model gave for the tokens of the responses, as a nested tensor."""
     values, ends = tensor.values(), tensor.offsets()[1:].tolist()
     counts = response_mask.offsets().diff().tolist()
@@ -82,7 +82,7 @@ def response_from_nested(tensor: torch.Tensor, response_mask: torch.Tensor) -> t
     return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
 
 
-def response_to_nested(tensor: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
+def response_to_nested(tensor: torch.Tensor, response_mask: Any) -> torch.Tensor:
     """Rows of one width without what fills them up."""
     assert response_mask.is_nested
     counts = response_mask.offsets().diff().tolist()
