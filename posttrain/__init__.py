@@ -12,6 +12,7 @@ plugins.checks = (
     "posttrain.engine.megatron.settings",  # it registers its engine
     "posttrain.engine.settings",
     "posttrain.rollout.engine_kwargs",
+    "posttrain.rollout.server.settings",
     "posttrain.conversations.settings",
     "posttrain.models.folders",
 )

@@ -26,6 +26,7 @@ from posttrain.conversations.settings import BUILT_IN, AgentSettings, agent_sett
 from posttrain.conversations.templates import MessageTemplate
 from posttrain.conversations.tools.registry import make_tools_of
 from posttrain.conversations.tools.runner import ToolRunner
+from posttrain.conversations.verifiers import as_program
 from posttrain.errors import UserError
 from posttrain.rollout.base import Sampling
 from posttrain.spelling import closest
@@ -37,7 +38,8 @@ def open_conversations(
 ) -> Iterator[ConversationLoop | None]:
     """The loop with its tools and agents at work; None where responses have one turn."""
     rollout, data = config.actor_rollout_ref.rollout, config.data
-    agents, turns = agent_settings(rollout.agent), turn_settings(rollout.multi_turn)
+    named, turns = agent_settings(rollout.agent), turn_settings(rollout.multi_turn)
+    agents = as_program(named)
     if not (agents.enable or turns.enable):
         yield None
         return
@@ -62,7 +64,7 @@ def open_conversations(
     answers = {"max_chars": turns.max_tool_response_length, "side": turns.tool_response_truncate_side}
     with ExitStack() as opened:
         if agents.program:
-            call_format = _open_programs(opened, context, agents, template, turns.format, limits, say)
+            call_format = _open_programs(opened, context, agents, template, turns.format, limits, say, named.path)
         elif by_row.interactions and agents.default == "tool_agent":
             say(f"Interactions: {', '.join(by_row.interactions.names)}; they answer the model's turns.")
         elif agents.enable:
@@ -88,8 +90,10 @@ def _open_programs(
     wanted: str,
     limits: Limits,
     say: Callable[[str], None],
+    name: str | None,
 ) -> str:
-    """Opens the server through which programs lead conversations; gives the format of their tool calls."""
+    """Opens the server through which programs lead conversations; gives the format of their tool calls. `name` is that
+    of an environment that the program plays."""
     require_aiohttp()
     from posttrain.conversations.programs import Programs
 
@@ -106,7 +110,8 @@ def _open_programs(
         any_name=True,
     )
     context["programs"] = programs = opened.enter_context(Programs(agents, model, say))
-    say(f"Agent: the program `{agents.program}`, one per conversation, by its base URL at {programs.url}.")
+    per = "one for the run" if agents.program_per == "run" else "one per conversation"
+    say(f"Agent: the program `{name or agents.program}`, {per}, by its base URL at {programs.url}.")
     return call_format
 
 

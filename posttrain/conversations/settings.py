@@ -17,6 +17,10 @@ SIDES = ("left", "middle", "right")
 _FORMATS = Path(__file__).parent / "formats"
 # A format of tool calls is a file. It is found by its name: checking settings must not import torch.
 FORMATS = tuple(sorted(file.stem for file in _FORMATS.glob("*.py") if file.stem not in ("__init__", "base")))
+OUTSIDE = "outside"
+"""What `agent.program` is where programs are started elsewhere."""
+VERIFIERS = "verifiers:"
+"""What an environment of the package verifiers begins with."""
 PROGRAM = "program"
 """The name of the agent that `agent.program` makes."""
 BUILT_IN = ("single_turn_agent", "tool_agent")
@@ -75,8 +79,12 @@ class AgentSettings:
     program: str | None = None
     """A command that leads each conversation as a process of its own, which speaks to the policy by its base URL
     (docs/serve.md); `outside` waits for programs that are started elsewhere."""
+    program_per: str = setting("sample", choices=("sample", "run"))
+    """Whether the program is started for each sample, or once for the `run`: it then asks for samples itself
+    (docs/serve.md), which saves its start."""
     python: str | None = None
-    """The interpreter of a program that begins with `python`: its packages need not fit the trainer's."""
+    """The interpreter of a program that begins with `python`, or of verifiers: its packages need not fit the
+    trainer's."""
     max_programs: int = setting(32, range=ONE_OR_MORE)
     """Programs that run at once; the others of a step wait."""
     memory_gb: float | None = setting(None, range=POSITIVE)
@@ -87,10 +95,15 @@ class AgentSettings:
     """Its port; 0 takes one that is free."""
 
     @property
+    def by_url(self) -> bool:
+        """Whether programs lead conversations by their base URL; verifiers' environments are programs, too."""
+        return bool(self.program or (self.path or "").startswith(VERIFIERS))
+
+    @property
     def default(self) -> str | None:
         """The agent of rows that name none."""
         interacts = "tool_agent" if self.interaction_config_path else None
-        return PROGRAM if self.program else self.path or self.default_agent_loop or interacts
+        return PROGRAM if self.by_url else self.path or self.default_agent_loop or interacts
 
     @property
     def enable(self) -> bool:
@@ -148,12 +161,19 @@ def _check_agent(checked: Checked) -> Iterator[Finding]:
     if settings.program and (settings.path or settings.default_agent_loop):
         what = f"`{AGENT_KEY}.program` and `{AGENT_KEY}={settings.path or settings.default_agent_loop}` are two agents."
         yield checked.problem(what, "keep one of them", AGENT_KEY)
-    if settings.program and settings.host not in _LOOPBACK and not os.environ.get("POSTTRAIN_API_KEY"):
+    if settings.by_url and settings.host not in _LOOPBACK and not os.environ.get("POSTTRAIN_API_KEY"):
         what = f"`{AGENT_KEY}.host={settings.host}` lets other machines in, and there is no key."
         yield checked.problem(what, "set the environment variable POSTTRAIN_API_KEY", f"{AGENT_KEY}.host")
-    of_programs = [name for name in given if name in ("python", "max_programs", "memory_gb", "host", "port")]
-    if of_programs and not settings.program:
+    of_programs = [
+        name for name in given if name in ("program_per", "python", "max_programs", "memory_gb", "host", "port")
+    ]
+    if of_programs and not settings.by_url:
         yield f"{AGENT_KEY}: {', '.join(of_programs)} have no effect: {AGENT_KEY}.program is not set."
+    if settings.program == OUTSIDE and "program_per" in given:
+        yield f"{AGENT_KEY}.program_per has no effect: programs elsewhere are not started by the run."
+    asks = settings.by_url and (settings.program in (None, OUTSIDE) or settings.program_per == "run")
+    if "max_programs" in given and asks:
+        yield f"{AGENT_KEY}.max_programs has no effect: one program asks for samples, and decides how many it plays."
     if settings.program and "config" in given:
         yield f"{AGENT_KEY}.config has no effect: a program has its arguments in {AGENT_KEY}.program."
     idle = [name for name in given if name in ("config", "timeout_s", "processes")]

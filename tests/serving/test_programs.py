@@ -51,10 +51,10 @@ def script(text: str, seed: int) -> str:
 
 
 @contextmanager
-def conversations(folder, code: str, count: int = 1, **settings):
+def conversations(folder, code: str, count: int = 1, header: str = HEADER, **settings):
     """The whole conversations of a program: (responses, records, engine, what the user was told)."""
     file, said = folder / "agent.py", []
-    file.write_text(HEADER + code)
+    file.write_text(header + code)
     config, tokenizer = PPOConfig(), tokenizer_of("Qwen2.5")
     settings = {"program": f"{sys.executable} {file}", "timeout_s": 30.0, **settings}
     config.actor_rollout_ref.rollout.agent = settings
@@ -271,3 +271,62 @@ def test_the_interpreter_of_a_program_may_be_another(tmp_path):
     program = f"python {tmp_path / 'agent.py'}"
     with conversations(tmp_path, code, program=program, python=str(python)) as (_, (record,), _, _):
         assert record.score == 1.0
+
+
+RUN_HEADER = """
+import json, os, sys, time, urllib.error, urllib.request
+run = os.environ["POSTTRAIN_RUN_URL"]
+
+def post(url, body):
+    headers = {"Authorization": "Bearer " + os.environ["POSTTRAIN_API_KEY"]}
+    return json.load(urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers)))
+
+def claim():
+    while (found := post(run + "/s/next", {}))["id"] is None:
+        time.sleep(0.02)
+    return found
+
+def play(found, reward):
+    # One address for all samples: the request names its own as the model.
+    body = {"model": found["id"], "messages": found["task"]["messages"]}
+    post(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body)
+    post(run + "/s/" + found["id"] + "/reward", {"reward": reward})
+"""
+
+
+def test_a_program_of_the_run_is_started_once_and_plays_all_samples(tmp_path):
+    starts = tmp_path / "starts"
+    code = f"""
+open({str(starts)!r}, "a").write("x")
+while True:
+    found = claim()
+    play(found, found["task"]["index"])
+"""
+    with conversations(tmp_path, code, count=4, header=RUN_HEADER, program_per="run") as (_, records, _, _):
+        assert [record.score for record in records] == [0.0, 1.0, 2.0, 3.0]
+        assert all(sum(row.mask) == 2 for record in records for row in record.rows)
+    assert starts.read_text() == "x"
+
+
+def test_a_program_of_the_run_that_ends_costs_the_samples_it_had_and_is_started_again(tmp_path):
+    code = "for number in range(2):\n    play(claim(), 1.0)\nclaim()\nraise ValueError('two are enough')\n"
+    with conversations(tmp_path, code, count=4, header=RUN_HEADER, program_per="run") as (_, records, _, _):
+        scores, errors = [record.score for record in records], [record.error for record in records]
+        # The third is lost with the program. The fourth is played by the program's second start.
+        assert scores.count(1.0) == 3 and sum("two are enough" in (error or "") for error in errors) == 1
+
+
+@pytest.mark.parametrize(
+    ("code", "why"),
+    [("raise ValueError('no such model')", "no such model"), ("time.sleep(600)", "asked for no sample")],
+)
+def test_a_program_of_the_run_that_cannot_play_fails_the_samples_instead_of_the_wait(tmp_path, code, why):
+    settings = {"header": RUN_HEADER, "program_per": "run", "timeout_s": 2.0}
+    with conversations(tmp_path, code, count=2, **settings) as (_, records, _, _):
+        assert all(why in record.error for record in records)
+
+
+def test_a_program_may_say_that_a_sample_failed(tmp_path):
+    code = "post(run + '/s/' + claim()['id'] + '/end', {'error': 'the browser is gone'})\ntime.sleep(600)\n"
+    with conversations(tmp_path, code, header=RUN_HEADER, program_per="run") as (_, (record,), _, _):
+        assert "the browser is gone" in record.error

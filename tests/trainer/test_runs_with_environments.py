@@ -1,149 +1,107 @@
-"""Environments in runs: with the run's tools, with limits on turns, and TRL's, whose methods are the tools."""
+"""Runs whose conversations are led by an environment, by messages or by token ids."""
 
 from __future__ import annotations
 
 import json
-import sys
-from pathlib import Path
+import random
 
-import pyarrow.parquet as pq
 import pytest
 import scripted
-from runs import run, settings
+from agent_runs import AGENT, R, samples, split, tries
+from runs import metrics_of, run
 
-import posttrain
 from posttrain.errors import UserError
+from posttrain.models.embedded import byte_tokenizer
 
-R = "actor_rollout_ref__rollout__"
-BASE = {f"{R}name": "scripted", "data__max_prompt_length": 400, "data__max_response_length": 400}
-GUESS = """
+ENVIRONMENT = """
+import random
+import threading
+import time
+
+
 class Guess:
-    takes_messages = TAKES
+    closed = []
+
+    def __init__(self, top: int = 3, kind: str = "text"):
+        self.top, self.kind, self.left = top, kind, 3
+
+    @property
+    def takes_token_ids(self):
+        return self.kind == "ids"
 
     def reset(self, row, seed):
-        return "Guess."
+        self.secret, self.row = random.Random(seed).randint(1, self.top), row
+        if self.kind == "broken":
+            raise ConnectionError("no board")
+        if self.kind == "ids":
+            return [7, 8, 9]
+        if self.kind == "own prompt":
+            return None
+        return f"{row['index']}: guess" if self.kind == "text" else [{"role": "user", "content": "guess"}]
 
     def step(self, action):
-        self.seen = " ".join(one["role"] for one in action) if self.takes_messages else action
-        return "again", 0.25, False, {"seen": self.seen}
+        time.sleep(0.01)  # may block: it runs in a thread
+        self.left -= 1
+        if self.kind == "ids":
+            return [10, 11, 12], 0.5, self.left == 1, {"saw": list(action)}
+        right = action == str(self.secret)
+        told = "no, say %d!" % self.secret
+        return told if self.kind == "text" else {"role": "user", "content": told}, right * 1.0, right or not self.left
+
+    async def close(self):
+        Guess.closed.append(self)
 """
-BOARD = '''
-class Board:
-    def __init__(self):
-        self.reward, self.looked, self._secret = 0.0, [], object()
-
-    def reset(self, ground_truth=None, **kwargs):
-        self.place = "cave" if ground_truth is not None else None
-        return " Find the treasure."
-
-    def look(self, place: str) -> str:
-        """Looks at a place.
-
-        Args:
-            place: Its name
-        """
-        if place == "sea":
-            raise ValueError("Too wet.")
-        self.looked.append(place)
-        self.reward = float(place == self.place)
-        return "Gold!" if self.reward else "Nothing."
-
-    def _hidden(self):
-        pass
-'''
 
 
-def call(name: str, **arguments) -> str:
-    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
-
-
-def samples(result) -> list[dict]:
-    return pq.read_table(Path(result.path) / "samples" / "step_1.parquet").to_pylist()
-
-
-@pytest.fixture
-def write(tmp_path, monkeypatch):
+@pytest.mark.parametrize("kind", ["text", "messages", "own prompt"])
+def test_an_environment_is_played_by_messages_and_its_rewards_are_the_score(
+    tiny_model, sums, tmp_path, monkeypatch, kind
+):
+    (tmp_path / "board.py").write_text(ENVIRONMENT)
     monkeypatch.chdir(tmp_path)
-    names = []
-
-    def write(name: str, text: str) -> str:
-        (tmp_path / f"{name}.py").write_text(text)
-        names.append(name)
-        return f"{name}.py"
-
-    yield write
-    for name in [name for name in sys.modules if name.endswith(tuple(f"_{one}" for one in names) or ("?",))]:
-        del sys.modules[name]
-
-
-def test_the_runs_tools_answer_first_and_turns_end_at_their_limit(tiny_model, sums, tmp_path, write):
-    scripted.use(lambda read, seed: "done" if "<tool_response>" in read else call("calculator", expression="2+3"))
-    file = write("guess_with_tools", GUESS.replace("TAKES", "True"))
-    more = {f"{R}tools": ["calculator"], f"{R}multi_turn": True, f"{R}max_turns": 3}
-    given = {f"{R}agent": f"{file}:Guess", "trainer__total_training_steps": 1}
-    rows = samples(run(tiny_model, sums, tmp_path / "out", **BASE | more | given))
+    scripted.use(tries)
+    more = {f"{R}agent": "board.py:Guess", f"{R}agent__config": {"top": 2, "kind": kind}, f"{R}n": 6}
+    result = run(tiny_model, sums, tmp_path, **AGENT | more)
+    rows = samples(result)
+    seen = set()
     for row in rows:
-        assert (row["num_turns"], row["finish_reason"], row["score"]) == (3, "turns", 0.5)
-        assert row["turn_rewards"] == "[[1, 0.25], [2, 0.25]]", "the turn with the call has none, the last has one"
-        assert row["response"].count("again") == 1 and row["response"].count("<tool_response>5") == 1
+        secret, first = random.Random(row["seed"]).randint(1, 2), str(row["seed"] % 3)
+        right = first == str(secret)
+        seen.add(right)
+        written, told = split(row)
+        assert written == (f"{first}<|end|>" if right else f"{first}<|end|>{secret}<|end|>")
+        assert told == ("" if right else f"<|user|>no, say {secret}!<|end|><|assistant|>")
+        assert (row["score"], row["num_turns"], row["error"]) == (1.0, 2 - right, None)
+        assert row["prompt"].endswith("guess<|end|><|assistant|>") == (kind != "own prompt")
+        assert sum(tokens for _, tokens in json.loads(row["policy_versions"])) == sum(row["response_mask"])
+    assert seen == {True, False} and metrics_of(result.path)[0]["reward_mean"] == 1.0
 
 
-def test_a_limit_on_turns_holds_without_tools(tiny_model, sums, tmp_path, write, capsys):
-    scripted.use(lambda read, seed: "9")
-    file = write("guess_alone", GUESS.replace("TAKES", "False"))
-    rows = samples(
-        run(tiny_model, sums, tmp_path / "out", **BASE, **{f"{R}agent": f"{file}:Guess", f"{R}max_turns": 2})
-    )
-    assert "have no effect" not in capsys.readouterr().out
-    assert {(row["num_turns"], row["finish_reason"], row["score"]) for row in rows} == {(2, "turns", 0.5)}
+def test_an_environment_of_token_ids_reads_and_writes_ids_as_they_are(tiny_model, sums, tmp_path, monkeypatch):
+    (tmp_path / "board.py").write_text(ENVIRONMENT)
+    monkeypatch.chdir(tmp_path)
+    engines = scripted.use(lambda read, seed: "42")
+    more = {f"{R}agent": "board.py:Guess", f"{R}agent__config": {"kind": "ids"}}
+    end = byte_tokenizer().eos_token_id
+    (four, two) = byte_tokenizer()("42", add_special_tokens=False)["input_ids"]
+    for row in samples(run(tiny_model, sums, tmp_path, **AGENT | more)):
+        assert row["response_ids"] == [four, two, end, 10, 11, 12, four, two, end]
+        assert row["response_mask"] == [1, 1, 1, 0, 0, 0, 1, 1, 1] and row["score"] == 1.0
+    (engine,) = engines
+    assert {tuple(request.prompt_ids) for request in engine.seen if len(request.id) == 2} == {(7, 8, 9)}
 
 
-def test_an_environment_whose_methods_are_tools_is_played_as_in_trl(tiny_model, sums, tmp_path, write, capsys):
-    def says(read: str, seed: int) -> str:
-        if "Gold!" in read:
-            return "found"
-        return call("look", place="cave" if "Too wet." in read else "sea")
-
-    scripted.use(says)
-    result = run(tiny_model, sums, tmp_path / "out", **BASE, **{f"{R}agent": f"{write('board', BOARD)}:Board"})
-    said = capsys.readouterr().out
-    assert "Tools: look; a response has any number of turns." in said and "the ratio is 1 within" in said
-    for row in samples(result):
-        assert (
-            '"name": "look"' in row["prompt"]
-            and "_hidden" not in row["prompt"]
-            and "Find the treasure." in row["prompt"]
+def test_an_environment_that_cannot_be_made_or_fails_says_so(tiny_model, sums, tmp_path, monkeypatch):
+    (tmp_path / "board.py").write_text(ENVIRONMENT)
+    monkeypatch.chdir(tmp_path)
+    scripted.use(tries)
+    wrong = {f"{R}agent": "board.py:Guess", f"{R}agent__config": {"bottom": 2}}
+    with pytest.raises(UserError, match=r"environment board.py:Guess cannot be made with .*'bottom'"):
+        run(tiny_model, sums, tmp_path / "a", **AGENT | wrong)
+    with pytest.raises(UserError, match=r"(?s)failed on all 12 responses.*no board \(board.py, line 20\)"):
+        run(
+            tiny_model,
+            sums,
+            tmp_path / "b",
+            **AGENT | {f"{R}agent": "board.py:Guess", f"{R}agent__config": {"kind": "broken"}},
         )
-        assert (row["score"], row["num_turns"], row["finish_reason"]) == (1.0, 3, "stop")
-        calls = json.loads(row["tool_calls"])
-        assert [one["answer"] for one in calls] == ["The tool look failed: ValueError: Too wet.", "Gold!"]
-        assert calls[0]["error"] == "raised: ValueError: Too wet."
-
-
-def test_state_of_such_an_environment_reaches_the_reward_function(tiny_model, sums, tmp_path, write):
-    scripted.use(lambda read, seed: "found" if "Nothing" in read else call("look", place="hut"))
-    text = BOARD.replace("self.reward, self.looked, self._secret = 0.0, [], object()", "self.looked = []")
-    text = text.replace(
-        'self.reward = float(place == self.place)\n        return "Gold!" if self.reward else "Nothing."',
-        'return "Nothing."',
-    )
-
-    def reward(data_source, solution_str, ground_truth, extra_info=None):
-        return 0.5 * (extra_info["looked"] == ["hut"])
-
-    given = {f"{R}agent": f"{write('board_without', text)}:Board"}
-    rows = samples(run(tiny_model, sums, tmp_path / "out", reward=reward, **BASE | given))
-    assert {row["score"] for row in rows} == {0.5}
-
-
-def test_a_method_that_no_model_could_call_is_refused_and_rows_cannot_bring_tools(tiny_model, sums, tmp_path, write):
-    scripted.use(lambda read, seed: "9")
-    file = write("board_unknown", BOARD.replace('"""Looks at a place.', '"""'))
-    with pytest.raises(UserError, match="the tool look has no docstring"):
-        run(tiny_model, sums, tmp_path / "out", **BASE, **{f"{R}agent": f"{file}:Board"})
-    guess, board = write("guess_for_rows", GUESS.replace("TAKES", "False")), write("board_for_rows", BOARD)
-    given = settings(tiny_model, sums, tmp_path / "rows", **BASE, **{f"{R}agent": f"{guess}:Guess"})
-    given.pop("data.train_files")
-    rows = [{"prompt": "?", "agent_name": f"{board}:Board"}] * 4
-    with pytest.raises(UserError, match=r"rows name the environment .*, which has tools"):
-        posttrain.train(given, data=rows)

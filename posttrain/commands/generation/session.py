@@ -228,7 +228,7 @@ def plan_cache(settings: Settings, model: ModelConfig, device: torch.device, pro
     config.actor_rollout_ref.model = model
     config.actor_rollout_ref.rollout.n, config.data.train_batch_size = settings.n, prompts
     config.trainer.n_gpus_per_node = config.trainer.nnodes = 1  # a checkpoint's run may have had more
-    config.actor_rollout_ref.rollout.n_workers = 0
+    config.actor_rollout_ref.rollout.n_workers = config.actor_rollout_ref.rollout.colocated_workers = 0
     try:
         free = Device("cuda", free_bytes(device), "what is free of the GPU", is_hopper(device))
         set_cache_size(config, free, RLPlanner().plan_generation)

@@ -95,6 +95,9 @@ def _dtype(merged: Merged, key: str, entry: Entry) -> None:
     target = f"{_MODEL}.dtype" if f"{_MODEL}.dtype" in merged.names.leaves else "model.dtype"
     if _empty(entry):
         return
+    if ".megatron" in key and plain(merged.value(_STRATEGY)) != "megatron":
+        merged.note(f"`{entry.spelling}` is not needed here: {_STRATEGY} is not megatron.")
+        return
     if plain(entry.value) in _DTYPES:
         merged.put(target, _DTYPES[plain(entry.value)], entry)
     else:
@@ -210,12 +213,13 @@ def _megatron_sizes(merged: Merged, key: str, entry: Entry) -> None:
     name = key.rpartition(".")[2].replace("_model_", "_")
     # The dict may have been given whole or key by key, and may still be text.
     actors = merged.value(f"{_ACTOR}.megatron_config")
-    wanted = plain(actors.get(name, 1) if isinstance(actors, dict) else 1)
+    wanted = actors.get(name, 1) if isinstance(actors, dict) else 1
     inside = merged.entries.get(f"{_ACTOR}.megatron_config.{name}")
-    wanted = plain(inside.value) if inside is not None else wanted
+    wanted = inside.value if inside is not None else wanted
+    own, wanted = ("1" if plain(value) in NOTHING else plain(value) for value in (entry.value, wanted))
     if plain(merged.value(_STRATEGY)) != "megatron":
         merged.note(f"`{entry.spelling}` is not needed here: {_STRATEGY} is not megatron.")
-    elif plain(entry.value) != wanted:
+    elif own != wanted:
         why = f"reference and critic are cut as the actor is, over {wanted}"
         _refuse(merged, entry, why, f"set {_ACTOR}.megatron_config.{name}={entry.value}, which holds for all")
 
@@ -346,6 +350,7 @@ WORDS: dict[tuple[str, str], object] = {
     ("trainer.save_freq", "0"): -1,
     ("trainer.test_freq", "0"): -1,
     ("trainer.total_training_steps", "-1"): None,
+    ("trainer.device", "gpu"): "cuda",
 }
 # Loggers of verl that write what every run writes: `metrics.jsonl`.
 IN_FILES = ("file",)
