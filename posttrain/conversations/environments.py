@@ -111,8 +111,11 @@ class Episode(Protocol):
 
     score: float | None
     """None leaves it to the reward function."""
-    answer_own: OwnAnswer | None
-    """Answers calls of the environment's own tools."""
+
+    @property
+    def answer_own(self) -> OwnAnswer | None:
+        """Answers calls of the environment's own tools."""
+        ...
 
     async def begin(self, row: dict[str, Any]) -> None: ...
 

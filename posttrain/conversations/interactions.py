@@ -109,14 +109,14 @@ def _made(entry: Any, where: str) -> tuple[str, Any]:
     if not isinstance(entry, dict) or not isinstance(entry.get("class_name"), str):
         raise UserError(f"{where} has no class_name.")
     class_name = entry["class_name"]
-    kind = find_named(class_name, "interaction", _could_be)
-    missing = [name for name in ("start_interaction", "generate_response") if not _is_async(kind, name)]
-    if missing or not inspect.isclass(kind):
-        raise UserError(f"{where}: {class_name} is no interaction: it has no `async def {(missing or ['...'])[0]}`.")
+    make: Any = find_named(class_name, "interaction", _could_be)
+    missing = [name for name in ("start_interaction", "generate_response") if not _is_async(make, name)]
+    if missing:
+        raise UserError(f"{where}: {class_name} is no interaction: it has no `async def {missing[0]}`.")
     last = class_name.rpartition(".")[2].rpartition(":")[2]
     name = str(entry.get("name") or last.removesuffix("Interaction").lower() or last.lower())
     try:
-        return name, kind(config={**(entry.get("config") or {}), "name": name})
+        return name, make(config={**(entry.get("config") or {}), "name": name})
     except Exception as error:
         raise UserError(f"{where}: {class_name} cannot be made: {type(error).__name__}: {first_line(error)}") from error
 

@@ -11,6 +11,7 @@ import random
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
@@ -120,10 +121,10 @@ def make_sampler(
 
 def own_order(place: str) -> DatasetOrder:
     """The order of `FILE.py:NAME`: a function like those that are registered, or a class of torch's samplers."""
-    found = load_named(place, "data.sampler")
-    if not inspect.isclass(found):
-        return found
-    if callable(getattr(found, "update", None)):
+    make: Any = load_named(place, "data.sampler")
+    if inspect.isfunction(make):
+        return make
+    if callable(getattr(make, "update", None)):
         raise DataError(
             f"data.sampler={place}: its `update` would change the order by what was trained, and a resumed run could "
             "not repeat that. Give an order that depends on the rows, the seed and the epoch."
@@ -132,7 +133,7 @@ def own_order(place: str) -> DatasetOrder:
     def order(dataset: PromptDataset, config: DataConfig, seed: int, epoch: int) -> list[int]:
         # Made anew in each epoch, with random numbers of its own: a resumed run has the same order.
         with seeded(zlib.crc32(f"{seed} {epoch}".encode())):
-            sampler = found(data_source=dataset, data_config=as_tree(config))
+            sampler = make(data_source=dataset, data_config=as_tree(config))
             if hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(epoch)
             return [int(row) for row in sampler]

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "trainer"))
+
+import scripted
+from runs import run
+
+from posttrain.conversations.settings import TurnSettings
 from posttrain.conversations.tools.base import ToolAnswer, ToolCall
-from posttrain.conversations.tools.registry import make_tools
+from posttrain.conversations.tools.registry import make_tools, make_tools_of
 from posttrain.conversations.tools.runner import ToolRunner
 from posttrain.errors import UserError
 
@@ -89,6 +97,9 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.setenv("VERL_TOOL_GREETING", "hello")
     yield tmp_path
     sys.modules.pop("my_verl_tools", None)
+    from verl.tools.function_tool import FUNCTION_TOOL_REGISTRY
+
+    FUNCTION_TOOL_REGISTRY.clear()
 
 
 def written(folder, text: str) -> str:
@@ -195,6 +206,23 @@ def test_functions_of_a_file_are_tools_with_rewards_and_other_functions_are_none
     assert second.metrics == {"length": 3.0} and (wrong.error or "").startswith("arguments:")
 
 
+def test_a_run_gives_the_model_the_functions_of_its_file(tiny_model, sums, folder):
+    """By verl's spelling of the key, too."""
+    (folder / "functions.py").write_text(FUNCTIONS)
+    call = '<tool_call>{"name": "double", "arguments": {"number": 21}}</tool_call>'
+    scripted.use(lambda read, seed: "done" if "<tool_response>" in read else call)
+    more = {
+        "data__max_prompt_length": 700,
+        "data__max_response_length": 200,
+        "data__function_tool_path": "functions.py",
+    }
+    rollout = {"actor_rollout_ref__rollout__name": "scripted", "actor_rollout_ref__rollout__multi_turn": True}
+    result = run(tiny_model, sums, folder / "out", **more, **rollout)
+    rows = pq.read_table(Path(result.path) / "samples" / "step_1.parquet").to_pylist()
+    assert {row["num_turns"] for row in rows} == {2}
+    assert all("<tool_response>42</tool_response>" in row["response"] for row in rows)
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -288,7 +316,7 @@ def servers(folder, monkeypatch):
 
 
 def test_all_tools_of_a_file_of_mcp_servers_are_given_with_their_environment_and_token(servers):
-    tools = make_tools([], {}, mcp_path="mcp.json")
+    tools = make_tools_of(TurnSettings(enable=True, mcp_config_path="mcp.json"))
     assert list(tools) == ["look", "take", "search"]
     with ToolRunner(tools, timeout_s=30, max_chars=1000, side="left") as runner:
         runner.open("c", {})

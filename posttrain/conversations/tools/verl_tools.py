@@ -92,7 +92,7 @@ def _of_servers(entry: dict[str, Any], where: str) -> list[Tool]:
     if not isinstance(of_servers, dict) or not of_servers.get("mcp_servers_config_path"):
         raise UserError(f"{where} has no mcp.mcp_servers_config_path.")
     chosen = of_servers.get("tool_selected_list")
-    tools = [
+    tools: list[Tool] = [
         tool for one in read_servers(of_servers["mcp_servers_config_path"]) for tool in read_mcp_tools(one, chosen)
     ]
     missing = [one for one in chosen or () if one not in {tool.name for tool in tools}]
