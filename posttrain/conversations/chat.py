@@ -44,7 +44,8 @@ class Generate:
     max_tokens: int
     stop: tuple[str, ...]
     kept: bool
-    branch: int = 0
+    branch: int | None = 0
+    """None: the branch that the prompt continues, or a further one, is found when the turn is admitted."""
 
 
 @dataclass(frozen=True)
@@ -229,16 +230,15 @@ class Chat:
         self, ids: Sequence[int], *, max_tokens: int | None = None, stop: Sequence[str] = ()
     ) -> Output:
         """The model's turn behind any tokens, as a part of the conversation: it continues the branch that ends with
-        them, or opens a further row of the same sample."""
-        async with self._turn:
-            branch = self._conversation.branch_behind(ids, self.limits)
-            room = self.limits.response - branch.length
-            if room < 1:
-                raise ChatFull("the row has no room for a further turn (data.max_response_length)")
-            most = min(room, max_tokens or room)
-            output = await self._ask(Generate(branch.ids, most, _texts(stop), kept=True, branch=branch.number))
-            self.last = output
-            return output
+        them, or opens a further row of the same sample. Several may be awaited at once. For agents in the trainer's
+        event loop alone."""
+        output = await self._ask(
+            Generate(
+                [int(one) for one in ids], max_tokens or self.limits.response, _texts(stop), kept=True, branch=None
+            )
+        )
+        self.last = output
+        return output
 
     async def pause(self, until: Awaitable[Any]) -> None:
         """Waits for something that is not the agent's own work: its deadline does not count meanwhile."""

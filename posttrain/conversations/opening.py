@@ -59,7 +59,7 @@ def open_conversations(
             say(note)
         limit = f"up to {turns.max_assistant_turns}" if turns.max_assistant_turns else "any number of"
         say(f"Tools: {', '.join(one['function']['name'] for one in shown)}; a response has {limit} turns.")
-    limits = Limits(data.max_prompt_length, data.max_response_length)
+    limits = Limits(data.max_prompt_length, data.max_response_length, agents.max_rows)
     in_rounds = device.type == "cpu" or config.trainer.deterministic
     answers = {"max_chars": turns.max_tool_response_length, "side": turns.tool_response_truncate_side}
     with ExitStack() as opened:

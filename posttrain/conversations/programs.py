@@ -26,7 +26,7 @@ from typing import Any
 from aiohttp import web
 
 from posttrain.conversations.chat import Chat, ChatFull
-from posttrain.conversations.conversation import ChatError
+from posttrain.conversations.conversation import ChatError, TooManyRows
 from posttrain.conversations.ledger import Ledger
 from posttrain.conversations.program_process import Program, find_command
 from posttrain.conversations.serving.app import Channel, make_app
@@ -87,6 +87,8 @@ class Session:
         wanted = self.chat.generate_behind(prompt.ids, max_tokens=sampling.max_tokens, stop=sampling.stop)
         try:
             return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(wanted, self.loop))
+        except TooManyRows as error:
+            raise ApiError(f"{error}.", code="max_rows") from error
         except (ChatFull, ChatError) as error:
             limits = self.chat.limits
             raise ContextFull(len(prompt.ids), limits.prompt + limits.response) from error

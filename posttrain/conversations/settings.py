@@ -69,6 +69,9 @@ class AgentSettings:
     """Seconds that it may take between two turns of the model; a conversation that takes longer has failed."""
     processes: int = setting(32, range=ONE_OR_MORE)
     """Worker processes that agents run in; where there are more conversations, several share one."""
+    max_rows: int | None = setting(None, range=ONE_OR_MORE)
+    """Rows of one sample (sub-agents, compacted or changed histories); an agent that wants one more gets an error, a
+    program status 400. null is no limit."""
     default_agent_loop: str | None = None
     """A registered name, as verl has it: of the rows that name none in their column `agent_name`."""
     agent_loop_config_path: str | None = None
@@ -176,6 +179,6 @@ def _check_agent(checked: Checked) -> Iterator[Finding]:
         yield f"{AGENT_KEY}.max_programs has no effect: one program asks for samples, and decides how many it plays."
     if settings.program and "config" in given:
         yield f"{AGENT_KEY}.config has no effect: a program has its arguments in {AGENT_KEY}.program."
-    idle = [name for name in given if name in ("config", "timeout_s", "processes")]
+    idle = [name for name in given if name in ("config", "timeout_s", "processes", "max_rows")]
     if idle and not settings.enable:
         yield f"{AGENT_KEY}: {', '.join(idle)} have no effect: no agent is named ({AGENT_KEY}=FILE.py:NAME)."

@@ -16,6 +16,7 @@ import os
 import sys
 import types
 from contextlib import AsyncExitStack
+from importlib.machinery import ModuleSpec
 from itertools import islice
 from typing import Any
 
@@ -59,8 +60,7 @@ class Chat(vf.Harness[ChatConfig]):
 def register_chat() -> None:
     """verifiers finds a harness by the name of a module."""
     module = types.ModuleType(CHAT)
-    module.Chat, module.__all__ = Chat, ["Chat"]  # pyright: ignore
-    module.__spec__ = types.SimpleNamespace(name=CHAT)  # pyright: ignore
+    vars(module).update(Chat=Chat, __all__=["Chat"], __spec__=ModuleSpec(CHAT, None))
     sys.modules[CHAT] = module
 
 

@@ -40,6 +40,7 @@ def read_rows(name: str, setting: str, limit: int | None = None) -> Iterator[tup
         str(size if limit is None else min(size, limit)),
     ]
     made = subprocess.run(command, capture_output=True, text=True)
+    answer: dict[str, Any]
     try:
         answer = json.loads(made.stdout.splitlines()[-1])
     except (IndexError, ValueError):

@@ -51,7 +51,9 @@ def script(text: str, seed: int) -> str:
 
 
 @contextmanager
-def conversations(folder, code: str, count: int = 1, header: str = HEADER, **settings):
+def conversations(
+    folder, code: str, count: int = 1, header: str = HEADER, device="cpu", kind=ScriptedEngine, **settings
+):
     """The whole conversations of a program: (responses, records, engine, what the user was told)."""
     file, said = folder / "agent.py", []
     file.write_text(header + code)
@@ -59,9 +61,9 @@ def conversations(folder, code: str, count: int = 1, header: str = HEADER, **set
     settings = {"program": f"{sys.executable} {file}", "timeout_s": 30.0, **settings}
     config.actor_rollout_ref.rollout.agent = settings
     config.data.max_prompt_length, config.data.max_response_length = 200, 300
-    engine = ScriptedEngine(tokenizer, script)
+    engine = kind(tokenizer, script)
     sampling = Sampling(max_tokens=300, stop_token_ids=(tokenizer.convert_tokens_to_ids(END),))
-    with open_conversations(config, tokenizer, torch.device("cpu"), said.append) as loop:
+    with open_conversations(config, tokenizer, torch.device(device), said.append) as loop:
         assert loop is not None
         requests = Requests(engine, sampling, loop)
         prompt = [{"role": "user", "content": "hello"}]
@@ -271,6 +273,88 @@ def test_the_interpreter_of_a_program_may_be_another(tmp_path):
     program = f"python {tmp_path / 'agent.py'}"
     with conversations(tmp_path, code, program=program, python=str(python)) as (_, (record,), _, _):
         assert record.score == 1.0
+
+
+class EngineThatWaits(ScriptedEngine):
+    """Decodes nothing before two requests are there, or ten seconds have passed."""
+
+    most, began = 0, None
+
+    def step(self):
+        self.began = self.began or time.monotonic()
+        self.most = max(self.most, len(self.running))
+        self.hold = self.most < 2 and time.monotonic() < self.began + 10
+        return super().step()
+
+
+PARALLEL = """
+from concurrent.futures import ThreadPoolExecutor
+
+def at_once(*prompts, apart=0.0):
+    with ThreadPoolExecutor() as pool:
+        asked = []
+        for prompt in prompts:
+            asked.append(pool.submit(ask, [{"role": "user", "content": prompt}]))
+            time.sleep(apart)
+        return [one.result() for one in asked]
+"""
+
+
+def test_requests_of_one_sample_that_are_sent_at_once_are_decoded_together(tmp_path):
+    # What is sampled on a GPU is admitted as it comes; nothing here needs one.
+    code = (
+        PARALLEL
+        + """
+helpers = at_once("one", "two")
+messages = task["messages"]
+messages += [ask(messages), {"role": "user", "content": "and"}]
+give(float(ask(messages)["content"] == "2" and len(helpers) == 2))
+"""
+    )
+    with conversations(tmp_path, code, device="cuda", kind=EngineThatWaits) as (_, (record,), engine, _):
+        assert engine.most == 2 and record.score == 1.0 and record.error is None
+        assert len(record.rows) == 3 and sum(sum(row.mask) for row in record.rows) == 8, "each token is trained once"
+
+
+@pytest.mark.parametrize("order", [("apple", "berry"), ("berry", "apple")])
+def test_turns_wanted_at_once_are_numbered_by_their_tokens_in_rounds(tmp_path, order):
+    # The round begins when the second sample's program has asked, by when both requests of the first have come.
+    code = (
+        PARALLEL.replace("        return", "        open(both, 'w').close()\n        return")
+        + f"""
+both = {str(tmp_path / "both")!r}
+if task["index"] == 0:
+    at_once({order[0]!r}, {order[1]!r}, apart=0.7)
+else:
+    while not os.path.exists(both):
+        time.sleep(0.02)
+    ask(task["messages"])
+"""
+    )
+    with conversations(tmp_path, code, count=2) as (_, records, engine, _):
+        own = [request for request in engine.seen if request.id[0] == 0]
+        assert ["apple" in engine.decode(list(request.prompt_ids)) for request in own] == [True, False]
+        assert own[0].seed == 0 != own[1].seed
+        assert len(records[0].rows) == 2 and sum(sum(row.mask) for row in records[0].rows) == 4
+
+
+@pytest.mark.parametrize(("most", "rows"), [(2, 2), (None, 3)])
+def test_a_sample_has_no_more_rows_than_it_may(tmp_path, most, rows):
+    code = """
+import urllib.error
+messages = task["messages"]
+messages += [ask(messages), {"role": "user", "content": "and"}]
+ask([{"role": "user", "content": "one"}])
+try:
+    ask([{"role": "user", "content": "two"}])
+    give(0)
+except urllib.error.HTTPError as error:
+    said = json.load(error)["error"]
+    give(float(error.code == 400 and said["code"] == "max_rows" and "agent.max_rows=2" in said["message"]))
+ask(messages)  # a row that is there may continue
+"""
+    with conversations(tmp_path, code, max_rows=most) as (_, (record,), _, _):
+        assert len(record.rows) == rows and record.score == float(most is not None) and record.error is None
 
 
 RUN_HEADER = """
