@@ -8,7 +8,7 @@
     python scripts/compatibility.py page                the page alone
 
 A cell is one engine in one version on one kind of device in one layout; running it again replaces it. Run it with the
-Python of the environment in which the engine is installed. Nobody writes cells by hand.
+Python of the environment in which the engine is installed. No cell is written by hand.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Tokens computed and seconds of an update's gradients on samples of several rows, with shared beginnings and without.
 
     python scripts/measure_row_trees.py                              a tiny model on a CPU
-    python scripts/measure_row_trees.py --device cuda --shape 7b     Qwen2.5-7B's shapes, random weights, bfloat16
+    python scripts/measure_row_trees.py --device cuda --shape 0.5b   Qwen2.5-0.5B's shapes, random weights, bfloat16
+    python scripts/measure_row_trees.py --device cuda --shape 7b --lora-rank 32
 
 Conversations of `--turns` turns whose thinking is dropped from the history: every turn is a row of its own, and begins
 with the history so far. The table has the tokens of all rows, those that are computed, those that are trained, and
@@ -17,11 +18,13 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
+from posttrain.config.model import ModelConfig
 from posttrain.config.optim import OptimConfig
 from posttrain.engine.base import EngineSettings
 from posttrain.engine.micro_batches import plan_passes
 from posttrain.engine.torch_engine import TorchEngine
 from posttrain.models.loading import fuse_and_prove, own_attention
+from posttrain.models.lora import add_adapters
 from posttrain.protocol import DataProto
 from posttrain.rollout.base import Output
 from posttrain.rollout.generate import to_batch
@@ -111,6 +114,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--shape", choices=SHAPES, default="tiny")
+    parser.add_argument("--lora-rank", type=int, default=0, help="train adapters of this rank (0: all weights)")
     parser.add_argument("--turns", type=int, default=8)
     parser.add_argument("--groups", type=int, default=1)
     parser.add_argument("--samples", type=int, default=2)
@@ -123,6 +127,8 @@ def main() -> None:
     device = torch.device(options.device)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     model = make_model(options.shape, device, dtype)
+    if options.lora_rank:
+        model = add_adapters(model, ModelConfig(lora_rank=options.lora_rank))
     batch = make_batch(options, SHAPES[options.shape][-1])
     print(f"{len(batch)} rows of {options.groups} x {options.samples} conversations of {options.turns} turns, {dtype}")
     print("| beginnings | tokens of rows | computed | trained | passes | seconds |\n|---|---:|---:|---:|---:|---:|")

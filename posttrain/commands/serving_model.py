@@ -14,7 +14,7 @@ import torch
 from aiohttp import web
 
 from posttrain.commands.generation.model import find_model, load_module, load_tokenizer_of, read_positions
-from posttrain.commands.generation.session import explain_out_of_memory, plan_cache, say
+from posttrain.commands.generation.session import explain_out_of_memory, make_sampling, plan_cache, say
 from posttrain.commands.generation.settings import Settings
 from posttrain.conversations.format_proof import find_format
 from posttrain.conversations.formats.base import FORMATS
@@ -26,7 +26,7 @@ from posttrain.conversations.templates import MessageTemplate
 from posttrain.errors import UserError
 from posttrain.models.loading import check_positions, end_token_ids, model_end_ids, positions_of
 from posttrain.models.lora import with_adapters
-from posttrain.rollout.base import RolloutEngine, Sampling
+from posttrain.rollout.base import RolloutEngine
 from posttrain.rollout.engines import build_engine, can_take_adapters
 from posttrain.rollout.outside import check_installed
 from posttrain.rollout.server.build import describe
@@ -76,7 +76,7 @@ def load(name: str, settings: Settings, options: argparse.Namespace) -> Loaded:
         say(f"note: {note}")
     if options.accept_weights and source.config.lora_rank > 0 and can_take_adapters(rollout.name):
         module = with_adapters(module, source.config).requires_grad_(False)
-    description = describe(module, model=source.name, longest=longest)
+    description = describe(module, model=source.name, longest=longest) if options.accept_weights else {}
     engine, engine_name = build_engine(rollout, module, tokenizer, device=device, longest=longest)
     engine.wake()
     return Loaded(source.name, engine_name, device, longest, tokenizer, module, engine, description)
@@ -96,7 +96,7 @@ def _by_apis(loaded: Loaded, settings: Settings, options: argparse.Namespace, ap
         options.served_name or options.model,
         template,
         FORMATS[call_format],
-        _sampling(settings, loaded.tokenizer, loaded.module),
+        make_sampling(settings, end_token_ids(loaded.tokenizer, model_end_ids(loaded.module)), max_tokens=1),
         max_model_len=loaded.longest,
         vocabulary=loaded.module.get_input_embeddings().num_embeddings,  # pyright: ignore
         no_tools=no_tools,
@@ -118,21 +118,6 @@ def _for_a_run(loaded: Loaded, api_key: str | None) -> Made:
     about = {**loaded.description, "engine": loaded.engine_name, "takes_adapters": engine.takes_adapters}
     made = make_rollout_app(EngineHost(engine, about), api_key)
     return nullcontext(made), " generates for a run with actor_rollout_ref.rollout.name=server"
-
-
-def _sampling(settings: Settings, tokenizer: Any, module: torch.nn.Module) -> Sampling:
-    rollout = settings.config.actor_rollout_ref.rollout
-    return Sampling(
-        max_tokens=1,  # of each request
-        temperature=settings.temperature or 1.0,
-        greedy=settings.temperature == 0,
-        top_p=rollout.top_p,
-        top_k=rollout.top_k,
-        min_p=rollout.min_p,
-        repetition_penalty=rollout.repetition_penalty,
-        stop_token_ids=() if rollout.ignore_eos else tuple(end_token_ids(tokenizer, model_end_ids(module))),
-        stop=tuple(rollout.stop),
-    )
 
 
 async def _run(made: AbstractAsyncContextManager[web.Application], what: str, options: argparse.Namespace) -> None:

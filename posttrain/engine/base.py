@@ -23,6 +23,7 @@ from posttrain.config.optim import OptimConfig
 from posttrain.engine.facts import EngineFacts
 from posttrain.engine.micro_batches import Unit
 from posttrain.engine.settings import RL, EngineKeys
+from posttrain.errors import UserError
 from posttrain.protocol import DataProto
 
 if TYPE_CHECKING:
@@ -135,7 +136,10 @@ class TrainEngine(ABC):
 
     def export_adapters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Adapters alone, under their names in an adapter file; for rollouts that hold the base."""
-        raise NotImplementedError(f"{type(self).__name__} has no adapters")
+        raise UserError(
+            f"The train engine {type(self).__name__} has no export_adapters(), so the rollout cannot hold adapters.\n"
+            "  to do:  set actor_rollout_ref.rollout.engine_kwargs.vllm.enable_lora=false, to fold them into the base"
+        )
 
     @abstractmethod
     def export_hf(self, folder: Path, adapter: Mapping[str, Any] | None, *, merged: bool) -> None:

@@ -228,6 +228,8 @@ def _installed(name: str) -> Callable[[int], str | None]:
 def _team(world: World, name: str) -> Team | None:
     """Neighbours that hold one engine: pairs, where the engine and the number of ranks allow it."""
     by_teams = name not in OUTSIDE or OUTSIDE[name].by_teams
+    if name in OUTSIDE and world.device.type == "cuda" and dist.get_backend() == "gloo":
+        by_teams = False  # ranks share a GPU: other systems' tensor parallelism takes NCCL, which rejects that
     return team_of(2, world.device) if by_teams and world.size % 2 == 0 else None
 
 

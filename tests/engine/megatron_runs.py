@@ -357,6 +357,8 @@ def adapters(case: Case) -> Any:
     with engine.base_only():
         found["base"] = scored(engine)
     found["updates"] = train(engine, steps=2)
+    # What a weight sync hands to a rollout that holds the base: the same names and values from every engine.
+    found["alone"] = {name: weight.detach().cpu().clone() for name, weight in engine.export_adapters()}
     settings, folder = engine.facts().adapters, case.folder / f"adapter {case.name}"
     engine.export_hf(folder, settings, merged=False)
     engine.export_hf(case.folder / f"merged {case.name}", settings, merged=True)

@@ -7,7 +7,7 @@ import hashlib
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -180,22 +180,27 @@ class Session:
         return tqdm(total=prompts * self.settings.n, unit="response", disable=not sys.stderr.isatty(), file=sys.stderr)
 
     def _sampling(self, module: torch.nn.Module) -> Sampling:
-        rollout, settings = self.config.actor_rollout_ref.rollout, self.settings
         end_ids = end_token_ids(self.tokenizer, model_end_ids(module))
         size = getattr(module.config.get_text_config(), "vocab_size", None)  # pyright: ignore
-        if not rollout.ignore_eos and (note := end_token_note(end_ids, size)):
+        if not self.config.actor_rollout_ref.rollout.ignore_eos and (note := end_token_note(end_ids, size)):
             say(f"note: {note}")
-        return Sampling(
-            max_tokens=self.config.data.max_response_length,
-            temperature=settings.temperature or 1.0,
-            greedy=settings.temperature == 0,
-            top_p=rollout.top_p,
-            top_k=rollout.top_k,
-            min_p=rollout.min_p,
-            repetition_penalty=rollout.repetition_penalty,
-            stop_token_ids=() if rollout.ignore_eos else end_ids,
-            stop=tuple(rollout.stop),
-        )
+        return make_sampling(self.settings, end_ids, max_tokens=self.config.data.max_response_length)
+
+
+def make_sampling(settings: Settings, end_ids: Sequence[int], *, max_tokens: int) -> Sampling:
+    """How the settings of a command say that responses are sampled; `end_ids` end them."""
+    rollout = settings.config.actor_rollout_ref.rollout
+    return Sampling(
+        max_tokens=max_tokens,
+        temperature=settings.temperature or 1.0,
+        greedy=settings.temperature == 0,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        min_p=rollout.min_p,
+        repetition_penalty=rollout.repetition_penalty,
+        stop_token_ids=() if rollout.ignore_eos else tuple(end_ids),
+        stop=tuple(rollout.stop),
+    )
 
 
 def check_target(path: Path, suffixes: tuple[str, ...], *, overwrite: bool) -> None:

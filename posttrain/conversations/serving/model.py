@@ -218,7 +218,7 @@ class ServedModel:
 
 
 async def _gather(calls: Sequence[Any]) -> list[Any]:
-    """All results; the others are cancelled where one fails, so that none is sampled for nobody."""
+    """All results; the others are cancelled where one fails, so that no sample is made that no client reads."""
     tasks = [asyncio.ensure_future(call) for call in calls]
     try:
         return list(await asyncio.gather(*tasks))

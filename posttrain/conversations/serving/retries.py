@@ -48,5 +48,5 @@ class Retries:
             call.waiting -= 1
             if (
                 self.aborts and not call.waiting and not call.task.done()
-            ):  # the last client has gone: nobody reads the answer
+            ):  # the last client has gone: no one reads the answer
                 call.task.cancel()

@@ -235,8 +235,8 @@ class MegatronEngine(ComposedEngine):
                 found[place] = found[place] + (second @ first * self.adapted[linear]).to(found[place].dtype)
         return found
 
-    def _trained_adapters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Adapters and fully trained heads by their names in an adapter file."""
+    def export_adapters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """As the contract says, with the fully trained head of a reward model or critic."""
 
         def wanted(stage: int) -> list[Match]:
             matches, projection = self._stage_matches(stage), self.head.projection
@@ -249,7 +249,7 @@ class MegatronEngine(ComposedEngine):
     def export_hf(self, folder: Path, adapter: Mapping[str, Any] | None, *, merged: bool) -> None:
         with self.on_device():
             alone = adapter is not None and not merged
-            state = host_copies(self._trained_adapters() if alone else self.export_weights())
+            state = host_copies(self.export_adapters() if alone else self.export_weights())
         if this_rank() == 0:
             save_model(self.whole, folder, adapter, merged=merged, state=state)
 

@@ -1,0 +1,330 @@
+"""Tokens per second of conversations over HTTP: the server of a run, its engine alone, and vLLM's server.
+
+    python scripts/measure_sessions.py --tokenizer MODEL_FOLDER [--model 7b] [--device cuda] [--sessions 1024]
+        [--turns 16] [--tokens 64] [--observation 32] [--systems engine,run,vllm] [--profile]
+
+`--model` is a preset of `posttrain bench` (random weights, with the vocabulary of `--tokenizer`) or a folder; the
+default is the folder of the tokenizer. All sessions are played at once by a second process: a turn has `--tokens`
+sampled tokens, and a message of `--observation` words follows it. `engine` has the same turns without HTTP, rendering
+and ledger. vLLM is asked for completions of token ids, its best case: the history is a prefix that it has cached, and
+nothing is rendered. `--profile` prints where the host's time goes in a run's server.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import cProfile
+import json
+import os
+import pstats
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+from needs import need
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+need("aiohttp", get="pip install 'posttrain[serve]'")
+KEY = "measured"
+PROMPT = "A user wants to know: " + " ".join(str(number) for number in range(40))
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokenizer", required=True)
+    parser.add_argument("--model")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--sessions", type=int, default=1024)
+    parser.add_argument("--turns", type=int, default=16)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--observation", type=int, default=32)
+    parser.add_argument("--systems", default="engine,run")
+    parser.add_argument("--memory", type=float, default=0.8, help="share of the device's memory")
+    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--play", help=argparse.SUPPRESS)  # the second process: `run URL` or `vllm URL`
+    return parser.parse_args()
+
+
+def next_message(turn: int, options: argparse.Namespace) -> dict[str, str]:
+    return {"role": "user", "content": " ".join(str(turn + number) for number in range(options.observation))}
+
+
+# -- the clients ------------------------------------------------------------------------------------------------------
+async def play(system: str, url: str, options: argparse.Namespace) -> None:
+    """All sessions at once; prints the seconds of the requests when the last one has ended."""
+    import aiohttp
+
+    connector, headers = aiohttp.TCPConnector(limit=0), {"Authorization": f"Bearer {KEY}"}
+    timeout = aiohttp.ClientTimeout(None)
+    async with aiohttp.ClientSession(headers=headers, connector=connector, timeout=timeout) as http:
+
+        async def post(where: str, body: object) -> dict[str, Any]:
+            async with http.post(where, json=body) as response:
+                answer = await response.json()
+                assert response.status == 200, answer
+                return answer
+
+        async def converse(found: dict[str, Any]) -> int:
+            messages, tokens = list(found["task"]["messages"]), 0
+            for turn in range(options.turns):
+                body = {"messages": messages, "max_tokens": options.tokens}
+                answer = await post(f"{found['base_url']}/chat/completions", body)
+                tokens += answer["usage"]["completion_tokens"]
+                messages += [answer["choices"][0]["message"], next_message(turn, options)]
+            await post(f"{url}/s/{found['id']}/reward", {"reward": 1.0})
+            return tokens
+
+        async def complete(number: int) -> int:
+            ids, following, tokens = prompts[number], prompts[-1], 0
+            for _ in range(options.turns):
+                body = {"prompt": ids, "max_tokens": options.tokens, "ignore_eos": True, "return_token_ids": True}
+                answer = await post(f"{url}/v1/completions", {"model": "measured", "logprobs": 0, **body})
+                sampled = answer["choices"][0]["token_ids"]
+                tokens += len(sampled)
+                ids = [*ids, *sampled, *following]
+            return tokens
+
+        if system == "run":
+            opened = []
+            while len(opened) < options.sessions:
+                found = await post(f"{url}/s/next", {})
+                if found["id"] is None:
+                    await asyncio.sleep(0.02)
+                else:
+                    opened.append(found)
+            playing = [converse(found) for found in opened]
+        else:
+            first, following = turn_ids(options)
+            prompts = [[*first[:-1], first[-1] + number % 7] for number in range(options.sessions)] + [following]
+            playing = [complete(number) for number in range(options.sessions)]
+        started = time.perf_counter()
+        tokens = sum(await asyncio.gather(*playing))
+        print(json.dumps({"seconds": time.perf_counter() - started, "tokens": tokens}))
+
+
+def turn_ids(options: argparse.Namespace) -> tuple[list[int], list[int]]:
+    """Token ids of the prompt, and of what stands between two turns."""
+    from posttrain.conversations.templates import MessageTemplate
+
+    template = MessageTemplate(tokenizer_of(options))
+    first = template.prompt([{"role": "user", "content": PROMPT}])
+    return first, template.ids([next_message(0, options)], first[0])
+
+
+def tokenizer_of(options: argparse.Namespace) -> Any:
+    from posttrain.config.model import ModelConfig
+    from posttrain.models.loading import load_tokenizer
+
+    return load_tokenizer(ModelConfig(path=options.tokenizer))
+
+
+def start_clients(system: str, url: str) -> subprocess.Popen[str]:
+    return subprocess.Popen([sys.executable, *sys.argv, "--play", f"{system} {url}"], stdout=subprocess.PIPE, text=True)
+
+
+# -- the systems ------------------------------------------------------------------------------------------------------
+def write_model(options: argparse.Namespace, folder: Path) -> tuple[Path, bool]:
+    """(a folder with configuration and tokenizer, whether its weights are to be drawn)."""
+    from posttrain.bench.presets import PRESETS, find_shape
+
+    if options.model not in PRESETS:
+        return Path(options.model or options.tokenizer), False
+    for file in Path(options.tokenizer).iterdir():
+        if file.name.startswith(("tokenizer", "chat_template", "special_tokens", "vocab", "merges")):
+            shutil.copy(file, folder)
+    config = json.loads((find_shape(options.model).folder / "config.json").read_text())
+    size = -(-len(tokenizer_of(options)) // 64) * 64
+    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": size}))
+    return folder, True
+
+
+def make_engine(options: argparse.Namespace, folder: Path, drawn: bool) -> Any:
+    import torch
+
+    from posttrain.bench.presets import draw
+    from posttrain.config.model import ModelConfig
+    from posttrain.config.rollout import RolloutConfig
+    from posttrain.models.loading import fuse_and_prove, load_causal_lm, load_tokenizer
+    from posttrain.rollout.engines import build_engine
+
+    device, model = torch.device(options.device), ModelConfig(path=str(folder))
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    if drawn:
+        module = fuse_and_prove(draw(folder, dtype, device).eval(), f"--model {options.model}")
+    else:
+        module = load_causal_lm(model, dtype=dtype, device=device)
+    memory = {"gpu_memory_utilization": options.memory} if device.type == "cuda" else {"kv_cache_gb": 4.0}
+    engine, said = build_engine(RolloutConfig(max_num_seqs=1024, **memory), module, load_tokenizer(model))
+    engine.wake()
+    return engine, said
+
+
+def run_alone(options: argparse.Namespace, engine: Any) -> tuple[float, int]:
+    """The same turns, submitted as soon as the turn before has ended."""
+    from posttrain.rollout.base import Request, Sampling
+    from posttrain.rollout.generate import advance, until_others_may_join
+
+    first, following = turn_ids(options)
+    sampling, tokens = Sampling(max_tokens=options.tokens), 0
+    ids = [list(first) for _ in range(options.sessions)]
+    started = time.perf_counter()
+    for number, row in enumerate(ids):
+        engine.submit(Request((number, 0), list(row), sampling, number, keep=True))
+    while engine.has_work():
+        for output in advance(engine, until_others_may_join(engine)):
+            number, turn = output.id
+            tokens += len(output.token_ids)
+            if turn + 1 == options.turns:
+                engine.release([(number, place) for place in range(options.turns)])
+                continue
+            ids[number] += [*output.token_ids, *following]
+            engine.submit(Request((number, turn + 1), list(ids[number]), sampling, number, (number, turn), keep=True))
+    return time.perf_counter() - started, tokens
+
+
+def run_server(options: argparse.Namespace, engine: Any, folder: Path) -> tuple[float, int]:
+    os.environ["POSTTRAIN_API_KEY"] = KEY
+    import torch
+
+    from posttrain.commands.generation.loop import Requests
+    from posttrain.config.root import PPOConfig
+    from posttrain.conversations.opening import open_conversations
+    from posttrain.models.loading import load_tokenizer
+    from posttrain.rollout.base import Sampling
+
+    config = PPOConfig()
+    config.actor_rollout_ref.model.path = str(folder)
+    config.actor_rollout_ref.rollout.agent = {"program": "outside", "timeout_s": 1200.0}
+    first, following = turn_ids(options)
+    config.data.max_prompt_length = len(first) + 8
+    config.data.max_response_length = (options.tokens + len(following) + 8) * options.turns
+    tokenizer = load_tokenizer(config.actor_rollout_ref.model)
+    # Turns are admitted as they come, as in a run on a GPU.
+    with open_conversations(config, tokenizer, torch.device("cuda"), lambda line: None) as loop:
+        assert loop is not None
+        requests = Requests(engine, Sampling(max_tokens=options.tokens), loop)
+        clients = start_clients("run", loop.agents.context["programs"].url)
+        prompt = [{"role": "user", "content": PROMPT}]
+        for number in range(options.sessions):
+            row = {"raw_prompt": prompt, "data_source": "", "ground_truth": "", "extra_info": {}, "index": number}
+            requests.submit((number, 0), list(first), number, row)
+        while requests.has_work():
+            requests.advance()
+        failed = sum(record.error is not None for record in loop.records.values())
+        found = json.loads(clients.communicate()[0])
+        print(f"  {failed} sessions failed, {sum(len(record.rows) for record in loop.records.values())} rows")
+    return found["seconds"], found["tokens"]
+
+
+def run_vllm(options: argparse.Namespace, folder: Path, drawn: bool) -> tuple[float, int]:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    longest = 8192
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), "--port", str(port)]
+    command += [
+        "--host",
+        "127.0.0.1",
+        "--served-model-name",
+        "measured",
+        "--max-num-seqs",
+        "1024",
+        "--dtype",
+        "bfloat16",
+    ]
+    command += [
+        "--max-model-len",
+        str(longest),
+        "--enable-prefix-caching",
+        "--disable-log-stats",
+        "--generation-config",
+    ]
+    command += ["vllm", "--gpu-memory-utilization", str(options.memory), *(["--load-format", "dummy"] if drawn else [])]
+    log = Path(tempfile.gettempdir()) / "measured_vllm.log"
+    with log.open("w") as file:
+        server = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
+    try:
+        url, started = f"http://127.0.0.1:{port}", time.monotonic()
+        while True:
+            try:
+                urllib.request.urlopen(f"{url}/health", timeout=2).close()
+                break
+            except OSError:
+                if server.poll() is not None or time.monotonic() - started > 300:
+                    sys.exit(f"vLLM's server does not start:\n{log.read_text()[-3000:]}")
+                time.sleep(1)
+        found = json.loads(start_clients("vllm", url).communicate()[0])
+        return found["seconds"], found["tokens"]
+    finally:
+        server.terminate()
+        server.wait()
+
+
+def main() -> None:
+    options = arguments()
+    if options.play:
+        asyncio.run(play(*options.play.split(" "), options))
+        return
+    systems, per_turn = options.systems.split(","), options.sessions * options.turns
+    print(f"{options.sessions} sessions of {options.turns} turns x {options.tokens} tokens, {options.model or 'model'}")
+    print("| system | seconds | sampled tokens/s | requests/s |\n|---|---:|---:|---:|")
+
+    def row(name: str, seconds: float, tokens: int) -> None:
+        print(f"| {name} | {seconds:.1f} | {tokens / seconds:,.0f} | {per_turn / seconds:,.0f} |", flush=True)
+
+    with tempfile.TemporaryDirectory() as temporary:
+        folder, drawn = write_model(options, Path(temporary))
+        if {"engine", "run"} & set(systems):
+            engine, said = make_engine(options, folder, drawn)
+            row("(warm-up) engine alone", *run_alone(options, engine))
+            for name in systems:
+                if name == "engine":
+                    row(f"engine alone: {said}", *run_alone(options, engine))
+                elif name == "run":
+                    row("the server of a run", *profiled(options, lambda: run_server(options, engine, folder)))
+            del engine
+            if options.device == "cuda":
+                import gc
+
+                import torch
+
+                gc.collect()
+                torch.cuda.empty_cache()
+        if "vllm" in systems:
+            row("vLLM's server", *run_vllm(options, folder, drawn))
+
+
+def profiled(options: argparse.Namespace, work: Any) -> tuple[float, int]:
+    """Profiles the main thread and the threads that are started meanwhile, where it is asked for."""
+    if not options.profile:
+        return work()
+    profiles: list[tuple[str, cProfile.Profile]] = []
+    run = threading.Thread.run
+
+    def measured(thread: threading.Thread) -> None:
+        profile = cProfile.Profile()
+        profiles.append((thread.name, profile))
+        profile.runcall(run, thread)
+
+    threading.Thread.run = measured  # type: ignore[method-assign]
+    main_profile = cProfile.Profile()
+    try:
+        found = main_profile.runcall(work)
+    finally:
+        threading.Thread.run = run  # type: ignore[method-assign]
+    for name, profile in [("main", main_profile), *profiles]:
+        print(f"-- thread {name}")
+        pstats.Stats(profile).sort_stats("tottime").print_stats(14)
+    return found
+
+
+if __name__ == "__main__":
+    main()
