@@ -76,7 +76,7 @@ def load(name: str, settings: Settings, options: argparse.Namespace) -> Loaded:
         say(f"note: {note}")
     if options.accept_weights and source.config.lora_rank > 0 and can_take_adapters(rollout.name):
         module = with_adapters(module, source.config).requires_grad_(False)
-    description = describe(module, model=source.name, longest=longest)
+    description = describe(module, model=source.name, longest=longest) if options.accept_weights else {}
     engine, engine_name = build_engine(rollout, module, tokenizer, device=device, longest=longest)
     engine.wake()
     return Loaded(source.name, engine_name, device, longest, tokenizer, module, engine, description)
