@@ -182,21 +182,22 @@ def compare_parts(shape: str) -> dict[str, int]:
     angles = torch.rand(length, size, device="cuda").to(torch.bfloat16)
     cosine, sine = angles.float().cos().to(torch.bfloat16), angles.float().sin().to(torch.bfloat16)
     qkv = torch.randn(length, (heads + 2 * keys) * size, **kind)
-    query, key, value = train.split_heads(qkv.clone(), heads, keys, cosine, sine, rounded=True)
+    query, key, value = train.split_heads(qkv.clone(), heads, keys, cosine, sine)
+    for rows in (1, 7, 512):
+        few = train.split_heads(qkv[:rows].clone(), heads, keys, cosine[:rows], sine[:rows])
+        same = zip(few, (query, key, value), strict=True)
+        found[f"rotation, {rows} rows"] = sum(int((part != whole[:rows]).sum()) for part, whole in same)
     cache = decode.new_cache(40, keys, size, torch.bfloat16, torch.device("cuda"))
     places = torch.arange(length, device="cuda")
-    q, k, v = qkv.unflatten(1, (-1, size)).split([heads, keys, keys], 1)
-    how = {"rotation": (cosine.float(), sine.float()), "norms": None, "epsilon": 0.0}
-    rotated = rotate_and_store(q, k, v, cache, places.int(), places, **how)
-    found["rotation of queries"] = int((rotated != query).sum())
-    stored = cache[0].transpose(1, 2).flatten(0, 1)[:length]
-    found["rotation of keys"] = int((stored != key).sum())
+    stored = rotate_and_store(query, key, value, cache, places.int(), places, rotation=None, norms=None, epsilon=0.0)
+    found["stored queries"] = int((stored != query).sum())
+    found["stored keys"] = int((cache[0].transpose(1, 2).flatten(0, 1)[:length] != key).sum())
     sight = train.Sight.of([length])
     sight.exact = True
     trained = train.attention_forward(query, key, value, sight, size**-0.5)[0]
     table = torch.arange(40, dtype=torch.int32, device="cuda").expand(length, -1).contiguous()
     each = (places.int(), torch.zeros(length, dtype=torch.int32, device="cuda"), table)
-    newest = ordered.newest_attention(rotated, cache, *each, scale=size**-0.5)
+    newest = ordered.newest_attention(stored, cache, *each, scale=size**-0.5)
     found["attention of single queries"] = int((newest.view_as(trained) != trained).sum())
     gate_up = torch.randn(512, 2 * inner, **kind)
     found["gate"] = int((decode.silu_mul(gate_up[:7]) != decode.silu_mul(gate_up)[:7]).sum())

@@ -213,15 +213,13 @@ def column_sums(x_TC: torch.Tensor) -> torch.Tensor:
     return x_TC.sum(0)
 
 
-def split_heads(
-    qkv_TC, heads: int, key_heads: int, cosine_TD, sine_TD, *, rounded: bool = False
-) -> tuple[torch.Tensor, ...]:
+def split_heads(qkv_TC, heads: int, key_heads: int, cosine_TD, sine_TD) -> tuple[torch.Tensor, ...]:
     """Rotated queries and keys, and values, each contiguous, of rows that hold all three; on a CUDA device spare rows
-    behind those that there are positions of stay as they are, and `rounded` rounds after each operation."""
+    behind those that there are positions of stay as they are."""
     if on_cuda(qkv_TC):
         from posttrain.kernels.cuda import layers
 
-        return layers.split_heads(qkv_TC, heads, key_heads, cosine_TD, sine_TD, rounded=rounded)
+        return layers.split_heads(qkv_TC, heads, key_heads, cosine_TD, sine_TD)
     size = cosine_TD.shape[1]
     parts = tuple(qkv_TC.new_empty(len(qkv_TC), count, size) for count in (heads, key_heads, key_heads))
     shape = _shape(parts[0], key_heads, 0, 0.0)

@@ -23,7 +23,7 @@ from posttrain.kernels.decode import BLOCK, LayerCache, StepTokens, add_rms_norm
 from posttrain.kernels.fp8 import Fp8Weight
 from posttrain.kernels.quantized import Quantized
 from posttrain.kernels.tensor_parallel import Team
-from posttrain.kernels.train import norm_forward
+from posttrain.kernels.train import norm_forward, split_heads
 from posttrain.kernels.whole_step import MATRICES, DecodeRows, EndWeights, LayerWeights, WholeStep, can_run_whole
 from posttrain.models.arena import SHARED, Arena, Projection, base_layer
 from posttrain.models.feed_forward import MIXTURES, Gated, Mixture, can_mix, feed_forward, is_mixture
@@ -206,7 +206,7 @@ class FastDecoder:
     def _qkv(self, layer: _Layer, x_TE: torch.Tensor | Quantized) -> torch.Tensor:
         # Some models (OLMoE) normalize queries and keys over all heads at once.
         qkv_TC = layer.qkv(x_TE)
-        if self._norms_apart and layer.heads is not None:
+        if self._prepares_heads and layer.heads is not None:
             self._norm_heads(qkv_TC, layer.heads)
         if layer.all_heads is not None:
             sizes = [self.heads * self.size, self.key_heads * self.size]
@@ -215,8 +215,8 @@ class FastDecoder:
         return qkv_TC
 
     @property
-    def _norms_apart(self) -> bool:
-        # On a CUDA device, exact norms of heads are those of training: fused with the rotation they sum otherwise.
+    def _prepares_heads(self) -> bool:
+        # On a CUDA device, exact norms and rotations of heads are made by training's kernels.
         return self.exact and cuda.runs_here(self.embedding)
 
     def _norm_heads(self, qkv_TC: torch.Tensor, norms: tuple[torch.Tensor, torch.Tensor]) -> None:
@@ -305,7 +305,9 @@ class FastDecoder:
 
         attend = self._attend_exactly if self.exact else decode_attention
         residual_BE, added_BE = F.embedding(tokens_B, self.embedding), None
-        how = {"scale": self.scale, "rotation": self.rotation, "epsilon": self.epsilon}
+        how: dict[str, Any] = {"scale": self.scale, "rotation": self.rotation, "epsilon": self.epsilon}
+        if self.exact:
+            how["angles"] = self._angles(rows.positions)
         for layer, cache in zip(self.layers, self.captured_caches, strict=True):
             x_BE = self._norm(residual_BE, added_BE, layer.before, layer.qkv.takes_quantized)
             qkv_BC = self._qkv(layer, x_BE)
@@ -314,29 +316,42 @@ class FastDecoder:
             added_BE = layer.feed.captured(x_BE)
         return add_rms_norm(residual_BE, added_BE, self.norm, self.epsilon)
 
-    def _attend_exactly(
-        self, qkv_BC: torch.Tensor, cache: LayerCache, rows: Any, *, scale, rotation, epsilon, **_: Any
-    ):
+    def _rotated(
+        self, qkv_TC: torch.Tensor, cosine_TD: torch.Tensor, sine_TD: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        # By training's own kernel: in another one the compiler may fuse other products with sums, and round otherwise.
+        return split_heads(qkv_TC, self.heads, self.key_heads, cosine_TD, sine_TD)
+
+    def _angles(self, positions_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        assert self.rotation is not None
+        cosine_TD, sine_TD = (table.index_select(0, positions_T).to(self.embedding.dtype) for table in self.rotation)
+        return cosine_TD, sine_TD
+
+    def _attend_exactly(self, qkv_BC: torch.Tensor, cache: LayerCache, rows: Any, *, scale, angles, **_: Any):
         # Heads are normed already, and there is no window.
         from posttrain.kernels.cuda.elementwise import rotate_and_store
         from posttrain.kernels.cuda.ordered import newest_attention
 
-        sizes = [self.heads, self.key_heads, self.key_heads]
-        query, key, value = qkv_BC.unflatten(1, (-1, self.size)).split(sizes, dim=1)
-        how = {"rotation": rotation, "norms": None, "epsilon": epsilon}
-        query_BHD = rotate_and_store(query, key, value, cache, rows.positions, rows.slots, **how)
+        query, key, value = self._rotated(qkv_BC, *angles)
+        places = (cache, rows.positions, rows.slots)
+        query_BHD = rotate_and_store(query, key, value, *places, rotation=None, norms=None, epsilon=0.0)
         return newest_attention(query_BHD, cache, rows.positions, rows.prompts, rows.table, scale=scale)
 
     def head_weight(self) -> torch.Tensor | None:
         return self.head.bare
 
     def _attend(self, layer: _Layer, qkv: torch.Tensor, cache: LayerCache, step: StepTokens, rotation) -> torch.Tensor:
-        heads = qkv.unflatten(1, (-1, self.size))
-        query, key, value = heads.split([self.heads, self.key_heads, self.key_heads], dim=1)
+        norms = layer.heads
+        if self._prepares_heads:
+            query, key, value = self._rotated(qkv, *self._angles(step.positions_T))
+            norms = rotation = None
+        else:
+            heads = qkv.unflatten(1, (-1, self.size))
+            query, key, value = heads.split([self.heads, self.key_heads, self.key_heads], dim=1)
         return attention(
             query, key, value, cache, step,
-            scale=self.scale, window=layer.window, rotation=rotation,
-            norms=None if self._norms_apart else layer.heads, epsilon=self.epsilon, exact=self.exact,
+            scale=self.scale, window=layer.window, rotation=rotation, norms=norms, epsilon=self.epsilon,
+            exact=self.exact,
         )  # fmt: skip
 
     def logits(self, hidden_NE: torch.Tensor) -> torch.Tensor:

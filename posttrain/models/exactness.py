@@ -16,6 +16,8 @@ from posttrain.models.decoder import KNOWN, can_decode_fast, window_of
 from posttrain.models.forward import forward_mode_of, head_of, without_adapters
 from posttrain.models.lora import has_adapters
 
+WHOLE = 64  # numbers in a step of a matrix unit; torch multiplies other widths by kernels with other sums
+
 
 def check_exact(module: Any, device: torch.device | None = None) -> None:
     """Raise unless this model can be decoded and trained exactly on the device (by default, where it is)."""
@@ -40,6 +42,9 @@ def why_not_exact(module: Any, device: torch.device | None = None) -> str | None
 def _why_not_on_cuda(module: Any) -> str | None:
     if has_adapters(module):
         return "on CUDA it is not built for LoRA: merged into a bfloat16 weight, an adapter would be rounded away"
+    config = module.config
+    if any(size % WHOLE for size in (config.hidden_size, config.intermediate_size)):
+        return f"on CUDA it is built for models whose widths are multiples of {WHOLE}"
     if any(window_of(layer) for layer in without_adapters(module).base_model.layers):
         return "on CUDA it is not built for sliding windows"
     return None

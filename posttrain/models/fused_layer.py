@@ -100,7 +100,7 @@ class _FusedLayer(torch.autograd.Function):
         qkv_TC = weights.qkv.product(normed_TE, train.spare_rows(x_TE, sight, size))
         low_qkv = by_qkv.add(qkv_TC[:tokens], normed_TE)
         raw = _norm_heads(qkv_TC[:tokens], weights.head_norms, (heads, key_heads), size, epsilon)
-        parts = train.split_heads(qkv_TC, heads, key_heads, cosine_TD, sine_TD, rounded=sight.exact)
+        parts = train.split_heads(qkv_TC, heads, key_heads, cosine_TD, sine_TD)
         attended_THD, logsum_TH = train.attention_forward(*parts, sight=sight, scale=scale)
         attended = _select_wanted(attended_THD[:tokens].flatten(1), wanted)
         weights.out.add_product(middle_TE, attended)

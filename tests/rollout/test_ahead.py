@@ -48,10 +48,11 @@ def oracle(prompts, settings, seeds) -> list[Output]:
 def make(monkeypatch):
     """An engine whose rows go on in captured rounds; on a CPU its kernels are made to run there."""
 
-    def build(module=None, **settings):
+    def build(module=None, *, exact=False, **settings):
         if not ON_CUDA:
             interpret(monkeypatch)
-        engine = build_native(module or model(), RolloutConfig(kv_cache_gb=0.01, **settings), decode=text)[0]
+        config = RolloutConfig(kv_cache_gb=0.01, **settings)
+        engine = build_native(module or model(), config, decode=text, exact=exact)[0]
         engine.rounds.tokens_per_step, engine.rounds.tokens_unseen = 256, ROUND
         return engine
 
@@ -293,3 +294,24 @@ def test_mixtures_of_experts_decode_in_captured_steps_as_they_do_without_them(ki
         plain.rounds.tokens_per_step, plain.rounds.tokens_unseen = 1, None
         same(captured, generate(plain, prompts, settings, range(len(prompts))))
         assert plain.decoder.graphs is None
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3"])
+def test_exact_decoding_samples_what_the_oracle_samples_and_scores_as_it_decodes(kind, make, monkeypatch):
+    """With the attention, norms and rotation of training; on a CUDA device in bfloat16, bit for bit."""
+    from posttrain.kernels import train
+
+    monkeypatch.setattr("posttrain.rollout.native.build.check_exact", lambda *_: None)
+    if not ON_CUDA:
+        monkeypatch.setattr(train, "on_cuda", lambda tensor: True)
+    module = model(kind=kind).bfloat16() if ON_CUDA else model(kind=kind)
+    settings = [Sampling(max_tokens=2 + row, temperature=0.7) for row in range(len(PROMPTS))]
+    engine = make(module, exact=True)
+    outputs = generate(engine, PROMPTS, settings, range(6))
+    scores = engine.score([[*p, *o.token_ids] for p, o in zip(PROMPTS, outputs, strict=True)], temperature=0.7)
+    for prompt, output, score in zip(PROMPTS, outputs, scores, strict=True):
+        assert torch.equal(torch.tensor(output.log_probs), score[len(prompt) - 1 :]) or not ON_CUDA
+        torch.testing.assert_close(torch.tensor(output.log_probs), score[len(prompt) - 1 :], rtol=0, atol=1e-4)
+    if not ON_CUDA:
+        theirs = generate(HFEngine(model(kind=kind), pad_token_id=0, decode=text), PROMPTS, settings, range(6))
+        assert [output.token_ids for output in outputs] == [output.token_ids for output in theirs]
