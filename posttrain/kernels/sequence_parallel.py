@@ -84,12 +84,12 @@ def stretch_attention(
     group = _active
     ranks = 1 if group is None else group.size()
     fill = len(query_SHD) * ranks - layout.total
-    each = query_SHD, key_SHD, value_SHD
+    query, key, value = query_SHD, key_SHD, value_SHD
     if group is not None:
-        each = tuple(to_heads(x, group) for x in each)
+        query, key, value = (to_heads(x, group) for x in (query, key, value))
     if fill:
-        each = tuple(x[: layout.total].contiguous() for x in each)
-    out_THD = packed_attention(*each, layout, scale=scale, sliding_window=sliding_window)
+        query, key, value = (x[: layout.total].contiguous() for x in (query, key, value))
+    out_THD = packed_attention(query, key, value, layout, scale=scale, sliding_window=sliding_window)
     if fill:
         out_THD = torch.nn.functional.pad(out_THD, (0, 0, 0, 0, 0, fill))
     return out_THD if group is None else to_stretches(out_THD, group)

@@ -79,7 +79,7 @@ def test_the_reference_is_cut_as_the_actor_is(load, problems, name, size):
     [
         ("moe_aux_loss_coeff=0.01", "a loss of the router"),
         ("fp8=hybrid", "TransformerEngine"),
-        ("hidden_dropout=0.1", "passes over the same tokens"),
+        ("hidden_dropout=0.1", "without dropout"),
         ("moe_router_bias_update_rate=0.001", "not trained"),
         ("pipeline_model_parallel_layout=Et*3", "num_layers_in_last_pipeline_stage"),
         ("dsa_indexer_loss_coeff=0.1", "is not built"),

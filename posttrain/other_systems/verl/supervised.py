@@ -39,7 +39,8 @@ SUPERVISED_RULES: tuple[Rule, ...] = (
     ),
     translated(
         "engine.{tensor_model_parallel_size,pipeline_model_parallel_size,virtual_pipeline_model_parallel_size,"
-        "expert_model_parallel_size,context_parallel_size,sequence_parallel}",
+        "expert_model_parallel_size,context_parallel_size,sequence_parallel,"
+        "override_transformer_config.context_parallel_size,override_transformer_config.sequence_parallel}",
         "supervised_sizes",
         "the same without `model_` in `fsdp.megatron_config`, with `engine=megatron`",
     ),
@@ -55,20 +56,14 @@ SUPERVISED_RULES: tuple[Rule, ...] = (
     not_needed("engine.{use_torch_compile,forward_prefetch,reshard_after_forward}", "FSDP2 wraps every layer"),
     not_needed("model.fsdp_config.*", "FSDP2 wraps every layer and gathers it when it is needed"),
     *transformer_overrides("engine.override_transformer_config", "model"),
-    not_supported(
-        "engine.override_transformer_config.{context_parallel_size,sequence_parallel}",
-        "a sequence is computed whole",
-        "remove it",
-        off=("1", "false"),
-    ),
     not_needed(
         "engine.{use_mbridge,vanilla_mbridge,use_dist_checkpointing,dist_checkpointing_*}",
         "weights come from Hugging Face folders, and checkpoints are torch.distributed.checkpoint's",
     ),
     not_supported(
-        "engine.{context_parallel_size,expert_tensor_parallel_size,virtual_pipeline_model_parallel_size}",
-        "a model is cut by tensor, pipeline and expert ranks alone",
-        "set it to 1, or remove it",
+        "engine.expert_tensor_parallel_size",
+        "an expert lies whole on one rank",
+        "set it to 1, or remove it; engine.expert_model_parallel_size deals experts out over ranks",
         off=("1",),
         idle="fsdp",
     ),
