@@ -113,7 +113,7 @@ _OVERRIDES = (
     (
         "swap_optimizer",
         "moments are moved between steps, not within one",
-        "set actor_rollout_ref.actor.megatron.optimizer_offload=True instead",
+        "set actor_rollout_ref.actor.fsdp_config.optimizer_offload=True instead",
         ("false",),
     ),
     (
