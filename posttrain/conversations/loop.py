@@ -77,7 +77,7 @@ class ConversationLoop:
         """Hands turns of the model to their agents. Gives the responses that are whole with them."""
         whole = []
         for output in outputs:
-            key: Key = output.id[:2]  # pyright: ignore (a request of a later turn has its number behind)
+            key: Key = output.id[:2]  # a request of a later turn has its number behind
             request, conversation = self._generating.pop(key), self._open[key]
             conversation.rank = rank
             branch = conversation.branches[request.branch]
