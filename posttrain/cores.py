@@ -1,4 +1,4 @@
-"""Cores and GPUs that this process may use, without torch.
+"""Cores, memory and GPUs of this machine that this process may use, without torch.
 
 A machine's own number of cores is more than that under `taskset` or a batch system, which bind a process to some of
 them, and in a container, whose quota is counted in cores.
@@ -34,6 +34,11 @@ def _words(name: str) -> list[str]:
         return (CGROUPS / name).read_text().split()
     except OSError:
         return []
+
+
+def machine_memory() -> int:
+    """Bytes of memory that the machine has."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def gpus_present() -> int:

@@ -18,9 +18,9 @@ import torch
 
 from posttrain.algorithms.common import read_setting as setting
 from posttrain.errors import UserError
-from posttrain.trainer.main_ppo import as_resolved
 from posttrain.trainer.ppo.ray_trainer import RayPPOTrainer as Ours
 from posttrain.trainer.ppo.runner import opened_training
+from posttrain.trainer.run.entry import as_resolved
 from posttrain.workers.fsdp_workers import ActorRolloutRefWorker, CriticWorker, RewardModelWorker
 from verl._managed_rewards import ManagedRewards
 from verl._rows import to_posttrain

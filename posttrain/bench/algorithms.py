@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.bench.algorithm_runs import Algorithm, Run, all_algorithms, choose_algorithms, run_all
-from posttrain.bench.device import check_writable, default_threads, describe_machine
+from posttrain.bench.device import check_writable, describe_machine
 from posttrain.bench.pictures import write_panels
 from posttrain.bench.table import render
+from posttrain.cores import usable
 from posttrain.errors import UserError
 from posttrain.tracking.safe_files import replace_file
 from posttrain.version import __version__
@@ -37,7 +38,7 @@ def main(options: argparse.Namespace) -> int:
     record = read_record(options.from_json or path, required=options.from_json is not None)
     failed: list[dict[str, Any]] = []
     if options.from_json is None:
-        threads = options.threads or max(1, default_threads() // options.jobs)
+        threads = options.threads or max(1, usable() // options.jobs)
         # Seed by seed, so that a table that was stopped early has every algorithm.
         seeds = range(1, options.seeds + 1)
         wanted = [Run(algorithm, seed, options.steps) for seed in seeds for algorithm in chosen]

@@ -11,9 +11,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
 
-from posttrain.bench.device import DEVICES, default_threads
+from posttrain.bench.device import DEVICES
 from posttrain.bench.presets import PRESETS
 from posttrain.bench.workload import LENGTHS, WORKS
+from posttrain.cores import usable
 
 
 def main(args: Sequence[str]) -> int:
@@ -144,7 +145,7 @@ def _peers(job: argparse.ArgumentParser) -> None:
 def _common(job: argparse.ArgumentParser) -> None:
     job.add_argument("--model", help=f"{', '.join(PRESETS)}, or the folder of a model (1m; on CUDA 0.5b)")
     job.add_argument("--device", choices=DEVICES, default="auto", help="cpu or cuda (what is there)")
-    job.add_argument("--threads", type=positive, default=default_threads(), help="CPU threads (all cores)")
+    job.add_argument("--threads", type=positive, default=usable(), help="CPU threads (all cores)")
     job.add_argument("--json", type=Path, metavar="FILE", help="write everything that was measured here")
 
 

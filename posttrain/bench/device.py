@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.errors import UserError
-from posttrain.tracking.origin import cpu_name
+from posttrain.tracking import origin
 from posttrain.tracking.safe_files import replace_file
 from posttrain.version import __version__
 
@@ -93,19 +93,12 @@ def describe_machine(threads: int, place: Device | None = None) -> dict[str, Any
         "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "posttrain": __version__,
         "python": platform.python_version(),
-        "cpu": cpu_name(),
-        "cores": len(os.sched_getaffinity(0)),
+        **origin.describe_machine(),
         "threads": threads,
-        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
-        "system": platform.platform(),
         # With the date and the load, a figure that does not repeat can be explained.
         "load_before": [round(value, 2) for value in os.getloadavg()],
         **(place or Device("cpu")).as_json(),
     }
-
-
-def default_threads() -> int:
-    return len(os.sched_getaffinity(0))
 
 
 def check_writable(path: Path | None) -> Path | None:

@@ -43,7 +43,7 @@ def reward_info(record: Conversation) -> dict[str, Any]:
 
 def join_rows(loop: ConversationLoop, samples: DataProto, ended: Sequence[Output]) -> DataProto:
     """The batch of these conversations, which have ended so: a row for each branch, the rows of a sample together."""
-    records = [loop.records.pop(output.id) for output in ended]  # pyright: ignore
+    records = [loop.records.pop(output.id) for output in ended]
     branches = [(record, branch) for record in records for branch in record.rows]
     counts = [len(record.rows) for record in records]
     rows = samples if len(branches) == len(samples) else samples[np.repeat(np.arange(len(samples)), counts)]

@@ -78,7 +78,7 @@ class ConversationLoop:
         """Hands turns of the model to their agents. Gives the responses that are whole with them."""
         whole = []
         for output in outputs:
-            key: Key = output.id[:2]  # pyright: ignore (a request of a later turn has its number behind)
+            key: Key = output.id[:2]  # a request of a later turn has its number behind
             conversation, pending = self._open[key], self._generating[key]
             request, number = pending.pop(request_number(output.id))
             conversation.rank = rank

@@ -204,10 +204,12 @@ def _rl_seconds(case: Case, speed: Speed, width: int) -> dict[str, float]:
     decode = rounds * (n * width / speed.bytes + ROUND_S[case.device.kind]) + 2 * n * (rows * response) / flops
     tokens = prompts * prompt + rows * response  # a prompt is computed once for all its responses
     forward = 2 * n * tokens / flops
-    scored = int(case.run.updates > case.run.steps) + int(needs_reference(config))  # pyright: ignore
+    run = case.run
+    assert run is not None, "check_pace has seen it"
+    scored = int(run.updates > run.steps) + int(needs_reference(config))
     passes = max(1, int(tokens // config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu))
     update = config.actor_rollout_ref.actor.ppo_epochs * 3 * forward
-    updates = case.run.updates / max(1, case.run.steps)  # pyright: ignore
+    updates = run.updates / max(1, run.steps)
     generation = 2 * n * prompts * prompt / flops + decode
     waits = max(0.0, case.scoring_s - generation)  # responses are scored while others are generated
     return {

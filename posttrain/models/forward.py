@@ -53,12 +53,12 @@ def forward_mode_of(model: Any) -> ForwardMode:
 class ValueModel(torch.nn.Module):
     """The decoder of a causal LM and a linear value head, for the critic. The head starts at zero, so all values do."""
 
-    def __init__(self, language_model: torch.nn.Module) -> None:
+    def __init__(self, language_model: Any) -> None:
         super().__init__()
         self.base_model = language_model.base_model
         self.config, self.forward_mode = language_model.config, forward_mode_of(language_model)
-        weight = next(self.base_model.parameters())  # pyright: ignore
-        self.value_head = torch.nn.Linear(self.config.hidden_size, 1, device=weight.device, dtype=weight.dtype)  # pyright: ignore
+        weight = next(self.base_model.parameters())
+        self.value_head = torch.nn.Linear(self.config.hidden_size, 1, device=weight.device, dtype=weight.dtype)
         torch.nn.init.zeros_(self.value_head.weight)
         torch.nn.init.zeros_(self.value_head.bias)
 
@@ -222,14 +222,14 @@ class TokenPass(torch.nn.Module):
         return at_places(self.model, input_ids, position_ids, attention_mask, places_U, head)
 
 
-def token_log_probs(model: torch.nn.Module, hidden_NE: torch.Tensor, labels_N: torch.Tensor, temperature: float):
+def token_log_probs(model: Any, hidden_NE: torch.Tensor, labels_N: torch.Tensor, temperature: float):
     """Return (log-probs, entropies) of `labels_N` at the given hidden states."""
     head = head_of(model)
     if type(head) is torch.nn.Linear and _logit_changes(model) == (None, 1.0):
         layout = active_layout()
         exact = layout is not None and layout.exact
         return logprob_head(hidden_NE, head.weight, labels_N, temperature=temperature, bias_V=head.bias, exact=exact)
-    size = max(1, CHUNK_ELEMENTS // model.config.get_text_config().vocab_size)  # pyright: ignore
+    size = max(1, CHUNK_ELEMENTS // model.config.get_text_config().vocab_size)
     parts = [
         checkpoint(_through_own_head, model, *part, temperature, use_reentrant=False, preserve_rng_state=False)
         for part in zip(hidden_NE.split(size), labels_N.split(size), strict=True)

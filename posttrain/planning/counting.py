@@ -129,7 +129,7 @@ def _layout(model: torch.nn.Module, rows: int, length: int, device: str) -> Pack
     return PackedLayout([length] * rows, wanted_T=torch.empty(rows * length, dtype=torch.long, device=META))
 
 
-def _outputs(model: torch.nn.Module, rows: int, length: int) -> torch.Tensor:
+def _outputs(model: Any, rows: int, length: int) -> torch.Tensor:
     """Log-probs (or values, or scores) of rows that are all response: the largest pass of this many tokens."""
     packed = active_layout() is not None
     if is_scorer(model) and not hasattr(without_adapters(model), "score"):  # an encoder
@@ -144,7 +144,7 @@ def _outputs(model: torch.nn.Module, rows: int, length: int) -> torch.Tensor:
     if is_scorer(model):
         return head_scores(model, hidden_NE[:rows])  # one state of each row
     # Computed in chunks of tokens: more than three change no peak.
-    hidden_NE = hidden_NE[: 3 * CHUNK_ELEMENTS // model.config.get_text_config().vocab_size]  # pyright: ignore
+    hidden_NE = hidden_NE[: 3 * CHUNK_ELEMENTS // model.config.get_text_config().vocab_size]
     return token_log_probs(model, hidden_NE, ids.flatten()[: len(hidden_NE)], 1.0)[0]
 
 

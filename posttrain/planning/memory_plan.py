@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import copy
 import math
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +20,7 @@ from typing import Any
 import torch
 
 from posttrain.config.schema import Section, assign, lookup
+from posttrain.cores import machine_memory
 from posttrain.engine.megatron.groups import ParallelSizes
 from posttrain.engine.megatron.settings import SECTION
 from posttrain.engine.registry import layout_of
@@ -69,7 +69,7 @@ def find_device(config: Any, gpu_gb: float | None = None) -> Device:
         raise UserError(
             "trainer.device=cuda, but no GPU was found here; `posttrain plan --gpu_gb 80 ...` plans for one elsewhere"
         )
-    size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    size = machine_memory()
     return Device("cpu", size, f"the CPU, {size / GIB:.1f} GiB of host memory")
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -47,7 +47,7 @@ class Request:
     """A response to generate. With `keep` its KV cache is retained: a later request whose prompt begins with its prompt
     and response names it as `parent`, and computes only the new tokens. Neither changes what is sampled."""
 
-    id: Hashable
+    id: Any  # hashable, of the caller's choice
     prompt_ids: Sequence[int]
     sampling: Sampling
     seed: int
@@ -60,7 +60,7 @@ class Output:
     """A finished (or aborted) response. `versions` are (policy version, number of tokens) spans in order, of the tokens
     that the policy wrote: observation tokens are sampled by no policy and belong to no span."""
 
-    id: Hashable
+    id: Any  # hashable, of the caller's choice
     token_ids: list[int]
     log_probs: Sequence[float] | np.ndarray
     finish_reason: str  # "stop", "length" or "abort"; "turns" where no further turn was allowed

@@ -38,6 +38,11 @@ _PLACES: tuple[tuple[Any, str], ...] = (
 )
 
 
+def _variables() -> dict[bytes, bytes]:
+    environ: Any = os.environ
+    return environ._data  # comparing `os.environ` itself decodes every variable
+
+
 class Surroundings:
     """What the tests have replaced, as last sent to the program."""
 
@@ -45,7 +50,7 @@ class Surroundings:
         self._peer, self._program = peer, program
         self._last_sent = [getattr(owner, name) for owner, name in _PLACES]
         self._first = list(self._last_sent)
-        self._environment = dict(os.environ._data)  # pyright: ignore
+        self._environment = dict(_variables())
         self._streams = self._now = (sys.stdout, sys.stderr)
         self._busy = False
 
@@ -65,8 +70,8 @@ class Surroundings:
             if now is not self._last_sent[place]:
                 self._last_sent[place] = now
                 self.replace(owner.__name__, name, now, now is self._first[place])
-        if os.environ._data != self._environment:  # pyright: ignore  # its own comparison decodes every variable
-            self._environment = dict(os.environ._data)  # pyright: ignore
+        if (variables := _variables()) != self._environment:
+            self._environment = dict(variables)
             self._peer.ask("environment", None, (dict(os.environ),))
         if (sys.stdout, sys.stderr) != self._now:
             self._program.read_new_output()  # earlier output does not belong to the new streams

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import os
 import platform
 import shlex
 import sys
@@ -18,6 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from posttrain.cores import machine_memory, usable
 from posttrain.errors import working_folder
 from posttrain.masking import HIDDEN, redact
 from posttrain.tracking.safe_files import DamagedFile, read_object, replace_file
@@ -55,7 +55,7 @@ def origin() -> dict[str, Any]:
         "folder": str(working_folder()),
         "host": platform.node(),
         "versions": {"python": platform.python_version(), **_versions()},
-        "hardware": _hardware(),
+        "hardware": describe_hardware(),
     }
 
 
@@ -97,13 +97,18 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def _hardware() -> dict[str, Any]:
-    found: dict[str, Any] = {
+def describe_machine() -> dict[str, Any]:
+    """Its system, CPU, usable cores and memory."""
+    return {
         "system": platform.platform(),
         "cpu": cpu_name(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "cores": usable(),
+        "memory_gib": round(machine_memory() / 2**30, 1),
     }
+
+
+def describe_hardware() -> dict[str, Any]:
+    found = describe_machine()
     torch = sys.modules.get("torch")  # a process that trains has imported it; others need not
     if torch is not None and torch.cuda.is_available():
         gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]

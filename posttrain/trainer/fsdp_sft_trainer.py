@@ -6,11 +6,11 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from posttrain.config.supervised_tree import SFT
 from posttrain.data.supervised import check_row
 from posttrain.doctor import dry_run
 from posttrain.interrupts import one_interrupt
 from posttrain.tracking.waiting import waiting
-from posttrain.trainer.run.preflight import check_inputs
 from posttrain.trainer.supervised.entry import run_cli, settings_of
 
 USAGE = """usage: posttrain sft key=value ... [--config-path DIR --config-name NAME] [--cfg job] [--quiet | --json]
@@ -22,11 +22,7 @@ its value comes from:
 
 def run_sft(config: Sequence[str] | Mapping[str, Any] | Any, *, data: Any = None, val_data: Any = None) -> Any:
     """One training from arguments, a mapping of settings or a resolved configuration; rows may be given in Python."""
-    from posttrain.config.supervised_tree import SFT
-
-    resolved = settings_of(config, SFT, data=data, val_data=val_data)
-    if data is None and val_data is None:
-        check_inputs(resolved, check_row)
+    resolved = settings_of(config, SFT, check_row, data=data, val_data=val_data)
     with waiting():
         from posttrain.trainer.supervised.runner import run_supervised
         from posttrain.trainer.supervised.tasks import SFTTask
@@ -35,8 +31,6 @@ def run_sft(config: Sequence[str] | Mapping[str, Any] | Any, *, data: Any = None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    from posttrain.config.supervised_tree import SFT
-
     return run_cli(sys.argv[1:] if argv is None else argv, SFT, USAGE, run_sft, dry_run)
 
 

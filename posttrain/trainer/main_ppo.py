@@ -10,9 +10,9 @@ from posttrain.config.parallel import one_process
 from posttrain.doctor import dry_run
 from posttrain.interrupts import one_interrupt
 from posttrain.tracking.console import exit_status as status_of_work
-from posttrain.tracking.console import prepare_streams, protect_console
-from posttrain.tracking.terminal_text import print_text
+from posttrain.tracking.console import prepare_streams, split_output_mode
 from posttrain.tracking.waiting import waiting
+from posttrain.trainer.run.entry import as_resolved, greeting, read_command_line, run_with_console
 
 HELP = """usage: python -m posttrain.trainer.main_ppo key=value ... [--config-path DIR --config-name NAME] [--cfg job]
                                              [--quiet | --json]
@@ -25,44 +25,13 @@ def main(config: Any = None) -> Any:
     """Compose `ppo_trainer` from `config/` with the command line (unless a configuration is given), and train."""
     if config is not None:
         return run_ppo(config)
-    from posttrain.tracking.console import split_output_mode
-
     args, mode = split_output_mode(sys.argv[1:])
-    config = _from_command_line(args)
+    config = read_command_line(args, HELP)
     return None if config is None else run_command(config, mode, greeting(config))
 
 
-def _from_command_line(args: list[str]) -> Any:
-    from posttrain.config import load_config
-
-    # Printing settings must not fail for what this machine lacks: the environment is checked for runs only.
-    shows = any(arg.startswith("--cfg") or arg in ("-c", "-h", "--help") for arg in args)
-    resolved = load_config(args, environment=not shows)
-    if resolved.show == "help":
-        print(HELP)
-        print_text(resolved.describe())
-        return None
-    if resolved.show is not None:
-        print(resolved.to_yaml(), end="")
-        return None
-    protect_console()
-    return resolved
-
-
-def greeting(resolved: Any) -> str:
-    return f"Configuration: {resolved.main_file} and the command line"
-
-
 def run_command(resolved: Any, mode: str, first: str = "") -> Any:
-    """A training that has this process's console: it speaks as `mode` says, and libraries speak into its log."""
-    from posttrain.tracking.console import command_console
-
-    with command_console(mode) as console:
-        if first:
-            print(first)
-        result = run_ppo(resolved)
-        console.end(result)
-        return result
+    return run_with_console(resolved, mode, run_ppo, first)
 
 
 def run_ppo(config: Any, task_runner_class: Any = None) -> Any:
@@ -95,17 +64,6 @@ class TaskRunner:
             from posttrain.trainer.ppo.runner import run_training
 
         return run_training(resolved)
-
-
-def as_resolved(config: Any) -> Any:
-    """A checked configuration from whatever a caller has."""
-    from posttrain.config import PPOConfig, Resolved, load_config
-
-    if isinstance(config, Resolved):
-        return config
-    if isinstance(config, PPOConfig):
-        config = config.to_dict()
-    return load_config(config, environment=True)
 
 
 def cli(entry: Callable[[], Any] = main) -> int:

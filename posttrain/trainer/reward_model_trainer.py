@@ -6,11 +6,11 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from posttrain.config.supervised_tree import REWARD_MODEL
 from posttrain.data.pairs import check_pair
 from posttrain.doctor import dry_run
 from posttrain.interrupts import one_interrupt
 from posttrain.tracking.waiting import waiting
-from posttrain.trainer.run.preflight import check_inputs
 from posttrain.trainer.supervised.entry import run_cli, settings_of
 
 USAGE = """usage: posttrain reward-model key=value ... [--config-path DIR --config-name NAME] [--cfg job]
@@ -23,11 +23,7 @@ followed by where its value comes from:
 
 def run_reward_model(config: Sequence[str] | Mapping[str, Any] | Any, *, data: Any = None, val_data: Any = None) -> Any:
     """One training from arguments, a mapping of settings or a resolved configuration; rows may be given in Python."""
-    from posttrain.config.supervised_tree import REWARD_MODEL
-
-    resolved = settings_of(config, REWARD_MODEL, data=data, val_data=val_data)
-    if data is None and val_data is None:
-        check_inputs(resolved, check_pair)
+    resolved = settings_of(config, REWARD_MODEL, check_pair, data=data, val_data=val_data)
     with waiting():
         from posttrain.trainer.supervised.runner import run_supervised
         from posttrain.trainer.supervised.tasks import PairTask
@@ -36,8 +32,6 @@ def run_reward_model(config: Sequence[str] | Mapping[str, Any] | Any, *, data: A
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    from posttrain.config.supervised_tree import REWARD_MODEL
-
     return run_cli(sys.argv[1:] if argv is None else argv, REWARD_MODEL, USAGE, run_reward_model, dry_run)
 
 

@@ -26,12 +26,13 @@ def main(config: Any = None) -> Any:
     if config is not None:
         return run_ppo(config)
     from posttrain.tracking.console import split_output_mode
+    from posttrain.trainer.run.entry import read_command_line
     from verl._added import take_added
     from verl._named_manager import NamedManager
 
     args, mode = split_output_mode(sys.argv[1:])
     manager, args = NamedManager.taken_from(take_added(args))
-    resolved = ours._from_command_line(args)
+    resolved = read_command_line(args, ours.HELP)
     if resolved is None:
         return None
     if manager is None:

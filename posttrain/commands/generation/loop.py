@@ -110,7 +110,7 @@ def answer(
         if not requests.has_work():
             return
         for output in requests.advance():
-            index, number = output.id  # pyright: ignore
+            index, number = output.id
             open_[index][number] = output
             running -= 1
             if len(open_[index]) == n:

@@ -179,9 +179,9 @@ class Session:
 
         return tqdm(total=prompts * self.settings.n, unit="response", disable=not sys.stderr.isatty(), file=sys.stderr)
 
-    def _sampling(self, module: torch.nn.Module) -> Sampling:
+    def _sampling(self, module: Any) -> Sampling:
         end_ids = end_token_ids(self.tokenizer, model_end_ids(module))
-        size = getattr(module.config.get_text_config(), "vocab_size", None)  # pyright: ignore
+        size = getattr(module.config.get_text_config(), "vocab_size", None)
         if not self.config.actor_rollout_ref.rollout.ignore_eos and (note := end_token_note(end_ids, size)):
             say(f"note: {note}")
         return make_sampling(self.settings, end_ids, max_tokens=self.config.data.max_response_length)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from posttrain.config.rollout import RolloutConfig
+from posttrain.cores import machine_memory
 from posttrain.errors import UserError
 from posttrain.kernels import cuda
 from posttrain.kernels.compiled import why_not
@@ -127,7 +127,7 @@ def device_memory(device: torch.device) -> int:
     """All the memory that the device has."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return machine_memory()
 
 
 def step_limit(config: RolloutConfig, kind: str) -> int:

@@ -202,7 +202,7 @@ class Experience:
             ended += self._continue_conversations(self.turns)
         if self.rollout.group.overlaps:
             self._advance()
-        self._outputs.update((output.id, output) for output in ended)  # pyright: ignore
+        self._outputs.update((output.id, output) for output in ended)
         self.last_ended = time.perf_counter() if ended else self.last_ended
         fed: list[tuple[Any, list[int]]] = [(output.id, output.token_ids) for output in ended]
         if self.turns:

@@ -259,16 +259,16 @@ def feed_turns(
     by_agent: list[tuple[Any, RewardResult]] = []
     left: list[Output] = []
     for output in ended:
-        result = score_by_agent(loop.records[output.id], failed, alone=alone and loop.has_agents)  # pyright: ignore
+        result = score_by_agent(loop.records[output.id], failed, alone=alone and loop.has_agents)
         if result is None:
             left.append(output)
         else:
             by_agent.append((output.id, result))
     if by_agent:
         rewards.settle(by_agent)
-    facts: dict[Any, Any] = {output.id: reward_info(loop.records[output.id]) for output in left}  # pyright: ignore
+    facts: dict[Any, Any] = {output.id: reward_info(loop.records[output.id]) for output in left}
     marks: dict[Any, Any] = {output.id: output.written for output in left}
-    rewards.feed([(output.id, output.token_ids) for output in left], facts, marks)  # pyright: ignore
+    rewards.feed([(output.id, output.token_ids) for output in left], facts, marks)
 
 
 def score_by_agent(record: Conversation, failed: float, *, alone: bool = False) -> RewardResult | None:

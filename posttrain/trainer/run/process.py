@@ -28,6 +28,8 @@ from posttrain.tracking.tee import tee_output
 from posttrain.trainer.run.directory import open_run_directory
 from posttrain.trainer.run.memory import explain_out_of_memory, is_out_of_memory
 
+_DETERMINISTIC: Any = torch.utils.deterministic  # its attribute exists at run time only
+
 
 @contextmanager
 def opened_run(resolved: Resolved, stem: str | None = None) -> Iterator[tuple[ExitStack, Any, RunDirectory]]:
@@ -76,7 +78,7 @@ def seed_and_determinism(settings: RunConfig, device: torch.device) -> None:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
         # Or every new tensor would be filled with NaN first: nothing here reads what it has not written.
-        torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore
+        _DETERMINISTIC.fill_uninitialized_memory = False
 
 
 @contextmanager
@@ -86,12 +88,12 @@ def restore_determinism() -> Iterator[None]:
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
     )
-    filled = torch.utils.deterministic.fill_uninitialized_memory  # pyright: ignore
+    filled = _DETERMINISTIC.fill_uninitialized_memory
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(before, warn_only=only_warns)
-        torch.utils.deterministic.fill_uninitialized_memory = filled  # pyright: ignore
+        _DETERMINISTIC.fill_uninitialized_memory = filled
 
 
 def seed_all(seed: int) -> None:

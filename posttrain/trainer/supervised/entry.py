@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from posttrain.config import Resolved, load_config
 from posttrain.config.checked import Tree
-from posttrain.tracking.console import command_console, exit_status, prepare_streams, protect_console, split_output_mode
+from posttrain.config.resolved import Resolved
+from posttrain.tracking.console import exit_status, prepare_streams, split_output_mode
+from posttrain.trainer.constants_ppo import apply_environment
+from posttrain.trainer.run.entry import as_resolved, greeting, read_command_line, run_with_console
+from posttrain.trainer.run.preflight import check_inputs
 
 
-def settings_of(config: Sequence[str] | Mapping[str, Any] | Any, tree: Tree, *, data: Any, val_data: Any) -> Resolved:
-    """A checked configuration from whatever a caller has; rows given in Python need no files."""
-    if isinstance(config, Resolved):
-        return config
+def settings_of(config: Any, tree: Tree, check_row: Callable[..., Any], *, data: Any, val_data: Any) -> Resolved:
+    """A checked configuration from whatever a caller has. Rows given in Python need no files; otherwise the first rows
+    of each file are checked, too."""
     given = {"data.train_files": data, "data.val_files": val_data}
     provided = [key for key, rows in given.items() if rows is not None]
-    arguments = config.to_dict() if isinstance(config, tree.root) else config
-    return load_config(arguments, environment=True, provided=provided, tree=tree)
+    resolved = as_resolved(config, tree, provided=provided)
+    if not provided:
+        check_inputs(resolved, check_row)
+    return resolved
 
 
 def run_cli(
@@ -32,23 +36,9 @@ def _run(
     args: Sequence[str], tree: Tree, usage: str, run: Callable[[Any], Any], dry_run: Callable[[Resolved], Any]
 ) -> int:
     args, mode = split_output_mode(args)
-    shows = any(arg.startswith("--cfg") or arg in ("-c", "-h", "--help") for arg in args)
-    resolved = load_config(list(args), environment=not shows, tree=tree)
-    if resolved.show is not None:
-        print(usage + "\n" + resolved.describe() if resolved.show == "help" else resolved.to_yaml(), end="")
+    resolved = read_command_line(args, usage, tree)
+    if resolved is None:
         return 0
-    protect_console()
-    _quiet_environment()
-    with command_console(mode) as console:
-        if resolved.dry_run:
-            return dry_run(resolved).exit_status
-        print(f"Configuration: {resolved.main_file} and the command line")
-        result = run(resolved)
-        console.end(result)
-        return result.exit_status
-
-
-def _quiet_environment() -> None:
-    from posttrain.trainer.constants_ppo import apply_environment
-
     apply_environment()
+    work = dry_run if resolved.dry_run else run
+    return run_with_console(resolved, mode, work, greeting(resolved)).exit_status
