@@ -7,10 +7,12 @@ from posttrain.version import __version__
 
 plugins.dialect = "posttrain.other_systems"
 plugins.checks = (
+    "posttrain.data.own_dataset",
     "posttrain.data.rows",
     "posttrain.engine.megatron.settings",  # it registers its engine
     "posttrain.engine.settings",
     "posttrain.rollout.engine_kwargs",
+    "posttrain.rollout.server.settings",
     "posttrain.conversations.settings",
     "posttrain.models.folders",
 )

@@ -25,12 +25,19 @@ USED = (
     *(f"{_ROLLOUT}.{name}" for name in ("gpu_memory_utilization", "engine_kwargs", "multi_turn.format")),
     "trainer.device",
 )
+OF_ADAPTERS = tuple(f"{_MODEL}.{name}" for name in ("lora_rank", "lora_alpha", "target_modules"))
+"""What an engine that is sent LoRA adapters alone must know of them."""
 
 
 def main(args: Sequence[str]) -> int:
     """Serve until interrupted."""
     options, model, overrides = _parse(args)
     api_key = os.environ.get(KEY_VARIABLE) or None
+    if options.accept_weights and api_key is None:
+        raise UserError(
+            "--accept-weights lets a client replace the weights, and there is no key.\n"
+            f"  to do:  set {KEY_VARIABLE} to a secret of your own, here and for the run that connects"
+        )
     if options.host not in ("127.0.0.1", "localhost", "::1") and api_key is None:
         raise UserError(
             f"--host {options.host} lets other machines in, and there is no key.\n"
@@ -39,7 +46,8 @@ def main(args: Sequence[str]) -> int:
     require_aiohttp()
     apply_environment()
     check_model(model)
-    settings = read_settings(options, overrides, settings_folder(model), used=USED)
+    used = (*USED, *OF_ADAPTERS) if options.accept_weights else USED
+    settings = read_settings(options, overrides, settings_folder(model), used=used)
     with waiting():
         from posttrain.commands.serving_model import serve
 
@@ -64,6 +72,11 @@ def _parse(args: Sequence[str]) -> tuple[argparse.Namespace, str, list[str]]:
     )
     parser.add_argument("--top-p", type=float, metavar="P", help="where a request has none (default 1)")
     parser.add_argument("--top-k", type=int, metavar="K", help="where a request has none (default: all tokens)")
+    parser.add_argument(
+        "--accept-weights",
+        action="store_true",
+        help="generate for a training run (rollout.name=server), which sends weights, instead of serving APIs",
+    )
     parser.add_argument("--engine", metavar="NAME", help="native (default), hf, vllm or sglang")
     parser.add_argument("--device", metavar="NAME", help="auto (default), cpu or cuda")
     parser.add_argument("--dtype", metavar="NAME", help="auto (default), float32 or bfloat16")
@@ -75,6 +88,6 @@ def _parse(args: Sequence[str]) -> tuple[argparse.Namespace, str, list[str]]:
         parser.error(f"--port {options.port}: a port is a number from 0 to 65535")
     if options.max_model_len is not None and options.max_model_len < 2:
         parser.error(f"--max-model-len {options.max_model_len}: at least 2")
-    options.n = 1
+    options.n, options.model = 1, model
     options.temperature = 1.0 if options.temperature is None else options.temperature
     return options, model, overrides

@@ -11,6 +11,7 @@ _ACTOR = "actor_rollout_ref.actor"
 # The source of settings that torchrun decides.
 TORCHRUN = "torchrun"
 ROLLOUT_WORKERS = "actor_rollout_ref.rollout.n_workers"
+COLOCATED_WORKERS = "actor_rollout_ref.rollout.colocated_workers"
 SHARD_SIZES = (f"{_ACTOR}.fsdp_config.fsdp_size", "critic.fsdp_config.fsdp_size")
 SEQUENCE_SIZES = (f"{_ACTOR}.ulysses_sequence_parallel_size", "critic.ulysses_sequence_parallel_size")
 _REF = "actor_rollout_ref.ref"
@@ -40,6 +41,12 @@ def rollout_workers_of(config: Any) -> int:
     """Processes that only generate; 0 where those that train generate too."""
     roles = getattr(config, "actor_rollout_ref", None)  # supervised runs have none
     return roles.rollout.n_workers if roles else 0
+
+
+def generating_workers_of(config: Any) -> int:
+    """Processes that generate, whether they train too or not."""
+    rollout = config.actor_rollout_ref.rollout
+    return rollout.n_workers or rollout.colocated_workers or workers_of(config)
 
 
 def one_worker(config: Any) -> bool:

@@ -8,10 +8,22 @@ from typing import Any
 from posttrain.config.data import NO_VALIDATION
 from posttrain.config.parallel import ON_CPU
 from posttrain.config.schema import Section, section
-from posttrain.settings import COUNT_OR_ALL, GROUP, ONE_OR_MORE, POSITIVE, POSITIVE_SHARE, SHARE, ZERO_OR_MORE, setting
+from posttrain.settings import (
+    COUNT_OR_ALL,
+    GROUP,
+    ONE_OR_MORE,
+    POSITIVE,
+    POSITIVE_SHARE,
+    SECONDS,
+    SHARE,
+    ZERO_OR_MORE,
+    setting,
+)
 
 _GREEDY = (".do_sample is False", NO_VALIDATION)
-_WAVES = ".name is hf, which decodes in waves"
+_SERVER = ".name is server, where it is an option of `posttrain serve`"
+_NO_SERVER = "actor_rollout_ref.rollout.name is not server"
+_WAVES = (".name is hf, which decodes in waves", _SERVER)
 
 
 @section
@@ -31,13 +43,22 @@ class ValSamplingConfig(Section):
 
 
 @section
+class ServerConfig(Section):
+    """Rollout engines in other processes (`rollout.name=server`)."""
+
+    url: list[str] = setting(factory=list, idle=_NO_SERVER)
+    """Addresses of servers that `posttrain serve MODEL --accept-weights` started; requests are spread over them."""
+    timeout_s: float = setting(60.0, range=SECONDS, idle=_NO_SERVER)
+    """Seconds without a sign of life after which a server counts as lost; while it computes it gives one every five."""
+
+
+@section
 class RolloutConfig(Section):
     """Generation of responses. Example: `actor_rollout_ref.rollout.n=5`."""
 
     name: str = "native"
-    """Rollout engine: `native` (posttrain's own), `hf` (transformers: the oracle), `vllm` (where vLLM is installed);
-    `sglang` (where SGLang
-    is installed)."""
+    """Rollout engine: `native` (posttrain's own), `hf` (transformers: the oracle), `vllm` (where vLLM is installed),
+    `sglang` (where SGLang is installed), `server` (engines in other processes, by `server.url`)."""
     n: int = setting(1, range=GROUP)
     """Responses per prompt; estimators that compare a group need more than 1 (unset they get 5)."""
     temperature: float = setting(1.0, range=POSITIVE)
@@ -54,7 +75,7 @@ class RolloutConfig(Section):
     """Texts that end a response besides the end-of-sequence token."""
     ignore_eos: bool = False
     """Go on past the end-of-sequence token up to the length limit."""
-    max_num_seqs: int = setting(1024, range=ONE_OR_MORE)
+    max_num_seqs: int = setting(1024, range=ONE_OR_MORE, idle=_SERVER)
     """Responses decoded side by side."""
     max_num_batched_tokens: int | None = setting(None, idle=_WAVES)
     """Tokens computed in one step of the engine; longer prompts are computed in pieces. null is 16384 on a GPU, which
@@ -68,11 +89,15 @@ class RolloutConfig(Section):
     n_workers: int = setting(0, range=ZERO_OR_MORE)
     """Workers that only generate, each on a device of its own, while those of `trainer` only train; 0: the same workers
     do both."""
+    colocated_workers: int = setting(0, range=ZERO_OR_MORE)
+    """How many of the workers that train also generate: the first so many; 0: all of them."""
     tensor_model_parallel_size: int = setting(1, range=ONE_OR_MORE)
     """Neighbouring workers that hold one rollout engine, each a part of the model's heads and feed-forward columns and
     its cache (`native`, `vllm`)."""
     gpu_memory_utilization: float | None = setting(
-        None, range=POSITIVE_SHARE, idle=(ON_CPU, ".name is hf, which reserves no memory", ".kv_cache_gb is set")
+        None,
+        range=POSITIVE_SHARE,
+        idle=(ON_CPU, ".name is hf, which reserves no memory", _SERVER, ".kv_cache_gb is set"),
     )
     """Share of the device's memory for the engine; null lets the memory plan choose."""
     multi_turn: dict[str, Any] = field(default_factory=dict)
@@ -83,4 +108,5 @@ class RolloutConfig(Section):
     agent: dict[str, Any] = field(default_factory=dict)
     """A function of your own that leads each conversation: `agent=FILE.py:NAME`; what else there is to set stands in
     docs/own_agent.md."""
+    server: ServerConfig = field(default_factory=ServerConfig)
     val_kwargs: ValSamplingConfig = field(default_factory=ValSamplingConfig)

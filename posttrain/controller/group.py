@@ -182,18 +182,12 @@ class RoleGroup:
             return getattr(self.group_of(name), name)
 
 
-class Teams(WorkerGroup):
-    """A group in which every `size` neighbouring ranks count as one. All ranks of a team get the same calls in the same
-    order, because they meet in collectives. A team's answer is that of its first rank, or the first error of any."""
+class GroupView(WorkerGroup):
+    """The workers of another group, counted in another way."""
 
-    def __init__(self, group: WorkerGroup, size: int) -> None:
-        assert group.world_size % size == 0, f"{group.world_size} ranks are no teams of {size}"
-        self.group, self.size, self.worker_class = group, size, group.worker_class
-        self.world_size, self.config, self.overlaps = group.world_size // size, group.config, group.overlaps
-
-    def _send(self, rank: int, name: str, arguments: tuple[Any, ...]) -> Future[Any]:
-        ranks = range(rank * self.size, (rank + 1) * self.size)
-        return self.group._joined([self.group._send(own, name, arguments) for own in ranks], lambda results: results[0])
+    def __init__(self, group: WorkerGroup, world_size: int) -> None:
+        self.group, self.worker_class, self.world_size = group, group.worker_class, world_size
+        self.config, self.overlaps = group.config, group.overlaps
 
     def _joined(self, parts: list[Future[Any]], join: Callable[[list[Any]], Any]) -> Future[Any]:
         return self.group._joined(parts, join)
@@ -203,3 +197,24 @@ class Teams(WorkerGroup):
 
     def once(self, name: str) -> Any:
         return self.group.once(name)
+
+
+class FirstRanks(GroupView):
+    """The first so many ranks of a group, as a group of their own."""
+
+    def _send(self, rank: int, name: str, arguments: tuple[Any, ...]) -> Future[Any]:
+        return self.group._send(rank, name, arguments)
+
+
+class Teams(GroupView):
+    """A group in which every `size` neighbouring ranks count as one. All ranks of a team get the same calls in the same
+    order, because they meet in collectives. A team's answer is that of its first rank, or the first error of any."""
+
+    def __init__(self, group: WorkerGroup, size: int) -> None:
+        assert group.world_size % size == 0, f"{group.world_size} ranks are no teams of {size}"
+        super().__init__(group, group.world_size // size)
+        self.size = size
+
+    def _send(self, rank: int, name: str, arguments: tuple[Any, ...]) -> Future[Any]:
+        ranks = range(rank * self.size, (rank + 1) * self.size)
+        return self.group._joined([self.group._send(own, name, arguments) for own in ranks], lambda results: results[0])

@@ -43,8 +43,9 @@ class Workers(ABC):
     def words(self) -> str:
         """Where they are, for the user."""
 
-    def places(self) -> list[str]:
-        """Sentences on who trains and who generates where; none where the same workers do both."""
+    def places(self, generating: int = 0) -> list[str]:
+        """Sentences on which workers train and which generate: workers of their own, or the first `generating` of those
+        that train; none where all do both."""
         return []
 
     @abstractmethod

@@ -222,11 +222,11 @@ class RayWorkers(Workers):
         count = self.world_size + self.rollout_size
         return f"{count} processes{where} in Ray {ray.__version__}, {self.cluster.words()}"
 
-    def places(self) -> list[str]:
-        """Which workers train and which generate, where they are disaggregated."""
-        if not self.rollout_hosts:
+    def places(self, generating: int = 0) -> list[str]:
+        rollout = self.rollout_hosts or self.hosts[:generating]
+        if not rollout:
             return []
-        pools = {"Training": self.hosts, "Rollout": self.rollout_hosts}
+        pools = {"Training": self.hosts, "Rollout": rollout}
         return [
             f"{name}: {places_words(self.watch.gather([host.place.remote() for host in hosts]))}."
             for name, hosts in pools.items()

@@ -64,6 +64,8 @@ class Conversation:
     tool_seconds: float = 0.0
     facts: dict[str, Any] = field(default_factory=dict)
     """What an agent passes to reward functions."""
+    turn_rewards: list[tuple[int, float]] = field(default_factory=list)
+    """(number of the turn, reward) of the turns that an environment or an agent rewarded."""
     score: Any = None
     """The agent's reward; None leaves it to the reward function."""
     error: str | None = None

@@ -39,6 +39,10 @@ class TurnSettings:
     """Settings of tools by their names; each tool checks its own."""
     tool_config_path: str | None = None
     """A YAML file with tools of classes written for verl (`tools:` with `class_name`, `config`, `tool_schema`)."""
+    function_tool_path: str | None = None
+    """A Python file with functions that verl's `@function_tool` makes tools."""
+    mcp_config_path: str | None = None
+    """A JSON file of MCP servers (`mcpServers` with `command` and `args`, or `url`), all of whose tools are given."""
     max_assistant_turns: int | None = setting(None, range=ONE_OR_MORE)
     """Turns of the model in one response; null is as many as data.max_response_length has room for."""
     max_parallel_calls: int = setting(1, range=ONE_OR_MORE)
@@ -72,6 +76,9 @@ class AgentSettings:
     """A registered name, as verl has it: of the rows that name none in their column `agent_name`."""
     agent_loop_config_path: str | None = None
     """A YAML file of verl's form: a list of `name` and `_target_`."""
+    interaction_config_path: str | None = None
+    """A YAML file of verl's interactions, which answer the model's turns as a user would (`interaction:` with `name`,
+    `class_name`, `config`); also `multi_turn.interaction_config_path`."""
     program: str | None = None
     """A command that leads each conversation as a process of its own, which speaks to the policy by its base URL
     (docs/serve.md); `outside` waits for programs that are started elsewhere."""
@@ -98,11 +105,13 @@ class AgentSettings:
     @property
     def default(self) -> str | None:
         """The agent of rows that name none."""
-        return PROGRAM if self.by_url else self.path or self.default_agent_loop
+        interacts = "tool_agent" if self.interaction_config_path else None
+        return PROGRAM if self.by_url else self.path or self.default_agent_loop or interacts
 
     @property
     def enable(self) -> bool:
-        return bool(self.agent_loop_config_path or (self.default and self.default not in BUILT_IN))
+        files = self.agent_loop_config_path or self.interaction_config_path
+        return bool(files or (self.default and self.default not in BUILT_IN))
 
 
 def turn_settings(given: Mapping[str, Any]) -> TurnSettings:
@@ -126,10 +135,14 @@ def _check_turns(checked: Checked) -> Iterator[Finding]:
     settings = yield from check_dict(checked, TURNS_KEY, TurnSettings)
     if settings is None:
         return
-    if settings.enable and not (settings.tools or settings.tool_config_path):
+    # An environment has tools of its own, and an interaction answers turns without any.
+    agent = [one for one in checked.config.actor_rollout_ref.rollout.agent.values() if one is not None]
+    files = settings.tool_config_path or settings.function_tool_path or settings.mcp_config_path
+    if settings.enable and not (settings.tools or files or agent):
         what = f"`{TURNS_KEY}.enable=True`, but there is no tool that the model could call."
         yield checked.problem(what, "name some: actor_rollout_ref.rollout.tools=[calculator]", TURNS_KEY)
-    idle = [name for name in checked.config.actor_rollout_ref.rollout.multi_turn if name != "enable"]
+    always = ("enable", *(("max_assistant_turns",) if agent else ()))
+    idle = [name for name in checked.config.actor_rollout_ref.rollout.multi_turn if name not in always]
     if idle and not settings.enable:
         why = f"{TURNS_KEY}.enable is False, so that no tool is called"
         yield f"{TURNS_KEY}: {', '.join(idle)} have no effect: {why}."
@@ -144,6 +157,10 @@ def _check_agent(checked: Checked) -> Iterator[Finding]:
         what = f"`{AGENT_KEY}.path={settings.path}` and `{AGENT_KEY}.default_agent_loop={other}` are two agents."
         yield checked.problem(what, "keep one of them", AGENT_KEY)
     given = checked.config.actor_rollout_ref.rollout.agent
+    other = settings.path or (PROGRAM if settings.program else settings.default_agent_loop)
+    if settings.interaction_config_path and (settings.path or other in (PROGRAM, BUILT_IN[0])):
+        what = f"`{AGENT_KEY}.interaction_config_path` has no effect on the agent {other}, which leads conversations."
+        yield checked.problem(what, "keep one of them", AGENT_KEY)
     if settings.program and (settings.path or settings.default_agent_loop):
         what = f"`{AGENT_KEY}.program` and `{AGENT_KEY}={settings.path or settings.default_agent_loop}` are two agents."
         yield checked.problem(what, "keep one of them", AGENT_KEY)

@@ -393,6 +393,8 @@ def check_environment(resolved: Resolved, folder: Path) -> Iterator[Problem]:
         for name in value if isinstance(value, list) else [value]:
             if name is None or name == "embedded" or (can_hold_out and key == "data.val_files" and name == HELD_OUT):
                 continue
+            if getattr(resolved.config.data, "custom_cls", None):
+                continue  # only the class knows what its files are
             if source := _source(name):
                 if problem := source.find_problem(str(name)):
                     yield Problem(f"`{key}`: {name} {problem[0]}.", resolved.where(key), problem[1])

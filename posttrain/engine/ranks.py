@@ -116,23 +116,36 @@ def group_ranks(device: torch.device, *, fsdp_size: int = -1, sequence_size: int
     return Ranks(mesh, neighbours(sequence_size))
 
 
-def neighbours(size: int) -> dist.ProcessGroup | None:
-    """The group of this rank and its neighbours, `size` ranks together; None for groups of one. All ranks must call
-    this."""
+def neighbours(size: int, among: int | None = None) -> dist.ProcessGroup | None:
+    """The group of this rank and its neighbours, `size` ranks together; None for groups of one, and for ranks after the
+    first `among` (by default all have a group). All ranks must call this."""
     if size == 1:
         return None
     if size == world_size():
         return dist.group.WORLD
-    group, _ = dist.new_subgroups(size)
-    assert isinstance(group, dist.ProcessGroup)
-    return group
+    own = None
+    for first in range(0, among or world_size(), size):
+        group = dist.new_group(list(range(first, first + size)))  # every rank takes part in making every group
+        if first <= this_rank() < first + size:
+            assert isinstance(group, dist.ProcessGroup)
+            own = group
+    return own
 
 
-def team_of(size: int, device: torch.device) -> Team | None:
-    """The neighbouring ranks that hold one rollout model together; None where each has its own. All ranks must call
-    this."""
-    group = neighbours(size)
+def team_of(size: int, device: torch.device, among: int | None = None) -> Team | None:
+    """The neighbouring ranks that hold one rollout model together; None where each has its own, and for ranks after the
+    first `among`. All ranks must call this."""
+    group = neighbours(size, among)
     return None if group is None else Team(group, device)
+
+
+def from_rank_0(number: int, device: torch.device) -> int:
+    """The number that rank 0 gives. All ranks must call this."""
+    if world_size() == 1:
+        return number
+    sent = torch.tensor(number, device=device)
+    dist.broadcast(sent, src=0)
+    return int(sent)
 
 
 def check_heads(config: Any, size: int, *, packed: bool) -> None:

@@ -72,7 +72,7 @@ class Output:
 
 
 class RolloutEngine(ABC):
-    """What every engine implements; `native`, `hf`, `vllm` and `sglang` are built in."""
+    """What every engine implements; `native`, `hf`, `vllm`, `sglang` and `server` are built in."""
 
     version: int = 0
     shares_weights: bool = False
@@ -106,6 +106,10 @@ class RolloutEngine(ABC):
     @abstractmethod
     def step(self) -> list[Output]:
         """Advance every running request by at least one token; returns those that finished."""
+
+    def advance(self) -> list[Output]:
+        """As `step`; an engine that is far away does several at once, until a request has ended or for a moment."""
+        return self.step()
 
     @abstractmethod
     def has_work(self) -> bool:

@@ -16,7 +16,7 @@ from typing import Any
 
 from posttrain.config.checked import Checked, Finding, nearest_name
 from posttrain.config.choices import ROLLOUT_ENGINES
-from posttrain.config.parallel import ROLLOUT_WORKERS, rollout_workers_of, runs_on_cpu
+from posttrain.config.parallel import COLOCATED_WORKERS, ROLLOUT_WORKERS, runs_on_cpu
 from posttrain.config.problem import Problem
 from posttrain.config.resolved import Resolved
 from posttrain.rollout.outside_engine import KEY, ROLLOUT, OutsideEngine, given_for, is_count
@@ -65,7 +65,7 @@ def _check_engine_kwargs(checked: Checked) -> Iterator[Finding]:
             idle += [f"{KEY}.{engine}.{name}" for name in given_for(engine, rollout.engine_kwargs)]
         elif engine in OUTSIDE:
             yield from _of_outside(checked, OUTSIDE[engine], given_for(engine, rollout.engine_kwargs))
-        elif engine in ("native", "hf") and given:
+        elif engine in ("native", "hf", "server") and given:
             what = f"`{KEY}.{engine}`: this engine has no arguments of its own."
             yield _problem(checked, what, f"set those of {ROLLOUT}")
     if idle:
@@ -122,14 +122,14 @@ def check_on_any_machine(resolved: Resolved) -> Iterator[Problem]:
             yield Problem(what, where, do)
         return
     training = ("trainer.n_gpus_per_node", "trainer.nnodes")
-    keys = (ROLLOUT_WORKERS,) if rollout_workers_of(resolved.config) else training
+    keys = next(((key,) for key in (ROLLOUT_WORKERS, COLOCATED_WORKERS) if resolved.value(key)), training)
     counts = [resolved.value(key) for key in keys]
     if size > 0 and math.prod(counts) % size:
         product = f"{' x '.join(map(str, counts))} = {math.prod(counts)}" if len(counts) > 1 else str(counts[0])
         what = f"`{parallel}={size}` does not divide the {product} worker(s)."
         yield Problem(what, where, f"set a divisor of {' x '.join(keys)}")
-    elif size > 1 and name == "hf":
-        what = f"`{parallel}={size}`: an engine `hf` cannot be held by several workers; each has one of its own."
+    elif size > 1 and name in ("hf", "server"):
+        what = f"`{parallel}={size}`: an engine `{name}` cannot be held by several workers; each has one of its own."
         yield Problem(what, where, f"set {parallel}=1, or {_NAME}=native")
 
 

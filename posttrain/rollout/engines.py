@@ -27,6 +27,7 @@ from posttrain.rollout.base import RolloutEngine
 from posttrain.rollout.hf import MODES, HFEngine
 from posttrain.rollout.native.build import build_native, can_run_native, use_fp8
 from posttrain.rollout.proof import why_wrong
+from posttrain.rollout.server.build import build_server
 from posttrain.rollout.sglang.build import build_sglang
 from posttrain.rollout.vllm.build import build_vllm
 
@@ -43,6 +44,8 @@ class Order:
     longest: int | None = None
     team: Team | None = None
     """Ranks that hold the engine together, each a part of the model, and do all steps at once."""
+    exact: bool = False
+    """Whether log-probs must have the bits that a training pass gives them."""
 
     def decode(self, ids: list[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=False)
@@ -92,10 +95,11 @@ def build_engine(
     device: torch.device | None = None,
     longest: int | None = None,
     team: Team | None = None,
+    exact: bool = False,
 ) -> Made:
     """(the engine, its name and version). `model` is the trainer's own, whose weights the engine reads wherever these
     are moved, or a folder, which is loaded onto `device`. `longest` is the most tokens of a row. With a `team` it is in
-    host memory: the engine copies this rank's part of it, and the rest is gone then."""
+    host memory: the engine copies this rank's part of it, and the rest is gone then. `exact` is for `native` alone."""
     check_engine_name(config.name)
     if team is not None and config.name not in _BY_TEAMS:
         raise UserError(
@@ -103,7 +107,7 @@ def build_engine(
             "actor_rollout_ref.rollout.name=native"
         )
     module = model if isinstance(model, torch.nn.Module) else _loaded(model, device or torch.device("cpu"))
-    order = Order(config, module, tokenizer, device, longest, team)
+    order = Order(config, module, tokenizer, device, longest, team, exact)
     notes: list[str] = []
     problem = ""
     for name in dict.fromkeys((config.name, "hf")):
@@ -111,7 +115,7 @@ def build_engine(
         if not isinstance(made, str):
             return made[0], "; ".join([made[1], *notes])
         problem = made
-        if team is not None:  # another engine would hold the whole model
+        if team is not None or exact:  # another engine would hold the whole model, or have other bits
             break
         notes.append(f"{name} is not used for {_kind(module)} models: {made}")
     raise UserError(
@@ -134,7 +138,9 @@ def make_native(order: Order) -> Made | str:
     """posttrain's own."""
     if not can_run_native(order.module):
         return "it cannot answer their attention from its cache"
-    engine, name = build_native(order.module, order.config, decode=order.decode, device=order.device, team=order.team)
+    engine, name = build_native(
+        order.module, order.config, decode=order.decode, device=order.device, team=order.team, exact=order.exact
+    )
     problem = why_wrong(engine, order.module)
     if problem is None and isinstance(engine.decoder, FastDecoder) and order.team is not None:
         engine.decoder.drop_unsharded_weights()
@@ -172,6 +178,15 @@ def make_vllm(order: Order) -> Made | str:
 def make_sglang(order: Order) -> Made | str:
     """SGLang, where it is installed."""
     return _made_outside(order, build_sglang)
+
+
+@register_engine("server", with_adapters=True)
+def make_server(order: Order) -> Made | str:
+    """Engines in other processes, reached by their URLs."""
+    engine, name = build_server(order.module, order.config, decode=order.decode, longest=order.longest)
+    if (problem := why_wrong(engine, order.module)) is not None:  # no other engine is meant
+        raise UserError(f"actor_rollout_ref.rollout.name=server: {name} does not generate as this model: {problem}")
+    return engine, name
 
 
 def _made_outside(order: Order, build: Callable[..., Any]) -> Made | str:

@@ -29,7 +29,7 @@ def advance(engine: RolloutEngine, until: Callable[[], bool] = lambda: False) ->
     ended: list[Output] = []
     with no_garbage_collection(), pulse.work("responses", 0) as work:
         while not ended and engine.has_work() and not until():
-            ended = engine.step()
+            ended = engine.advance()
             work.advance(running_tokens=engine.running_tokens())
     return ended
 

@@ -25,6 +25,7 @@ from posttrain.rollout.base import RolloutEngine, Sampling
 from posttrain.rollout.engine_kwargs import OUTSIDE
 from posttrain.rollout.engines import build_engine, can_take_adapters
 from posttrain.rollout.generate import generate
+from posttrain.rollout.weight_buckets import SyncError, checksum_of_all, split_into_buckets
 from posttrain.selftest.world import (
     ALLOWED,
     World,
@@ -34,7 +35,7 @@ from posttrain.selftest.world import (
     relative,
     train,
 )
-from posttrain.workers.weight_sync import SyncError, WeightProbe, checksum_of_all, split_into_buckets
+from posttrain.workers.weight_sync import WeightProbe
 
 LONGEST = 64
 PROMPTS = [[72, 101, 108], [49, 32, 43, 32, 50, 32, 61], [49, 32, 43, 32, 50, 32, 61], [120]]

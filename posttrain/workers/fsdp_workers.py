@@ -11,6 +11,7 @@ from posttrain.config.root import PPOConfig
 from posttrain.controller.dispatch import largest, register, to_all, to_first
 from posttrain.controller.group import Calls, WorkerGroup
 from posttrain.engine.base import Passes, TrainEngine
+from posttrain.engine.ranks import from_rank_0, this_rank
 from posttrain.models.adapter_targets import stacked_note
 from posttrain.protocol import DataProto
 from posttrain.workers.actor.dp_actor import DataParallelPPOActor
@@ -95,19 +96,27 @@ class ActorRolloutRefWorker(ActorRefWorker, RolloutCalls):
     def __init__(self, config: PPOConfig, tokenizer: Any, device: torch.device, **named: Any) -> None:
         super().__init__(config, tokenizer, device, **named)
         self.rollout = RolloutWorker(config, tokenizer, device, self.policy)
+        colocated = config.actor_rollout_ref.rollout.colocated_workers
+        self.generates = not colocated or this_rank() < colocated
 
     @register(to_all)
     def init_model(self) -> None:
         """As the policy and its reference, and the rollout's engine."""
         super().init_model()
+        self.rollout.join_team()
         live = self.engine.live_model()
         self.rollout_has_copy = live is None
-        with self.engine.on_device():  # the rollout engine tries the model when it is built
-            self.rollout.build(live if live is not None else rollout_model(self.config, self.device))
+        if self.generates:
+            with self.engine.on_device():  # the rollout engine tries the model when it is built
+                self.rollout.build(live if live is not None else rollout_model(self.config, self.device))
+        # Weights are gathered by all ranks: those without an engine must know what the engines take.
+        self.sends_adapters = bool(from_rank_0(self.generates and self.rollout.engine.takes_adapters, self.device))
         if self.rollout_has_copy and self.policy.adapters is not None:
             self.sync_weights(0)  # the copy is the base alone; the run may begin with an adapter
-            self.rollout.engine.sleep()
-        self.rollout.engine.let_go()
+            if self.generates:
+                self.rollout.engine.sleep()
+        if self.generates:
+            self.rollout.engine.let_go()
 
     @register(to_all, largest)
     def sync_weights(self, version: int) -> dict[str, float]:
@@ -116,19 +125,30 @@ class ActorRolloutRefWorker(ActorRefWorker, RolloutCalls):
         An engine that reads the trainer's own tensors is given nothing: it is tried at first and then now and again.
         Its cache sleeps until the next requests: what a sync needs does not lie in memory beside it.
         """
+        if not self.generates:
+            return self._help_to_sync()
         engine, rollout = self.engine, self.rollout.engine
         shared = rollout.shares_weights and not self.rollout_has_copy
         try:
             with engine.on_device():
                 # Weights without the cache: the trainer's gathered layers and the KV cache never lie side by side.
                 rollout.wake("weights")
-                weights = engine.export_adapters() if rollout.takes_adapters else engine.export_weights()
+                weights = engine.export_adapters() if self.sends_adapters else engine.export_weights()
                 rollout.load_weights(() if shared else weights, version)
                 if shared and version > 1 and version % SHARED_PROOF_FREQ:
                     return {}
                 return self.policy.probe.compare(engine, rollout)
         finally:
             rollout.let_go()
+
+    def _help_to_sync(self) -> dict[str, float]:
+        """A rank without an engine: gather the weights and score the probe with the ranks that have one."""
+        engine = self.engine
+        with engine.on_device():
+            for _ in engine.export_adapters() if self.sends_adapters else engine.export_weights():
+                pass
+            # Compared with itself: weights that are not finite end all ranks in the same collectives.
+            return self.policy.probe.compare(engine, None)
 
     @register(to_first)
     def notes(self) -> list[str]:

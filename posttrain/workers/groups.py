@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import torch
 
-from posttrain.controller.group import Future, RoleGroup, WorkerGroup
+from posttrain.controller.group import FirstRanks, Future, RoleGroup, WorkerGroup
+from posttrain.rollout.weight_buckets import SyncError
 from posttrain.workers.fsdp_workers import (
     ActorRefWorker,
     ActorRolloutRefWorker,
@@ -21,7 +22,7 @@ from posttrain.workers.fsdp_workers import (
 )
 from posttrain.workers.policy import PolicyCalls, ReferenceCalls
 from posttrain.workers.rollout import RolloutCalls
-from posttrain.workers.weight_sync import SyncError, compare_scores
+from posttrain.workers.weight_sync import compare_scores
 
 
 class PolicyGroup(RoleGroup, PolicyCalls, ReferenceCalls):
@@ -59,7 +60,16 @@ class RewardModelGroup(RoleGroup):
 
 
 class ColocatedGroup(RoleGroup, PolicyCalls, ReferenceCalls, RolloutCalls):
-    """Policy, reference and rollout on the same workers."""
+    """Policy and reference on all workers, rollout on all or on the first of them."""
+
+    def __init__(self, group: WorkerGroup) -> None:
+        super().__init__(group)
+        colocated = group.config.actor_rollout_ref.rollout.colocated_workers
+        self.rollout = RolloutGroup(FirstRanks(group, colocated) if colocated else group)
+
+    def group_of(self, name: str) -> WorkerGroup:
+        """A method of the rollout is called where there is an engine."""
+        return self.rollout.group if hasattr(RolloutCalls, name) else self.group
 
     init_model = ActorRolloutRefWorker.init_model
     sync_weights = ActorRolloutRefWorker.sync_weights

@@ -16,13 +16,14 @@ from posttrain.engine.facts import EngineFacts
 from posttrain.engine.ranks import this_rank
 from posttrain.models.completeness import not_finite
 from posttrain.protocol import DataProto
+from posttrain.rollout.weight_buckets import Bucket, split_into_buckets, without_tied_copies
 from posttrain.workers.actor.dp_actor import DataParallelPPOActor, actor_objective, actor_schedule
 from posttrain.workers.actor.objective import finish_importance_metrics
 from posttrain.workers.engine_worker import ExportingWorker, adapter_notes, lora_state
 from posttrain.workers.measures import Kept, Measures, join_token_stats
 from posttrain.workers.roles import actor_engine, reference_engine
 from posttrain.workers.update_plan import UpdatePlan, batch_of, by_passes, in_row_order, join_updates, plan_updates
-from posttrain.workers.weight_sync import Bucket, WeightProbe, split_into_buckets, without_tied_copies
+from posttrain.workers.weight_sync import WeightProbe
 
 
 def plan_actor_updates(group: WorkerGroup, batch: DataProto) -> Calls:

@@ -22,11 +22,12 @@ from posttrain.rollout.base import Output, Request, RolloutEngine, Sampling
 from posttrain.rollout.engines import build_engine
 from posttrain.rollout.generate import advance, generate, to_batch, until_others_may_join
 from posttrain.rollout.settings import sampling_for
+from posttrain.rollout.weight_buckets import Bucket, checksum_of_all
 from posttrain.workers.engine_worker import policy_notes
 from posttrain.workers.policy import PolicyWorker
 from posttrain.workers.roles import engine_ranks, rollout_model
 from posttrain.workers.update_plan import by_groups, in_row_order
-from posttrain.workers.weight_sync import Bucket, WeightProbe, checksum_of_all
+from posttrain.workers.weight_sync import WeightProbe
 
 
 class RolloutWorker:
@@ -44,8 +45,14 @@ class RolloutWorker:
     @register(to_all)
     def init_model(self) -> None:
         """Load a model of this worker's own, and build the engine over it."""
+        self.join_team()
         self.build(rollout_model(self.config, self.device))
         self.probe = WeightProbe(self.tokenizer, len(self.tokenizer))
+
+    def join_team(self) -> None:
+        """Meet the workers that hold an engine together; all workers must do so, those without an engine too."""
+        among = self.config.actor_rollout_ref.rollout.colocated_workers or None
+        self.team = team_of(engine_ranks(self.config), self.device, among)
 
     def build(self, module: torch.nn.Module) -> None:
         """The engine over this model; it sleeps until it is asked for something."""
@@ -54,9 +61,15 @@ class RolloutWorker:
         longest = data.max_prompt_length + data.max_response_length
         self.position_note = check_positions(positions_of(module), longest)
         self.end_ids = end_token_ids(self.tokenizer, model_end_ids(module))
-        self.team, self._made = team_of(engine_ranks(self.config), self.device), 0
+        self._made = 0
         self.engine, self.engine_name = build_engine(
-            rollout, module, self.tokenizer, device=self.device, longest=longest, team=self.team
+            rollout,
+            module,
+            self.tokenizer,
+            device=self.device,
+            longest=longest,
+            team=self.team,
+            exact=self.config.trainer.exact,
         )
         self.engine.sleep()
 

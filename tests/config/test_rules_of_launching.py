@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from posttrain.config import ConfigError, load_config
+from posttrain.config.parallel import generating_workers_of, workers_of
 from posttrain.config.ppo_tree import PPO
 from posttrain.config.supervised_tree import SFT
 
@@ -133,6 +134,16 @@ def test_workers_that_only_generate_are_counted_in_ours_and_in_verls_words(load,
     resolved = load(*given)
     assert resolved.value(f"{ROLLOUT}.n_workers") == workers
     assert f"n_workers: {workers}" in resolved.to_yaml() and "hybrid_engine" not in resolved.to_yaml()
+
+
+def test_some_of_the_workers_that_train_can_generate_and_no_more_than_there_are(load, problems):
+    four, key, size = "trainer.n_workers=4", f"{ROLLOUT}.colocated_workers", f"{ROLLOUT}.tensor_model_parallel_size"
+    resolved = load(four, f"{key}=2", f"{size}=2")
+    assert generating_workers_of(resolved.config) == 2 and workers_of(resolved.config) == 4
+    assert generating_workers_of(load(four).config) == 4
+    assert f"`{key}=5`: only 4 worker(s) train" in problems(four, f"{key}=5")
+    assert "set one of the two to 0" in problems(four, f"{key}=2", f"{ROLLOUT}.n_workers=1")
+    assert f"set a divisor of {key}" in problems(four, f"{key}=3", f"{size}=2", environment=True)
 
 
 def test_two_words_on_who_generates_must_agree(problems):

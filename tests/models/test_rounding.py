@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from posttrain.models.proof import beyond_rounding
-from posttrain.workers.weight_sync import SyncError, WeightProbe
+from posttrain.rollout.weight_buckets import SyncError
+from posttrain.workers.weight_sync import WeightProbe
 
 
 def noisy(log_probs, mean):

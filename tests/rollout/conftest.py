@@ -1,6 +1,11 @@
 """These tests compute with two threads."""
 
+import sys
+from pathlib import Path
+
 import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "trainer"))
 
 
 @pytest.fixture(autouse=True)

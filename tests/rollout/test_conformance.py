@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from posttrain.config.model import ModelConfig
-from posttrain.config.rollout import RolloutConfig
+from posttrain.config.rollout import RolloutConfig, ServerConfig
 from posttrain.engine.ranks import join_ranks, leave_ranks, team_of
 from posttrain.models.embedded import write_model
 from posttrain.models.loading import load_causal_lm, load_tokenizer
@@ -19,10 +19,12 @@ from posttrain.rollout.base import Request, Sampling
 from posttrain.rollout.generate import advance, generate, to_batch
 from posttrain.rollout.hf import HFEngine
 from posttrain.rollout.native.build import build_native
+from posttrain.rollout.server.build import build_server, describe
 from posttrain.rollout.sglang.build import build_sglang
 from posttrain.rollout.vllm.build import build_vllm
 from tests.conftest import TINY
 from tests.rollout import fake_sglang, fake_vllm
+from tests.rollout.served_engine import KEY, hosted
 
 PROMPTS = ["1 + 2 = ?", "a much longer prompt than the others", "1 + 2 = ?", "x"]
 
@@ -69,6 +71,18 @@ def make_team(name):
     return make
 
 
+def make_server(folder, tokenizer, **settings):
+    """`native` behind a server in a thread."""
+    module = load_causal_lm(ModelConfig(path=str(folder)), dtype=torch.float32, device=torch.device("cpu"))
+    inner = make_native(folder, tokenizer, **settings)
+    about = {**describe(module, model="tiny", longest=96), "engine": "native", "takes_adapters": False}
+    server = hosted(inner, about)
+    config = RolloutConfig(name="server", server=ServerConfig(url=[server.__enter__()]))
+    engine = build_server(module, config, decode=lambda ids: tokenizer.decode(ids), longest=96)[0]
+    engine.close = lambda close=engine.close: (close(), server.__exit__(None, None, None))
+    return engine
+
+
 FAKES = {"vllm over a fake": fake_vllm, "sglang over a fake": fake_sglang}
 ENGINES = {
     "hf": make_hf,
@@ -77,6 +91,7 @@ ENGINES = {
     "vllm": make_vllm,
     "sglang over a fake": make_sglang,
     "sglang": make_sglang,
+    "server": make_server,
     "native-by-two": make_team("native"),
     "vllm-by-two": make_team("vllm"),
 }
@@ -118,6 +133,7 @@ def ranks(engine_name, folder):
 
 @pytest.fixture
 def make(engine_name, folder, tokenizer, monkeypatch, kept, ranks):
+    monkeypatch.setenv("POSTTRAIN_API_KEY", KEY)
     if engine_name in FAKES:
         FAKES[engine_name].install(monkeypatch)
     made = []

@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 COUNTS = {"S0": 152, "S1": 55, "S2": 49, "S3": 76, "S4": 116, "D": 37, "M": 39}
 """Items of the five documents, of their disagreements and of their mistakes."""
-PARTS = ("engine", "index")
+PARTS = ("index",)
 """What an item may wait for."""
 
 

@@ -194,8 +194,8 @@ class Watched(Workers):
     def words(self) -> str:
         return self.inner.words()
 
-    def places(self) -> list[str]:
-        return self.inner.places()
+    def places(self, generating: int = 0) -> list[str]:
+        return self.inner.places(generating)
 
     def peaks(self) -> StagePeaks:
         return self.inner.peaks()

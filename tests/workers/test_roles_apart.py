@@ -11,25 +11,46 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from textbook import ACTOR, CPU, actor, batch, ppo_config
+from textbook import ACTOR, CPU, ROLLOUT, actor, batch, ppo_config
 from toy_workers import Toy
 
 from posttrain.config import PPOConfig, load_config
 from posttrain.controller.dispatch import Calls
-from posttrain.controller.pool import LocalWorkerGroup, LocalWorkers
+from posttrain.controller.pool import Finished, LocalWorkerGroup, LocalWorkers
 from posttrain.errors import UserError
 from posttrain.models.loading import load_tokenizer
 from posttrain.protocol import DataProto
+from posttrain.rollout import weight_buckets
+from posttrain.rollout.weight_buckets import SyncError, split_into_buckets, without_tied_copies
 from posttrain.trainer.ppo.ray_trainer import RayPPOTrainer
 from posttrain.trainer.ppo.worker_groups import TrainingGroups, WorkerClasses
 from posttrain.trainer.run.workers import open_workers
-from posttrain.workers import weight_sync
 from posttrain.workers.fsdp_workers import ActorRolloutRefWorker, PolicyWorker, ReferenceWorker, RolloutWorker
-from posttrain.workers.groups import DisaggregatedGroup, PolicyGroup, RolloutGroup
+from posttrain.workers.groups import ColocatedGroup, DisaggregatedGroup, PolicyGroup, RolloutGroup
 from posttrain.workers.update_plan import in_row_order
-from posttrain.workers.weight_sync import SyncError, split_into_buckets, without_tied_copies
 
 SETTINGS = {f"{ACTOR}.optim.lr": 1e-2}
+
+
+def test_rollout_calls_reach_the_workers_that_generate_and_the_others_all():
+    class Ranks(LocalWorkerGroup):
+        world_size, asked = 4, ()
+
+        def _send(self, rank, name, arguments):
+            self.asked += (rank,)
+            return Finished(lambda: None)
+
+    def asked(settings: list[str], call: str) -> tuple[int, ...]:
+        worker = object.__new__(ActorRolloutRefWorker)
+        worker.config = load_config(["trainer.n_workers=4", *settings]).config
+        group = ColocatedGroup(Ranks(worker))
+        getattr(group, call).later()
+        return group.group.asked
+
+    some = [f"{ROLLOUT}.colocated_workers=2"]
+    assert asked(some, "advance") == (0, 1) and asked([], "advance") == (0, 1, 2, 3)
+    assert asked(some, "lost_weights") == (0, 1, 2, 3)
+    assert asked([*some, f"{ROLLOUT}.tensor_model_parallel_size=2"], "advance") == (0, 1)
 
 
 @pytest.fixture(scope="module")
@@ -145,7 +166,7 @@ def test_workers_that_were_given_different_weights_stop_the_run(apart, monkeypat
 
 
 def test_a_bucket_is_no_larger_than_it_may_be_and_all_weights_are_in_one(monkeypatch):
-    monkeypatch.setattr(weight_sync, "BUCKET_BYTES", 100)
+    monkeypatch.setattr(weight_buckets, "BUCKET_BYTES", 100)
     weights = {f"w{size}-{n}": torch.full((size,), float(n)) for n, size in enumerate((5, 12, 12, 40, 1, 25, 3))}
     made = list(split_into_buckets(weights.items()))
     assert [[len(tensor) for tensor in bucket.tensors.values()] for bucket in made] == [
@@ -179,17 +200,17 @@ def test_tied_weights_travel_once():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
 def test_a_checksum_sees_a_change_anywhere_and_parts_that_changed_places(dtype):
-    count = 3 * 8 * weight_sync.WORDS + 5  # some blocks and a rest, whatever the type's size
+    count = 3 * 8 * weight_buckets.WORDS + 5  # some blocks and a rest, whatever the type's size
     tensor = torch.arange(count).remainder(100).to(dtype)
-    sums = {weight_sync.checksum(tensor)}
+    sums = {weight_buckets.checksum(tensor)}
     for place in (0, 1, 7, count // 2, count - 6, count - 1):
         changed = tensor.clone()
         changed[place] += 1
-        sums.add(weight_sync.checksum(changed))
-    block = 8 * weight_sync.WORDS // tensor.element_size()
-    sums.add(weight_sync.checksum(torch.cat([tensor[block : 2 * block], tensor[:block], tensor[2 * block :]])))
-    assert len(sums) == 8 and weight_sync.checksum(tensor.clone()) in sums
-    assert weight_sync.checksum(torch.tensor(1.0)) != weight_sync.checksum(torch.tensor(2.0))
+        sums.add(weight_buckets.checksum(changed))
+    block = 8 * weight_buckets.WORDS // tensor.element_size()
+    sums.add(weight_buckets.checksum(torch.cat([tensor[block : 2 * block], tensor[:block], tensor[2 * block :]])))
+    assert len(sums) == 8 and weight_buckets.checksum(tensor.clone()) in sums
+    assert weight_buckets.checksum(torch.tensor(1.0)) != weight_buckets.checksum(torch.tensor(2.0))
 
 
 def test_the_number_of_workers_that_generate_is_a_setting_and_alone_it_brings_ray(monkeypatch):

@@ -24,7 +24,7 @@ from recorded_runs import GOES_ON, RUNS, SAVED, UNSTEADY, Runs, exported, furthe
 from replay import Watched
 from runs import metrics_of, settings
 from textbook import ACTOR, CPU, ROLLOUT, ppo_config
-from toy_workers import Join, OneEngine, Spoiled, Toy, group_of, updates
+from toy_workers import Join, OneEngine, Spoiled, Toy, TwoGenerate, group_of, updates
 
 from posttrain.config import load_config
 from posttrain.controller.pool import LocalWorkers, Workers
@@ -34,10 +34,10 @@ from posttrain.errors import UserError
 from posttrain.kernels.train import can_train
 from posttrain.models.loading import load_tokenizer
 from posttrain.protocol import DataProto
+from posttrain.rollout.weight_buckets import SyncError
 from posttrain.trainer.main_ppo import run_ppo
 from posttrain.trainer.ppo import runner as rl
 from posttrain.trainer.ppo.ray_trainer import RayPPOTrainer
-from posttrain.workers.weight_sync import SyncError
 
 ray = pytest.importorskip("ray")
 from posttrain.controller.ray_cluster import RayCluster  # noqa: E402
@@ -631,6 +631,22 @@ def test_engines_over_two_workers_change_no_number_of_a_run(runs, colocated, lay
     }
     assert said[layout] in capsys.readouterr().out
     assert max(line["sync/probe_max"] for line in ended.metrics) < 1e-9
+
+
+def test_an_engine_on_some_of_the_workers_that_train_changes_no_number(runs, colocated, capsys):
+    class Trainer(RayPPOTrainer):
+        actor_class = TwoGenerate
+
+    some = {SIZE: 2, f"{ROLLOUT}.colocated_workers": 2}
+    ended = runs.free("cut 2 of 4", 4, {**CUT, **some}, Trainer)
+    check_same(colocated, ended)
+    assert max(line["sync/probe_max"] for line in ended.metrics) < 1e-9
+    said = capsys.readouterr().out
+    assert "Engines: 1, each held by 2 workers: 0, 1." in said
+    training, rollout = (re.findall(rf"{pool}: processes ([\d, ]+) of", said) for pool in ("Training", "Rollout"))
+    assert training[0].count(",") == 3 and training[0].startswith(f"{rollout[0]}, ") and rollout[0].count(",") == 1
+    lora = {**HALF, "actor_rollout_ref.model.lora_rank": 4}
+    check_same(runs.free("colocated lora", 1, lora), runs.free("2 of 3 lora", 3, {**lora, **some}))
 
 
 @pytest.mark.parametrize("layout", [2, (1, 2)])

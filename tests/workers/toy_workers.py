@@ -154,6 +154,15 @@ class Spoiled(ActorRolloutRefWorker):
         return super().sync_weights(version)
 
 
+class TwoGenerate(ActorRolloutRefWorker):
+    """Only the first two ranks have an engine."""
+
+    @register(to_all, largest)
+    def sync_weights(self, version: int) -> dict[str, float]:
+        assert hasattr(self.rollout, "engine") == (torch.distributed.get_rank() < 2)
+        return super().sync_weights(version)
+
+
 def layout(engine: Any) -> tuple[tuple[int, ...], int]:
     """(copies of the model x ranks that hold one, or the latter alone; ranks that share a row's tokens)."""
     ranks = engine.settings.ranks

@@ -109,8 +109,10 @@ class TrainingGroups:
             say(f"note: {note}")
 
     def _colocated(self) -> tuple[ColocatedGroup, RolloutGroup]:
-        group = self._policy(self._classes.actor_class)
-        return ColocatedGroup(group), RolloutGroup(group)
+        for sentence in self._workers.places(self._config.actor_rollout_ref.rollout.colocated_workers):
+            say(sentence)
+        colocated = ColocatedGroup(self._policy(self._classes.actor_class))
+        return colocated, colocated.rollout
 
     def _disaggregated(self) -> tuple[DisaggregatedGroup, RolloutGroup]:
         classes = self._classes

@@ -107,7 +107,7 @@ FAULTS = {
     "missing sync": ("posttrain.rollout.native.engine", missing_sync),
     "stale adapter": ("peft.tuners.lora.layer", stale_adapter),
     "gradient scale": ("posttrain.engine.sharding", gradient_scale),
-    "dropped bucket": ("posttrain.workers.weight_sync", dropped_bucket),
+    "dropped bucket": ("posttrain.rollout.weight_buckets", dropped_bucket),
     "swapped slices": ("posttrain.kernels.tensor_parallel", swapped_slices),
     "optimizer not saved": ("posttrain.engine.optim", optimizer_not_saved),
     "random numbers": ("posttrain.checkpoint.manager", random_numbers),
