@@ -103,7 +103,7 @@ class _Play:
                 self._send("ask", request, wanted, None)  # what a tool answers is recorded here
                 return await answered
             # Both sides count the request and record the turn, so that neither has to send it back.
-            branch = self._conversation.branches[wanted.branch]
+            branch = self._conversation.branches[wanted.branch or 0]
             self._send("ask", request, wanted, self._conversation)
             self._conversation.begin_request(branch)
             output = await answered

@@ -103,13 +103,13 @@ class Programs:
         outside = settings.program == OUTSIDE
         self.asks = outside or settings.program_per == "run"
         """Whether programs ask for samples, instead of being started for one."""
-        self.run_key = os.environ.get(KEY_VARIABLE) or None
-        if outside and self.run_key is None:
+        given = os.environ.get(KEY_VARIABLE)
+        if outside and not given:
             raise UserError(
                 f"{KEY}.program=outside: programs elsewhere need a key to ask for samples with.\n"
                 f"  to do:  set the environment variable {KEY_VARIABLE} for the run and for the programs"
             )
-        self.run_key = self.run_key or secrets.token_urlsafe(24)
+        self.run_key = given or secrets.token_urlsafe(24)
         self.command = None if outside else find_command(settings)
         self._sessions: dict[str, Session] = {}
         # Samples for programs that ask. The server's thread takes from it what the agents' thread puts in.

@@ -104,7 +104,7 @@ class Player:
         self.run, key = os.environ["POSTTRAIN_RUN_URL"], os.environ["POSTTRAIN_API_KEY"]
         self._headers = {"Authorization": f"Bearer {key}"}
         self.client = vf.EvalClientConfig(base_url=f"{self.run}/v1", api_key_var="POSTTRAIN_API_KEY")
-        self._environments: dict[str, tuple[Any, list[Any]]] = {}
+        self._environments: dict[str, tuple[Any, _Tasks]] = {}
         self._opened = AsyncExitStack()
         self._opening = asyncio.Lock()
 
@@ -144,7 +144,7 @@ class Player:
         rewards = [trace.reward for trace in episode.traces if trace.agent.trainable]
         return sum(rewards) / len(rewards)
 
-    async def _environment(self, taskset: str) -> tuple[Any, list[Any]]:
+    async def _environment(self, taskset: str) -> tuple[Any, _Tasks]:
         async with self._opening:
             if taskset not in self._environments:
                 made = make_environment(json.loads(taskset), self.settings)
