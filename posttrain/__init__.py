@@ -7,6 +7,7 @@ from posttrain.version import __version__
 
 plugins.dialect = "posttrain.other_systems"
 plugins.checks = (
+    "posttrain.data.own_dataset",
     "posttrain.data.rows",
     "posttrain.engine.megatron.settings",  # it registers its engine
     "posttrain.engine.settings",

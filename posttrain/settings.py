@@ -49,6 +49,9 @@ STEPS = Range(lambda value: all(step >= 1 for step in value), "steps, which are 
 SEED = Range(lambda value: abs(value) < 2**63, "smaller than 2**63")
 GROUP = Range(lambda value: 1 <= value <= 10_000, "from 1 to 10000")
 PROCESSES = Range(lambda value: 1 <= value <= 1000, "from 1 to 1000")
+# Scores beyond it count as failed: training squares them, and float32 ends at 3e38.
+LARGEST_SCORE = 1e18
+SCORE = Range(lambda value: abs(value) <= LARGEST_SCORE, f"between -{LARGEST_SCORE:g} and {LARGEST_SCORE:g}")
 SECONDS = Range(lambda value: 1e-3 <= value < inf, "0.001 or more, and finite")
 DTYPES = ("auto", "float32", "bfloat16", "float64")
 SCHEDULES = ("constant", "linear", "cosine")

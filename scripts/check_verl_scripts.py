@@ -1,11 +1,16 @@
 """Run scripts as verl's users write them, run by bash through the package compat/ (`python3 -m verl.trainer...`).
 
-    python scripts/check_verl_scripts.py [NAME ...]
+    python scripts/check_verl_scripts.py [NAME | FILE.sh ...]
+    python scripts/check_verl_scripts.py --read FOLDER
 
 A script runs as it is, with settings behind it that stand for what this machine does not have: model and data are the
-embedded ones, devices 1, sizes small, the engine `native`. `torchrun` is torch's; `ray job submit ... -- COMMAND` runs
-COMMAND here. Prints a table: how many settings got which answer, what is refused and why, whether the run ended, and
-how long it took. A script whose comment says `refused:` must be refused with that word in its message.
+embedded ones, devices 1, sizes small, the engine `native` where the script's is not installed. `torchrun` is torch's;
+`ray job submit ... -- COMMAND` and `uv run ... COMMAND` run COMMAND here. Prints a table: how many settings got which
+answer, what is refused and why, whether the run ended, and how long it took. A script whose comment says `refused:`
+must be refused with that word in its message.
+
+`--read` starts nothing: every script below FOLDER (verl's `examples/`) is read as `posttrain compat check` does, and
+the reasons for which scripts are rejected are counted.
 """
 
 from __future__ import annotations
@@ -17,13 +22,17 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
 from posttrain.cache import cache_folder
+from posttrain.config.truncated_command import lost_lines
+from posttrain.errors import UserError
 from posttrain.other_systems.verl.rule import KINDS
 from posttrain.other_systems.verl_script.command import read_script
-from posttrain.other_systems.verl_script.report import Report, examine
+from posttrain.other_systems.verl_script.program import Call
+from posttrain.other_systems.verl_script.report import ENGINE, TREES, Report, can_generate, examine
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "scripts" / "verl_scripts"
@@ -41,7 +50,6 @@ RL = [
     "data.max_response_length=8",
     f"{_ACTOR}.ppo_mini_batch_size=4",
     f"{_ROLLOUT}.tensor_model_parallel_size=1",
-    f"{_ROLLOUT}.name=native",
 ]
 SFT = [
     "model.path=embedded",
@@ -50,30 +58,22 @@ SFT = [
     "data.train_batch_size=4",
     "data.max_length=64",
 ]
+SMALL: dict[str, str] = {
+    r"critic\.model\.path|model\.partial_pretrain": "embedded",
+    r".*\.(megatron\.\w+|ulysses_sequence)_parallel_size": "1",
+    r".*\.overlong_buffer(_cfg)?\.len": "4",
+    r".*\.max_resp_len|.*rollout\.response_length": "8",
+    r"trainer\.device": "auto",
+}
+"""Key of a script (a pattern) -> the value that stands for what this machine does not have, or for a large size."""
 FURTHER: dict[str, list[str]] = {
-    "ppo": ["critic.model.path=embedded"],
-    "dapo": [
-        f"{_ACTOR}.ulysses_sequence_parallel_size=1",
-        "actor_rollout_ref.ref.ulysses_sequence_parallel_size=1",
-        "+reward_model.reward_kwargs.overlong_buffer_cfg.len=4",
-        "+reward_model.reward_kwargs.max_resp_len=8",
-    ],
-    "own_reward": [f"{_ROLLOUT}.response_length=8"],
-    "sft": ["model.partial_pretrain=embedded"],
-    "sft_lora": ["model.partial_pretrain=embedded"],
-    "megatron": [
-        "critic.model.path=embedded",
-        *(f"{_ACTOR}.megatron.{cut}_model_parallel_size=1" for cut in ("tensor", "pipeline")),
-        *(f"{role}.megatron.tensor_model_parallel_size=1" for role in ("actor_rollout_ref.ref", "critic")),
-    ],
-    "gpg": ["reward_model.overlong_buffer.len=4"],
     "tools_multiturn": [
         f"{_ROLLOUT}.multi_turn.tool_config_path=null",
         f"{_ROLLOUT}.tools=[calculator]",
         "data.max_prompt_length=480",
     ],
 }
-"""What a script needs beside the common replacements: sizes and paths that it spells in its own way."""
+"""What a script needs beside the common replacements."""
 ARGUMENTS = {"sft": ["1", "runs"], "sft_lora": ["1", "runs"]}
 """What a script takes before its settings."""
 ENVIRONMENT = {"NUM_GPUS": "1", "NGPUS_PER_NODE": "1", "NNODES": "1"}
@@ -85,6 +85,7 @@ COMMANDS = {
     "python3": 'exec "{python}" "$@"',
     "torchrun": 'exec "{python}" -m torch.distributed.run "$@"',
     "ray": 'while [ "$1" != -- ]; do shift; done; shift; exec "$@"',
+    "uv": '[ "$1" = run ] || exit 0; shift; while [ "${{1#-}}" != "$1" ]; do shift; done; exec "$@"',
 }
 """Commands that a script calls -> what they are here."""
 
@@ -98,12 +99,14 @@ class Ran(NamedTuple):
     said: str
 
 
-def overrides(name: str, program: str) -> list[str]:
+def overrides(name: str, call: Call) -> list[str]:
     """Settings that stand for what this machine does not have."""
-    common = [
-        one for one in (RL if program == "ppo" else SFT) if not (name in ARGUMENTS and one.startswith("model.path"))
-    ]
-    return [*common, *DEVICES, *RUN, *FURTHER.get(name, [])]
+    rl = call.program == "ppo"
+    common = [one for one in (RL if rl else SFT) if not (name in ARGUMENTS and one.startswith("model.path"))]
+    given = dict(setting.split("=", 1) for setting in call.settings)
+    small = [f"{key}={to}" for key in given for pattern, to in SMALL.items() if re.fullmatch(pattern, key.lstrip("+"))]
+    engine = [] if not rl or can_generate(given.get(ENGINE, "native").strip("\"'")) else [f"{ENGINE}=native"]
+    return [*common, *engine, *small, *DEVICES, *RUN, *FURTHER.get(name, [])]
 
 
 def lay_out(script: Path, folder: Path) -> None:
@@ -137,7 +140,7 @@ def lay_out(script: Path, folder: Path) -> None:
 def run(script: Path, folder: Path) -> Ran:
     lay_out(script, folder)
     _, calls = read_script(script)
-    settings = overrides(script.stem, calls[0].program)
+    settings = overrides(script.stem, calls[0])
     own = {
         "HOME": str(folder),
         "POSTTRAIN_CACHE": str(cache_folder()),
@@ -153,7 +156,7 @@ def run(script: Path, folder: Path) -> Ran:
 def about(script: Path) -> str:
     """The first comment of a script."""
     lines = script.read_text(encoding="utf-8").splitlines()
-    return next(line[2:].rstrip(".") for line in lines if line.startswith("# "))
+    return next((line[2:].rstrip(".").replace("|", ",") for line in lines if line.startswith("# ")), "")
 
 
 def expected_refusal(script: Path) -> str | None:
@@ -172,13 +175,45 @@ def row(script: Path, ran: Ran) -> tuple[bool, str]:
     return good, f"| {' | '.join([script.stem, about(script), *counts, refused, ended, f'{ran.seconds:.0f}'])} |"
 
 
-def main(names: list[str]) -> int:
+def read(folder: Path) -> int:
+    """Read every script below a folder, and count why scripts are rejected."""
+    accepted, reasons = [], Counter[str]()
+    scripts = sorted(folder.rglob("*.sh"))
+    for script in scripts:
+        try:
+            found = _rejections(script)
+        except UserError as error:
+            found = {str(error).replace(str(script), "the script")}
+        reasons.update(found)
+        accepted += [] if found else [script]
+        print(f"{script.relative_to(folder)}: {'; '.join(sorted(found)) or 'accepted'}")
+    print(f"\naccepted: {len(accepted)} of {len(scripts)}\n\n| scripts | rejected because |\n|---:|---|")
+    for reason, count in reasons.most_common():
+        print(f"| {count} | {reason} |")
+    return 0 if len(accepted) == len(scripts) else 1
+
+
+def _rejections(script: Path) -> set[str]:
+    """Why a script is rejected: one sentence per reason, however many keys it has."""
+    text, (_, calls) = script.read_text(encoding="utf-8"), read_script(script)
+    found: set[str] = set()
+    for call in (one for one in calls if one.program in TREES):
+        report = examine(call, lost=lost_lines(text, call.settings), folder=script.parent)
+        found |= {one.says.partition(";")[0] or f"{one.key} is unknown" for one in report.refused}
+        found |= {problem.partition("\n")[0] for problem in report.problems}
+    return found
+
+
+def main(arguments: list[str]) -> int:
+    if arguments[:1] == ["--read"]:
+        return read(Path(arguments[1]))
+    names = [name for name in arguments if not name.endswith(".sh")]
+    own = sorted(FOLDER.glob("*.sh")) if names or not arguments else []
+    others = [Path(name) for name in arguments if name.endswith(".sh")]
     print(f"| script | what it is | {' | '.join(KINDS)} | refused | ran | seconds |")
     print("|---|---|" + "---:|" * len(KINDS) + "---|---|---:|")
     failed = []
-    for script in sorted(FOLDER.glob("*.sh")):
-        if names and script.stem not in names:
-            continue
+    for script in [*(one for one in own if not names or one.stem in names), *others]:
         with tempfile.TemporaryDirectory() as folder:
             ran = run(script, Path(folder))
         good, line = row(script, ran)

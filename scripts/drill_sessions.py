@@ -1,9 +1,10 @@
 """Many programs at once over one run's server: are the ids that clients were sent those that are trained?
 
-    python scripts/drill_sessions.py [SESSIONS] [TURNS]
+    python scripts/drill_sessions.py [SESSIONS] [TURNS] [tree]
 
 A second process plays the programs: all sessions at once, each of so many turns, with `return_token_ids`. The embedded
-model samples. In the end every id that a client was sent must be a trained token of its sample, in order, once.
+model samples. In the end every id that a client was sent must be a trained token of its sample, in order, once. With
+`tree` two sub-agents are asked at once after each turn, and every second turn the history is compacted.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ need("aiohttp", get="pip install 'posttrain[serve]'")
 KEY = "drill"
 
 
-async def play_all(run: str, sessions: int, turns: int) -> None:
+async def play_all(run: str, sessions: int, turns: int, tree: str = "") -> None:
     """The programs: claims all sessions, plays them at once, and prints the ids that came."""
     import aiohttp
 
@@ -39,12 +40,19 @@ async def play_all(run: str, sessions: int, turns: int) -> None:
                 return answer
 
         async def play(found: dict) -> None:
-            messages = list(found["task"]["messages"])
-            for turn in range(turns):
+            async def ask(messages: list) -> dict:
                 body = {"messages": messages, "max_tokens": 8, "return_token_ids": True}
                 choice = (await post(f"{found['base_url']}/chat/completions", body))["choices"][0]
                 sent.setdefault(str(found["task"]["index"]), []).append(choice["token_ids"])
-                messages += [choice["message"], {"role": "user", "content": f"{turn} + {turn} = ?"}]
+                return choice["message"]
+
+            messages = list(found["task"]["messages"])
+            for turn in range(turns):
+                messages += [await ask(messages), {"role": "user", "content": f"{turn} + {turn} = ?"}]
+                if tree:
+                    await asyncio.gather(*(ask([{"role": "user", "content": f"{turn} + {one}"}]) for one in "37"))
+                if tree and turn % 2:
+                    messages = messages[-1:]
             await post(f"{run}/s/{found['id']}/reward", {"reward": 1.0})
 
         playing = []
@@ -58,7 +66,18 @@ async def play_all(run: str, sessions: int, turns: int) -> None:
     print(json.dumps(sent))
 
 
-def main(sessions: int, turns: int) -> int:
+def trained_turns(rows: list) -> list[list[int]]:
+    """The trained ids of each turn."""
+    turns = []
+    for row in rows:
+        ids, start = row.ids[-row.length :], 0
+        for _, end in row.turn_ends:
+            turns.append([id for id, own in zip(ids[start:end], row.mask[start:end], strict=True) if own])
+            start = end
+    return turns
+
+
+def main(sessions: int, turns: int, tree: str = "") -> int:
     """Runs the sessions and counts; 0 if all ids agree."""
     os.environ["POSTTRAIN_API_KEY"] = KEY
     import torch
@@ -83,7 +102,7 @@ def main(sessions: int, turns: int) -> int:
         assert loop is not None
         run = loop.agents.context["programs"].url
         requests = Requests(engine, Sampling(max_tokens=64, stop_token_ids=(tokenizer.eos_token_id,)), loop)
-        command = [sys.executable, __file__, "--play", run, str(sessions), str(turns)]
+        command = [sys.executable, __file__, "--play", run, str(sessions), str(turns), tree]
         playing = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         prompt = [{"role": "user", "content": "15 + 6 = ?"}]
         ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
@@ -96,27 +115,27 @@ def main(sessions: int, turns: int) -> int:
             whole += requests.advance()
         seconds = time.perf_counter() - started
         sent = json.loads(playing.communicate()[0])
-        wrong = failed = tokens = rows = 0
+        wrong = failed = tokens = rows = turn_count = 0
         for output in whole:
             record = loop.records[output.id]
             failed += record.error is not None
             rows += len(record.rows)
-            trained = [
-                id for row in record.rows for id, own in zip(row.ids[-row.length :], row.mask, strict=True) if own
-            ]
-            given = [id for turn in sent[str(output.id[0])] for id in turn]
-            tokens += len(given)
-            wrong += trained != given
+            trained, given = trained_turns(record.rows), sent[str(output.id[0])]
+            turn_count += len(given)
+            tokens += sum(map(len, given))
+            # Turns that were asked for at once have no order.
+            wrong += sorted(trained) != sorted(given) if tree else trained != given
         print(
             f"{sessions} sessions of {turns} turns at once: {tokens} ids were sent to clients; {sessions - wrong} "
             f"samples train exactly these, {wrong} do not; {failed} failed; {rows} rows; {seconds:.1f} s, "
-            f"{sessions * turns / seconds:.0f} requests/s"
+            f"{turn_count / seconds:.0f} requests/s"
         )
     return int(bool(wrong or failed))
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--play"]:
-        asyncio.run(play_all(sys.argv[2], int(sys.argv[3]), int(sys.argv[4])))
+        asyncio.run(play_all(sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), *sys.argv[5:]))
     else:
-        sys.exit(main(*[int(one) for one in sys.argv[1:]] or [1000, 3]))
+        sessions, turns, *rest = sys.argv[1:] or (1000, 3)
+        sys.exit(main(int(sessions), int(turns), *rest))

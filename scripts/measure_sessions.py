@@ -1,23 +1,22 @@
 """Tokens per second of conversations over HTTP: the server of a run, its engine alone, and vLLM's server.
 
     python scripts/measure_sessions.py --tokenizer MODEL_FOLDER [--model 7b] [--device cuda] [--sessions 1024]
-        [--turns 16] [--tokens 64] [--observation 32] [--systems engine,run,vllm] [--profile]
+        [--turns 16] [--tokens 64] [--observation 32] [--systems engine,run,vllm]
 
 `--model` is a preset of `posttrain bench` (random weights, with the vocabulary of `--tokenizer`) or a folder; the
 default is the folder of the tokenizer. All sessions are played at once by a second process: a turn has `--tokens`
 sampled tokens, and a message of `--observation` words follows it. `engine` has the same turns without HTTP, rendering
 and ledger. vLLM is asked for completions of token ids, its best case: the history is a prefix that it has cached, and
-nothing is rendered. `--profile` prints where the host's time goes in a run's server.
+nothing is rendered. Below the run's server stand the processor seconds of its threads: `main` is the engine, `agents`
+the conversations, `programs` HTTP, of which the rendering of messages with the ledger is shown apart.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import cProfile
 import json
 import os
-import pstats
 import shutil
 import socket
 import subprocess
@@ -48,7 +47,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--observation", type=int, default=32)
     parser.add_argument("--systems", default="engine,run")
     parser.add_argument("--memory", type=float, default=0.8, help="share of the device's memory")
-    parser.add_argument("--profile", action="store_true")
     parser.add_argument("--play", help=argparse.SUPPRESS)  # the second process: `run URL` or `vllm URL`
     return parser.parse_args()
 
@@ -142,7 +140,9 @@ def write_model(options: argparse.Namespace, folder: Path) -> tuple[Path, bool]:
             shutil.copy(file, folder)
     config = json.loads((find_shape(options.model).folder / "config.json").read_text())
     size = -(-len(tokenizer_of(options)) // 64) * 64
-    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": size}))
+    (folder / "config.json").write_text(
+        json.dumps(config | {"vocab_size": size, "pad_token_id": None, "bos_token_id": None, "eos_token_id": None})
+    )
     return folder, True
 
 
@@ -211,17 +211,50 @@ def run_server(options: argparse.Namespace, engine: Any, folder: Path) -> tuple[
     with open_conversations(config, tokenizer, torch.device("cuda"), lambda line: None) as loop:
         assert loop is not None
         requests = Requests(engine, Sampling(max_tokens=options.tokens), loop)
+        rendering = time_prompts()
         clients = start_clients("run", loop.agents.context["programs"].url)
         prompt = [{"role": "user", "content": PROMPT}]
         for number in range(options.sessions):
             row = {"raw_prompt": prompt, "data_source": "", "ground_truth": "", "extra_info": {}, "index": number}
             requests.submit((number, 0), list(first), number, row)
+        before = thread_seconds()
         while requests.has_work():
             requests.advance()
+        spent = {name: value - before.get(name, 0.0) for name, value in thread_seconds().items()}
         failed = sum(record.error is not None for record in loop.records.values())
         found = json.loads(clients.communicate()[0])
         print(f"  {failed} sessions failed, {sum(len(record.rows) for record in loop.records.values())} rows")
+        shares = ", ".join(f"{name} {value:.1f}" for name, value in spent.items() if value > 0.05)
+        print(f"  processor seconds: {shares}; of programs, rendering and ledger {sum(rendering):.1f}")
     return found["seconds"], found["tokens"]
+
+
+def thread_seconds() -> dict[str, float]:
+    """Processor seconds of this process's threads so far, by name."""
+    ticks, found = os.sysconf("SC_CLK_TCK"), {}
+    for thread in threading.enumerate():
+        with open(f"/proc/self/task/{thread.native_id}/stat") as file:
+            fields = file.read().rpartition(")")[2].split()
+        name = "main" if thread is threading.main_thread() else thread.name
+        found[name] = found.get(name, 0.0) + (int(fields[11]) + int(fields[12])) / ticks
+    return found
+
+
+def time_prompts() -> list[float]:
+    """Processor seconds of each request's messages becoming tokens, added as they are spent."""
+    from posttrain.conversations.serving.model import ServedModel
+
+    plain, spent = ServedModel.prompts, []
+
+    def timed(self: ServedModel, *given: Any, **named: Any) -> Any:
+        started = time.thread_time()
+        try:
+            return plain(self, *given, **named)
+        finally:
+            spent.append(time.thread_time() - started)
+
+    ServedModel.prompts = timed
+    return spent
 
 
 def run_vllm(options: argparse.Namespace, folder: Path, drawn: bool) -> tuple[float, int]:
@@ -289,7 +322,7 @@ def main() -> None:
                 if name == "engine":
                     row(f"engine alone: {said}", *run_alone(options, engine))
                 elif name == "run":
-                    row("the server of a run", *profiled(options, lambda: run_server(options, engine, folder)))
+                    row("the server of a run", *run_server(options, engine, folder))
             del engine
             if options.device == "cuda":
                 import gc
@@ -300,30 +333,6 @@ def main() -> None:
                 torch.cuda.empty_cache()
         if "vllm" in systems:
             row("vLLM's server", *run_vllm(options, folder, drawn))
-
-
-def profiled(options: argparse.Namespace, work: Any) -> tuple[float, int]:
-    """Profiles the main thread and the threads that are started meanwhile, where it is asked for."""
-    if not options.profile:
-        return work()
-    profiles: list[tuple[str, cProfile.Profile]] = []
-    run = threading.Thread.run
-
-    def measured(thread: threading.Thread) -> None:
-        profile = cProfile.Profile()
-        profiles.append((thread.name, profile))
-        profile.runcall(run, thread)
-
-    threading.Thread.run = measured  # type: ignore[method-assign]
-    main_profile = cProfile.Profile()
-    try:
-        found = main_profile.runcall(work)
-    finally:
-        threading.Thread.run = run  # type: ignore[method-assign]
-    for name, profile in [("main", main_profile), *profiles]:
-        print(f"-- thread {name}")
-        pstats.Stats(profile).sort_stats("tottime").print_stats(14)
-    return found
 
 
 if __name__ == "__main__":

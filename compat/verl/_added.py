@@ -3,7 +3,7 @@
 
 An estimator or a policy loss registered for verl finds them in its `config`. Workers are other processes: they read
 them from the environment, which they take over. With an algorithm of posttrain's own nothing would read them: they are
-then unknown settings, as a misspelt one is.
+then unknown settings, as a misspelt one is. `+data.my_key=5` is for the class of `data.custom_cls`, in its `config`.
 """
 
 from __future__ import annotations
@@ -34,8 +34,12 @@ def take_added(args: list[str]) -> list[str]:
     known = {_ESTIMATOR: {*ESTIMATORS, *(word for key, word in WORDS if key == _ESTIMATOR)}, _LOSS: {*POLICY_LOSSES}}
     own = {key for key, name in chosen.items() if name.strip("\"'") not in known[key]}
     added, rest = {}, []
+    has_data_set = any(arg.lstrip("+").startswith("data.custom_cls.path=") for arg in args)
     for arg in args:
         key, _, value = arg.lstrip("+").partition("=")
+        if has_data_set and arg.startswith("+data.") and _is_unknown(key):
+            rest.append(f"data.custom_cls.config.{key.removeprefix('data.')}={value}")
+            continue
         section = next((section for section in _SECTIONS if key.startswith(section)), None)
         if arg.startswith("+") and section and _SECTIONS[section] in own and _is_unknown(key):
             added[key] = parse_yaml(value)

@@ -15,5 +15,6 @@ def verl_config(config: Any) -> Any:
     rollout |= lengths
     turns = {"max_assistant_turns": None, "max_user_turns": None, "max_parallel_calls": 1, "tool_config_path": None}
     turns |= {"max_tool_response_length": 1024, "tool_response_truncate_side": "middle", "format": "hermes"}
+    turns |= {"function_tool_path": None, "interaction_config_path": rollout["agent"].get("interaction_config_path")}
     rollout["multi_turn"] = {**turns, **(rollout.get("multi_turn") or {})}
     return OmegaConf.create(tree)

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
+
+
+class NoSetting(KeyError, AttributeError):
+    """A setting that is not there: an AttributeError in verl 0.9, a KeyError in later versions."""
 
 
 class BaseConfig(Mapping[str, Any]):
@@ -12,11 +16,24 @@ class BaseConfig(Mapping[str, Any]):
 
     _section: ClassVar[Any] = None
     """posttrain's class of the same section: the defaults."""
+    _defaults: ClassVar[Mapping[str, Any]] = {}
+    """Settings that only verl has."""
+
+    if TYPE_CHECKING:  # settings are attributes that no class declares
+
+        def __getattr__(self, name: str) -> Any: ...
 
     def __init__(self, /, **values: Any) -> None:
+        self._fill(values)
+        self._check(values)
+
+    def _fill(self, values: Mapping[str, Any]) -> None:
         own = self._section() if self._section is not None else None
         defaults = {} if own is None else {field.name: getattr(own, field.name) for field in dataclasses.fields(own)}
-        self.__dict__.update({**defaults, **values})
+        self.__dict__.update({**defaults, **self._defaults, **values})
+
+    def _check(self, given: Mapping[str, Any]) -> None:
+        """Raise for values that verl's own class rejects."""
 
     @classmethod
     def of(cls, section: Any, **values: Any) -> Any:
@@ -24,10 +41,15 @@ class BaseConfig(Mapping[str, Any]):
         if isinstance(section, cls) and not values:
             return section
         names = list(section) if isinstance(section, Mapping) else [f.name for f in dataclasses.fields(section)]
-        return cls(**({name: section[name] for name in names} | values))
+        made = cls.__new__(cls)
+        made._fill({name: section[name] for name in names} | values)  # checked when the run was configured
+        return made
 
     def __getitem__(self, name: str) -> Any:
-        return getattr(self, name)  # an AttributeError for what is not there, as verl's
+        try:
+            return getattr(self, name)
+        except AttributeError:
+            raise NoSetting(name) from None
 
     def __contains__(self, name: object) -> bool:
         return isinstance(name, str) and hasattr(self, name)

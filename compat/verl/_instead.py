@@ -22,11 +22,12 @@ INSTEAD = {
     "verl.workers.critic": "The critic's update is `posttrain.workers.critic.dp_critic`.",
     "verl.workers.reward_model": "Reward models are `posttrain.workers.reward_model`; reward_model.enable=true.",
     "verl.experimental.agent_loop": "`verl.experimental.agent_loop.agent_loop` gives AgentLoopBase, AgentLoopOutput "
-    "and register; calls of tools are answered by posttrain itself (rollout.multi_turn), and its "
-    "formats of calls are in posttrain/conversations/formats.",
+    "and register, `tool_agent_loop` ToolAgentLoop, `single_turn_agent_loop` SingleTurnAgentLoop, `tool_parser` "
+    "ToolParser; other formats of calls are in posttrain/conversations/formats.",
     "verl.experimental": "Not built: fully asynchronous trainers. Rewards already run while other responses are "
     "generated, and trainer.one_step_off=True generates while others train.",
-    "verl.interactions": "Between the turns of a model tools speak, or an agent of your own (docs/own_agent.md).",
+    "verl.interactions": "`verl.interactions.base` gives BaseInteraction, `verl.interactions.gsm8k_interaction` verl's "
+    "example; an environment of your own answers the model as well (docs/own_agent.md).",
     "verl.trainer.ppo.v1": "There is one trainer: `verl.trainer.ppo.ray_trainer.RayPPOTrainer`.",
     "verl.trainer.distillation": "Distillation is not built.",
     "verl.model_merger": "Nothing has to be merged: `posttrain export RUN` writes Hugging Face files.",

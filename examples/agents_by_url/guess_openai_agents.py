@@ -1,21 +1,25 @@
 """A program of `openai-agents` that guesses a number: `agent.program="python guess_openai_agents.py"`."""
 
-import json
-import os
+from agents import Agent, OpenAIProvider, RunConfig, Runner
+from game import hint, main, score
+from openai import AsyncOpenAI
 
-from agents import Agent, Runner
-from guess_openai import LAST
+AGENT = Agent(name="guesser", model="any")
 
-task = json.loads(os.environ["POSTTRAIN_TASK"])
-secret, agent = int(task["ground_truth"]), Agent(name="guesser", model="any")
-turns = [{"role": one["role"], "content": one["content"]} for one in task["messages"]]
-for _ in range(2):
-    result = Runner.run_sync(agent, turns)
-    said = str(result.final_output).strip()
-    if not said.isdecimal() or int(said) == secret:
-        break
-    hint = "higher" if int(said) < secret else "lower"
-    turns = [*result.to_input_list(), {"role": "user", "content": hint}]
-reward = 1 - min(abs(int(said) - secret), LAST) / LAST if said.isdecimal() else 0.0
-with open(os.environ["POSTTRAIN_REWARD_FILE"], "w") as file:
-    json.dump(reward, file)
+
+def play(client, messages, secret):
+    """Two guesses, with a hint between them."""
+    config = RunConfig(model_provider=OpenAIProvider(openai_client=client))
+    turns = [{"role": one["role"], "content": one["content"]} for one in messages]
+    for _ in range(2):
+        result = Runner.run_sync(AGENT, turns, run_config=config)
+        said = str(result.final_output).strip()
+        told = hint(said, secret)
+        if told is None:
+            break
+        turns = [*result.to_input_list(), {"role": "user", "content": told}]
+    return score(said, secret)
+
+
+if __name__ == "__main__":
+    main(play, AsyncOpenAI)

@@ -30,7 +30,7 @@ from posttrain.config.schema import leaves, lookup
 from posttrain.config.values import split_hint
 from posttrain.settings import Range
 
-_ACTOR, _MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
+_ACTOR, _MODEL, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.model", "actor_rollout_ref.rollout"
 _MINI, _BATCH = f"{_ACTOR}.ppo_mini_batch_size", "data.train_batch_size"
 
 
@@ -335,6 +335,28 @@ def check_quantized_offload(checked: Checked) -> Iterator[Finding]:
         yield checked.problem(what, "remove one of them", f"{_MODEL}.quantization", moves)
 
 
+def check_exact(checked: Checked) -> Iterator[Finding]:
+    """What `trainer.exact` is not built for; what only the loaded model and the device can tell is checked there."""
+    config = checked.config
+    if not config.trainer.exact:
+        return
+    ours = {
+        f"{_ROLLOUT}.name": "native",
+        f"{_ROLLOUT}.quantization": None,
+        f"{_ROLLOUT}.tensor_model_parallel_size": 1,
+        f"{_MODEL}.quantization": None,
+        f"{_MODEL}.use_remove_padding": True,
+        f"{_ACTOR}.ulysses_sequence_parallel_size": 1,
+    }
+    for key, wanted in ours.items():
+        if (found := lookup(config, key)) != wanted:
+            what = f"`trainer.exact=True` is not built for {key}={found}: log-probs would not be bitwise equal."
+            yield checked.problem(what, f"set {key}={'null' if wanted is None else wanted}", "trainer.exact", key)
+    if config.actor_rollout_ref.actor.strategy not in ("fsdp", "fsdp2"):
+        what = f"`trainer.exact=True` is not built for {_ACTOR}.strategy={config.actor_rollout_ref.actor.strategy}."
+        yield checked.problem(what, f"set {_ACTOR}.strategy=fsdp2", "trainer.exact", f"{_ACTOR}.strategy")
+
+
 _CHECKS: list[Callable[[Checked], Iterator[Finding]]] = [
     check_choices,
     check_ranges,
@@ -353,6 +375,7 @@ _CHECKS: list[Callable[[Checked], Iterator[Finding]]] = [
     check_quantized_offload,
     check_sizes,
     check_one_step_off,
+    check_exact,
     check_colocated_workers,
     check_ray,
 ]

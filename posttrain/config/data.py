@@ -55,10 +55,12 @@ class DataConfig(Section):
     seed: int | None = setting(None, range=SEED, idle=".shuffle is False")
     """Seed of the order of rows; null takes `trainer.seed`."""
     sampler: str = "default"
-    """Order of rows: `default`, `curriculum`, or one registered by your own file."""
+    """Order of rows: `default`, `curriculum`, one registered by your own file, or a class of it (`FILE.py:CLASS`)."""
     curriculum_key: str = setting("difficulty", idle=NO_CURRICULUM)
     """Column that `sampler=curriculum` sorts by, easy (small) first."""
     apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Passed to the tokenizer's chat template, e.g. `{enable_thinking: false}`."""
+    custom_cls: dict[str, Any] = field(default_factory=dict)
+    """Your own data set class, which makes the rows: `{path: FILE.py, name: CLASS, config: {...}}` (docs/data.md)."""
     system_prompt: str | None = setting(None, is_literal=True)
     """Put before prompts that are plain strings, as a system message."""

@@ -45,6 +45,8 @@ def check_names(merged: Merged, cwd: Path) -> None:
         name = merged.value(key)
         if name in known or key in merged.bad or merged.value(EXTERNAL) is not None:
             continue  # a module named by the user may register anything: it is asked when it has been imported
+        if key == "data.sampler" and ":" in str(name):
+            continue  # a class or function of a file
         files = files_that_register(name, function, cwd)
         if len(files) == 1:
             needed[files[0]] = f"{what} `{name}`"

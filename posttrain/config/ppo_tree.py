@@ -37,6 +37,7 @@ FREE_DICTS: dict[str, FreeDict] = {
     f"{_ROLLOUT}.multi_turn": FreeDict(switch="enable"),
     **{f"{_ROLLOUT}.{name}": FreeDict() for name in ("engine_kwargs", "engine_kwargs.vllm", "engine_kwargs.sglang")},
     f"{_ROLLOUT}.agent": FreeDict(named_by="path"),
+    "data.custom_cls": FreeDict(named_by="path"),
 }
 
 RENAMED: dict[str, str] = {
@@ -82,7 +83,8 @@ RENAMED: dict[str, str] = {
     "trainer.reward_fn.name": "custom_reward_function.name",
     "data.train_path": "data.train_files",
     "data.val_path": "data.val_files",
-    "data.tool_config_path": f"{_ROLLOUT}.multi_turn.tool_config_path",
+    **{f"data.{name}": f"{_ROLLOUT}.multi_turn.{name}" for name in ("tool_config_path", "function_tool_path")},
+    f"{_ROLLOUT}.multi_turn.interaction_config_path": f"{_ROLLOUT}.agent.interaction_config_path",
     "trainer.save_steps": "trainer.save_freq",
     "trainer.n_workers": "trainer.n_gpus_per_node",
     "trainer.micro_batch_size": f"{_ACTOR}.ppo_micro_batch_size_per_gpu",

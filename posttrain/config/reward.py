@@ -7,11 +7,8 @@ from typing import Any
 
 from posttrain.config.parallel import ON_CPU
 from posttrain.config.schema import Section, section
-from posttrain.settings import DTYPES, ONE_OR_MORE, PROCESSES, SECONDS, Range, at_least, setting
+from posttrain.settings import DTYPES, LARGEST_SCORE, ONE_OR_MORE, PROCESSES, SCORE, SECONDS, Range, at_least, setting
 
-LARGEST_SCORE = 1e18
-"""Scores beyond it, on either side, count as failed: training squares them, and float32 ends at 3e38."""
-SCORE = Range(lambda value: abs(value) <= LARGEST_SCORE, f"between -{LARGEST_SCORE:g} and {LARGEST_SCORE:g}")
 FACTOR = Range(lambda value: 0 < value <= LARGEST_SCORE, f"above 0 and at most {LARGEST_SCORE:g}")
 
 

@@ -95,7 +95,10 @@ class TrainerConfig(RunConfig):
     """Generate the next step's responses while this one trains; they are one update older than the policy that learns
     from them, and weighed for it (`algorithm.rollout_correction.rollout_is=token`, unless that is set). For workers
     that only generate (`actor_rollout_ref.rollout.n_workers`)."""
-    rollout_mismatch_tol: float | None = setting(None, range=POSITIVE)
+    exact: bool = False
+    """Compute rollout and trainer log-probs with the same order of summation, so that they are bitwise equal
+    (`mismatch/*` is 0) whatever the batch, packing, turns or workers; slower (docs/exact.md)."""
+    rollout_mismatch_tol: float | None = setting(None, range=POSITIVE, idle=".exact is True")
     """Largest mean difference between rollout and trainer log-probs before a run stops; null takes 1e-3 in float32,
     5e-2 in bfloat16."""
 

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from posttrain.conversations.chat import Chat
 from posttrain.conversations.environments import is_environment, play
+from posttrain.conversations.interactions import InteractionEnvironment, Interactions
+from posttrain.conversations.method_tools import method_schemas
 from posttrain.conversations.openenv import PREFIX, OpenEnv, check_server
 from posttrain.conversations.settings import AGENT_KEY as KEY
 from posttrain.conversations.settings import BUILT_IN, PROGRAM, AgentSettings, TurnSettings
@@ -42,6 +44,8 @@ class Agent:
     isolated: bool = True
     imports: str = ""
     """A module that its worker processes have imported before they start."""
+    tools: Sequence[dict[str, Any]] = ()
+    """Schemas of tools that it answers itself."""
 
 
 class Agents:
@@ -51,9 +55,16 @@ class Agents:
     def __init__(self, settings: AgentSettings, turns: TurnSettings, context: Mapping[str, Any]) -> None:
         self.settings, self.turns, self.context = settings, turns, context
         self.listed = _listed(settings.agent_loop_config_path) if settings.agent_loop_config_path else {}
+        path = settings.interaction_config_path
+        self.interactions = Interactions(path) if path else None
         self._made: dict[str, Agent] = {}
         if settings.enable and settings.default:
             self.agent(settings.default)
+
+    @property
+    def tools(self) -> list[dict[str, Any]]:
+        """Schemas of the tools that the run's agent answers itself."""
+        return list(self.agent(self.settings.default).tools) if self.settings.enable and self.settings.default else []
 
     def import_modules(self) -> None:
         """Imports what the agents need, in the process that their worker processes are forked from."""
@@ -84,15 +95,18 @@ class Agents:
         if name in self.listed:
             entry = self.listed[name]
             given = {key: value for key, value in entry.items() if key not in ("name", "_target_")}
-            return make_agent(_find(entry["_target_"]), name, {**given, **config}, self.context)
+            return self._agent(_find(entry["_target_"]), name, {**given, **config})
         if name in AGENTS:
-            return make_agent(AGENTS[name], name, config, self.context)
-        if name == PROGRAM and self.settings.program:
+            return self._agent(AGENTS[name], name, config)
+        if name == PROGRAM and self.settings.by_url:
             # The programs' server is opened behind this (`opening.py`).
             return Agent(lambda chat, row: self.context["programs"].lead(chat, row), isolated=False)
         if name == "single_turn_agent":
             return Agent(_one_turn, isolated=False)
         if name == "tool_agent":
+            if (interactions := self.interactions) is not None:
+                lead = play(lambda: InteractionEnvironment(interactions), name, {}, self.turns.max_assistant_turns)
+                return Agent(lead, isolated=interactions.isolated)
             if self.turns.enable:
                 return tool_agent(self.turns.max_assistant_turns)
             raise UserError(
@@ -100,9 +114,9 @@ class Agents:
                 "  to do:  set rollout.multi_turn.enable=True and name them: rollout.tools=[...]"
             )
         if name.startswith(PREFIX):
-            return make_agent(OpenEnv, name, {"url": check_server(name), **config}, self.context)
+            return self._agent(OpenEnv, name, {"url": check_server(name), **config})
         if is_place(name):
-            return make_agent(_find(name), name, config, self.context)
+            return self._agent(_find(name), name, config)
         known = [*self.listed, *AGENTS, *BUILT_IN]
         near = closest(name, known)
         raise UserError(
@@ -110,6 +124,9 @@ class Agents:
             f"  to do:  {KEY}=FILE.py:NAME, or have its file loaded: actor_rollout_ref.model.external_lib=FILE.py, or "
             f"{KEY}.agent_loop_config_path=FILE.yaml"
         )
+
+    def _agent(self, source: Any, name: str, config: Mapping[str, Any]) -> Agent:
+        return make_agent(source, name, config, self.context, self.turns.max_assistant_turns)
 
 
 def tool_agent(max_turns: int | None) -> Agent:
@@ -139,11 +156,15 @@ def name_of(row: Mapping[str, Any]) -> str | None:
     return (info.get("agent_name") if isinstance(info, dict) else None) or None
 
 
-def make_agent(source: Any, name: str, config: Mapping[str, Any], context: Mapping[str, Any]) -> Agent:
+def make_agent(
+    source: Any, name: str, config: Mapping[str, Any], context: Mapping[str, Any], max_turns: int | None = None
+) -> Agent:
     """The agent of a function, of a class with `run`, or of an environment; `config` goes to the keywords of each."""
     isolated = bool(getattr(source, "isolated", True))
     if is_environment(source):
-        return Agent(play(source, name, config), isolated=isolated, imports=getattr(source, "imports", ""))
+        tools = [] if hasattr(source, "step") else method_schemas(source)
+        lead, imports = play(source, name, config, max_turns), getattr(source, "imports", "")
+        return Agent(lead, isolated=isolated, imports=imports, tools=tools)
     try:
         if hasattr(source, "as_agent"):  # verl's classes are made anew for each conversation
             return Agent(source.as_agent(context, **config), isolated=isolated)

@@ -37,7 +37,8 @@ def begin_conversations(
 def reward_info(record: Conversation) -> dict[str, Any]:
     """What reward functions find in `extra_info` of a whole response."""
     counts = {"num_turns": record.turns, "tool_calls": len(record.calls), "tool_reward": record.reward}
-    return {**record.facts, **counts, "num_rows": len(record.rows)}
+    given = {"turn_rewards": [reward for _, reward in record.turn_rewards]} if record.turn_rewards else {}
+    return {**record.facts, **given, **counts, "num_rows": len(record.rows)}
 
 
 def join_rows(loop: ConversationLoop, samples: DataProto, ended: Sequence[Output]) -> DataProto:
@@ -63,6 +64,7 @@ def join_rows(loop: ConversationLoop, samples: DataProto, ended: Sequence[Output
         "tool_calls": [record.calls for record, _ in branches],
         "tool_reward": [record.reward for record, _ in branches],
         "tool_seconds": [record.tool_seconds for record, _ in branches],
+        "turn_rewards": [record.turn_rewards for record, _ in branches],
         "branch": [branch.number for _, branch in branches],
         "parent": [parent for parent, _ in parents],
         "fork": [fork for _, fork in parents],

@@ -44,7 +44,8 @@ class Generate:
     max_tokens: int
     stop: tuple[str, ...]
     kept: bool
-    branch: int = 0
+    branch: int | None = 0
+    """None: the branch that the prompt continues, or a further one, is found when the turn is admitted."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,8 @@ class Pause:
 
 Ask = Callable[[Generate | list[ToolCall] | Pause], Awaitable[Any]]
 """How an agent asks for a turn (an Output) or for tool calls (their ToolAnswers), wherever it runs (`runner.py`)."""
+OwnAnswer = Callable[[ToolCall], Awaitable[ToolAnswer | None]]
+"""Answers calls of tools that an agent has itself; None for one of the run's tools."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +95,11 @@ class Chat:
     @property
     def conversation(self) -> Conversation:
         return self._conversation
+
+    @property
+    def settings(self) -> TurnSettings:
+        """The run's settings of turns and tools (rollout.multi_turn)."""
+        return self._settings
 
     def adopt(self, conversation: Conversation) -> None:
         """Takes over a conversation that was continued in another process."""
@@ -222,16 +230,15 @@ class Chat:
         self, ids: Sequence[int], *, max_tokens: int | None = None, stop: Sequence[str] = ()
     ) -> Output:
         """The model's turn behind any tokens, as a part of the conversation: it continues the branch that ends with
-        them, or opens a further row of the same sample."""
-        async with self._turn:
-            branch = self._conversation.branch_behind(ids, self.limits)
-            room = self.limits.response - branch.length
-            if room < 1:
-                raise ChatFull("the row has no room for a further turn (data.max_response_length)")
-            most = min(room, max_tokens or room)
-            output = await self._ask(Generate(branch.ids, most, _texts(stop), kept=True, branch=branch.number))
-            self.last = output
-            return output
+        them, or opens a further row of the same sample. Several may be awaited at once. For agents in the trainer's
+        event loop alone."""
+        output = await self._ask(
+            Generate(
+                [int(one) for one in ids], max_tokens or self.limits.response, _texts(stop), kept=True, branch=None
+            )
+        )
+        self.last = output
+        return output
 
     async def pause(self, until: Awaitable[Any]) -> None:
         """Waits for something that is not the agent's own work: its deadline does not count meanwhile."""
@@ -246,14 +253,21 @@ class Chat:
         further row of the same sample; tokens that an earlier row has are trained there."""
         self._conversation.compose(self.limits, prompt_ids, ids, mask)
 
+    def add_reward(self, reward: float) -> None:
+        """The reward of the model's last turn, for samples and reward functions (`turn_rewards`)."""
+        self._conversation.turn_rewards.append((self._conversation.turns - 1, reward))
+
     async def call(self, tool: str, /, **arguments: Any) -> str:
         """The answer of one of the run's tools. The model does not read it unless it is told (`role="tool"`)."""
+        return (await self.call_tool(ToolCall(tool, arguments))).text
+
+    async def call_tool(self, call: ToolCall) -> ToolAnswer:
+        """As `call`, with all that the tool gave."""
         if not self.tools:
             raise ChatError("chat.call: the run has no tools (rollout.multi_turn.enable=True, rollout.tools=[...])")
-        call = ToolCall(tool, arguments)
         (answer,) = await self._ask([call])
         self._conversation.add_call(call, answer)
-        return answer.text
+        return answer
 
     def tool_calls(self) -> list[ToolCall | Unreadable]:
         """The tool calls of the model's last turn, in the run's format; a turn that was cut has none."""
@@ -272,23 +286,30 @@ class Chat:
         """How the model writes tool calls (rollout.multi_turn.format)."""
         return FORMATS[self._settings.format]
 
-    async def answer(self, calls: Sequence[ToolCall | Unreadable]) -> None:
-        """Runs these calls and tells the model an answer to each, in order. Calls that cannot be read, or are more than
-        max_parallel_calls, are answered with the reason."""
+    async def answer(
+        self, calls: Sequence[ToolCall | Unreadable], own: OwnAnswer | None = None
+    ) -> list[dict[str, Any]]:
+        """Runs these calls and tells the model an answer to each, in order; gives the messages. Calls that cannot be
+        read, or are more than max_parallel_calls, are answered with the reason. `own` is asked first."""
         most = self._settings.max_parallel_calls
-        answers = iter(await self._ask([call for call in calls[:most] if isinstance(call, ToolCall)]))
+        wanted = [call for call in calls[:most] if isinstance(call, ToolCall)]
+        mine = [await own(call) if own else None for call in wanted]
+        left = [call for call, answer in zip(wanted, mine, strict=True) if answer is None]
+        others = iter(await self._ask(left) if left or not wanted else [])
+        answers = iter([answer or next(others) for answer in mine])
+        told = list[dict[str, Any]]()
         for number, call in enumerate(calls):
             name = call.name[:_LONGEST_NAME] if isinstance(call, ToolCall) else None
             if number >= most:
-                self.tell(f"Only {most} call(s) in a turn are answered; this one was not.", role="tool", name=name)
-                continue
-            if isinstance(call, Unreadable):
-                answer = ToolAnswer(str(call), error="unreadable")
-                self._conversation.add_call(None, answer)
+                text = f"Only {most} call(s) in a turn are answered; this one was not."
             else:
-                answer = next(answers)
-                self._conversation.add_call(call, answer)
-            self.tell(answer.text, role="tool", name=name)
+                readable = call if isinstance(call, ToolCall) else None
+                answer = next(answers) if readable else ToolAnswer(str(call), error="unreadable")
+                self._conversation.add_call(readable, answer)
+                text = answer.text
+            self.tell(text, role="tool", name=name)
+            told.append({"role": "tool", "content": text})
+        return told
 
     def end(self, finish_reason: str) -> None:
         """Sets the response's finish reason to another than that of the model's last turn."""

@@ -10,7 +10,7 @@ advantage (docs/contracts.md).
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -28,12 +28,18 @@ class ChatError(Exception):
     """A call that a conversation cannot follow; the message is for the author of the agent."""
 
 
+class TooManyRows(ChatError):
+    """A further row of a sample that has as many as it may."""
+
+
 @dataclass(frozen=True)
 class Limits:
-    """The most tokens of a prompt, and of a response with all its observations; both hold for each row."""
+    """The most tokens of a prompt, and of a response with all its observations; both hold for each row. `rows` is the
+    most of a sample; None is no limit."""
 
     prompt: int
     response: int
+    rows: int | None = None
 
 
 @dataclass
@@ -58,6 +64,8 @@ class Conversation:
     tool_seconds: float = 0.0
     facts: dict[str, Any] = field(default_factory=dict)
     """What an agent passes to reward functions."""
+    turn_rewards: list[tuple[int, float]] = field(default_factory=list)
+    """(number of the turn, reward) of the turns that an environment or an agent rewarded."""
     score: Any = None
     """The agent's reward; None leaves it to the reward function."""
     error: str | None = None
@@ -96,6 +104,11 @@ class Conversation:
     def open_branch(self, ids: Sequence[int], limits: Limits, parent: Branch | None = None) -> Branch:
         """A further row, whose next turn the model writes behind these tokens. Without `parent` it is the branch that
         they share the longest beginning with."""
+        if limits.rows is not None and len(self.branches) >= limits.rows:
+            raise TooManyRows(
+                f"the sample has {len(self.branches)} rows already, and a further context (a sub-agent, compaction, a "
+                f"changed history) would be one more (actor_rollout_ref.rollout.agent.max_rows={limits.rows})"
+            )
         shared = {one.number: one.shared(ids) for one in self.branches}
         if parent is None:
             parent = max(self.branches, key=lambda one: (shared[one.number], one.number))
@@ -121,26 +134,35 @@ class Conversation:
         self.branches.append(branch)
         return branch
 
-    def branch_behind(self, ids: Sequence[int], limits: Limits) -> Branch:
-        """The branch whose next turn comes behind these tokens: one that they continue, or a further one."""
+    def branch_behind(self, ids: Sequence[int], limits: Limits, busy: Collection[int | None] = ()) -> Branch:
+        """The branch whose next turn comes behind these tokens: one that they continue, or a further one. Those that
+        are `busy` wait for a turn."""
         if not self.requests and 0 < len(ids) <= limits.prompt:
             self.main.own_prompt = list(ids) != list(self.prompt_ids)
             self.main.prompt_ids = list(ids)
         for branch in reversed(self.branches):
             # One that ends with a turn, or has none yet: behind an observation the model has spoken, or will.
             fits = len(ids) - len(branch.prompt_ids) < limits.response
-            if fits and branch.shared(ids) == len(branch.ids) and (not branch.length or any(branch.mask[-1:])):
+            idle = branch.number not in busy and (not branch.length or any(branch.mask[-1:]))
+            if fits and idle and branch.shared(ids) == len(branch.ids):
                 branch.add_observation(ids[len(branch.ids) :])
                 return branch
-        return self.open_branch(ids, limits)
+        branch = self.open_branch(ids, limits)
+        if branch.parent in busy:  # its KV cache is still written to
+            branch.last_request, branch.cached_ids = None, []
+        return branch
+
+    def give_up(self, branch: Branch) -> None:
+        """Takes back what was read only for a turn that does not come."""
+        needed = max((one.fork for one in self.branches if one.parent == branch.number), default=0)
+        branch.drop_observation(needed - len(branch.prompt_ids))
 
     def drop_turn(self, ids: Sequence[int]) -> None:
         """Takes back the turn with which these tokens end, and what was read only for it."""
         found = [one for one in self.branches if any(one.mask[-1:]) and one.ids == list(ids)]
         for branch in found[:1]:
             branch.drop_turn()
-            needed = max((one.fork for one in self.branches if one.parent == branch.number), default=0)
-            branch.drop_observation(needed - len(branch.prompt_ids))
+            self.give_up(branch)
 
     def add_sampled(self, output: Output, mask: Sequence[bool] | None = None, branch: Branch | None = None) -> None:
         """Appends a turn of the model to a branch, the first unless one is given."""
@@ -270,6 +292,11 @@ def _find_turns(
                 place = start + len(part)
                 break
     return found
+
+
+def request_number(id: Any) -> int:
+    """The number of a request within its conversation, by its id."""
+    return id[2] if len(id) > 2 else 0
 
 
 @dataclass(frozen=True)

@@ -13,18 +13,22 @@ class Guess:
 
 An observation is a text (a message of the user), a message, a list of messages, or a list of token ids, which the model
 reads as they are. The response's score is the sum of the rewards. Classes in Gymnasium's form work too: `reset(*, seed,
-options)` gives (observation, info), and `step` five values; `options` is the row.
+options)` gives (observation, info), and `step` five values; `options` is the row. So do TRL's environments, which have
+tools instead of `step` (`method_tools.py`).
+
+If the run has tools, their calls are answered first: `step` is given the turns without a call.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
-from posttrain.conversations.chat import Chat
+from posttrain.conversations.chat import Chat, OwnAnswer
 from posttrain.conversations.conversation import ChatError
+from posttrain.conversations.method_tools import MethodEpisode, has_method_tools
 from posttrain.conversations.settings import AGENT_KEY as KEY
 from posttrain.conversations.tools.threads import Threads
 from posttrain.errors import UserError
@@ -41,6 +45,8 @@ Gymnasium: (observation, reward, terminated, truncated, facts)."""
 
 
 Lead = Callable[[Chat, dict[str, Any]], Coroutine[Any, Any, Any]]
+Call = Callable[..., Awaitable[Any]]
+"""Calls a method of an environment: a plain one in a thread."""
 
 
 class Environment(Protocol):
@@ -48,6 +54,11 @@ class Environment(Protocol):
 
     takes_token_ids: bool = False
     """Whether `step` is given the model's token ids instead of its text. Optional."""
+    takes_messages: bool = False
+    """Whether `step` is given all messages so far instead, the model's turn last. Optional."""
+    gives_score: bool = True
+    """Whether the sum of its rewards is the score. If not, reward functions find them in `extra_info` as
+    `turn_rewards`. Optional."""
 
     def reset(self, row: dict[str, Any], seed: int) -> Observation:
         """Begins an episode. Random choices follow from `seed`, so that the run can be repeated."""
@@ -59,10 +70,13 @@ class Environment(Protocol):
 
 
 def is_environment(source: Any) -> bool:
-    return inspect.isclass(source) and all(callable(getattr(source, name, None)) for name in ("reset", "step"))
+    """Whether it is a class with `reset` and `step`, or with `reset` and methods that are tools."""
+    if not (inspect.isclass(source) and callable(getattr(source, "reset", None))):
+        return False
+    return callable(getattr(source, "step", None)) or has_method_tools(source)
 
 
-def play(kind: type, name: str, config: Mapping[str, Any]) -> Lead:
+def play(kind: Callable[..., Any], name: str, config: Mapping[str, Any], max_turns: int | None = None) -> Lead:
     """The agent that plays this environment, made anew with `config` for each conversation."""
     try:
         inspect.signature(kind).bind(**config)
@@ -73,38 +87,92 @@ def play(kind: type, name: str, config: Mapping[str, Any]) -> Lead:
         ) from None
     threads = Threads()
 
-    async def call(method: Callable[..., Any], *args: Any) -> Any:
+    async def call(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         is_async = inspect.iscoroutinefunction(getattr(method, "func", method))
-        made = method(*args) if is_async else await threads.run(method, *args)
+        made = method(*args, **kwargs) if is_async else await threads.run(method, *args, **kwargs)
         return await made if inspect.isawaitable(made) else made
 
-    async def lead(chat: Chat, row: dict[str, Any]) -> float:
+    async def lead(chat: Chat, row: dict[str, Any]) -> float | None:
         environment = await call(lambda: kind(**config))
+        episode = (StepEpisode if hasattr(environment, "step") else MethodEpisode)(environment, chat, call)
         try:
-            observation = await call(_bind_reset(environment.reset, row, chat.seed))
-            if isinstance(observation, tuple) and len(observation) == 2 and isinstance(observation[1], Mapping):
-                observation, facts = observation  # as in Gymnasium
-                chat.facts.update(facts)
-            _start(chat, observation)
-            total, done = 0.0, False
-            while not done and not chat.over:
-                text = await chat.say()
-                assert chat.last is not None
-                ids = getattr(environment, "takes_token_ids", False)
-                observation, reward, done, *rest = await call(environment.step, chat.last.token_ids if ids else text)
-                if rest and not isinstance(rest[0], Mapping):  # as in Gymnasium: terminated, truncated
-                    truncated = rest.pop(0)
-                    done = bool(done or truncated)
-                total += float(reward)
-                chat.facts.update(*rest)
-                if not done:
-                    _tell(chat, observation)
-            return total
+            await episode.begin(row)
+            await _converse(chat, episode, max_turns)
+            return episode.score
         finally:
             if hasattr(environment, "close"):
                 await call(environment.close)
 
     return lead
+
+
+class Episode(Protocol):
+    """One conversation with an environment."""
+
+    score: float | None
+    """None leaves it to the reward function."""
+
+    @property
+    def answer_own(self) -> OwnAnswer | None:
+        """Answers calls of the environment's own tools."""
+        ...
+
+    async def begin(self, row: dict[str, Any]) -> None: ...
+
+    async def judge(self, messages: Sequence[Message], text: str) -> tuple[bool, Observation]:
+        """(whether it is over, what the model reads next) after a turn without tool calls."""
+        ...
+
+
+async def _converse(chat: Chat, episode: Episode, max_turns: int | None) -> None:
+    """Turn after turn, until the episode is over, or no room or turn is left. The last turn is judged, too."""
+    messages = list(chat.messages)
+    while not chat.over:
+        text = await chat.say(stop=chat.call_format.stop if chat.tools else ())
+        messages.append({"role": "assistant", "content": text})
+        is_last = max_turns is not None and chat.turns >= max_turns
+        calls = chat.tool_calls() if chat.tools else []
+        is_over, observation = (False, None) if calls else await episode.judge(messages, text)
+        if is_over:
+            return
+        if is_last:
+            chat.end("turns")
+            return
+        messages += await chat.answer(calls, episode.answer_own) if calls else _tell(chat, observation)
+
+
+class StepEpisode:
+    """An episode of a class with `reset` and `step`."""
+
+    answer_own = None
+
+    def __init__(self, environment: Any, chat: Chat, call: Call) -> None:
+        self._environment, self._chat, self._call = environment, chat, call
+        self.score = 0.0 if getattr(environment, "gives_score", True) else None
+
+    async def begin(self, row: dict[str, Any]) -> None:
+        observation = await self._call(_bind_reset(self._environment.reset, row, self._chat.seed))
+        if isinstance(observation, tuple) and len(observation) == 2 and isinstance(observation[1], Mapping):
+            observation, facts = observation  # as in Gymnasium
+            self._chat.facts.update(facts)
+        _start(self._chat, observation)
+
+    async def judge(self, messages: Sequence[Message], text: str) -> tuple[bool, Observation]:
+        action: Any = text
+        if getattr(self._environment, "takes_token_ids", False):
+            assert self._chat.last is not None
+            action = self._chat.last.token_ids
+        elif getattr(self._environment, "takes_messages", False):
+            action = [dict(one) for one in messages]
+        observation, reward, done, *rest = await self._call(self._environment.step, action)
+        if rest and not isinstance(rest[0], Mapping):  # as in Gymnasium: terminated, truncated
+            truncated = rest.pop(0)
+            done = bool(done or truncated)
+        self._chat.add_reward(float(reward))
+        if self.score is not None:
+            self.score += float(reward)
+        self._chat.facts.update(*rest)
+        return bool(done), observation
 
 
 def _bind_reset(reset: Callable[..., Any], row: dict[str, Any], seed: int) -> Callable[[], Any]:
@@ -126,15 +194,18 @@ def _start(chat: Chat, observation: Observation) -> None:
         chat.start_ids(observation)  # pyright: ignore (token ids)
 
 
-def _tell(chat: Chat, observation: Observation) -> None:
+def _tell(chat: Chat, observation: Observation) -> list[dict[str, Any]]:
+    """Gives the messages that the model reads; none for token ids."""
     if observation is None:
         raise ChatError("the environment is not over, and `step` gave no observation for the model's next turn")
     messages = [{"role": "user", "content": observation}] if isinstance(observation, str) else _messages(observation)
     if messages is None:
         chat.tell_ids(observation)  # pyright: ignore (token ids)
-        return
-    for message in messages:
-        chat.tell(message["content"], role=message.get("role", "user"))
+        return []
+    told = [{"role": message.get("role", "user"), "content": message["content"]} for message in messages]
+    for message in told:
+        chat.tell(message["content"], role=message["role"])
+    return told
 
 
 def _messages(observation: Message | Sequence[Any]) -> list[Message] | None:

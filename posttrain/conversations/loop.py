@@ -17,7 +17,7 @@ from typing import Any
 
 from posttrain.conversations.agents import Agents
 from posttrain.conversations.chat import Chat, Generate, Setup
-from posttrain.conversations.conversation import Conversation, Key, TurnRequest
+from posttrain.conversations.conversation import ChatError, Conversation, Key, TurnRequest, request_number
 from posttrain.conversations.outcome import Ended, Event
 from posttrain.conversations.runner import Runner
 from posttrain.rollout.base import Output
@@ -32,9 +32,11 @@ class ConversationLoop:
         self.tokenizer = setup.template.tokenizer
         self._open: dict[Key, Conversation] = {}
         self._chats: dict[Key, Chat] = {}
-        self._generating: dict[Key, Generate] = {}
+        # Turns that the engines generate, and the branches that they are for, by the numbers of their requests: a
+        # program may await several at once.
+        self._generating: dict[Key, dict[int, tuple[Generate, int]]] = {}
         # What agents did that was not processed yet.
-        self._events: dict[Any, Event] = {}
+        self._events: dict[Any, list[Event]] = {}
         self._ended: dict[int, list[Key]] = {}
         self.records: dict[Key, Conversation] = {}
         """Of whole responses, until the caller pops them."""
@@ -66,11 +68,10 @@ class ConversationLoop:
         self.runner.tools.open(key, tool_arguments(row.get("extra_info")))
         first = self.runner.start(key, agent, chat, own)
         if isinstance(first, Generate) and not first.stop:
-            self._generating[key] = first
-            conversation.begin_request(conversation.main)
+            self._generating[key] = {conversation.begin_request(conversation.main): (first, 0)}
             return True
         if first is not None:
-            self._events[key] = first
+            self._events[key] = [first]
         return False
 
     def receive(self, rank: int, outputs: Sequence[Output]) -> list[Output]:
@@ -78,17 +79,27 @@ class ConversationLoop:
         whole = []
         for output in outputs:
             key: Key = output.id[:2]  # pyright: ignore (a request of a later turn has its number behind)
-            request, conversation = self._generating.pop(key), self._open[key]
+            conversation, pending = self._open[key], self._generating[key]
+            request, number = pending.pop(request_number(output.id))
             conversation.rank = rank
-            branch = conversation.branches[request.branch]
-            conversation.end_request(branch, request.prompt_ids, output, kept=request.kept)
+            branch = conversation.branches[number]
             # An agent may have failed while the model generated: then its end is here already.
-            event = self._events.pop(key, None) or self.runner.give(key, output)
+            end = _end_of(self._events.get(key, ()))
+            if end is not None and request.branch is None:  # no client of the program gets it
+                conversation.give_up(branch)
+            else:
+                conversation.end_request(branch, request.prompt_ids, output, kept=request.kept)
+            if pending:
+                self.runner.give(key, request, output)
+                continue
+            del self._generating[key]
+            event = end or self.runner.give(key, request, output)
             if isinstance(event, Ended):
+                self._events.pop(key, None)
                 whole.append(self._end(key, event))
                 continue
             if event is not None:
-                self._events[key] = event
+                self._events[key] = [event]
             if self.runner.is_inline(key):  # continues in the order in which tools were called
                 self._open[key] = self._open.pop(key)
         return whole
@@ -100,39 +111,72 @@ class ConversationLoop:
     @property
     def others_may_join(self) -> bool:
         """Whether turns that are not ready yet are to be admitted between two decode steps of those that are."""
-        return not self.in_rounds and len(self._open) > len(self._generating)
+        asks_again = self.agents.settings.by_url  # a program may want a turn while it awaits another
+        return not self.in_rounds and (bool(self._open) if asks_again else len(self._open) > len(self._generating))
 
     def next(self, *, wait: bool) -> tuple[dict[int, list[TurnRequest]], list[Output]]:
         """(by rank, the turns that come next; responses that are whole). With `wait`, at least one conversation
         continues."""
-        self._events |= self.runner.poll()
-        while wait and self._must_wait():
-            self._events |= self.runner.wait()
+        self._add_events(self.runner.poll())
         following: dict[int, list[TurnRequest]] = {}
         whole = []
-        for key in [key for key in self._open if key in self._events and key not in self._generating]:
-            event = self._events.pop(key)
-            if isinstance(event, Ended):
-                whole.append(self._end(key, event))
-            else:
-                following.setdefault(self._open[key].rank, []).append(self._request(key, event))
+        rejected = True
+        while rejected:
+            while wait and self._must_wait():
+                self._add_events(self.runner.wait())
+            wanted = self._take_wanted(whole)
+            rejected = [key for key, one in wanted if not self._admit(key, one, following)]
+            # An agent whose turn was rejected may want another one.
+            rejected = rejected and wait and not following and not whole
         return following, whole
+
+    def _take_wanted(self, whole: list[Output]) -> list[tuple[Key, Generate]]:
+        """The turns that agents want, by conversation. Those that have ended are added to `whole`."""
+        found = []
+        for key in [key for key in self._open if key in self._events]:
+            end = _end_of(self._events[key])
+            if end is None:
+                # Turns that are wanted at once are numbered by their tokens, not by the order in which they came.
+                wanted = [one for one in self._events.pop(key) if isinstance(one, Generate)]
+                found += [(key, one) for one in sorted(wanted, key=lambda one: one.prompt_ids)]
+            elif key not in self._generating:
+                del self._events[key]
+                whole.append(self._end(key, end))
+        return found
+
+    def _add_events(self, found: Mapping[Any, list[Event]]) -> None:
+        for key, events in found.items():
+            self._events.setdefault(key, []).extend(events)
 
     def _must_wait(self) -> bool:
         thinking = len(self._open) - len(self._generating) - self.agents.waiting
         ready = len(self._events.keys() - self._generating.keys())
         return ready < thinking if self.in_rounds else bool(thinking) and not ready
 
-    def _request(self, key: Key, wanted: Generate) -> TurnRequest:
-        conversation = self._open[key]
-        branch, self._generating[key] = conversation.branches[wanted.branch], wanted
+    def _admit(self, key: Key, wanted: Generate, following: dict[int, list[TurnRequest]]) -> bool:
+        """Adds the request for a turn to its rank's; False if the conversation has no room for it, as its agent is
+        told."""
+        conversation, pending = self._open[key], self._generating.get(key, {})
+        prompt, most = wanted.prompt_ids, wanted.max_tokens
+        if wanted.branch is None:
+            try:
+                branch = conversation.branch_behind(
+                    prompt, self.setup.limits, {number for _, number in pending.values()}
+                )
+            except ChatError as error:
+                self.runner.give(key, wanted, error)
+                return False
+            most = min(self.setup.limits.response - branch.length, most)
+        else:
+            branch = conversation.branches[wanted.branch]
         after, number = branch.last_request, conversation.begin_request(branch)
+        self._generating[key] = {**pending, number: (wanted, branch.number)}
         # Every turn draws with a seed of its own: with the prompt's, turns of equal length would draw alike.
         seed = combine_seeds(conversation.seed, number) if number else conversation.seed
-        fresh = wanted.prompt_ids[: len(branch.cached_ids)] != branch.cached_ids
-        return TurnRequest(
-            key, number, wanted.prompt_ids, wanted.max_tokens, seed, conversation.how, wanted.stop, fresh, after
-        )
+        fresh = prompt[: len(branch.cached_ids)] != branch.cached_ids
+        made = TurnRequest(key, number, prompt, most, seed, conversation.how, wanted.stop, fresh, after)
+        following.setdefault(conversation.rank, []).append(made)
+        return True
 
     def _end(self, key: Key, ended: Ended) -> Output:
         conversation, chat, tools = self._open.pop(key), self._chats.pop(key), self.runner.tools
@@ -154,6 +198,10 @@ class ConversationLoop:
         """By rank, conversations that have ended since the last call."""
         ended, self._ended = self._ended, {}
         return ended
+
+
+def _end_of(events: Sequence[Event]) -> Ended | None:
+    return next((one for one in events if isinstance(one, Ended)), None)
 
 
 def tool_arguments(info: Any) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from posttrain.config.root import PPOConfig
-from posttrain.conversations.agents import Agents
+from posttrain.conversations.agents import Agents, name_of
 from posttrain.conversations.chat import Setup
 from posttrain.conversations.conversation import Limits
 from posttrain.conversations.format_proof import FALLBACK, choose_format, find_format
@@ -24,8 +24,9 @@ from posttrain.conversations.serving.model import ServedModel
 from posttrain.conversations.settings import AGENT_KEY as KEY
 from posttrain.conversations.settings import BUILT_IN, AgentSettings, agent_settings, turn_settings
 from posttrain.conversations.templates import MessageTemplate
-from posttrain.conversations.tools.registry import make_tools
+from posttrain.conversations.tools.registry import make_tools_of
 from posttrain.conversations.tools.runner import ToolRunner
+from posttrain.conversations.verifiers import as_program
 from posttrain.errors import UserError
 from posttrain.rollout.base import Sampling
 from posttrain.spelling import closest
@@ -37,32 +38,35 @@ def open_conversations(
 ) -> Iterator[ConversationLoop | None]:
     """The loop with its tools and agents at work; None where responses have one turn."""
     rollout, data = config.actor_rollout_ref.rollout, config.data
-    agents, turns = agent_settings(rollout.agent), turn_settings(rollout.multi_turn)
+    named, turns = agent_settings(rollout.agent), turn_settings(rollout.multi_turn)
+    agents = as_program(named)
     if not (agents.enable or turns.enable):
         yield None
         return
     context: dict[str, Any] = {"config": config, "tokenizer": tokenizer}
     by_row = Agents(agents, turns, context)
-    tools = make_tools(turns.tools, turns.tool_config, config_path=turns.tool_config_path) if turns.enable else {}
+    tools = make_tools_of(turns) if turns.enable else {}
     for tool in tools.values():
         if note := getattr(tool, "note", None):
             say(f"note: {note}")
     template = MessageTemplate(tokenizer, data.apply_chat_template_kwargs)
     schemas = [tool.schema for tool in tools.values()]
     call_format = FALLBACK
-    if tools:
+    if shown := [*schemas, *by_row.tools]:
         call_format, note = choose_format(template, turns.format)
-        template.check_tools(schemas)
+        template.check_tools(shown)
         if note:
             say(note)
         limit = f"up to {turns.max_assistant_turns}" if turns.max_assistant_turns else "any number of"
-        say(f"Tools: {', '.join(tools)}; a response has {limit} turns.")
-    limits = Limits(data.max_prompt_length, data.max_response_length)
+        say(f"Tools: {', '.join(one['function']['name'] for one in shown)}; a response has {limit} turns.")
+    limits = Limits(data.max_prompt_length, data.max_response_length, agents.max_rows)
     in_rounds = device.type == "cpu" or config.trainer.deterministic
     answers = {"max_chars": turns.max_tool_response_length, "side": turns.tool_response_truncate_side}
     with ExitStack() as opened:
         if agents.program:
-            call_format = _open_programs(opened, context, agents, template, turns.format, limits, say)
+            call_format = _open_programs(opened, context, agents, template, turns.format, limits, say, named.path)
+        elif by_row.interactions and agents.default == "tool_agent":
+            say(f"Interactions: {', '.join(by_row.interactions.names)}; they answer the model's turns.")
         elif agents.enable:
             say(f"Agent: {agents.default or 'by the rows (agent_name)'}; it leads each conversation.")
         turns = replace(turns, format=call_format)  # `auto` is known now
@@ -86,8 +90,10 @@ def _open_programs(
     wanted: str,
     limits: Limits,
     say: Callable[[str], None],
+    name: str | None,
 ) -> str:
-    """Opens the server through which programs lead conversations; gives the format of their tool calls."""
+    """Opens the server through which programs lead conversations; gives the format of their tool calls. `name` is that
+    of an environment that the program plays."""
     require_aiohttp()
     from posttrain.conversations.programs import Programs
 
@@ -104,16 +110,26 @@ def _open_programs(
         any_name=True,
     )
     context["programs"] = programs = opened.enter_context(Programs(agents, model, say))
-    say(f"Agent: the program `{agents.program}`, one per conversation, by its base URL at {programs.url}.")
+    per = "one for the run" if agents.program_per == "run" else "one per conversation"
+    say(f"Agent: the program `{name or agents.program}`, {per}, by its base URL at {programs.url}.")
     return call_format
 
 
-def check_agent_names(loop: ConversationLoop | None, names: Iterable[Any]) -> None:
-    """Rows may name their agents (column `agent_name`): all of these must be known before the first step."""
-    wanted = sorted({str(name) for name in names if name})
+def check_rows(loop: ConversationLoop | None, infos: Iterable[Any]) -> None:
+    """Rows may name their agents (`agent_name` of their `extra_info`) and interactions: all of these must be known
+    before the first step."""
+    infos = list(infos)
+    wanted = sorted({name for info in infos if (name := name_of({"extra_info": info}))})
     if loop is not None and loop.has_agents:
+        known = [one["function"]["name"] for one in loop.agents.tools]
         for name in wanted:
-            loop.agents.agent(name)
+            own = [one["function"]["name"] for one in loop.agents.agent(name).tools]
+            if own != known and own:
+                raise UserError(f"rows name the environment {name}, which has tools.\n  to do:  {KEY}={name}")
+        if (interactions := loop.agents.interactions) is not None:
+            for info in infos:
+                if (name_of({"extra_info": info}) or loop.agents.settings.default) == "tool_agent":
+                    interactions.name_of(info)
     elif strange := [name for name in wanted if name not in BUILT_IN]:
         near = closest(strange[0], BUILT_IN)
         hint = f" Did you mean {near}?" if near else ""

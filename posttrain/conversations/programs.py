@@ -1,9 +1,10 @@
 """Programs as agents: each sample has a base URL, behind which a program of the user's speaks to the policy.
 
 The trainer starts the program for every sample (`agent.program="python agent.py"`), with the address in the variables
-that the `openai` and `anthropic` clients read, or waits for programs that run elsewhere (`agent.program=outside`). A
-program is one more agent of the conversation loop: `lead` ends when the program has, and its requests become turns of
-the conversation. What a program does wrong costs its own sample.
+that the `openai` and `anthropic` clients read. Or a program asks for samples itself: one that is started once
+(`agent.program_per=run`), or programs that run elsewhere (`agent.program=outside`). A program is one more agent of the
+conversation loop: `lead` ends when the program has, and its requests become turns of the conversation. What a program
+does wrong costs its own samples.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from typing import Any
 from aiohttp import web
 
 from posttrain.conversations.chat import Chat, ChatFull
-from posttrain.conversations.conversation import ChatError
+from posttrain.conversations.conversation import ChatError, TooManyRows
 from posttrain.conversations.ledger import Ledger
 from posttrain.conversations.program_process import Program, find_command
 from posttrain.conversations.serving.app import Channel, make_app
@@ -33,7 +34,7 @@ from posttrain.conversations.serving.model import Prompt, ServedModel
 from posttrain.conversations.serving.requests import Answer, ApiError, ContextFull, ModelRequest
 from posttrain.conversations.serving.retries import Retries
 from posttrain.conversations.settings import AGENT_KEY as KEY
-from posttrain.conversations.settings import AgentSettings
+from posttrain.conversations.settings import OUTSIDE, AgentSettings
 from posttrain.conversations.tools.loop_thread import LoopThread
 from posttrain.errors import UserError
 from posttrain.rollout.base import Output, Sampling
@@ -41,6 +42,8 @@ from posttrain.rollout.base import Output, Sampling
 KEY_VARIABLE = "POSTTRAIN_API_KEY"
 _START_S = 30.0
 QUIET_S = 60.0  # after which the user is told that no program asks for samples
+_LOOK_S = 0.05  # between two looks at whether the program of the run is to be started or ended
+_LONGEST_ERROR = 2000  # characters
 _LONGEST_VARIABLE = 100_000  # bytes; Linux starts no program with a longer one
 
 
@@ -60,8 +63,22 @@ class Session:
     ledger: Ledger
     retries: Retries = field(default_factory=lambda: Retries(aborts=False))
     reward: float | None = None
+    error: str | None = None
+    is_claimed: bool = False
+    """Whether a program has asked for it; `claimed` says so to the event loop of its agent."""
     over: asyncio.Event = field(default_factory=asyncio.Event)
     claimed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def claim(self) -> None:
+        """A program plays it now."""
+        self.is_claimed = True
+        self.loop.call_soon_threadsafe(self.claimed.set)
+
+    def end(self, error: str | None = None) -> None:
+        """Its program has ended it, or has failed."""
+        self.error = error
+        for event in (self.claimed, self.over):
+            self.loop.call_soon_threadsafe(event.set)
 
     async def sample(
         self, prompt: Prompt, sampling: Sampling, seed: int | None, on_progress: Callable[[Output], None] | None
@@ -70,6 +87,8 @@ class Session:
         wanted = self.chat.generate_behind(prompt.ids, max_tokens=sampling.max_tokens, stop=sampling.stop)
         try:
             return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(wanted, self.loop))
+        except TooManyRows as error:
+            raise ApiError(f"{error}.", code="max_rows") from error
         except (ChatFull, ChatError) as error:
             limits = self.chat.limits
             raise ContextFull(len(prompt.ids), limits.prompt + limits.response) from error
@@ -81,34 +100,47 @@ class Programs:
     def __init__(self, settings: AgentSettings, model: ServedModel, say: Callable[[str], None]) -> None:
         assert settings.program is not None
         self.settings, self.model, self._say = settings, model, say
-        self.outside = settings.program == "outside"
+        outside = settings.program == OUTSIDE
+        self.asks = outside or settings.program_per == "run"
+        """Whether programs ask for samples, instead of being started for one."""
         self.run_key = os.environ.get(KEY_VARIABLE) or None
-        if self.outside and self.run_key is None:
+        if outside and self.run_key is None:
             raise UserError(
                 f"{KEY}.program=outside: programs elsewhere need a key to ask for samples with.\n"
                 f"  to do:  set the environment variable {KEY_VARIABLE} for the run and for the programs"
             )
-        self.command = None if self.outside else find_command(settings)
+        self.run_key = self.run_key or secrets.token_urlsafe(24)
+        self.command = None if outside else find_command(settings)
         self._sessions: dict[str, Session] = {}
-        # Samples for programs elsewhere. The server's thread takes from it what the agents' thread puts in.
+        # Samples for programs that ask. The server's thread takes from it what the agents' thread puts in.
         self._unclaimed = deque[Session]()
         self._slots = Slots(settings.max_programs)
         self._thread = LoopThread("programs")
+        self._keeping: asyncio.Task[Any] | None = None
         self.url = ""
         self.counts = {"requests": 0, "changed": 0, "repeated": 0}
         self._told: set[str] = set()
         self._last_asked = time.monotonic()
+        self._finished = 0
 
     def __enter__(self) -> Programs:
         self.url = self._thread.start(self._listen()).result(_START_S)
-        if self.outside:
+        if self.command is None:
             self._say(f"Programs ask for samples at {self.url}/s/next, with the key of {KEY_VARIABLE}.")
+        elif self.asks:
+            self._thread.start(self._keep_program(self.command))
         return self
 
     def __exit__(self, *_: object) -> None:
         with suppress(Exception):
-            self._thread.start(self._runner.cleanup()).result(_START_S)
+            self._thread.start(self._stop()).result(_START_S)
         self._thread.stop()
+
+    async def _stop(self) -> None:
+        if self._keeping is not None:
+            self._keeping.cancel()
+            await asyncio.wait([self._keeping])  # until the program has ended
+        await self._runner.cleanup()
 
     async def _listen(self) -> str:
         routes = [
@@ -135,7 +167,7 @@ class Programs:
     # -- the agent ------------------------------------------------------------------------------------------------
     async def lead(self, chat: Chat, row: dict[str, Any]) -> float | None:
         """Leads a conversation until its program has ended; gives its reward, or None for the reward function."""
-        if self.outside:
+        if self.asks:
             return await self._wait_for_program(self._open(chat, row))
         await chat.pause(self._slots.take())
         session = self._open(chat, row)
@@ -147,11 +179,13 @@ class Programs:
             self._slots.give_back()
 
     async def _wait_for_program(self, session: Session) -> float | None:
-        """Until a program elsewhere has posted a reward, or has said that it ended."""
+        """Until a program that asked for it has posted a reward, or has said that it ended."""
         self._unclaimed.append(session)
         try:
             await session.chat.pause(self._wait_for_claim(session))
             await session.over.wait()
+            if session.error is not None:
+                raise ProgramFailed(session.error)
             return session.reward
         finally:
             with suppress(ValueError):  # it was claimed
@@ -171,7 +205,7 @@ class Programs:
 
     def _open(self, chat: Chat, row: dict[str, Any]) -> Session:
         task = json.loads(json.dumps({**row, "messages": chat.messages}, default=_plain))
-        key = (self.run_key if self.outside else None) or secrets.token_urlsafe(24)
+        key = self.run_key if self.asks else secrets.token_urlsafe(24)
         id, loop = secrets.token_urlsafe(12), asyncio.get_running_loop()
         session = self._sessions[id] = Session(id, key, chat, task, loop, Ledger(self.model))
         return session
@@ -201,18 +235,35 @@ class Programs:
             if status:
                 raise ProgramFailed(f"it ended with {describe_status(status)}{program.last_words()}")
 
+    async def _keep_program(self, command: list[str]) -> None:
+        """Runs the program of the run, whenever samples wait. With it fail those that it had; all others too where it
+        has finished none, so that a program that cannot work does not start for ever."""
+        self._keeping = asyncio.current_task()
+        with tempfile.TemporaryDirectory(prefix="posttrain-program-") as folder:
+            output, variables = Path(folder) / "output", _addresses(self.url, self.run_key)
+            variables["POSTTRAIN_RUN_URL"] = self.url
+            while True:
+                while not self._unclaimed:
+                    await asyncio.sleep(_LOOK_S)
+                self._finished, self._last_asked = 0, time.monotonic()
+                async with Program(command, variables, output, memory_gb=self.settings.memory_gb) as program:
+                    ended = asyncio.ensure_future(program.wait())
+                    while not ended.done() and not self._is_stuck():
+                        await asyncio.wait([ended], timeout=_LOOK_S)
+                    why = f"ended with {describe_status(ended.result())}" if ended.done() else "asked for no sample"
+                lost = [one for one in tuple(self._sessions.values()) if one.is_claimed or not self._finished]
+                for session in lost:
+                    session.end(f"the program of the run {why}{program.last_words()}")
+
+    def _is_stuck(self) -> bool:
+        """Whether samples wait while the program plays none, and asks for none."""
+        waits = bool(self._unclaimed) and not any(one.is_claimed for one in tuple(self._sessions.values()))
+        return waits and time.monotonic() - self._last_asked > self.settings.timeout_s
+
     def _variables(self, session: Session, reward_file: Path) -> dict[str, str]:
         base, task = f"{self.url}/s/{session.id}", json.dumps(session.task, ensure_ascii=False)
-        given = {
-            "OPENAI_BASE_URL": f"{base}/v1",
-            "OPENAI_API_KEY": session.key,
-            "ANTHROPIC_BASE_URL": base,
-            "ANTHROPIC_API_KEY": session.key,
-            "OPENAI_AGENTS_DISABLE_TRACING": "1",
-            "POSTTRAIN_SESSION_URL": base,
-            KEY_VARIABLE: session.key,
-            "POSTTRAIN_REWARD_FILE": str(reward_file),
-        }
+        given = _addresses(base, session.key)
+        given |= {"POSTTRAIN_SESSION_URL": base, "POSTTRAIN_REWARD_FILE": str(reward_file)}
         if len(task.encode()) < _LONGEST_VARIABLE:
             given["POSTTRAIN_TASK"] = task
         return given
@@ -220,8 +271,12 @@ class Programs:
     # -- requests, in the server's thread -------------------------------------------------------------------------
     def key(self, session: str | None) -> str | None:
         if session is None or session == "next":
-            return self.run_key or secrets.token_urlsafe()
+            return self.run_key
         return self._session(session).key
+
+    def session_of(self, session: str | None, request: ModelRequest) -> str | None:
+        """A program that plays many samples may use one client for all: its requests name their sample as the model."""
+        return session or (request.model if request.model in self._sessions else None)
 
     def channel(self, session: str | None, request: ModelRequest) -> Channel:
         found = self._session(session)
@@ -239,31 +294,36 @@ class Programs:
     def _session(self, id: str | None) -> Session:
         found = self._sessions.get(id or "")
         if found is None:  # 404, never 409: clients retry that
-            raise ApiError("This session has ended, or never was." if id else "Requests need a session.", status=404)
+            raise ApiError(
+                "This session has ended, or never was."
+                if id
+                else "Requests need a session: an address /s/ID/v1, or the ID as `model`.",
+                status=404,
+            )
         return found
 
     async def _take_reward(self, id: str, body: Any) -> dict[str, Any]:
         self._session(id).reward = parse_reward(body)
-        if self.outside:
-            await self._end(id, {})
-        return {"ok": True}
+        return await self._end(id, {}) if self.asks else {"ok": True}
 
     async def _give_task(self, id: str, body: Any) -> dict[str, Any]:
         return self._session(id).task
 
     async def _end(self, id: str, body: Any) -> dict[str, Any]:
-        session = self._session(id)
-        session.loop.call_soon_threadsafe(session.over.set)
+        """Ends a sample; with `{"error": "why"}` it has failed."""
+        error = body.get("error") if isinstance(body, dict) else None
+        self._session(id).end(None if error is None else str(error)[:_LONGEST_ERROR])
+        self._finished += 1
         return {"ok": True}
 
     async def _give_next(self, id: str, body: Any) -> dict[str, Any]:
-        """A sample that no program has yet, for programs that run elsewhere."""
-        if id != "next" or not self.outside:
+        """A sample that no program has yet, for programs that ask."""
+        if id != "next" or not self.asks:
             raise ApiError(f"There is no POST /s/{id} here.", status=404)
         self._last_asked = time.monotonic()
         with suppress(IndexError):  # there is none
             session = self._unclaimed.popleft()
-            session.loop.call_soon_threadsafe(session.claimed.set)
+            session.claim()
             base = f"{self.url}/s/{session.id}"
             return {"id": session.id, "base_url": f"{base}/v1", "task": session.task}
         return {"id": None}
@@ -271,7 +331,7 @@ class Programs:
     @property
     def waiting(self) -> int:
         """Conversations that no program leads yet: others must end first, or none has asked for them."""
-        if self.outside:
+        if self.asks:
             return len(self._unclaimed)
         return self._slots.waiting
 
@@ -317,6 +377,18 @@ class Slots:
             self._queue.popleft().set_result(None)
         else:
             self.free += 1
+
+
+def _addresses(base: str, key: str) -> dict[str, str]:
+    """Variables that clients read: where the model is, and their key."""
+    return {
+        "OPENAI_BASE_URL": f"{base}/v1",
+        "OPENAI_API_KEY": key,
+        "ANTHROPIC_BASE_URL": base,
+        "ANTHROPIC_API_KEY": key,
+        "OPENAI_AGENTS_DISABLE_TRACING": "1",
+        KEY_VARIABLE: key,
+    }
 
 
 def parse_reward(body: Any) -> float:

@@ -25,7 +25,7 @@ import types
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Hashable
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from posttrain.conversations.agents import Agent
@@ -54,7 +54,8 @@ class _Work:
     # tool; `generating`: for the model.
     since: float = 0.0
     task: asyncio.Task[Any] | None = None
-    turn: asyncio.Future[Output] | None = None
+    turns: dict[int, asyncio.Future[Output]] = field(default_factory=dict)
+    """Turns that it awaits, by the id of what it wants: a program may await several at once."""
 
 
 class Runner:
@@ -98,9 +99,10 @@ class Runner:
         self._lane.start(self._run(work, lambda: agent.lead(chat, row)))
         return None
 
-    def give(self, key: Hashable, output: Output) -> Event | None:
-        """The turn that was asked for; gives what the agent wants next, if it is inline and does not wait for a tool.
-        An agent that has ended meanwhile does not get the turn."""
+    def give(self, key: Hashable, wanted: Generate, output: Output | Exception) -> Event | None:
+        """The turn that was asked for, or why there is none (of agents in the trainer's event loop alone); gives what
+        the agent wants next, if it is inline and does not wait for a tool. An agent that has ended meanwhile does not
+        get the turn."""
         if key in self._inline:
             return self._step(key, output)
         if key in self._remote:
@@ -108,26 +110,27 @@ class Runner:
             self._processes.give(key, output)  # pyright: ignore (there are processes)
             return None
         work = self._work.get(key)
-        if work is None or work.turn is None:
+        future = None if work is None else work.turns.pop(id(wanted), None)
+        if work is None or future is None:
             return None
-        with self._lock:
-            work.state, self._moved = _QUEUED, time.monotonic()
-        future, work.turn = work.turn, None
-        _call_in(work.lane, lambda: future.done() or future.set_result(output))
+        if not work.turns:
+            with self._lock:
+                work.state, self._moved = _QUEUED, time.monotonic()
+        _call_in(work.lane, lambda: _settle(future, output))
         return None
 
     def is_inline(self, key: Hashable) -> bool:
         return key in self._inline
 
-    def poll(self) -> dict[Hashable, Event]:
+    def poll(self) -> dict[Hashable, list[Event]]:
         """What has happened since, by conversation."""
         self._check_deadlines()
-        found = dict[Hashable, Event]()
+        found = dict[Hashable, list[Event]]()
         while not self._news.empty():
             self._take(found)
         return found
 
-    def wait(self) -> dict[Hashable, Event]:
+    def wait(self) -> dict[Hashable, list[Event]]:
         """As `poll`, but at least one event if an agent is at work."""
         while not (found := self.poll()):
             with self._lock:
@@ -139,10 +142,10 @@ class Runner:
             with suppress(queue.Empty):
                 self._take(found, _CHECK_S)
             if found:
-                return found | self.poll()
+                break
         return found
 
-    def _take(self, found: dict[Hashable, Event], timeout_s: float = 0.0) -> None:
+    def _take(self, found: dict[Hashable, list[Event]], timeout_s: float = 0.0) -> None:
         key, event, conversation = self._news.get(timeout=timeout_s)
         if key in self._remote:
             chat, _ = self._remote.pop(key)
@@ -154,7 +157,7 @@ class Runner:
             self._calls -= 1
             event = self._step(key, event.result())
         if event is not None:
-            found[key] = event
+            found.setdefault(key, []).append(event)
 
     def close(self) -> None:
         """Agents that are still at work are cancelled; those that hang are left alone."""
@@ -197,7 +200,7 @@ class Runner:
             raise asyncio.CancelledError  # the conversation was given up, and its agent continues nevertheless
         try:
             if isinstance(wanted, Generate):
-                work.turn = turn = asyncio.get_running_loop().create_future()
+                work.turns[id(wanted)] = turn = asyncio.get_running_loop().create_future()
                 self._report(work, _GENERATING, wanted)
                 return await turn
             self._report(work, _CALLING)
@@ -205,7 +208,8 @@ class Runner:
                 return await wanted.until
             return await asyncio.wrap_future(self.tools.answer(key, wanted))
         finally:
-            self._set_running(work)
+            if not work.turns:  # its time begins when it awaits nothing
+                self._set_running(work)
 
     def _set_running(self, work: _Work) -> None:
         self._report(work, _RUNNING)
@@ -251,6 +255,15 @@ class Runner:
         for work in lost:
             self._report(work, _ENDED, Ended(error=BLOCKED))
         _call_in(lane, lane.loop.stop)
+
+
+def _settle(future: asyncio.Future[Output], output: Output | Exception) -> None:
+    if future.done():  # it was cancelled
+        return
+    if isinstance(output, Exception):
+        future.set_exception(output)
+    else:
+        future.set_result(output)
 
 
 @types.coroutine

@@ -17,6 +17,10 @@ SIDES = ("left", "middle", "right")
 _FORMATS = Path(__file__).parent / "formats"
 # A format of tool calls is a file. It is found by its name: checking settings must not import torch.
 FORMATS = tuple(sorted(file.stem for file in _FORMATS.glob("*.py") if file.stem not in ("__init__", "base")))
+OUTSIDE = "outside"
+"""What `agent.program` is where programs are started elsewhere."""
+VERIFIERS = "verifiers:"
+"""What an environment of the package verifiers begins with."""
 PROGRAM = "program"
 """The name of the agent that `agent.program` makes."""
 BUILT_IN = ("single_turn_agent", "tool_agent")
@@ -35,6 +39,10 @@ class TurnSettings:
     """Settings of tools by their names; each tool checks its own."""
     tool_config_path: str | None = None
     """A YAML file with tools of classes written for verl (`tools:` with `class_name`, `config`, `tool_schema`)."""
+    function_tool_path: str | None = None
+    """A Python file with functions that verl's `@function_tool` makes tools."""
+    mcp_config_path: str | None = None
+    """A JSON file of MCP servers (`mcpServers` with `command` and `args`, or `url`), all of whose tools are given."""
     max_assistant_turns: int | None = setting(None, range=ONE_OR_MORE)
     """Turns of the model in one response; null is as many as data.max_response_length has room for."""
     max_parallel_calls: int = setting(1, range=ONE_OR_MORE)
@@ -61,15 +69,25 @@ class AgentSettings:
     """Seconds that it may take between two turns of the model; a conversation that takes longer has failed."""
     processes: int = setting(32, range=ONE_OR_MORE)
     """Worker processes that agents run in; where there are more conversations, several share one."""
+    max_rows: int | None = setting(None, range=ONE_OR_MORE)
+    """Rows of one sample (sub-agents, compacted or changed histories); an agent that wants one more gets an error, a
+    program status 400. null is no limit."""
     default_agent_loop: str | None = None
     """A registered name, as verl has it: of the rows that name none in their column `agent_name`."""
     agent_loop_config_path: str | None = None
     """A YAML file of verl's form: a list of `name` and `_target_`."""
+    interaction_config_path: str | None = None
+    """A YAML file of verl's interactions, which answer the model's turns as a user would (`interaction:` with `name`,
+    `class_name`, `config`); also `multi_turn.interaction_config_path`."""
     program: str | None = None
     """A command that leads each conversation as a process of its own, which speaks to the policy by its base URL
     (docs/serve.md); `outside` waits for programs that are started elsewhere."""
+    program_per: str = setting("sample", choices=("sample", "run"))
+    """Whether the program is started for each sample, or once for the `run`: it then asks for samples itself
+    (docs/serve.md), which saves its start."""
     python: str | None = None
-    """The interpreter of a program that begins with `python`: its packages need not fit the trainer's."""
+    """The interpreter of a program that begins with `python`, or of verifiers: its packages need not fit the
+    trainer's."""
     max_programs: int = setting(32, range=ONE_OR_MORE)
     """Programs that run at once; the others of a step wait."""
     memory_gb: float | None = setting(None, range=POSITIVE)
@@ -80,13 +98,20 @@ class AgentSettings:
     """Its port; 0 takes one that is free."""
 
     @property
+    def by_url(self) -> bool:
+        """Whether programs lead conversations by their base URL; verifiers' environments are programs, too."""
+        return bool(self.program or (self.path or "").startswith(VERIFIERS))
+
+    @property
     def default(self) -> str | None:
         """The agent of rows that name none."""
-        return PROGRAM if self.program else self.path or self.default_agent_loop
+        interacts = "tool_agent" if self.interaction_config_path else None
+        return PROGRAM if self.by_url else self.path or self.default_agent_loop or interacts
 
     @property
     def enable(self) -> bool:
-        return bool(self.agent_loop_config_path or (self.default and self.default not in BUILT_IN))
+        files = self.agent_loop_config_path or self.interaction_config_path
+        return bool(files or (self.default and self.default not in BUILT_IN))
 
 
 def turn_settings(given: Mapping[str, Any]) -> TurnSettings:
@@ -110,10 +135,14 @@ def _check_turns(checked: Checked) -> Iterator[Finding]:
     settings = yield from check_dict(checked, TURNS_KEY, TurnSettings)
     if settings is None:
         return
-    if settings.enable and not (settings.tools or settings.tool_config_path):
+    # An environment has tools of its own, and an interaction answers turns without any.
+    agent = [one for one in checked.config.actor_rollout_ref.rollout.agent.values() if one is not None]
+    files = settings.tool_config_path or settings.function_tool_path or settings.mcp_config_path
+    if settings.enable and not (settings.tools or files or agent):
         what = f"`{TURNS_KEY}.enable=True`, but there is no tool that the model could call."
         yield checked.problem(what, "name some: actor_rollout_ref.rollout.tools=[calculator]", TURNS_KEY)
-    idle = [name for name in checked.config.actor_rollout_ref.rollout.multi_turn if name != "enable"]
+    always = ("enable", *(("max_assistant_turns",) if agent else ()))
+    idle = [name for name in checked.config.actor_rollout_ref.rollout.multi_turn if name not in always]
     if idle and not settings.enable:
         why = f"{TURNS_KEY}.enable is False, so that no tool is called"
         yield f"{TURNS_KEY}: {', '.join(idle)} have no effect: {why}."
@@ -128,17 +157,28 @@ def _check_agent(checked: Checked) -> Iterator[Finding]:
         what = f"`{AGENT_KEY}.path={settings.path}` and `{AGENT_KEY}.default_agent_loop={other}` are two agents."
         yield checked.problem(what, "keep one of them", AGENT_KEY)
     given = checked.config.actor_rollout_ref.rollout.agent
+    other = settings.path or (PROGRAM if settings.program else settings.default_agent_loop)
+    if settings.interaction_config_path and (settings.path or other in (PROGRAM, BUILT_IN[0])):
+        what = f"`{AGENT_KEY}.interaction_config_path` has no effect on the agent {other}, which leads conversations."
+        yield checked.problem(what, "keep one of them", AGENT_KEY)
     if settings.program and (settings.path or settings.default_agent_loop):
         what = f"`{AGENT_KEY}.program` and `{AGENT_KEY}={settings.path or settings.default_agent_loop}` are two agents."
         yield checked.problem(what, "keep one of them", AGENT_KEY)
-    if settings.program and settings.host not in _LOOPBACK and not os.environ.get("POSTTRAIN_API_KEY"):
+    if settings.by_url and settings.host not in _LOOPBACK and not os.environ.get("POSTTRAIN_API_KEY"):
         what = f"`{AGENT_KEY}.host={settings.host}` lets other machines in, and there is no key."
         yield checked.problem(what, "set the environment variable POSTTRAIN_API_KEY", f"{AGENT_KEY}.host")
-    of_programs = [name for name in given if name in ("python", "max_programs", "memory_gb", "host", "port")]
-    if of_programs and not settings.program:
+    of_programs = [
+        name for name in given if name in ("program_per", "python", "max_programs", "memory_gb", "host", "port")
+    ]
+    if of_programs and not settings.by_url:
         yield f"{AGENT_KEY}: {', '.join(of_programs)} have no effect: {AGENT_KEY}.program is not set."
+    if settings.program == OUTSIDE and "program_per" in given:
+        yield f"{AGENT_KEY}.program_per has no effect: programs elsewhere are not started by the run."
+    asks = settings.by_url and (settings.program in (None, OUTSIDE) or settings.program_per == "run")
+    if "max_programs" in given and asks:
+        yield f"{AGENT_KEY}.max_programs has no effect: one program asks for samples, and decides how many it plays."
     if settings.program and "config" in given:
         yield f"{AGENT_KEY}.config has no effect: a program has its arguments in {AGENT_KEY}.program."
-    idle = [name for name in given if name in ("config", "timeout_s", "processes")]
+    idle = [name for name in given if name in ("config", "timeout_s", "processes", "max_rows")]
     if idle and not settings.enable:
         yield f"{AGENT_KEY}: {', '.join(idle)} have no effect: no agent is named ({AGENT_KEY}=FILE.py:NAME)."

@@ -65,6 +65,7 @@ class MessageTemplate:
         self.calls: CallMessages | None = None
         """How the template takes tool calls, once that is proved (`format_proof.py`). Tool results are then rendered
         behind a turn with calls: some templates reject, or write differently, results that no call precedes."""
+        self._ends: dict[str, str] = {}  # what follows a turn that nothing follows; rendered once, as turns are many
 
     def prompt(self, messages: Sequence[Message], tools: Any = None) -> list[int]:
         """Messages as a prompt, up to where the model's answer begins."""
@@ -138,13 +139,13 @@ class MessageTemplate:
             mark = f"{_PLACEHOLDER}{len(names) - 1}"  # stands in the last call
             turn = self.calls.message([(name, {"text": f"{_PLACEHOLDER}{n}"}) for n, name in enumerate(names)])
             shown = _with_ids(messages, [one["id"] for one in turn["tool_calls"]])
-        alone, text = (
-            rendered[rendered.index(mark) + len(mark) :]
-            for rendered in (
-                self.render([_QUESTION, turn], opens=False, tools=None),
-                self.render([_QUESTION, turn, *shown], opens=True, tools=None),
-            )
-        )
+        key = str(turn)
+        if key not in self._ends:
+            if len(self._ends) > 100:  # a model may write any name into a call
+                self._ends.clear()
+            self._ends[key] = self.render([_QUESTION, turn], opens=False, tools=None).partition(mark)[2]
+        alone, text = self._ends[key], self.render([_QUESTION, turn, *shown], opens=True, tools=None)
+        text = text[text.index(mark) + len(mark) :]
         end = self.calls.format.turn_end(alone) if self.calls and names else 0
         return alone[end:], text[end:]
 

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from posttrain.config.values import parse_yaml
+from posttrain.data.named import parse_name
 from posttrain.errors import UserError
 from posttrain.spelling import closest
 
@@ -26,15 +26,13 @@ _ASK = "\n\nWrite your final answer between <answer> and </answer>."
 
 def read_rows(name: str, setting: str, limit: int | None = None) -> Iterator[tuple[int, dict[str, Any]]]:
     """Numbered rows of a task; UserError for a task or a setting that the package does not have."""
-    task, settings = _parse(name, setting)
+    task, settings = parse_name(name, setting)
     settings.setdefault("seed", _SEEDS.get(setting, 0))
     size = settings.setdefault("size", _SIZE)
     if limit is not None:
         settings["size"] = min(size, limit)
-    if importlib.util.find_spec("reasoning_gym") is None:
-        raise UserError(
-            f"{setting}={name} needs the package reasoning-gym.\n  to do:  pip install 'posttrain[reasoning-gym]'"
-        )
+    if problem := find_problem(name):
+        raise UserError(f"{setting}={name} {problem[0]}.\n  to do:  {problem[1]}")
     command = [sys.executable, "-m", "posttrain.rewards.scorers.reasoning_gym", task, json.dumps(settings)]
     made = subprocess.run(command, capture_output=True, text=True)
     try:
@@ -53,18 +51,8 @@ def read_rows(name: str, setting: str, limit: int | None = None) -> Iterator[tup
         yield number + 1, row
 
 
-def _parse(name: str, setting: str) -> tuple[str, dict[str, Any]]:
-    """`TASK?KEY=VALUE&KEY=VALUE` as (task, settings)."""
-    task, _, rest = name.removeprefix(REASONING_GYM).partition("?")
-    settings = dict[str, Any]()
-    for part in filter(None, rest.split("&")):
-        key, equals, value = part.partition("=")
-        if not (key and equals):
-            raise UserError(
-                f"{setting}={name}: {part!r} is not KEY=VALUE.\n  to do:  {REASONING_GYM}TASK?size=1000&seed=1"
-            )
-        settings[key] = parse_yaml(value)
-    for key in ("size", "seed", "level"):
-        if not isinstance(settings.get(key, 1), int) or settings.get(key, 1) < (key == "size"):
-            raise UserError(f"{setting}={name}: {key} is {settings[key]!r}, no whole number that is large enough.")
-    return task, settings
+def find_problem(name: str) -> tuple[str, str] | None:
+    """(what is missing, what to do) if the package is not there."""
+    if importlib.util.find_spec("reasoning_gym") is None:
+        return "needs the package reasoning-gym", "pip install 'posttrain[reasoning-gym]'"
+    return None

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import datetime
 import gzip
-import importlib.util
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -18,13 +17,16 @@ from typing import Any, Generic, TypeVar
 from posttrain.config.data import HELD_OUT
 from posttrain.config.problem import Problem
 from posttrain.config.resolved import Resolved
-from posttrain.data.reasoning_gym import REASONING_GYM, read_rows
+from posttrain.data import reasoning_gym, verifiers
 from posttrain.errors import UserError
 from posttrain.texts import well_formed
 
 READABLE = (".parquet", ".json", ".jsonl", ".json.gz", ".jsonl.gz")
 # Data sets, besides gsm8k, that `posttrain data NAME` makes in a folder of their name.
 RECIPES = ("math", "math500", "mbpp", "humaneval", "nq_open", "hotpotqa", "banking77", "hh_rlhf", "hh_rlhf_sft")
+
+# What the name of rows begins with, where they are made instead of read from a file -> the module that makes them.
+_SOURCES = {reasoning_gym.REASONING_GYM: reasoning_gym, verifiers.VERIFIERS: verifiers}
 
 # Folder name -> the command that creates its files, for the message about a missing one.
 PREPARED_BY = {"gsm8k": "python examples/data_preprocess/gsm8k.py"}
@@ -105,7 +107,7 @@ def resolve_files(files: Any, setting: str = "data.train_files") -> list[Path | 
         files = [files]
     if not files or "" in files:
         raise DataError(f"{setting} names no file; give one path or a list of paths ({', '.join(READABLE)}).")
-    paths = [name if _is_named(name) else _expand(name) for name in files]
+    paths = [name if _source(name) else _expand(name) for name in files]
     # All problems at once: fixing paths one by one takes a start of the run each.
     problems = [problem for path in paths if isinstance(path, Path) and (problem := _path_problem(path))]
     if problems:
@@ -113,8 +115,9 @@ def resolve_files(files: Any, setting: str = "data.train_files") -> list[Path | 
     return paths
 
 
-def _is_named(name: Any) -> bool:
-    return str(name).startswith(REASONING_GYM)
+def _source(name: Any) -> Any:
+    """The module that makes rows of this name; None for a file."""
+    return next((source for prefix, source in _SOURCES.items() if str(name).startswith(prefix)), None)
 
 
 def _expand(name: Any) -> Path:
@@ -127,8 +130,8 @@ def load_rows(files: Any, *, limit: int = -1, setting: str = "data.train_files")
         return ready
     table, most = RowTable(), None if limit < 0 else limit
     for path in resolve_files(files, setting):
-        name = str(path)
-        table.add(name, read_rows(name, setting, most) if name.startswith(REASONING_GYM) else _read(Path(path)), most)
+        name, source = str(path), _source(path)
+        table.add(name, source.read_rows(name, setting, most) if source else _read(Path(path)), most)
     if not table.rows:
         raise DataError(f"{setting}: there are no rows in {', '.join(table.files)}.")
     return table
@@ -150,7 +153,7 @@ def _identity(files: Any, limit: int) -> tuple[Any, ...]:
     names = [files] if isinstance(files, str | os.PathLike) else list(files or [])
     found: list[Any] = [limit]
     for name in names:
-        if _is_named(name):
+        if _source(name):
             found.append(str(name))
             continue
         path = _expand(name)
@@ -390,10 +393,11 @@ def check_environment(resolved: Resolved, folder: Path) -> Iterator[Problem]:
         for name in value if isinstance(value, list) else [value]:
             if name is None or name == "embedded" or (can_hold_out and key == "data.val_files" and name == HELD_OUT):
                 continue
-            if str(name).startswith(REASONING_GYM):
-                if importlib.util.find_spec("reasoning_gym") is None:
-                    what = f"`{key}`: {name} needs the package reasoning-gym."
-                    yield Problem(what, resolved.where(key), "pip install 'posttrain[reasoning-gym]'")
+            if getattr(resolved.config.data, "custom_cls", None):
+                continue  # only the class knows what its files are
+            if source := _source(name):
+                if problem := source.find_problem(str(name)):
+                    yield Problem(f"`{key}`: {name} {problem[0]}.", resolved.where(key), problem[1])
                 continue
             # Relative to the working folder; an absolute name replaces it.
             path, where = folder / str(name), resolved.where(key)

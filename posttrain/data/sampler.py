@@ -6,13 +6,19 @@ on its arguments, so epoch and position are the whole state of a sampler.
 
 from __future__ import annotations
 
+import inspect
+import random
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
+import torch
 
 from posttrain.config.data import DataConfig
 from posttrain.data.dataset import PromptDataset
+from posttrain.data.own_dataset import as_tree, load_named
 from posttrain.data.rows import DataError
 from posttrain.registry import Registry
 
@@ -102,14 +108,52 @@ def make_sampler(
     dataset: PromptDataset, config: DataConfig, *, batch_size: int, seed: int, drop_last: bool = True
 ) -> PromptSampler:
     """Return the sampler that `data.sampler` names, for this data set; `seed` applies if `data.seed` is null."""
-    if config.sampler not in SAMPLERS:
+    if config.sampler not in SAMPLERS and ":" not in config.sampler:
         raise DataError(
             f"data.sampler is '{config.sampler}'; known are {', '.join(sorted(SAMPLERS))} (and those you register)."
         )
-    order, seed = SAMPLERS[config.sampler], seed if config.seed is None else config.seed
+    order = SAMPLERS.get(config.sampler) or own_order(config.sampler)
+    seed = seed if config.seed is None else config.seed
     return PromptSampler(
         len(dataset), batch_size, drop_last=drop_last, order=lambda epoch: order(dataset, config, seed, epoch)
     )
+
+
+def own_order(place: str) -> DatasetOrder:
+    """The order of `FILE.py:NAME`: a function like those that are registered, or a class of torch's samplers."""
+    make: Any = load_named(place, "data.sampler")
+    if inspect.isfunction(make):
+        return make
+    if callable(getattr(make, "update", None)):
+        raise DataError(
+            f"data.sampler={place}: its `update` would change the order by what was trained, and a resumed run could "
+            "not repeat that. Give an order that depends on the rows, the seed and the epoch."
+        )
+
+    def order(dataset: PromptDataset, config: DataConfig, seed: int, epoch: int) -> list[int]:
+        # Made anew in each epoch, with random numbers of its own: a resumed run has the same order.
+        with seeded(zlib.crc32(f"{seed} {epoch}".encode())):
+            sampler = make(data_source=dataset, data_config=as_tree(config))
+            if hasattr(sampler, "set_epoch"):
+                sampler.set_epoch(epoch)
+            return [int(row) for row in sampler]
+
+    return order
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Random numbers of Python, numpy and torch follow from the seed here, and continue as before behind it."""
+    kept, kept_numpy = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[]):
+        random.seed(seed)
+        np.random.seed(seed)
+        torch.manual_seed(seed)
+        try:
+            yield
+        finally:
+            random.setstate(kept)
+            np.random.set_state(kept_numpy)
 
 
 def sequential_batches(n: int, batch_size: int | None = None) -> Iterator[list[int]]:

@@ -14,7 +14,7 @@ import torch
 from posttrain.conversations.chat import Setup
 from posttrain.conversations.formats.base import FORMATS
 from posttrain.conversations.loop import tool_arguments
-from posttrain.conversations.opening import check_agent_names, open_conversations
+from posttrain.conversations.opening import check_rows, open_conversations
 from posttrain.conversations.settings import TURNS_KEY as KEY
 from posttrain.conversations.settings import agent_settings, turn_settings
 from posttrain.conversations.tools.base import Tool, ToolCall
@@ -69,7 +69,7 @@ def check_named_in_rows(case: Case) -> Iterator[Finding]:
     where = case.where("data.train_files")
     if case.turns is not None or not _has_turns(case):  # otherwise what the rows name is not to blame
         try:
-            check_agent_names(case.turns, names)
+            check_rows(case.turns, [item["extra_info"] for item in rows])
         except UserError as error:
             yield Finding(ERROR, AREA, str(error), where)
     if case.turns is None and not _has_turns(case) and (count := names.count("tool_agent")):

@@ -23,7 +23,18 @@ from posttrain.models.decoder import can_decode_fast
 from posttrain.models.loading import check_positions, positions_of
 from posttrain.planning.batch_sizes import check_group_size
 from posttrain.planning.budgets import apply_plan, planner_for
-from posttrain.planning.memory_plan import GIB, Device, Plan, Planner, Remedy, find_device, find_remedies, shown
+from posttrain.planning.memory_plan import (
+    GIB,
+    Cut,
+    Device,
+    Plan,
+    Planner,
+    Remedy,
+    find_cuts,
+    find_device,
+    find_remedies,
+    shown,
+)
 from posttrain.planning.supervised import ROLE
 from posttrain.rollout.engine_kwargs import check_on_any_machine
 from posttrain.rollout.engines import check_engine_name
@@ -59,7 +70,8 @@ def main(args: Sequence[str]) -> int:
     _check_as_the_run_does(resolved, device, planner)
     chosen = apply_plan(config, device, resolved.explicit, planner)
     plan = planner.plan(config, device)
-    print_text(report(config, plan, find_remedies(config, plan, planner), chosen))
+    cuts = find_cuts(config, plan, planner)
+    print_text(report(config, plan, find_remedies(config, plan, planner), chosen, cuts))
     # Without --gpu_gb the plan is for this machine, which may lack what the run needs.
     if gpu_gb is None and (problems := check_environment(resolved, working_folder())):
         print_text(f"On this machine the run is refused. {ConfigError(dict.fromkeys(problems))}")
@@ -121,7 +133,13 @@ class _ActorChecks:
         check_positions(positions_of(module), data.max_prompt_length + data.max_response_length)
 
 
-def report(config: Section, plan: Plan, remedies: Sequence[Remedy], chosen: Sequence[str] = ()) -> str:
+def report(
+    config: Section,
+    plan: Plan,
+    remedies: Sequence[Remedy],
+    chosen: Sequence[str] = (),
+    cuts: Sequence[Cut] = (),
+) -> str:
     """The table, the verdict, and the settings that would lower the peak; `chosen` are sentences on what the plan
     chose."""
     lines = [*_head(config, plan), *chosen, "", *_table(plan), ""]
@@ -132,6 +150,10 @@ def report(config: Section, plan: Plan, remedies: Sequence[Remedy], chosen: Sequ
         "What lowers it, with the present values:",
         *(f"  {remedy.words()}" for remedy in remedies),
     ]
+    if cuts:
+        fit = "that fit" if cuts[0].fits else "with the lowest peak; none fit"
+        lines += [f"Sizes of Megatron's ranks {fit}, on {plan.shape.workers} worker(s):"]
+        lines += [f"  {cut.words()}" for cut in cuts]
     return "\n".join(lines)
 
 

@@ -17,6 +17,7 @@ from posttrain.config.schema import lookup
 from posttrain.data.chat import TemplateError
 from posttrain.data.dataset import PromptDataset, describe_held_out, hold_out
 from posttrain.data.fields import is_missing
+from posttrain.data.own_dataset import read_own_rows
 from posttrain.data.pairs import PairDataset
 from posttrain.data.rows import RowTable, read_table
 from posttrain.data.supervised import SFTDataset
@@ -43,6 +44,8 @@ def check_rows(case: Case) -> Iterator[Finding]:
             continue
         try:
             taken = held_out if files == HELD_OUT else files
+            if case.is_rl and data.custom_cls and files != HELD_OUT:
+                taken = read_own_rows(data, split, case.tokenizer)
             table = read_table(taken, limit=int(data[f"{split}_max_samples"]), setting=f"data.{split}_files")
         except UserError as error:
             yield Finding(ERROR, AREA, str(error), case.where(f"data.{split}_files"))

@@ -51,6 +51,7 @@ class EngineSettings:
     max_rows: int | None = None
     pack: bool = True
     share_prompts: bool = True
+    exact: bool = False  # whether log-probs have the bits that the rollout gives them
     gradient_checkpointing: bool = False
     param_offload: bool = False
     optimizer_offload: bool = False

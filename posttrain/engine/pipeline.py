@@ -1,27 +1,90 @@
 """The order of the passes of a call, for a model in one piece and for one that is cut into stages of a pipeline.
 
 With several stages, each on ranks of its own, passes go one forward, one backward in turn (1F1B): a stage holds the
-activations of as many passes as there are stages behind it, and no more. All stages know the same passes, and with
-them the sizes of what travels. With one stage nothing travels, and every pass goes forward and backward before the
-next begins.
+activations of as many passes as there are stages behind it, and no more. A stage may hold several chunks of layers
+that do not follow each other (virtual stages): a pass then goes round all stages once for each chunk, and stages wait
+less for the first passes to arrive and the last ones to come back, but hold more of them.
+
+Every rank makes the same timetable of all stages, so that it knows which hidden states arrive when, and how large they
+are. With one stage nothing travels, and every pass goes forward and backward before the next begins.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from itertools import count
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-# (number of the pass, what arrived from the stage before) -> what goes to the next.
-Forward = Callable[[int, torch.Tensor | None], Any]
-# (number of the pass, gradient from the next stage) -> gradient for the stage before.
-Backward = Callable[[int, torch.Tensor | None], torch.Tensor | None]
+
+class Step(NamedTuple):
+    """A pass, by its number, forward or backward through one chunk of a stage's layers."""
+
+    number: int
+    chunk: int
+    backward: bool
+
+
+# (step, what arrived from the chunk before it) -> what goes to the next: hidden states, or their gradient.
+Compute = Callable[[Step, torch.Tensor | None], Any]
 # Number of the pass -> its tokens. Called only where hidden states travel: to count tokens is to pack them.
 Tokens = Callable[[int], int]
+
+
+def lead_of(stage: int, stages: int, chunks: int) -> int:
+    """Forward steps that a stage makes before its first backward step: the first stages run ahead by what is behind
+    them, so that these have work at once."""
+    behind = stages - stage - 1
+    return 2 * behind + (chunks - 1) * stages if chunks > 1 else behind
+
+
+def timetable(stages: int, chunks: int, passes: int, *, backward: bool) -> Iterator[list[Step | None]]:
+    """The step of every stage, one moment after the other; None where a stage waits."""
+    there = _order(stages, chunks, passes, backward=False)
+    back = _order(stages, chunks, passes, backward=True) if backward else []
+    done: dict[tuple[int, Step], int] = {}  # (stage, step) -> its moment
+    forwards, backwards = [0] * stages, [0] * stages
+
+    def was_done(place: int, step: Step, moment: int) -> bool:
+        """Whether this was computed before for the chunk at this place in the model."""
+        chunk, stage = divmod(place, stages)
+        return done.get((stage, step._replace(chunk=chunk)), moment) < moment
+
+    def next_step(stage: int, moment: int) -> Step | None:
+        first, second = forwards[stage], backwards[stage]
+        if first < len(there) and not (backward and first - second > lead_of(stage, stages, chunks)):
+            step, place = there[first], there[first].chunk * stages + stage
+            if place == 0 or was_done(place - 1, step, moment):
+                return step
+        if second < len(back):
+            step, place = back[second], back[second].chunk * stages + stage
+            ready = was_done(place, step._replace(backward=False), moment)
+            if ready and (place == stages * chunks - 1 or was_done(place + 1, step, moment)):
+                return step
+        return None
+
+    for moment in count():
+        if forwards == [len(there)] * stages and backwards == [len(back)] * stages:
+            return
+        tick = [next_step(stage, moment) for stage in range(stages)]
+        for stage, step in enumerate(tick):
+            if step is not None:
+                done[stage, step] = moment
+                (backwards if step.backward else forwards)[stage] += 1
+        yield tick
+
+
+def _order(stages: int, chunks: int, passes: int, *, backward: bool) -> list[Step]:
+    """The steps of one stage in one direction: as many passes as there are stages through a chunk, then through the
+    next, so that the first of them is back from the other stages when this one is free."""
+    found = []
+    for first in range(0, passes, stages):
+        for chunk in reversed(range(chunks)) if backward else range(chunks):
+            found += [Step(number, chunk, backward) for number in range(first, min(first + stages, passes))]
+    return found
 
 
 @dataclass(frozen=True)
@@ -33,6 +96,7 @@ class Pipeline:
     device: torch.device | None = None
     dtype: torch.dtype = torch.float32
     width: int = 0
+    chunks: int = 1  # of every stage
 
     @property
     def stage(self) -> int:
@@ -47,60 +111,57 @@ class Pipeline:
         """Whether this rank computes outputs and losses."""
         return self.stage == self.stages - 1
 
-    def exchange(
-        self,
-        *,
-        ahead: torch.Tensor | None = None,
-        back: torch.Tensor | None = None,
-        tokens_from_before: Callable[[], int] | None = None,
-        tokens_from_after: Callable[[], int] | None = None,
-    ) -> torch.Tensor | None:
-        """Sends and receives at once, so that no two stages wait for each other; gives what was received."""
-        before, after = self.stage > 0, not self.is_last
-        sent = [(ahead, self.stage + 1)] * (ahead is not None and after)
-        sent += [(back, self.stage - 1)] * (back is not None and before)
-        wanted = [(tokens_from_before, self.stage - 1)] * (tokens_from_before is not None and before)
-        wanted += [(tokens_from_after, self.stage + 1)] * (tokens_from_after is not None and after)
-        found = [
-            (torch.empty(tokens() if tokens else 0, 1, self.width, dtype=self.dtype, device=self.device), peer)
-            for tokens, peer in wanted
-        ]
-        # All sends and receives of a moment in one batch: two stages that each send first would wait for each other.
-        operations = [
-            dist.P2POp(dist.isend, tensor.detach().contiguous(), group=self.group, group_peer=peer)
-            for tensor, peer in sent
-            if tensor is not None
-        ]
-        operations += [dist.P2POp(dist.irecv, tensor, group=self.group, group_peer=peer) for tensor, peer in found]
-        for request in dist.batch_isend_irecv(operations) if operations else ():
-            request.wait()
-        return found[0][0] if found else None
+    def gives_outputs(self, chunk: int) -> bool:
+        """Whether nothing comes behind this chunk of this rank."""
+        return self.is_last and chunk == self.chunks - 1
 
     def share_from_last(self, tensor: torch.Tensor) -> None:
         """Fill `tensor` on all stages with that of the last."""
         if self.stages > 1:
             dist.broadcast(tensor, group=self.group, group_src=self.stages - 1)
 
-    def forward_only(self, count: int, tokens: Tokens, forward: Forward) -> None:
-        """All passes, without gradient."""
-        for number in range(count):
-            arrived = self.exchange(tokens_from_before=partial(tokens, number))
-            self.exchange(ahead=forward(number, arrived))
+    def run(self, passes: int, tokens: Tokens, compute: Compute, *, backward: bool) -> None:
+        """All passes there, and back if `backward`."""
+        arrived: dict[Step, torch.Tensor] = {}
+        requests: list[Any] = []  # of the moment before
+        for tick in timetable(self.stages, self.chunks, passes, backward=backward):
+            step, out = tick[self.stage], None
+            if step in arrived:
+                self._finish(requests)
+            if step is not None:
+                out = compute(step, arrived.pop(step, None))
+            # What arrives for a later step travels while this one is computed.
+            self._finish(requests)
+            requests = self._exchange(tick, out, arrived, tokens)
+        self._finish(requests)
 
-    def forward_and_backward(self, count: int, tokens: Tokens, forward: Forward, backward: Backward) -> None:
-        """All passes there and back."""
-        # The first stages run ahead by the number of stages behind them, so that these have work at once.
-        lead = min(self.stages - 1 - self.stage, count)
-        for number in range(lead):
-            arrived = self.exchange(tokens_from_before=partial(tokens, number))
-            self.exchange(ahead=forward(number, arrived))
-        arrived = self.exchange(tokens_from_before=partial(tokens, lead)) if lead < count else None
-        for number in range(lead, count):
-            out, done = forward(number, arrived), number - lead
-            # Sent forward and received back in one exchange: in the steady state neighbours do the opposite at once.
-            gradient = backward(done, self.exchange(ahead=out, tokens_from_after=partial(tokens, done)))
-            following = partial(tokens, number + 1) if number + 1 < count else None
-            arrived = self.exchange(back=gradient, tokens_from_before=following)
-        for number in range(count - lead, count):
-            gradient = self.exchange(tokens_from_after=partial(tokens, number))
-            self.exchange(back=backward(number, gradient))
+    def _exchange(
+        self, tick: list[Step | None], out: Any, arrived: dict[Step, torch.Tensor], tokens: Tokens
+    ) -> list[Any]:
+        """Begins to send what this stage computed, and to receive into `arrived` what others did for it."""
+        operations = []
+        for stage, step in enumerate(tick):
+            target, following = self._following(stage, step)
+            if following is not None and stage == self.stage:
+                operations.append(
+                    dist.P2POp(dist.isend, out.detach().contiguous(), group=self.group, group_peer=target)
+                )
+            elif following is not None and target == self.stage:
+                shape = tokens(following.number), 1, self.width
+                arrived[following] = torch.empty(shape, dtype=self.dtype, device=self.device)
+                operations.append(dist.P2POp(dist.irecv, arrived[following], group=self.group, group_peer=stage))
+        # All sends and receives of a moment in one batch: two stages that each send first would wait for each other.
+        return [(request, operations) for request in dist.batch_isend_irecv(operations)] if operations else []
+
+    def _following(self, stage: int, step: Step | None) -> tuple[int, Step | None]:
+        """The stage and the step that need what a step gives; no step behind the last chunk and before the first."""
+        if step is None:
+            return stage, None
+        place = step.chunk * self.stages + stage + (-1 if step.backward else 1)
+        chunk, target = divmod(place, self.stages)
+        return target, step._replace(chunk=chunk) if 0 <= chunk < self.chunks else None
+
+    def _finish(self, requests: list[Any]) -> None:
+        for request, _ in requests:  # kept with their tensors, which must live until they were sent
+            request.wait()
+        requests.clear()

@@ -21,7 +21,7 @@ from posttrain.engine.heads import Head
 from posttrain.engine.micro_batches import Unit, plan_passes
 from posttrain.engine.optim import EngineState, Optimizer
 from posttrain.engine.packing import Rows, dummy_rows, packed_units, padded_rows
-from posttrain.engine.pipeline import Pipeline
+from posttrain.engine.pipeline import Pipeline, Step
 from posttrain.engine.ranks import world_size
 from posttrain.protocol import DataProto
 from posttrain.pulse import Work
@@ -78,8 +78,9 @@ class Stage(ABC):
     pipeline = Pipeline()
 
     @abstractmethod
-    def forward(self, rows: Rows, arrived: torch.Tensor | None, temperature: float) -> Any:
-        """Outputs of the head by name; from a stage before the last, hidden states for the next one."""
+    def forward(self, rows: Rows, arrived: torch.Tensor | None, temperature: float, chunk: int = 0) -> Any:
+        """Outputs of the head by name; from a stage before the last, hidden states for the next one. `chunk` is that of
+        the stage's layers, where it has several."""
 
     @abstractmethod
     def computing(self, rows: Rows) -> AbstractContextManager[None]:
@@ -88,6 +89,10 @@ class Stage(ABC):
     def around_passes(self, optimizer: Optimizer | None) -> AbstractContextManager[None]:
         """Open over all passes of a call; with an optimizer they make gradients for it."""
         return nullcontext()
+
+    def tokens(self, rows: Rows) -> int:
+        """Hidden states of these rows that this rank sends to the next stage."""
+        return rows.input_ids.shape[1]
 
     def prepare_rows(self, rows: Rows) -> Rows:
         """Rows as this stage takes them: ranks that share a model may have to predict something in every pass."""
@@ -117,7 +122,7 @@ class _Call:
         return self._packed[number]
 
     def tokens(self, number: int) -> int:
-        return self.rows(number).input_ids.shape[1]
+        return self.runner.stage.tokens(self.rows(number))
 
     @contextmanager
     def counted(self) -> Iterator[None]:
@@ -175,18 +180,19 @@ class PassRunner:
         call = _Call(self, data, self.plan(data) if passes is None else passes)
         parts: dict[str, list[torch.Tensor]] = {}
 
-        def forward(number: int, arrived: torch.Tensor | None) -> torch.Tensor | None:
-            rows = call.begin(number)
+        def forward(step: Step, arrived: torch.Tensor | None) -> torch.Tensor | None:
+            rows, is_last = call.begin(step.number), pipeline.gives_outputs(step.chunk)
             with stage.computing(rows):
-                out = stage.forward(rows, arrived, temperature)
-                found = self.head.per_row(rows, out) if pipeline.is_last and call.passes[number] else {}
+                out = stage.forward(rows, arrived, temperature, step.chunk)
+                found = self.head.per_row(rows, out) if is_last and call.passes[step.number] else {}
             for name, part in found.items():
                 parts.setdefault(name, []).append(part)
-            call.end(number)
-            return None if pipeline.is_last else out
+            if step.chunk == pipeline.chunks - 1:
+                call.end(step.number)
+            return None if is_last else out
 
         with stage.around_passes(None), call.counted():
-            pipeline.forward_only(len(call.passes), call.tokens, forward)
+            pipeline.run(len(call.passes), call.tokens, forward, backward=False)
         if not call.order:
             return {}
         place = torch.empty(len(data), dtype=torch.long)
@@ -216,17 +222,18 @@ class PassRunner:
         call = _Call(self, data, self.plan(data) if passes is None else passes)
         on_device = call.data[:].to(self.settings.device)  # one copy for all passes
         finite = torch.ones((), dtype=torch.bool, device=self.settings.device)  # read once, after the last pass
-        under_way: dict[int, tuple[torch.Tensor | None, torch.Tensor]] = {}
+        under_way: dict[Step, tuple[torch.Tensor | None, torch.Tensor]] = {}  # by the step that goes back
 
-        def forward(number: int, arrived: torch.Tensor | None) -> torch.Tensor:
+        def forward(step: Step, arrived: torch.Tensor | None) -> torch.Tensor:
             nonlocal finite
+            number = step.number
             stage.before_backward(last=number == len(call.passes) - 1)
             rows = call.begin(number)
             if arrived is not None:
                 arrived.requires_grad_(True)  # its gradient goes back to the stage before
             with stage.computing(rows):
-                out = stage.forward(rows, arrived, temperature)
-                if pipeline.is_last:
+                out = stage.forward(rows, arrived, temperature, step.chunk)
+                if pipeline.gives_outputs(step.chunk):
                     found = self.head.per_row(rows, out)
                     if call.passes[number]:
                         out = loss(on_device[call.spans[number]], found)
@@ -234,19 +241,23 @@ class PassRunner:
                         out = 0.0 * sum(part.sum() for part in found.values())
                     assert isinstance(out, torch.Tensor)
                     finite = finite & torch.isfinite(out.detach())
-            under_way[number] = arrived, out
+            under_way[step._replace(backward=True)] = arrived, out
             return out
 
-        def backward(number: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
-            arrived, out = under_way.pop(number)
-            with stage.computing(call.rows(number)):
+        def backward(step: Step, gradient: torch.Tensor | None) -> torch.Tensor | None:
+            arrived, out = under_way.pop(step)
+            with stage.computing(call.rows(step.number)):
                 torch.autograd.backward(out, gradient)
             optimizer.gather_gradients()
-            call.end(number)
+            if step.chunk == 0:
+                call.end(step.number)
             return None if arrived is None else arrived.grad
 
+        def compute(step: Step, arrived: torch.Tensor | None) -> torch.Tensor | None:
+            return backward(step, arrived) if step.backward else forward(step, arrived)
+
         with stage.around_passes(optimizer), call.counted():
-            pipeline.forward_and_backward(len(call.passes), call.tokens, forward, backward)
+            pipeline.run(len(call.passes), call.tokens, compute, backward=True)
         optimizer.reduce_gradients()
         return bool(finite)
 

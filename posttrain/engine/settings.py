@@ -88,6 +88,9 @@ class TrainEngineEntry:
     """Problems with packages and model files, for runs that chose this engine."""
     loads_on_host: bool = False
     """Whether even a single process loads a model to host memory, for the engine to take its part from there."""
+    sizes: Callable[[Any], Any] | None = None
+    """From an `EngineLayout`, how this engine cuts a model over ranks (`engine/megatron/groups.py`: `ParallelSizes`),
+    for the memory plan; None shares everything over all workers, as FSDP does."""
     plan_note: str | None = None
     """A sentence for the memory plan, where it does not count this engine exactly."""
 

@@ -37,7 +37,9 @@ class TorchStage(Stage):
         else:  # q, k and v of a layer side by side in memory are one product; FSDP2 would move them apart again
             join_weights(module)
 
-    def forward(self, rows: Rows, arrived: torch.Tensor | None, temperature: float) -> dict[str, torch.Tensor]:
+    def forward(
+        self, rows: Rows, arrived: torch.Tensor | None, temperature: float, chunk: int = 0
+    ) -> dict[str, torch.Tensor]:
         return self.forward_pass(*self.head.inputs(rows, temperature))
 
     @contextmanager
@@ -58,6 +60,8 @@ class TorchStage(Stage):
             yield
 
     def prepare_rows(self, rows: Rows) -> Rows:
+        if rows.layout is not None:
+            rows.layout.exact = self.settings.exact
         return rows if self.ranks is None else with_a_prediction(rows)
 
     def before_backward(self, *, last: bool) -> None:

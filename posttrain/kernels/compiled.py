@@ -38,6 +38,7 @@ _SIGNATURES = {
     "add_rms_norm": [_POINTER] * 4 + [_LONG, _LONG, _FLOAT, _INT],
     "silu_mul": [_POINTER] * 2 + [_LONG, _LONG, _INT],
     "sample": [_POINTER] * 7 + [_LONG, _LONG, _INT],
+    "token_log_probs": [_POINTER] * 2 + [_FLOAT] + [_POINTER] * 3 + [_LONG, _LONG, _INT],
     "run_layers": [_POINTER] * 9,
     "run_steps": [_POINTER] * 7,
     "pack": [_POINTER] * 2 + [_LONG, _LONG, _INT, _INT],
@@ -51,6 +52,7 @@ _TRAIN_SIGNATURES = {  # float32 only
     "split_heads": [_POINTER] * 7,
     "join_heads": [_POINTER] * 7,
     "gate_backward": [_POINTER] * 4 + [_LONG, _LONG, _INT],
+    "ordered_product": [_POINTER] * 4 + [_LONG] * 4 + [_INT, _INT],
 }
 _SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16"}
 

@@ -103,6 +103,16 @@ class StepTokens:
         return blocks_T, self.positions_T.long() - starts_TN.gather(1, last_T[:, None]).squeeze(1)
 
     @cached_property
+    def walks(self) -> tuple[torch.Tensor, ...]:
+        """What `cuda.ordered.tile_attention` reads: tiles, bases, positions, and where the keys are, by position."""
+        rows, position_RL = len(self.table_RN), torch.arange(self.longest, dtype=torch.int32, device=self.device)
+        position_RL = position_RL.expand(rows, -1).contiguous()
+        column_RL = torch.searchsorted(self.starts_RN, position_RL, right=True).sub_(1).clamp_(min=0)
+        place_RL = self.table_RN.gather(1, column_RL) * BLOCK + position_RL - self.starts_RN.gather(1, column_RL)
+        bases = self.rows_T[self.wide_tiles[:-1].long()].long() * self.longest
+        return self.wide_tiles, bases, self.positions_T, place_RL.flatten()
+
+    @cached_property
     def slots_T(self) -> torch.Tensor:
         blocks_T, places_T = self.places
         return blocks_T * BLOCK + places_T
@@ -185,14 +195,16 @@ def attention(
     rotation: tuple[torch.Tensor, torch.Tensor] | None = None,
     norms: tuple[torch.Tensor, torch.Tensor] | None = None,
     epsilon: float = 0.0,
+    exact: bool = False,
 ) -> torch.Tensor:
     """Puts keys and values into the cache and gives the attention outputs, (T, H * D).
 
     `rotation` (cosines and sines by position, float32) and `norms` (weights of query and key norms) are applied to the
-    heads first where given. The queries' memory may be overwritten.
+    heads first where given. The queries' memory may be overwritten. With `exact`, sums have the order of training's.
     """
     if cuda.runs_here(query_THD):
-        return _attention_cuda(query_THD, key_TKD, value_TKD, cache, step, scale, window, rotation, norms, epsilon)
+        given = (query_THD, key_TKD, value_TKD, cache, step, scale, window, rotation, norms, epsilon)
+        return _attention_cuda(*given, exact)
     function = kernel("paged_attention", query_THD)
     if function is None:
         return _attention_torch(query_THD, key_TKD, value_TKD, cache, step, scale, window, rotation, norms, epsilon)
@@ -211,13 +223,19 @@ def attention(
     return out
 
 
-def _attention_cuda(query, key, value, cache, step, scale, window, rotation, norms, epsilon) -> torch.Tensor:
+def _attention_cuda(
+    query, key, value, cache, step, scale, window, rotation, norms, epsilon, exact=False
+) -> torch.Tensor:
     from posttrain.kernels.cuda.elementwise import rotate_and_store
     from posttrain.kernels.cuda.paged_attention import prefill_attention
 
     query_THD = rotate_and_store(
         query, key, value, cache, step.positions_T, step.slots_T, rotation=rotation, norms=norms, epsilon=epsilon
     )
+    if exact:
+        from posttrain.kernels.cuda.ordered import tile_attention
+
+        return tile_attention(query_THD, *cache, *step.walks, scale=scale)[0].flatten(1)
     tables = (step.wide_tiles, step.rows_T, step.positions_T, step.table_RN, step.starts_RN)
     return prefill_attention(query_THD, cache, *tables, scale=scale, window=window, far=FAR)
 

@@ -16,6 +16,7 @@ import torch
 
 from posttrain.kernels import cuda
 from posttrain.kernels.gradient_sums import add_product
+from posttrain.kernels.ordered import ordered_product, token_log_probs
 
 CHUNK_ELEMENTS = 1 << 24  # logits held at once: 64 MiB in float32
 DEVICE_SHARE = 1 / 64  # of a CUDA device's memory for the logits of a chunk; products of fewer tokens leave it idle
@@ -36,27 +37,43 @@ def _chunks(tokens: int, vocabulary: int, device: torch.device) -> list[slice]:
 
 def _scores(hidden_NE: torch.Tensor, weight_VE: torch.Tensor, bias_V: torch.Tensor | None, temperature: float):
     # Logits over the temperature, in float32 or better.
+    return _wide(_logits(hidden_NE, weight_VE, bias_V)).div_(temperature)
+
+
+def _logits(hidden_NE: torch.Tensor, weight_VE: torch.Tensor, bias_V: torch.Tensor | None, exact: bool = False):
+    if exact:
+        return ordered_product(hidden_NE, weight_VE, bias_V)
     logits = hidden_NE @ weight_VE.T
-    if bias_V is not None:
-        logits = logits + bias_V
-    return logits.to(torch.promote_types(logits.dtype, torch.float32)).div_(temperature)
+    return logits if bias_V is None else logits + bias_V
+
+
+def _wide(logits: torch.Tensor) -> torch.Tensor:
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+def _statistics(logits_NV: torch.Tensor, labels_N: torch.Tensor, temperature: float) -> tuple[torch.Tensor, ...]:
+    # (log-probs, entropies, log-sum-exps): from the last two the backward pass rebuilds all probabilities.
+    found = token_log_probs(logits_NV, labels_N, temperature)
+    if found is not None:
+        return found
+    scores = _wide(logits_NV).div_(temperature)
+    logsumexp = scores.logsumexp(-1)
+    probs = (scores - logsumexp[:, None]).exp_()
+    logps = scores.gather(1, labels_N[:, None]).squeeze(1) - logsumexp
+    return logps, logsumexp - (probs * scores).sum(-1), logsumexp
 
 
 class _LogProbHead(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden_NE, weight_VE, bias_V, labels_N, temperature, chunks):
-        logps, entropies, logsumexps = [], [], []
+    def forward(ctx, hidden_NE, weight_VE, bias_V, labels_N, temperature, chunks, exact):
+        parts = []
         for part in chunks:
-            scores = _scores(hidden_NE[part], weight_VE, bias_V, temperature)
-            logsumexp = scores.logsumexp(-1)  # kept with the entropy: from these the backward pass rebuilds all p
-            logps.append(scores.gather(1, labels_N[part, None]).squeeze(1) - logsumexp)
-            probs = (scores - logsumexp[:, None]).exp_()
-            entropies.append(logsumexp - (probs * scores).sum(-1))
-            logsumexps.append(logsumexp)
+            logits = _logits(hidden_NE[part], weight_VE, bias_V, exact)
+            parts.append(_statistics(logits, labels_N[part], temperature))
+        logp_N, entropy_N, logsum_N = (torch.cat(column) for column in zip(*parts, strict=True))
         ctx.chunks, ctx.temperature = chunks, temperature
-        entropy_N = torch.cat(entropies)
-        ctx.save_for_backward(hidden_NE, weight_VE, bias_V, labels_N, torch.cat(logsumexps), entropy_N)
-        return torch.cat(logps), entropy_N
+        ctx.save_for_backward(hidden_NE, weight_VE, bias_V, labels_N, logsum_N, entropy_N)
+        return logp_N, entropy_N
 
     @staticmethod
     def backward(ctx, grad_logp_N, grad_entropy_N):  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -84,20 +101,25 @@ class _LogProbHead(torch.autograd.Function):
                 grad_bias += grad_scores.sum(0)
         as_weight = grad_weight.to(weight_VE.dtype) if grad_weight is not None else None
         as_bias = grad_bias.to(bias_V.dtype) if grad_bias is not None else None
-        return grad_hidden, as_weight, as_bias, None, None, None
+        return grad_hidden, as_weight, as_bias, None, None, None, None
 
 
 class _CudaHead(torch.autograd.Function):
     # The same with Triton between the products. The matrix units sum in float32 anyway, and their logits are kept so:
     # nothing is rounded before the softmax.
     @staticmethod
-    def forward(ctx, hidden_NE, weight_VE, labels_N, temperature, chunks, keep):
+    def forward(ctx, hidden_NE, weight_VE, labels_N, temperature, chunks, keep, exact=False):
         from posttrain.kernels.cuda.logprob import statistics
 
         parts, ctx.kept = [], []
         for part in chunks:
             logits = wide_product(hidden_NE[part], weight_VE.T)
-            parts.append(statistics(logits, labels_N[part], temperature))
+            found = statistics(logits, labels_N[part], temperature)
+            if exact:
+                from posttrain.kernels.cuda.ordered import label_log_probs
+
+                found = (label_log_probs(logits, labels_N[part], temperature), *found[1:])
+            parts.append(found)
             if len(ctx.kept) < keep:
                 ctx.kept.append(logits)
             del logits  # or it would still be held while the next chunk is made, and the peak be two chunks
@@ -129,7 +151,7 @@ class _CudaHead(torch.autograd.Function):
             del logits, grad
         ctx.kept = []
         as_weight = grad_weight.to(weight_VE.dtype) if grad_weight is not None else None
-        return grad_hidden, as_weight, None, None, None, None
+        return grad_hidden, as_weight, None, None, None, None, None
 
 
 def kept_chunks(sizes: Sequence[int], most: float) -> int:
@@ -166,8 +188,10 @@ def logprob_head(
     *,
     temperature: float = 1.0,
     bias_V: torch.Tensor | None = None,
+    exact: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(log-probs, entropies), each (N,), in float32 or better."""
+    """(log-probs, entropies), each (N,), in float32 or better. With `exact`, log-probs have the bits that
+    decoding gives them (`ordered.py`)."""
     chunks = _chunks(hidden_NE.shape[0], weight_VE.shape[0], hidden_NE.device)
     if not chunks:
         empty = hidden_NE.sum(-1).to(torch.promote_types(hidden_NE.dtype, torch.float32))
@@ -177,5 +201,5 @@ def logprob_head(
         # 7.2 GiB of logits that no backward pass would use.
         backward = torch.is_grad_enabled() and (hidden_NE.requires_grad or weight_VE.requires_grad)
         keep = _may_keep(chunks, weight_VE) if backward else 0
-        return _CudaHead.apply(hidden_NE, weight_VE, labels_N, temperature, chunks, keep)  # pyright: ignore
-    return _LogProbHead.apply(hidden_NE, weight_VE, bias_V, labels_N, temperature, chunks)  # pyright: ignore
+        return _CudaHead.apply(hidden_NE, weight_VE, labels_N, temperature, chunks, keep, exact)  # pyright: ignore
+    return _LogProbHead.apply(hidden_NE, weight_VE, bias_V, labels_N, temperature, chunks, exact)  # pyright: ignore

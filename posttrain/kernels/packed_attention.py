@@ -32,6 +32,7 @@ class PackedLayout:
     to it: `end_T` is the place behind the last token that sees this one (`train.Sight`). `position_T` are the tokens'
     positions, which a sliding window goes by. `wanted_T` are the tokens whose hidden states are asked for, in
     order; a last layer may leave the others out. `answered` counts the layers whose attention this layout has served.
+    With `exact`, a pass gives log-probs the bits that decoding gives them.
     """
 
     def __init__(
@@ -43,7 +44,7 @@ class PackedLayout:
         position_T: torch.Tensor | None = None,
         wanted_T: torch.Tensor | None = None,
     ) -> None:
-        self.answered = 0
+        self.answered, self.exact = 0, False
         self._rotation: tuple[Sequence[torch.Tensor], tuple[torch.Tensor, ...]] | None = None
         self.lengths, self.device = torch.tensor(lengths), torch.device(device)
         self.total = int(self.lengths.sum())
@@ -116,7 +117,9 @@ class PackedLayout:
     @cached_property
     def sight(self) -> Sight:
         """Which tokens attend to which, as the compiled kernels read it."""
-        return Sight.of(self.lengths.tolist(), None if self.end_T is None else self.end_T.cpu().numpy())
+        found = Sight.of(self.lengths.tolist(), None if self.end_T is None else self.end_T.cpu().numpy())
+        found.exact = self.exact
+        return found
 
     @cached_property
     def masks(self) -> dict[int | None, list[torch.Tensor | None]]:

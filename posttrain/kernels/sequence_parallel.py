@@ -2,7 +2,7 @@
 
 Everything but attention works on single tokens and needs only the rank's stretch. For attention the ranks exchange:
 each gets all tokens of its share of the heads, attends, and gives the stretches back. So the number of heads must be a
-multiple of the number of ranks.
+multiple of the number of ranks; fewer heads of keys and values are sent several times.
 
     tokens/ranks x heads  ->  all tokens x heads/ranks  ->  attention  ->  tokens/ranks x heads
 
@@ -16,6 +16,8 @@ from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
+
+from posttrain.kernels.packed_attention import PackedLayout, packed_attention
 
 _active: dist.ProcessGroup | None = None
 
@@ -55,6 +57,8 @@ class _Exchange(torch.autograd.Function):
 def to_heads(stretch_SHD: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """(T, H / ranks, D): all tokens of this rank's heads."""
     ranks = group.size()
+    if stretch_SHD.shape[1] < ranks:  # several ranks have queries that read the same keys
+        stretch_SHD = stretch_SHD.repeat_interleave(ranks // stretch_SHD.shape[1], dim=1)
     parts = torch.stack(stretch_SHD.chunk(ranks, dim=1))
     return _Exchange.apply(parts, group).flatten(0, 1)  # pyright: ignore
 
@@ -64,6 +68,31 @@ def to_stretches(heads_THD: torch.Tensor, group: dist.ProcessGroup) -> torch.Ten
     ranks = group.size()
     parts = torch.stack(heads_THD.chunk(ranks, dim=0))
     return torch.cat(_Exchange.apply(parts, group).unbind(0), dim=1)  # pyright: ignore
+
+
+def stretch_attention(
+    query_SHD: torch.Tensor,
+    key_SHD: torch.Tensor,
+    value_SHD: torch.Tensor,
+    layout: PackedLayout,
+    *,
+    scale: float | None = None,
+    sliding_window: int | None = None,
+) -> torch.Tensor:
+    """Attention (S, H, D) over the packed tokens of all ranks, or of this one where it has all of them. Tokens behind
+    the layout's last make the stretches equally long; nothing attends to them."""
+    group = _active
+    ranks = 1 if group is None else group.size()
+    fill = len(query_SHD) * ranks - layout.total
+    each = query_SHD, key_SHD, value_SHD
+    if group is not None:
+        each = tuple(to_heads(x, group) for x in each)
+    if fill:
+        each = tuple(x[: layout.total].contiguous() for x in each)
+    out_THD = packed_attention(*each, layout, scale=scale, sliding_window=sliding_window)
+    if fill:
+        out_THD = torch.nn.functional.pad(out_THD, (0, 0, 0, 0, 0, fill))
+    return out_THD if group is None else to_stretches(out_THD, group)
 
 
 class _Gather(torch.autograd.Function):

@@ -49,6 +49,7 @@ class Sight:
     unit_starts: np.ndarray  # (units + 1,) int64
     end: np.ndarray  # (T,) int32, the place behind the last token that sees this one
     state: Any = None  # the dropout state that flash kernels return and want back, though nothing is dropped
+    exact: bool = False  # whether a forward pass on a CUDA device has the bits of decoding (`cuda/ordered.py`)
 
     @classmethod
     def of(cls, lengths: Sequence[int], end_T: np.ndarray | None = None) -> Sight:
@@ -62,7 +63,16 @@ class Sight:
         """The same for the flash kernels on a CUDA device."""
         from posttrain.kernels.cuda.flash import Pieces
 
-        return Pieces.of(self.unit_starts, self.end, torch.device("cuda"))
+        found = Pieces.of(self.unit_starts, self.end, torch.device("cuda"))
+        found.exact = self.exact
+        return found
+
+    @cached_property
+    def walks(self):
+        """The keys of every token in the order in which an exact pass goes through them."""
+        from posttrain.kernels.cuda.ordered import Walks
+
+        return Walks.of(self.unit_starts, self.end, torch.device("cuda"))
 
     def pointers(self) -> _Sight:
         return _Sight(*(array.ctypes.data for array in (self.unit_starts, self.end)))
@@ -127,12 +137,25 @@ def attention_forward(query_THD, key_TKD, value_TKD, sight: Sight, scale: float)
     if on_cuda(query_THD):
         from posttrain.kernels.cuda import flash
 
+        if sight.exact:
+            return _exact_attention(query_THD, key_TKD, value_TKD, sight, scale)
         out, logsum, sight.state = flash.attention_forward(query_THD, key_TKD, value_TKD, sight.pieces, scale)
         return out, logsum
     out, logsum = torch.empty_like(query_THD), query_THD.new_empty(query_THD.shape[:2])
     shape, see = _shape(query_THD, key_TKD.shape[1], len(sight.unit_starts) - 1, scale), sight.pointers()
     where = (ctypes.addressof(shape), ctypes.addressof(see))
     _call("train_attention", query_THD, *where, query_THD, key_TKD, value_TKD, out, logsum)
+    return out, logsum
+
+
+def _exact_attention(query_THD, key_TKD, value_TKD, sight: Sight, scale: float):
+    from posttrain.kernels.cuda import flash, ordered
+
+    sight.state = flash.no_dropout(query_THD.dtype, query_THD.device)
+    walks = sight.walks
+    where = (walks.tiles, walks.bases, walks.positions_T, walks.places)
+    out, logsum = ordered.tile_attention(query_THD, key_TKD, value_TKD, *where, scale=scale, sums=True)
+    assert logsum is not None
     return out, logsum
 
 
@@ -190,13 +213,15 @@ def column_sums(x_TC: torch.Tensor) -> torch.Tensor:
     return x_TC.sum(0)
 
 
-def split_heads(qkv_TC, heads: int, key_heads: int, cosine_TD, sine_TD) -> tuple[torch.Tensor, ...]:
+def split_heads(
+    qkv_TC, heads: int, key_heads: int, cosine_TD, sine_TD, *, rounded: bool = False
+) -> tuple[torch.Tensor, ...]:
     """Rotated queries and keys, and values, each contiguous, of rows that hold all three; on a CUDA device spare rows
-    behind those that there are positions of stay as they are."""
+    behind those that there are positions of stay as they are, and `rounded` rounds after each operation."""
     if on_cuda(qkv_TC):
         from posttrain.kernels.cuda import layers
 
-        return layers.split_heads(qkv_TC, heads, key_heads, cosine_TD, sine_TD)
+        return layers.split_heads(qkv_TC, heads, key_heads, cosine_TD, sine_TD, rounded=rounded)
     size = cosine_TD.shape[1]
     parts = tuple(qkv_TC.new_empty(len(qkv_TC), count, size) for count in (heads, key_heads, key_heads))
     shape = _shape(parts[0], key_heads, 0, 0.0)
@@ -243,6 +268,22 @@ class PackedAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_THD):  # pyright: ignore[reportIncompatibleMethodOverride]
         return (*attention_backward(grad_THD, *ctx.saved_tensors, sight=ctx.sight, scale=ctx.scale), None, None)
+
+
+class RmsNorm(torch.autograd.Function):
+    """The norm that is not part of a layer: before the head."""
+
+    @staticmethod
+    def forward(ctx, x_TE, weight_E, epsilon):
+        x_TE = x_TE.contiguous()
+        out, inverse_T = norm_forward(x_TE, weight_E, epsilon)
+        ctx.save_for_backward(x_TE, weight_E, inverse_T)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad_TE):  # pyright: ignore[reportIncompatibleMethodOverride]
+        trained = ctx.needs_input_grad[1]
+        return (*norm_backward(grad_TE.contiguous(), *ctx.saved_tensors, trained=trained), None)
 
 
 # -- the gated layer with adapters -------------------------------------------------------------------------------------

@@ -43,6 +43,7 @@ def find_targets(
     if exclude:
         unwanted = set(_matches(list(chosen), exclude, model, key.replace("target_", "exclude_")))
         chosen = [name for name in chosen if name not in unwanted]
+    chosen = _without_taken_for_experts(model, chosen, wanted, key)
     if not chosen:
         raise AdapterError(
             f"{key}={wanted} without {exclude or list(whole)} leaves no module for an adapter. {_list_modules(linear)}"
@@ -50,6 +51,32 @@ def find_targets(
     short = sorted({name.rpartition(".")[2] for name in chosen})
     meant = {name for name, _ in model.named_modules() for end in short if _has_suffix(name, end)}
     return short if meant == set(chosen) else chosen
+
+
+def _without_taken_for_experts(model: Any, chosen: list[str], wanted: Any, key: str) -> list[str]:
+    """Without the dense and shared layers of mixtures such as DeepSeek-V3 whose names the experts once had: there peft
+    adapts the stacked experts instead, which neither a merged model nor a rollout engine takes."""
+    taken = {end for end in {name.rpartition(".")[2] for name in chosen} if _is_taken_for_experts(model, end)}
+    if taken and wanted != "all-linear":
+        raise AdapterError(
+            f"{key}={wanted}: in models of type {model.config.model_type} peft puts adapters of this name on the "
+            f"stacked experts, which are not trained here; leave out {', '.join(sorted(taken))}"
+        )
+    return [name for name in chosen if name.rpartition(".")[2] not in taken]
+
+
+def _is_taken_for_experts(model: Any, name: str) -> bool:
+    try:
+        from peft import LoraConfig
+        from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers as convert
+    except ImportError:  # an older peft leaves names alone
+        return False
+    settings = LoraConfig(target_modules=[name])
+    try:
+        convert(settings, model, None)
+    except ValueError:  # a part of a matrix of the experts
+        return True
+    return name not in (settings.target_modules or ())
 
 
 def check_rank(rank: int, model: torch.nn.Module, targets: Sequence[str], key: str) -> None:
@@ -91,8 +118,12 @@ def describe_stacked(model: torch.nn.Module) -> str | None:
     if not stacked:
         return None
     names = dict.fromkeys(re.sub(r"\d+", "N", name.removeprefix("base_model.model.")) for name in stacked)
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model  # pyright: ignore
+    ends = dict.fromkeys(name.rpartition(".")[2] for name in linear_modules(inner))
+    taken = [end for end in ends if _is_taken_for_experts(inner, end)]
+    beside = f" and {', '.join(taken)} of other layers, whose names peft takes for experts," if taken else ""
     whole = sum(numbers_in(weight) for name, weight in model.named_parameters() if ".lora_" not in name)
-    return f"{', '.join(names)} ({sum(weight.numel() for weight in stacked.values()) / whole:.0%} of the base)"
+    return f"{', '.join(names)} ({sum(weight.numel() for weight in stacked.values()) / whole:.0%} of the base){beside}"
 
 
 def stacked_note(words: str | None, shape: AdapterShape, key: str) -> str | None:

@@ -16,9 +16,10 @@ import torch.nn.functional as F
 
 from posttrain.kernels.compiled import kernel
 from posttrain.kernels.fp8 import Fp8Weight
+from posttrain.kernels.ordered import ordered_product
 from posttrain.kernels.quantized import Quantized
 from posttrain.models.forward import without_adapters
-from posttrain.models.low_rank import Adapter, LowRank, fill
+from posttrain.models.low_rank import Adapter, LowRank, fill, merge
 from posttrain.models.shards import WeightShards
 
 FUSED = (("qkv", "self_attn", ("q_proj", "k_proj", "v_proj")), ("gate_up", "mlp", ("gate_proj", "up_proj")))
@@ -53,6 +54,8 @@ class Projection:
         self.weight, self.bias, self.parts = weight, bias, parts
         self.packed: torch.Tensor | None = None
         self.fp8: Fp8Weight | None = None  # replaces the weight in products, if requested
+        self.exact = False  # whether products have the order of summation of the training pass
+        self.whole: torch.Tensor | None = None  # a copy with the adapters merged in, where `exact` multiplies with it
         self.low: LowRank | None = None  # copies of the adapters in the weight's dtype
         self.adapters: list[tuple[slice, Any]] = []
         start = 0
@@ -68,7 +71,7 @@ class Projection:
         # A copy: the live base is also the reference's, and must stay as it is.
         merged = self.weight.clone()
         for columns, layer in self.adapters:
-            merged[columns] += layer.get_delta_weight("default").to(merged.dtype)
+            merged[columns] = merge(self.weight[columns], Adapter.of(layer))
         return merged
 
     def pack(self) -> None:
@@ -84,11 +87,17 @@ class Projection:
             adapters = [(columns, Adapter.of(layer)) for columns, layer in self.adapters]
             self.low = self.low or LowRank.like(adapters, len(self.weight), self.weight)
             fill([(self.low, adapters)])
+        if self.exact and self.adapters:
+            self.whole = self.merged()
 
     @property
     def bare(self) -> torch.Tensor | None:
-        """The weight, if this layer does nothing but multiply with it."""
-        return None if self.adapters or self.bias is not None or self.fp8 is not None else self.weight
+        """The weight, if this layer does nothing but multiply with it, and products may be fused with what follows."""
+        return self.weight if self._plain and not self.exact else None
+
+    @property
+    def _plain(self) -> bool:
+        return not self.adapters and self.bias is None and self.fp8 is None
 
     @property
     def takes_quantized(self) -> bool:
@@ -98,11 +107,13 @@ class Projection:
     def wide(self, x_TE: torch.Tensor) -> torch.Tensor:
         """Return the product in float32, as the device's matrix units accumulate it; used for logits."""
         narrow = x_TE.is_cuda and x_TE.dtype in (torch.bfloat16, torch.float16)
-        if not narrow or self.bare is None:
+        if not narrow or not self._plain:
             return self(x_TE)
         return torch.mm(x_TE, self.weight.T, out_dtype=torch.float32)  # pyright: ignore
 
     def __call__(self, x_TE: torch.Tensor | Quantized) -> torch.Tensor:
+        if self.exact and isinstance(x_TE, torch.Tensor):
+            return ordered_product(x_TE, self.weight if self.whole is None else self.whole, self.bias)
         if self.fp8 is not None:
             y = self.fp8.product(x_TE, self.bias)
         elif self.packed is not None:

@@ -18,8 +18,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from posttrain.kernels.decode import LayerCache, StepTokens, attention
-from posttrain.kernels.packed_attention import active_layout, packed_attention
-from posttrain.kernels.sequence_parallel import sequence_group, to_heads, to_stretches
+from posttrain.kernels.packed_attention import active_layout
+from posttrain.kernels.sequence_parallel import stretch_attention
 from posttrain.kernels.whole_step import DecodeRows
 from posttrain.models.forward import decoder_of, logits_of
 
@@ -115,17 +115,8 @@ def _attention(module: torch.nn.Module, query, key, value, attention_mask, scali
     assert layout is not None
     layout.answered += 1
     query_THD, key_THD, value_THD = (x[0].transpose(0, 1) for x in (query, key, value))
-    group = sequence_group()
-    if group is None:
-        out_THD = packed_attention(query_THD, key_THD, value_THD, layout, scale=scaling, sliding_window=window)
-        return out_THD[..., :size].unsqueeze(0), None
-    fill = len(query_THD) * group.size() - layout.total  # tokens behind the last, for stretches of equal length
-    query_THD, key_THD, value_THD = (
-        to_heads(x, group)[: layout.total].contiguous() for x in (query_THD, key_THD, value_THD)
-    )
-    out_THD = packed_attention(query_THD, key_THD, value_THD, layout, scale=scaling, sliding_window=window)
-    filled = F.pad(out_THD[..., :size], (0, 0, 0, 0, 0, fill))
-    return to_stretches(filled, group).unsqueeze(0), None
+    out_THD = stretch_attention(query_THD, key_THD, value_THD, layout, scale=scaling, sliding_window=window)
+    return out_THD[..., :size].unsqueeze(0), None
 
 
 def _one_size(*heads: torch.Tensor) -> tuple[list[torch.Tensor], int]:

@@ -23,6 +23,7 @@ from posttrain.kernels.decode import BLOCK, LayerCache, StepTokens, add_rms_norm
 from posttrain.kernels.fp8 import Fp8Weight
 from posttrain.kernels.quantized import Quantized
 from posttrain.kernels.tensor_parallel import Team
+from posttrain.kernels.train import norm_forward
 from posttrain.kernels.whole_step import MATRICES, DecodeRows, EndWeights, LayerWeights, WholeStep, can_run_whole
 from posttrain.models.arena import SHARED, Arena, Projection, base_layer
 from posttrain.models.feed_forward import MIXTURES, Gated, Mixture, can_mix, feed_forward, is_mixture
@@ -63,6 +64,13 @@ def can_decode_fast(module: Any) -> bool:
         if home is not None
     ]
     return all(type(base_layer(part)) is torch.nn.Linear and _plain_adapter(part) for part in [*parts, head_of(module)])
+
+
+def window_of(layer: Any) -> int | None:
+    """How many tokens the attention of a layer sees; None for all."""
+    attention = layer.self_attn
+    config = attention.config
+    return getattr(config if config.model_type in _WINDOW_IN_SETTINGS else attention, "sliding_window", None)
 
 
 def _gated_part(block: Any) -> Any:
@@ -116,10 +124,18 @@ class FastDecoder:
     """Computes hidden states and logits of flat tokens."""
 
     def __init__(
-        self, module: Any, *, share: bool, team: Team | None = None, device: torch.device | None = None
+        self,
+        module: Any,
+        *,
+        share: bool,
+        team: Team | None = None,
+        device: torch.device | None = None,
+        exact: bool = False,
     ) -> None:
-        # With a team, this rank holds its shard of the model, copied to `device`.
+        # With a team, this rank holds its shard of the model, copied to `device`. `exact`: a token's log-prob has the
+        # bits that a training pass gives it.
         self.module, self.share, self.team, self.device, self.fp8 = module, share, team, device, False
+        self.exact = exact
         self.graphs: Any = None  # captured steps, on a CUDA device
         self.is_released = False  # whether it holds no weights, because they were moved away
         self._bind()
@@ -140,6 +156,8 @@ class FastDecoder:
         if self.fp8:
             self.use_fp8()
         self.head = self.arena.projection("lm_head", [head_of(self.module)])
+        for projection in self._projections():
+            projection.exact = self.exact
         self.rotary, self.rotation = stack.rotary_emb, None
         self.whole: WholeStep | None = None
         if self.graphs is not None:
@@ -164,7 +182,6 @@ class FastDecoder:
         if hasattr(module, "q_norm"):
             norms = (self._named(f"{name}.self_attn.q_norm.weight"), self._named(f"{name}.self_attn.k_norm.weight"))
             by_head = len(norms[0]) == self.size
-        window = getattr(config if config.model_type in _WINDOW_IN_SETTINGS else module, "sliding_window", None)
         return _Layer(
             fused["qkv"],
             fused["out"],
@@ -173,7 +190,7 @@ class FastDecoder:
             between=self._named(f"{name}.post_attention_layernorm.weight"),
             heads=norms if by_head else None,
             all_heads=None if by_head else norms,
-            window=window,
+            window=window_of(layer),
         )
 
     def _norm(
@@ -189,11 +206,24 @@ class FastDecoder:
     def _qkv(self, layer: _Layer, x_TE: torch.Tensor | Quantized) -> torch.Tensor:
         # Some models (OLMoE) normalize queries and keys over all heads at once.
         qkv_TC = layer.qkv(x_TE)
+        if self._norms_apart and layer.heads is not None:
+            self._norm_heads(qkv_TC, layer.heads)
         if layer.all_heads is not None:
             sizes = [self.heads * self.size, self.key_heads * self.size]
             for part, weight in zip(qkv_TC.split([*sizes, sizes[1]], 1), layer.all_heads, strict=False):
                 part.copy_(F.rms_norm(part, weight.shape, weight, self.epsilon))
         return qkv_TC
+
+    @property
+    def _norms_apart(self) -> bool:
+        # On a CUDA device, exact norms of heads are those of training: fused with the rotation they sum otherwise.
+        return self.exact and cuda.runs_here(self.embedding)
+
+    def _norm_heads(self, qkv_TC: torch.Tensor, norms: tuple[torch.Tensor, torch.Tensor]) -> None:
+        sizes = [self.heads * self.size, self.key_heads * self.size]
+        for part, weight in zip(qkv_TC.split([*sizes, sizes[1]], 1), norms, strict=False):
+            normed, _ = norm_forward(part.reshape(-1, self.size), weight, self.epsilon)
+            part.copy_(normed.view(part.shape))
 
     def hidden(self, step: StepTokens, caches: Caches, wanted_N: torch.Tensor | None = None) -> torch.Tensor:
         """Return final hidden states of the wanted tokens (ascending; all, if None). All tokens enter the caches."""
@@ -273,15 +303,29 @@ class FastDecoder:
         """Return final hidden states of each row's newest token, which enters the cache; all calls are captured."""
         from posttrain.kernels.cuda.paged_attention import decode_attention
 
+        attend = self._attend_exactly if self.exact else decode_attention
         residual_BE, added_BE = F.embedding(tokens_B, self.embedding), None
         how = {"scale": self.scale, "rotation": self.rotation, "epsilon": self.epsilon}
         for layer, cache in zip(self.layers, self.captured_caches, strict=True):
             x_BE = self._norm(residual_BE, added_BE, layer.before, layer.qkv.takes_quantized)
             qkv_BC = self._qkv(layer, x_BE)
-            added_BE = layer.out(decode_attention(qkv_BC, cache, rows, window=layer.window, norms=layer.heads, **how))
+            added_BE = layer.out(attend(qkv_BC, cache, rows, window=layer.window, norms=layer.heads, **how))
             x_BE = self._norm(residual_BE, added_BE, layer.between, layer.feed.takes_quantized)
             added_BE = layer.feed.captured(x_BE)
         return add_rms_norm(residual_BE, added_BE, self.norm, self.epsilon)
+
+    def _attend_exactly(
+        self, qkv_BC: torch.Tensor, cache: LayerCache, rows: Any, *, scale, rotation, epsilon, **_: Any
+    ):
+        # Heads are normed already, and there is no window.
+        from posttrain.kernels.cuda.elementwise import rotate_and_store
+        from posttrain.kernels.cuda.ordered import newest_attention
+
+        sizes = [self.heads, self.key_heads, self.key_heads]
+        query, key, value = qkv_BC.unflatten(1, (-1, self.size)).split(sizes, dim=1)
+        how = {"rotation": rotation, "norms": None, "epsilon": epsilon}
+        query_BHD = rotate_and_store(query, key, value, cache, rows.positions, rows.slots, **how)
+        return newest_attention(query_BHD, cache, rows.positions, rows.prompts, rows.table, scale=scale)
 
     def head_weight(self) -> torch.Tensor | None:
         return self.head.bare
@@ -291,7 +335,8 @@ class FastDecoder:
         query, key, value = heads.split([self.heads, self.key_heads, self.key_heads], dim=1)
         return attention(
             query, key, value, cache, step,
-            scale=self.scale, window=layer.window, rotation=rotation, norms=layer.heads, epsilon=self.epsilon,
+            scale=self.scale, window=layer.window, rotation=rotation,
+            norms=None if self._norms_apart else layer.heads, epsilon=self.epsilon, exact=self.exact,
         )  # fmt: skip
 
     def logits(self, hidden_NE: torch.Tensor) -> torch.Tensor:
@@ -368,7 +413,7 @@ class FastDecoder:
         """Drop the copies, because the weights have changed or the memory is needed."""
         self.whole, self.copies_old = None, True
         for projection in self._projections():
-            projection.packed = None
+            projection.packed = projection.whole = None
 
     def _may_merge(self) -> bool:
         # In bfloat16, merging an adapter would round away most of a small change.

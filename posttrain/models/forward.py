@@ -21,6 +21,7 @@ from functools import lru_cache, partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 from posttrain.kernels.logprob_head import CHUNK_ELEMENTS, logprob_head
@@ -158,7 +159,13 @@ def at_places(
         return head(states_at(hidden_states(model, ids, position_ids, mask), places_U), None)
     fill = -ids.shape[1] % group.size()
     stretches = (own_stretch(torch.nn.functional.pad(x[0], (0, fill)), group)[None] for x in (ids, position_ids))
-    hidden_SE = hidden_states(model, *stretches)[0]
+    return at_places_of_ranks(hidden_states(model, *stretches)[0], places_U, head, group)
+
+
+def at_places_of_ranks(
+    hidden_SE: torch.Tensor, places_U: torch.Tensor, head: Head, group: dist.ProcessGroup
+) -> dict[str, torch.Tensor]:
+    """Return what `head` computes at these positions of all ranks, on each of them; `hidden_SE` is a rank's stretch."""
     index_RM, source_U = _split_places_by_rank(places_U, len(hidden_SE), group.size())
     mine_M = index_RM[group.rank()]
     local_M = (places_U[mine_M] - group.rank() * len(hidden_SE)).clamp(0, len(hidden_SE) - 1)
@@ -219,7 +226,9 @@ def token_log_probs(model: torch.nn.Module, hidden_NE: torch.Tensor, labels_N: t
     """Return (log-probs, entropies) of `labels_N` at the given hidden states."""
     head = head_of(model)
     if type(head) is torch.nn.Linear and _logit_changes(model) == (None, 1.0):
-        return logprob_head(hidden_NE, head.weight, labels_N, temperature=temperature, bias_V=head.bias)
+        layout = active_layout()
+        exact = layout is not None and layout.exact
+        return logprob_head(hidden_NE, head.weight, labels_N, temperature=temperature, bias_V=head.bias, exact=exact)
     size = max(1, CHUNK_ELEMENTS // model.config.get_text_config().vocab_size)  # pyright: ignore
     parts = [
         checkpoint(_through_own_head, model, *part, temperature, use_reentrant=False, preserve_rng_state=False)

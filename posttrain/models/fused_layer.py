@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 import torch
 import torch.nn.functional as F
 
+from posttrain.errors import UserError
 from posttrain.kernels import train
 from posttrain.kernels.packed_attention import PackedLayout, active_layout
 from posttrain.kernels.sequence_parallel import sequence_group
@@ -49,11 +50,15 @@ def join_weights(model: torch.nn.Module) -> None:
 
 
 def _forward(self: Any, hidden_states: torch.Tensor, *args: Any, position_embeddings: Any = None, **kwargs: Any):
-    layout = active_layout()
-    if layout is None or position_embeddings is None or not _can_fuse(self, hidden_states, layout):
-        return type(self).forward(self, hidden_states, *args, position_embeddings=position_embeddings, **kwargs)
-    weights = make_once(self, LayerWeights.of)
-    if weights is None:
+    layout, weights = active_layout(), None
+    if layout is not None and position_embeddings is not None and _can_fuse(self, hidden_states, layout):
+        weights = make_once(self, LayerWeights.ordered if layout.exact else LayerWeights.of)
+    if layout is None or weights is None or position_embeddings is None:
+        if layout is not None and layout.exact:
+            raise UserError(
+                "trainer.exact=True: a layer of this model cannot be computed in the order of decoding: its window is "
+                "shorter than a sequence, or its adapters are of another kind than plain LoRA. Remove the setting"
+            )
         return type(self).forward(self, hidden_states, *args, position_embeddings=position_embeddings, **kwargs)
     layout.answered += 1
     attention = self.self_attn
@@ -95,10 +100,10 @@ class _FusedLayer(torch.autograd.Function):
         qkv_TC = weights.qkv.product(normed_TE, train.spare_rows(x_TE, sight, size))
         low_qkv = by_qkv.add(qkv_TC[:tokens], normed_TE)
         raw = _norm_heads(qkv_TC[:tokens], weights.head_norms, (heads, key_heads), size, epsilon)
-        parts = train.split_heads(qkv_TC, heads, key_heads, cosine_TD, sine_TD)
+        parts = train.split_heads(qkv_TC, heads, key_heads, cosine_TD, sine_TD, rounded=sight.exact)
         attended_THD, logsum_TH = train.attention_forward(*parts, sight=sight, scale=scale)
         attended = _select_wanted(attended_THD[:tokens].flatten(1), wanted)
-        middle_TE.addmm_(attended, weights.out.weights[0].T)
+        weights.out.add_product(middle_TE, attended)
         low_out = by_out.add(middle_TE, attended)
         result_1TE = middle_TE.new_empty(1, *middle_TE.shape)  # not a view: sharding hooks into what a layer returns
         result_TE = result_1TE[0]
@@ -107,7 +112,7 @@ class _FusedLayer(torch.autograd.Function):
         low_gate_up = by_gate_up.down(gated_TE)
         factors = (by_gate_up.factors(part, low_gate_up) for part in (4, 5))
         product_TI = train.adapted_gate_forward(gate_up_T2I, *factors)
-        result_TE.addmm_(product_TI, weights.down.weights[0].T)
+        weights.down.add_product(result_TE, product_TI)
         low_down = by_down.add(result_TE, product_TI)
         ctx.weights, ctx.sight, ctx.scale, ctx.wanted = weights, sight, scale, wanted
         ctx.heads = (heads, key_heads, size)
@@ -210,6 +215,14 @@ PLAIN_RMS_NORMS = {"Qwen2RMSNorm", "Qwen3RMSNorm", "LlamaRMSNorm", "MistralRMSNo
 
 
 def _fused_norm(self: torch.nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
+    layout = active_layout()
+    if layout is not None and (layout.exact or not hidden_states.is_cuda) and train.can_train(hidden_states):
+        # As decoding computes it.
+        weight, epsilon = self.weight, self.variance_epsilon
+        flat = train.RmsNorm.apply(hidden_states.flatten(0, -2), weight, epsilon)  # pyright: ignore
+        return flat.view(hidden_states.shape)
+    if hidden_states.dtype not in (torch.float32, torch.float64):
+        return type(self).forward(self, hidden_states)
     return F.rms_norm(hidden_states, self.weight.shape, self.weight, self.variance_epsilon)  # pyright: ignore
 
 
@@ -217,10 +230,10 @@ def fuse_norms(model: torch.nn.Module) -> None:
     """Give every plain RMS norm of a float32 or float64 model a fused forward pass in its own precision.
 
     transformers computes the norm in several passes, and always in float32. That costs time, and loses half of the
-    digits of a float64 model. bfloat16 models keep transformers' norm.
+    digits of a float64 model. bfloat16 models keep transformers' norm, except in exact passes.
     """
     for module in model.modules():
-        if type(module).__name__ in PLAIN_RMS_NORMS and module.weight.dtype in (torch.float32, torch.float64):
+        if type(module).__name__ in PLAIN_RMS_NORMS:
             module.forward = types.MethodType(_fused_norm, module)
 
 

@@ -18,22 +18,32 @@ import torch
 from posttrain.kernels import train
 from posttrain.kernels.gradient_sums import add_product
 from posttrain.kernels.logprob_head import wide_product
+from posttrain.kernels.ordered import ordered_product
 from posttrain.models.arena import as_one_tensor
-from posttrain.models.low_rank import Adapted, Adapter, LowRank, fill
+from posttrain.models.low_rank import Adapted, Adapter, LowRank, fill, merge
 
 _LINEAR = (("self_attn", ("q_proj", "k_proj", "v_proj", "o_proj")), ("mlp", ("gate_proj", "up_proj", "down_proj")))
 
 
 class Joined:
-    """Weights that multiply the same input, with their products side by side; one product if they are consecutive."""
+    """Weights that multiply the same input, with their products side by side; one product if they are consecutive.
 
-    def __init__(self, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None] = (None,)) -> None:
-        self.weights, self.rows = weights, [len(weight) for weight in weights]
+    `ordered` are the same with adapters merged in: forward products are then those of `ordered_product`."""
+
+    def __init__(
+        self,
+        weights: Sequence[torch.Tensor],
+        biases: Sequence[torch.Tensor | None] = (None,),
+        ordered: Sequence[torch.Tensor] | None = None,
+    ) -> None:
+        self.weights, self.rows, self.ordered = weights, [len(weight) for weight in weights], ordered
         self.whole = as_one_tensor(weights)
         self.bias = None if biases[0] is None else _end_to_end(biases)  # pyright: ignore
 
     def product(self, x_TE: torch.Tensor, spare: int = 0) -> torch.Tensor:
         """Return the product, followed by `spare` rows of zeros."""
+        if self.ordered is not None:
+            return self._ordered_product(x_TE, self.ordered)
         if spare:
             y = x_TE.new_empty(len(x_TE) + spare, sum(self.rows))
             y[len(x_TE) :].zero_()
@@ -52,6 +62,22 @@ class Joined:
         else:
             torch.addmm(self.bias, x_TE, self.whole.T, out=here)
         return y
+
+    def _ordered_product(self, x_TE: torch.Tensor, weights: Sequence[torch.Tensor]) -> torch.Tensor:
+        whole, y = as_one_tensor(weights), x_TE.new_empty(len(x_TE), sum(self.rows))
+        if whole is not None:
+            return ordered_product(x_TE, whole, self.bias, into_TC=y)
+        biases = (None,) * len(weights) if self.bias is None else self.bias.split(self.rows)
+        for weight, bias, part in zip(weights, biases, y.split(self.rows, 1), strict=True):
+            ordered_product(x_TE, weight, bias, into_TC=part)
+        return y
+
+    def add_product(self, y_TC: torch.Tensor, x_TE: torch.Tensor) -> None:
+        """Add the product with the only weight to `y`."""
+        if self.ordered is not None:
+            ordered_product(x_TE, self.ordered[0], into_TC=y_TC, adds=True)
+        else:
+            y_TC.addmm_(x_TE, self.weights[0].T)
 
     def back(self, grad_TC: torch.Tensor) -> torch.Tensor:
         return grad_TC @ (torch.cat(list(self.weights)) if self.whole is None else self.whole)
@@ -90,7 +116,12 @@ class LayerWeights:
     OWN = 14  # how many tensors do not belong to adapters
 
     @classmethod
-    def of(cls, layer: Any) -> LayerWeights | None:
+    def ordered(cls, layer: Any) -> LayerWeights | None:
+        """Return the weights for products in the order of decoding, which merges adapters."""
+        return cls.of(layer, exact=True)
+
+    @classmethod
+    def of(cls, layer: Any, *, exact: bool = False) -> LayerWeights | None:
         """Return the current weights; None unless all linear parts are plain or have plain adapters."""
         parts = [getattr(getattr(layer, home), name) for home, names in _LINEAR for name in names]
         if not all(map(can_fuse_adapter, parts)) or any(base_of(part).bias is not None for part in parts[3:]):
@@ -101,15 +132,21 @@ class LayerWeights:
         attention = layer.self_attn
         norms = (attention.q_norm.weight, attention.k_norm.weight) if hasattr(attention, "q_norm") else (None, None)
         before, between = layer.input_layernorm.weight, layer.post_attention_layernorm.weight
+        merged = [merge(*pair) for pair in zip(weights, adapters, strict=True)] if exact else None
+        parts = (slice(0, 3), slice(3, 4), slice(4, 6), slice(6, 7))
+        qkv, out, gate_up, down = (
+            Joined(weights[part], biases if part.start == 0 else (None,), None if merged is None else merged[part])
+            for part in parts
+        )
         return cls(
             before,
-            Joined(weights[:3], biases),
+            qkv,
             norms,
-            Joined(weights[3:4]),
+            out,
             between,
-            Joined(weights[4:6]),
-            Joined(weights[6:]),
-            group_adapters(adapters, weights),
+            gate_up,
+            down,
+            group_adapters(adapters, weights, merged=exact),
             [before, *weights[:3], *biases, *norms, weights[3], between, *weights[4:], *flat(adapters)],
             attention.layer_idx == attention.config.num_hidden_layers - 1,
         )
@@ -126,10 +163,12 @@ Grads = list[torch.Tensor | None]
 
 
 class ProductAdapters:
-    """The adapters of one product; possibly none."""
+    """The adapters of one product; possibly none. `merged`: the product has them already."""
 
-    def __init__(self, parts: Sequence[int], adapters: Adapters, weights: Sequence[torch.Tensor]) -> None:
-        self.parts: list[int] = []
+    def __init__(
+        self, parts: Sequence[int], adapters: Adapters, weights: Sequence[torch.Tensor], *, merged: bool = False
+    ) -> None:
+        self.merged, self.parts = merged, list[int]()
         self.adapters: Adapted = []
         start = 0
         for part in parts:
@@ -153,11 +192,11 @@ class ProductAdapters:
 
     def add(self, y_TC: torch.Tensor, x_TE: torch.Tensor) -> torch.Tensor | None:
         """Add to `y`; return x A', which the backward pass needs."""
-        return self.copies.add(y_TC, x_TE) if self.copies else None
+        return self.copies.add(y_TC, x_TE) if self.copies and not self.merged else self.down(x_TE)
 
     def factors(self, part: int, low_TR: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Return what the adapter of a part adds to its columns, as two factors."""
-        if low_TR is None or part not in self.rights:
+        if low_TR is None or part not in self.rights or self.merged:
             return None
         ranks, up_RC = self.rights[part]
         return low_TR[:, ranks], up_RC
@@ -191,9 +230,11 @@ class ProductAdapters:
             self.gradients(found, grad_TC, x_TE, low_TR, grad_TR)
 
 
-def group_adapters(adapters: Adapters, weights: Sequence[torch.Tensor]) -> list[ProductAdapters]:
+def group_adapters(
+    adapters: Adapters, weights: Sequence[torch.Tensor], *, merged: bool = False
+) -> list[ProductAdapters]:
     """Collect the current adapters of each of `PRODUCTS`; `weights` are those of the seven parts."""
-    found = [ProductAdapters(parts, adapters, weights) for parts in PRODUCTS]
+    found = [ProductAdapters(parts, adapters, weights, merged=merged) for parts in PRODUCTS]
     filled = [(one.copies, one.adapters) for one in found if one.copies is not None]
     if filled:
         fill(filled)

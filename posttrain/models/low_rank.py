@@ -28,6 +28,12 @@ class Adapter:
         return cls(part.lora_A["default"].weight, part.lora_B["default"].weight, float(part.scaling["default"]))
 
 
+@torch.no_grad()
+def merge(weight_CE: torch.Tensor, adapter: Adapter | None) -> torch.Tensor:
+    """The weight with the adapter added: the weight itself without one, otherwise a copy."""
+    return weight_CE if adapter is None else weight_CE + (adapter.b @ adapter.a).mul_(adapter.scale).to(weight_CE.dtype)
+
+
 # Columns of the output, and the adapter that adds to them.
 Adapted = Sequence[tuple[slice, Adapter]]
 

@@ -109,14 +109,17 @@ def _weights_problem(path: Path) -> str | None:
 
 def model_type_of(name: str, cwd: Path) -> str | None:
     """`model_type` of a folder or a hub id, of which config.json alone is fetched; None where it cannot be read."""
-    folder = cwd / name
-    if folder.is_dir():
-        path = folder / "config.json"
-    else:
-        path = _from_hub(name)
-    content = read_object(path) if path is not None and path.is_file() else None
+    path = config_file(name, cwd)
+    content = read_object(path) if path is not None else None
     kind = content.get("model_type") if isinstance(content, dict) else None
     return kind if isinstance(kind, str) else None
+
+
+def config_file(name: str, cwd: Path) -> Path | None:
+    """config.json of a folder or a hub id, which is fetched alone; None where there is none."""
+    folder = cwd / name
+    path = folder / "config.json" if folder.is_dir() else _from_hub(name)
+    return path if path is not None and path.is_file() else None
 
 
 def _from_hub(name: str) -> Path | None:

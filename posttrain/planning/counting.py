@@ -7,9 +7,10 @@ mode follows every tensor that is alive; saved-tensor hooks tell which of them w
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
@@ -55,6 +56,10 @@ class ModelBytes:
         masters = sum(4 * p.numel() for p in trained if p.itemsize < 4)
         weights = sum(getattr(p, "held_bytes", p.numel() * p.itemsize) for p in parameters)
         return cls(weights, sum(wide), 2 * sum(wide) + masters, max(wide, default=0), masters)
+
+    def over(self, workers: int) -> ModelBytes:
+        """What each of so many workers holds that share everything, as by FSDP."""
+        return ModelBytes(*(math.ceil(size / workers) for size in astuple(self)))
 
 
 def unpacked_bytes(model: torch.nn.Module) -> int:
@@ -224,6 +229,10 @@ def packed_bytes(model: Any) -> int:
     rows = sum(shape[0] for shape in widths[:7])  # a tile of rows between the products of a layer
     head = -(-model.config.vocab_size // COLUMNS) * COLUMNS * model.config.hidden_size
     return (sum(shape.numel() for shape in widths) + head + 64 * rows) * itemsize
+
+
+def width_of(model: Any) -> int:
+    return model.config.get_text_config().hidden_size
 
 
 def layer_count(model: Any) -> int:

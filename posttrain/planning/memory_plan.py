@@ -21,7 +21,12 @@ from typing import Any
 import torch
 
 from posttrain.config.schema import Section, assign, lookup
+from posttrain.engine.megatron.groups import ParallelSizes
+from posttrain.engine.megatron.settings import SECTION
+from posttrain.engine.registry import layout_of
+from posttrain.engine.settings import keys_of, train_engine
 from posttrain.errors import UserError, first_line
+from posttrain.planning import megatron_ranks
 from posttrain.planning.counting import ModelBytes
 
 GIB = 2**30
@@ -99,6 +104,20 @@ class Planner(ABC):
     def build(self, config: Any, device: Device, role: str) -> torch.nn.Module:
         """The role's model on the meta device."""
 
+    def cuts(self, config: Any, role: str) -> ParallelSizes | None:
+        """The sizes by which an engine other than FSDP cuts a role's model over the workers."""
+        keys = keys_of(config)
+        layout = layout_of(config, keys, role if role in keys.roles else next(iter(keys.roles)))
+        sizes = train_engine(layout.strategy, keys).sizes
+        return None if sizes is None else sizes(layout)
+
+    def held(self, config: Any, device: Device, role: str, workers: int) -> ModelBytes:
+        """What one worker holds of a role's model and optimizer; of unequal ones the most."""
+        sizes = self.cuts(config, role)
+        if sizes is None:
+            return self.count(config, device, role, ModelBytes.of).over(workers)
+        return self.count(config, device, role, megatron_ranks.held_bytes, sizes, workers)
+
     def count(self, config: Any, device: Device, role: str, what: Callable[..., Any], *args: Any) -> Any:
         """`what(model, *args)` of the role's model."""
         # Not the whole configuration: batch sizes and budgets change no model, and most plans differ in those alone.
@@ -158,12 +177,11 @@ class Plan:
 
 def place(plan: Plan, part: str, size: int, only_in: tuple[str, ...] | None) -> None:
     """Put a part on the device in every stage, or in some, and in host memory otherwise."""
-    share = math.ceil(size / plan.shape.workers)  # FSDP shards over all workers
     moves = only_in is not None and plan.device.offloads
     for name, parts in plan.stages.items():
-        parts[part] = share if not moves or name in (only_in or ()) else 0
+        parts[part] = size if not moves or name in (only_in or ()) else 0
     if moves:
-        plan.host[part] = share
+        plan.host[part] = size
 
 
 def add_workspaces(plan: Plan) -> None:
@@ -178,7 +196,7 @@ def backward_parts(
 ) -> Parts:
     """The moment when the activations of the largest micro-batch are complete.
 
-    `counted` is what `training_bytes` gave; `single`: the mini-batch is one micro-batch.
+    `counted` is what `training_bytes` gave, `held` what one worker holds; `single`: the mini-batch is one micro-batch.
     """
     activations, peak = counted
     has_masters = held.optimizer > 2 * held.gradients
@@ -187,19 +205,16 @@ def backward_parts(
     opened = device.kind == "cuda" and workers == 1
     summed = 0 if has_masters and single and not opened else held.gradients
     return {
-        f"{role} gradients": math.ceil(summed / workers),
+        f"{role} gradients": summed,
         f"{role} activations": activations,
         "temporary tensors": peak - activations,
     }
 
 
-def step_parts(role: str, device: Device, held: ModelBytes, *, workers: int) -> Parts:
+def step_parts(role: str, device: Device, held: ModelBytes) -> Parts:
     """The optimizer's step: on CUDA one kernel reads and writes all tensors in place, on the CPU it takes room."""
     temporary = 0 if device.kind == "cuda" else 2 * held.largest
-    return {
-        f"{role} gradients": math.ceil(held.gradients / workers),
-        "temporary tensors": math.ceil(temporary / workers),
-    }
+    return {f"{role} gradients": held.gradients, "temporary tensors": temporary}
 
 
 @dataclass(frozen=True)
@@ -223,6 +238,44 @@ def find_remedies(config: Section, plan: Plan, planner: Planner, stage: str | No
     first = stage or plan.worst
     found = list(_try_all(config, plan, planner, first))
     return sorted(found, key=lambda remedy: (remedy.stage != first, -remedy.saves))
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Sizes by which Megatron's ranks would hold the model, by their settings, and the peak that the plan then has."""
+
+    sizes: dict[str, int]
+    peak: int
+    fits: bool
+
+    def words(self) -> str:
+        sizes = " ".join(f"{name}={size}" for name, size in self.sizes.items()) or "all sizes 1"
+        return f"{sizes}: the peak is {shown(self.peak)}"
+
+
+def find_cuts(config: Section, plan: Plan, planner: Planner, most: int = 3) -> list[Cut]:
+    """Sizes that fit, those first that leave the most copies of the model; or the one with the lowest peak. Nothing
+    where the engine is not cut by sizes."""
+    keys = keys_of(config)
+    role, section = next(iter(keys.roles)), f"{keys.section}.{SECTION}"
+    given = planner.cuts(config, role)
+    if given is None:
+        return []
+    allowed = planner.count(config, plan.device, role, megatron_ranks.possible_cuts, given, plan.shape.workers)
+    others = {name: value for name, value in lookup(config, section).items() if not name.endswith("_parallel_size")}
+    found = []
+    for sizes in allowed:
+        changed = copy.deepcopy(config)
+        assign(changed, section, others | sizes)
+        other = planner.plan(changed, plan.device)
+        found.append(Cut(sizes, other.peak(), other.fits))
+
+    def order(cut: Cut) -> tuple[int, int, int]:
+        sharing = {name: size for name, size in cut.sizes.items() if name != "expert_parallel_size"}
+        return math.prod(sharing.values()), sharing.get("pipeline_parallel_size", 1), cut.peak
+
+    fitting = sorted((cut for cut in found if cut.fits), key=order)
+    return fitting[:most] or [min(found, key=lambda cut: cut.peak)]
 
 
 def _try_all(config: Section, plan: Plan, planner: Planner, first: str) -> Iterator[Remedy]:

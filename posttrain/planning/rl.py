@@ -19,7 +19,7 @@ from posttrain.config.parallel import generating_workers_of, rollout_workers_of,
 from posttrain.engine.facts import joining_cost
 from posttrain.kernels.decode import BLOCK
 from posttrain.models.loading import resolve_dtype
-from posttrain.planning import counting, cuda_bytes, meta_models
+from posttrain.planning import counting, cuda_bytes, megatron_ranks, meta_models
 from posttrain.planning.counting import ModelBytes
 from posttrain.planning.memory_plan import (
     Device,
@@ -57,15 +57,17 @@ class Shape:
     generating: int = 0  # workers that only generate; 0 where the others do
 
     @classmethod
-    def of(cls, config: PPOConfig) -> Shape:
+    def of(cls, config: PPOConfig, together: int = 1) -> Shape:
+        """`together` workers compute the same rows."""
         data, rollout = config.data, config.actor_rollout_ref.rollout
         workers, generating = workers_of(config), rollout_workers_of(config)
+        copies = max(1, workers // together)
         mini = min(config.actor_rollout_ref.actor.ppo_mini_batch_size, data.train_batch_size)
-        batch_rows = math.ceil(data.train_batch_size * rollout.n / workers)
+        batch_rows = math.ceil(data.train_batch_size * rollout.n / copies)
         engines = max(1, generating_workers_of(config) // rollout.tensor_model_parallel_size)
         wave = min(rollout.max_num_seqs, math.ceil(data.train_batch_size * rollout.n / engines))
         longest = data.max_prompt_length + data.max_response_length
-        mini_rows = math.ceil(mini * rollout.n / workers)
+        mini_rows = math.ceil(mini * rollout.n / copies)
         prefill = math.ceil(wave / rollout.n)
         return cls(workers, longest, data.max_prompt_length, batch_rows, mini_rows, wave, prefill, generating)
 
@@ -133,9 +135,10 @@ class RLPlanner(Planner):
         plan = Plan(device, run.shape)
         critic = get_adv_estimator(config.algorithm.adv_estimator).needs_critic
         roles = {"actor": config.actor_rollout_ref.actor} | ({"critic": config.critic} if critic else {})
-        held = {role: run.count(role, ModelBytes.of) for role in roles}
+        held = {role: run.held(role) for role in roles}
+        whole = run.count("actor", ModelBytes.of)
         plan.stages["load"] = {}
-        plan.stages["generate"] = run.generate(held["actor"])
+        plan.stages["generate"] = run.generate(whole)
         if config.reward_model.enable:
             plan.stages["reward model"] = {"temporary tensors": run.reward_model_peak()}
         scoring = max(run.log_probs_peak(role, settings) for role, settings in roles.items())
@@ -143,14 +146,15 @@ class RLPlanner(Planner):
         for role in reversed(roles):  # the critic is updated first
             prefix = "" if role == "actor" else "critic "
             plan.stages[f"{prefix}update"] = run.update(role, roles[role], held[role])
-            plan.stages[f"{prefix}step"] = step_parts(role, device, held[role], workers=run.shape.workers)
+            plan.stages[f"{prefix}step"] = step_parts(role, device, held[role])
         _keep_while_asleep(plan, config.actor_rollout_ref.rollout.name, run.fp8_copies())
         _add_unpacked(plan, {role: run.count(role, counting.unpacked_bytes) for role in roles})
         self._place_models(plan, run, roles, held)
-        _plan_loading(plan, held, run.count("actor", counting.joined_bytes))
+        joined = 0 if run.sizes else run.count("actor", counting.joined_bytes) - whole.masters
+        _plan_loading(plan, held, max(0, joined))
         if run.shape.generating:
             size = config.actor_rollout_ref.rollout.tensor_model_parallel_size
-            _separate_devices(plan, math.ceil(held["actor"].weights / size))
+            _separate_devices(plan, math.ceil(whole.weights / size))
         add_workspaces(plan)
         return plan
 
@@ -168,11 +172,11 @@ class RLPlanner(Planner):
         # With LoRA the base without adapters is the reference.
         if needs_reference(config) and config.actor_rollout_ref.model.lora_rank == 0:
             moves = config.actor_rollout_ref.ref.fsdp_config.param_offload
-            weights = run.count("reference", ModelBytes.of).weights
+            weights = run.held("reference").weights
             place(plan, "reference weights", weights, ("log-probs",) if moves else None)
         if config.reward_model.enable:
             moves = config.reward_model.fsdp_config.param_offload
-            weights = run.count("reward model", ModelBytes.of).weights
+            weights = run.count("reward model", ModelBytes.of).over(run.shape.workers).weights
             place(plan, "reward model weights", weights, ("reward model",) if moves else None)
 
     def plan_generation(self, config: PPOConfig, device: Device) -> Plan:
@@ -208,10 +212,14 @@ class _Run:
     def __init__(self, config: PPOConfig, device: Device, planner: RLPlanner) -> None:
         self.config, self.device, self.planner = config, device, planner
         self.rollout = config.actor_rollout_ref.rollout
-        self.shape = Shape.of(config)
+        self.sizes = planner.cuts(config, "actor")
+        self.shape = Shape.of(config, self.sizes.together if self.sizes else 1)
 
     def count(self, role: str, what: Callable[..., Any], *args: Any) -> Any:
         return self.planner.count(self.config, self.device, role, what, *args)
+
+    def held(self, role: str) -> ModelBytes:
+        return self.planner.held(self.config, self.device, role, self.shape.workers)
 
     def cuda_sizes(self, role: str) -> cuda_bytes.Sizes | None:
         """None where the passes are counted on the meta device: on a CPU, and for models without CUDA kernels."""
@@ -294,11 +302,21 @@ class _Run:
 
     def log_probs_peak(self, role: str, settings: Any) -> int:
         shape, sizes = self.shape, self.cuda_sizes(role)
+        if self.sizes is not None:
+            passed = self._megatron_pass(role, settings)
+            return self.count(role, megatron_ranks.scoring_bytes, self.sizes, *passed, self._memory())
         if sizes is not None:
             passed = shape.packed_pass(settings, self.rollout.n, joining_cost(sizes.width))
             return cuda_bytes.scoring_bytes(sizes, *passed, self.device.bytes)
         rows = shape.micro_rows(settings)
         return self.count(role, counting.scoring_peak, rows, shape.longest, self.device.kind)
+
+    def _megatron_pass(self, role: str, settings: Any) -> tuple[int, int]:
+        width = self.count(role, counting.width_of)
+        return self.shape.packed_pass(settings, self.rollout.n, joining_cost(width))
+
+    def _memory(self) -> int | None:
+        return self.device.bytes if self.device.kind == "cuda" else None
 
     def reward_model_peak(self) -> int:
         """The largest pass of the reward model; its tokenizer is taken to need as many tokens as the policy's."""
@@ -318,7 +336,11 @@ class _Run:
         if role == "critic" and self.config.critic.model.enable_gradient_checkpointing is not None:
             checkpointing = self.config.critic.model.enable_gradient_checkpointing
         sizes = self.cuda_sizes(role)
-        if sizes is not None:
+        if self.sizes is not None:
+            passed = (*self._megatron_pass(role, settings), math.ceil(shape.mini_rows / rows))
+            how = (self.sizes, *passed, bool(checkpointing), self._memory())
+            counted = self.count(role, megatron_ranks.update_bytes, *how)
+        elif sizes is not None:
             passed = shape.packed_pass(settings, self.rollout.n, joining_cost(sizes.width))
             alone = shape.workers == 1
             counted = cuda_bytes.update_bytes(sizes, *passed, bool(checkpointing), device.bytes, alone=alone)
@@ -341,8 +363,8 @@ def _plan_loading(plan: Plan, held: dict[str, ModelBytes], joined: int) -> None:
     # While models are loaded, all weights and float32 masters are on the device, also those that are offloaded later.
     # The matrices of a layer are joined before the masters are made. AdamW's moments come with the first step.
     weights = {part: plan.largest(part) for part in plan.stages["update"] if part.endswith(" weights")}
-    masters = {f"{role} optimizer": math.ceil(one.masters / plan.shape.workers) for role, one in held.items()}
-    room = {"temporary tensors": max(0, joined - held["actor"].masters)}
+    masters = {f"{role} optimizer": one.masters for role, one in held.items()}
+    room = {"temporary tensors": joined}
     plan.stages["load"] = {**weights, "rollout weights": plan.largest("rollout weights"), **masters, **room}
 
 

@@ -11,7 +11,7 @@ import torch
 
 from posttrain.config.supervised import RewardTrainerConfig, SFTConfig
 from posttrain.models.loading import resolve_dtype
-from posttrain.planning import counting, cuda_bytes, meta_models
+from posttrain.planning import counting, cuda_bytes, megatron_ranks, meta_models
 from posttrain.planning.counting import ModelBytes
 from posttrain.planning.memory_plan import (
     Device,
@@ -39,10 +39,11 @@ class RowShape:
     pass_rows: int  # sequences of full length in the largest pass
 
     @classmethod
-    def of(cls, config: SupervisedConfig) -> RowShape:
+    def of(cls, config: SupervisedConfig, sharing: int = 1) -> RowShape:
+        """`sharing` workers compute the same rows."""
         data, together = config.data, 2 if isinstance(config, RewardTrainerConfig) else 1
         workers = config.trainer.n_gpus_per_node * config.trainer.nnodes
-        units = math.ceil(data.train_batch_size / workers)
+        units = math.ceil(data.train_batch_size / max(1, workers // sharing))
         most = min(units, data.micro_batch_size_per_gpu or units)
         in_budget = data.max_token_len_per_gpu // (together * data.max_length)
         passed = max(1, min(most, in_budget))
@@ -77,20 +78,27 @@ class SupervisedPlanner(Planner):
         return make(config.model, dtype)
 
     def plan(self, config: SupervisedConfig, device: Device) -> Plan:
-        shape, count = RowShape.of(config), partial(self.count, config, device, ROLE)
+        cuts, count = self.cuts(config, ROLE), partial(self.count, config, device, ROLE)
+        shape = RowShape.of(config, cuts.together if cuts else 1)
         plan = Plan(device, shape, {"load": {}})
-        held = count(ModelBytes.of)
+        held, whole = self.held(config, device, ROLE, shape.workers), count(ModelBytes.of)
         unpacked = count(counting.unpacked_bytes)  # a pass holds one 4-bit matrix in model.dtype
         size, tokens = (shape.pass_rows, shape.longest), shape.pass_rows * shape.longest
         sizes = count(cuda_bytes.sizes_of) if device.kind == "cuda" else None
+        memory = device.bytes if device.kind == "cuda" else None
         if config.data.val_files is not None:
-            if sizes is not None:
+            if cuts is not None:
+                peak = count(megatron_ranks.scoring_bytes, cuts, tokens, tokens, memory)
+            elif sizes is not None:
                 peak = cuda_bytes.scoring_bytes(sizes, tokens, tokens, device.bytes)
             else:
                 peak = count(counting.scoring_peak, *size, device.kind)
             plan.stages["validation"] = {"temporary tensors": peak + unpacked}
         checkpointing = config.model.enable_gradient_checkpointing
-        if sizes is not None:
+        if cuts is not None:
+            passes = math.ceil(shape.batch_rows / shape.pass_rows)
+            counted = count(megatron_ranks.update_bytes, cuts, tokens, tokens, passes, bool(checkpointing), memory)
+        elif sizes is not None:
             alone = shape.workers == 1
             counted = cuda_bytes.update_bytes(sizes, tokens, tokens, bool(checkpointing), device.bytes, alone=alone)
         else:
@@ -98,11 +106,10 @@ class SupervisedPlanner(Planner):
         single = shape.pass_rows == shape.batch_rows
         plan.stages["update"] = backward_parts(ROLE, counted, held, device, single=single, workers=shape.workers)
         plan.stages["update"]["temporary tensors"] += unpacked
-        plan.stages["step"] = step_parts(ROLE, device, held, workers=shape.workers)
+        plan.stages["step"] = step_parts(ROLE, device, held)
         place(plan, f"{ROLE} weights", held.weights, None)
         place(plan, f"{ROLE} optimizer", held.optimizer, None)
-        joined = max(0, count(counting.joined_bytes) - held.masters)
-        masters = math.ceil(held.masters / shape.workers)
-        plan.stages["load"] |= {f"{ROLE} optimizer": masters, "temporary tensors": joined}
+        joined = 0 if cuts else max(0, count(counting.joined_bytes) - whole.masters)
+        plan.stages["load"] |= {f"{ROLE} optimizer": held.masters, "temporary tensors": joined}
         add_workspaces(plan)
         return plan

@@ -10,9 +10,9 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from posttrain.config.reward import LARGEST_SCORE
 from posttrain.rewards.signatures import Fields
 from posttrain.rewards.types import RewardError
+from posttrain.settings import LARGEST_SCORE
 
 # Score, named parts, and the error that makes the score invalid, if any.
 Outcome = tuple[float, dict[str, "float | str"], "str | None"]

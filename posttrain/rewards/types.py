@@ -79,7 +79,7 @@ class RewardSpec:
     sys_path: list[str] = field(default_factory=list)
     # The function itself, if an object was given instead of a path.
     pickled: bytes = b""
-    # Arguments of `scorers.code.configure`; empty means the defaults.
+    # `scorers.CODE_SETTINGS`; empty means the defaults.
     code: dict[str, Any] = field(default_factory=dict)
     # Seeds the random numbers that the function draws.
     seed: int = 0

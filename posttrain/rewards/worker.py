@@ -21,6 +21,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
+from posttrain.rewards import scorers
 from posttrain.rewards.batch import BatchFacts
 from posttrain.rewards.channel import CHUNK_S, Channel, Payload
 from posttrain.rewards.damage import SharedState
@@ -45,10 +46,7 @@ def main() -> None:
         return
     out = _Lines(channel)
     sys.stdout = sys.stderr = out
-    if spec.code:
-        from posttrain.rewards.scorers import code
-
-        code.configure(**spec.code)
+    scorers.CODE_SETTINGS.update(spec.code)
     seeding = Seeding(spec.seed)
     try:
         score, spec = load_scores(spec)
@@ -58,7 +56,7 @@ def main() -> None:
     except BaseException as error:
         channel.send(("failed", f"the reward could not be loaded: {describe_exception(error)}", ""))
         return
-    _extend_deadline_for_slow_imports(channel)
+    scorers.before_slow_import = lambda: channel.send(("wait", _SLOW_IMPORT_S))
     shared_state = SharedState(out)
     channel.send(("ready", spec))
     gc.freeze()  # so that collections skip what was imported
@@ -135,12 +133,6 @@ def _die_with_parent(parent: int) -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
         if os.getppid() != parent:  # it ended before the call
             os._exit(0)
-
-
-def _extend_deadline_for_slow_imports(channel: Channel) -> None:
-    from posttrain.rewards.scorers import math as math_scorer
-
-    math_scorer.before_slow_import = lambda: channel.send(("wait", _SLOW_IMPORT_S))
 
 
 class _Lines(io.TextIOBase):

@@ -44,6 +44,8 @@ class Order:
     longest: int | None = None
     team: Team | None = None
     """Ranks that hold the engine together, each a part of the model, and do all steps at once."""
+    exact: bool = False
+    """Whether log-probs must have the bits that a training pass gives them."""
 
     def decode(self, ids: list[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=False)
@@ -93,10 +95,11 @@ def build_engine(
     device: torch.device | None = None,
     longest: int | None = None,
     team: Team | None = None,
+    exact: bool = False,
 ) -> Made:
     """(the engine, its name and version). `model` is the trainer's own, whose weights the engine reads wherever these
     are moved, or a folder, which is loaded onto `device`. `longest` is the most tokens of a row. With a `team` it is in
-    host memory: the engine copies this rank's part of it, and the rest is gone then."""
+    host memory: the engine copies this rank's part of it, and the rest is gone then. `exact` is for `native` alone."""
     check_engine_name(config.name)
     if team is not None and config.name not in _BY_TEAMS:
         raise UserError(
@@ -104,7 +107,7 @@ def build_engine(
             "actor_rollout_ref.rollout.name=native"
         )
     module = model if isinstance(model, torch.nn.Module) else _loaded(model, device or torch.device("cpu"))
-    order = Order(config, module, tokenizer, device, longest, team)
+    order = Order(config, module, tokenizer, device, longest, team, exact)
     notes: list[str] = []
     problem = ""
     for name in dict.fromkeys((config.name, "hf")):
@@ -112,7 +115,7 @@ def build_engine(
         if not isinstance(made, str):
             return made[0], "; ".join([made[1], *notes])
         problem = made
-        if team is not None:  # another engine would hold the whole model
+        if team is not None or exact:  # another engine would hold the whole model, or have other bits
             break
         notes.append(f"{name} is not used for {_kind(module)} models: {made}")
     raise UserError(
@@ -135,7 +138,9 @@ def make_native(order: Order) -> Made | str:
     """posttrain's own."""
     if not can_run_native(order.module):
         return "it cannot answer their attention from its cache"
-    engine, name = build_native(order.module, order.config, decode=order.decode, device=order.device, team=order.team)
+    engine, name = build_native(
+        order.module, order.config, decode=order.decode, device=order.device, team=order.team, exact=order.exact
+    )
     problem = why_wrong(engine, order.module)
     if problem is None and isinstance(engine.decoder, FastDecoder) and order.team is not None:
         engine.decoder.drop_unsharded_weights()

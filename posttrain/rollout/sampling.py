@@ -15,6 +15,7 @@ import torch
 
 from posttrain.kernels import cuda
 from posttrain.kernels.compiled import kernel
+from posttrain.kernels.ordered import token_log_probs
 from posttrain.rollout.base import Sampling
 
 Seen = tuple[Sequence[int], Sequence[int]]
@@ -85,7 +86,8 @@ def sample(
     tokens_B = _inverse_cdf(p_BV, uniform_B.to(p_BV.device))
     greedy_B = torch.tensor([s.greedy for s in settings], device=p_BV.device)
     tokens_B = torch.where(greedy_B, drawn_log_p.argmax(-1), tokens_B)
-    log_probs_B = log_p_BV.gather(1, tokens_B[:, None]).squeeze(1)
+    pairs = zip(logits_BV.split(1), tokens_B.split(1), temperature_B.tolist(), strict=True)
+    log_probs_B = torch.cat([_log_probs(*pair) for pair in pairs])  # with the same bits as rows without filters
     drawn_B = (p_BV.gather(1, tokens_B[:, None]).squeeze(1).double() / p_BV.double().sum(-1)).log()
     return tokens_B, log_probs_B, torch.where(greedy_B, log_probs_B, drawn_B.to(log_probs_B.dtype))
 
@@ -141,9 +143,19 @@ def log_probs_of(
     """Log-probs of labels, a chunk of tokens at a time: the logits of all of them are never held at once."""
     parts = []
     for hidden, labels in zip(hidden_TE.split(1024), labels_T.split(1024), strict=True):
-        log_p = torch.log_softmax(_wide(logits(hidden)) / temperature, -1)
-        parts.append(log_p.gather(1, labels[:, None]).squeeze(1))
+        parts.append(_log_probs(logits(hidden), labels, temperature))
     return torch.cat(parts) if parts else hidden_TE.new_zeros(0)
+
+
+def _log_probs(logits_TV: torch.Tensor, labels_T: torch.Tensor, temperature: float) -> torch.Tensor:
+    if cuda.runs_here(logits_TV):
+        from posttrain.kernels.cuda.ordered import label_log_probs
+
+        return label_log_probs(logits_TV, labels_T, temperature)
+    found = token_log_probs(logits_TV, labels_T, temperature)
+    if found is not None:
+        return found[0]
+    return torch.log_softmax(_wide(logits_TV) / temperature, -1).gather(1, labels_T[:, None]).squeeze(1)
 
 
 def _wide(logits: torch.Tensor) -> torch.Tensor:

@@ -76,7 +76,7 @@ def samples(args: Sequence[str]) -> int:
     path = _sample_file(folder, options.step)
     import pyarrow.parquet as pq
 
-    names = ("uid", "sample", "branch", "prompt", "ground_truth", "response", "score", "error")
+    names = ("uid", "sample", "branch", "prompt", "ground_truth", "response", "score", "error", "turn_rewards")
     have = pq.read_schema(path).names
     rows = pq.read_table(path, columns=[name for name in names if name in have]).to_pylist()
     # Of a conversation with branches the last row is shown: it ended there.

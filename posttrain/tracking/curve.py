@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import textwrap
 import unicodedata
@@ -92,6 +93,9 @@ def sample_groups(rows: Sequence[Mapping[str, Any]], *, count: int, width: int =
             score = "     -" if row["score"] is None else f"{row['score']:6.3g}"
             first, *rest = _wrap(row.get("response") or "", width - 10, lines) or [""]
             out += [f"{score} │ {first}", *(f"{'':6} │ {line}" for line in rest)]
+            if turns := json.loads(row.get("turn_rewards") or "[]"):
+                told = ", ".join(f"{reward:.3g} (turn {number + 1})" for number, reward in turns)
+                out += _wrap(f"       rewards: {told}", width, 2)
             if row.get("error"):
                 out += _wrap(f"       ! {row['error']}", width, 2)
     return "\n".join(out)

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,7 @@ def cpu_name() -> str:
     return f"{name}, family {facts.get('cpu family')} model {facts.get('model')} ({', '.join(kinds)})"
 
 
+@cache  # reading them takes 30 ms, and a process may train several times
 def _versions() -> dict[str, str]:
     found = {}
     for package in PACKAGES:

@@ -48,6 +48,7 @@ _TEXTS = {
     "policy_versions": ("policy_versions",),
     "extra_info": ("extra_info",),
     "tool_calls": ("tool_calls",),
+    "turn_rewards": ("turn_rewards",),
     "own_words": ("own_words",),
 }
 _NUMBERS = {"seed": "seed", "data_row": "index", "num_turns": "num_turns"}

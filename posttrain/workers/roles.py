@@ -12,6 +12,7 @@ from posttrain.config.root import PPOConfig
 from posttrain.engine.base import EngineSettings, TrainEngine
 from posttrain.engine.registry import build_train_engine, layout_of, loading_device
 from posttrain.engine.settings import RL
+from posttrain.models.exactness import check_exact
 from posttrain.models.forward import ValueModel
 from posttrain.models.loading import ModelError, load_causal_lm, resolve_dtype
 from posttrain.models.lora import add_adapters, with_adapters
@@ -31,8 +32,10 @@ def actor_engine(config: PPOConfig, device: torch.device, total_steps: int) -> T
     module = _language_model(config, device, quantization=model.quantization)
     if model.lora_rank > 0:
         module = with_adapters(module, model)
+    if config.trainer.exact:
+        check_exact(module, device)
     settings = _settings(config, device, actor, actor.optim, actor.fsdp_config, total_steps)
-    return build_train_engine(module, settings, layout_of(config, RL, "actor"))
+    return build_train_engine(module, replace(settings, exact=config.trainer.exact), layout_of(config, RL, "actor"))
 
 
 def reference_engine(config: PPOConfig, device: torch.device) -> TrainEngine:
@@ -40,7 +43,7 @@ def reference_engine(config: PPOConfig, device: torch.device) -> TrainEngine:
     actor, ref = config.actor_rollout_ref.actor, config.actor_rollout_ref.ref
     # Sharded as the actor, so that both plan the same passes; only whether it is offloaded is its own setting.
     place = replace(actor.fsdp_config, param_offload=ref.fsdp_config.param_offload)
-    settings = _settings(config, device, actor, None, place, 1)
+    settings = replace(_settings(config, device, actor, None, place, 1), exact=config.trainer.exact)
     return build_train_engine(_language_model(config, device), settings, layout_of(config, RL, "actor"))
 
 

@@ -63,7 +63,13 @@ class RolloutWorker:
         self.end_ids = end_token_ids(self.tokenizer, model_end_ids(module))
         self._made = 0
         self.engine, self.engine_name = build_engine(
-            rollout, module, self.tokenizer, device=self.device, longest=longest, team=self.team
+            rollout,
+            module,
+            self.tokenizer,
+            device=self.device,
+            longest=longest,
+            team=self.team,
+            exact=self.config.trainer.exact,
         )
         self.engine.sleep()
 

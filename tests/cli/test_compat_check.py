@@ -33,11 +33,20 @@ READING = {
     ),
     "variables": (f'N=3\nM="$N-${{N}}"\n{START} a=$M b="${{N}}x"', ["a=3-3", "b=3x"]),
     "defaults": (f"M=${{M:-Qwen/Q}}\n{START} a=$M b=${{K:-$M}} c=${{M:+set}}", ["a=Qwen/Q", "b=Qwen/Q", "c=set"]),
+    "quoted defaults": (
+        'P=${P:-"-m verl.trainer.main_ppo"}\nS=${S:-\'["model","extra"]\'}\nM=${M:-"$H/q w"}\nH=${H:-$HOME}\n'
+        'python3 ${P} a=$S b="$M" c=${C:-"it\'s"}',
+        ['a=["model","extra"]', "b=$H/q w", "c=it's"],
+    ),
     "positional defaults": (f"n=${{1:-8}}\n{START} a=$n $@", ["a=8"]),
     "arithmetic": (f"p=$((1024 * 2))\nr=1024\n{START} a=$(((p + r) / 3)) b=$((p - -1))", ["a=1024", "b=2049"]),
     "arrays": (
         f'A=(\n x.y=1 # why\n\n z.w="a b"\n)\nA+=(v=2)\n{START} "${{A[@]}}" u=3',
         ["x.y=1", "z.w=a b", "v=2", "u=3"],
+    ),
+    "an array as a text": (
+        f'A=(x.y=1 z=2)\nexport T="${{A[@]}}"\n{START} $T v="${{A[@]}}"',
+        ["x.y=1", "z=2", "v=x.y=1", "z=2"],
     ),
     "text of several words": (f'ARGS="a.b=1 c.d=2"\n{START} $ARGS e="$ARGS"', ["a.b=1", "c.d=2", "e=a.b=1 c.d=2"]),
     "comments": (f"# {START} a=1\n{START} b=2 # c=3", ["b=2"]),
@@ -147,11 +156,66 @@ def test_verls_main_file_for_megatron_is_read_as_megatron(named, tmp_path, capsy
     assert "actor_rollout_ref.actor.strategy=megatron" not in capsys.readouterr().out
 
 
-def test_a_main_file_of_the_users_own_is_not_read_and_said(tmp_path, capsys):
+MINE = """
+hydra: {searchpath: [file://verl/trainer/config]}
+defaults: [ppo_trainer, {override model_engine: megatron}, _self_]
+data: {train_batch_size: 64, return_raw_chat: true}
+actor_rollout_ref: {rollout: {n: 8, multi_turn: {max_assistant_turns: 3}}}
+"""
+
+
+@pytest.mark.parametrize("path", ["$(pwd)/project/conf", "$PROJECT/conf", "conf", "./conf"])
+def test_a_main_file_of_the_users_own_is_read_as_settings_that_the_command_overrides(path, tmp_path, capsys):
+    script, out = tmp_path / "project" / "jobs" / "run.sh", tmp_path / "here.sh"
+    for folder in (script.parent, tmp_path / "project" / "conf"):
+        folder.mkdir(parents=True)
+    (tmp_path / "project" / "conf" / "mine.yaml").write_text(MINE)
+    own = "algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=4"
+    script.write_text(f'PROJECT="$(pwd)/project"\n{START} --config-path="{path}" --config-name=mine {own}\n')
+    command.main(["check", str(script), "--write", str(out)])
+    said, written = capsys.readouterr().out, out.read_text()
+    assert f"read: {tmp_path / 'project' / 'conf' / 'mine.yaml'}" in said
+    assert "data.return_raw_chat=true\n      batches always hold the messages" in said
+    assert "data.train_batch_size=64" in written and "multi_turn.max_assistant_turns=3" in written
+    assert "model_engine=megatron" in written and "rollout.n=4" in written and "rollout.n=8" not in written
+
+
+@pytest.mark.parametrize(("text", "says"), [("a: [1", "mine.yaml cannot be read"), ("- a", "it holds no keys")])
+def test_a_main_file_that_cannot_be_read_is_named(text, says, tmp_path):
+    (tmp_path / "mine.yaml").write_text(text)
+    script = tmp_path / "run.sh"
+    script.write_text(f"{START} --config-name=mine algorithm.adv_estimator=grpo\n")
+    with pytest.raises(UserError, match=says):
+        command.main(["check", str(script)])
+
+
+def test_a_main_file_of_the_users_own_that_is_not_found_is_named(tmp_path, capsys):
     script = tmp_path / "run.sh"
     script.write_text(f"{START} --config-path=conf --config-name=mine algorithm.adv_estimator=grpo\n")
     command.main(["check", str(script)])
     assert "not read: the main file conf/mine.yaml" in capsys.readouterr().out
+
+
+def test_a_file_below_a_folder_from_outside_is_not_missed(tmp_path, capsys):
+    script = tmp_path / "run.sh"
+    start = f"{START} algorithm.adv_estimator=grpo data.custom_cls.name=Rows"
+    script.write_text(f"HERE=$(pwd)\n{start} data.custom_cls.path=$HERE/rows.py\n")
+    assert command.main(["check", str(script)]) == 0
+    script.write_text(f"{start} data.custom_cls.path=rows.py\n")
+    assert command.main(["check", str(script)]) == 1
+    assert "rows.py does not exist" in capsys.readouterr().out
+
+
+def test_megatrons_settings_of_supervised_training_are_answered_one_by_one(tmp_path, capsys):
+    script = tmp_path / "run.sh"
+    taken = "engine=megatron optim=megatron engine.tensor_model_parallel_size=2 engine.expert_tensor_parallel_size=1"
+    noted = "engine.use_mbridge=True +engine.override_transformer_config.recompute_granularity=full"
+    start = "torchrun --nproc_per_node=4 -m verl.trainer.sft_trainer"
+    script.write_text(f"{start} {taken} {noted} model.path=m data.train_files=a.parquet data.val_files=a.parquet\n")
+    assert command.main(["check", str(script)]) == 0
+    assert "model.enable_gradient_checkpointing says whether layers are computed again" in capsys.readouterr().out
+    assert command.main(["check", str(script), "+engine.override_transformer_config.hidden_dropout=0.1"]) == 1
+    assert "the engine computes without dropout" in capsys.readouterr().out
 
 
 def test_variables_that_the_script_does_not_set_are_named_and_nothing_is_refused_for_them(tmp_path, capsys):

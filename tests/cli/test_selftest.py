@@ -44,6 +44,7 @@ def selftest(folder: Path, *args: str, fault: str | None = None) -> tuple[int, d
     return ended.returncode, data, (folder / "report" / "selftest.md").read_text()
 
 
+@pytest.mark.slow
 def test_a_wrong_sum_is_named_and_the_checks_after_it_still_run(tmp_path):
     status, data, page = selftest(tmp_path, "--ranks", "2", "--only", "collectives, devices", fault="wrong reduce")
     found = {result["check"]: result for result in data["results"]}

@@ -90,7 +90,7 @@ def test_what_is_lacking_is_named_and_installed_once(unmet: Checkout):
     assert unmet.calls() == [
         "venv",
         f"pip install {constraints} torch>=2.11,<2.14",
-        f"pip install {constraints} -e {unmet.root}",
+        f"pip install {constraints} --config-settings editable_mode=compat -e {unmet.root}",
     ]
     assert first.returncode == 0 and "RAN ['train'" in first.stdout
     again = unmet.train()
@@ -107,7 +107,11 @@ def test_a_machine_with_nvidia_takes_torch_by_range_and_not_the_cpu_pin(unmet: C
     (tools / "nvidia-smi").write_text("#!/bin/sh\n")
     (tools / "nvidia-smi").chmod(0o755)
     unmet.train(PATH=f"{tools}:{os.environ['PATH']}")
-    assert unmet.calls() == ["venv", "pip install torch>=2.11,<2.14", f"pip install -e {unmet.root}"]
+    assert unmet.calls() == [
+        "venv",
+        "pip install torch>=2.11,<2.14",
+        f"pip install --config-settings editable_mode=compat -e {unmet.root}",
+    ]
 
 
 def test_the_index_of_torch_builds_can_be_named(unmet: Checkout):

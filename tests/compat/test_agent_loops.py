@@ -88,6 +88,7 @@ def write(tmp_path, monkeypatch):
 
 AGENT = {
     f"{R}name": "scripted",
+    f"{R}agent__processes": 2,
     "data__max_prompt_length": 64,
     "data__max_response_length": 60,
     "trainer__total_training_steps": 1,

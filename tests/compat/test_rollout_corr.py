@@ -40,3 +40,39 @@ def test_the_gap_and_all_at_once():
     )
     assert weights.batch["rollout_is_weights"].shape == (2, 3) and mask.tolist() == [[1, 1, 1], [0, 1, 0]]
     assert metrics["rollout_corr/kl"] == pytest.approx(0.12)
+
+
+def test_k1_is_compared_as_rollout_over_trainer():
+    mask, metrics = helper.compute_rollout_rejection_mask(OLD - ROLLOUT, MASK, "token_k1", "0.9_3.0")
+    # -log r is -0.4, 0.2, 0 and 1, -0.2: kept from log 0.9 to log 3.
+    assert mask.tolist() == [[0, 1, 1], [1, 0, 0]]
+    assert metrics["rollout_rs_token_k1_mean"] == pytest.approx(0.12)
+    assert metrics["rollout_rs_token_k1_masked_fraction"] == pytest.approx(0.4)
+    assert (metrics["rollout_rs_token_k1_max"], metrics["rollout_rs_token_k1_min"]) == pytest.approx((1.0, -0.4))
+
+
+@pytest.mark.parametrize("name", sorted(helper.SUPPORTED_ROLLOUT_RS_OPTIONS))
+def test_every_rule_tells_its_mean_and_what_it_rejects(name):
+    mask, metrics = helper.compute_rollout_rejection_mask(OLD - ROLLOUT, MASK, name, 1.3)
+    rejected = (MASK - mask).sum() / MASK.sum()
+    assert metrics["rollout_rs_masked_fraction"] == pytest.approx(float(rejected))
+    assert metrics[f"rollout_rs_{name}_masked_fraction"] == pytest.approx(float(rejected))
+    assert f"rollout_rs_{name}_mean" in metrics
+
+
+def test_one_threshold_serves_several_rules():
+    both, metrics = helper.compute_rollout_rejection_mask(OLD - ROLLOUT, MASK, "token_k2,seq_max_k3", "0.1")
+    assert both.tolist() == [[1, 1, 1], [0, 0, 0]]
+    assert metrics["rollout_rs_seq_masked_fraction"] == 0.5
+
+
+def test_presets_set_what_their_names_say():
+    from verl.trainer.config.algorithm import RolloutCorrectionConfig as Config
+
+    preset = Config.decoupled_geo_rs_seq_tis(rs_threshold=1.001)
+    assert (preset.rollout_is, preset.rollout_rs, preset.rollout_rs_threshold) == ("sequence", "seq_mean_k1", 1.001)
+    assert preset.rollout_is_threshold == 2.0 and not preset.bypass_mode
+    assert Config.decoupled_token_icepop().rollout_is_threshold == "0.5_5.0"
+    bypass = Config.bypass_pg_is(3.0)
+    assert (bypass.bypass_mode, bypass.loss_type, bypass.rollout_is_threshold) == (True, "reinforce", 3.0)
+    assert Config.disabled().rollout_is is None and Config().rollout_is == "sequence"

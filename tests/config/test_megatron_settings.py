@@ -16,12 +16,13 @@ ACTOR = "actor_rollout_ref.actor"
 KEY, BY_MEGATRON = f"{ACTOR}.megatron_config", f"{ACTOR}.strategy=megatron"
 
 
-@pytest.mark.parametrize("name", ["tensor", "pipeline", "expert"])
+@pytest.mark.parametrize("name", ["tensor", "pipeline", "expert", "context"])
 @pytest.mark.parametrize(
     "place", ["actor.megatron_config", f"{ACTOR}.megatron_config", f"{ACTOR}.megatron", "actor.megatron"]
 )
 @pytest.mark.parametrize("middle", ["", "model_"])
 def test_sizes_of_training_are_written_with_and_without_model(load, name, place, middle):
+    middle = "" if name == "context" else middle  # verl has no other name for it
     resolved = load(BY_MEGATRON, "trainer.n_workers=2", f"{place}.{name}_{middle}parallel_size=2")
     assert resolved.value(KEY) == {f"{name}_parallel_size": 2}
     assert resolved.value("actor_rollout_ref.rollout.tensor_model_parallel_size") == 1
@@ -43,13 +44,47 @@ def test_stages_and_moments_are_set_by_the_names_of_verl(load):
     assert ParallelSizes.of(EngineLayout("megatron")).shared_moments
 
 
+@pytest.mark.parametrize("place", [f"{ACTOR}.megatron", OVERRIDES])
+def test_tokens_and_chunks_are_cut_by_the_names_of_verl(load, place):
+    virtual = f"{ACTOR}.megatron.virtual_pipeline_model_parallel_size"
+    plus = "+" if place == OVERRIDES else ""
+    resolved = load(
+        BY_MEGATRON,
+        "trainer.n_workers=8",
+        f"{ACTOR}.megatron.tensor_model_parallel_size=2",
+        f"{ACTOR}.megatron.pipeline_model_parallel_size=2",
+        f"{virtual}=3",
+        f"{plus}{place}.context_parallel_size=2",
+        f"{plus}{place}.sequence_parallel=False",
+    )
+    sizes = ParallelSizes.of(EngineLayout("megatron", own=resolved.value(KEY)))
+    assert (sizes.context, sizes.virtual, sizes.sequence) == (2, 3, False)
+    resolved = load(BY_MEGATRON, "trainer.n_workers=2", f"{KEY}.tensor_parallel_size=2", f"{virtual}=null")
+    sizes = ParallelSizes.of(EngineLayout("megatron", own=resolved.value(KEY)))
+    assert (sizes.context, sizes.virtual, sizes.sequence) == (1, 1, True)
+    assert not ParallelSizes.of(EngineLayout("megatron")).sequence  # there is one tensor rank
+
+
+@pytest.mark.parametrize(("name", "size"), [("context_parallel_size", 2), ("virtual_pipeline_model_parallel_size", 2)])
+def test_the_reference_is_cut_as_the_actor_is(load, problems, name, size):
+    four = [BY_MEGATRON, "trainer.n_workers=4", f"{KEY}.pipeline_parallel_size=2"]
+    text = problems(*four, f"actor_rollout_ref.ref.megatron.{name}={size}")
+    assert text.startswith("1 problem") and "cut as the actor is, over 1" in text
+    load(*four, f"{ACTOR}.megatron.{name}={size}", f"actor_rollout_ref.ref.megatron.{name}={size}")
+    load(*four, f"actor_rollout_ref.ref.megatron.{name}=null")
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [
         ("moe_aux_loss_coeff=0.01", "a loss of the router"),
         ("fp8=hybrid", "TransformerEngine"),
         ("hidden_dropout=0.1", "passes over the same tokens"),
-        ("context_parallel_size=8", "a sequence is computed whole"),
+        ("moe_router_bias_update_rate=0.001", "not trained"),
+        ("pipeline_model_parallel_layout=Et*3", "num_layers_in_last_pipeline_stage"),
+        ("dsa_indexer_loss_coeff=0.1", "is not built"),
+        ("swap_optimizer=True", "optimizer_offload=True"),
+        ("no_such_key=1", "has no such setting here"),
         ("account_for_loss_in_pipeline_split=True", "num_layers_in_last_pipeline_stage"),
     ],
 )
@@ -61,7 +96,8 @@ def test_overrides_that_would_change_numbers_are_rejected_one_by_one(problems, g
 @pytest.mark.parametrize(
     "given",
     ["apply_rope_fusion=True", "moe_grouped_gemm=True", "moe_router_dtype=fp32", "moe_aux_loss_coeff=0", "fp8=null",
-     "hidden_dropout=0.0", "attention_backend=auto", "recompute_granularity=full"],
+     "hidden_dropout=0.0", "attention_backend=auto", "recompute_granularity=full", "rope_scaling_type=yarn",
+     "context_parallel_algo=ulysses_cp_algo", "moe_router_bias_update_rate=0.0"],
 )  # fmt: skip
 def test_overrides_that_change_no_number_are_accepted(load, given):
     assert load(BY_MEGATRON, f"+{OVERRIDES}.{given}").value(KEY) == {}
@@ -89,8 +125,10 @@ def test_the_sizes_of_the_large_run_are_taken(load):
         ([f"{KEY}.tensor_parallel_size=0"], "must be 1 or more"),
         ([f"{KEY}.tensor_parallel_size=two"], "expected an integer"),
         ([f"{KEY}.tensor_size=2"], "`actor_rollout_ref.actor.megatron_config.tensor_size` is not known"),
-        ([f"{ACTOR}.megatron.context_parallel_size=2"], "cut by tensor, pipeline and expert ranks alone"),
-        ([f"{ACTOR}.megatron.sequence_parallel=True"], "has no such setting here"),
+        ([f"{KEY}.context_parallel_size=2"], "x context_parallel_size=2 = 2 workers compute the same rows"),
+        ([f"{KEY}.virtual_pipeline_parallel_size=2"], "there is one stage"),
+        ([f"{KEY}.sequence_parallel=often"], "expected true or false"),
+        ([f"{ACTOR}.megatron.expert_tensor_parallel_size=2"], "an expert lies whole on one rank"),
         ([f"{ACTOR}.megatron.use_remove_padding=False"], "rows are always packed"),
         (["actor_rollout_ref.model.use_remove_padding=False"], "packed rows only"),
         (
@@ -161,6 +199,28 @@ def test_a_model_that_the_engine_does_not_train_is_refused_from_its_config_alone
         assert said.startswith(f"`{key}=gpt_oss`: models of type gpt_oss") and "qwen3_moe" in said
         assert told(BY_MEGATRON, f"{key}=deepseek_v3") == told(f"{key}=gpt_oss") == []
     assert told(BY_MEGATRON, "actor_rollout_ref.model.path=embedded") == []
+
+
+@pytest.mark.parametrize(
+    ("sizes", "said"),
+    [
+        (
+            ["context_parallel_size=3"],
+            "context_parallel_size=3: ranks that share the tokens of a pass divide its heads",
+        ),
+        (["tensor_parallel_size=3"], "tensor_parallel_size=3: the model has 4 heads of queries"),
+        (["pipeline_parallel_size=3", "virtual_pipeline_parallel_size=2"], "do not fill 3 stages with 2 chunks"),
+        (["pipeline_parallel_size=3"], None),
+    ],
+)
+def test_sizes_that_do_not_fit_the_model_are_refused_from_its_config_alone(tmp_path, sizes, said):
+    shape = {"model_type": "qwen2", "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 4}
+    (tmp_path / "config.json").write_text(json.dumps({**shape, "hidden_size": 32, "intermediate_size": 66}))
+    given = [f"{KEY}.{size}" for size in sizes]
+    path = f"actor_rollout_ref.model.path={tmp_path}"
+    found = check_environment(load_config([BY_MEGATRON, "trainer.n_workers=3", path, *given]), tmp_path)
+    told = [problem.what for problem in found if "parallel_size" in problem.what]
+    assert [said in one for one in told] == [True] if said else told == []
 
 
 def test_of_a_model_on_the_hub_the_config_alone_is_fetched(tmp_path, monkeypatch):

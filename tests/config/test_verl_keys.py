@@ -216,6 +216,8 @@ CASES: dict[str, list[tuple[list[str], dict[str, Any] | str]]] = {
     ],
     "deterministic": [([f"{ACTOR}.fsdp_config.full_determinism=True"], {"trainer.deterministic": True})],
     "dtype": [
+        ([*BY_MEGATRON, f"{ACTOR}.megatron.dtype=float32"], {f"{MODEL}.dtype": "float32"}),
+        ([f"{ACTOR}.megatron.dtype=float32"], {f"{MODEL}.dtype": "auto"}),
         ([f"{ACTOR}.fsdp_config.dtype=bf16"], {f"{MODEL}.dtype": "bfloat16"}),
         ([f"{ACTOR}.fsdp_config.dtype=fp8"], "set actor_rollout_ref.model.dtype to bfloat16"),
         (["sft", "engine.model_dtype=bf16"], {"model.dtype": "bfloat16"}),
@@ -279,6 +281,11 @@ CASES: dict[str, list[tuple[list[str], dict[str, Any] | str]]] = {
         ([f"{ACTOR}.megatron.param_offload=True"], {f"{ACTOR}.fsdp_config.param_offload": False}),
         ([*BY_MEGATRON, f"{REF}.megatron.param_offload=True"], {f"{REF}.fsdp_config.param_offload": True}),
         ([*BY_MEGATRON, "critic.megatron.optimizer_offload=True"], {"critic.fsdp_config.optimizer_offload": True}),
+    ],
+    "sampler": [
+        (["data.sampler.class_path=mine.py", "data.sampler.class_name=Mine"], {"data.sampler": "mine.py:Mine"}),
+        (["data.sampler.class_path=null", "data.sampler.class_name=null"], {"data.sampler": "default"}),
+        (["data.sampler.class_path=mine.py"], "set data.sampler=FILE.py:CLASS"),
     ],
     "user_turns": [
         ([f"{TURNS}.max_user_turns=2"], {TURNS: {"max_assistant_turns": 3}}),
@@ -378,6 +385,7 @@ def test_keys_of_one_reason_are_told_in_one_sentence(load, problems):
             False,
         ),
         (["trainer.save_freq=0"], "trainer.save_freq", -1),
+        (["trainer.device=gpu"], "trainer.device", "cuda"),
         (["actor_rollout_ref.model.lora_rank=0", "actor_rollout_ref.model.lora_alpha=0"], f"{MODEL}.lora_alpha", 16),
         (["algorithm.adv_estimator=grpo_vectorized"], "algorithm.adv_estimator", "grpo"),
         (["algorithm.adv_estimator=rloo_vectorized"], "algorithm.adv_estimator", "rloo"),

@@ -26,8 +26,6 @@ from import_graph import (  # noqa: E402
 )
 
 TABLE = read_table(ROOT / "docs" / "architecture.md")
-EDGES = read_graph(ROOT / "posttrain")
-MODULES = find_modules(ROOT / "posttrain")
 
 FORMS = {
     "import": "import app.high.roof",
@@ -122,21 +120,28 @@ def test_a_module_belongs_to_the_row_with_the_longest_name():
     assert row_of("p", rows) == "entry"
 
 
-def test_packages_import_what_the_architecture_page_allows_and_nothing_else():
-    found = [f"{edge.source}:{edge.line} imports {edge.target}" for edge in forbidden(EDGES, TABLE)]
+@pytest.fixture(scope="module")
+def edges() -> list[Import]:
+    """The imports of posttrain; reading them takes seconds, which collecting the tests must not."""
+    return read_graph(ROOT / "posttrain")
+
+
+def test_packages_import_what_the_architecture_page_allows_and_nothing_else(edges: list[Import]):
+    found = [f"{edge.source}:{edge.line} imports {edge.target}" for edge in forbidden(edges, TABLE)]
     assert not found, "not allowed by the table in docs/architecture.md:\n" + "\n".join(found)
 
 
 def test_the_table_has_every_package_once_and_allows_only_rows_above():
     members = [member for row in TABLE for member in row.members]
     assert len(set(members)) == len(members) and TABLE[0].name == FREE
-    tops = {name.partition(".")[2].partition(".")[0] for name in MODULES}
+    modules = find_modules(ROOT / "posttrain")
+    tops = {name.partition(".")[2].partition(".")[0] for name in modules}
     assert tops - set(members) == set(), "without a row in docs/architecture.md"
-    assert [name for name in members if f"posttrain.{name}".rstrip(".") not in MODULES] == []
+    assert [name for name in members if f"posttrain.{name}".rstrip(".") not in modules] == []
     for place, row in enumerate(TABLE):
         assert row.allowed <= {above.name for above in TABLE[:place]}, f"{row.name} may import what is not above it"
 
 
-def test_no_packages_and_no_modules_import_each_other():
-    assert cycles(between_rows(EDGES, TABLE)) == []
-    assert cycles(as_mapping(EDGES)) == []
+def test_no_packages_and_no_modules_import_each_other(edges: list[Import]):
+    assert cycles(between_rows(edges, TABLE)) == []
+    assert cycles(as_mapping(edges)) == []

@@ -431,7 +431,45 @@ def for_tool(name: str) -> Callable[[Desk, pytest.MonkeyPatch], object]:
     return rows(lambda i, row: {**row, "extra_info": given})
 
 
+INTERACTION = """
+class Again:
+    def __init__(self, config): ...
+
+    async def start_interaction(self, instance_id=None, **kwargs):
+        return instance_id
+
+    async def generate_response(self, instance_id, messages, **kwargs):
+        return True, "Right.", 1.0, {}
+"""
+
+
+def interaction(name: str, chosen: str) -> Callable[[Desk, pytest.MonkeyPatch], object]:
+    """A file with the interaction `again` of this class, and rows that choose one."""
+
+    def write(desk: Desk) -> None:
+        (desk.folder / "again.py").write_text(INTERACTION)
+        entry = f"{{name: again, class_name: '{desk.folder}/again.py:{name}'}}"
+        (desk.folder / "interactions.yaml").write_text(f"interaction: [{entry}]")
+
+    def use(desk: Desk, patch: pytest.MonkeyPatch) -> None:
+        desk.settings[f"{R}.multi_turn.enable"] = True
+        desk.settings[f"{R}.multi_turn.interaction_config_path"] = f"{desk.folder}/interactions.yaml"
+
+    given = {"interaction_kwargs": {"name": chosen}}
+    return together(use, afterwards(write), rows(lambda i, row: {**row, "extra_info": given}))
+
+
 TOOL_MISTAKES = [
+    Mistake(
+        "an interaction whose class is not in the file",
+        ["error, tools", "has no function 'Agian'", "did you mean Again?"],
+        interaction("Agian", "again"),
+    ),
+    Mistake(
+        "rows of a misspelt interaction",
+        ["rows name the interaction agian", "did you mean again?"],
+        interaction("Again", "agian"),
+    ),
     Mistake(
         "a misspelt tool",
         ["error, tools", "calculater", "did you mean calculator"],

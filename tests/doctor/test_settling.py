@@ -26,14 +26,17 @@ def gpu(gib: float) -> Device:
     return Device("cuda", int(gib * GIB), f"a GPU of {gib:g} GiB")
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+def write_shape(folder: Path, **more: int) -> str:
     """The shape of a model of 0.5B, without weights."""
-    folder = tmp_path_factory.mktemp("shape")
-    shape = {key: value for key, value in vars(PRESETS["0.5b"]).items() if key != "dtype"}
+    shape = {key: value for key, value in vars(PRESETS["0.5b"]).items() if key != "dtype"} | more
     kind = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_act": "silu", "dtype": "bfloat16"}
     (folder / "config.json").write_text(json.dumps({**kind, **shape}))
     return str(folder)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_shape(tmp_path_factory.mktemp("shape"))
 
 
 def resolved(model: str, **more):
@@ -113,15 +116,16 @@ def test_a_run_that_cannot_fit_is_told_so_and_on_a_cpu_nothing_is_decided(model)
     assert found.config.actor_rollout_ref.rollout.kv_cache_gb is None
 
 
-def test_a_critic_has_a_budget_of_its_own_and_supervised_runs_have_theirs(model):
-    config, said, plan = settled(resolved(model, algorithm__adv_estimator="gae"), gpu(24))
+def test_a_critic_has_a_budget_of_its_own_and_supervised_runs_have_theirs(tmp_path):
+    model = write_shape(tmp_path, num_hidden_layers=4)  # counting the passes of all 24 takes ten seconds
+    config, said, plan = settled(resolved(model, algorithm__adv_estimator="gae"), gpu(10))
     assert config.critic.ppo_max_token_len_per_gpu < 16384 and plan.fits
     assert any(sentence.startswith("critic.ppo_max_token_len_per_gpu was not set") for sentence in said)
     given = {"model.path": model, "data.train_files": "x.json", "data.max_length": 1024, "data.train_batch_size": 64}
     found, planner = load_config(given, tree=SFT), SupervisedPlanner()
-    (sentence,) = apply_plan(found.config, gpu(16), found.explicit, planner)
+    (sentence,) = apply_plan(found.config, gpu(6), found.explicit, planner)
     assert sentence.startswith("data.max_token_len_per_gpu was not set")
-    assert planner.plan(found.config, gpu(16)).fits
+    assert planner.plan(found.config, gpu(6)).fits
 
 
 def test_budgets_that_meet_in_one_stage_are_lowered_until_all_stages_fit():

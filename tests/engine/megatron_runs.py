@@ -28,8 +28,10 @@ from posttrain.config.optim import OptimConfig
 from posttrain.config.root import PolicyLossConfig
 from posttrain.engine.base import EngineLayout, EngineSettings, TrainEngine
 from posttrain.engine.heads import Head, ScoreHead
+from posttrain.engine.megatron.engine import MegatronEngine
 from posttrain.engine.megatron.groups import leave_groups
 from posttrain.engine.megatron.package import part
+from posttrain.engine.megatron.weights import named_weights
 from posttrain.engine.micro_batches import plan_passes, plan_ranks
 from posttrain.engine.ranks import this_rank, world_size
 from posttrain.engine.registry import build_train_engine
@@ -37,6 +39,7 @@ from posttrain.models.forward import ValueModel
 from posttrain.models.loading import load_causal_lm
 from posttrain.models.lora import add_adapters
 from posttrain.models.scorer_loading import load_scorer
+from posttrain.planning.megatron_ranks import held_bytes
 
 DEVICE = torch.device("cpu")
 LOSSES = ("vanilla", "gspo", "cispo")
@@ -52,10 +55,22 @@ CASES: list[tuple[str, str, int]] = [
     ("qwen3_moe", "megatron 1,1,2", 2),
     ("mixtral", "megatron 1,1,2", 2),
     *((model, cut, 2) for model in MIXTURES[2:] for cut in ("megatron 2,1,1", "megatron 1,2,1", "megatron 1,1,2")),
-    ("deepseek_v3", "megatron 1,2,1,2", 2),
+    ("deepseek_v3", "megatron 1,2,1 last=2", 2),
+    *((model, "megatron 1,2,1 virtual=2", 2) for model in ("llama", "glm4_moe")),
+    *((model, "megatron 2,1,1 sequence=0", 2) for model in ("qwen3", "deepseek_v3")),
+    *((model, "megatron 1,1,1 context=2", 2) for model in ("qwen2", "qwen3_moe", "deepseek_v3")),
     *((model, "megatron 2,2,2", 4) for model in ("qwen3_moe", *MIXTURES[2:])),
+    ("deepseek_v3", "megatron 2,1,2 context=2", 4),
+    ("qwen3", "megatron 1,2,1 context=2", 4),
+    ("glm4_moe", "megatron 2,2,1 virtual=2", 4),
 ]
-"""Model, strategy (of Megatron with its sizes: tensor, pipeline, expert, and layers of the last stage), ranks."""
+"""Model, strategy (of Megatron with its sizes: tensor, pipeline, expert; and more of `MORE`), ranks."""
+MORE = {
+    "last": "num_layers_in_last_pipeline_stage",
+    "context": "context_parallel_size",
+    "sequence": "sequence_parallel",
+    "virtual": "virtual_pipeline_parallel_size",
+}
 
 
 def tiny_models() -> dict[str, Any]:
@@ -81,17 +96,20 @@ def tiny_models() -> dict[str, Any]:
     latent |= {"v_head_dim": 12}
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 10000.0}
     yarn |= {"mscale": 1.0, "mscale_all_dim": 0.7}
+    four = {"num_hidden_layers": 4}  # two stages with two chunks each
     models = {
         "qwen2": hf.Qwen2ForCausalLM(hf.Qwen2Config(**shape, tie_word_embeddings=True)),
         "qwen3": hf.Qwen3ForCausalLM(hf.Qwen3Config(**shape, head_dim=16, tie_word_embeddings=True)),
-        "llama": hf.LlamaForCausalLM(hf.LlamaConfig(**shape, tie_word_embeddings=False)),
+        "llama": hf.LlamaForCausalLM(hf.LlamaConfig(**shape | four, tie_word_embeddings=False)),
         "qwen3_moe": hf.Qwen3MoeForCausalLM(hf.Qwen3MoeConfig(**shape, **own, norm_topk_prob=False)),
         "mixtral": hf.MixtralForCausalLM(hf.MixtralConfig(**shape, num_local_experts=4)),
         "deepseek_v3": hf.DeepseekV3ForCausalLM(hf.DeepseekV3Config(**latent, q_lora_rank=20, rope_parameters=yarn)),
         "deepseek_v2": hf.DeepseekV2ForCausalLM(
             hf.DeepseekV2Config(**latent, q_lora_rank=None, topk_method="group_limited_greedy")
         ),
-        "glm4_moe": hf.Glm4MoeForCausalLM(hf.Glm4MoeConfig(**deep, head_dim=16, use_qk_norm=True, attention_bias=True)),
+        "glm4_moe": hf.Glm4MoeForCausalLM(
+            hf.Glm4MoeConfig(**deep | four, head_dim=16, use_qk_norm=True, attention_bias=True)
+        ),
     }
     torch.manual_seed(0)
     for model in models.values():
@@ -113,11 +131,11 @@ LOADED: dict[tuple[Path, torch.dtype], torch.nn.Module] = {}
 
 
 def layout(cut: str) -> EngineLayout:
-    strategy, _, sizes = cut.partition(" ")
+    strategy, sizes, *more = f"{cut} ".split(" ")
     names = ("tensor_parallel_size", "pipeline_parallel_size", "expert_parallel_size")
-    own = dict(zip(names, map(int, sizes.split(",")[:3]), strict=True)) if sizes else {}
-    if sizes.count(",") == 3:  # layers of the last stage
-        own["num_layers_in_last_pipeline_stage"] = int(sizes.split(",")[3])
+    own: dict[str, Any] = dict(zip(names, map(int, sizes.split(",")), strict=True)) if sizes else {}
+    for name, _, value in (word.partition("=") for word in more if word):
+        own[MORE[name]] = bool(int(value)) if name == "sequence" else int(value)
     return EngineLayout(strategy, own=own)
 
 
@@ -254,7 +272,8 @@ def progress(case: Case) -> Any:
     passes = plan_passes(rows, engine.facts()) if passes is None else passes
     assert len(passes) > 2
     computed, forward, counted, advance = [], engine.runner.stage.forward, [], pulse.Work.advance  # pyright: ignore
-    engine.runner.stage.forward = lambda *given: computed.append(1) or forward(*given)  # pyright: ignore
+    chunks = engine.runner.stage.pipeline.chunks  # pyright: ignore
+    engine.runner.stage.forward = lambda *given: computed.extend([1] * (given[3] == chunks - 1)) or forward(*given)  # pyright: ignore
     pulse.Work.advance = lambda self, *given: counted.append(len(computed)) or advance(self, *given)
     found = {}
     try:
@@ -267,11 +286,40 @@ def progress(case: Case) -> Any:
             with pulse.work("rows", len(rows)) as work:
                 call()
             on_time = len(counted) == len(passes) and all(n >= place + 1 for place, n in enumerate(counted))
-            soon = all(n <= place + engine.facts().pipeline for place, n in enumerate(counted))
+            soon = all(n <= place + chunks * engine.facts().pipeline for place, n in enumerate(counted))
             found[name] = float(on_time and soon and work.done == len(rows))
     finally:
         pulse.Work.advance = advance
     return found
+
+
+def stretches(case: Case) -> Any:
+    """How many times fewer tokens than a pass has lie between the layers of this rank, and in attention; and the
+    weights of the fullest rank in proportion to the memory plan's."""
+    engine = case.engine()
+    if not isinstance(engine, MegatronEngine):
+        return {}
+    stage: Any = engine.runner.stage
+    seen: dict[str, int] = {}
+    attention = stage.module.decoder.layers[0].self_attention
+    for name, module in {
+        "between layers": stage.module.decoder.layers[0],
+        "in attention": attention.linear_proj,
+    }.items():
+
+        def see(module: Any, given: Any, named: Any, name: str = name) -> None:
+            seen[name] = len(given[0] if given else named["hidden_states"])
+
+        module.register_forward_pre_hook(see, with_kwargs=True)
+    rows, passes = dealt(engine, ragged_batch(12, torch.float64))
+    passes = plan_passes(rows, engine.facts()) if passes is None else passes
+    engine.log_probs(rows, passes=passes)
+    whole = sum(unit.tokens for unit in passes[-1])
+    held = torch.tensor(sum(weight.numel() * weight.itemsize for weight in named_weights(stage.module).values()))
+    if world_size() > 1:
+        torch.distributed.all_reduce(held, op=torch.distributed.ReduceOp.MAX)
+    planned = held_bytes(case.module(), engine.groups.sizes, world_size()).weights
+    return {"weights": float(held) / planned, **{name: whole / count for name, count in seen.items()}}
 
 
 def not_finite(case: Case) -> Any:
@@ -378,16 +426,16 @@ def adapters(case: Case) -> Any:
 
 
 CHECKS: list[Callable[[Case], Any]] = [
-    scores, updates, other_passes, clipped, recomputed, bfloat16, values, pairs, progress, not_finite, trial,
-    resumed, exported, facts, moved, adapters,
+    scores, updates, other_passes, clipped, recomputed, bfloat16, values, pairs, progress, stretches, not_finite,
+    trial, resumed, exported, facts, moved, adapters,
 ]  # fmt: skip
 WHOLE = ("qwen2",)
-FEW = (scores, updates, resumed, exported)
+FEW = (scores, updates, stretches, resumed, exported)
 """Of models beside these, which go through the same code but for their shapes."""
 RECUT = ("qwen2", "deepseek_v3")
 """Models whose checkpoints are continued with other tensor ranks."""
 ADAPTED = {
-    "deepseek_v3": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"],
+    "deepseek_v3": "all-linear",  # all matrices of its attention, and none beside its experts
     "glm4_moe": ["q_proj", "v_proj", "o_proj"],  # keys, which lie in the same matrix, have none
 }
 """Models beside these whose adapters are checked, too, and where these lie."""
@@ -406,6 +454,8 @@ def refusals(folder: Path) -> dict[str, str]:
         "expert ranks": told("qwen3_moe", "megatron 1,1,2"),
         "heads": told("qwen2", "megatron 8,1,1"),
         "layers": told("qwen2", "megatron 1,3,1"),
+        "chunks": told("qwen2", "megatron 1,2,1 virtual=2"),
+        "context": told("qwen2", "megatron 1,1,1 context=3"),
         "dense": told("qwen2", "megatron 1,1,2"),
         "experts": told("mixtral", "megatron 1,1,3"),
         "padded": told("qwen2", "megatron 1,1,1", pack=False),

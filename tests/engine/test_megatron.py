@@ -33,7 +33,7 @@ def found(tmp_path_factory, forked) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("megatron")
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
     command = [forked.python, str(HERE / "megatron_runs.py"), str(folder)]
-    ran = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
+    ran = subprocess.run(command, env=env, capture_output=True, text=True, timeout=900)
     assert ran.returncode == 0, ran.stderr[-4000:]
     return {file.stem: torch.load(file, weights_only=True) for file in folder.glob("*.pt")}
 
@@ -81,6 +81,16 @@ def test_every_registered_engine_goes_through_the_whole_suite():
 @pytest.mark.parametrize("case", [case for case in CASES if case[0] in MODELS], ids=named)
 def test_rows_count_as_progress_when_their_pass_was_computed(found, case):
     assert found[named_file(case)]["progress"] == {"compute": 1.0, "update": 1.0}
+
+
+@pytest.mark.parametrize("case", [case for case in CUT if case[1].startswith("megatron")], ids=named)
+def test_ranks_hold_their_share_of_the_weights_and_of_the_tokens_of_a_pass(found, case):
+    tensor, more = int(case[1].split()[1][0]), case[1].split()[2:]
+    context = 2 if "context=2" in more else 1
+    wanted = {"between layers": context * (1 if "sequence=0" in more else tensor), "in attention": context}
+    ran = found[named_file(case)]["stretches"]
+    assert ran.pop("weights") == pytest.approx(1.0, abs=0.01)  # the vocabulary may be filled up
+    assert {name: round(share) for name, share in ran.items()} == wanted
 
 
 @pytest.mark.parametrize("case", WHOLE, ids=named)
@@ -139,6 +149,8 @@ def test_a_checkpoint_is_continued_with_other_tensor_ranks(found, model, cut):
         "expert ranks": "expert_parallel_size=2: experts are dealt out over the 1 ranks",
         "heads": "tensor_parallel_size=8: the model has 4 heads of queries",
         "layers": "pipeline_parallel_size=3: the model has 2 layers, which do not fill 3 stages",
+        "chunks": "the model has 2 layers, which do not fill 2 stages with 2 chunks of at least one each",
+        "context": "context_parallel_size=3: ranks that share the tokens of a pass divide its heads",
         "dense": "is dense, it has no experts",
         "experts": "expert_parallel_size=3: the model has 4 experts",
         "padded": "use_remove_padding=false",

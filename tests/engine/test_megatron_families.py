@@ -4,6 +4,7 @@ an export that is the model bit for bit."""
 from __future__ import annotations
 
 import copy
+from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,13 +16,13 @@ from megatron_runs import MIXTURES, tiny_models
 from posttrain.config.optim import OptimConfig
 from posttrain.engine.base import EngineLayout, EngineSettings
 from posttrain.engine.megatron.groups import ParallelSizes
-from posttrain.engine.megatron.model import stage_layers
+from posttrain.engine.megatron.model import stage_chunks, stage_layers
 from posttrain.engine.megatron.optimizer import EMBEDDING, TIED_COPY, _owners
 from posttrain.engine.megatron.package import MegatronError
 from posttrain.engine.registry import build_train_engine
 from posttrain.models.forward import ForwardMode
 
-pytest.importorskip("megatron.core")
+pytestmark = pytest.mark.skipif(find_spec("megatron") is None, reason="Megatron-Core is not installed")
 FAMILIES = ("llama", "qwen2", "qwen3", *MIXTURES)
 
 
@@ -86,6 +87,15 @@ def test_stages_share_the_layers_as_evenly_as_they_can_or_as_it_is_set():
     for own, count in (({"pipeline_parallel_size": 3}, 2), ({"pipeline_parallel_size": 2, first: 3, last: 3}, 8)):
         with pytest.raises(MegatronError, match=rf"the model has {count} layers"):
             layers(own, count)
+
+
+def test_chunks_of_all_stages_follow_each_other():
+    sizes = ParallelSizes(pipeline=2, virtual=2, first_layers=3)
+    config: Any = SimpleNamespace(num_hidden_layers=8)
+    chunks = [[list(chunk) for chunk in stage_chunks(config, sizes, stage)] for stage in range(2)]
+    assert chunks == [[[0, 1], [5]], [[2, 3, 4], [6, 7]]]
+    with pytest.raises(MegatronError, match="do not fill 2 stages with 4 chunks of at least one each"):
+        stage_chunks(config, ParallelSizes(pipeline=2, virtual=4, first_layers=3), 0)
 
 
 def test_copies_of_a_model_share_the_moments_equally_and_both_ends_of_a_tied_one_agree():

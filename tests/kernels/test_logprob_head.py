@@ -34,8 +34,8 @@ def test_values_and_gradients_equal_the_twin_to_1e_12(monkeypatch, chunk_tokens,
 def test_never_holds_more_logits_than_one_chunk(monkeypatch):
     monkeypatch.setattr(module, "CHUNK_ELEMENTS", 44)
     seen = []
-    plain = module._scores
-    monkeypatch.setattr(module, "_scores", lambda h, *rest: seen.append(h.shape[0]) or plain(h, *rest))
+    plain = module._logits
+    monkeypatch.setattr(module, "_logits", lambda h, *rest: seen.append(h.shape[0]) or plain(h, *rest))
     hidden, weight, _, labels = inputs()
     logprob_head(hidden, weight, labels)[0].sum().backward()
     assert max(seen) == 4 and sum(seen) == 2 * 23

@@ -8,7 +8,7 @@ from peft.tuners.lora import LoraLayer
 
 from posttrain.config.model import ModelConfig
 from posttrain.models.adapter_targets import AdapterError, describe_stacked, find_targets, stacked_note
-from posttrain.models.lora import add_adapters
+from posttrain.models.lora import add_adapters, merged_state
 from tests.rollout.tiny import tiny
 
 SEVEN = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
@@ -85,6 +85,44 @@ def test_experts_that_lie_in_one_tensor_get_no_adapters_and_that_is_said():
     assert stacked_note(describe_stacked(add_adapters(model, shape)), shape, "model.target_modules") == before
     with pytest.raises(AdapterError, match="gate_up_proj holds experts in one tensor; adapters stand beside linear"):
         find_targets(tiny("qwen3-moe"), ["q_proj", "gate_up_proj"])
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v3", "glm4_moe"])
+def test_layers_beside_stacked_experts_get_no_adapters_of_the_experts(kind):
+    model, shape = mixture(kind), ModelConfig(lora_rank=2)
+    before = stacked_note(describe_stacked(model), shape, "model.target_modules")
+    assert before is not None and "and gate_proj, up_proj, down_proj of other layers" in before
+    with pytest.raises(AdapterError, match=rf"type {kind} peft puts .* leave out down_proj, gate_proj, up_proj"):
+        find_targets(model, ["o_proj", "gate_proj", "up_proj", "down_proj"])
+    whole = {name: weight.clone() for name, weight in model.state_dict().items()}
+    adapted = add_adapters(model, shape)
+    assert stacked_note(describe_stacked(adapted), shape, "model.target_modules") == before
+    for name, weight in adapted.named_parameters():
+        if ".lora_B." in name:
+            torch.nn.init.ones_(weight)
+    merged = merged_state(adapted)
+    assert merged.keys() == whole.keys()
+    changed = {name.rpartition("self_attn.")[2] for name in whole if not torch.equal(merged[name], whole[name])}
+    assert "o_proj.weight" in changed and all("proj" in name and "mlp" not in name for name in changed)
+
+
+def mixture(kind: str) -> torch.nn.Module:
+    """Two layers, of which the second has experts, and one that all tokens go through."""
+    import transformers as hf
+
+    shape = {"vocab_size": 99, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+    shape |= {"num_attention_heads": 2, "num_key_value_heads": 2, "moe_intermediate_size": 8, "n_routed_experts": 4}
+    shape |= {
+        "num_experts_per_tok": 2,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "n_group": 1,
+        "topk_group": 1,
+    }
+    if kind == "glm4_moe":
+        return hf.Glm4MoeForCausalLM(hf.Glm4MoeConfig(**shape, head_dim=8))
+    latent = {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8}
+    return hf.DeepseekV3ForCausalLM(hf.DeepseekV3Config(**shape, **latent))
 
 
 @pytest.mark.parametrize("kind, shape", [("qwen2", {}), ("qwen3-moe", {"target_modules": ["q_proj"]})])

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from ordinary_programs import ORDINARY
+from ordinary_interfaces import ORDINARY
 
 from posttrain.config.reward import SandboxConfig
 from posttrain.rewards import score_by_source

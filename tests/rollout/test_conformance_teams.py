@@ -6,7 +6,6 @@ import os
 import re
 import socket
 import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -14,18 +13,16 @@ import pytest
 
 from tests.rollout import test_conformance as suite
 
-VLLM = pytest.param(
-    "vllm-by-two",
-    marks=[pytest.mark.slow, pytest.mark.skipif(find_spec("vllm") is None, reason="vllm is not installed")],
-)
+VLLM = pytest.param("vllm-by-two", marks=pytest.mark.skipif(find_spec("vllm") is None, reason="vllm is not installed"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["native-by-two", VLLM])
-def test_two_workers_that_hold_one_engine_pass_the_suite(engine, tmp_path):
+def test_two_workers_that_hold_one_engine_pass_the_suite(engine, tmp_path, forked):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
-    words = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", suite.__file__, "-k", engine]
+    words = [forked.python, "-m", "pytest", "-x", "-p", "no:cacheprovider", suite.__file__, "-k", engine]
     logs = Path(os.environ.get("CONFORMANCE_LOGS", tmp_path))  # scripts/compatibility.py counts what passed
     ranks = []
     for rank in range(2):

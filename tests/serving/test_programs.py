@@ -51,17 +51,19 @@ def script(text: str, seed: int) -> str:
 
 
 @contextmanager
-def conversations(folder, code: str, count: int = 1, **settings):
+def conversations(
+    folder, code: str, count: int = 1, header: str = HEADER, device="cpu", kind=ScriptedEngine, **settings
+):
     """The whole conversations of a program: (responses, records, engine, what the user was told)."""
     file, said = folder / "agent.py", []
-    file.write_text(HEADER + code)
+    file.write_text(header + code)
     config, tokenizer = PPOConfig(), tokenizer_of("Qwen2.5")
     settings = {"program": f"{sys.executable} {file}", "timeout_s": 30.0, **settings}
     config.actor_rollout_ref.rollout.agent = settings
     config.data.max_prompt_length, config.data.max_response_length = 200, 300
-    engine = ScriptedEngine(tokenizer, script)
+    engine = kind(tokenizer, script)
     sampling = Sampling(max_tokens=300, stop_token_ids=(tokenizer.convert_tokens_to_ids(END),))
-    with open_conversations(config, tokenizer, torch.device("cpu"), said.append) as loop:
+    with open_conversations(config, tokenizer, torch.device(device), said.append) as loop:
         assert loop is not None
         requests = Requests(engine, sampling, loop)
         prompt = [{"role": "user", "content": "hello"}]
@@ -271,3 +273,144 @@ def test_the_interpreter_of_a_program_may_be_another(tmp_path):
     program = f"python {tmp_path / 'agent.py'}"
     with conversations(tmp_path, code, program=program, python=str(python)) as (_, (record,), _, _):
         assert record.score == 1.0
+
+
+class EngineThatWaits(ScriptedEngine):
+    """Decodes nothing before two requests are there, or ten seconds have passed."""
+
+    most, began = 0, None
+
+    def step(self):
+        self.began = self.began or time.monotonic()
+        self.most = max(self.most, len(self.running))
+        self.hold = self.most < 2 and time.monotonic() < self.began + 10
+        return super().step()
+
+
+PARALLEL = """
+from concurrent.futures import ThreadPoolExecutor
+
+def at_once(*prompts, apart=0.0):
+    with ThreadPoolExecutor() as pool:
+        asked = []
+        for prompt in prompts:
+            asked.append(pool.submit(ask, [{"role": "user", "content": prompt}]))
+            time.sleep(apart)
+        return [one.result() for one in asked]
+"""
+
+
+def test_requests_of_one_sample_that_are_sent_at_once_are_decoded_together(tmp_path):
+    # What is sampled on a GPU is admitted as it comes; nothing here needs one.
+    code = (
+        PARALLEL
+        + """
+helpers = at_once("one", "two")
+messages = task["messages"]
+messages += [ask(messages), {"role": "user", "content": "and"}]
+give(float(ask(messages)["content"] == "2" and len(helpers) == 2))
+"""
+    )
+    with conversations(tmp_path, code, device="cuda", kind=EngineThatWaits) as (_, (record,), engine, _):
+        assert engine.most == 2 and record.score == 1.0 and record.error is None
+        assert len(record.rows) == 3 and sum(sum(row.mask) for row in record.rows) == 8, "each token is trained once"
+
+
+@pytest.mark.parametrize("order", [("apple", "berry"), ("berry", "apple")])
+def test_turns_wanted_at_once_are_numbered_by_their_tokens_in_rounds(tmp_path, order):
+    # The round begins when the second sample's program has asked, by when both requests of the first have come.
+    code = (
+        PARALLEL.replace("        return", "        open(both, 'w').close()\n        return")
+        + f"""
+both = {str(tmp_path / "both")!r}
+if task["index"] == 0:
+    at_once({order[0]!r}, {order[1]!r}, apart=0.7)
+else:
+    while not os.path.exists(both):
+        time.sleep(0.02)
+    ask(task["messages"])
+"""
+    )
+    with conversations(tmp_path, code, count=2) as (_, records, engine, _):
+        own = [request for request in engine.seen if request.id[0] == 0]
+        assert ["apple" in engine.decode(list(request.prompt_ids)) for request in own] == [True, False]
+        assert own[0].seed == 0 != own[1].seed
+        assert len(records[0].rows) == 2 and sum(sum(row.mask) for row in records[0].rows) == 4
+
+
+@pytest.mark.parametrize(("most", "rows"), [(2, 2), (None, 3)])
+def test_a_sample_has_no_more_rows_than_it_may(tmp_path, most, rows):
+    code = """
+import urllib.error
+messages = task["messages"]
+messages += [ask(messages), {"role": "user", "content": "and"}]
+ask([{"role": "user", "content": "one"}])
+try:
+    ask([{"role": "user", "content": "two"}])
+    give(0)
+except urllib.error.HTTPError as error:
+    said = json.load(error)["error"]
+    give(float(error.code == 400 and said["code"] == "max_rows" and "agent.max_rows=2" in said["message"]))
+ask(messages)  # a row that is there may continue
+"""
+    with conversations(tmp_path, code, max_rows=most) as (_, (record,), _, _):
+        assert len(record.rows) == rows and record.score == float(most is not None) and record.error is None
+
+
+RUN_HEADER = """
+import json, os, sys, time, urllib.error, urllib.request
+run = os.environ["POSTTRAIN_RUN_URL"]
+
+def post(url, body):
+    headers = {"Authorization": "Bearer " + os.environ["POSTTRAIN_API_KEY"]}
+    return json.load(urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers)))
+
+def claim():
+    while (found := post(run + "/s/next", {}))["id"] is None:
+        time.sleep(0.02)
+    return found
+
+def play(found, reward):
+    # One address for all samples: the request names its own as the model.
+    body = {"model": found["id"], "messages": found["task"]["messages"]}
+    post(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body)
+    post(run + "/s/" + found["id"] + "/reward", {"reward": reward})
+"""
+
+
+def test_a_program_of_the_run_is_started_once_and_plays_all_samples(tmp_path):
+    starts = tmp_path / "starts"
+    code = f"""
+open({str(starts)!r}, "a").write("x")
+while True:
+    found = claim()
+    play(found, found["task"]["index"])
+"""
+    with conversations(tmp_path, code, count=4, header=RUN_HEADER, program_per="run") as (_, records, _, _):
+        assert [record.score for record in records] == [0.0, 1.0, 2.0, 3.0]
+        assert all(sum(row.mask) == 2 for record in records for row in record.rows)
+    assert starts.read_text() == "x"
+
+
+def test_a_program_of_the_run_that_ends_costs_the_samples_it_had_and_is_started_again(tmp_path):
+    code = "for number in range(2):\n    play(claim(), 1.0)\nclaim()\nraise ValueError('two are enough')\n"
+    with conversations(tmp_path, code, count=4, header=RUN_HEADER, program_per="run") as (_, records, _, _):
+        scores, errors = [record.score for record in records], [record.error for record in records]
+        # The third is lost with the program. The fourth is played by the program's second start.
+        assert scores.count(1.0) == 3 and sum("two are enough" in (error or "") for error in errors) == 1
+
+
+@pytest.mark.parametrize(
+    ("code", "why"),
+    [("raise ValueError('no such model')", "no such model"), ("time.sleep(600)", "asked for no sample")],
+)
+def test_a_program_of_the_run_that_cannot_play_fails_the_samples_instead_of_the_wait(tmp_path, code, why):
+    settings = {"header": RUN_HEADER, "program_per": "run", "timeout_s": 2.0}
+    with conversations(tmp_path, code, count=2, **settings) as (_, records, _, _):
+        assert all(why in record.error for record in records)
+
+
+def test_a_program_may_say_that_a_sample_failed(tmp_path):
+    code = "post(run + '/s/' + claim()['id'] + '/end', {'error': 'the browser is gone'})\ntime.sleep(600)\n"
+    with conversations(tmp_path, code, header=RUN_HEADER, program_per="run") as (_, (record,), _, _):
+        assert "the browser is gone" in record.error

@@ -223,12 +223,13 @@ class Schema(BaseHTTPRequestHandler):
 class FakeChat:
     """A chat whose model says these turns."""
 
-    over, seed, tools = False, 7, ()
+    over, seed, tools, messages = False, 7, (), ()
 
     def __init__(self, *turns):
-        self.turns, self.told, self.facts, self.last = list(turns), [], {}, None
+        self.turns, self.told, self.facts, self.last, self.rewards = list(turns), [], {}, None, []
+        self.add_reward = self.rewards.append
 
-    async def say(self):
+    async def say(self, stop=()):
         self.last = self
         return self.turns.pop(0)
 

@@ -18,6 +18,7 @@ from posttrain.trainer.ppo.ray_trainer import RayPPOTrainer
 
 R = "actor_rollout_ref__rollout__"
 COMMON = {f"{R}name": "scripted", "data__max_prompt_length": 240, "data__max_response_length": 200}
+AGENT = {f"{R}agent__processes": 2}
 TOLD = [65, 66, 67]
 
 
@@ -81,8 +82,8 @@ def script(read: str, seed: int) -> str:
 
 
 KINDS = {
-    "told": {f"{R}agent": "told"},
-    "composed": {f"{R}agent": "composed"},
+    "told": {f"{R}agent": "told", **AGENT},
+    "composed": {f"{R}agent": "composed", **AGENT},
     "tools": {f"{R}multi_turn": True, f"{R}tools": ["echo"]},
 }
 
@@ -123,7 +124,7 @@ def test_a_resumed_run_checks_its_first_batch_whole_groups_and_all(tiny_model, s
     for total in (1, 2):
         capsys.readouterr()
         counts = {"trainer__total_training_steps": total, "trainer__save_freq": 1}
-        result = run(tiny_model, sums, tmp_path, **COMMON | {f"{R}agent": agent} | counts)
+        result = run(tiny_model, sums, tmp_path, **COMMON | {f"{R}agent": agent, **AGENT} | counts)
         assert "rollout and trainer log-probs differ by" in capsys.readouterr().out
     nothing = [row["policy_versions"] for row in samples(result.path, 2) if not sum(row["response_mask"])]
     assert nothing == ["[]"] * (4 if agent == "silent" else 0)
@@ -143,6 +144,6 @@ def test_rows_of_the_present_weights_take_the_trainers_own_old_log_probs(tiny_mo
 
     monkeypatch.setattr(RayPPOTrainer, "_old_log_probs", watched)
     scripted.use(script)
-    more = {"actor_rollout_ref__actor__ppo_mini_batch_size": 2, f"{R}agent": "told"}
+    more = {"actor_rollout_ref__actor__ppo_mini_batch_size": 2, f"{R}agent": "told", **AGENT}
     run(tiny_model, sums, tmp_path, **COMMON | more, trainer__total_training_steps=2)
     assert len(seen) == 2 and all(float(gap.min()) > 5e-4 for gap in seen)

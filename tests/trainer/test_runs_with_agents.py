@@ -6,46 +6,24 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import random
 import time
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
 import scripted
+from agent_runs import AGENT, FILE, R, samples, split, tries
 from runs import metrics_of, run, settings
 
 import posttrain
 from posttrain import cli
-from posttrain.conversations.agents import AGENTS, register_agent
+from posttrain.conversations.agents import register_agent
 from posttrain.conversations.chat import ChatFull
-from posttrain.conversations.tools.registry import register_tool
 from posttrain.data.dataset import PromptDataset
 from posttrain.errors import UserError
 from posttrain.models.embedded import byte_tokenizer
 from posttrain.rollout.engines import ENGINES
 from posttrain.rollout.sampling import combine_seeds
-
-R = "actor_rollout_ref__rollout__"
-AGENT = {
-    f"{R}name": "scripted",
-    f"{R}agent": "guess",
-    "data__max_prompt_length": 64,
-    "data__max_response_length": 120,
-    "trainer__total_training_steps": 1,
-}
-
-
-@pytest.fixture(autouse=True)
-def no_agents(monkeypatch):
-    monkeypatch.setattr("posttrain.conversations.agents.AGENTS", AGENTS)
-    yield
-    AGENTS.clear()
-
-
-def tries(read: str, seed: int) -> str:
-    """A first guess by the seed, then what it was told to guess."""
-    return read.rpartition("say ")[2].partition("!")[0] if "say " in read else str(seed % 3)
 
 
 async def guess(chat, row):
@@ -55,16 +33,6 @@ async def guess(chat, row):
             return {"score": 1.0 - number / 10, "tries": number + 1}
         chat.tell(f"no, say {number + 1}!")
     return 0.0
-
-
-def samples(result, step: int = 1) -> list[dict]:
-    return pq.read_table(Path(result.path) / "samples" / f"step_{step}.parquet").to_pylist()
-
-
-def split(row: dict) -> tuple[str, str]:
-    """(what the model wrote, what it was told)."""
-    tokenizer, pairs = byte_tokenizer(), list(zip(row["response_ids"], row["response_mask"], strict=True))
-    return tuple(tokenizer.decode([one for one, own in pairs if own == mark]) for mark in (1, 0))  # pyright: ignore
 
 
 def test_a_conversation_is_one_row_trained_on_what_the_model_wrote_with_the_agents_own_reward(
@@ -345,32 +313,6 @@ def test_without_a_reward_function_every_agent_must_give_a_reward(tiny_model, tm
     assert {(row["score"], row["error"]) for row in samples(result)} == {(1.0, None), (0.0, none)}
 
 
-FILE = """
-import asyncio
-
-async def lead(chat, row):
-    await chat.say()
-    return 1.0
-
-def plain(chat, row):
-    return 1.0
-
-async def one(chat):
-    return 1.0
-
-class Played:
-    def __init__(self, bonus: float = 0.5):
-        self.bonus = bonus
-
-    async def run(self, chat, row):
-        await chat.say()
-        return self.bonus
-
-class NoRun:
-    pass
-"""
-
-
 @pytest.mark.parametrize(
     ("named", "words"),
     [
@@ -505,186 +447,3 @@ def test_a_response_in_which_the_model_said_nothing_is_trained_around(tiny_model
     assert line["actor/grad_norm"] > 0 and all(value == value for value in line.values() if isinstance(value, float))
     silent = [row for row in samples(result) if row["sample"] == 1]
     assert len(silent) == 4 and all(sum(row["response_mask"]) == 0 and not any(row["advantages"]) for row in silent)
-
-
-TOOLS = {f"{R}multi_turn": True, f"{R}tools": ["add"], "data__max_prompt_length": 240, "data__max_response_length": 240}
-
-
-def add(a: int, b: int, *, api_key: str = "") -> str:
-    """The sum."""
-    if b == 2:
-        time.sleep(1)
-    return f"{a + b} {api_key}"
-
-
-def called(a: int, b: int) -> str:
-    return f'<tool_call>{{"name": "add", "arguments": {{"a": {a}, "b": {b}}}}}</tool_call>'
-
-
-def test_an_agent_uses_the_runs_tools_by_name_with_their_deadlines_secrets_and_counts(tiny_model, sums, tmp_path):
-    register_tool("add")(add)
-    shown = []
-
-    async def ask(chat, row):
-        first = await chat.say()
-        answer = await chat.call("add", a=1, b=int(first) % 3)
-        shown.append(answer)
-        chat.tell(answer, role="tool")
-        await chat.say()
-        return 1.0 + ("***" in answer)
-
-    ask.isolated = False  # so that `shown` is seen here
-    register_agent("guess")(ask)
-    scripted.use(lambda read, seed: str(seed % 3))
-    more = {f"{R}multi_turn__tool_timeout_s": 0.2, f"{R}tool_config__add__api_key": "sk-hidden", f"{R}n": 6}
-    more |= {f"{R}agent__timeout_s": 0.15}
-    result = run(tiny_model, sums, tmp_path, **AGENT | TOOLS | more)
-    late = "The tool add gave no answer within 0.2 seconds."
-    assert set(shown) == {"1 ***", "2 ***", late}, "a tool's time is not the agent's"
-    rows = samples(result)
-    for row in rows:
-        (call,) = json.loads(row["tool_calls"])
-        slow = call["arguments"]["b"] == 2
-        assert call["answer"] in shown and (call["error"] is not None) == slow and call["turn"] == 1
-        assert row["error"] is None and row["score"] == (1.0 if slow else 2.0) and row["num_turns"] == 2
-        assert '"name": "add"' in row["prompt"], "the model is shown the tools"
-    line = metrics_of(result.path)[0]
-    errors = sum(json.loads(row["tool_calls"])[0]["error"] is not None for row in rows) / len(rows)
-    assert line["tools/calls"] == 1 and line["tools/errors"] == pytest.approx(errors) and 0 < errors < 1
-
-
-def test_an_agent_has_the_models_own_calls_answered_as_the_built_in_one_does(tiny_model, sums, tmp_path):
-    register_tool("add")(add)
-
-    async def twice(chat, row):
-        await chat.say()
-        await chat.answer(chat.tool_calls())
-        await chat.say()
-        return float(chat.turns)
-
-    register_agent("guess")(twice)
-    script = lambda read, seed: "7" if "<tool_response>" in read else called(4, 1) + called(1, 1)  # noqa: E731
-    scripted.use(script)
-    given = AGENT | TOOLS | {"data__max_response_length": 400}
-    by_agent = samples(run(tiny_model, sums, tmp_path / "a", **given))
-    scripted.use(script)
-    del given[f"{R}agent"]
-    built_in = samples(run(tiny_model, sums, tmp_path / "b", **given))
-    for mine, theirs in zip(by_agent, built_in, strict=True):
-        for name in ("response_ids", "response_mask", "rollout_log_probs", "tool_calls", "policy_versions"):
-            assert mine[name] == theirs[name], name
-        assert mine["score"] == 2.0 and "Only 1 call(s) in a turn are answered" in mine["response"]
-
-
-def test_rows_are_led_by_the_tool_agent_and_by_agents_of_a_file_in_one_run(tiny_model, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "two.py").write_text(FILE)
-    (tmp_path / "agents.yaml").write_text("- {name: one, _target_: two.lead}\n")
-    register_tool("add")(add)
-    scripted.use(lambda read, seed: "7" if "<tool_response>" in read else called(4, 1))
-    names = ["one", "tool_agent", "single_turn_agent", None]
-    rows = [{"prompt": f"{n}?", "ground_truth": "7", "data_source": "math_reasoning"} for n in range(4)]
-    rows = [row | ({"agent_name": name} if name else {}) for row, name in zip(rows, names, strict=True)]
-    more = {f"{R}agent__agent_loop_config_path": "agents.yaml"}
-    given = settings(tiny_model, {"train": Path()}, tmp_path, **AGENT | TOOLS | more)
-    for key in ("data.train_files", "actor_rollout_ref.rollout.agent"):
-        given.pop(key)
-    found = samples(posttrain.train(given, data=rows))
-    by_row = {row["data_row"]: (row["num_turns"], len(json.loads(row["tool_calls"]))) for row in found}
-    assert by_row == {0: (1, 0), 1: (2, 1), 2: (1, 0), 3: (2, 1)}, "rows without a name have the built-in tool agent"
-    assert {row["score"] for row in found if row["data_row"] == 0} == {1.0}
-    assert len(found) == 12 and all(row["error"] is None for row in found)
-
-
-ENVIRONMENT = """
-import random
-import threading
-import time
-
-
-class Guess:
-    closed = []
-
-    def __init__(self, top: int = 3, kind: str = "text"):
-        self.top, self.kind, self.left = top, kind, 3
-
-    @property
-    def takes_token_ids(self):
-        return self.kind == "ids"
-
-    def reset(self, row, seed):
-        self.secret, self.row = random.Random(seed).randint(1, self.top), row
-        if self.kind == "broken":
-            raise ConnectionError("no board")
-        if self.kind == "ids":
-            return [7, 8, 9]
-        if self.kind == "own prompt":
-            return None
-        return f"{row['index']}: guess" if self.kind == "text" else [{"role": "user", "content": "guess"}]
-
-    def step(self, action):
-        time.sleep(0.01)  # may block: it runs in a thread
-        self.left -= 1
-        if self.kind == "ids":
-            return [10, 11, 12], 0.5, self.left == 1, {"saw": list(action)}
-        right = action == str(self.secret)
-        told = "no, say %d!" % self.secret
-        return told if self.kind == "text" else {"role": "user", "content": told}, right * 1.0, right or not self.left
-
-    async def close(self):
-        Guess.closed.append(self)
-"""
-
-
-@pytest.mark.parametrize("kind", ["text", "messages", "own prompt"])
-def test_an_environment_is_played_by_messages_and_its_rewards_are_the_score(
-    tiny_model, sums, tmp_path, monkeypatch, kind
-):
-    (tmp_path / "board.py").write_text(ENVIRONMENT)
-    monkeypatch.chdir(tmp_path)
-    scripted.use(tries)
-    more = {f"{R}agent": "board.py:Guess", f"{R}agent__config": {"top": 2, "kind": kind}, f"{R}n": 6}
-    result = run(tiny_model, sums, tmp_path, **AGENT | more)
-    rows = samples(result)
-    seen = set()
-    for row in rows:
-        secret, first = random.Random(row["seed"]).randint(1, 2), str(row["seed"] % 3)
-        right = first == str(secret)
-        seen.add(right)
-        written, told = split(row)
-        assert written == (f"{first}<|end|>" if right else f"{first}<|end|>{secret}<|end|>")
-        assert told == ("" if right else f"<|user|>no, say {secret}!<|end|><|assistant|>")
-        assert (row["score"], row["num_turns"], row["error"]) == (1.0, 2 - right, None)
-        assert row["prompt"].endswith("guess<|end|><|assistant|>") == (kind != "own prompt")
-        assert sum(tokens for _, tokens in json.loads(row["policy_versions"])) == sum(row["response_mask"])
-    assert seen == {True, False} and metrics_of(result.path)[0]["reward_mean"] == 1.0
-
-
-def test_an_environment_of_token_ids_reads_and_writes_ids_as_they_are(tiny_model, sums, tmp_path, monkeypatch):
-    (tmp_path / "board.py").write_text(ENVIRONMENT)
-    monkeypatch.chdir(tmp_path)
-    engines = scripted.use(lambda read, seed: "42")
-    more = {f"{R}agent": "board.py:Guess", f"{R}agent__config": {"kind": "ids"}}
-    end = byte_tokenizer().eos_token_id
-    (four, two) = byte_tokenizer()("42", add_special_tokens=False)["input_ids"]
-    for row in samples(run(tiny_model, sums, tmp_path, **AGENT | more)):
-        assert row["response_ids"] == [four, two, end, 10, 11, 12, four, two, end]
-        assert row["response_mask"] == [1, 1, 1, 0, 0, 0, 1, 1, 1] and row["score"] == 1.0
-    (engine,) = engines
-    assert {tuple(request.prompt_ids) for request in engine.seen if len(request.id) == 2} == {(7, 8, 9)}
-
-
-def test_an_environment_that_cannot_be_made_or_fails_says_so(tiny_model, sums, tmp_path, monkeypatch):
-    (tmp_path / "board.py").write_text(ENVIRONMENT)
-    monkeypatch.chdir(tmp_path)
-    scripted.use(tries)
-    wrong = {f"{R}agent": "board.py:Guess", f"{R}agent__config": {"bottom": 2}}
-    with pytest.raises(UserError, match=r"environment board.py:Guess cannot be made with .*'bottom'"):
-        run(tiny_model, sums, tmp_path / "a", **AGENT | wrong)
-    with pytest.raises(UserError, match=r"(?s)failed on all 12 responses.*no board \(board.py, line 20\)"):
-        run(
-            tiny_model,
-            sums,
-            tmp_path / "b",
-            **AGENT | {f"{R}agent": "board.py:Guess", f"{R}agent__config": {"kind": "broken"}},
-        )

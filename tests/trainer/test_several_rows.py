@@ -22,7 +22,13 @@ from posttrain.rollout.base import Output
 from posttrain.trainer.ppo.advantages import compute_advantage
 
 R = "actor_rollout_ref__rollout__"
-COMMON = {"data__max_prompt_length": 64, "data__max_response_length": 64, f"{R}agent": "tree", f"{R}n": 4}
+COMMON = {
+    "data__max_prompt_length": 64,
+    "data__max_response_length": 64,
+    f"{R}agent": "tree",
+    f"{R}agent__processes": 2,
+    f"{R}n": 4,
+}
 
 
 def reward_of(row) -> float:

@@ -197,6 +197,9 @@ def compute_gdpo_outcome_advantage(
         columns = [torch.as_tensor(np.asarray(non_tensor_batch[key], dtype=np.float32)) for key in keys]
         parts = [on_every_token(c.double().numpy(), token_level_rewards, _first_token(response_mask)) for c in columns]
         weights = config.get("gdpo_reward_weights", None)
+        assert weights is None or len(weights) == len(keys), (
+            f"algorithm.gdpo_reward_weights has {len(weights)} numbers for {len(keys)} keys"
+        )
     total = torch.zeros_like(token_level_rewards)
     for weight, part in zip(weights or [1.0] * len(parts), parts, strict=True):
         made, _ = compute_grpo_outcome_advantage(part, response_mask, index, epsilon, norm_adv_by_std_in_grpo)

@@ -30,18 +30,66 @@ def get_local_temp_path(hdfs_path: str, cache_dir: str) -> str:
     return os.path.join(folder, os.path.basename(hdfs_path))
 
 
+def verify_copy(src: str, dest: str) -> bool:
+    """Whether the copy has the same files and folders, files of the same sizes."""
+    return os.path.exists(src) and os.path.exists(dest) and _contents(src) == _contents(dest)
+
+
+def _contents(path: str) -> dict[str, int]:
+    """Path inside of it -> the file's size, or -1 for a folder."""
+    if os.path.isfile(path):
+        return {"": os.path.getsize(path)}
+    found = {".": -1}
+    for folder, folders, files in os.walk(path):
+        inside = os.path.relpath(folder, path)
+        found |= {os.path.join(inside, name): -1 for name in folders}
+        found |= {os.path.join(inside, name): os.path.getsize(os.path.join(folder, name)) for name in files}
+    return found
+
+
+_RECORD = ".directory_record.txt"
+
+
+def _record_directory_structure(folder_path: str) -> str:
+    """Writes the names of all files and folders into a file inside of it, and gives its path."""
+    record = os.path.join(folder_path, _RECORD)
+    names = sorted(_names(folder_path))
+    with open(record, "w", encoding="utf-8") as file:
+        file.writelines(f"{name}\n" for name in names)
+    return record
+
+
+def _check_directory_structure(folder_path: str, record_file: str) -> bool:
+    """Whether the folder has what its record names, and nothing else."""
+    if not os.path.exists(record_file):
+        return False
+    with open(record_file, encoding="utf-8") as file:
+        return set(file.read().splitlines()) == _names(folder_path)
+
+
+def _names(path: str) -> set[str]:
+    found = _contents(path)
+    return {f"{'dir' if size < 0 else 'file'}:{os.path.normpath(name)}" for name, size in found.items()} - {
+        "dir:.",
+        f"file:{_RECORD}",
+    }
+
+
 def copy_to_local(
-    src: str,
+    src: str | None,
     cache_dir: str | None = None,
     filelock: str = ".file.lock",
     verbose: bool = False,
     always_recopy: bool = False,
     use_shm: bool = False,
-) -> str:
-    """A local path as it is (also a model's name on the hub); of a path on HDFS its copy, which is made once.
+) -> str | None:
+    """A local path as it is (also a model's name on the hub); of a path on HDFS its copy, which is made once; None for
+    no path.
 
     `use_shm` puts a copy into /dev/shm, where several processes read it from memory.
     """
+    if not src:
+        return None
     assert not src.endswith("/"), f"{src}: leave the slash at its end away"
     path = src
     if is_non_local(src):
@@ -65,7 +113,8 @@ def _fetched(src: str, cache_dir: str, verbose: bool, again: bool) -> str:
                 print(f"Copy from {src} to {path}")
             part = f"{path}.part"  # what broke off is not taken for the whole
             _remove(part)
-            if not copy(src, part):
+            copy(src, part)
+            if not os.path.exists(part):
                 raise OSError(f"{src} could not be copied to {part}")
             os.rename(part, path)
     return path

@@ -134,6 +134,34 @@ def _most(value: int, group: Any) -> int:
     return int(found)
 
 
+def greedy_partition(seqlen_list: Sequence[int], k_partitions: int, equal_size: bool) -> list[list[int]]:
+    """Rows dealt one by one, in their order, to the part with the fewest tokens (or the fewest rows if parts have to
+    be of equal size)."""
+    # A bias larger than all tokens together makes the number of rows decide first.
+    bias = sum(seqlen_list) + 1 if equal_size else 0
+    parts: list[list[int]] = [[] for _ in range(k_partitions)]
+    loads = [0] * k_partitions
+    for row, length in enumerate(seqlen_list):
+        least = loads.index(min(loads))
+        parts[least].append(row)
+        loads[least] += length + bias
+    if equal_size:
+        assert all(len(part) * k_partitions == len(seqlen_list) for part in parts), (
+            "parts of equal size are not possible"
+        )
+    return parts
+
+
+def balanced_chunk_range(num_items: int, num_chunks: int, chunk_idx: int) -> tuple[int, int]:
+    """(begin, end) of one of the chunks that share the items in order; the first ones have one more where they do not
+    divide."""
+    if num_chunks <= 0 or not 0 <= chunk_idx < num_chunks:
+        raise ValueError(f"there is no chunk {chunk_idx} of {num_chunks}")
+    size, more = divmod(num_items, num_chunks)
+    begin = chunk_idx * size + min(chunk_idx, more)
+    return begin, begin + size + (chunk_idx < more)
+
+
 def get_reverse_idx(idx_map: Sequence[int]) -> list[int]:
     """Where each of the numbers stands."""
     places = {number: place for place, number in enumerate(idx_map)}

@@ -34,6 +34,33 @@ def distributed_masked_mean(local_tensor: torch.Tensor, local_mask: torch.Tensor
     return total / count
 
 
+def distributed_mean_max_min_std(
+    local_tensor: torch.Tensor, compute_max: bool = True, compute_min: bool = True, compute_std: bool = True
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """(mean, largest, smallest, standard deviation of a sample) over all ranks; None for what is not wanted."""
+
+    def over_ranks(value: torch.Tensor, how: Any = torch.distributed.ReduceOp.SUM) -> torch.Tensor:
+        if torch.distributed.is_initialized():
+            torch.distributed.all_reduce(value, op=how)
+        return value
+
+    count = over_ranks(torch.tensor(local_tensor.numel(), device=local_tensor.device))
+    mean = over_ranks(local_tensor.sum()) / count
+    largest = over_ranks(local_tensor.max(), torch.distributed.ReduceOp.MAX) if compute_max else None
+    smallest = over_ranks(local_tensor.min(), torch.distributed.ReduceOp.MIN) if compute_min else None
+    spread = torch.sqrt(over_ranks(((local_tensor - mean) ** 2).sum()) / (count - 1)) if compute_std else None
+    return mean, largest, smallest, spread
+
+
+def expand_as_nested(tensor: torch.Tensor, nested_tensor: Any) -> torch.Tensor:
+    """A value per row, repeated for every token that the row has in the nested tensor."""
+    assert nested_tensor.is_nested, "nested_tensor must be nested"
+    assert nested_tensor.dim() == 2, "nested_tensor must have rows of tokens"
+    assert tensor.dim() == 1 and len(tensor) == nested_tensor.shape[0], "tensor must have one value per row"
+    offsets = nested_tensor.offsets()
+    return torch.nested.nested_tensor_from_jagged(tensor.repeat_interleave(offsets.diff()), offsets=offsets)
+
+
 def masked_var(values: torch.Tensor, mask: torch.Tensor, unbiased: bool = True) -> torch.Tensor:
     """The variance under the mask, of a sample (n - 1) unless told otherwise."""
     variance = masked_mean((values - masked_mean(values, mask)) ** 2, mask)

@@ -28,7 +28,7 @@ from posttrain.commands.generation.settings import Settings, described
 from posttrain.commands.generation.workers import Share
 from posttrain.config.model import ModelConfig
 from posttrain.config.rollout import RolloutConfig
-from posttrain.conversations.opening import check_agent_names, open_conversations
+from posttrain.conversations.opening import check_rows, open_conversations
 from posttrain.data.dataset import PromptDataset, PromptItem
 from posttrain.data.rows import DataError, RowTable
 from posttrain.errors import UserError, first_line
@@ -83,7 +83,7 @@ class Session:
             self.turns = opened.enter_context(open_conversations(self.config, self.tokenizer, self.device, say))
             tools = self.turns.schemas if self.turns else ()
             self.prompts = self._prompts(table, tools)
-            check_agent_names(self.turns, self.prompts.column("agent_name"))
+            check_rows(self.turns, [item["extra_info"] for item in self.prompts])
             self._opened = opened.pop_all()
         self.dropped = len(table) - len(self.prompts)
         self.engine_name, self.speed = "", Speed()

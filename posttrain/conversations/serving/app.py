@@ -43,6 +43,10 @@ class Channels(Protocol):
         """The key that a request must bring."""
         ...
 
+    def session_of(self, session: str | None, request: ModelRequest) -> str | None:
+        """The session that a request belongs to: that of its address, or one that the request names."""
+        ...
+
     def channel(self, session: str | None, request: ModelRequest) -> Channel: ...
 
     async def once(self, session: str | None, key: Any, make: Callable[[], Awaitable[Answer]]) -> Answer:
@@ -165,12 +169,12 @@ class _Handlers:
     def answering(self, api: ModuleType) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
         async def handle(request: web.Request) -> web.StreamResponse:
             body = await _body(request)
-            session = request.match_info.get("session")
             wanted: ModelRequest = api.read(body)
+            session = self.channels.session_of(request.match_info.get("session"), wanted)
             channel = self.channels.channel(session, wanted)
             key = _retry_key(request, body)
             if wanted.stream:
-                return await self._stream(request, api, wanted, channel, key)
+                return await self._stream(request, api, wanted, session, channel, key)
 
             async def make() -> Answer:
                 return await self.model.finish(self.model.begin(wanted, channel.ledger), channel.sampler)
@@ -180,10 +184,16 @@ class _Handlers:
         return handle
 
     async def _stream(
-        self, request: web.Request, api: ModuleType, wanted: ModelRequest, channel: Channel, key: Any
+        self,
+        request: web.Request,
+        api: ModuleType,
+        wanted: ModelRequest,
+        session: str | None,
+        channel: Channel,
+        key: Any,
     ) -> web.StreamResponse:
         """The answer as server-sent events. What is wrong with the request was found before the first of them."""
-        session, pieces = request.match_info.get("session"), asyncio.Queue[Delta]()
+        pieces = asyncio.Queue[Delta]()
         begun: asyncio.Future[Pending] = asyncio.get_running_loop().create_future()
 
         async def make() -> Answer:

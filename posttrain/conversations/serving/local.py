@@ -38,6 +38,9 @@ class LocalChannels:
     def key(self, session: str | None) -> str | None:
         return self._key
 
+    def session_of(self, session: str | None, request: ModelRequest) -> str | None:
+        return session
+
     def channel(self, session: str | None, request: ModelRequest) -> Channel:
         if session is not None:
             raise ApiError(f"There is no session {session} here.", status=404)

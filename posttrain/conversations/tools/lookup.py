@@ -32,6 +32,23 @@ def listed_in(path: str, what: str) -> Any:
         raise UserError(f"the file of {what} {path} is no YAML: {error}") from None
 
 
+def read_entries(path: str, what: str, key: str) -> list[Any]:
+    """The list under `key` in such a file, with `${oc.env:KEY}` and the like resolved."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    tree = listed_in(path, what)
+    entries: Any = None
+    if isinstance(tree, dict):
+        try:
+            entries = OmegaConf.to_container(OmegaConf.create(tree), resolve=True).get(key)  # pyright: ignore
+        except OmegaConfBaseException as error:
+            raise UserError(f"the file of {what} {path}: {first_line(error)}") from None
+    if not isinstance(entries, list) or not entries:
+        raise UserError(f"the file of {what} {path} has no list `{key}`.")
+    return entries
+
+
 def called_name(name: str) -> str:
     """What a model calls the tool of this name; its settings are given under it."""
     if not is_place(name):

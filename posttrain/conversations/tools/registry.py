@@ -6,14 +6,16 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
+from posttrain.conversations.settings import TurnSettings
 from posttrain.conversations.tools.base import Tool
 from posttrain.conversations.tools.calculator import calculator
 from posttrain.conversations.tools.function import FunctionTool
 from posttrain.conversations.tools.lookup import called_name, find_tool, is_place
-from posttrain.conversations.tools.mcp import PREFIX, read_mcp_tools
+from posttrain.conversations.tools.mcp import PREFIX, parse_server, read_mcp_tools, read_servers
 from posttrain.conversations.tools.python import PythonTool
 from posttrain.conversations.tools.search.tool import SearchTool
 from posttrain.conversations.tools.settings import PLACE, read_settings, secrets_of
+from posttrain.conversations.tools.verl_functions import read_function_tools
 from posttrain.conversations.tools.verl_tools import read_tools
 from posttrain.errors import UserError
 from posttrain.registry import Registry
@@ -32,19 +34,30 @@ def register_tool(name: str) -> Callable[[Made], Made]:
 
 
 def make_tools(
-    names: Sequence[str], settings: Mapping[str, Mapping[str, Any]], *, config_path: str | None = None
+    names: Sequence[str],
+    settings: Mapping[str, Mapping[str, Any]],
+    *,
+    config_path: str | None = None,
+    function_path: str | None = None,
+    mcp_path: str | None = None,
 ) -> dict[str, Tool]:
     """The tools of these names, by the names that the model calls them; UserError in words if one cannot be had.
 
-    `config_path` is a YAML file of tools in verl's form: all of them are given, whether they are named or not."""
+    All tools of files are given, whether they are named or not: `config_path` is a YAML file of tools in verl's form,
+    `function_path` a Python file of verl's function tools, `mcp_path` a JSON file of MCP servers."""
     left = {name: dict(values or {}) for name, values in settings.items()}
     tools = read_tools(config_path, left) if config_path else {}
     left = {name: values for name, values in left.items() if name not in tools}
-    for name in [name for name in names if name not in tools]:
-        for tool in read_mcp_tools(name) if name.startswith(PREFIX) else [_make(name, left)]:
-            if tool.name in tools:
-                raise UserError(f"two tools are called {tool.name}: a model could not tell them apart.")
-            tools[tool.name] = tool
+    made = read_function_tools(function_path) if function_path else []
+    for server in read_servers(mcp_path) if mcp_path else []:
+        made += read_mcp_tools(server)
+    known = {*tools, *(tool.name for tool in made)}
+    for name in [name for name in names if name not in known]:
+        made += read_mcp_tools(parse_server(name)) if name.startswith(PREFIX) else [_make(name, left)]
+    for tool in made:
+        if tool.name in tools:
+            raise UserError(f"two tools are called {tool.name}: a model could not tell them apart.")
+        tools[tool.name] = tool
     if left:
         name = next(iter(left))
         near = closest(name, tools)
@@ -54,6 +67,17 @@ def make_tools(
             f"actor_rollout_ref.rollout.tools has {', '.join(tools) or 'none'}."
         )
     return tools
+
+
+def make_tools_of(turns: TurnSettings) -> dict[str, Tool]:
+    """The tools of a run."""
+    return make_tools(
+        turns.tools,
+        turns.tool_config,
+        config_path=turns.tool_config_path,
+        function_path=turns.function_tool_path,
+        mcp_path=turns.mcp_config_path,
+    )
 
 
 def _make(name: str, settings: dict[str, dict[str, Any]]) -> Tool:

@@ -5,7 +5,8 @@ tools:
     config: {type: native, ...}
     tool_schema: {type: function, function: {name: my_tool, ...}}
 
-One instance of the class serves all conversations; `create` opens one and `release` closes it, as verl calls them.
+One instance of the class serves all conversations; `create` opens one and `release` closes it, as verl calls them. An
+entry of `type: mcp` stands for the tools of MCP servers (`mcp: {mcp_servers_config_path, tool_selected_list}`).
 """
 
 from __future__ import annotations
@@ -20,13 +21,15 @@ from uuid import uuid4
 
 from posttrain.conversations.tools.answers import redacted
 from posttrain.conversations.tools.base import Tool, ToolAnswer
-from posttrain.conversations.tools.lookup import find_tool, listed_in
+from posttrain.conversations.tools.lookup import find_tool, read_entries
+from posttrain.conversations.tools.mcp import read_mcp_tools, read_servers
 from posttrain.conversations.tools.settings import secrets_of
 from posttrain.errors import UserError, first_line
 
 # Classes that come with verl itself, and the built-in tools that do the same.
 _OURS = {"SearchTool": "search", "SandboxFusionTool": "python"}
 _METHODS = ("create", "execute", "release")
+_MCP_CLASSES = ("MCPBaseTool", "MCPSearchTool")
 
 
 class VerlTool(Tool):
@@ -51,7 +54,7 @@ class VerlTool(Tool):
         parameters = json.dumps(arguments) if self._as_text else arguments
         said = await self._inner.execute(self._instances[conversation], parameters)
         response, reward, metrics = said if isinstance(said, tuple) else (said, 0.0, {})
-        return ToolAnswer(_text(response), reward=float(reward or 0.0), metrics=_numbers(metrics))
+        return ToolAnswer(text_of(response), reward=float(reward or 0.0), metrics=numbers_of(metrics))
 
     async def reward(self, conversation: Hashable) -> float:
         if not self._rewards or conversation not in self._instances:
@@ -66,28 +69,40 @@ class VerlTool(Tool):
 
 def read_tools(path: str, settings: Mapping[str, Mapping[str, Any]]) -> dict[str, Tool]:
     """The tools of a YAML file, by name; `settings` of one are laid over its `config`. UserError in words."""
-    entries = _resolved(listed_in(path, "tools"), path).get("tools")
-    if not isinstance(entries, list) or not entries:
-        raise UserError(f"the file of tools {path} has no list `tools`.")
     made: dict[str, Tool] = {}
-    for place, entry in enumerate(entries):
-        tool = _made(entry, f"tools[{place}] of {path}", settings)
-        if tool.name in made:
-            raise UserError(f"two tools of {path} are called {tool.name}: a model could not tell them apart.")
-        made[tool.name] = tool
+    for place, entry in enumerate(read_entries(path, "tools", "tools")):
+        where = f"tools[{place}] of {path}"
+        for tool in _of_servers(entry, where) if _type_of(entry) == "mcp" else [_made(entry, where, settings)]:
+            if tool.name in made:
+                raise UserError(f"two tools of {path} are called {tool.name}: a model could not tell them apart.")
+            made[tool.name] = tool
     return made
 
 
-def _resolved(tree: Any, path: str) -> dict[str, Any]:
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
+def _type_of(entry: Any) -> Any:
+    config = entry.get("config") if isinstance(entry, dict) else None
+    return config.get("type") if isinstance(config, dict) else None
 
-    if not isinstance(tree, dict):
-        raise UserError(f"the file of tools {path} has no list `tools`.")
-    try:  # ${oc.env:KEY} and the like
-        return OmegaConf.to_container(OmegaConf.create(tree), resolve=True)  # pyright: ignore
-    except OmegaConfBaseException as error:
-        raise UserError(f"the file of tools {path}: {first_line(error)}") from None
+
+def _of_servers(entry: dict[str, Any], where: str) -> list[Tool]:
+    """The tools of the MCP servers that an entry names, all or those that it selects."""
+    of_servers, name = entry.get("mcp"), str(entry.get("class_name")).rpartition(".")[2]
+    if name not in _MCP_CLASSES:
+        raise UserError(f"{where}: {name} is not run for MCP servers; the class of such an entry is {_MCP_CLASSES[0]}.")
+    if not isinstance(of_servers, dict) or not of_servers.get("mcp_servers_config_path"):
+        raise UserError(f"{where} has no mcp.mcp_servers_config_path.")
+    chosen = of_servers.get("tool_selected_list")
+    tools: list[Tool] = [
+        tool for one in read_servers(of_servers["mcp_servers_config_path"]) for tool in read_mcp_tools(one, chosen)
+    ]
+    missing = [one for one in chosen or () if one not in {tool.name for tool in tools}]
+    if missing:
+        raise UserError(f"{where}: its servers have no tool {missing[0]}.")
+    idle = [key for key in entry["config"] if key != "type"]
+    if idle:
+        words = "calls wait at most multi_turn.tool_timeout_s seconds, and 8 of a tool run at once"
+        tools[0].note = f"{', '.join(idle)} of {where} have no effect: {words}."
+    return tools
 
 
 def _made(entry: Any, where: str, settings: Mapping[str, Mapping[str, Any]]) -> Tool:
@@ -95,7 +110,7 @@ def _made(entry: Any, where: str, settings: Mapping[str, Mapping[str, Any]]) -> 
         raise UserError(f"{where} has no class_name.")
     config, schema, name = dict(entry.get("config") or {}), entry.get("tool_schema"), entry["class_name"]
     if config.get("type", "native") != "native":
-        raise UserError(f"{where} is of type {config['type']!r}; only `native` tools are run here.")
+        raise UserError(f"{where} is of type {config['type']!r}; tools are `native` or `mcp`.")
     if schema is not None and not _is_schema(schema):
         raise UserError(f"the tool_schema of {where} is none: it needs function.name and function.parameters.")
     kind = _class(name, where)
@@ -104,7 +119,7 @@ def _made(entry: Any, where: str, settings: Mapping[str, Mapping[str, Any]]) -> 
         full = config | dict(more)
         try:
             inner = kind(config=full, tool_schema=_validated(schema))
-            own = schema or _plain(inner.get_openai_tool_schema())
+            own = schema or plain_schema(inner.get_openai_tool_schema())
         except Exception as error:
             words = redacted(f"{type(error).__name__}: {first_line(error)}", secrets_of(full))
             raise UserError(f"{where}: {name} cannot be made: {words}") from None
@@ -139,7 +154,7 @@ def _validated(schema: Any) -> Any:
         return schema
 
 
-def _plain(schema: Any) -> Any:
+def plain_schema(schema: Any) -> Any:
     return schema.model_dump(exclude_none=True) if hasattr(schema, "model_dump") else schema
 
 
@@ -159,7 +174,7 @@ def _own_reward(kind: type) -> bool:
     return owner is not None and owner.__name__ != "BaseTool"
 
 
-def _text(response: Any) -> str:
+def text_of(response: Any) -> str:
     """The words of a ToolResponse; what else it holds is named, because models here read text alone."""
     if isinstance(response, str):
         return response
@@ -171,6 +186,6 @@ def _text(response: Any) -> str:
     return text.lstrip("\n")
 
 
-def _numbers(metrics: Any) -> dict[str, float]:
+def numbers_of(metrics: Any) -> dict[str, float]:
     items = metrics.items() if isinstance(metrics, Mapping) else ()
     return {str(k): float(v) for k, v in items if isinstance(v, int | float) and math.isfinite(v)}

@@ -2,6 +2,8 @@
 
 Where tensor ranks hold rows of a matrix (columns of its output), they all have `lora_A` whole and cut `lora_B`; where
 they hold columns, they cut `lora_A` and have `lora_B` whole. What passes between ranks is as narrow as the adapter.
+With sequence parallelism, whole adapters see this rank's stretch of the tokens, and the optimizer adds up their
+gradients.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from posttrain.engine.megatron.groups import RankGroups
 from posttrain.engine.megatron.package import MegatronError, part
 from posttrain.engine.megatron.weights import Match
 from posttrain.models.forward import without_adapters
@@ -70,6 +73,7 @@ class Adapters(torch.nn.Module):
         key_heads: int,
         group: dist.ProcessGroup,
         device: torch.device,
+        sequence: bool,
     ) -> None:
         super().__init__()
         self.kind, self.group, self.enabled = match.kind, group, True
@@ -89,8 +93,9 @@ class Adapters(torch.nn.Module):
             )
         region = part("tensor_parallel.mappings")
         self.added, self.copied = (
-            region.reduce_from_tensor_model_parallel_region,
-            region.copy_to_tensor_model_parallel_region,
+            (region.reduce_scatter_to_sequence_parallel_region, region.gather_from_sequence_parallel_region)
+            if sequence
+            else (region.reduce_from_tensor_model_parallel_region, region.copy_to_tensor_model_parallel_region)
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -100,15 +105,15 @@ class Adapters(torch.nn.Module):
             first = self.lora_A[number]
             low = torch.nn.functional.linear(x.to(first.dtype), first)
             if self.kind == "columns":
-                low = self.added(low, self.group)
+                low = self.added(low, group=self.group)
             elif self.kind != "same":
                 # Each rank's columns give a part of its gradient, which are added up on the way back.
-                low = self.copied(low, self.group)
+                low = self.copied(low, group=self.group)
             parts[int(number)] = torch.nn.functional.linear(low, self.lora_B[number]) * scaling
         if len(self.sizes) == 1:
             return parts[0]
         like = next(iter(parts.values()))
-        each = [parts.get(n, like.new_zeros(1).expand(*x.shape[:-1], size)) for n, size in enumerate(self.sizes)]
+        each = [parts.get(n, like.new_zeros(1).expand(*like.shape[:-1], size)) for n, size in enumerate(self.sizes)]
         if self.kind == "qkv":  # group by group, as the matrix has them
             return torch.cat([one.unflatten(-1, (self.key_heads, -1)) for one in each], -1).flatten(-2)
         return torch.cat(each, -1)
@@ -128,14 +133,14 @@ def adapt(
     adapted: Mapping[str, float],
     whole: Mapping[str, torch.Tensor],
     key_heads: int,
-    group: dist.ProcessGroup,
+    groups: RankGroups,
     device: torch.device,
 ) -> None:
     """Give this rank's matrices their adapters, with weights that are not set. `whole` are all of the model's."""
     for match in matches:
         if any(name.removesuffix(".weight") in adapted for name in match.theirs):
             matrix = own.get_submodule(match.ours[0].removesuffix(".weight"))
-            adapters = Adapters(match, adapted, whole, key_heads, group, device)
+            adapters = Adapters(match, adapted, whole, key_heads, groups.tensor, device, groups.sizes.sequence)
             matrix.add_module(NAME, adapters)
             matrix.register_forward_hook(adapters.add_to_output)
 

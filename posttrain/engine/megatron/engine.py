@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from posttrain.engine.heads import Head, head_of
 from posttrain.engine.megatron.adapters import adapt, adapter_matches, adapters_off, check_adapters, scalings_of
 from posttrain.engine.megatron.checkpoints import Cut, PartState
 from posttrain.engine.megatron.groups import ParallelSizes, check_sizes, join_groups
-from posttrain.engine.megatron.model import build, check_model, stage_layers
+from posttrain.engine.megatron.model import build, check_model, stage_chunks, stage_layers
 from posttrain.engine.megatron.optimizer import EMBEDDING, TIED_COPY, MegatronOptimizer
 from posttrain.engine.megatron.package import PACKAGE, MegatronError, version
 from posttrain.engine.megatron.stage import MegatronStage
@@ -42,6 +43,8 @@ from posttrain.models.adapter_files import stored_name
 from posttrain.models.forward import decoder_of, forward_mode_of, without_adapters
 from posttrain.models.lora import has_adapters, save_model
 
+QUERY_NORMS = (".q_layernorm.", ".k_layernorm.")
+
 
 class MegatronEngine(ComposedEngine):
     """A model from Hugging Face's modules, of which this rank takes its part and keeps nothing else but the shapes."""
@@ -60,7 +63,7 @@ class MegatronEngine(ComposedEngine):
             share_prompts=settings.share_prompts,
             token_budget=settings.token_budget,
             max_rows=settings.max_rows,
-            sequence_parallel=sizes.tensor,
+            sequence_parallel=sizes.tensor * sizes.context,
             pairs=self.head.pairs,
             pipeline=sizes.pipeline,
             engine=f"{PACKAGE} {version()} ({sizes.words()})",
@@ -80,15 +83,22 @@ class MegatronEngine(ComposedEngine):
                 )
             cut = {name for match in self.matches if match.kind in CUT for name in match.ours}
             self.optimizer = MegatronOptimizer(
-                trained, settings.optim, self.groups, cut=cut, saved=self._saved_names(), tied=self._tied
+                trained,
+                settings.optim,
+                self.groups,
+                cut=cut,
+                shares=self._shared_gradients(),
+                saved=self._saved_names(),
+                tied=self._tied,
             )
         stage = MegatronStage(
             self.module,
             self.config,
             self.groups,
-            Pipeline(self.groups.pipeline, settings.device, facts.dtype, self.config.hidden_size),
+            Pipeline(self.groups.pipeline, settings.device, facts.dtype, self.config.hidden_size, sizes.virtual),
             self.head,
             angles,
+            chunks=self._chunks(),
             device=settings.device,
             padding=padding,
             recompute=settings.gradient_checkpointing and settings.optim is not None,
@@ -140,7 +150,7 @@ class MegatronEngine(ComposedEngine):
         everywhere = [match for stage in stages for match in self._stage_matches(stage)]
         check_adapters(everywhere, self.adapted, self.groups.sizes.keys.model)
         self.matches = self._stage_matches(self.groups.stage)
-        adapt(own, self.matches, self.adapted, self.shapes, self.config.num_key_value_heads, self.groups.tensor, device)
+        adapt(own, self.matches, self.adapted, self.shapes, self.config.num_key_value_heads, self.groups, device)
         self.matches += adapter_matches(self.matches, self.adapted)
         weights, filled = named_weights(own), set[str]()
         for match in self.matches:
@@ -158,19 +168,24 @@ class MegatronEngine(ComposedEngine):
         module.to("meta")
         return own
 
+    def _chunks(self) -> list[slice]:
+        """Chunk by chunk, which of this rank's layers."""
+        lengths = [len(chunk) for chunk in stage_chunks(self.config, self.groups.sizes, self.groups.stage)]
+        return [slice(end - length, end) for length, end in zip(lengths, accumulate(lengths), strict=True)]
+
     def _stage_matches(self, stage: int) -> list[Match]:
-        return stage_matches(self.config, self.groups, stage, self.head, self.shapes)
+        return stage_matches(self.config, self.groups.sizes, stage, self.head, self.shapes)
 
     def _saved_names(self) -> dict[str, str]:
         """What a checkpoint calls this rank's weights: layers and experts are counted over all ranks."""
-        first = stage_layers(self.config, self.groups.sizes, self.groups.stage).start
+        layers = stage_layers(self.config, self.groups.sizes, self.groups.stage)
         names = {}
         for match in self.matches:
             for number, name in enumerate(match.ours):
                 saved = name
                 if name.startswith("decoder.layers."):
                     own, _, rest = name.removeprefix("decoder.layers.").partition(".")
-                    saved = f"decoder.layers.{int(own) + first}.{rest}"
+                    saved = f"decoder.layers.{layers[int(own)]}.{rest}"
                 if name == TIED_COPY and self._tied:
                     saved = EMBEDDING  # one entry for both ends, so that any number of stages can continue it
                 if match.kind == "experts":
@@ -178,6 +193,14 @@ class MegatronEngine(ComposedEngine):
                     saved = saved.replace(f".local_experts.{number}.", f".experts.{whole}.")
                 names[name] = saved
         return names
+
+    def _shared_gradients(self) -> set[str]:
+        """Weights that all tensor ranks hold whole, but use for other heads or other tokens than the others do."""
+        whole = {name for match in self.matches if match.kind == "same" for name in match.ours}
+        if not self.groups.sizes.sequence:
+            return {name for name in whole if any(norm in name for norm in QUERY_NORMS)}
+        projection = self.head.projection  # all tensor ranks compute it for all tokens
+        return {name for name in whole if projection is None or not name.startswith(f"{projection}.")}
 
     def _cuts(self) -> dict[str, Cut]:
         """Weights that tensor ranks hold parts of, by their names in a checkpoint."""

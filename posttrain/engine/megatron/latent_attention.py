@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from posttrain.engine.megatron.package import part
-from posttrain.kernels.packed_attention import active_layout, packed_attention
+from posttrain.kernels.packed_attention import active_layout
+from posttrain.kernels.sequence_parallel import stretch_attention
 
 EPSILON = 1e-6  # of the norms of latents: transformers does not take it from the model's config
 
@@ -55,18 +56,23 @@ class LatentAttention(torch.nn.Module):
         self.linear_proj = layers.RowParallelLinear(
             heads * self.value, width, input_is_parallel=True, skip_bias_add=True, **made
         )
-        self.copied = part("tensor_parallel").copy_to_tensor_model_parallel_region
-        self.group = pg_collection.tp
+        region, self.group = part("tensor_parallel.mappings"), pg_collection.tp
+        # From what all tensor ranks have, or from their stretches of it, to what their own heads read.
+        self.for_heads = (
+            region.gather_from_sequence_parallel_region
+            if config.sequence_parallel
+            else region.copy_to_tensor_model_parallel_region
+        )
 
     def forward(self, hidden: torch.Tensor, attention_mask: Any = None, *, rotary_pos_emb: Any, **_: Any) -> Any:
-        """((T, 1, E), no bias) from (T, 1, E): one sequence that holds all rows."""
+        """((T, 1, E), no bias) from (T, 1, E): one sequence that holds all rows, or this rank's stretch of it."""
         layout = active_layout()
         assert layout is not None, "rows of this engine are packed"
         compressed = self.query_norm(self.query_down(hidden)) if self.compressed_queries else hidden
         query = self.query_up(compressed)[0][:, 0].unflatten(-1, (-1, self.plain + self.rotated))
         latent, key_rotated = self.latent_down(hidden).split([self.latent, self.rotated], -1)
         # All heads read this part of the key: the gradients of all tensor ranks' heads are added up.
-        key_rotated = self.copied(key_rotated, self.group)
+        key_rotated = self.for_heads(key_rotated, group=self.group)
         both = self.latent_up(self.latent_norm(latent))[0][:, 0].unflatten(-1, (-1, self.plain + self.value))
         key_plain, value_THV = both.split([self.plain, self.value], -1)
         query_plain, query_rotated = query.split([self.plain, self.rotated], -1)
@@ -76,7 +82,7 @@ class LatentAttention(torch.nn.Module):
         key_THD = torch.cat([key_plain, shared], -1)
         # The kernels have one size for all three.
         filled = torch.nn.functional.pad(value_THV, (0, query_THD.shape[-1] - self.value))
-        out_THD = packed_attention(query_THD, key_THD, filled, layout, scale=self.scale)
+        out_THD = stretch_attention(query_THD, key_THD, filled, layout, scale=self.scale)
         return self.linear_proj(out_THD[..., : self.value].flatten(1)[:, None])
 
     def _rotate(self, x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:

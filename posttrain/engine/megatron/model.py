@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -45,6 +47,8 @@ def _check_parts(config: Any, sizes: ParallelSizes) -> None:
         ("tensor_parallel_size", sizes.tensor, "heads of keys", config.num_key_value_heads),
         ("tensor_parallel_size", sizes.tensor, "columns between the matrices of a layer", config.intermediate_size),
     ]
+    if sizes.context > 1:
+        _check_context(config, sizes)
     _layers_by_stage(config, sizes)
     experts = experts_of(config)
     if experts is None and sizes.expert > 1:
@@ -62,6 +66,18 @@ def _check_parts(config: Any, sizes: ParallelSizes) -> None:
                 f"{sizes.key}.{name}={size}: the model has {count} {what}, which is no multiple of it; set a size that "
                 "divides it"
             )
+
+
+def _check_context(config: Any, sizes: ParallelSizes) -> None:
+    """Context ranks divide the heads of a tensor rank among themselves where they attend."""
+    heads, keys = config.num_attention_heads // sizes.tensor, config.num_key_value_heads // sizes.tensor
+    if heads % sizes.context or (keys and keys % sizes.context and sizes.context % keys):
+        of_rank = f" on each of {sizes.tensor} tensor ranks" if sizes.tensor > 1 else ""
+        raise MegatronError(
+            f"{sizes.key}.context_parallel_size={sizes.context}: ranks that share the tokens of a pass divide its "
+            f"heads in attention, but the model has {heads} heads of queries and {keys} of keys{of_rank}; set a size "
+            "that divides the heads of queries, and that divides those of keys or is a multiple of them"
+        )
 
 
 def experts_of(config: Any) -> int | None:
@@ -109,10 +125,23 @@ def padded_vocabulary(config: Any, sizes: ParallelSizes) -> int:
     return -(-config.vocab_size // sizes.tensor) * sizes.tensor
 
 
-def stage_layers(config: Any, sizes: ParallelSizes, stage: int) -> range:
-    """The layers of a stage."""
-    counts = _layers_by_stage(config, sizes)
-    return range(sum(counts[:stage]), sum(counts[: stage + 1]))
+def stage_chunks(config: Any, sizes: ParallelSizes, stage: int) -> list[range]:
+    """The layers of a stage, chunk by chunk: the first chunks of all stages come before the second ones."""
+    counts = [_shared_out(count, sizes.virtual) for count in _layers_by_stage(config, sizes)]
+    ends = list(accumulate(counts[stage][chunk] for chunk in range(sizes.virtual) for stage in range(sizes.pipeline)))
+    places = range(stage, len(ends), sizes.pipeline)
+    return [range(ends[place - 1] if place else 0, ends[place]) for place in places]
+
+
+def stage_layers(config: Any, sizes: ParallelSizes, stage: int) -> list[int]:
+    """The layers of a stage, as their numbers in the whole model."""
+    return [layer for chunk in stage_chunks(config, sizes, stage) for layer in chunk]
+
+
+def _shared_out(count: int, parts: int) -> list[int]:
+    """Equally many, or one more in the first ones."""
+    least, more = divmod(count, parts)
+    return [least + (part < more) for part in range(parts)]
 
 
 def _layers_by_stage(config: Any, sizes: ParallelSizes) -> list[int]:
@@ -121,15 +150,17 @@ def _layers_by_stage(config: Any, sizes: ParallelSizes) -> list[int]:
     given = {0: sizes.first_layers, sizes.pipeline - 1: sizes.last_layers}
     given = {stage: count for stage, count in given.items() if count is not None}
     rest, left = sizes.pipeline - len(given), config.num_hidden_layers - sum(given.values())
-    if left < rest or (left > 0 and rest == 0):
+    if left < rest * sizes.virtual or (left > 0 and rest == 0) or min(given.values(), default=left) < sizes.virtual:
+        chunks = (
+            f" with {sizes.virtual} chunks of at least one each" if sizes.virtual > 1 else " with at least one each"
+        )
         words = "".join(f", {count} of them set for stage {stage}" for stage, count in given.items())
         raise MegatronError(
             f"{sizes.key}.pipeline_parallel_size={sizes.pipeline}: the model has {config.num_hidden_layers} layers"
-            f"{words}, which do not fill {sizes.pipeline} stages with at least one each; set a smaller size, or other "
+            f"{words}, which do not fill {sizes.pipeline} stages{chunks}; set a smaller size, or other "
             "num_layers_in_first_pipeline_stage and num_layers_in_last_pipeline_stage"
         )
-    least, more = divmod(left, rest) if rest else (0, 0)
-    others = iter([least + 1] * more + [least] * (rest - more))
+    others = iter(_shared_out(left, rest) if rest else ())
     return [given[stage] if stage in given else next(others) for stage in range(sizes.pipeline)]
 
 
@@ -141,10 +172,8 @@ def build(decoder: Any, groups: RankGroups, device: torch.device, dtype: torch.d
     specs = [
         _layer(decoder, mixture=is_mixture(config, layer)) for layer in stage_layers(config, groups.sizes, groups.stage)
     ]
-    block = part("transformer.transformer_block").TransformerBlockSubmodules(
-        layer_specs=specs, layer_norm=specs[0].submodules.input_layernorm
-    )
-    with buffers_on(device):
+    block = part("transformer.transformer_block").TransformerBlockSubmodules(layer_specs=specs, layer_norm=Norm)
+    with buffers_on(device), warnings.catch_warnings(action="ignore"):  # that experts are not cut by tokens
         return (
             part("models.gpt")
             .GPTModel(
@@ -179,13 +208,25 @@ def _layer(decoder: Any, *, mixture: bool) -> Any:
         given = {"model": config, "scale": scale, "rotation_factor": rotation_factor}
         layer.submodules.self_attention = spec(module=LatentAttention, params=given)
     else:
+        if has_query_norms(config):
+            own = layer.submodules.self_attention.submodules
+            own.q_layernorm = own.k_layernorm = Norm
         # YaRN lengthens rotated queries and keys, here all of a head: the same as a larger scale.
         layer.submodules.self_attention.submodules.core_attention = spec(
             module=PackedAttention, params={"scale": scale * rotation_factor**2}
         )
+    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = Norm
     if mixture:
         layer.submodules.mlp.submodules.router = partial(ExpertRouter, model=config)
     return layer
+
+
+class Norm(torch.nn.RMSNorm):
+    """Takes the place of Megatron-Core's norm of torch, which rejects sequence parallelism: nothing would sum its
+    gradient over tensor ranks there. `MegatronOptimizer` does."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float, **_: Any) -> None:
+        super().__init__(hidden_size, eps)
 
 
 def _settings(config: Any, sizes: ParallelSizes, dtype: torch.dtype) -> Any:
@@ -214,6 +255,7 @@ def _settings(config: Any, sizes: ParallelSizes, dtype: torch.dtype) -> Any:
         gradient_accumulation_fusion=False,  # its kernel is in Apex
         tensor_model_parallel_size=sizes.tensor,
         pipeline_model_parallel_size=sizes.pipeline,
+        sequence_parallel=sizes.sequence,
         **_expert_settings(config, sizes),
     )
 

@@ -16,13 +16,14 @@ from posttrain.config.optim import OptimConfig
 from posttrain.engine.megatron.groups import RankGroups
 from posttrain.engine.optim import Optimizer
 
-EXPERT, QUERY_NORMS = ".local_experts.", (".q_layernorm.", ".k_layernorm.")
+EXPERT = ".local_experts."
 EMBEDDING, TIED_COPY = "embedding.word_embeddings.weight", "output_layer.weight"
 
 
 class MegatronOptimizer(Optimizer):
-    """`named` are this rank's weights; `cut` are the names of those that tensor ranks hold parts of, `saved` the names
-    in a checkpoint. `tied`: the first and the last stage of a pipeline both hold the embedding."""
+    """`named` are this rank's weights; `cut` are the names of those that tensor ranks hold parts of, `shares` of those
+    whose gradient every tensor rank has a share of; `saved` are the names in a checkpoint. `tied`: the first and the
+    last stage of a pipeline both hold the embedding."""
 
     def __init__(
         self,
@@ -31,10 +32,11 @@ class MegatronOptimizer(Optimizer):
         groups: RankGroups,
         *,
         cut: set[str],
+        shares: set[str],
         saved: Mapping[str, str],
         tied: bool,
     ) -> None:
-        self.own_names, self.groups, self.cut = list(named), groups, cut
+        self.own_names, self.groups, self.cut, self.shares = list(named), groups, cut, shares
         self.tied = tied and groups.sizes.pipeline > 1
         self.owners = _owners(named, groups) if groups.sizes.shared_moments else {}
         held = [self.owners.get(name, self._copies(name).rank()) == self._copies(name).rank() for name in named]
@@ -50,7 +52,7 @@ class MegatronOptimizer(Optimizer):
         for name, master in zip(self.own_names, self.masters, strict=True):
             if master.grad is None:
                 master.grad = torch.zeros_like(master)  # no token was routed to this expert; others wait for its sum
-            if any(kind in name for kind in QUERY_NORMS):  # a tensor rank saw its own heads only
+            if name in self.shares:
                 dist.all_reduce(master.grad, group=groups.tensor)
             if self.tied and groups.ends is not None and name in (TIED_COPY, EMBEDDING):
                 dist.all_reduce(master.grad, group=groups.ends)
@@ -61,7 +63,9 @@ class MegatronOptimizer(Optimizer):
                 if owner != self._copies(name).rank():
                     master.grad = None  # its room is free for the step
                     continue
-            if EXPERT in name:  # all tensor ranks send the same tokens to it, so that each counts that often
+            if (
+                EXPERT in name and not groups.sizes.sequence
+            ):  # all tensor ranks send the same tokens to it, so that each counts that often
                 master.grad /= groups.sizes.tensor
 
     @torch.no_grad()

@@ -40,6 +40,8 @@ def part(name: str) -> Any:
             f"{RL.strategy}=megatron: the package megatron-core is not installed in this environment; "
             f"{install_words(RL.strategy)}"
         )
+    # Megatron-Core calls it by this name in every layer with sequence parallelism; torch means to rename it.
+    warnings.filterwarnings("ignore", message=".*reduce_scatter_tensor", category=FutureWarning)
     with warnings.catch_warnings(action="ignore"):
         logging.getLogger("megatron.core").setLevel(logging.ERROR)
         return importlib.import_module(f"megatron.core.{name}" if name else "megatron.core")

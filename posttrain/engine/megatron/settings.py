@@ -17,7 +17,7 @@ from posttrain.config.problem import Problem
 from posttrain.config.resolved import Resolved
 from posttrain.config.schema import lookup
 from posttrain.engine.settings import ENGINES, EngineKeys, TrainEngineEntry
-from posttrain.models.model_files import model_type_of
+from posttrain.models.model_files import config_file, model_type_of
 from posttrain.settings import ONE_OR_MORE, setting
 
 NAME, SECTION = "megatron", "megatron_config"
@@ -42,14 +42,28 @@ class MegatronSettings:
     """Ranks that share every matrix of a layer."""
     pipeline_parallel_size: int = setting(1, range=ONE_OR_MORE)
     """Stages, each on ranks of its own, that share the layers."""
+    virtual_pipeline_parallel_size: int | None = setting(None, range=ONE_OR_MORE)
+    """Chunks of layers of each stage, which a pass goes through one at a time: stages wait less for each other, and
+    hold the activations of more passes; null is one chunk."""
     expert_parallel_size: int = setting(1, range=ONE_OR_MORE)
     """Ranks that share the experts of a layer of a mixture of experts."""
+    context_parallel_size: int = setting(1, range=ONE_OR_MORE)
+    """Ranks that share the tokens of a pass: each computes a stretch of them, and a part of the heads in attention."""
+    sequence_parallel: bool = setting(True)
+    """Whether tensor ranks share the tokens between the matrices of a layer instead of all holding all of them."""
     num_layers_in_first_pipeline_stage: int | None = setting(None, range=ONE_OR_MORE)
     """Layers of the first stage, which has the embedding too; null gives all stages equally many, give or take one."""
     num_layers_in_last_pipeline_stage: int | None = setting(None, range=ONE_OR_MORE)
     """Layers of the last stage, which has the head and the loss too."""
     use_distributed_optimizer: bool = setting(True)
     """Whether ranks with copies of the same weights share their moments and float32 masters instead of holding all."""
+
+
+def product(tensor: int, pipeline: int, context: int) -> tuple[str, int]:
+    """The ranks that compute the same rows together, in words and as a number."""
+    together = tensor * pipeline * context
+    by_tokens = f" x context_parallel_size={context}" if context > 1 else ""
+    return f"tensor_parallel_size={tensor} x pipeline_parallel_size={pipeline}{by_tokens} = {together}", together
 
 
 def megatron_settings(given: Mapping[str, Any]) -> MegatronSettings:
@@ -86,16 +100,16 @@ def check_megatron(checked: Checked, keys: EngineKeys) -> Iterator[Finding]:
 def _sizes(checked: Checked, key: str, settings: MegatronSettings) -> Iterator[Finding]:
     """Sizes that do not divide the workers."""
     workers = workers_of(checked.config)
-    tensor, pipeline, expert = (
-        settings.tensor_parallel_size,
-        settings.pipeline_parallel_size,
-        settings.expert_parallel_size,
-    )
-    whole = "trainer.n_gpus_per_node x trainer.nnodes"
-    if workers % (tensor * pipeline):
+    pipeline, expert = settings.pipeline_parallel_size, settings.expert_parallel_size
+    if pipeline == 1 and (settings.virtual_pipeline_parallel_size or 1) > 1:
+        what = f"`{key}.virtual_pipeline_parallel_size={settings.virtual_pipeline_parallel_size}` cuts the layers of "
+        what += "pipeline stages into chunks, and there is one stage (pipeline_parallel_size=1)."
+        yield checked.problem(what, "remove it, or set pipeline_parallel_size", key)
+    words, together = product(settings.tensor_parallel_size, pipeline, settings.context_parallel_size)
+    if workers % together:
         what = (
-            f"{key}: tensor_parallel_size={tensor} x pipeline_parallel_size={pipeline} = {tensor * pipeline} workers "
-            f"hold one copy of the model, which does not divide the {workers} worker(s) of the run ({whole})."
+            f"{key}: {words} workers compute the same rows, which does not divide the {workers} worker(s) of the run "
+            "(trainer.n_gpus_per_node x trainer.nnodes)."
         )
         yield checked.problem(what, f"set sizes whose product divides {workers}, or another number of workers", key)
     elif (workers // pipeline) % expert:
@@ -132,13 +146,47 @@ def check_megatron_environment(resolved: Resolved, cwd: Path, keys: EngineKeys) 
     if not is_installed():
         what = f"`{keys.strategy}=megatron`: the package megatron-core is not installed in this environment."
         yield Problem(what, resolved.where(keys.strategy), install_words(keys.strategy))
-    for key in (f"{role.model}.path" for role in keys.roles.values()):
+    for role in keys.roles.values():
+        key = f"{role.model}.path"
         name = resolved.value(key)
         kind = None if name in (None, "embedded") else model_type_of(str(name), cwd)
-        if kind is not None and kind not in MODEL_TYPES:
+        if kind in MODEL_TYPES:
+            yield from _shape_problem(resolved, cwd, keys, role.model)
+        elif kind is not None:
             what = f"`{key}={name}`: models of type {kind} cannot be trained with {keys.strategy}=megatron; it trains "
             what += f"{', '.join(MODEL_TYPES)}."
             yield Problem(what, resolved.where(key), f"give another model, or set {keys.strategy}=fsdp2", (key,))
+
+
+def _shape_problem(resolved: Resolved, cwd: Path, keys: EngineKeys, section: str) -> Iterator[Problem]:
+    """Sizes that do not divide what they cut of the model, and models that cannot be built."""
+    from transformers import AutoConfig
+
+    from posttrain.engine.base import EngineLayout
+    from posttrain.engine.megatron.model import check_model
+    from posttrain.engine.megatron.package import MegatronError
+
+    file = config_file(str(resolved.value(f"{section}.path")), cwd)
+    try:
+        config: Any = AutoConfig.from_pretrained(file.parent) if file is not None else None
+    except Exception:  # what is wrong with the file is said when the model is loaded
+        config = None
+    if config is None:
+        return
+    for name, value in (getattr(lookup(resolved.config, section), "override_config", None) or {}).items():
+        setattr(config, name, value)
+    key = f"{keys.section}.{SECTION}"
+    try:
+        check_model(config, _parallel_sizes(EngineLayout(NAME, keys, own=resolved.value(key))))
+    except MegatronError as error:
+        what, _, do = str(error).rpartition("; ")
+        yield Problem(f"{what}.", resolved.where(key), do, (key,))
+
+
+def _parallel_sizes(layout: Any) -> Any:
+    from posttrain.engine.megatron.groups import ParallelSizes  # which imports torch
+
+    return ParallelSizes.of(layout)
 
 
 ENGINES[NAME] = TrainEngineEntry(
@@ -146,5 +194,6 @@ ENGINES[NAME] = TrainEngineEntry(
     check=check_megatron,
     check_environment=check_megatron_environment,
     loads_on_host=True,
-    plan_note="Counted as FSDP shares it: what Megatron's ranks hold by their sizes, and its buffers, are not.",
+    sizes=_parallel_sizes,
+    plan_note="Each part is that of the rank that holds most of it; activations are an estimate (docs/plan.md).",
 )

@@ -2,12 +2,16 @@
 
 Megatron-Core's own attention over packed rows needs TransformerEngine, so `PackedAttention` takes its place.
 
+A pass is cut by tokens in two ways. Context ranks have a stretch of them each, and exchange heads for tokens where they
+attend (`kernels/sequence_parallel.py`). With sequence parallelism, the tensor ranks of one stretch cut it once more
+between the matrices of a layer, where all of them would otherwise hold the same numbers.
+
 Shapes: T packed tokens, H heads, D head size, E hidden size, U places whose hidden state is read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,11 +22,13 @@ from torch.utils.checkpoint import checkpoint
 from posttrain.engine.heads import Head
 from posttrain.engine.megatron.groups import RankGroups
 from posttrain.engine.megatron.package import buffers_on
-from posttrain.engine.packing import Rows
+from posttrain.engine.packing import Rows, with_a_prediction
 from posttrain.engine.pipeline import Pipeline
 from posttrain.engine.runner import Stage
 from posttrain.kernels.logprob_head import chunk_elements, logprob_head
-from posttrain.kernels.packed_attention import active_layout, packed_attention, packed_rows
+from posttrain.kernels.packed_attention import active_layout, packed_rows
+from posttrain.kernels.sequence_parallel import gathered, own_stretch, shared_sequence, stretch_attention
+from posttrain.models.forward import at_places_of_ranks
 
 
 class PackedAttention(torch.nn.Module):
@@ -33,10 +39,10 @@ class PackedAttention(torch.nn.Module):
         self.scale = scale
 
     def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-        """(T, 1, H x D) from (T, 1, H, D): one sequence that holds all rows."""
+        """(T, 1, H x D) from (T, 1, H, D): one sequence that holds all rows, or this rank's stretch of it."""
         layout = active_layout()
         assert layout is not None, "rows of this engine are packed"
-        out_THD = packed_attention(query[:, 0], key[:, 0], value[:, 0], layout, scale=self.scale)
+        out_THD = stretch_attention(query[:, 0], key[:, 0], value[:, 0], layout, scale=self.scale)
         return out_THD.flatten(1)[:, None]
 
 
@@ -54,54 +60,87 @@ class MegatronStage(Stage):
         head: Head,
         angles_D: torch.Tensor,
         *,
+        chunks: Sequence[slice],
         device: torch.device,
         padding: int | None,
         recompute: bool,
     ) -> None:
-        """`angles_D` is what each position turns the pairs of a head by; `padding` is the token whose embedding learns
+        """`angles_D` is what each position turns the pairs of a head by; `chunks` are the parts of this rank's layers
+        that a pass goes through one at a time; `padding` is the token whose embedding learns
         nothing where it is read, as in Hugging Face's models."""
         self.module, self.config, self.groups, self.pipeline, self.head = module, config, groups, pipeline, head
         self.angles_D, self.device = angles_D.to(device, torch.float32), device
-        self.padding, self.recompute = padding, recompute
+        self.chunks, self.padding, self.recompute = chunks, padding, recompute
 
     @contextmanager
     def computing(self, rows: Rows) -> Iterator[None]:
-        with packed_rows(rows.layout), buffers_on(self.device):
+        context = self.groups.context if self.groups.context.size() > 1 else None
+        with packed_rows(rows.layout), shared_sequence(context), buffers_on(self.device):
             yield
 
-    def forward(self, rows: Rows, arrived: torch.Tensor | None, temperature: float) -> Any:
-        """Hidden states (T, 1, E) for the next stage; from the last one, numbers (U,) by name."""
-        hidden = self._embedded(rows) if self.groups.first else arrived
-        half = rows.position_ids[0, :, None].float() * self.angles_D
+    def prepare_rows(self, rows: Rows) -> Rows:
+        return with_a_prediction(rows)
+
+    def tokens(self, rows: Rows) -> int:
+        # Equally many on all ranks that cut a pass: the last ones are filled up.
+        return -(-rows.input_ids.shape[1] // self._cuts())
+
+    def _cuts(self) -> int:
+        return self.groups.context.size() * (self.groups.tensor.size() if self.groups.sizes.sequence else 1)
+
+    def forward(self, rows: Rows, arrived: torch.Tensor | None, temperature: float, chunk: int = 0) -> Any:
+        """Hidden states (T, 1, E) for the next chunk of layers; from the last one, numbers (U,) by name."""
+        fill = self.tokens(rows) * self._cuts() - rows.input_ids.shape[1]
+        ids_T, position_T = (
+            own_stretch(torch.nn.functional.pad(x[0], (0, fill)), self.groups.context)
+            for x in (rows.input_ids, rows.position_ids)
+        )
+        hidden = self._embedded(ids_T) if arrived is None else arrived
+        half = position_T[:, None].float() * self.angles_D
         rotation = torch.cat([half, half], -1)[:, None, None]
-        for layer in self.module.decoder.layers:
+        for layer in self.module.decoder.layers[self.chunks[chunk]]:
             if self.recompute and torch.is_grad_enabled():
                 # Nothing random happens in a layer, so that its recomputation needs no random state of before.
                 hidden = checkpoint(_through, layer, hidden, rotation, use_reentrant=False, preserve_rng_state=False)
             else:
                 hidden = _through(layer, hidden, rotation)
-        if not self.groups.last:
+        if not self.pipeline.gives_outputs(chunk):
             return hidden
         assert isinstance(hidden, torch.Tensor)
-        hidden = self.module.decoder.final_layernorm(hidden)[:, 0].index_select(0, self.head.places(rows))
-        if self.head.projection is not None:
-            (name,), values_U = self.head.outputs, getattr(self.module, self.head.projection)(hidden)[:, 0]
-            return {name: values_U.to(torch.promote_types(values_U.dtype, torch.float32))}
-        log_probs_U, entropy_U = vocabulary_parallel_log_probs(
-            hidden,
-            self.module.output_layer.weight,
-            rows.label_U,
-            temperature=temperature,
-            vocabulary=self.config.vocab_size,
-            group=self.groups.tensor,
-        )
-        return {"log_probs": log_probs_U, "entropy": entropy_U}
+        hidden_TE = self.module.decoder.final_layernorm(hidden)[:, 0]
+        if self.groups.sizes.sequence:
+            # All tensor ranks compute the same from here on, or sum its gradient themselves.
+            hidden_TE = gathered(hidden_TE, self.groups.tensor)
 
-    def _embedded(self, rows: Rows) -> torch.Tensor:
-        hidden = self.module.embedding(input_ids=rows.input_ids, position_ids=rows.position_ids)
+        def outputs(hidden_UE: torch.Tensor, which_U: torch.Tensor | None) -> dict[str, torch.Tensor]:
+            if self.head.projection is not None:
+                (name,), values_U = self.head.outputs, getattr(self.module, self.head.projection)(hidden_UE)[:, 0]
+                return {name: values_U.to(torch.promote_types(values_U.dtype, torch.float32))}
+            log_probs_U, entropy_U = vocabulary_parallel_log_probs(
+                hidden_UE,
+                self.module.output_layer.weight,
+                rows.label_U if which_U is None else rows.label_U[which_U],
+                temperature=temperature,
+                vocabulary=self.config.vocab_size,
+                group=self.groups.tensor,
+            )
+            return {"log_probs": log_probs_U, "entropy": entropy_U}
+
+        places_U = self.head.places(rows)
+        if self.groups.context.size() > 1:
+            return at_places_of_ranks(hidden_TE, places_U, outputs, self.groups.context)
+        return outputs(hidden_TE.index_select(0, places_U), None)
+
+    def _embedded(self, ids_T: torch.Tensor) -> torch.Tensor:
+        # Not by Megatron-Core's module around the table: its dropout needs CUDA's random state even when it is off.
+        hidden = self.module.embedding.word_embeddings(ids_T[None])
+        if self.groups.sizes.sequence:
+            ids_T = own_stretch(ids_T, self.groups.tensor)
+        else:
+            hidden = hidden.transpose(0, 1)
         if self.padding is None:
             return hidden
-        return torch.where((rows.input_ids[0] == self.padding)[:, None, None], hidden.detach(), hidden)
+        return torch.where((ids_T == self.padding)[:, None, None], hidden.detach(), hidden)
 
 
 def _through(layer: Any, hidden: Any, rotation: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from posttrain.engine.heads import Head
-from posttrain.engine.megatron.groups import RankGroups
+from posttrain.engine.megatron.groups import ParallelSizes, RankGroups
 from posttrain.engine.megatron.model import (
     experts_of,
     has_query_biases,
@@ -39,16 +39,16 @@ class Match:
     kind: Kind
 
 
-def stage_matches(config: Any, groups: RankGroups, stage: int, head: Head, theirs: Collection[str]) -> list[Match]:
+def stage_matches(config: Any, sizes: ParallelSizes, stage: int, head: Head, theirs: Collection[str]) -> list[Match]:
     """All weights of a stage of a model with this head; `theirs` are the names that the whole model has."""
-    stages, root = groups.sizes.pipeline, head.decoder
+    stages, root = sizes.pipeline, head.decoder
     found = []
     if stage == 0:
         found.append(Match(("embedding.word_embeddings.weight",), (f"{root}.embed_tokens.weight",), "rows"))
-    for own, layer in enumerate(stage_layers(config, groups.sizes, stage)):
+    for own, layer in enumerate(stage_layers(config, sizes, stage)):
         found += _attention(config, f"decoder.layers.{own}", f"{root}.layers.{layer}")
         mlp = f"decoder.layers.{own}.mlp", f"{root}.layers.{layer}.mlp"
-        found += _mixture(config, groups, *mlp) if is_mixture(config, layer) else _gated(*mlp)
+        found += _mixture(config, sizes, *mlp) if is_mixture(config, layer) else _gated(*mlp)
     if stage == stages - 1:
         found.append(Match(("decoder.final_layernorm.weight",), (f"{root}.norm.weight",), "same"))
         if head.projection is not None:
@@ -103,14 +103,14 @@ def _gated(ours: str, theirs: str) -> list[Match]:
     ]
 
 
-def _mixture(config: Any, groups: RankGroups, ours: str, theirs: str) -> list[Match]:
+def _mixture(config: Any, sizes: ParallelSizes, ours: str, theirs: str) -> list[Match]:
     experts = experts_of(config)
     assert experts is not None
     found = [Match((f"{ours}.router.weight",), (f"{theirs}.gate.weight",), "same")]
     if config.model_type in SIGMOID:
         found.append(Match((f"{ours}.router.correction",), (f"{theirs}.gate.e_score_correction_bias",), "same"))
     for own, other in (("linear_fc1", "gate_up_proj"), ("linear_fc2", "down_proj")):
-        numbers = range(experts // groups.sizes.expert)
+        numbers = range(experts // sizes.expert)
         names = tuple(f"{ours}.experts.local_experts.{number}.{own}.weight" for number in numbers)
         found.append(Match(names, (f"{theirs}.experts.{other}",), "experts"))
     if shared_width(config):

@@ -1,6 +1,7 @@
 // Numbers, the paged cache, and attention over it: shared by the operations (decode.cpp) and the whole step (step.cpp).
 //
-// Every row is computed by one thread in one order, so a result does not depend on how rows are spread over threads. Keys are
+// Every row is computed by one thread in one order, so a result does not depend on how rows are spread over threads. The
+// training pass (train.cpp) sums in the same order, and calls the same functions: a token gets the same bits in both. Keys are
 // cached as blocks of (head size, BLOCK tokens) and values as (BLOCK tokens, head size): scores and outputs then both come
 // from unit-stride loops without horizontal sums.
 
@@ -31,7 +32,7 @@ inline void store(bf16 *to, float x) {
 // e^x to about 1e-7 of itself, in a form that compilers vectorise; x is at most 0 here.
 inline float exp_of(float x) {
   x = x < -87.0f ? -87.0f : x;
-  float n = std::nearbyint(x * EXP_SCALE);
+  float n = (x * EXP_SCALE + ROUND) - ROUND; // as the lanes have it; `nearbyint` would round the product once more
   return exp_near_0(x, n) * __builtin_bit_cast(float, int32_t(int32_t(n) + 127) << 23);
 }
 
@@ -55,25 +56,37 @@ template <typename T> struct Cache {
   }
 };
 
+// Not inlined: a compiler may unroll a sum in another way, or fuse other products with sums, in every place that it is
+// inlined into, and decoding and training would differ in their last bits.
+#define SAME_BITS __attribute__((noinline))
+
+// 1 / rms(x).
+template <typename T> SAME_BITS float inverse_rms(const T *x, int64_t size, float epsilon) {
+  float sum = 0;
+#pragma omp simd reduction(+ : sum)
+  for (int64_t d = 0; d < size; d++) sum += load(x[d]) * load(x[d]);
+  return 1.0f / std::sqrt(sum / size + epsilon);
+}
+
+// The rotation of one head by the angles of its position; `to` may be `from`.
+SAME_BITS inline void rotate_head(const float *from, int size, const float *cosine, const float *sine, float *to) {
+  int half = size / 2;
+  for (int d = 0; d < half; d++) {
+    float a = from[d], b = from[d + half];
+    to[d] = a * cosine[d] - b * sine[d];
+    to[d + half] = b * cosine[d + half] + a * sine[d + half];
+  }
+}
+
 // RMS norm (if there is a weight) and rotation (if there are angles) of one head, into float.
 template <typename T>
 void prepare_head(const T *from, int size, const T *norm, float epsilon, const float *cosine, const float *sine, float *to) {
   for (int d = 0; d < size; d++) to[d] = load(from[d]);
   if (norm) {
-    float sum = 0;
-#pragma omp simd reduction(+ : sum)
-    for (int d = 0; d < size; d++) sum += to[d] * to[d];
-    float scale = 1.0f / std::sqrt(sum / size + epsilon);
+    float scale = inverse_rms(to, size, epsilon);
     for (int d = 0; d < size; d++) to[d] = to[d] * scale * load(norm[d]);
   }
-  if (cosine) {
-    int half = size / 2;
-    for (int d = 0; d < half; d++) {
-      float a = to[d], b = to[d + half];
-      to[d] = a * cosine[d] - b * sine[d];
-      to[d + half] = b * cosine[d + half] + a * sine[d + half];
-    }
-  }
+  if (cosine) rotate_head(to, size, cosine, sine, to);
 }
 
 // Blocks lie anywhere, and no hardware fetches ahead across a page: ask for a piece of the next one.
@@ -103,10 +116,11 @@ struct Span {
   int row, head, low, high, begin, end;
 };
 
-// WIDTH columns of the outputs of N queries.
+// WIDTH columns of the outputs of N queries, and the sums of their weights. These are added up here, key by key as in
+// training: the chain of additions costs nothing beside those of the outputs.
 template <int N, int WIDTH, typename T>
-void mix_values(const Cache<T> &cache, const Span &span, int column, float *const *weights, float *out) {
-  float sum[N][WIDTH] = {};
+void mix_values(const Cache<T> &cache, const Span &span, int column, float *const *weights, float *out, float *totals) {
+  float sum[N][WIDTH] = {}, total[N] = {};
   for (int block = span.low; block <= span.high; block++) {
     const T *values = cache.value_block(span.row, block, span.head) + column;
     const T *next = block < span.high ? cache.value_block(span.row, block + 1, span.head) + column : values;
@@ -118,13 +132,16 @@ void mix_values(const Cache<T> &cache, const Span &span, int column, float *cons
         __builtin_prefetch((const char *)(next + t * cache.size) + byte);
       for (int i = 0; i < N; i++) {
         float w = weights[i][at + t];
+        total[i] += w;
 #pragma omp simd
         for (int d = 0; d < WIDTH; d++) sum[i][d] += w * load(value[d]);
       }
     }
   }
-  for (int i = 0; i < N; i++)
+  for (int i = 0; i < N; i++) {
+    totals[i] = total[i];
     for (int d = 0; d < WIDTH; d++) out[i * cache.size + column + d] = sum[i][d];
+  }
 }
 
 // N queries of one row and one head of keys; query i sees the positions [begin[i], end[i]).
@@ -135,7 +152,7 @@ void attend(const Cache<T> &cache, int row, int head, const float *query, const 
   span.low = cache.block_of(row, span.begin), span.high = cache.block_of(row, span.end - 1);
   int width = (span.high - span.low + 1) * BLOCK;
   if (scratch.size() < size_t(N) * width) scratch.resize(size_t(N) * width);
-  float *scores[N], scale[N];
+  float *scores[N], totals[N];
   for (int i = 0; i < N; i++) scores[i] = scratch.data() + size_t(i) * width;
   for (int block = span.low; block <= span.high; block++) {
     const T *next = block < span.high ? cache.key_block(row, block + 1, head) : cache.value_block(row, span.low, head);
@@ -152,21 +169,21 @@ void attend(const Cache<T> &cache, int row, int head, const float *query, const 
     }
   }
   for (int i = 0; i < N; i++) {
-    float *s = scores[i], top = NEVER, sum = 0;
+    float *s = scores[i], top = NEVER;
 #pragma omp simd reduction(max : top)
     for (int t = 0; t < width; t++) top = s[t] > top ? s[t] : top;
-#pragma omp simd reduction(+ : sum)
-    for (int t = 0; t < width; t++) sum += s[t] = s[t] > NEVER ? exp_of(s[t] - top) : 0.0f;
-    scale[i] = 1.0f / sum;
+    for (int t = 0; t < width; t++) s[t] = s[t] > NEVER ? exp_of(s[t] - top) : 0.0f;
   }
   int column = 0;
   if (N <= 2) // wider where the sums still fit into registers
-    for (; column + 64 <= cache.size; column += 64) mix_values<N, 64>(cache, span, column, scores, out);
-  for (; column + 32 <= cache.size; column += 32) mix_values<N, 32>(cache, span, column, scores, out);
-  for (; column + 8 <= cache.size; column += 8) mix_values<N, 8>(cache, span, column, scores, out);
-  for (; column < cache.size; column++) mix_values<N, 1>(cache, span, column, scores, out);
-  for (int i = 0; i < N; i++)
-    for (int d = 0; d < cache.size; d++) out[i * cache.size + d] *= scale[i];
+    for (; column + 64 <= cache.size; column += 64) mix_values<N, 64>(cache, span, column, scores, out, totals);
+  for (; column + 32 <= cache.size; column += 32) mix_values<N, 32>(cache, span, column, scores, out, totals);
+  for (; column + 8 <= cache.size; column += 8) mix_values<N, 8>(cache, span, column, scores, out, totals);
+  for (; column < cache.size; column++) mix_values<N, 1>(cache, span, column, scores, out, totals);
+  for (int i = 0; i < N; i++) {
+    float scale = 1.0f / totals[i];
+    for (int d = 0; d < cache.size; d++) out[i * cache.size + d] *= scale;
+  }
 }
 
 struct Layout { // mirrored by kernels/compiled.py
@@ -245,13 +262,11 @@ template <typename T> void attend_tokens(const Layout &at, const Heads<T> &heads
   }
 }
 
-// Norm of one row.
-template <typename T> void rms_norm_row(const T *from, const T *weight, T *to, int64_t size, float epsilon) {
-  float sum = 0;
-#pragma omp simd reduction(+ : sum)
-  for (int64_t d = 0; d < size; d++) sum += load(from[d]) * load(from[d]);
-  float scale = 1.0f / std::sqrt(sum / size + epsilon);
+// Norm of one row; gives 1 / rms.
+template <typename T> float rms_norm_row(const T *from, const T *weight, T *to, int64_t size, float epsilon) {
+  float scale = inverse_rms(from, size, epsilon);
   for (int64_t d = 0; d < size; d++) store(to + d, load(from[d]) * scale * load(weight[d]));
+  return scale;
 }
 
 inline float silu(float x) {

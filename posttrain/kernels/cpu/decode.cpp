@@ -43,6 +43,32 @@ void sample(const T *logits, const int64_t *source, const float *temperature, co
   }
 }
 
+// Log-probs of given tokens as sampling has them, entropies, and the logarithms of the sums of exp(logit / temperature).
+template <typename T>
+void token_log_probs(const T *logits, const int64_t *token, float temperature, float *log_prob, float *entropy, float *log_sum,
+                     int64_t rows, int64_t size, int threads) {
+#pragma omp parallel num_threads(threads)
+  {
+    SampleScratch scratch(size);
+#pragma omp for schedule(static)
+    for (int64_t row = 0; row < rows; row++) {
+      const T *x = logits + row * size;
+      Softmax softmax = softmax_of(x, size, temperature, scratch);
+      log_prob[row] = softmax.log_prob(x, token[row]);
+      log_sum[row] = softmax.top * softmax.heat + softmax.log_sum;
+      double mean = 0; // of the scores, less the largest
+      for (int64_t first = 0; first < size; first += PART) {
+        float sum = 0;
+        int64_t end = std::min(size, first + PART);
+#pragma omp simd reduction(+ : sum)
+        for (int64_t v = first; v < end; v++) sum += scratch.weight[v] * ((load(x[v]) - softmax.top) * softmax.heat);
+        mean += sum;
+      }
+      entropy[row] = float(softmax.log_sum - mean / softmax.total);
+    }
+  }
+}
+
 } // namespace
 
 #define FOR_TYPE(NAME, T)                                                                                                     \
@@ -68,6 +94,10 @@ void sample(const T *logits, const int64_t *source, const float *temperature, co
   extern "C" void sample_##NAME(void *logits, int64_t *source, float *temperature, uint8_t *greedy, double *uniform,          \
                                 int64_t *token, float *log_prob, int64_t rows, int64_t size, int threads) {                   \
     sample<T>((T *)logits, source, temperature, greedy, uniform, token, log_prob, rows, size, threads);                       \
+  }                                                                                                                           \
+  extern "C" void token_log_probs_##NAME(void *logits, int64_t *token, float temperature, float *log_prob, float *entropy,    \
+                                         float *log_sum, int64_t rows, int64_t size, int threads) {                           \
+    token_log_probs<T>((T *)logits, token, temperature, log_prob, entropy, log_sum, rows, size, threads);                     \
   }
 
 FOR_TYPE(f32, float)

@@ -64,6 +64,7 @@ constexpr float NEVER = -3e38f, HIDDEN = -1e38f; // scores of tokens that are no
 
 // e^x is 2^n times e^r, where n is the whole number nearest to x * EXP_SCALE; this is e^r. One number, or a register of them.
 constexpr float EXP_SCALE = 1.44269504088896341f;
+constexpr float ROUND = 12582912.0f; // adding it rounds to a whole number: numbers this large have no digits behind the point
 template <typename Number> inline Number exp_near_0(Number x, Number n) {
   Number r = x - n * 0.693359375f;
   r = r + n * 2.12194440e-4f;
@@ -78,7 +79,6 @@ template <typename Number> inline Number exp_near_0(Number x, Number n) {
 
 // e^x as `exp_of` of one number has it, 16 at a time; 0 for tokens that are not seen.
 inline Lanes exp_of(const Lanes &of) {
-  constexpr float ROUND = 12582912.0f; // numbers this large have no digits behind the point
   Lanes to;
   EACH_PART {
     Register x = of.part[p] < -87.0f ? Register{} - 87.0f : of.part[p];

@@ -25,11 +25,14 @@ template <typename T> struct Product {
 
 constexpr int HALVES = WIDTH == 64 ? 2 : 1; // of a tile's columns, whose sums fit into the registers together
 
-// 8 rows x 32 columns, float32.
-inline void block_product(const float *x, int64_t stride, const float *weight, int64_t inner, float *to) {
+// 8 rows x 32 columns, float32; sums begin with what is in `to` if they go on from there.
+inline void block_product(const float *x, int64_t stride, const float *weight, int64_t inner, float *to, bool goes_on = false) {
   for (int half = 0; half < 2; half += HALVES)
     for (int first = 0; first < 8; first += TILE) {
       Lanes sum[TILE][HALVES] = {};
+      if (goes_on)
+        for (int r = 0; r < TILE; r++)
+          for (int h = 0; h < HALVES; h++) sum[r][h] = read(to + (first + r) * COLUMNS + (half + h) * LANES);
       const float *row = x + first * stride;
       for (int64_t k = 0; k < inner; k++) {
         Lanes w[HALVES];
@@ -173,6 +176,94 @@ template <typename T> void pack(const T *weight, T *to, int64_t outer, int64_t i
         }
       }
     }
+}
+
+// `deep` numbers of up to 32 columns (rows of the weight) from unpacked memory, as a product reads them; the other columns are
+// zeros. Four numbers of four columns are turned at a time.
+typedef float Quad __attribute__((vector_size(16), aligned(4), may_alias));
+inline void pack_stretch(const float *weight, int64_t inner, int64_t wide, int64_t deep, float *to) {
+  if (wide < COLUMNS) std::fill(to, to + deep * COLUMNS, 0.0f);
+  for (int64_t k = 0; k < deep; k += 4)
+    for (int64_t c = 0; c < std::min<int64_t>(wide, COLUMNS); c += 4) {
+      const float *from = weight + c * inner + k;
+      if (k + 4 <= deep && c + 4 <= wide) {
+        Quad q[4];
+        for (int i = 0; i < 4; i++) q[i] = *(const Quad *)(from + i * inner);
+        for (int i = 0; i < 4; i++) *(Quad *)(to + (k + i) * COLUMNS + c) = Quad{q[0][i], q[1][i], q[2][i], q[3][i]};
+        continue;
+      }
+      for (int64_t i = 0; i < std::min<int64_t>(4, wide - c); i++)
+        for (int64_t j = 0; j < std::min<int64_t>(4, deep - k); j++) to[(k + j) * COLUMNS + c + i] = from[i * inner + j];
+    }
+}
+
+// Sums of one row into `wide` columns of the result.
+inline void finish_row(const float *sum, const float *bias, bool adds, int64_t wide, float *to) {
+  if (wide >= COLUMNS) {
+    for (int half = 0; half < COLUMNS; half += LANES) {
+      Lanes y = read(sum + half);
+      if (bias) add(y, read(bias + half));
+      if (adds) add(y, read(to + half));
+      write(to + half, y);
+    }
+    return;
+  }
+  for (int64_t c = 0; c < wide; c++) {
+    float y = sum[c] + (bias ? bias[c] : 0.0f);
+    to[c] = adds ? to[c] + y : y;
+  }
+}
+
+// Memory of a thread that stays: taking it anew for every product costs a page fault for every 4 KiB.
+inline float *thread_memory(int64_t numbers) {
+  static thread_local std::vector<float> memory;
+  if (int64_t(memory.size()) < numbers) memory.resize(numbers);
+  return memory.data();
+}
+
+// out (+)= x * weight' + bias over weights as a model holds them, with the sums of `multiply`: number after number, whatever
+// rows and columns stand beside. A thread packs a stretch of the sums of GROUP tiles and multiplies a part of the rows with it,
+// band by band, so that weights and rows stay in the nearer caches; then the sums go on with the next stretch.
+inline void ordered_product(const float *x, const float *weight, const float *bias, float *out, int64_t out_stride, int64_t rows,
+                            int64_t inner, int64_t outer, bool adds, int threads) {
+  constexpr int64_t GROUP = 8, BAND = 64, DEPTH = 256, PART = 256, WIDE = GROUP * COLUMNS;
+  bool whole = inner <= DEPTH; // then bands are finished one after the other, and rows are parted for threads alone
+  int64_t tall = whole ? std::max(PART, (rows / (4 * threads) + BAND - 1) / BAND * BAND) : PART, full = rows / 8 * 8;
+  int64_t groups = (outer + WIDE - 1) / WIDE, parts = (rows + tall - 1) / tall;
+#pragma omp parallel num_threads(threads)
+  {
+    float *packed = thread_memory(WIDE * (DEPTH + (whole ? BAND : PART)) + 8 * inner), *sums = packed + WIDE * DEPTH;
+    float *tail = sums + WIDE * (whole ? BAND : PART);
+    std::copy(x + full * inner, x + rows * inner, tail); // products read whole blocks of 8 rows
+#pragma omp for collapse(2) schedule(dynamic, 1)
+    for (int64_t group = 0; group < groups; group++)
+      for (int64_t part = 0; part < parts; part++) {
+        int64_t first = group * WIDE, tiles = (std::min(WIDE, outer - first) + COLUMNS - 1) / COLUMNS;
+        int64_t begin = part * tall, end = std::min(rows, begin + tall);
+        for (int64_t k = 0; k < inner; k += DEPTH) {
+          int64_t deep = std::min(DEPTH, inner - k);
+          for (int64_t tile = 0; tile < tiles; tile++) {
+            int64_t column = first + tile * COLUMNS;
+            pack_stretch(weight + column * inner + k, inner, outer - column, deep, packed + tile * DEPTH * COLUMNS);
+          }
+          for (int64_t from = begin; from < end; from += BAND) {
+            int64_t count = std::min(BAND, end - from);
+            float *here = sums + (whole ? 0 : (from - begin) * WIDE); // by tile, then by row
+            for (int64_t tile = 0; tile < tiles; tile++)
+              for (int64_t r = 0; r < count; r += 8)
+                block_product((from + r < full ? x + (from + r) * inner : tail) + k, inner, packed + tile * DEPTH * COLUMNS, deep,
+                              here + (tile * BAND + r) * COLUMNS, k > 0);
+            if (k + deep < inner) continue;
+            for (int64_t r = 0; r < count; r++) // row by row: memory is written from left to right
+              for (int64_t tile = 0; tile < tiles; tile++) {
+                int64_t column = first + tile * COLUMNS;
+                finish_row(here + (tile * BAND + r) * COLUMNS, bias ? bias + column : nullptr, adds, outer - column,
+                           out + (from + r) * out_stride + column);
+              }
+          }
+        }
+      }
+  }
 }
 
 } // namespace

@@ -13,10 +13,16 @@ struct SampleScratch {
   explicit SampleScratch(int64_t size) : weight(size), parts((size + PART - 1) / PART) {}
 };
 
-// The most likely token, or the first at which the cumulative probability exceeds `uniform`.
-template <typename T>
-int64_t sample_row(const T *x, int64_t size, float temperature, bool greedy, double uniform, SampleScratch &scratch,
-                   float *log_prob) {
+// The largest logit of a row, and the logarithm of the sum of all exp((logit - top) / temperature).
+struct Softmax {
+  float top, heat, log_sum;
+  double total;
+
+  template <typename T> float log_prob(const T *x, int64_t token) const { return (load(x[token]) - top) * heat - log_sum; }
+};
+
+// Fills the scratch with the exponentials and the sums of their parts.
+template <typename T> SAME_BITS Softmax softmax_of(const T *x, int64_t size, float temperature, SampleScratch &scratch) {
   float *weight = scratch.weight.data(), heat = 1.0f / temperature, top = load(x[0]);
   std::vector<double> &parts = scratch.parts;
 #pragma omp simd reduction(max : top)
@@ -30,18 +36,28 @@ int64_t sample_row(const T *x, int64_t size, float temperature, bool greedy, dou
     for (int64_t v = p * PART; v < end; v++) sum += weight[v];
     total += parts[p] = sum;
   }
+  return {top, heat, float(std::log(total)), total};
+}
+
+// The most likely token, or the first at which the cumulative probability exceeds `uniform`.
+template <typename T>
+int64_t sample_row(const T *x, int64_t size, float temperature, bool greedy, double uniform, SampleScratch &scratch,
+                   float *log_prob) {
+  Softmax softmax = softmax_of(x, size, temperature, scratch);
+  const float *weight = scratch.weight.data(), top = softmax.top;
+  const std::vector<double> &parts = scratch.parts;
   int64_t chosen = 0;
   if (greedy) {
     while (load(x[chosen]) != top && chosen < size - 1) chosen++;
   } else {
-    double left = uniform * total;
+    double left = uniform * softmax.total;
     size_t p = 0;
     while (p + 1 < parts.size() && left >= parts[p]) left -= parts[p++];
     chosen = p * PART;
     int64_t last = std::min<int64_t>(size, (p + 1) * PART) - 1;
     while (chosen < last && left >= weight[chosen]) left -= weight[chosen++];
   }
-  *log_prob = (load(x[chosen]) - top) * heat - float(std::log(total));
+  *log_prob = softmax.log_prob(x, chosen);
   return chosen;
 }
 

@@ -246,6 +246,11 @@ void run_steps(const Model &model, const Workspace &work, const Layout &given, c
 FOR_TYPE(f32, float)
 FOR_TYPE(bf16, bf16)
 
+extern "C" void ordered_product_f32(const float *x, const float *weight, const float *bias, float *out, int64_t out_stride,
+                                    int64_t rows, int64_t inner, int64_t outer, int adds, int threads) {
+  ordered_product(x, weight, bias, out, out_stride, rows, inner, outer, adds, threads);
+}
+
 // Whether this processor has the instructions that the products of a type were measured with, and lets us use them.
 extern "C" int can_multiply_f32() {
 #if defined(__AVX512F__) || defined(__aarch64__)

@@ -202,7 +202,8 @@ void attention_forward(const Shape &at, const Sight &sight, const float *query, 
         mix(value + head * size, stride, size, block, scores, room.out.data());
         for (int lane = 0; lane < block.count; lane++) {
           int64_t place = block.token[lane] * at.query_heads + block.head[lane];
-          for (int d = 0; d < size; d++) out[place * size + d] = room.out[d * LANES + lane] / sum[lane];
+          float scale = 1.0f / sum[lane];
+          for (int d = 0; d < size; d++) out[place * size + d] = room.out[d * LANES + lane] * scale;
           logsum[place] = top[lane] + std::log(sum[lane]);
         }
       }
@@ -271,14 +272,8 @@ void attention_backward(const Shape &at, const Sight &sight, const float *query,
 void norm_forward(const float *x, const float *weight, float *out, float *inverse, int64_t rows, int64_t size, float epsilon,
                   int threads) {
 #pragma omp parallel for schedule(static) num_threads(threads)
-  for (int64_t row = 0; row < rows; row++) {
-    const float *from = x + row * size;
-    float sum = 0;
-#pragma omp simd reduction(+ : sum)
-    for (int64_t d = 0; d < size; d++) sum += from[d] * from[d];
-    float scale = inverse[row] = 1.0f / std::sqrt(sum / size + epsilon);
-    for (int64_t d = 0; d < size; d++) out[row * size + d] = from[d] * scale * weight[d];
-  }
+  for (int64_t row = 0; row < rows; row++)
+    inverse[row] = rms_norm_row(x + row * size, weight, out + row * size, size, epsilon);
 }
 
 // grad_x = (added, or 0) + the norm's gradient; grad_weight is overwritten.
@@ -310,7 +305,7 @@ void norm_backward(const float *grad, const float *x, const float *weight, const
 // Heads of queries and keys out of rows that hold queries, keys and values, rotated; values are copied.
 void split_heads(const Shape &at, const float *qkv, const float *cosine, const float *sine, float *query, float *key,
                  float *value) {
-  int size = at.size, half = size / 2;
+  int size = at.size;
   int64_t columns = int64_t(at.query_heads + 2 * at.key_heads) * size;
 #pragma omp parallel for schedule(static) num_threads(at.threads)
   for (int64_t token = 0; token < at.tokens; token++) {
@@ -318,10 +313,7 @@ void split_heads(const Shape &at, const float *qkv, const float *cosine, const f
     for (int h = 0; h < at.query_heads + at.key_heads; h++, from += size) {
       float *to = h < at.query_heads ? query + (token * at.query_heads + h) * size
                                      : key + (token * at.key_heads + h - at.query_heads) * size;
-      for (int d = 0; d < half; d++) {
-        to[d] = from[d] * c[d] - from[d + half] * s[d];
-        to[d + half] = from[d + half] * c[d + half] + from[d] * s[d + half];
-      }
+      rotate_head(from, size, c, s, to);
     }
     std::copy(from, from + int64_t(at.key_heads) * size, value + token * at.key_heads * size);
   }

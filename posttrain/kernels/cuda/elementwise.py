@@ -31,6 +31,13 @@ def _add_rms_norm(
     tl.store(OUT + row + at, (wide * inverse * weight).to(x.dtype), mask=real)
 
 
+def norm_warps(block: int) -> int:
+    """Warps that norm a row of so many numbers."""
+    # The sum with the residual is stored in place, so every number must belong to one thread. With more warps than
+    # these some would hold the same numbers, and one could read a sum that another has already stored.
+    return 1 if block <= 256 else 4 if block <= 2048 else 8
+
+
 def add_rms_norm(
     residual_TE: torch.Tensor, added_TE: torch.Tensor | None, weight_E: torch.Tensor, epsilon: float
 ) -> torch.Tensor:
@@ -38,14 +45,11 @@ def add_rms_norm(
     out = torch.empty_like(residual_TE)
     tokens, size = residual_TE.shape
     block = triton.next_power_of_2(size)
-    # The sum is stored in place, so every number must belong to one thread. With more warps than these some would hold
-    # the same numbers, and one could read a sum that another has already stored.
-    warps = 1 if block <= 256 else 4 if block <= 2048 else 8
     early = comes_early(residual_TE.device)
     if tokens:
         _add_rms_norm[(tokens,)](
             residual_TE, added_TE, weight_E, out, size, epsilon, added_TE is not None, block, early,
-            num_warps=warps, launch_pdl=early,
+            num_warps=norm_warps(block), launch_pdl=early,
         )  # fmt: skip
     return out
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 
 import numpy as np
@@ -144,11 +145,12 @@ class Pieces:
     copies_N3: torch.Tensor | None = None  # of the prompts' tokens, for `add_copies`
     copy_P: torch.Tensor | None = None
     over: tuple[torch.Tensor, torch.Tensor, int, int] | None = None
+    exact: bool = False  # whether the forward pass is that of `ordered.py`, whose results only flash's way back takes
 
     @classmethod
     def of(cls, unit_starts: np.ndarray, end_T: np.ndarray, device: torch.device) -> Pieces:
         """From a `Sight`: `end_T` is the place behind the last token that sees each one."""
-        pieces = [piece for unit in pairwise(unit_starts.tolist()) for piece in _pieces(end_T, *unit)]
+        pieces = [piece for unit in pairwise(unit_starts.tolist()) for piece in seen_pieces(end_T, *unit)]
         own = np.array([*(start for start, _ in pieces), unit_starts[-1]], dtype=np.int32)
         found = cls(to_device(torch.from_numpy(own), device), np.diff(own).tolist())
         if (over := _over_prompts(own, [seen for _, seen in pieces])) is not None:
@@ -162,7 +164,7 @@ class Pieces:
 
     def long(self, size: int) -> bool:
         """Whether cuDNN computes the rows, one by one."""
-        return self.over is None and long_rows.takes(size, self.lengths)
+        return self.over is None and not self.exact and long_rows.takes(size, self.lengths)
 
     def spare_rows(self, size: int) -> int:
         """Rows of queries, keys and values behind the last token that save copies."""
@@ -173,7 +175,7 @@ class Pieces:
         return self.own, self.own, max(self.lengths), max(self.lengths)
 
 
-def _pieces(end_T: np.ndarray, start: int, stop: int) -> list[tuple[int, tuple[tuple[int, int], ...]]]:
+def seen_pieces(end_T: np.ndarray, start: int, stop: int) -> list[tuple[int, tuple[tuple[int, int], ...]]]:
     """(start, the stretches of tokens that it sees before it) of each piece of a unit that is computed causally."""
     bounds = start + np.append(0, np.flatnonzero(np.diff(end_T[start:stop])) + 1)
     spans = list(zip(bounds.tolist(), [*bounds[1:].tolist(), stop], strict=True))
@@ -249,6 +251,13 @@ def attention_forward(query_THD, key_TKD, value_TKD, pieces: Pieces, scale: floa
     over_RHD, over_HR, *_ = _forward(query, key, value, *pieces.over, False, scale)
     join_parts(out, logsum_HT, over_RHD, over_HR, pieces.response_R)
     return out, logsum_HT, state
+
+
+@cache
+def no_dropout(dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
+    """The state for the backward pass of a forward pass that was computed elsewhere: that of a single token."""
+    token, ends = torch.zeros(1, 1, 64, dtype=dtype, device=device), torch.arange(2, dtype=torch.int32, device=device)
+    return list(_forward(token, token, token, ends, ends, 1, 1, True, 1.0)[2:])
 
 
 def attention_backward(grad_THD, query_THD, key_TKD, value_TKD, out_THD, logsum_HT, pieces: Pieces, scale, state):

@@ -24,7 +24,7 @@ import triton.language as tl
 from posttrain.kernels.cuda import FINE, LEAST_ROWS, MOST_STEPS, MOST_TOKENS, bucket, fused_products, to_device
 from posttrain.kernels.cuda.async_rounds import PendingResults, RowPlaces
 from posttrain.kernels.cuda.paged_attention import StepRows, splits_for
-from posttrain.kernels.cuda.sampling import CHUNK, _pick, chunk_room, sum_chunks
+from posttrain.kernels.cuda.sampling import CHUNK, _pick, chunk_room, row_totals, sum_chunks
 from posttrain.kernels.whole_step import DecodeRows, FirstTokens
 
 _INTS = ("position", "prompt", "count", "limit", "stops", "greedy", "temperature", "ended", "made")
@@ -50,6 +50,7 @@ class RowBuffers:
         self.seen = tuple(room(kind, capacity) for kind in _SEEN)  # what a step reads of the rows
         self.tokens, self.log_probs = (room(kind, capacity, MOST_TOKENS) for kind in (torch.int32, torch.float32))
         self.chunks = chunk_room(capacity, vocabulary, FINE, device)  # enough for larger chunks too
+        self.totals = room(torch.float32, capacity), room(torch.float32, capacity)
 
     def __getattr__(self, name: str) -> torch.Tensor:
         return self.__dict__["columns"][name]
@@ -131,7 +132,9 @@ def _begin(
 
 
 class StepModel(Protocol):
-    """What a captured step needs of the model."""
+    """What a captured step needs of the model. `exact`: log-probs have the bits that training gives them."""
+
+    exact: bool
 
     def next_hidden(self, tokens_B: torch.Tensor, rows: StepRows) -> torch.Tensor:
         """Final hidden states of each row's newest token, which enters the cache."""
@@ -283,10 +286,12 @@ class GraphedSteps:
             logits_BV, chunk, width = self.model.logits(hidden_BE), CHUNK, 0
             sum_chunks(logits_BV, rows.temperature, rows.chunks)
         chunks, stop_width = triton.cdiv(self.vocabulary, chunk), self.stop_ids.shape[1]
+        if self.model.exact:
+            row_totals(rows.chunks, size, chunks, rows.totals)
         _pick[(size,)](
             logits_BV, hidden_BE, weight_VE, None, rows.temperature, rows.greedy, rows.seed, rows.count, *rows.chunks,
             rows.token, None, rows.ended, rows.made, rows.position, rows.limit, rows.stops, self.stop_ids, rows.tokens,
             rows.log_probs, self.vocabulary, chunks, stop_width, MOST_TOKENS, width, chunk,
-            triton.next_power_of_2(chunks), triton.next_power_of_2(stop_width), False, True,
-            num_warps=8 if width else 4,
+            triton.next_power_of_2(chunks), triton.next_power_of_2(stop_width), False, True, *rows.totals,
+            self.model.exact, num_warps=8 if width else 4,
         )  # fmt: skip

@@ -12,6 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
+from posttrain.kernels.cuda.elementwise import norm_warps
+
 
 @triton.jit
 def _norm_forward(X, WEIGHT, OUT, INVERSE, COPY, size, epsilon, COPIED: tl.constexpr, BLOCK: tl.constexpr):
@@ -38,7 +40,7 @@ def norm_forward(
     block = triton.next_power_of_2(x_TE.shape[1])
     _norm_forward[(len(x_TE),)](
         x_TE, weight_E, out, inverse, copy_TE, x_TE.shape[1], epsilon, copy_TE is not None, block,
-        num_warps=1 if block <= 256 else 4,
+        num_warps=norm_warps(block),  # as in a decode step: the order of the sum depends on it
     )  # fmt: skip
     return out, inverse
 
@@ -91,13 +93,18 @@ def norm_backward(
 
 
 @triton.jit
-def _turn(SOURCE, TARGET, x_at, y_at, to_x, to_y, real, cos_x, sin_x, cos_y, sin_y, BACK: tl.constexpr):
+def _turn(SOURCE, TARGET, x_at, y_at, to_x, to_y, real, cos_x, sin_x, cos_y, sin_y, BACK: tl.constexpr,
+          ROUNDED: tl.constexpr):  # fmt: skip
     # Rotates heads; `BACK` rotates gradients the other way. Both halves of a head are loaded first, since they may be
-    # overwritten in place.
+    # overwritten in place. `ROUNDED` rounds after each operation, as decode steps and torch do.
+    kind = TARGET.dtype.element_ty
     x = tl.load(SOURCE + x_at, mask=real, other=0.0).to(tl.float32)
     y = tl.load(SOURCE + y_at, mask=real, other=0.0).to(tl.float32)
     if BACK:
         new_x, new_y = x * cos_x + y * sin_y, y * cos_y - x * sin_x
+    elif ROUNDED:
+        new_x = (x * cos_x).to(kind).to(tl.float32) + (-y * sin_x).to(kind).to(tl.float32)
+        new_y = (y * cos_y).to(kind).to(tl.float32) + (x * sin_y).to(kind).to(tl.float32)
     else:
         new_x, new_y = x * cos_x - y * sin_x, y * cos_y + x * sin_y
     tl.store(TARGET + to_x, new_x.to(TARGET.dtype.element_ty), mask=real)
@@ -108,7 +115,7 @@ def _turn(SOURCE, TARGET, x_at, y_at, to_x, to_y, real, cos_x, sin_x, cos_y, sin
 def _move_heads(
     QKV, COS, SIN, Q, K, V,
     H: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, HP: tl.constexpr, KP: tl.constexpr, HALF: tl.constexpr,
-    BACK: tl.constexpr,
+    BACK: tl.constexpr, ROUNDED: tl.constexpr,
 ):  # fmt: skip
     # Rotates the queries and keys of a token in place, so that attention reads views of the product and nothing is
     # copied. `BACK` joins the three gradients into one row.
@@ -125,14 +132,14 @@ def _move_heads(
     q_real, k_real = (h < H) & (d < half), (k < KV) & (d < half)
     if BACK:
         q_from, k_from = token * (H * D) + h * D + d, token * (KV * D) + k * D + d
-        _turn(Q, QKV, q_from, q_from + half, q_at, q_at + half, q_real, cos_x, sin_x, cos_y, sin_y, BACK)
-        _turn(K, QKV, k_from, k_from + half, k_at, k_at + half, k_real, cos_x, sin_x, cos_y, sin_y, BACK)
+        _turn(Q, QKV, q_from, q_from + half, q_at, q_at + half, q_real, cos_x, sin_x, cos_y, sin_y, BACK, ROUNDED)
+        _turn(K, QKV, k_from, k_from + half, k_at, k_at + half, k_real, cos_x, sin_x, cos_y, sin_y, BACK, ROUNDED)
         v_at = row + (H + KV + k) * D + d
         tl.store(QKV + v_at, tl.load(V + k_from, mask=k_real, other=0.0), mask=k_real)
         tl.store(QKV + v_at + half, tl.load(V + k_from + half, mask=k_real, other=0.0), mask=k_real)
     else:
-        _turn(QKV, QKV, q_at, q_at + half, q_at, q_at + half, q_real, cos_x, sin_x, cos_y, sin_y, BACK)
-        _turn(QKV, QKV, k_at, k_at + half, k_at, k_at + half, k_real, cos_x, sin_x, cos_y, sin_y, BACK)
+        _turn(QKV, QKV, q_at, q_at + half, q_at, q_at + half, q_real, cos_x, sin_x, cos_y, sin_y, BACK, ROUNDED)
+        _turn(QKV, QKV, k_at, k_at + half, k_at, k_at + half, k_real, cos_x, sin_x, cos_y, sin_y, BACK, ROUNDED)
 
 
 def _sizes(heads: int, key_heads: int, size: int) -> tuple[int, ...]:
@@ -140,11 +147,13 @@ def _sizes(heads: int, key_heads: int, size: int) -> tuple[int, ...]:
     return heads, key_heads, size, two(heads), two(key_heads), two(size // 2)
 
 
-def split_heads(qkv_TC, heads: int, key_heads: int, cosine_TD, sine_TD) -> tuple[torch.Tensor, ...]:
+def split_heads(
+    qkv_TC, heads: int, key_heads: int, cosine_TD, sine_TD, *, rounded: bool = False
+) -> tuple[torch.Tensor, ...]:
     """Views of rotated queries and keys, and of values; the rows, which hold all three, are rotated in place."""
     size = cosine_TD.shape[1]
     _move_heads[(len(cosine_TD),)](
-        qkv_TC, cosine_TD, sine_TD, None, None, None, *_sizes(heads, key_heads, size), False, num_warps=4
+        qkv_TC, cosine_TD, sine_TD, None, None, None, *_sizes(heads, key_heads, size), False, rounded, num_warps=4
     )
     return qkv_TC.unflatten(1, (-1, size)).split([heads, key_heads, key_heads], 1)
 
@@ -155,7 +164,7 @@ def join_heads(query_THD, key_TKD, value_TKD, cosine_TD, sine_TD) -> torch.Tenso
     key_heads = key_TKD.shape[1]
     qkv = query_THD.new_empty(tokens, (heads + 2 * key_heads) * size)
     parts = tuple(x.contiguous() for x in (query_THD, key_TKD, value_TKD))
-    _move_heads[(tokens,)](qkv, cosine_TD, sine_TD, *parts, *_sizes(heads, key_heads, size), True, num_warps=4)
+    _move_heads[(tokens,)](qkv, cosine_TD, sine_TD, *parts, *_sizes(heads, key_heads, size), True, False, num_warps=4)
     return qkv
 
 

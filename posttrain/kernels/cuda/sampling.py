@@ -80,7 +80,7 @@ def _pick(
     LOGITS, HIDDEN, WEIGHT, SOURCE, TEMPERATURE, GREEDY, SEED, COUNT, MAX, SUM, TOKEN, LOG_PROB,
     ENDED, MADE, POSITION, LIMIT, STOPS, STOP_IDS, TOKENS, LOG_PROBS, V, chunks, stop_width, steps,
     E: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, STOP_BLOCK: tl.constexpr, SOURCED: tl.constexpr,
-    ADVANCE: tl.constexpr,
+    ADVANCE: tl.constexpr, TOP=None, LOG_TOTAL=None, TOTALED: tl.constexpr = False,
 ):  # fmt: skip
     row = tl.program_id(0)
     c = tl.arange(0, CHUNKS)
@@ -115,7 +115,10 @@ def _pick(
     place = tl.where(greedy, tl.argmax(x, 0), place)
     token = tl.minimum(chunk * CHUNK + place, V - 1)  # with NaN logits any place may be the largest
     value = tl.sum(tl.where(at == place, x, 0.0), 0)
-    log_prob = tl.minimum(value - top - tl.log(total), 0.0)  # a logit computed again may exceed the maximum by rounding
+    if TOTALED:  # as training computes it (`ordered.py`)
+        log_prob = tl.minimum(value - tl.load(TOP + row) - tl.load(LOG_TOTAL + row), 0.0)
+    else:  # a logit computed again may exceed the maximum by rounding
+        log_prob = tl.minimum(value - top - tl.log(total), 0.0)
     if ADVANCE:  # a captured step also updates the state of the row, and ends it
         if tl.load(ENDED + row) == 0:
             made = tl.load(MADE + row)
@@ -155,6 +158,26 @@ def sum_chunks(
     )
 
 
+@triton.jit
+def _totals(MAX, SUM, TOP, LOG_TOTAL, chunks, CHUNKS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    c = tl.arange(0, CHUNKS)
+    there = c < chunks
+    chunk_max = tl.load(MAX + row * chunks + c, mask=there, other=float("-inf"))
+    top = tl.max(chunk_max, 0)
+    mass = tl.load(SUM + row * chunks + c, mask=there, other=0.0) * tl.exp(chunk_max - top)
+    tl.store(TOP + row, top)
+    tl.store(LOG_TOTAL + row, tl.log(tl.sum(tl.where(there, mass, 0.0), 0)))
+
+
+def row_totals(
+    room: tuple[torch.Tensor, torch.Tensor], rows: int, chunks: int, found: tuple[torch.Tensor, torch.Tensor]
+) -> None:
+    """The largest logit of each row and the logarithm of its sum, from those of chunks. A kernel of its own, which
+    decoding and training both call: another kernel might sum in another order."""
+    _totals[(rows,)](*room, *found, chunks, triton.next_power_of_2(chunks), num_warps=4)
+
+
 def sample_rows(
     logits_NV: torch.Tensor,
     source_B: torch.Tensor,
@@ -170,9 +193,11 @@ def sample_rows(
     token = torch.empty(rows, dtype=torch.int64, device=logits_NV.device)
     log_prob = torch.empty(rows, dtype=torch.float32, device=logits_NV.device)
     sum_chunks(logits_NV, temperature_B, room, source_B)
+    top, log_total = torch.empty_like(log_prob), torch.empty_like(log_prob)
+    row_totals(room, rows, chunks, (top, log_total))
     _pick[(rows,)](
         logits_NV, None, None, source_B, temperature_B, greedy_B, seed_B, place_B, *room, token, log_prob,
         None, None, None, None, None, None, None, None, size, chunks, 0, 0,
-        0, CHUNK, triton.next_power_of_2(chunks), 1, True, False, num_warps=4,
+        0, CHUNK, triton.next_power_of_2(chunks), 1, True, False, top, log_total, True, num_warps=4,
     )  # fmt: skip
     return token, log_prob

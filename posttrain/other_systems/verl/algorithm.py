@@ -67,15 +67,11 @@ DATA: tuple[Rule, ...] = (
     ),
     not_supported("data.{image_key,video_key,audio_key}", _TEXT, "remove it if the rows have no such column", off=()),
     not_needed("data.{image_patch_size,mm_processor_kwargs,mm_processor_kwargs.*}", "prompts are text"),
-    not_supported(
-        "data.custom_cls.*",
-        "rows are read by posttrain",
-        "write rows as parquet or JSON (docs/data.md), or hand them to posttrain.train in Python",
-    ),
+    translated("data.sampler.{class_path,class_name}", "sampler", "`data.sampler`: FILE.py:CLASS"),
     not_supported(
         "data.sampler.*",
-        "a sampler is found by its name",
-        "register it (@register_sampler, docs/data.md) and set data.sampler=NAME",
+        "a sampler has no settings of its own",
+        "write them into its class (docs/data.md)",
     ),
     not_supported("data.datagen.*", "rows are not made during a run", "remove it"),
     not_supported(

@@ -36,11 +36,17 @@ MOVED: dict[str, str] = {
 RENAMED: dict[str, str] = {
     **{
         f"{_ACTOR}.megatron_config.{name}_model_parallel_size": f"{_ACTOR}.megatron_config.{name}_parallel_size"
-        for name in ("tensor", "pipeline", "expert")
+        for name in ("tensor", "pipeline", "virtual_pipeline", "expert")
     },
     **{
         f"{_ACTOR}.megatron_config.override_transformer_config.{name}": f"{_ACTOR}.megatron_config.{name}"
-        for name in ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
+        for name in (
+            "num_layers_in_first_pipeline_stage",
+            "num_layers_in_last_pipeline_stage",
+            "context_parallel_size",
+            "sequence_parallel",
+            "use_distributed_optimizer",
+        )
     },
     **{f"{role}.optim.{old}": f"{role}.{new}" for role in (_ACTOR, "critic") for old, new in _OPTIM.items()},
     f"{_ACTOR}.fsdp_config.strategy": f"{_ACTOR}.strategy",

@@ -125,19 +125,9 @@ AGENTS: tuple[Rule, ...] = (
         "sampled tokens are never rendered and tokenized again",
     ),
     not_supported(
-        f"{_ROLLOUT}.multi_turn.{{function_tool_path,mcp_config_path}}",
-        "tools are named one by one",
-        f"name your functions in {_ROLLOUT}.tools as FILE.py:NAME",
-    ),
-    not_supported(
-        f"{_ROLLOUT}.multi_turn.{{interaction_config_path,num_repeat_rollouts}}",
-        "only tool results come between the model's turns, no simulated users",
-        "remove it",
-    ),
-    not_supported(
-        "data.{function_tool_path,mcp_config_path}",
-        "tools are named one by one",
-        f"name your functions in {_ROLLOUT}.tools as FILE.py:NAME",
+        f"{_ROLLOUT}.multi_turn.num_repeat_rollouts",
+        "a conversation is not repeated from its middle",
+        f"remove it; {_ROLLOUT}.n responses are sampled for each prompt",
     ),
     not_needed("data.continuous_token.*", "sampled tokens are never rendered and tokenized again"),
 )

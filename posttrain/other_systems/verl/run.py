@@ -66,10 +66,67 @@ RUN: tuple[Rule, ...] = (
 _MEGATRON_DO = "set actor_rollout_ref.actor.strategy=fsdp2 (and critic.strategy=fsdp2); the key then has no effect"
 _ROLES = "{actor_rollout_ref.actor,actor_rollout_ref.ref,critic,reward_model}"
 _MEGATRON = f"{_ROLES}.{{megatron,megatron_config}}"
-_OVERRIDES = f"{_MEGATRON}.override_transformer_config"
 _OTHERS_OF_ACTOR = (
-    "dtype,dynamic_context_parallel,entropy_*,max_seqlen_*,override_*,pad_*,qat.*,router_replay.*,sequence_parallel,"
-    "use_megatron_fsdp"
+    "dynamic_context_parallel,entropy_*,max_seqlen_*,override_*,pad_*,qat.*,router_replay.*,use_megatron_fsdp"
+)
+
+
+def transformer_overrides(prefix: str, model: str) -> tuple[Rule, ...]:
+    """Rules for Megatron's own settings of a model, under the key at which verl takes them."""
+    return (
+        not_needed(
+            f"{prefix}.recompute_*", f"{model}.enable_gradient_checkpointing says whether layers are computed again"
+        ),
+        not_needed(
+            f"{prefix}.{{apply_dsa_kernel_fusion,apply_rope_fusion,attention_backend,bias_activation_fusion,"
+            "bias_dropout_fusion,context_parallel_algo,deallocate_pipeline_outputs,gradient_accumulation_fusion,"
+            "masked_softmax_fusion,moe_enable_deepep,moe_flex_dispatcher_backend,moe_grouped_gemm,moe_permute_fusion,"
+            "moe_router_fusion,moe_shared_expert_overlap,moe_token_dispatcher_type,persist_layer_norm,use_flash_attn,"
+            "use_fused_mhc,use_fused_rmsnorm,use_fused_rotary_pos_emb,use_fused_swiglu}",
+            "which kernels and messages Megatron computes with; the engine chooses them, and the numbers are the same",
+        ),
+        not_needed(f"{prefix}.moe_router_dtype", "scores of experts are computed in the type that transformers takes"),
+        not_needed(
+            f"{prefix}.{{multi_head_latent_attention,moe_router_enable_expert_bias,normalization,rope_scaling_*,"
+            "seq_length,swiglu,use_naive_l2norm,yarn_scaling_factor}",
+            f"the shape of a model is that of its config.json, and of {model}.override_config",
+        ),
+        *(not_supported(f"{prefix}.{name}", says, do, off=off, idle="fsdp") for name, says, do, off in _OVERRIDES),
+    )
+
+
+_OVERRIDES = (
+    (
+        "{account_for_embedding_in_pipeline_split,account_for_loss_in_pipeline_split,pipeline_model_parallel_layout,"
+        "pipeline_num_transformer_layers}",
+        "stages are given by their layers alone",
+        "set num_layers_in_first_pipeline_stage or num_layers_in_last_pipeline_stage, one less than of others",
+        ("false", "null"),
+    ),
+    (
+        "moe_router_bias_update_rate",
+        "the correction that balances experts is part of the model and not trained",
+        "set it to 0, or remove it",
+        ("0", "null"),
+    ),
+    ("{dsa_indexer_*}", "sparse attention of DeepSeek-V3.2 is not built", "remove it", ("0", "false", "null")),
+    (
+        "swap_optimizer",
+        "moments are moved between steps, not within one",
+        "set actor_rollout_ref.actor.megatron.optimizer_offload=True instead",
+        ("false",),
+    ),
+    (
+        "{moe_aux_loss_coeff,moe_z_loss_coeff}",
+        "a loss of the router would be added to the gradient of every pass, and depend on how rows are split",
+        "set it to 0, or remove it",
+        ("0", "null"),
+    ),
+    ("moe_router_load_balancing_type", "it adds a loss of the router", "set it to none", ("none",)),
+    ("{attention_dropout,hidden_dropout}", "the engine computes without dropout", "set it to 0", ("0",)),
+    ("{fp8,fp8_*,fp4,fp4_*}", "it needs TransformerEngine, which is not used", "remove it", ("false", "null")),
+    ("position_embedding_type", "config.json says which positions the model has", "remove it", ("rope",)),
+    ("use_arbitrary_attention_mask", "attention is causal over packed rows", "remove it", ("false",)),
 )
 OTHER_ENGINES: tuple[Rule, ...] = (
     translated(
@@ -95,7 +152,7 @@ OTHER_ENGINES: tuple[Rule, ...] = (
     ),
     not_needed("actor_rollout_ref.ref.{megatron,megatron_config}.optimizer_offload", "the reference has no optimizer"),
     translated(
-        "{actor_rollout_ref.ref,critic}.{megatron,megatron_config}.{tensor,pipeline,expert}*_parallel_size",
+        "{actor_rollout_ref.ref,critic}.{megatron,megatron_config}.{tensor,pipeline,virtual,expert_model,context}*_size",
         "megatron_sizes",
         "the reference and the critic are cut as the actor is: `actor_rollout_ref.actor.megatron_config`",
     ),
@@ -103,49 +160,27 @@ OTHER_ENGINES: tuple[Rule, ...] = (
         "{actor_rollout_ref.ref,critic}.{megatron,megatron_config}.use_distributed_optimizer",
         "the actor's holds for the critic too, and the reference has no optimizer",
     ),
-    not_needed(f"{_MEGATRON}.grad_offload", "gradients exist only during an update"),
     not_needed(
-        f"{_MEGATRON}.override_transformer_config.recompute_*",
-        "actor_rollout_ref.model.enable_gradient_checkpointing says whether layers are computed again",
-    ),
-    not_needed(
-        f"{_OVERRIDES}.{{apply_rope_fusion,attention_backend,bias_activation_fusion,bias_dropout_fusion,"
-        "deallocate_pipeline_outputs,gradient_accumulation_fusion,masked_softmax_fusion,moe_enable_deepep,"
-        "moe_flex_dispatcher_backend,moe_grouped_gemm,moe_permute_fusion,moe_router_fusion,moe_shared_expert_overlap,"
-        "moe_token_dispatcher_type,persist_layer_norm,use_flash_attn,use_fused_rmsnorm,use_fused_swiglu}",
-        "which kernels and messages Megatron computes with; the engine chooses them, and the numbers are the same",
-    ),
-    not_needed(f"{_OVERRIDES}.moe_router_dtype", "scores of experts are computed in the type that transformers takes"),
-    not_needed(
-        "{actor_rollout_ref.ref,critic}.{megatron,megatron_config}.override_transformer_config.num_layers_in_*",
+        "{actor_rollout_ref.ref,critic}.{megatron,megatron_config}.{sequence_parallel,"
+        "override_transformer_config.context_parallel_size,override_transformer_config.sequence_parallel,"
+        "override_transformer_config.num_layers_in_*}",
         "the reference and the critic are cut as the actor is: `actor_rollout_ref.actor.megatron_config`",
     ),
-    *(
-        not_supported(f"{_OVERRIDES}.{name}", says, do, off=off, idle="fsdp")
-        for name, says, do, off in (
-            (
-                "{account_for_embedding_in_pipeline_split,account_for_loss_in_pipeline_split}",
-                "stages are given by their layers alone",
-                "set num_layers_in_first_pipeline_stage or num_layers_in_last_pipeline_stage, one less than of others",
-                ("false",),
-            ),
-            (
-                "{moe_aux_loss_coeff,moe_z_loss_coeff}",
-                "a loss of the router would be added to the gradient of every pass, and depend on how rows are split",
-                "set it to 0, or remove it",
-                ("0", "null"),
-            ),
-            ("moe_router_load_balancing_type", "it adds a loss of the router", "set it to none", ("none",)),
-            ("{attention_dropout,hidden_dropout}", "RL compares passes over the same tokens", "set it to 0", ("0",)),
-            ("{fp8,fp8_*,fp4,fp4_*}", "it needs TransformerEngine, which is not used", "remove it", ("false", "null")),
-            ("use_arbitrary_attention_mask", "attention is causal over packed rows", "remove it", ("false",)),
-            ("{context_parallel_size,sequence_parallel}", "a sequence is computed whole", "remove it", ("1", "false")),
-        )
-    ),
+    not_needed(f"{_MEGATRON}.grad_offload", "gradients exist only during an update"),
+    *transformer_overrides(f"{_MEGATRON}.override_transformer_config", "actor_rollout_ref.model"),
     not_needed(
         f"{_MEGATRON}.{{use_mbridge,vanilla_mbridge,use_dist_checkpointing,dist_checkpointing_*,dist_ckpt_*,"
         "distrib_optim_*}",
         "weights come from Hugging Face folders, and checkpoints are torch.distributed.checkpoint's",
+    ),
+    translated(
+        "{actor_rollout_ref.actor,critic}.{megatron,megatron_config}.dtype",
+        "dtype",
+        "`actor_rollout_ref.model.dtype`",
+    ),
+    not_needed(
+        "{actor_rollout_ref.ref,reward_model}.{megatron,megatron_config}.dtype",
+        "a frozen model is computed in its `model.dtype`",
     ),
     not_supported(
         f"{_MEGATRON}.use_remove_padding", "rows are always packed", "set it to True, or remove it", off=("true",)
@@ -154,9 +189,9 @@ OTHER_ENGINES: tuple[Rule, ...] = (
         f"{_MEGATRON}.{{seed,forward_only}}", "the engine uses no random numbers, and a reference is never updated"
     ),
     not_supported(
-        f"{_MEGATRON}.{{context_parallel_size,expert_tensor_parallel_size,virtual_pipeline_model_parallel_size}}",
-        "a model is cut by tensor, pipeline and expert ranks alone",
-        "set it to 1, or remove it",
+        f"{_MEGATRON}.expert_tensor_parallel_size",
+        "an expert lies whole on one rank",
+        "set it to 1, or remove it; expert_model_parallel_size deals experts out over ranks",
         off=("1",),
         idle="fsdp",
     ),

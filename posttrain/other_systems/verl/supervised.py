@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from posttrain.other_systems.verl.rule import Rule, not_needed, not_supported, translated
+from posttrain.other_systems.verl.run import transformer_overrides
 
 _OTHER = "this engine is not built"
 
@@ -37,9 +38,10 @@ SUPERVISED_RULES: tuple[Rule, ...] = (
         "`fsdp` and `megatron` are the engines here (`fsdp.strategy`); others are refused",
     ),
     translated(
-        "engine.{tensor,pipeline,expert}_model_parallel_size",
+        "engine.{tensor_model_parallel_size,pipeline_model_parallel_size,virtual_pipeline_model_parallel_size,"
+        "expert_model_parallel_size,context_parallel_size,sequence_parallel}",
         "supervised_sizes",
-        "`fsdp.megatron_config.*_parallel_size`, with `engine=megatron`",
+        "the same without `model_` in `fsdp.megatron_config`, with `engine=megatron`",
     ),
     translated("optim", "engine", "the engine's group, `fsdp` or `megatron`; those of other engines are refused"),
     translated("model", "model_group", "`hf_model` is the only group"),
@@ -52,6 +54,24 @@ SUPERVISED_RULES: tuple[Rule, ...] = (
     ),
     not_needed("engine.{use_torch_compile,forward_prefetch,reshard_after_forward}", "FSDP2 wraps every layer"),
     not_needed("model.fsdp_config.*", "FSDP2 wraps every layer and gathers it when it is needed"),
+    *transformer_overrides("engine.override_transformer_config", "model"),
+    not_supported(
+        "engine.override_transformer_config.{context_parallel_size,sequence_parallel}",
+        "a sequence is computed whole",
+        "remove it",
+        off=("1", "false"),
+    ),
+    not_needed(
+        "engine.{use_mbridge,vanilla_mbridge,use_dist_checkpointing,dist_checkpointing_*}",
+        "weights come from Hugging Face folders, and checkpoints are torch.distributed.checkpoint's",
+    ),
+    not_supported(
+        "engine.{context_parallel_size,expert_tensor_parallel_size,virtual_pipeline_model_parallel_size}",
+        "a model is cut by tensor, pipeline and expert ranks alone",
+        "set it to 1, or remove it",
+        off=("1",),
+        idle="fsdp",
+    ),
     not_supported("engine.*", _OTHER, "set engine=fsdp; the key then has no effect", idle="fsdp"),
     translated("optim.{min_lr,lr_min}", "floor", "`optim.min_lr_ratio`: this divided by `optim.lr`"),
     not_supported("optim.{lr_warmup_init,init_lr_ratio}", "warm-up begins at lr / steps", "remove it", off=("0",)),
@@ -79,6 +99,7 @@ SUPERVISED_RULES: tuple[Rule, ...] = (
         off=("false", "0"),
     ),
     not_needed("optim.{master_weights,store_param_remainders}", "the optimizer's weights are float32"),
+    not_needed("optim.muon_*", "settings of the optimizer Muon; the optimizer is AdamW"),
     translated(
         "checkpoint.save_contents",
         "contents",

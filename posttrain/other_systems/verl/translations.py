@@ -95,6 +95,9 @@ def _dtype(merged: Merged, key: str, entry: Entry) -> None:
     target = f"{_MODEL}.dtype" if f"{_MODEL}.dtype" in merged.names.leaves else "model.dtype"
     if _empty(entry):
         return
+    if ".megatron" in key and plain(merged.value(_STRATEGY)) != "megatron":
+        merged.note(f"`{entry.spelling}` is not needed here: {_STRATEGY} is not megatron.")
+        return
     if plain(entry.value) in _DTYPES:
         merged.put(target, _DTYPES[plain(entry.value)], entry)
     else:
@@ -210,12 +213,13 @@ def _megatron_sizes(merged: Merged, key: str, entry: Entry) -> None:
     name = key.rpartition(".")[2].replace("_model_", "_")
     # The dict may have been given whole or key by key, and may still be text.
     actors = merged.value(f"{_ACTOR}.megatron_config")
-    wanted = plain(actors.get(name, 1) if isinstance(actors, dict) else 1)
+    wanted = actors.get(name, 1) if isinstance(actors, dict) else 1
     inside = merged.entries.get(f"{_ACTOR}.megatron_config.{name}")
-    wanted = plain(inside.value) if inside is not None else wanted
+    wanted = inside.value if inside is not None else wanted
+    own, wanted = ("1" if plain(value) in NOTHING else plain(value) for value in (entry.value, wanted))
     if plain(merged.value(_STRATEGY)) != "megatron":
         merged.note(f"`{entry.spelling}` is not needed here: {_STRATEGY} is not megatron.")
-    elif plain(entry.value) != wanted:
+    elif own != wanted:
         why = f"reference and critic are cut as the actor is, over {wanted}"
         _refuse(merged, entry, why, f"set {_ACTOR}.megatron_config.{name}={entry.value}, which holds for all")
 
@@ -265,6 +269,18 @@ def _user_turns(merged: Merged, key: str, entry: Entry) -> None:
     merged.add(f"{section}.{name}", turns, replace(entry.origin, is_file=False))
 
 
+def _sampler(merged: Merged, key: str, entry: Entry) -> None:
+    """The file and the class are one name."""
+    section, _, which = key.rpartition(".")
+    other = merged.elsewhere.get(f"{section}.{'class_name' if which == 'class_path' else 'class_path'}")
+    if _empty(entry):
+        return
+    if other is None or _empty(other):
+        _refuse(merged, entry, "a sampler has a file and a class", f"set {section}=FILE.py:CLASS")
+    elif which == "class_path":
+        merged.put(section, f"{entry.value}:{other.value}", entry)
+
+
 # Name in a rule -> its function.
 TRANSLATIONS: dict[str, Callable[[Merged, str, Entry], None]] = {
     "dynamic": _dynamic,
@@ -290,6 +306,7 @@ TRANSLATIONS: dict[str, Callable[[Merged, str, Entry], None]] = {
     "same_engine": _same_engine,
     "model_group": _model_group,
     "user_turns": _user_turns,
+    "sampler": _sampler,
 }
 
 
@@ -333,6 +350,7 @@ WORDS: dict[tuple[str, str], object] = {
     ("trainer.save_freq", "0"): -1,
     ("trainer.test_freq", "0"): -1,
     ("trainer.total_training_steps", "-1"): None,
+    ("trainer.device", "gpu"): "cuda",
 }
 # Loggers of verl that write what every run writes: `metrics.jsonl`.
 IN_FILES = ("file",)

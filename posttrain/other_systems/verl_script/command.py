@@ -9,8 +9,9 @@ from pathlib import Path
 
 from posttrain.config.truncated_command import lost_lines
 from posttrain.errors import UserError
+from posttrain.other_systems.verl_script.main_file import find_main_file, main_file
 from posttrain.other_systems.verl_script.program import Call, find_calls
-from posttrain.other_systems.verl_script.report import ASSUMED, TREES, Report, as_text, examine, main_file
+from posttrain.other_systems.verl_script.report import ASSUMED, TREES, Report, as_text, examine
 from posttrain.other_systems.verl_script.shell import Script
 from posttrain.spelling import OptionParser
 
@@ -47,7 +48,7 @@ def main(args: Sequence[str]) -> int:
             continue
         report = examine(call, options.settings, lost=lost_lines(text, call.settings), folder=options.script.parent)
         print(as_text(report, every=options.all))
-        for line in remarks(call, script):
+        for line in remarks(call, script, options.script.parent):
             print(line)
         good = good and not report.refused and not report.problems
         written.append(command_of(report))
@@ -81,11 +82,12 @@ def _text(path: Path) -> str:
         raise UserError(f"{path} cannot be read: {error.strerror or error}.") from None
 
 
-def remarks(call: Call, script: Script) -> list[str]:
+def remarks(call: Call, script: Script, folder: Path) -> list[str]:
     """What the reader should know beside the keys."""
     lines = []
-    if (name := main_file(call)) is not None:
-        lines.append(f"not read: the main file {name} (give what it sets as KEY=VALUE)")
+    if (name := main_file(call.line)) is not None:
+        file = find_main_file(call.line, folder)
+        lines.append(f"read: {file}" if file else f"not read: the main file {name} (give what it sets as KEY=VALUE)")
     if not call.is_main:
         lines.append(f"{call.module} is a program of its own; posttrain's for it is: {_COMMANDS[call.program]}")
     for text in script.variables.unset:

@@ -54,9 +54,9 @@ class Variables:
         # `-` is read as `:-`: an empty value counts as unset.
         present = bool(self.texts.get(name)) or name in self.arrays
         if sign and sign.endswith(("-", "=")):
-            return self.named(name) if present else expand(word, self)
+            return self.named(name) if present else expand_word(word, self)
         if sign and sign.endswith("+"):
-            return expand(word, self) if present else ""
+            return expand_word(word, self) if present else ""
         if match[6]:
             return self.outside(f"${{{inside}}}")
         return self.named(name)
@@ -70,6 +70,22 @@ def expand(text: str, variables: Variables) -> str:
             reference(text, position, variables) if text[position] == "$" else (text[position], position + 1)
         )
         out.append(" ".join(value) if isinstance(value, list) else value)
+    return "".join(out)
+
+
+def expand_word(word: str, variables: Variables) -> str:
+    """The word of `${NAME:-word}`: as `expand`, without the quotes around its parts."""
+    out, position, quote = [], 0, ""
+    while position < len(word):
+        char = word[position]
+        if char == "$" and quote != "'":
+            value, position = reference(word, position, variables)
+            out.append(" ".join(value) if isinstance(value, list) else value)
+        elif char in "\"'" and quote in ("", char):
+            quote, position = "" if quote else char, position + 1
+        else:
+            out.append(char)
+            position += 1
     return "".join(out)
 
 

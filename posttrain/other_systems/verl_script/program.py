@@ -17,6 +17,8 @@ _MODULES = {
     "main_generation_server": "generation",
     "main_eval": "evaluation",
 }
+# Stands for a reference that the script does not answer.
+FROM_OUTSIDE = "from_outside"
 _PROCESSES = re.compile(r"^--n(?:proc)?[_-]per[_-]node(?:=(\S+))?$")
 _MACHINES = re.compile(r"^--nnodes(?:=(\S+))?$")
 
@@ -49,7 +51,7 @@ class Call:
     def without_outside(self, setting: str) -> str:
         """The setting with a word in place of each reference that the script does not answer."""
         for text in self.outside:
-            setting = setting.replace(text, "from_outside")
+            setting = setting.replace(text, FROM_OUTSIDE)
         return setting
 
 

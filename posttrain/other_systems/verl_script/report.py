@@ -15,11 +15,13 @@ from posttrain.config.merge import Merged, Source, Spellings
 from posttrain.config.ppo_tree import PPO
 from posttrain.config.supervised_tree import SFT
 from posttrain.config.truncated_command import cut_short
+from posttrain.errors import UserError
 from posttrain.other_systems.verl.answers import answer
 from posttrain.other_systems.verl.apply import apply_answers
-from posttrain.other_systems.verl.renamed import MAINS, as_ours
+from posttrain.other_systems.verl.renamed import as_ours
 from posttrain.other_systems.verl.rule import HONOURED, KINDS, NOT_NEEDED, NOT_SUPPORTED, TRANSLATED
-from posttrain.other_systems.verl_script.program import Call
+from posttrain.other_systems.verl_script.main_file import find_main_file, settings_of_file
+from posttrain.other_systems.verl_script.program import FROM_OUTSIDE, Call
 
 ENGINE = "actor_rollout_ref.rollout.name"
 # Settings whose value is one of the names that were registered.
@@ -84,7 +86,7 @@ def examine(
     report, tree = Report(call), TREES[call.program]
     given = [*call.settings, *overrides]
     keys = {setting.lstrip("+").partition("=")[0] for setting in given}
-    of_file = [setting for setting, _ in as_ours(replace(call.line), folder) if setting.partition("=")[0] not in keys]
+    of_file = [setting for setting in _of_main_file(call, folder) if setting.partition("=")[0] not in keys]
     # The last value of a key counts, as on verl's command line.
     last = {setting.lstrip("+~").partition("=")[0]: setting for setting in [*of_file, *given]}
     opened = [setting for setting in last.values() if call.is_open(setting)]
@@ -99,8 +101,19 @@ def examine(
         # What single keys do not show: settings that contradict each other, found by the checks of a real run.
         load_config(report.known_settings, tree=tree)
     except ConfigError as error:
-        report.problems += [str(problem) for problem in error.problems]
+        # A file below a folder that only the environment names may well exist.
+        report.problems += [str(problem) for problem in error.problems if FROM_OUTSIDE not in str(problem)]
     return report
+
+
+def _of_main_file(call: Call, folder: Path) -> list[str]:
+    """What the main file sets: verl's own, or one of the user's that is found."""
+    if (file := find_main_file(call.line, folder)) is None:
+        return [setting for setting, _ in as_ours(replace(call.line), folder)]
+    try:
+        return settings_of_file(file)
+    except ValueError as error:
+        raise UserError(f"The main file {file} cannot be read: {error}") from None
 
 
 def _takes_any_text(key: str, tree: Tree) -> bool:
@@ -117,13 +130,6 @@ def _without_value(setting: str, tree: Tree) -> Answered:
     if found is None:
         return answer_all([f"{key}=null"], tree)[0]._replace(setting=setting)
     return Answered(setting, key, found.kind, found.says)
-
-
-def main_file(call: Call) -> str | None:
-    """The main file that the command names, where it is none that posttrain knows."""
-    line, known = call.line, (*MAINS, *(tree.main for tree in TREES.values()))
-    name = (line.config_name or known[-1]).removesuffix(".yaml")
-    return None if name in known else "/".join(filter(None, [line.config_path or line.config_dir, f"{name}.yaml"]))
 
 
 def _additions(values: dict[str, str]) -> list[str]:

@@ -17,6 +17,7 @@ from posttrain.other_systems.verl_script.expansion import Variables, expand, ref
 
 _ASSIGNMENT = re.compile(r"^(\w+)(\+?)=(.*)$", re.DOTALL)
 _NAME = re.compile(r"^\w+\+?=$")
+_DECLARING = ("export", "local", "readonly", "declare")
 _CONDITION = re.compile(r"\s(?P<condition>.*?)[;\n]\s*then\b", re.DOTALL)
 _PATTERN = re.compile(r"(?:\s|#[^\n]*\n)*(?P<patterns>[^\n]*?)\)")
 _ESAC = re.compile(r"(?:\s|#[^\n]*\n)*esac\b")
@@ -45,6 +46,8 @@ class Script:
     _last_condition: bool | None = None
     # Whether the next words are the patterns of a branch of a `case`.
     _begins_branch = False
+    # Whether the word that is read stands where an assignment may.
+    _assigns = False
 
     @property
     def _counts(self) -> bool:
@@ -67,7 +70,7 @@ class Script:
 
     def _take(self, words: list[str]) -> None:
         """An assignment, a word of the language, or a command."""
-        while words and words[0] in ("then", "do", "{", "!", "export", "local", "readonly", "declare", "set"):
+        while words and words[0] in ("then", "do", "{", "!", "set", *_DECLARING):
             if words[0] == "set":
                 return
             words = [word for word in words[1:] if words[0] in ("then", "do", "{", "!") or not word.startswith("-")]
@@ -139,6 +142,8 @@ class Script:
     def _word(self, words: list[str]) -> None:
         """One word (or several, from an array), appended; or an array that is assigned."""
         parts: list[str] = [""]
+        # In `NAME="${ARRAY[@]}"` the words of the array become one text.
+        self._assigns = all(_ASSIGNMENT.match(word) or word in _DECLARING for word in words)
         quoted, start = False, self._place
         while self._place < len(self._text):
             char = self._text[self._place]
@@ -193,6 +198,8 @@ class Script:
         value, self._place = reference(self._text, self._place, self.variables)
         if isinstance(value, str):
             value = _SPLIT.split(value.strip()) if split and " " in value.strip() and "$(" not in value else [value]
+        if len(value) > 1 and self._assigns and len(parts) == 1 and _ASSIGNMENT.match(parts[0]):
+            value = [" ".join(value)]
         if value:
             parts[-1] += value[0]
             parts += value[1:]

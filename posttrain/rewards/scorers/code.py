@@ -20,7 +20,7 @@ from decimal import Decimal
 from typing import Any
 
 from posttrain.config.reward import RewardConfig, SandboxConfig
-from posttrain.rewards.scorers import is_code, register_scorer
+from posttrain.rewards.scorers import CODE_SETTINGS, is_code, register_scorer
 from posttrain.rewards.scorers.code_tests import Tests, complete_program, extract_program, read_tests
 from posttrain.rewards.types import RewardError
 from posttrain.sandbox.process import SandboxError
@@ -29,14 +29,13 @@ from posttrain.sandbox.values import decode
 
 _SHOWN = 60
 
-_settings: dict[str, Any] = {"sandbox": SandboxConfig(), "partial_credit": False}
 _sandbox: Sandbox | None = None
 _lock = threading.Lock()
 
 
 def configure(sandbox: dict[str, Any], partial_credit: bool) -> None:
-    """Use these settings from now on; a worker calls this before it scores."""
-    _settings.update(sandbox=SandboxConfig(**sandbox), partial_credit=partial_credit)
+    """Use these settings from now on."""
+    CODE_SETTINGS.update(sandbox=sandbox, partial_credit=partial_credit)
     close()
 
 
@@ -71,13 +70,13 @@ def score(solution_str: str, ground_truth: Any, extra_info: Any = None) -> dict[
 
 def _make_score(passed: int, count: int, failure: str, pred: str) -> dict[str, float | str]:
     right = passed == count
-    value = passed / count if _settings["partial_credit"] else float(right)
+    value = passed / count if CODE_SETTINGS["partial_credit"] else float(right)
     return {"score": value, "acc": float(right), "tests_passed": passed / count, "failure": failure, "pred": pred}
 
 
 def _judge(program: str, tests: Tests) -> tuple[int, str]:
     # How many tests pass, and what was wrong with the first that did not.
-    all_of_them = bool(_settings["partial_credit"])
+    all_of_them = bool(CODE_SETTINGS["partial_credit"])
     if tests.kind == "stdin":
         results = _open().run_each(program, tests.inputs, until_failure=not all_of_them)
         verdicts = [_output_verdict(*pair) for pair in zip(results, tests.outputs, strict=False)]
@@ -179,7 +178,7 @@ def _open() -> Sandbox:
     global _sandbox
     with _lock:
         if _sandbox is None:
-            _sandbox = Sandbox(_settings["sandbox"])
+            _sandbox = Sandbox(SandboxConfig(**CODE_SETTINGS["sandbox"]))
     return _sandbox
 
 

@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from posttrain.rewards import scorers
 from posttrain.rewards.answers import REMARK, final_expression, parse_number, same_number, tidy
 from posttrain.rewards.scorers import register_scorer
 
@@ -28,8 +29,6 @@ _MEMBER = re.compile(r"^\s*[a-zA-Z]\s*\\in\s*")
 _SHORT_FRAC = re.compile(r"\\frac\s*(?:\{([^{}]+)\}|(\d))\s*(?:\{([^{}]+)\}|(\d))")
 _LONGEST = 300  # sympy's time grows fast with the length; no answer of the data set is longer
 _SECONDS = 4
-
-before_slow_import: Callable[[], None] = lambda: None  # noqa: E731  (a worker replaces it to have its deadline moved)
 
 
 @register_scorer("math", data_sets=("math-500", "math500", "math-lighteval", "hendrycks_math", "competition_math"))
@@ -142,7 +141,7 @@ def _verify(answer: str, truth: str) -> bool:
 
 @functools.cache
 def _math_verify() -> tuple[Callable[..., Any], Callable[..., Any]]:
-    before_slow_import()
+    scorers.before_slow_import()
     from math_verify import parse, verify
 
     for name in ("math_verify", "latex2sympy2_extended"):

@@ -18,6 +18,7 @@ from posttrain.kernels.quantized import FP8
 from posttrain.kernels.tensor_parallel import Team
 from posttrain.models.attention import PagedDecoder
 from posttrain.models.decoder import KNOWN, FastDecoder, can_decode_fast
+from posttrain.models.exactness import check_exact
 from posttrain.models.feed_forward import MIXTURES
 from posttrain.models.forward import forward_mode_of
 from posttrain.models.shards import KEY, own_key_heads
@@ -44,9 +45,11 @@ def build_native(
     share: bool = True,
     team: Team | None = None,
     fp8: bool = False,
+    exact: bool = False,
 ) -> tuple[NativeEngine, str]:
     """(engine, its name). It decodes on `device`, where the weights are while it works (by default where they are now).
-    Shared, the trainer's parameters become views into the engine's weights; ranks of a team copy their parts."""
+    Shared, the trainer's parameters become views into the engine's weights; ranks of a team copy their parts. `exact`:
+    log-probs have the bits that a training pass gives them."""
     fast = can_decode_fast(module)
     weight = next(module.parameters())
     device = device or weight.device
@@ -56,7 +59,9 @@ def build_native(
     if team is not None:
         check_can_cut(module, fast, team.size)
         limit = team.smallest(limit)  # machines may differ, but who is let in when may not
-    decoder = FastDecoder(module, share=share, team=team, device=device) if fast else PagedDecoder(module)
+    if exact:
+        check_exact(module, device)
+    decoder = FastDecoder(module, share=share, team=team, device=device, exact=exact) if fast else PagedDecoder(module)
     pool = Pool(weight.dtype, device, limit_bytes=limit, bytes_per_token=bytes_per_token(module, size))
     captured = fast and team is None and _on_triton(weight.dtype, device)
     together = MOST_STEPS if captured else max(1, min(MOST, TOGETHER // sum(p.numel() for p in module.parameters())))
@@ -74,6 +79,7 @@ def build_native(
         ranks=size,
     )
     cut = f", cut over {size} workers" if size > 1 else ""
+    cut += ", exact" if exact else ""
     name = f"native ({'fused decoder' if fast else 'general decoder'}, {_kernels(weight.dtype, device)}{cut})"
     return (engine, use_fp8(engine, name)) if fp8 else (engine, name)
 

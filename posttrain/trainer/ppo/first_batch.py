@@ -46,6 +46,8 @@ class FirstBatchChecks:
         self.tolerance = config.trainer.rollout_mismatch_tol
         if self.tolerance is None and config.actor_rollout_ref.rollout.quantization is not None:
             self.tolerance = FP8_TOLERANCE
+        if config.trainer.exact:
+            self.tolerance = 0.0
         self.lengths, self.prompt_length = largest_rows(config, sizes), config.data.max_prompt_length
         self.actor, self.device = actor, device
         self.done = self.rollout_is_exact = False
@@ -140,6 +142,11 @@ def compare_log_probs(batch: DataProto, trainer_log_probs: torch.Tensor, allowed
         raise MismatchError(
             f"Step 0: the trainer's own log-probs of {lost} of {gap.numel()} tokens are NaN or infinite: no rollout "
             "could agree with them. Are the weights sound, is model.dtype wide enough, rollout.temperature usual?"
+        )
+    if allowed == 0 and largest > 0:
+        raise MismatchError(
+            f"Step 0: trainer.exact=True, but {sentence}; {int((gap > 0).sum())} tokens differ. This is a bug in "
+            "posttrain's kernels on this machine: please report it, and set trainer.exact=False meanwhile."
         )
     if not mean <= allowed:  # also where the mean is NaN
         raise MismatchError(

@@ -274,12 +274,14 @@ def feed_turns(
 def score_by_agent(record: Conversation, failed: float, *, alone: bool = False) -> RewardResult | None:
     """What a conversation earned by its agent; None where that is left to the reward function."""
     error = record.error
-    if error is None and record.score is None:
+    value = record.score
+    if error is None and value is None:
         if not alone:
             return None
-        error = NO_REWARD
+        value = sum(reward for _, reward in record.turn_rewards) if record.turn_rewards else None
+        error = NO_REWARD if value is None else None
     if error is None:
-        score, parts, error = read_result(record.score)
+        score, parts, error = read_result(value)
         if error is None:
             return RewardResult(score, parts)
     return RewardResult(failed, error=f"agent: {error}")

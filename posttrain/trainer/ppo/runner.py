@@ -12,8 +12,9 @@ from posttrain.config.resolved import Resolved
 from posttrain.config.reward import RewardModelConfig
 from posttrain.config.root import PPOConfig
 from posttrain.conversations.loop import ConversationLoop
-from posttrain.conversations.opening import check_agent_names, open_conversations
+from posttrain.conversations.opening import check_rows, open_conversations
 from posttrain.data.dataset import PromptDataset, describe_held_out, hold_out
+from posttrain.data.own_dataset import open_own_rows
 from posttrain.data.rows import read_table
 from posttrain.models.loading import load_tokenizer
 from posttrain.rewards.loading import check_columns, resolve_reward
@@ -108,10 +109,10 @@ def _open_data(
 ) -> tuple[PromptDataset, PromptDataset | None]:
     """The prompts to train on and those of validation, checked for what the run needs of them."""
     tools = turns.schemas if turns else ()
-    trained, held_out = _rows(config.data, explicit, data, val_data)
+    trained, held_out = _rows(config.data, explicit, *open_own_rows(config.data, tokenizer, data, val_data))
     train = PromptDataset(trained, tokenizer, config.data, tools=tools)
     val = None if held_out is None else PromptDataset(held_out, tokenizer, config.data, split="val", tools=tools)
-    check_agent_names(turns, [name for rows in (train, val) if rows for name in rows.column("agent_name")])
+    check_rows(turns, [item["extra_info"] for rows in (train, val) if rows for item in rows])
     if settings := _settings_that_keep_rows(config):
         train.check_savable(settings)
     for note in dict.fromkeys([*train.notes, *(val.notes if val else [])]):

@@ -79,7 +79,7 @@ class AsyncLLMServerManager:
     """The model, as one conversation asks it."""
 
     def __init__(self, chat: Any, given: Mapping[str, Any]) -> None:
-        self._chat, self._given = chat, dict(given)
+        self.chat, self._given = chat, dict(given)
 
     async def generate(
         self,
@@ -105,7 +105,7 @@ class AsyncLLMServerManager:
                     "computes with; of a single turn only max_tokens and stop can be set"
                 )
         most = own.get("max_tokens") or own.get("max_new_tokens")
-        output = await self._chat.sample(list(prompt_ids), max_tokens=most, stop=own.get("stop") or ())
+        output = await self.chat.sample(list(prompt_ids), max_tokens=most, stop=own.get("stop") or ())
         log_probs = [float(one) for one in output.log_probs]
         return TokenOutput(list(output.token_ids), log_probs, stop_reason=_REASONS.get(output.finish_reason))
 

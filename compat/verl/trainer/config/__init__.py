@@ -1,8 +1,9 @@
 """Sections of settings under verl's names."""
 
-from posttrain.config.algorithm import AlgorithmConfig, FilterGroupsConfig, KLControlConfig, RolloutCorrectionConfig
+from posttrain.config.algorithm import AlgorithmConfig, FilterGroupsConfig, KLControlConfig
 from verl._config import BaseConfig
 from verl._missing import not_given
+from verl.trainer.config.rollout_correction import RolloutCorrectionConfig
 
 __all__ = ["AlgoConfig", "BaseConfig", "FilterGroupsConfig", "KLControlConfig", "RolloutCorrectionConfig"]
 __getattr__ = not_given(__name__)

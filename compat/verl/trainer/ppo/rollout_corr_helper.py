@@ -6,12 +6,13 @@ metrics have verl's names.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 
 from posttrain.algorithms import correction
-from posttrain.algorithms.rejection import kept_tokens, rejection_rules
+from posttrain.algorithms.rejection import rejection_rules
 from posttrain.config.choices import REJECTIONS
 from verl._missing import not_given
 from verl.utils.torch_functional import masked_mean, masked_sum
@@ -109,10 +110,72 @@ def compute_rollout_rejection_mask(
     rollout_rs: str = "token_k1",
     rollout_rs_threshold: Any = None,
 ) -> tuple[torch.Tensor, dict[str, float]]:
-    """(the mask without what the rules reject, metrics)."""
-    rules = rejection_rules(rollout_rs, rollout_rs_threshold)
-    kept, metrics = kept_tokens(log_ratio, torch.zeros_like(log_ratio), response_mask, rules)
+    """(the mask without what the rules reject, metrics). One threshold may serve several rules.
+
+    verl compares `k1` as rollout over trainer, posttrain's training as trainer over rollout: the same for a range that
+    is its own reciprocal, such as 0.5_2.0.
+    """
+    names = [name.strip() for name in rollout_rs.split(",")]
+    if isinstance(rollout_rs_threshold, str) and "," not in rollout_rs_threshold:
+        rollout_rs_threshold = ",".join([rollout_rs_threshold] * len(names))
+    elif isinstance(rollout_rs_threshold, int | float):
+        rollout_rs_threshold = ",".join([str(rollout_rs_threshold)] * len(names))
+    there = response_mask.bool()
+    kept, metrics = there.clone(), {}
+    for rule in rejection_rules(rollout_rs, rollout_rs_threshold):
+        value = _statistic(rule.name, log_ratio, response_mask)
+        low, high = (math.log(rule.low), math.log(rule.high)) if rule.low else (None, rule.high)
+        inside = (value <= high) if low is None else (value <= high) & (value >= low)
+        kept &= inside
+        metrics |= {
+            f"rollout_rs_{rule.name}_{name}": number
+            for name, number in _spread(value, ~inside, response_mask, low, high).items()
+        }
+    metrics["rollout_rs_masked_fraction"] = float(masked_mean((~kept).float(), response_mask))
+    metrics["rollout_rs_seq_masked_fraction"] = float((there & ~kept).any(-1).float().mean())
     return response_mask * kept.to(response_mask.dtype), metrics
+
+
+def _statistic(name: str, log_ratio: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """(rows, length) what the rule compares, the same for all tokens of a response unless it is one of tokens."""
+    level, kind = name.rsplit("_", 1)
+    gap = log_ratio.clamp(-SAFETY_BOUND, SAFETY_BOUND)
+    values = {"k1": -gap, "k2": 0.5 * gap**2, "k3": gap.exp() - 1 - gap}[kind]
+    if level == "token":
+        return values
+    if level == "seq_max":  # never negative, so that what is outside the mask cannot be the largest
+        return (values * mask).amax(-1, keepdim=True).expand_as(values)
+    of_response = masked_sum if level == "seq_sum" else masked_mean
+    return of_response(values, mask, axis=-1)[:, None].expand_as(values)
+
+
+def _spread(
+    value: torch.Tensor, outside: torch.Tensor, mask: torch.Tensor, low: float | None, high: float
+) -> dict[str, float]:
+    """How a rule's statistic is spread over tokens and over responses, and what lies outside."""
+    there, rows = mask.bool(), mask.bool().any(-1)
+    own_B = masked_mean(value, mask, axis=-1)[rows]
+    bounded = value.clamp(0.0 if low is None else low, high)
+    variance = masked_mean(bounded.square(), mask) - masked_mean(bounded, mask).square()
+    below = torch.zeros_like(value) if low is None else (value < low).float()
+    made = {
+        "mean": masked_mean(value, mask),
+        "max": value[there].max(),
+        "min": value[there].min(),
+        "fraction_high": masked_mean((value > high).float(), mask),
+        "fraction_low": masked_mean(below, mask),
+        "std": variance.clamp(min=0).sqrt(),
+        "seq_mean": own_B.mean(),
+        "seq_std": own_B.std() if own_B.numel() > 1 else own_B.new_zeros(()),
+        "seq_max": own_B.max(),
+        "seq_min": own_B.min(),
+        "seq_max_deviation": own_B.abs().max(),
+        "seq_fraction_high": (own_B > high).float().mean(),
+        "seq_fraction_low": own_B.new_zeros(()) if low is None else (own_B < low).float().mean(),
+        "masked_fraction": masked_mean(outside.float(), mask),
+        "seq_masked_fraction": (there & outside).any(-1)[rows].float().mean(),
+    }
+    return {name: float(number) for name, number in made.items()}
 
 
 def compute_rollout_correction_and_rejection_mask(

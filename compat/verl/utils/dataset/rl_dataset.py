@@ -34,7 +34,9 @@ class RLHFDataset(Dataset):
     index, extra_info, tools_kwargs, interaction_kwargs    of the row, or empty
     dummy_tensor     so that a batch of rows has a tensor
 
-    Prompts that are longer than `max_prompt_length` tokens are left out if `filter_overlong_prompts`.
+    Prompts that are longer than `max_prompt_length` tokens are left out if `filter_overlong_prompts`. A subclass that
+    `data.custom_cls` names makes a run's rows: it may override `_read_files_and_tokenize`, `_build_messages`,
+    `__getitem__` and `maybe_filter_out_long_prompts`; `self.dataframe` is a list of dicts.
     """
 
     def __init__(
@@ -45,23 +47,38 @@ class RLHFDataset(Dataset):
         processor: Any = None,
         max_samples: int = -1,
     ) -> None:
-        self.tokenizer, self.processor, self.config = tokenizer, processor, config
+        self.tokenizer, self.processor, self.config, self.max_samples = tokenizer, processor, config, max_samples
+        self.data_files = [data_files] if isinstance(data_files, str) else [str(file) for file in data_files]
+        self.original_data_files = list(self.data_files)
         self.prompt_key = setting(config, "prompt_key", "prompt")
         self.max_prompt_length = setting(config, "max_prompt_length", 1024)
-        files = data_files if isinstance(data_files, str) else [str(file) for file in data_files]
-        rows = list(read_table(files, limit=-1, setting="data_files").rows)
-        if 0 < max_samples < len(rows):
-            rows = self._some(rows, max_samples)
+        self.truncation = setting(config, "truncation", "error")
+        self.filter_overlong_prompts = setting(config, "filter_overlong_prompts", False)
+        self.apply_chat_template_kwargs = dict(setting(config, "apply_chat_template_kwargs", {}) or {})
+        self.shuffle, self.seed = setting(config, "shuffle", False), setting(config, "seed", None)
+        self.dataframe: Any = []
+        self._download()
+        self._read_files_and_tokenize()
+
+    def _download(self, use_origin_parquet: bool = False) -> None:
+        """Files are read where they are."""
+        self.data_files = list(self.original_data_files)
+
+    def _read_files_and_tokenize(self) -> None:
+        """Sets `dataframe`."""
+        rows = list(read_table(self.data_files, limit=-1, setting="data_files").rows)
+        if 0 < self.max_samples < len(rows):
+            rows = self._some(rows, self.max_samples)
         self.dataframe = self.maybe_filter_out_long_prompts(rows)
 
     def _some(self, rows: list[dict[str, Any]], count: int) -> list[dict[str, Any]]:
-        if not setting(self.config, "shuffle", False):
+        if not self.shuffle:
             return rows[:count]
-        generator = torch.Generator().manual_seed(int(setting(self.config, "seed", 0)))
+        generator = torch.Generator().manual_seed(int(self.seed or 0))
         return [rows[row] for row in torch.randperm(len(rows), generator=generator)[:count].tolist()]
 
     def maybe_filter_out_long_prompts(self, dataframe: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        if not setting(self.config, "filter_overlong_prompts", False):
+        if not self.filter_overlong_prompts:
             return dataframe
         kept = [row for row in dataframe if self._length(row) <= self.max_prompt_length]
         print(f"filter dataset len: {len(kept)}")
@@ -70,8 +87,9 @@ class RLHFDataset(Dataset):
     def _length(self, row: dict[str, Any]) -> int:
         messages = self._build_messages(row, self.prompt_key)
         if getattr(self.tokenizer, "chat_template", None):
-            further = dict(setting(self.config, "apply_chat_template_kwargs", {}) or {})
-            text = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **further)
+            text = self.tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, tokenize=False, **self.apply_chat_template_kwargs
+            )
         else:
             text = "\n".join(message["content"] for message in messages)
         return len(self.tokenizer(text, add_special_tokens=False)["input_ids"])

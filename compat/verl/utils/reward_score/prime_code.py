@@ -13,11 +13,11 @@ def compute_score(completion: str, test_cases: Any, continuous: bool = False) ->
     """(all tests passed, or with `continuous` the share that did; what went wrong)."""
     from posttrain.rewards.scorers import code
 
-    before = code._settings["partial_credit"]
-    code._settings["partial_credit"] = continuous
+    before = code.CODE_SETTINGS["partial_credit"]
+    code.CODE_SETTINGS["partial_credit"] = continuous
     try:
         result = code.score(completion, test_cases)
     finally:
-        code._settings["partial_credit"] = before
+        code.CODE_SETTINGS["partial_credit"] = before
     passed = float(result["tests_passed"]) if continuous else result["acc"] == 1.0
     return passed, [{"failure": result["failure"]}]

@@ -1,0 +1,5 @@
+"""Interactions of a file."""
+
+from verl._missing import not_given
+
+__getattr__ = not_given(__name__)

@@ -1,0 +1,5 @@
+"""Helpers of workers."""
+
+from verl._missing import not_given
+
+__getattr__ = not_given(__name__)
