@@ -16,9 +16,9 @@ from aiohttp import web
 from posttrain.commands.generation.model import find_model, load_module, load_tokenizer_of, read_positions
 from posttrain.commands.generation.session import explain_out_of_memory, make_sampling, plan_cache, say
 from posttrain.commands.generation.settings import Settings
+from posttrain.commands.serving_turns import open_server
 from posttrain.conversations.format_proof import find_format
 from posttrain.conversations.formats.base import FORMATS
-from posttrain.conversations.server import Server
 from posttrain.conversations.serving.app import make_app
 from posttrain.conversations.serving.local import LocalChannels
 from posttrain.conversations.serving.model import ServedModel
@@ -104,7 +104,7 @@ def _by_apis(loaded: Loaded, settings: Settings, options: argparse.Namespace, ap
 
     @asynccontextmanager
     async def app() -> AsyncIterator[web.Application]:
-        async with Server(loaded.engine) as server:
+        async with open_server(loaded.engine) as server:
             yield make_app(model, LocalChannels(server, api_key))
 
     return app(), f"/v1 serves `{model.name}`"

@@ -148,6 +148,10 @@ class RolloutEngine(ABC):
     def cache_bytes(self) -> int:
         """Bytes that the cache holds now."""
 
+    def cache_tokens(self) -> int:
+        """Tokens that the cache holds at most, where callers decide by `keep` what of it is retained; 0 otherwise."""
+        return 0
+
     @abstractmethod
     def _give_back(self) -> None:
         """Free what only generation needs; there are no requests."""

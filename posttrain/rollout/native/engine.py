@@ -255,6 +255,9 @@ class NativeEngine(RolloutEngine):
     def cache_bytes(self) -> int:
         return self.pool.held_bytes()
 
+    def cache_tokens(self) -> int:
+        return self.pool.limit * BLOCK
+
     def _give_back(self) -> None:
         self.queue.forget()
         self.pool.sleep()
