@@ -24,7 +24,7 @@ from posttrain.kernels.cuda.flash import seen_pieces
 from posttrain.kernels.cuda.paged_attention import TILE
 from posttrain.kernels.cuda.sampling import CHUNK, chunk_room, row_totals, sum_chunks
 
-SPLIT_ROWS = 512  # up to here torch may split a sum that is at least as long as the result is wide
+SPLIT_ROWS = 1023  # up to here torch may split a long sum: 18944 -> 3584 at 513 rows
 KEYS = 64  # of one block
 NONE = tl.constexpr(-1e30)  # the score of a masked key: finite, so that no NaN arises
 LOG2_E, LN_2 = 1.4426950408889634, tl.constexpr(0.6931471805599453)
