@@ -9,7 +9,7 @@ plugins.dialect = "posttrain.other_systems"
 plugins.checks = (
     "posttrain.data.own_dataset",
     "posttrain.data.rows",
-    "posttrain.engine.megatron.settings",  # it registers its engine
+    "posttrain.engine.megatron.entry",  # it registers its engine
     "posttrain.engine.settings",
     "posttrain.rollout.engine_kwargs",
     "posttrain.rollout.server.settings",

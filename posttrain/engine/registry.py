@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-import posttrain.engine.megatron.settings  # noqa: F401 - it registers its engine
+import posttrain.engine.megatron.entry  # noqa: F401 - it registers its engine
 from posttrain.config.schema import lookup
 from posttrain.engine.base import EngineLayout, EngineSettings, TrainEngine
 from posttrain.engine.heads import Head

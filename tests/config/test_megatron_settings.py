@@ -175,7 +175,7 @@ def test_an_engine_that_nothing_registers_is_unknown(problems):
 
 
 def test_without_the_package_the_error_names_the_extra(monkeypatch, tmp_path):
-    monkeypatch.setattr("posttrain.engine.megatron.settings.is_installed", lambda: False)
+    monkeypatch.setattr("posttrain.engine.megatron.entry.is_installed", lambda: False)
     said = [
         problem for problem in check_environment(load_config([BY_MEGATRON]), tmp_path) if "megatron" in problem.what
     ]

@@ -66,7 +66,7 @@ def test_a_block_is_refused_for_every_part_that_is_not_built_and_for_nothing_els
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("posttrain.cores.usable", lambda: 2)
     monkeypatch.setattr("posttrain.rollout.outside_engine.OutsideEngine.is_installed", lambda self: False)
-    monkeypatch.setattr("posttrain.engine.megatron.settings.is_installed", lambda: False)
+    monkeypatch.setattr("posttrain.engine.megatron.entry.is_installed", lambda: False)
     monkeypatch.setattr("posttrain.config.environment.gpus_present", lambda: 0)
     given, reasons = REFUSED[block]
     with pytest.raises(ConfigError) as refused:
