@@ -76,6 +76,11 @@ def kernel(name: str, tensor: torch.Tensor):
     return functions.get(f"{name}_{_SUFFIXES[tensor.dtype]}") if functions else None
 
 
+def can_compile(dtype: torch.dtype) -> bool:
+    """Whether CPU tensors of this type have compiled functions."""
+    return dtype in _SUFFIXES and _functions() is not None
+
+
 def why_not() -> str | None:
     """Why the compiled kernels are not used on this machine; None if they are."""
     _functions()

@@ -9,10 +9,31 @@ Shapes: T tokens, E width of the input, C columns of the output, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
 import torch
 
 from posttrain.kernels import cuda
-from posttrain.kernels.compiled import kernel, why_not
+from posttrain.kernels.compiled import can_compile, kernel, why_not
+
+_counts_for_cpu: ContextVar[bool] = ContextVar("counts_for_cpu", default=False)
+
+
+@contextmanager
+def counted_for(device: str) -> Iterator[None]:
+    """Within it, a memory plan's meta tensors count as those of `device`."""
+    token = _counts_for_cpu.set(device == "cpu")
+    try:
+        yield
+    finally:
+        _counts_for_cpu.reset(token)
+
+
+def counts_for_cpu(tensor: torch.Tensor) -> bool:
+    """Whether this is a CPU's tensor, or one of a memory plan for a CPU."""
+    return tensor.device.type == "cpu" or (tensor.is_meta and _counts_for_cpu.get())
 
 
 def why_not_ordered(dtype: torch.dtype, device: torch.device) -> str | None:
@@ -69,6 +90,8 @@ def token_log_probs(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
     """(log-probs of the labels as sampling computes them, entropies, log-sum-exps of logits / temperature), each (T,)
     in float32; None if there is no compiled kernel for these logits (`cuda/ordered.py` has one for CUDA)."""
+    if logits_TV.is_meta and counts_for_cpu(logits_TV) and can_compile(logits_TV.dtype):
+        return tuple(torch.empty(len(logits_TV), device=logits_TV.device) for _ in range(3))  # pyright: ignore
     function = kernel("token_log_probs", logits_TV)
     if function is None:
         return None

@@ -17,6 +17,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from posttrain.kernels.logprob_head import CHUNK_ELEMENTS
+from posttrain.kernels.ordered import counted_for
 from posttrain.kernels.packed_attention import PackedLayout, active_layout, packed_rows
 from posttrain.kernels.train import can_train
 from posttrain.kernels.whole_step import COLUMNS
@@ -150,7 +151,8 @@ def _outputs(model: Any, rows: int, length: int) -> torch.Tensor:
 
 def scoring_peak(model: torch.nn.Module, rows: int, length: int, device: str) -> int:
     """Most bytes alive in a pass without gradient, besides the weights."""
-    with torch.no_grad(), packed_rows(_layout(model, rows, length, device)), LiveBytes(model) as live:
+    layout = _layout(model, rows, length, device)
+    with torch.no_grad(), counted_for(device), packed_rows(layout), LiveBytes(model) as live:
         _outputs(model, rows, length)
     return live.peak
 
@@ -171,7 +173,7 @@ def training_bytes(model: torch.nn.Module, rows: int, length: int, checkpointing
     recompute_layers(model, checkpointing)
     # A float32 gradient is added to its sum as soon as it is complete, which the hook plays by dropping it.
     hooks = [p.register_post_accumulate_grad_hook(_drop) for p in model.parameters() if p.requires_grad]
-    with packed_rows(_layout(model, rows, length, device)), LiveBytes(model) as live:
+    with counted_for(device), packed_rows(_layout(model, rows, length, device)), LiveBytes(model) as live:
         activations, out = saved_bytes(model, lambda: _outputs(model, rows, length))
         out.backward(torch.empty_like(out))
         del out

@@ -76,7 +76,8 @@ def sample(
     log-probs are the same.
     """
     logits_BV = _wide(logits_BV)
-    temperature_B = logits_BV.new_tensor([1.0 if s.greedy else s.temperature for s in settings])
+    temperatures = [1.0 if s.greedy else s.temperature for s in settings]
+    temperature_B = logits_BV.new_tensor(temperatures)
     log_p_BV = torch.log_softmax(logits_BV / temperature_B[:, None], -1)
     drawn_BV = _penalised(logits_BV, settings, seen)
     drawn_log_p = log_p_BV if drawn_BV is logits_BV else torch.log_softmax(drawn_BV / temperature_B[:, None], -1)
@@ -86,8 +87,12 @@ def sample(
     tokens_B = _inverse_cdf(p_BV, uniform_B.to(p_BV.device))
     greedy_B = torch.tensor([s.greedy for s in settings], device=p_BV.device)
     tokens_B = torch.where(greedy_B, drawn_log_p.argmax(-1), tokens_B)
-    pairs = zip(logits_BV.split(1), tokens_B.split(1), temperature_B.tolist(), strict=True)
-    log_probs_B = torch.cat([_log_probs(*pair) for pair in pairs])  # with the same bits as rows without filters
+    log_probs_B = torch.empty_like(temperature_B)
+    for temperature in set(temperatures):  # nearly always one
+        rows = [row for row, one in enumerate(temperatures) if one == temperature]
+        chosen = rows if len(rows) < len(temperatures) else slice(None)
+        # With the same bits as rows without filters.
+        log_probs_B[chosen] = _log_probs(logits_BV[chosen], tokens_B[chosen], temperature).to(log_probs_B.dtype)
     drawn_B = (p_BV.gather(1, tokens_B[:, None]).squeeze(1).double() / p_BV.double().sum(-1)).log()
     return tokens_B, log_probs_B, torch.where(greedy_B, log_probs_B, drawn_B.to(log_probs_B.dtype))
 

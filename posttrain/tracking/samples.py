@@ -149,9 +149,10 @@ def _in_one_number(fields: Fields, mask_BT: np.ndarray) -> dict[str, pa.Array]:
         sums = np.where(written, advantages, 0.0).sum(axis=1)
         found["advantage"] = pa.array(sums / np.maximum(written.sum(axis=1), 1), pa.float32())
     rollout = fields.numbers("rollout_log_probs")
-    ours = fields.numbers("old_log_probs", "new_log_probs")
+    old, ours = fields.numbers("old_log_probs"), fields.numbers("old_log_probs", "new_log_probs")
     # Old log-probs may be a copy of the rollout's, whose mismatch of 0 would mean nothing.
-    if ours is not None and rollout is not None and not np.array_equal(ours, rollout):
+    copied = old is not None and rollout is not None and np.array_equal(old, rollout)
+    if ours is not None and rollout is not None and not copied:
         found["mismatch"] = pa.array(np.where(written, abs(ours - rollout), 0.0).max(axis=1, initial=0.0), pa.float32())
     return found
 

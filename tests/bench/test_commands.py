@@ -212,7 +212,7 @@ def test_tokens_after_a_prefix_are_timed_without_those_that_came_with_the_prompt
         def running_tokens(self):
             return sum(self.rows.values())
 
-        def step(self):
+        def advance(self):
             if self.waiting:
                 self.rows[self.waiting.pop(0).id] = 1
                 return []

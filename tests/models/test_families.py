@@ -76,8 +76,10 @@ def test_attention_that_never_asks_is_not_packed_even_where_it_hardly_counts(fam
 
 
 def test_windows_are_proved_on_rows_that_are_shorter_than_they(families, tmp_path, monkeypatch):
-    kept = attention.packed_attention
-    monkeypatch.setattr(attention, "packed_attention", lambda *args, sliding_window=None, **named: kept(*args, **named))
+    kept = attention.stretch_attention
+    monkeypatch.setattr(
+        attention, "stretch_attention", lambda *args, sliding_window=None, **named: kept(*args, **named)
+    )
     monkeypatch.setitem(families.SHAPE, "sliding_window", 4096)
     model = load(families, "starcoder2", tmp_path)
     assert model.config.sliding_window == 4096 and not forward_mode_of(model).packed

@@ -72,7 +72,7 @@ from posttrain.registry import built_in_names
 print(built_in_names("rollout/engines.py", "register_engine"), "torch" in sys.modules)
 """
     said = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
-    assert said == "('native', 'hf', 'vllm', 'sglang') False\n"
+    assert said == "('native', 'hf', 'vllm', 'sglang', 'server') False\n"
     assert built_in_names("data/sampler.py", "register_sampler") == ("default", "curriculum")
 
 

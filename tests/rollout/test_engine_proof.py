@@ -50,7 +50,7 @@ def test_an_engine_built_from_a_folder_answers_as_one_built_from_the_model(model
 
 
 def test_a_registered_engine_is_built_by_its_name_and_where_it_cannot_serve_hf_does(model, tokenizer, monkeypatch):
-    for name in ("native", "vllm", "sglang"):
+    for name in ("native", "vllm", "sglang", "server"):
         monkeypatch.delitem(engines.ENGINES, name)
     asked = []
 

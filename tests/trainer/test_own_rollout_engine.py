@@ -28,12 +28,12 @@ def test_a_run_decodes_with_the_engine_that_a_file_of_the_working_folder_registe
     ran = run(tiny_model, sums, tmp_path / "out", **NAME)
     said = capsys.readouterr().out
     assert ran.status == "finished" and "my_engine.py registers the rollout engine `mine`" in said
-    assert "Rollout engine: mine 1.0" in said and list(ENGINES) == ["native", "hf", "vllm", "sglang", "mine"]
+    assert "Rollout engine: mine 1.0" in said and list(ENGINES) == ["native", "hf", "vllm", "sglang", "server", "mine"]
 
 
 def test_a_module_that_does_not_register_the_engine_ends_the_run_before_a_model_is_loaded(tiny_model, sums, tmp_path):
     empty = tmp_path / "empty.py"
     empty.write_text("")
-    said = r"rollout\.name=mine: there is no such rollout engine; known: native, hf, vllm, sglang\."
+    said = r"rollout\.name=mine: there is no such rollout engine; known: native, hf, vllm, sglang, server\."
     with pytest.raises(UserError, match=said):
         run(tiny_model, sums, tmp_path / "out", actor_rollout_ref__model__external_lib=str(empty), **NAME)
