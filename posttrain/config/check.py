@@ -287,7 +287,7 @@ def check_one_step_off(checked: Checked) -> Iterator[Finding]:
 
 
 def check_colocated_workers(checked: Checked) -> Iterator[Finding]:
-    """More workers that generate than there are, or two settings for who generates."""
+    """More workers that generate than there are, or two settings that choose them."""
     colocated, workers = lookup(checked.config, COLOCATED_WORKERS), workers_of(checked.config)
     if colocated and rollout_workers_of(checked.config):
         what = (

@@ -26,6 +26,7 @@ import torch.nn.functional as F
 
 from posttrain.kernels import cuda
 from posttrain.kernels.compiled import AttentionLayout, kernel
+from posttrain.kernels.ordered import counts_for_cpu
 from posttrain.kernels.quantized import Quantized, round_rows
 
 BLOCK = 32  # tokens in a block; decode.cpp holds the same number
@@ -174,6 +175,8 @@ def silu_mul(gate_up_T2I: torch.Tensor) -> torch.Tensor:
 
         return elementwise.silu_mul(gate_up_T2I)
     tokens, both = gate_up_T2I.shape
+    if gate_up_T2I.is_meta and counts_for_cpu(gate_up_T2I):  # a memory plan counts the tensor and computes nothing
+        return gate_up_T2I.new_empty(tokens, both // 2)
     function = kernel("silu_mul", gate_up_T2I)
     if function is None:
         gate, up = gate_up_T2I.chunk(2, -1)

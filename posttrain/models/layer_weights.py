@@ -18,7 +18,7 @@ import torch
 from posttrain.kernels import train
 from posttrain.kernels.gradient_sums import add_product
 from posttrain.kernels.logprob_head import wide_product
-from posttrain.kernels.ordered import ordered_product
+from posttrain.kernels.ordered import counts_for_cpu, ordered_product
 from posttrain.models.arena import as_one_tensor
 from posttrain.models.low_rank import Adapted, Adapter, LowRank, fill, merge
 
@@ -48,6 +48,8 @@ class Joined:
             y = x_TE.new_empty(len(x_TE) + spare, sum(self.rows))
             y[len(x_TE) :].zero_()
             return self._into(y, x_TE)
+        if x_TE.is_meta and counts_for_cpu(x_TE):  # a memory plan: a real engine joins the weights
+            return x_TE.new_empty(len(x_TE), sum(self.rows))
         if self.whole is None:
             y = torch.cat([x_TE @ weight.T for weight in self.weights], 1)
             return y if self.bias is None else y.add_(self.bias)

@@ -104,7 +104,7 @@ def test_a_pass_without_gradient_takes_what_is_planned(tiny_model):
     with LiveBytes(engine.module) as live:
         engine.log_probs(full_rows())
     planned = counting.scoring_peak(actor_model(config, torch.float32), ROWS, LENGTH, "cpu")
-    assert live.peak <= planned <= 1.08 * live.peak  # a plan's gate and up are not joined, and copied
+    assert planned == pytest.approx(live.peak, rel=0.05)
 
 
 def test_cache_equals_the_engines_to_the_byte(tiny_model):

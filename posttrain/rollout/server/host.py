@@ -33,7 +33,7 @@ class EngineHost:
     def __init__(self, engine: RolloutEngine, description: dict[str, Any]) -> None:
         """`description` is what a run compares with its own model."""
         self.engine, self.description = engine, description
-        self.session, self.run = secrets.token_hex(8), "of nobody"  # until one connects
+        self.session, self.run = secrets.token_hex(8), "(none)"  # until one connects
         self.requests: dict[int, bool] = {}  # those that run or whose cache is kept -> whether it is to be kept
 
     def open(self, body: dict[str, Any]) -> dict[str, Any]:

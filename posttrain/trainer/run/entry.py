@@ -42,7 +42,7 @@ def greeting(resolved: Resolved) -> str:
 
 
 def run_with_console(resolved: Resolved, mode: str, run: Callable[[Resolved], Any], first: str = "") -> Any:
-    """A training that has this process's console: it speaks as `mode` says, and libraries speak into its log."""
+    """A training that has this process's console: it prints as `mode` says, and libraries write to its log."""
     with command_console(mode) as console:
         if first:
             print(first)

@@ -34,7 +34,7 @@ class SFTTensorCollator:
             from torch.utils.data import default_collate
 
             return default_collate(batch)
-        raise NotImplementedError(f"pad_mode {self.pad_mode} not implemented")
+        raise ValueError(f"pad_mode={self.pad_mode}: give one of {', '.join(DatasetPadMode)}")
 
     def collate_variable_batch(self, batch: list[dict[str, Any]]) -> dict[str, Any]:
         """Tensors of a name as one nested tensor; what is no tensor as a stack of TensorDict's."""
