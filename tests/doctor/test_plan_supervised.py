@@ -97,7 +97,7 @@ def test_the_plan_is_what_a_real_step_takes(tiny_model, kind, case):
     assert update["model optimizer"] == size([*masters, *moments]) > 0
     with LiveBytes(engine.module) as live:
         engine.log_probs(batch) if kind == "sft" else engine.scores(batch)
-    # bfloat16 passes are planned as padded rows: the indices of packed ones, large beside a tiny model, are not counted.
+    # bfloat16 is planned as padded rows: indices of packed ones, large beside a tiny model, are not counted.
     near = 0.15 if case == "bfloat16" else 0.1
     assert plan.stages["validation"]["temporary tensors"] == pytest.approx(live.peak, rel=near)
 
