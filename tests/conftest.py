@@ -167,13 +167,18 @@ def two_threads() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _registered_names_are_gone_after_a_test() -> Iterator[None]:
     """Estimators, losses, samplers, engines, tools, agents and scorers of a test's own are nobody else's."""
-    from posttrain.registry import REGISTRIES
+    from posttrain.registry import REGISTRIES, registered_by
 
     before = {kind: dict(registry) for kind, registry in REGISTRIES.items()}
     yield
+    for kind in REGISTRIES.keys() - before.keys():  # its module was first imported by the test
+        for name in registered_by(kind, lambda module: not module.startswith("posttrain.")):
+            del REGISTRIES[kind][name]
     if "posttrain.external" in sys.modules:
         sys.modules["posttrain.external"]._loaded.clear()  # files register again
     for kind, entries in before.items():
         if REGISTRIES[kind] != entries:
             REGISTRIES[kind].clear()
             REGISTRIES[kind].update(entries)
+    if "posttrain.config.schema" in sys.modules:  # nor are the settings that they declared
+        sys.modules["posttrain.config.schema"].place_declared_settings()
