@@ -13,12 +13,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from posttrain.batch.fields import ROUTES
 from posttrain.texts import utf8
 from posttrain.tracking.safe_files import replace_file
 
 FACTS = "replay.json"
 # The columns that an update reads besides tensors, and those that identify rows.
-FIELDS = ("uid", "sample", "branch", "parent", "fork", "turn_ends", "reward_score")
+FIELDS = ("uid", "sample", "branch", "parent", "fork", "turn_ends", "reward_score", ROUTES)
 _STEP = re.compile(r"step_(\d+)")
 
 
