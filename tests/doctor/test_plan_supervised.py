@@ -154,6 +154,7 @@ def test_the_remedies_are_tried_and_named_with_their_values(tiny_model):
     assert f"Largest micro-batch: 8 rows x {LENGTH} tokens, of 16 rows of a step." in text
 
 
+@pytest.mark.slow
 def test_the_command_prints_the_plan_of_both_trainers(tiny_model, capsys):
     args = [f"model.path={tiny_model}", "data.train_files=x.json", "data.max_length=64", "data.train_batch_size=8"]
     assert cli.main(["plan", "--gpu_gb", "80", "sft", *args]) == 0
