@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from posttrain.algorithms.correction import REJECTIONS as REJECTIONS
 from posttrain.algorithms.registry import ADV_ESTIMATORS
 from posttrain.algorithms.registry import POLICY_LOSSES as _LOSSES
-from posttrain.algorithms.rejection import REJECTIONS as REJECTIONS
 from posttrain.registry import built_in_names
 
 _estimators = {name: estimator for name, estimator in ADV_ESTIMATORS.items() if estimator.is_built_in}

@@ -22,10 +22,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from posttrain.masking import mask_urls
-from posttrain.rewards.batch import BatchCall
 from posttrain.rewards.outcomes import NONE_APPLIES, Outcome, ScoreItems, call_and_read
-from posttrain.rewards.signatures import Fields, check_call, columns_needed, make_caller, name_of
-from posttrain.rewards.types import RewardError, RewardList, RewardPart, RewardSpec
+from posttrain.rewards.signatures import BatchCall, check_call, columns_needed, make_caller, name_of
+from posttrain.rewards.types import Fields, RewardError, RewardList, RewardPart, RewardSpec
 from posttrain.rewards.user_functions import choose_function, find_dotted, import_file, instantiate
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ import torch
 from posttrain import cli
 from posttrain.config import load_config
 from posttrain.config.supervised_tree import REWARD_MODEL, SFT
-from posttrain.data.pairs import Pair
-from posttrain.data.spans import TrainedRow
+from posttrain.data.chat import TrainedRow
+from posttrain.data.supervised import Pair
 from posttrain.doctor.plan_command import report
 from posttrain.planning import cuda_bytes
 from posttrain.planning.counting import LiveBytes

@@ -9,7 +9,7 @@ import torch
 from runs import metrics_of, parity_reward, run, settings
 
 from posttrain.checkpoint.manager import CheckpointManager
-from posttrain.tracking.origin import read_origin
+from posttrain.tracking.status import read_origin
 
 SIX = {"trainer__total_training_steps": 6, "trainer__save_freq": 3, "trainer__test_freq": 2}
 TWO_UPDATES = {"actor_rollout_ref__actor__ppo_mini_batch_size": 2, "actor_rollout_ref__actor__use_kl_loss": True}
