@@ -13,8 +13,7 @@ import pyarrow.parquet
 import pytest
 
 from posttrain.config import load_config
-from posttrain.config.ppo_tree import PPO
-from posttrain.config.supervised_tree import SFT
+from posttrain.config.trees import PPO, SFT
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))

@@ -11,7 +11,7 @@ import torch
 
 from posttrain import cli
 from posttrain.config import load_config
-from posttrain.config.supervised_tree import REWARD_MODEL, SFT
+from posttrain.config.trees import REWARD_MODEL, SFT
 from posttrain.data.chat import TrainedRow
 from posttrain.data.supervised import Pair
 from posttrain.doctor.plan_command import report
