@@ -87,7 +87,7 @@ def test_nothing_is_drawn_where_nobody_looks(capsys, monkeypatch):
 )
 def test_commands_that_read_torch_say_so(command, tmp_path):
     code = (
-        "import sys, posttrain.cli\nfrom posttrain.tracking import row as module\nfrom contextlib import contextmanager\n"
+        "import sys, posttrain.cli\nfrom posttrain.tracking import row as module\n"
         "def row(*args):\n    print('torch' in sys.modules, flush=True); sys.exit(7)\n"
         "module.is_terminal = lambda stream: True\nmodule.Waiting = row\nposttrain.cli.main(sys.argv[1:])"
     )
