@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from posttrain.config.data import HELD_OUT
-from posttrain.config.problem import Problem
-from posttrain.config.resolved import Resolved
+from posttrain.config.resolved import Problem, Resolved
 from posttrain.data.task_packages import find_source
 from posttrain.errors import UserError
 from posttrain.texts import well_formed

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from posttrain.config.supervised_tree import SFT
+from posttrain.config.trees import SFT
 from posttrain.data.supervised import check_row
 from posttrain.doctor import dry_run
 from posttrain.interrupts import one_interrupt

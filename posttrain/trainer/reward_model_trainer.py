@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from posttrain.config.supervised_tree import REWARD_MODEL
+from posttrain.config.trees import REWARD_MODEL
 from posttrain.data.supervised import check_pair
 from posttrain.doctor import dry_run
 from posttrain.interrupts import one_interrupt

@@ -125,7 +125,7 @@ def _usual(known: dict[str, str]) -> tuple[dict[str, str], dict[str, str]]:
 def _trees() -> list[tuple[dict[str, str], dict[str, str]]]:
     from posttrain.config.root import PPOConfig
     from posttrain.config.schema import leaves
-    from posttrain.config.supervised_tree import COMMANDS
+    from posttrain.config.trees import COMMANDS
 
     roots = [PPOConfig, *(tree.root for tree in COMMANDS.values())]
     return [(flat(root().to_dict()), {key: leaf.sentence for key, leaf in leaves(root).items()}) for root in roots]

@@ -12,7 +12,7 @@ import torch
 
 from posttrain.algorithms import AlgorithmError, compute_advantage
 from posttrain.algorithms.registry import ADV_ESTIMATORS
-from posttrain.config.algorithm import AlgorithmConfig
+from posttrain.config.root import AlgorithmConfig
 
 GROUPS = ["b", "a", "b", "c", "a", "b", "d", "d", "e", "d", "b", "e", "f", "f", "f", "e"]  # c is a group of one
 EPSILON = 1e-6

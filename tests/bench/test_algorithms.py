@@ -94,6 +94,7 @@ def tiny_task(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_model(folder / "model", hidden_size=16, intermediate_size=32, num_attention_heads=2, num_key_value_heads=2)
 
 
+@pytest.mark.slow
 def test_runs_are_made_kept_and_not_made_again(tiny_task, tmp_path: Path, capsys, monkeypatch, forked):
     monkeypatch.setattr(sys, "executable", forked.python)
     file, picture = tmp_path / "algorithms.json", tmp_path / "algorithms.svg"

@@ -137,6 +137,7 @@ def test_the_ppo_scripts_are_unbroken_commands_with_the_documents_keys(script, m
         assert {key: resolved.value(key) for key in DOCUMENT_4} == DOCUMENT_4 and len(DOCUMENT_4) == 20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", [PPO_RM, PPO_LLM], ids=lambda script: script.stem)
 def test_the_ppo_scripts_train_two_small_steps_with_a_critic(script, brief_model: Path, tmp_path: Path, forked):
     from reward_models import other_tokenizer, write_reward_model

@@ -10,7 +10,7 @@ import torch
 from chat_templates import CHATML, tokenizer_with
 
 from posttrain.algorithms.bradley_terry import bradley_terry_loss
-from posttrain.config.optim import OptimConfig
+from posttrain.config.root import OptimConfig
 from posttrain.config.supervised import PairDataConfig
 from posttrain.data.rows import DataError
 from posttrain.data.supervised import Pair, PairDataset
