@@ -29,10 +29,7 @@ from posttrain.rewards.user_functions import choose_function, find_dotted, impor
 
 if TYPE_CHECKING:
     from posttrain.config.reward import CustomRewardConfig
-    from posttrain.rewards.process import WorkerProcess
-
-# Seconds that importing the user's file may take.
-IMPORT_S = 120.0
+    from posttrain.rewards.crew import WorkerProcess
 
 
 def resolve_reward(
@@ -305,7 +302,7 @@ def _is_installed(module: types.ModuleType) -> bool:
 
 
 def _checked(spec: RewardSpec, kept: list[WorkerProcess] | None) -> RewardSpec:
-    from posttrain.rewards.process import WorkerProcess
+    from posttrain.rewards.crew import IMPORT_S, WorkerProcess
 
     worker = WorkerProcess(spec)
     try:

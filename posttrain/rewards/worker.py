@@ -1,4 +1,4 @@
-"""A reward worker, a process with the arguments FD PARENT (process.py): imports the reward once, then scores.
+"""A reward worker, a process with the arguments FD PARENT (crew.py): imports the reward once, then scores.
 
 channel.py lists its messages. After each score it looks for damage to the state that all scores of a worker share, and
 compares it with the state after the reward was imported:
