@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 import posttrain
-from posttrain.config.optim import OptimConfig
+from posttrain.config.root import OptimConfig
 from posttrain.engine.base import EngineSettings
 from posttrain.engine.torch_engine import TorchEngine
 from posttrain.models.embedded import byte_tokenizer

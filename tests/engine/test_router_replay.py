@@ -9,8 +9,8 @@ import torch
 from engine_tools import gradient, objective
 
 from posttrain.batch.fields import ROUTES
-from posttrain.config.optim import OptimConfig
 from posttrain.config.rollout import RolloutConfig
+from posttrain.config.root import OptimConfig
 from posttrain.engine.base import EngineSettings
 from posttrain.engine.torch_engine import TorchEngine
 from posttrain.errors import UserError

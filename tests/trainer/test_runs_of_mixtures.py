@@ -9,7 +9,7 @@ from runs import metrics_of, run
 from test_dynamic_sampling import FILTERED, rarely_right, weights_equal
 
 from posttrain.batch.fields import ROUTES
-from posttrain.config.problem import ConfigError
+from posttrain.config.resolved import ConfigError
 from posttrain.errors import UserError
 from posttrain.models.embedded import byte_tokenizer
 from posttrain.protocol import DataProto
