@@ -29,7 +29,6 @@ from typing import Any, Self
 
 import yaml
 
-from posttrain.batch.fields import ROUTES
 from posttrain.errors import UserError
 from posttrain.masking import redact
 from posttrain.texts import utf8
@@ -334,7 +333,7 @@ class RunLock:
 
 FACTS = "replay.json"
 # The columns that an update reads besides tensors, and those that identify rows.
-FIELDS = ("uid", "sample", "branch", "parent", "fork", "turn_ends", "reward_score", ROUTES)
+FIELDS = ("uid", "sample", "branch", "parent", "fork", "turn_ends", "reward_score", "routed_experts")
 _STEP = re.compile(r"step_(\d+)")
 
 
