@@ -333,7 +333,7 @@ class RunLock:
 
 FACTS = "replay.json"
 # The columns that an update reads besides tensors, and those that identify rows.
-FIELDS = ("uid", "sample", "branch", "parent", "fork", "turn_ends", "reward_score")
+FIELDS = ("uid", "sample", "branch", "parent", "fork", "turn_ends", "reward_score", "routed_experts")
 _STEP = re.compile(r"step_(\d+)")
 
 
