@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from posttrain.config.optim import OptimConfig
+from posttrain.config.root import OptimConfig
 from posttrain.engine.facts import EngineFacts
 from posttrain.engine.micro_batches import Unit
 from posttrain.engine.settings import RL, EngineKeys

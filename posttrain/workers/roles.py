@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from posttrain.config.optim import FSDPConfig, OptimConfig
-from posttrain.config.root import PPOConfig
+from posttrain.config.root import FSDPConfig, OptimConfig, PPOConfig
 from posttrain.engine.base import EngineSettings, TrainEngine
 from posttrain.engine.registry import build_train_engine, layout_of, loading_device
 from posttrain.engine.settings import RL

@@ -26,7 +26,7 @@ from forked_ranks import run_ranks
 
 from posttrain.checkpoint import CheckpointManager
 from posttrain.config.model import ModelConfig
-from posttrain.config.optim import OptimConfig
+from posttrain.config.root import OptimConfig
 from posttrain.engine import sharding
 from posttrain.engine.base import EngineSettings
 from posttrain.engine.heads import ScoreHead

@@ -32,8 +32,7 @@ from posttrain.algorithms.common import keep_masked
 from posttrain.algorithms.correction import importance
 from posttrain.algorithms.kl import MAX_LOG_RATIO
 from posttrain.batch.samples import has_several_rows, sample_of_rows
-from posttrain.config.algorithm import RolloutCorrectionConfig
-from posttrain.config.root import ActorConfig
+from posttrain.config.root import ActorConfig, RolloutCorrectionConfig
 from posttrain.protocol import DataProto
 from posttrain.workers.measures import Measures, TokenStats
 
