@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from posttrain.config.problem import ConfigError
+from posttrain.config.resolved import ConfigError
 from posttrain.launch_flags import (
     BY_FLAG,
     ESTIMATOR,
@@ -91,7 +91,7 @@ def resolve_arguments(args: Sequence[str], *, environment: bool = False) -> Reso
 def _taken(rest: Sequence[str], given: Labelled) -> dict[str, str]:
     """Canonical key -> source of everything that the user set, in whatever spelling, in files and groups too."""
     from posttrain.config import load_config
-    from posttrain.config.ppo_tree import PPO
+    from posttrain.config.trees import PPO
 
     written = [*given, *((text, "command line") for text in rest if "=" in text)]
     keys = {text.partition("=")[0].lstrip("+"): source for text, source in written}
@@ -127,7 +127,7 @@ def defaults(taken: Mapping[str, str], train_sh: Path | None) -> Labelled:
 def show_config(args: Sequence[str]) -> int:
     """`posttrain config`: every setting with value, source and sentence, without training."""
     from posttrain.config import load_config
-    from posttrain.config.supervised_tree import command_tree
+    from posttrain.config.trees import command_tree
 
     if (tree := command_tree("config", args)) and not {"-h", "--help"} & set(args):
         unset = ("model.path", "data.train_files") if len(args) == 1 else ()  # as below

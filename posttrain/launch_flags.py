@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from posttrain.config.problem import Problem
+from posttrain.config.resolved import Problem
 from posttrain.other_systems.names import counterpart
 from posttrain.spelling import closest
 

@@ -27,9 +27,9 @@ from typing import Any
 
 import torch
 
-from posttrain.bench.presets import PRESETS, draw, find_shape
-from posttrain.config.optim import OptimConfig
+from posttrain.bench.workload import PRESETS, draw, find_shape
 from posttrain.config.rollout import RolloutConfig
+from posttrain.config.root import OptimConfig
 from posttrain.engine.base import EngineSettings
 from posttrain.engine.torch_engine import TorchEngine
 from posttrain.models.loading import DTYPES, fuse_and_prove

@@ -24,8 +24,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from tiny_families import FAMILIES, write_tiny
 
 from posttrain.config.model import ModelConfig
-from posttrain.config.optim import OptimConfig
 from posttrain.config.rollout import RolloutConfig
+from posttrain.config.root import OptimConfig
 from posttrain.engine.base import EngineSettings
 from posttrain.engine.torch_engine import TorchEngine
 from posttrain.errors import UserError

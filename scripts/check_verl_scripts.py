@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from posttrain.cache import cache_folder
-from posttrain.config.truncated_command import lost_lines
+from posttrain.config.commandline import lost_lines
 from posttrain.errors import UserError
 from posttrain.other_systems.verl.rule import KINDS
 from posttrain.other_systems.verl_script.command import read_script

@@ -19,7 +19,7 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from posttrain.config.model import ModelConfig
-from posttrain.config.optim import OptimConfig
+from posttrain.config.root import OptimConfig
 from posttrain.engine.base import EngineSettings
 from posttrain.engine.micro_batches import plan_passes
 from posttrain.engine.torch_engine import TorchEngine

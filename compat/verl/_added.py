@@ -13,7 +13,7 @@ import os
 from typing import Any
 
 from posttrain.config.choices import ESTIMATORS, POLICY_LOSSES
-from posttrain.config.ppo_tree import PPO
+from posttrain.config.trees import PPO
 from posttrain.config.values import parse_yaml
 from posttrain.other_systems.verl.translations import WORDS
 

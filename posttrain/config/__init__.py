@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from posttrain.config.problem import ConfigError, Problem
-
 if TYPE_CHECKING:
     from posttrain.config.check import needs_reference
     from posttrain.config.environment import check_environment
     from posttrain.config.load import load_config
-    from posttrain.config.resolved import Resolved
+    from posttrain.config.resolved import ConfigError, Problem, Resolved
     from posttrain.config.root import PPOConfig
 
 __all__ = [
@@ -24,7 +22,9 @@ __all__ = [
 ]
 
 _HOMES = {
+    "ConfigError": "resolved",
     "PPOConfig": "root",
+    "Problem": "resolved",
     "Resolved": "resolved",
     "check_environment": "environment",
     "load_config": "load",

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from posttrain.config.commandline import CommandLine
 from posttrain.config.defaults_list import ConfigFile, ConfigFiles, DefaultsList, merge_trees, place_at
 from posttrain.config.merge import Merged, Source
-from posttrain.config.problem import ConfigError, Problem
+from posttrain.config.resolved import ConfigError, Problem
 from posttrain.spelling import closest
 from posttrain.yaml_text import read_yaml
 

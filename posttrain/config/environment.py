@@ -19,8 +19,7 @@ from posttrain.config.parallel import (
     runs_on_cpu,
     workers_of,
 )
-from posttrain.config.problem import ConfigError, Problem
-from posttrain.config.resolved import Resolved
+from posttrain.config.resolved import ConfigError, Problem, Resolved
 from posttrain.cores import gpus_present
 
 _HOW_TO_GIVE_A_CLUSTER = (

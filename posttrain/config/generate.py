@@ -17,7 +17,7 @@ from posttrain.config.checked import Tree
 from posttrain.config.choices import PRESETS
 from posttrain.config.root import PPOConfig
 from posttrain.config.schema import Leaf, Section, heading_of, leaves, sections
-from posttrain.config.supervised_tree import REWARD_MODEL, SFT
+from posttrain.config.trees import REWARD_MODEL, SFT
 from posttrain.yaml_text import dump_yaml
 
 PACKAGE_TREE = Path(__file__).resolve().parents[1] / "trainer" / "config"

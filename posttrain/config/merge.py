@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from posttrain.config.dialect import Dialect, dialect
-from posttrain.config.problem import Problem
+from posttrain.config.resolved import Problem
 from posttrain.config.schema import Leaf, Section, leaf_of, leaves, sections
 from posttrain.config.values import NULLS, WrongValue, convert, shown, split_hint
 from posttrain.spelling import closest, longer_or_shorter, same_key, slips

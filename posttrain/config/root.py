@@ -1,4 +1,4 @@
-"""All settings of a PPO-family run, with the sections of actor, reference and critic."""
+"""All settings of a PPO-family run, with the sections of algorithm, optimizer, actor, reference and critic."""
 
 from __future__ import annotations
 
@@ -7,23 +7,142 @@ from typing import Any
 
 from posttrain.algorithms.aggregation import AGGREGATION_MODES
 from posttrain.algorithms.kl import KL_TYPES
-from posttrain.config.algorithm import AlgorithmConfig
 from posttrain.config.data import DataConfig
 from posttrain.config.model import ModelConfig
-from posttrain.config.optim import FSDPConfig, OptimConfig, RefFSDPConfig
+from posttrain.config.parallel import ON_CPU, UNSHARDED
 from posttrain.config.reward import CustomRewardConfig, RewardConfig, RewardModelConfig
 from posttrain.config.rollout import RolloutConfig
-from posttrain.config.schema import LOSS_KIND, Section, holds_settings_of, section
+from posttrain.config.schema import ESTIMATOR_KIND, LOSS_KIND, Section, holds_settings_of, section
 from posttrain.config.trainer import TrackingConfig, TrainerConfig
 from posttrain.settings import (
     ABOVE_ONE_OR_INFINITE,
+    BETAS,
+    COUNT_OR_ALL,
+    COUNT_OR_UNSET,
     ONE_OR_MORE,
     POSITIVE,
     POSITIVE_OR_INFINITE,
+    SCHEDULES,
+    SHARE,
     ZERO_OR_MORE,
     Idle,
     setting,
 )
+
+
+@section
+class OptimConfig(Section):
+    """AdamW and its schedule. Example: `actor_rollout_ref.actor.optim.lr=1e-6`."""
+
+    lr: float = setting(1e-6, range=POSITIVE)
+    """Learning rate after warm-up."""
+    weight_decay: float = setting(0.01, range=ZERO_OR_MORE)
+    """Decoupled weight decay, on matrices only (not on norms and biases)."""
+    betas: list[float] = setting(factory=lambda: [0.9, 0.999], range=BETAS)
+    """Decay of the two moment estimates."""
+    eps: float = setting(1e-8, range=POSITIVE)
+    """Added to the denominator of the update."""
+    lr_warmup_steps: int = setting(-1, range=COUNT_OR_UNSET)
+    """Updates (optimizer steps, of which a training step makes one per mini-batch and pass) of linear warm-up; -1 takes
+    `lr_warmup_steps_ratio` of all of them."""
+    lr_warmup_steps_ratio: float = setting(0.0, range=SHARE, idle=".lr_warmup_steps is set")
+    """Share of all updates (optimizer steps) spent on warm-up."""
+    lr_scheduler_type: str = setting("constant", choices=SCHEDULES)
+    """After warm-up: `constant`, `linear` or `cosine`."""
+    min_lr_ratio: float = setting(0.0, range=SHARE, idle=".lr_scheduler_type is constant")
+    """`linear` and `cosine` end at this share of `lr`."""
+
+
+@section
+class FSDPConfig(Section):
+    """Where weights and optimizer state lie between stages."""
+
+    param_offload: bool = setting(False, idle=ON_CPU)
+    """Keep the weights in host memory outside the stages that need them."""
+    optimizer_offload: bool = setting(False, idle=ON_CPU)
+    """Keep the optimizer state in host memory outside the update."""
+    fsdp_size: int = setting(-1, range=COUNT_OR_ALL, idle=UNSHARDED)
+    """Workers that weights and optimizer are cut over; where the run has more, groups of so many hold copies. -1 is all
+    of them."""
+
+
+@section
+class RefFSDPConfig(Section):
+    """Where the reference's weights lie between its passes."""
+
+    param_offload: bool = setting(False, idle=ON_CPU)
+    """Keep the reference's weights in host memory outside its pass."""
+
+
+_ONE_KL = Idle(
+    "there are not two KL terms in this run",
+    lambda c: not (c.algorithm.use_kl_in_reward and c.actor_rollout_ref.actor.use_kl_loss),
+)
+
+
+@section
+class KLControlConfig(Section):
+    """Coefficient of the KL penalty in the reward, fixed or adapted to a target."""
+
+    type: str = setting("fixed", choices=("fixed", "adaptive"))
+    """`fixed` keeps the coefficient; `adaptive` moves it towards `target_kl`."""
+    kl_coef: float = setting(0.001, range=ZERO_OR_MORE)
+    """Coefficient of the KL penalty that is taken from the reward."""
+    horizon: int = setting(10000, range=ONE_OR_MORE, idle=".type is fixed")
+    """Samples over which the adaptive controller corrects the coefficient."""
+    target_kl: float = setting(0.1, range=POSITIVE, idle=".type is fixed")
+    """KL per token (the mean over each response's tokens, then over responses) at which the adaptive controller neither
+    raises nor lowers the coefficient."""
+
+
+@section
+class RolloutCorrectionConfig(Section):
+    """Weights and rejection for the gap between the policy that sampled and the policy that is trained."""
+
+    rollout_is: str | None = setting(None, choices=("token", "sequence"))
+    """`token` or `sequence` importance weights on the policy loss; null switches them off."""
+    rollout_is_threshold: Any = setting(2.0, idle=".rollout_is is null")
+    """A number: weights above it are truncated to it. `low_high`, e.g. `0.5_5.0`: weights outside become 0 (IcePop)."""
+    rollout_rs: str | None = None
+    """Rejection rules, several with commas: `token_`, `seq_sum_`, `seq_mean_` or `seq_max_` before `k1`, `k2` or
+    `k3`; null rejects nothing."""
+    rollout_rs_threshold: Any = setting(None, idle=".rollout_rs is null")
+    """Threshold of each rule, with commas: a number, for `k1` also `low_high`."""
+
+
+@section
+class FilterGroupsConfig(Section):
+    """Dynamic sampling: groups without signal are replaced by further prompts (DAPO)."""
+
+    enable: bool = False
+    """Generate until a batch of groups with signal is full; surplus groups serve the next step."""
+    metric: str = setting("score", idle=".enable is False")
+    """What must differ within a group: `score`, `acc` (right or wrong), or a part that the reward gives."""
+    max_num_gen_batches: int = setting(10, range=ZERO_OR_MORE, idle=".enable is False")
+    """Most batches generated for one step (0: no limit); groups without signal then fill what is missing."""
+
+
+@holds_settings_of(ESTIMATOR_KIND, after="gamma")
+@section
+class AlgorithmConfig(Section):
+    """Advantage estimator and KL in the reward. Example: `algorithm.adv_estimator=grpo`."""
+
+    adv_estimator: str = "gae"
+    """Name of the advantage estimator (`posttrain explain` lists them), or one registered by your own file."""
+    gamma: float = setting(1.0, range=SHARE)
+    """Discount per token in `gae` and `reinforce_plus_plus`."""
+    norm_adv_by_std_in_grpo: bool = True
+    """Divide the advantages of a group by the standard deviation of its rewards."""
+    use_kl_in_reward: bool = False
+    """Subtract a per-token KL penalty from the reward (PPO's way; GRPO puts KL into the loss)."""
+    kl_penalty: str = setting("kl", choices=tuple(KL_TYPES), idle=".use_kl_in_reward is False")
+    """KL estimate used in the reward: `kl`, `abs`, `mse` or `low_var_kl`."""
+    allow_both_kl: bool = setting(False, idle=_ONE_KL)
+    """Allow KL in the reward and in the loss at once; without it the pair is refused."""
+    filter_groups: FilterGroupsConfig = field(default_factory=FilterGroupsConfig)
+    kl_ctrl: KLControlConfig = setting(factory=KLControlConfig, idle=".use_kl_in_reward is False")
+    rollout_correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)
+
 
 _BOTH_CLIPS = Idle(
     "clip_ratio_low and clip_ratio_high are both set",
@@ -43,6 +162,15 @@ class PolicyLossConfig(Section):
 
     loss_mode: str = "vanilla"
     """Name of the policy loss (`posttrain explain` lists them), or one registered by your own file."""
+
+
+@section
+class RouterReplayConfig(Section):
+    """Which experts of a mixture the trainer's passes take; docs/mixtures.md explains it."""
+
+    mode: str = setting("disabled", choices=("disabled", "R2", "R3"))
+    """`R3` takes the experts that each token had in the rollout, in old log-probs and update; `R2` takes those of the
+    old log-probs in the update; `disabled` routes anew in every pass."""
 
 
 @section
@@ -95,6 +223,10 @@ class ActorConfig(Section):
     old_log_probs: str = setting("auto", choices=("auto", "trainer", "rollout"))
     """Where the old log-probs come from: `trainer` recomputes them, `rollout` takes the engine's, `auto` recomputes
     only when needed."""
+    router_aux_loss_coef: float = setting(0.0, range=ZERO_OR_MORE)
+    """Coefficient of a mixture's load-balance loss; it needs recorded routes (`router_replay.mode`, or
+    `rollout.enable_rollout_routing_replay`)."""
+    router_replay: RouterReplayConfig = field(default_factory=RouterReplayConfig)
     policy_loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)

@@ -7,8 +7,8 @@ from typing import Any
 
 from posttrain.config.data import NO_VALIDATION
 from posttrain.config.model import NO_ADAPTERS, ModelConfig
-from posttrain.config.optim import OptimConfig
 from posttrain.config.parallel import UNSHARDED
+from posttrain.config.root import OptimConfig
 from posttrain.config.schema import Section, section
 from posttrain.config.trainer import RunConfig
 from posttrain.settings import (

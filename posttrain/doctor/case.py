@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.config.checked import Tree
-from posttrain.config.ppo_tree import PPO
 from posttrain.config.resolved import Resolved
 from posttrain.config.schema import lookup
+from posttrain.config.trees import PPO
 from posttrain.doctor.report import Report
 from posttrain.planning.budgets import planner_for
 from posttrain.planning.memory_plan import Device, Planner, find_device

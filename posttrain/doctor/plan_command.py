@@ -10,9 +10,9 @@ from posttrain.algorithms import get_adv_estimator
 from posttrain.config import PPOConfig, Resolved, load_config
 from posttrain.config.environment import check_environment
 from posttrain.config.parallel import workers_of
-from posttrain.config.problem import ConfigError
+from posttrain.config.resolved import ConfigError
 from posttrain.config.schema import Section, lookup
-from posttrain.config.supervised_tree import command_tree
+from posttrain.config.trees import command_tree
 from posttrain.engine.registry import EngineLayout, engine_class, layout_of
 from posttrain.engine.settings import RL as RL_KEYS
 from posttrain.engine.settings import SUPERVISED, train_engine

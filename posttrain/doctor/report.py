@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 
-from posttrain.config.problem import Problem
+from posttrain.config.resolved import Problem
 
 # The run would stop or could not learn; it would do something probably not intended; worth knowing.
 ERROR, WARNING, NOTE = "error", "warning", "note"

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from posttrain.algorithms import get_adv_estimator
-from posttrain.config.effects import idle_settings
+from posttrain.config.checked import idle_settings
 from posttrain.config.environment import missing_notes
 from posttrain.doctor.case import Case
 from posttrain.doctor.report import ERROR, NOTE, WARNING, Finding

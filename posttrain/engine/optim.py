@@ -10,7 +10,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from posttrain.checkpoint.dcp import read_checked, write_tensors
-from posttrain.config.optim import OptimConfig
+from posttrain.config.root import OptimConfig
 from posttrain.engine.base import EngineSettings
 from posttrain.kernels.gradient_sums import added_sum, close_sums, open_sums
 

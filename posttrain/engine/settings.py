@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.config.checked import Checked, Finding, check_choice
-from posttrain.config.problem import Problem
-from posttrain.config.resolved import Resolved
+from posttrain.config.resolved import Problem, Resolved
 from posttrain.config.schema import lookup
 from posttrain.errors import UserError
 

@@ -21,11 +21,11 @@ from posttrain.algorithms.aggregation import AGGREGATION_MODES
 from posttrain.algorithms.kl import KL_TYPES
 from posttrain.algorithms.losses import value
 from posttrain.algorithms.registry import ADV_ESTIMATORS, ESTIMATOR_KEY, LOSS_KEY, POLICY_LOSSES
-from posttrain.config.names import load_own_algorithms
-from posttrain.config.problem import ConfigError, Problem
+from posttrain.config.choices import load_own_algorithms
+from posttrain.config.resolved import ConfigError, Problem
 from posttrain.config.root import PPOConfig
 from posttrain.config.schema import Leaf, leaves
-from posttrain.config.supervised_tree import COMMANDS
+from posttrain.config.trees import COMMANDS
 from posttrain.errors import working_folder
 from posttrain.explain.metrics import FAMILIES, family_text
 

@@ -8,8 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from posttrain.config.model import ADAPTER_CONFIG, ADAPTER_WEIGHTS, SCORE_HEADS, read_adapter_config
-from posttrain.config.problem import Problem
-from posttrain.config.resolved import Resolved
+from posttrain.config.resolved import Problem, Resolved
 from posttrain.config.supervised import RewardTrainerConfig
 from posttrain.models.model_files import broken_files, why_not_from_hub
 from posttrain.spelling import closest

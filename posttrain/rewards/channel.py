@@ -5,7 +5,7 @@ From it:       ("ready", spec) or ("failed", what, todo); ("print", line); ("wai
                ("done", number, [(score, parts, error), ...], start, end);
                ("back", seconds of a task): gives back the rest of its chunk
                ("damage", what, what was restored): after a "done", if its score changed what all scores of a worker
-               share (damage.py). If `what` is not empty, the worker ends.
+               share (worker.py). If `what` is not empty, the worker ends.
 
 A worker sends each answer at once, into the socket's buffer. There it is safe whatever the worker does next, and the
 pool reads many at a time.
@@ -49,24 +49,24 @@ class Channel:
         # After `send_s` seconds without progress `send` raises OSError; if set, `receive` never waits.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER)
         sock.settimeout(send_s)
-        self._socket, self._lock, self._received = sock, threading.Lock(), bytearray()
+        self.socket, self._lock, self._received = sock, threading.Lock(), bytearray()
         # Whether the other end has closed, and everything that it sent was received.
         self.ended = False
         # Whether invalid bytes arrived; nothing after them can be read.
         self.broken = False
 
     def fileno(self) -> int:
-        return self._socket.fileno()
+        return self.socket.fileno()
 
     def send(self, message: Any) -> None:
         data = pack(message)
         with self._lock:
-            self._socket.sendall(data)
+            self.socket.sendall(data)
 
     def receive(self) -> list[Any]:
         """Return the complete messages received so far. Invalid bytes set `broken`; no more follow."""
         try:
-            data = os.read(self._socket.fileno(), _READ)
+            data = os.read(self.socket.fileno(), _READ)
             self.ended = not data
         except BlockingIOError:
             return []
@@ -97,4 +97,4 @@ class Channel:
         return messages
 
     def close(self) -> None:
-        self._socket.close()
+        self.socket.close()

@@ -20,8 +20,7 @@ from typing import Any
 from posttrain.masking import mask_urls
 from posttrain.posting import Patience, Refused, post_json
 from posttrain.rewards.outcomes import Outcome, failure, read_results
-from posttrain.rewards.signatures import Fields
-from posttrain.rewards.types import RewardError
+from posttrain.rewards.types import Fields, RewardError
 
 NAMES = ("data_source", "solution_str", "ground_truth", "extra_info")
 # The share of a score's time for all attempts; the rest is for writing and reading.

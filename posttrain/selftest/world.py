@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from posttrain.config.model import ModelConfig
-from posttrain.config.optim import OptimConfig
+from posttrain.config.root import OptimConfig
 from posttrain.engine.base import EngineLayout, EngineSettings, TrainEngine
 from posttrain.engine.micro_batches import plan_ranks
 from posttrain.engine.registry import build_train_engine

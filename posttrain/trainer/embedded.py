@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from posttrain.cache import cache_folder, writing_cache
-from posttrain.config.optim import OptimConfig
+from posttrain.config.root import OptimConfig
 from posttrain.data.recipes.arithmetic import arithmetic_rows, pair_rows, write_files
 from posttrain.engine.base import EngineSettings
 from posttrain.engine.torch_engine import TorchEngine

@@ -13,9 +13,8 @@ import torch
 from posttrain.algorithms import compute_advantage, register_adv_est, register_policy_loss
 from posttrain.algorithms.losses.shared import loss_settings
 from posttrain.algorithms.registry import ADV_ESTIMATORS, POLICY_LOSSES, Declaration
-from posttrain.config.algorithm import AlgorithmConfig
-from posttrain.config.effects import SHARED_BY_ESTIMATORS, SHARED_BY_LOSSES
-from posttrain.config.root import PPOConfig
+from posttrain.config.checked import SHARED_BY_ESTIMATORS, SHARED_BY_LOSSES
+from posttrain.config.root import AlgorithmConfig, PPOConfig
 from posttrain.config.schema import leaves
 from posttrain.settings import POSITIVE, setting
 

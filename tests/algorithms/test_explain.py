@@ -8,10 +8,10 @@ import sys
 import pytest
 
 from posttrain.algorithms import AGGREGATION_MODES, KL_TYPES, registry
-from posttrain.config.problem import ConfigError
+from posttrain.config.resolved import ConfigError
 from posttrain.config.root import PPOConfig
 from posttrain.config.schema import leaves
-from posttrain.config.supervised_tree import COMMANDS
+from posttrain.config.trees import COMMANDS
 from posttrain.explain.pages import ALIASES, _pages, explain
 
 

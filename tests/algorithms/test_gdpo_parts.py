@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from posttrain.algorithms import AlgorithmError
-from posttrain.config.algorithm import AlgorithmConfig
-from posttrain.config.root import PPOConfig
+from posttrain.config.root import AlgorithmConfig, PPOConfig
 from posttrain.protocol import DataProto
 from posttrain.trainer.ppo.model_reward import ModelReward, reward_weights
 from posttrain.trainer.ppo.ray_trainer import compute_advantage

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from posttrain.cli import main
-from posttrain.config.problem import ConfigError
+from posttrain.config.resolved import ConfigError
 from posttrain.config.root import PPOConfig
 from posttrain.config.schema import leaves
 from posttrain.explain import explain

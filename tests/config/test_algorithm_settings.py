@@ -4,8 +4,7 @@ import pytest
 
 from posttrain.config import load_config
 from posttrain.config.choices import PRESETS
-from posttrain.config.problem import ConfigError
-from posttrain.config.resolved import show
+from posttrain.config.resolved import ConfigError, show
 from posttrain.config.root import PPOConfig
 from posttrain.config.schema import Section, leaves, lookup
 

@@ -10,7 +10,7 @@ from posttrain import launch
 from posttrain.config import ConfigError, load_config
 from posttrain.config.root import PPOConfig
 from posttrain.config.schema import leaves
-from posttrain.config.supervised_tree import SFT
+from posttrain.config.trees import SFT
 from posttrain.other_systems.names import COUNTERPARTS
 from posttrain.spelling import closest, slips
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from posttrain.config.environment import check_environment
-from posttrain.config.supervised_tree import SFT
+from posttrain.config.trees import SFT
 
 ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 START = ("algorithm.adv_estimator=grpo",)

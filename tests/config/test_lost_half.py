@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.config.truncated_command import lost_lines
+from posttrain.config.commandline import lost_lines
 
 LORA = """\
 set -x

@@ -8,7 +8,7 @@ import pytest
 
 from posttrain.config import load_config
 from posttrain.config.environment import check_environment
-from posttrain.config.supervised_tree import SFT
+from posttrain.config.trees import SFT
 from posttrain.engine.base import EngineLayout
 from posttrain.engine.megatron.groups import ParallelSizes
 

@@ -7,8 +7,7 @@ import pytest
 
 from posttrain.config import ConfigError, load_config
 from posttrain.config.parallel import generating_workers_of, workers_of
-from posttrain.config.ppo_tree import PPO
-from posttrain.config.supervised_tree import SFT
+from posttrain.config.trees import PPO, SFT
 
 STRATEGY = "actor_rollout_ref.actor.strategy"
 

@@ -9,9 +9,8 @@ import pytest
 
 from posttrain.config import load_config
 from posttrain.config.merge import Merged, Source
-from posttrain.config.ppo_tree import PPO
 from posttrain.config.schema import leaves
-from posttrain.config.supervised_tree import SFT
+from posttrain.config.trees import PPO, SFT
 from posttrain.config.values import split_hint
 from posttrain.other_systems.verl.answers import PPO_RULES, all_answers
 from posttrain.other_systems.verl.apply import apply_answers

@@ -7,7 +7,7 @@ PROGRAM = """
 from posttrain import plugins
 plugins.dialect = None
 from posttrain.config import ConfigError, load_config
-from posttrain.config.supervised_tree import REWARD_MODEL, SFT
+from posttrain.config.trees import REWARD_MODEL, SFT
 good = load_config(["preset=embedded", "algorithm.kl_coef=0.1", "rollout.n=4"], environment=True)
 print(good.value("actor_rollout_ref.rollout.n"), good.value("actor_rollout_ref.actor.kl_loss_coef"))
 for tree in (SFT, REWARD_MODEL):

@@ -13,8 +13,7 @@ import pyarrow.parquet
 import pytest
 
 from posttrain.config import load_config
-from posttrain.config.ppo_tree import PPO
-from posttrain.config.supervised_tree import SFT
+from posttrain.config.trees import PPO, SFT
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -272,6 +271,7 @@ def test_the_small_form_learns_to_call_the_tool_and_samples_have_calls_of_severa
 LOOKUP = EXAMPLES / "tools" / "run_lookup.sh"
 
 
+@pytest.mark.slow
 def test_the_run_with_a_tool_that_learns_pays_for_asking_and_reading_only_and_its_small_form_trains(
     tiny_model, tmp_path, monkeypatch
 ):

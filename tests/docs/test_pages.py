@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from posttrain.config.choices import ESTIMATORS, POLICY_LOSSES, PRESETS
-from posttrain.config.ppo_tree import DERIVED, PPO, RENAMED
 from posttrain.config.schema import leaves
-from posttrain.config.supervised_tree import REWARD_MODEL, SFT
+from posttrain.config.trees import DERIVED, PPO, RENAMED, REWARD_MODEL, SFT
 from posttrain.explain.pages import METRICS, _pages
 from posttrain.rewards.scorers import known_sources
 from posttrain.trainer import main_eval, main_generation

@@ -9,8 +9,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from posttrain.config import load_config
 from posttrain.config.model import ModelConfig
-from posttrain.config.optim import OptimConfig
 from posttrain.config.rollout import RolloutConfig
+from posttrain.config.root import OptimConfig
 from posttrain.engine.base import EngineSettings
 from posttrain.engine.micro_batches import plan_units
 from posttrain.engine.packing import packed_units

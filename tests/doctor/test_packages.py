@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from posttrain.config import load_config
-from posttrain.config.ppo_tree import PPO
+from posttrain.config.trees import PPO
 from posttrain.doctor.command import run_checks
 from posttrain.doctor.report import NOTE, WARNING
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from posttrain.bench.presets import PRESETS
+from posttrain.bench.workload import PRESETS
 from posttrain.config import load_config
-from posttrain.config.supervised_tree import SFT
+from posttrain.config.trees import SFT
 from posttrain.planning import cuda_bytes
 from posttrain.planning.budgets import apply_plan
 from posttrain.planning.memory_plan import GIB, USABLE, Device, Plan

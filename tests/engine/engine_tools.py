@@ -7,8 +7,7 @@ import copy
 import numpy as np
 import torch
 
-from posttrain.config.algorithm import RolloutCorrectionConfig
-from posttrain.config.root import ActorConfig
+from posttrain.config.root import ActorConfig, RolloutCorrectionConfig
 from posttrain.engine.torch_engine import TorchEngine
 from posttrain.protocol import DataProto
 from posttrain.rollout.base import Output

@@ -24,8 +24,7 @@ from rank_runs import summed, words
 from posttrain import pulse
 from posttrain.checkpoint import CheckpointManager
 from posttrain.config.model import ModelConfig
-from posttrain.config.optim import OptimConfig
-from posttrain.config.root import PolicyLossConfig
+from posttrain.config.root import OptimConfig, PolicyLossConfig
 from posttrain.engine.base import EngineLayout, EngineSettings, TrainEngine
 from posttrain.engine.heads import Head, ScoreHead
 from posttrain.engine.megatron.engine import MegatronEngine

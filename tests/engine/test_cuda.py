@@ -16,7 +16,7 @@ DEVICE = "cuda"
 @pytest.fixture
 def cuda_engine(tiny_model):
     from posttrain.config.model import ModelConfig
-    from posttrain.config.optim import OptimConfig
+    from posttrain.config.root import OptimConfig
     from posttrain.engine.base import EngineSettings
     from posttrain.engine.torch_engine import TorchEngine
     from posttrain.models.loading import load_causal_lm
@@ -77,7 +77,7 @@ def many_rows(tmp_path):
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     from posttrain.config.model import ModelConfig
-    from posttrain.config.optim import OptimConfig
+    from posttrain.config.root import OptimConfig
     from posttrain.engine.base import EngineSettings
     from posttrain.engine.micro_batches import plan_passes
     from posttrain.engine.torch_engine import TorchEngine

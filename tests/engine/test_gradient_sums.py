@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from posttrain.config.optim import OptimConfig
+from posttrain.config.root import OptimConfig
 from posttrain.engine.optim import Optimizer
 from posttrain.kernels.gradient_sums import add_product, added_sum, close_sums, open_sums
 

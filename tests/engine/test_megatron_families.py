@@ -13,7 +13,7 @@ import torch
 from engine_tools import ragged_batch
 from megatron_runs import MIXTURES, tiny_models
 
-from posttrain.config.optim import OptimConfig
+from posttrain.config.root import OptimConfig
 from posttrain.engine.base import EngineLayout, EngineSettings
 from posttrain.engine.megatron.groups import ParallelSizes
 from posttrain.engine.megatron.model import stage_chunks, stage_layers

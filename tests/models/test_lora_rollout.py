@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from posttrain.config.model import ModelConfig
-from posttrain.config.optim import OptimConfig
 from posttrain.config.rollout import RolloutConfig
+from posttrain.config.root import OptimConfig
 from posttrain.engine.base import EngineSettings
 from posttrain.engine.torch_engine import TorchEngine
 from posttrain.models.arena import Arena

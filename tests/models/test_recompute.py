@@ -46,7 +46,7 @@ def test_gradients_are_those_without_it_to_the_bit_and_less_is_kept(kind):
 
 def test_an_update_with_it_is_the_update_without_it(tmp_path):
     from posttrain.config.model import ModelConfig
-    from posttrain.config.optim import OptimConfig
+    from posttrain.config.root import OptimConfig
     from posttrain.engine.base import EngineSettings
     from posttrain.engine.torch_engine import TorchEngine
     from posttrain.models.loading import load_causal_lm

@@ -16,7 +16,7 @@ import torch
 
 from posttrain.config import load_config
 from posttrain.config.model import ModelConfig
-from posttrain.config.problem import ConfigError
+from posttrain.config.resolved import ConfigError
 from posttrain.config.rollout import RolloutConfig
 from posttrain.errors import UserError
 from posttrain.models.forward import row_log_probs

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from posttrain.config import load_config
-from posttrain.config.problem import ConfigError
+from posttrain.config.resolved import ConfigError
 from posttrain.external import import_external
 from posttrain.rewards import RewardError
 from posttrain.rewards.scorers import check_sources

@@ -20,10 +20,9 @@ from forked_ranks import run_ranks
 from sft_runs import PAIRS, PREFERENCES, metrics_of, reward_model, settings, sft, tensors
 
 from posttrain.config import load_config
-from posttrain.config.supervised_tree import REWARD_MODEL, SFT
+from posttrain.config.trees import REWARD_MODEL, SFT
 from posttrain.controller.dispatch import Calls
-from posttrain.data.pairs import PairDataset
-from posttrain.data.supervised import SFTDataset
+from posttrain.data.supervised import PairDataset, SFTDataset
 from posttrain.engine.megatron.groups import leave_groups
 from posttrain.engine.megatron.package import part
 from posttrain.engine.ranks import this_rank, world_size

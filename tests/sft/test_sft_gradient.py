@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from posttrain.config.model import ModelConfig
-from posttrain.config.optim import OptimConfig
-from posttrain.data.spans import TrainedRow
+from posttrain.config.root import OptimConfig
+from posttrain.data.chat import TrainedRow
 from posttrain.engine.base import EngineSettings
 from posttrain.engine.torch_engine import TorchEngine
 from posttrain.models.loading import load_causal_lm

@@ -17,8 +17,8 @@ from light_rewards import even_share, rarely_right
 from runs import metrics_of, run, settings
 
 import posttrain
-from posttrain.config.algorithm import FilterGroupsConfig
 from posttrain.config.reward import OverlongBufferConfig
+from posttrain.config.root import FilterGroupsConfig
 from posttrain.data.rows import DataError
 from posttrain.protocol import DataProto
 from posttrain.trainer.ppo.dynamic_sampling import FilterError, GroupFilter

@@ -10,8 +10,8 @@ from runs import metrics_of, run
 
 from posttrain.config import load_config
 from posttrain.config.model import ModelConfig
-from posttrain.config.optim import OptimConfig
 from posttrain.config.rollout import RolloutConfig
+from posttrain.config.root import OptimConfig
 from posttrain.conversations.agents import AGENTS, register_agent
 from posttrain.engine.base import EngineSettings
 from posttrain.engine.torch_engine import TorchEngine

@@ -14,7 +14,7 @@ from runs import metrics_of, run
 
 from posttrain.algorithms import ADV_ESTIMATORS, AlgorithmError, register_adv_est
 from posttrain.commands.replay_updates import replay
-from posttrain.config.algorithm import AlgorithmConfig
+from posttrain.config.root import AlgorithmConfig
 from posttrain.conversations.agents import AGENTS, register_agent
 from posttrain.conversations.conversation import ChatError, Conversation, Limits
 from posttrain.protocol import DataProto
@@ -134,6 +134,7 @@ SHUFFLED = {
 }
 
 
+@pytest.mark.slow
 def test_a_resumed_run_is_bitwise_the_same_with_trees_in_the_surplus(tiny_model, sums, tmp_path):
     how = (
         {key: value for key, value in COMMON.items() if key != f"{R}agent"}

@@ -71,7 +71,7 @@ def test_settings_come_with_their_defaults_those_that_differ_first(several):
 def test_settings_of_a_supervised_run_are_compared_with_its_own_defaults(tmp_path):
     import yaml
 
-    from posttrain.config.supervised_tree import COMMANDS
+    from posttrain.config.trees import COMMANDS
 
     config = COMMANDS["sft"].root()
     config.trainer.seed = 99

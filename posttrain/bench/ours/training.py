@@ -100,10 +100,8 @@ def train(job: dict[str, Any]):
     import numpy as np
     import torch
 
-    from posttrain.config.algorithm import RolloutCorrectionConfig
     from posttrain.config.model import ModelConfig
-    from posttrain.config.optim import OptimConfig
-    from posttrain.config.root import ActorConfig
+    from posttrain.config.root import ActorConfig, OptimConfig, RolloutCorrectionConfig
     from posttrain.engine.base import EngineSettings
     from posttrain.engine.micro_batches import plan_passes
     from posttrain.engine.torch_engine import TorchEngine

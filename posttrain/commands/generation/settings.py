@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.checkpoint.verify import refuse_run
-from posttrain.config.problem import ConfigError, Problem
+from posttrain.config.resolved import ConfigError, Problem
 from posttrain.config.root import PPOConfig
 from posttrain.config.schema import assign
 from posttrain.conversations.settings import TurnSettings, turn_settings

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from posttrain.config.problem import Problem
-from posttrain.config.resolved import Resolved
+from posttrain.config.resolved import Problem, Resolved
 from posttrain.config.schema import lookup
 from posttrain.engine.megatron.settings import (
     MODEL_TYPES,

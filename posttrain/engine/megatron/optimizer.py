@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import torch
 import torch.distributed as dist
 
-from posttrain.config.optim import OptimConfig
+from posttrain.config.root import OptimConfig
 from posttrain.engine.megatron.groups import RankGroups
 from posttrain.engine.optim import Optimizer
 

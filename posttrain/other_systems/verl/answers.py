@@ -85,8 +85,7 @@ def in_words(rule: Rule) -> str:
 
 def all_answers() -> Iterator[tuple[str, str, Answer | None]]:
     """(key, program, answer) of every key known of verl."""
-    from posttrain.config.ppo_tree import PPO
-    from posttrain.config.supervised_tree import SFT
+    from posttrain.config.trees import PPO, SFT
 
     for key, program in verl_keys().items():
         if program == "main_generation":

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from posttrain.config.merge import Entry, Merged
-from posttrain.config.problem import Problem
+from posttrain.config.resolved import Problem
 from posttrain.other_systems.verl.rule import NOT_NEEDED, NOT_SUPPORTED, TRANSLATED, Rule
 from posttrain.other_systems.verl.translations import CONDITIONS, ON, TRANSLATIONS, given, translate_values
 

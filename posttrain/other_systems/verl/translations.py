@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from posttrain.config.choices import CRITIC_ESTIMATORS
 from posttrain.config.merge import Entry, Merged
-from posttrain.config.problem import Problem
+from posttrain.config.resolved import Problem
 from posttrain.config.values import parse_yaml
 from posttrain.other_systems.verl.rule import NOTHING, plain
 

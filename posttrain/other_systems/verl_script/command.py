@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from posttrain.config.truncated_command import lost_lines
+from posttrain.config.commandline import lost_lines
 from posttrain.errors import UserError
 from posttrain.other_systems.verl_script.main_file import find_main_file, main_file
 from posttrain.other_systems.verl_script.program import Call, find_calls

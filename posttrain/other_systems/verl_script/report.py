@@ -11,10 +11,9 @@ from typing import NamedTuple
 from posttrain.config import ConfigError, load_config
 from posttrain.config.checked import Tree
 from posttrain.config.choices import ROLLOUT_ENGINES
+from posttrain.config.commandline import cut_short
 from posttrain.config.merge import Merged, Source, Spellings
-from posttrain.config.ppo_tree import PPO
-from posttrain.config.supervised_tree import SFT
-from posttrain.config.truncated_command import cut_short
+from posttrain.config.trees import PPO, SFT
 from posttrain.errors import UserError
 from posttrain.other_systems.verl.answers import answer
 from posttrain.other_systems.verl.apply import apply_answers

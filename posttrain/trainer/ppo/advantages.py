@@ -9,7 +9,7 @@ import torch
 
 from posttrain import algorithms
 from posttrain.batch.samples import BRANCH_FIELDS, has_several_rows, last_rows, rows_of_samples
-from posttrain.config.algorithm import AlgorithmConfig
+from posttrain.config.root import AlgorithmConfig
 from posttrain.protocol import DataProto
 from posttrain.rewards.outcomes import NONE_APPLIES
 from posttrain.tracking.metrics import groups_of

@@ -16,7 +16,7 @@ import numpy as np
 
 from posttrain.algorithms.reward_terms import finite_number
 from posttrain.batch.samples import BRANCH_FIELDS, last_rows
-from posttrain.config.algorithm import FilterGroupsConfig
+from posttrain.config.root import FilterGroupsConfig
 from posttrain.errors import UserError
 from posttrain.protocol import DataProto
 from posttrain.tracking.metrics import groups_of, right_answers

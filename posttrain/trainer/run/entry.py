@@ -7,8 +7,8 @@ from typing import Any
 
 from posttrain.config.checked import Tree
 from posttrain.config.load import load_config
-from posttrain.config.ppo_tree import PPO
 from posttrain.config.resolved import Resolved
+from posttrain.config.trees import PPO
 from posttrain.tracking.console import command_console, protect_console
 from posttrain.tracking.terminal_text import print_text
 

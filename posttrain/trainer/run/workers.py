@@ -20,8 +20,8 @@ from posttrain.controller.stalls import append_log, printed_lines
 from posttrain.external import import_external
 from posttrain.tracking.console import ignore_hangup
 from posttrain.tracking.progress import say
+from posttrain.tracking.row import waiting
 from posttrain.tracking.rundir import RunTaken
-from posttrain.tracking.waiting import waiting
 from posttrain.trainer.run.process import seed_and_determinism
 from posttrain.trainer.run.result import RunResult
 

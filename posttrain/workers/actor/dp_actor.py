@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 
 from posttrain import pulse
-from posttrain.config.algorithm import RolloutCorrectionConfig
-from posttrain.config.root import ActorConfig, PPOConfig
+from posttrain.config.root import ActorConfig, PPOConfig, RolloutCorrectionConfig
 from posttrain.engine.base import Passes, TrainEngine
 from posttrain.protocol import DataProto
 from posttrain.workers.actor.objective import ActorObjective, finish_importance_metrics

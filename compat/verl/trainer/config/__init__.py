@@ -1,6 +1,6 @@
 """Sections of settings under verl's names."""
 
-from posttrain.config.algorithm import AlgorithmConfig, FilterGroupsConfig, KLControlConfig
+from posttrain.config.root import AlgorithmConfig, FilterGroupsConfig, KLControlConfig
 from verl._config import BaseConfig
 from verl._missing import not_given
 from verl.trainer.config.rollout_correction import RolloutCorrectionConfig

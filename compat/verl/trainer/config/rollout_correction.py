@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from posttrain.config import algorithm
+from posttrain.config import root
 from verl._config import BaseConfig
 from verl._missing import not_given
 
@@ -34,7 +34,7 @@ def _preset(*parts: dict[str, Any], **arguments: tuple[str, Any]) -> Any:
 class RolloutCorrectionConfig(BaseConfig):
     """Weights and rejection for the gap between the policy that sampled and the policy that is trained."""
 
-    _section = algorithm.RolloutCorrectionConfig
+    _section = root.RolloutCorrectionConfig
     _defaults = {  # noqa: RUF012
         "rollout_is": "sequence",
         "rollout_is_batch_normalize": False,
