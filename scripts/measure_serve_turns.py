@@ -14,7 +14,7 @@ import time
 
 from measure_kv_reuse import PROMPT, _words, untrained_model
 
-from posttrain.commands.serving_turns import open_server
+from posttrain.commands.serving_model import open_server
 from posttrain.config.rollout import RolloutConfig
 from posttrain.conversations.server import Server
 from posttrain.rollout.base import Request, Sampling

@@ -16,7 +16,7 @@ from typing import Any
 
 from posttrain.data.named import parse_name
 from posttrain.errors import UserError
-from posttrain.interpreters import find_missing
+from posttrain.external import find_missing
 
 VERIFIERS = "verifiers:"
 _SIZE = 1000

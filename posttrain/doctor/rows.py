@@ -22,9 +22,8 @@ from posttrain.data.pairs import PairDataset
 from posttrain.data.rows import RowTable, read_table
 from posttrain.data.supervised import SFTDataset
 from posttrain.doctor import template
-from posttrain.doctor.case import SPLITS, Case
+from posttrain.doctor.case import ERROR, NOTE, SPLITS, WARNING, Case, Finding
 from posttrain.doctor.conversations import check_named_in_rows
-from posttrain.doctor.report import ERROR, NOTE, WARNING, Finding
 from posttrain.errors import UserError
 
 AREA = "data"

@@ -10,7 +10,7 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
-from posttrain.masking import redact
+from posttrain.texts import redact
 from posttrain.tracking.origin import read_origin
 from posttrain.tracking.rundir import flatten
 from posttrain.tracking.safe_files import DamagedFile, read_settings
