@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Runs the tests, after installing what they need:
-#   ./test.sh                         all but those marked `slow` (runs over several ranks, Megatron, killed runs)
+#   ./test.sh                         all but those marked `slow`: several ranks, Megatron, many whole runs
 #   ./test.sh --slow                  those
 #   ./test.sh tests/config -k alias   any pytest arguments
 set -euo pipefail

@@ -79,7 +79,7 @@ def _quietly(what: Any, args: Any, kwargs: Any) -> None:
 
 def make_model(options: argparse.Namespace, out: Path) -> None:
     """Written on the device's own process: the parent must not touch it."""
-    from posttrain.bench.presets import find_model
+    from posttrain.bench.workload import find_model
 
     (out / "model").write_text(str(find_model(options.model, options.device).folder))
 

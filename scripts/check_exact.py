@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from posttrain.bench.presets import PRESETS, draw, find_shape
+from posttrain.bench.workload import PRESETS, draw, find_shape
 from posttrain.config.rollout import RolloutConfig
 from posttrain.config.root import OptimConfig
 from posttrain.engine.base import EngineSettings

@@ -109,7 +109,7 @@ def measure(case: Case, device: str) -> dict[str, Any]:
     """GiB by stage, planned and measured, and the parts of the plan."""
     import torch
 
-    from posttrain.bench.presets import find_shape
+    from posttrain.bench.workload import find_shape
     from posttrain.config import load_config
     from posttrain.controller.pool import StagePeaks
     from posttrain.planning.memory_plan import find_device
@@ -181,7 +181,7 @@ def random_weights(device: str) -> None:
     """From now on, in this process, a model's weights are drawn on the device instead of read."""
     from transformers import AutoModelForCausalLM
 
-    from posttrain.bench.presets import draw
+    from posttrain.bench.workload import draw
     from posttrain.models import loading
 
     def drawn(source: str, *, dtype: Any, **others: Any) -> tuple[Any, dict[str, Any]]:

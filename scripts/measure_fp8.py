@@ -21,7 +21,7 @@ import torch
 from decode_speed import draw_model, measure_speed
 from transformers import Qwen2Config
 
-from posttrain.bench.presets import PRESETS
+from posttrain.bench.workload import PRESETS
 from posttrain.config.rollout import RolloutConfig
 from posttrain.rollout.native.build import build_native
 

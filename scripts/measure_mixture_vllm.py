@@ -30,7 +30,7 @@ from decode_speed import grouped_prompts  # noqa: E402
 from measure_mixture import LAYERS, SHAPE  # noqa: E402
 from transformers import Qwen2Config, Qwen3MoeConfig  # noqa: E402
 
-from posttrain.bench.presets import PRESETS  # noqa: E402
+from posttrain.bench.workload import PRESETS  # noqa: E402
 
 NO_TOKENS = {"eos_token_id": None, "bos_token_id": None, "pad_token_id": None}
 

@@ -131,7 +131,7 @@ def start_clients(system: str, url: str) -> subprocess.Popen[str]:
 # -- the systems ------------------------------------------------------------------------------------------------------
 def write_model(options: argparse.Namespace, folder: Path) -> tuple[Path, bool]:
     """(a folder with configuration and tokenizer, whether its weights are to be drawn)."""
-    from posttrain.bench.presets import PRESETS, find_shape
+    from posttrain.bench.workload import PRESETS, find_shape
 
     if options.model not in PRESETS:
         return Path(options.model or options.tokenizer), False
@@ -149,7 +149,7 @@ def write_model(options: argparse.Namespace, folder: Path) -> tuple[Path, bool]:
 def make_engine(options: argparse.Namespace, folder: Path, drawn: bool) -> Any:
     import torch
 
-    from posttrain.bench.presets import draw
+    from posttrain.bench.workload import draw
     from posttrain.config.model import ModelConfig
     from posttrain.config.rollout import RolloutConfig
     from posttrain.models.loading import fuse_and_prove, load_causal_lm, load_tokenizer

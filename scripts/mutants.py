@@ -6,12 +6,14 @@
     python scripts/mutants.py --write             and keep caught.txt up to date
     python scripts/mutants.py --check             only: does every mutant still have its place and its tests?
 
-There are two kinds of mutants. docs/mutants.md shows how to add one.
+There are three kinds of mutants. docs/mutants.md shows how to add one.
 
 - `scripts/mutants/settings.toml`: a setting is ignored. Everything in `posttrain` outside of `posttrain/config` reads
   its default; `scripts/mutants/ignore` does that without changing a line.
 - the other `scripts/mutants/*.toml`: a piece of code is replaced in a temporary copy of the tree. It is named by its
   function and its tokens, so it may move and be laid out anew.
+- built-in losses and estimators that none of these names: each declared setting is ignored, and the sign of the
+  advantages or rewards is flipped. The algorithm's numeric test must fail.
 
 Torch and transformers are imported once. Every test runs in a fork of that process, so a mutant costs what its tests
 cost.
@@ -20,6 +22,7 @@ cost.
 from __future__ import annotations
 
 import argparse
+import ast
 import contextlib
 import importlib
 import json
@@ -60,6 +63,24 @@ WITHOUT = {
     ".fsdp_config.": "where weights lie: tested on a GPU and with several processes",
 }
 """Settings without a mutant: a piece of their key, and why."""
+DECLARED = "declared"
+ALGORITHMS = {
+    "register_policy_loss": (
+        "losses",
+        "loss {}",
+        "actor_rollout_ref.actor.policy_loss.{}",
+        "advantages",
+        "tests/algorithms/test_losses.py::test_every_token_equals_the_plain_formula[{}]",
+    ),
+    "register_adv_est": (
+        "advantages",
+        "estimator {}",
+        "algorithm.{}",
+        "token_level_rewards",
+        "tests/algorithms/test_estimators.py::test_the_advantages_equal_the_plain_formula[{}]",
+    ),
+}
+"""By decorator: folder of the algorithms, name of its mutant, key of its settings, flipped argument, numeric test."""
 FAILED = 1  # pytest's exit status when tests ran and some failed; a file that cannot be imported gives another
 
 
@@ -133,6 +154,29 @@ class ChangedCode(Mutant):
             place.file.write_text(plain)
 
 
+@dataclass(frozen=True)
+class FlippedSign(Mutant):
+    """The function of an algorithm gets one argument with the other sign."""
+
+    file: Path
+    function: str
+    argument: str
+
+    @contextlib.contextmanager
+    def applied(self, tree: Path) -> Iterator[dict[str, str]]:
+        path = tree / self.file
+        plain = path.read_text()
+        body = next(node for node in ast.parse(plain).body if getattr(node, "name", "") == self.function).body
+        lines = plain.splitlines(keepends=True)
+        # Before the first statement, which is the docstring: that is then a string without an effect.
+        lines.insert(body[0].lineno - 1, f"    {self.argument} = -{self.argument}\n")
+        path.write_text("".join(lines))
+        try:
+            yield {}
+        finally:
+            path.write_text(plain)
+
+
 def _test_exists(test: str, root: Path) -> bool:
     file, _, function = test.partition("::")
     return re.search(rf"^def {function.partition('[')[0]}\(", _text(root / file), re.M) is not None
@@ -154,6 +198,9 @@ def read_mutants(folder: Path = LISTS) -> list[Mutant]:
                 raise ValueError(f"{path}, {SAME}: there is no mutant of {', '.join(sorted(unknown))}")
         else:
             found += [_changed(entry, path.stem) for entry in entries["mutant"]]
+    if folder == LISTS:
+        named = {name for mutant in found for name in mutant.covers()}
+        found += [mutant for mutant in declared_mutants() if mutant.name not in named]
     twice = [name for name, count in Counter(mutant.name for mutant in found).items() if count > 1]
     if twice:
         raise ValueError(f"{folder}: several mutants have the same name: {', '.join(twice)}")
@@ -172,6 +219,25 @@ def _changed(entry: dict[str, Any], listed: str) -> ChangedCode:
     first, *others = [entry["breaks"]] if isinstance(entry["breaks"], str) else entry["breaks"]
     code = (entry["inside"], entry["code"], entry["becomes"])
     return ChangedCode(first, (entry["test"],), listed, tuple(others), *code)
+
+
+def declared_mutants(root: Path = ROOT) -> Iterator[Mutant]:
+    """Of each built-in loss and estimator, from its source: importing it here would keep tests from a changed one."""
+    for decorator, (folder, name, key, argument, test) in ALGORITHMS.items():
+        for path in sorted((root / "posttrain" / "algorithms" / folder).glob("*.py")):
+            nodes = ast.parse(path.read_text()).body
+            classes = [node for node in nodes if isinstance(node, ast.ClassDef)]
+            fields = {one.name: [part for part in one.body if isinstance(part, ast.AnnAssign)] for one in classes}
+            functions = [node for node in nodes if isinstance(node, ast.FunctionDef)]
+            for function, call in ((one, call) for one in functions for call in one.decorator_list):
+                if not isinstance(call, ast.Call) or ast.unparse(call.func) != decorator:
+                    continue
+                own = ast.literal_eval(call.args[0])
+                tests = (test.format(own),)
+                settings = next((ast.unparse(word.value) for word in call.keywords if word.arg == "settings"), "")
+                for field in fields.get(settings, ()):
+                    yield IgnoredSetting(key.format(ast.unparse(field.target)), tests, DECLARED)
+                yield FlippedSign(name.format(own), tests, DECLARED, path.relative_to(root), function.name, argument)
 
 
 def load_root(prefix: str) -> type:

@@ -6,8 +6,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from posttrain.tracking.curve import write_chart
 from posttrain.tracking.loggers import read_metrics
-from posttrain.tracking.svg import write_chart
 
 
 def main(out: str, metric: str, *runs: str) -> None:

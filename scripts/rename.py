@@ -31,17 +31,28 @@ import sys
 import tokenize
 import tomllib
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 from code_places import NoPlaceError, find, index
+from python_source import (
+    ClassMembers,
+    apply_edits,
+    follow_modules,
+    line_starts,
+    list_classes,
+    list_scopes,
+    may_follow,
+    replace_in_fields,
+    replace_words,
+    strings_that_name,
+    with_bases,
+)
 
 FOLDERS = ("posttrain", "compat", "tests", "scripts", "examples", "docs")
 TEXTS = (".md", ".toml", ".yml", ".yaml", ".tsv", ".sh", ".ipynb", ".txt")
-BY_TEXT = {"getattr", "setattr", "hasattr", "delattr", "delitem", "attrgetter", "methodcaller", "object"}
-"""Functions whose string arguments name attributes; `object` is `patch.object`."""
 CODE_SPAN = re.compile(r"(`+)(?!`)(.+?)(?<!`)\1(?!`)", re.S)
 STRING = re.compile(r"(?P<prefix>[a-zA-Z]*)(?P<quote>'''|\"\"\"|'|\")(?P<body>.*)(?P=quote)", re.S)
 
@@ -169,20 +180,20 @@ class Renamer:
 
     def _collisions(self, python: dict[Path, str]) -> Iterator[str]:
         """New names that are already used in a scope, or by a class, that uses the old one."""
-        classes: dict[str, _Class] = {}
+        classes: dict[str, ClassMembers] = {}
         for file, text in python.items():
             words = set(re.findall(r"\w+", text)) if self.names else set()
             here = {one.old: one.new for one in self.names if one.covers(file) and one.old in words}
             if self.names and "class" in words:
-                classes |= {found.name: found for found in _classes(ast.parse(text), file)}
-            for table, inside in _scopes(text, file) if here else ():
+                classes |= {found.name: found for found in list_classes(ast.parse(text), file)}
+            for table, inside in list_scopes(text, file) if here else ():
                 for old in here.keys() & set(table.get_identifiers()):
                     if here[old] in {here.get(name, name) for name in inside if name != old}:
                         place = f"{file}:{table.get_lineno()}"
                         yield f"{place}: `{here[old]}` is used beside `{old}` in {table.get_name()}"
         for found in classes.values():
             names = {one.old: one.new for one in self.names if one.covers(found.file)}
-            members = {name for each in _family(found, classes) for name in each.members}
+            members = {name for each in with_bases(found, classes) for name in each.members}
             for old in found.members & names.keys():
                 if names[old] in {names.get(name, name) for name in members if name != old}:
                     yield f"{found.file}: class {found.name} has `{names[old]}` and `{old}`"
@@ -201,9 +212,9 @@ class Renamer:
         if not names and not named and not self._has_path(text):
             return text
         text = self._imports(file, text)
-        exact = _named_by_text(text) if names else set()
+        exact = strings_that_name(text) if names else set()
         edits: list[tuple[int, int, str]] = []
-        tokens, starts = list(tokenize.generate_tokens(io.StringIO(text).readline)), _line_starts(text)
+        tokens, starts = list(tokenize.generate_tokens(io.StringIO(text).readline)), line_starts(text)
         for token in tokens:
             at = starts[token.start[0] - 1] + token.start[1]
             new = token.string
@@ -214,7 +225,7 @@ class Renamer:
                 new = self._string(file, token, names, is_name=token.start in exact)
             if new != token.string:
                 edits.append((at, at + len(token.string), new))
-        text = _edited(text, edits)
+        text = apply_edits(text, edits)
         return self._dotted(file, text) if self.modules else text
 
     def _string(self, file: Path, token: tokenize.TokenInfo, names: dict[str, str], *, is_name: bool) -> str:
@@ -230,18 +241,18 @@ class Renamer:
                 return text.replace(body, names[body])
             if re.fullmatch(r"[\w.]+[.:](\w+)", body) and body.rpartition(".")[2].rpartition(":")[2] in names:
                 if body.startswith(("posttrain.", "tests.", "compat.")):
-                    text = _words(text, names, lambda old, new: self._count(file, old, new))
+                    text = replace_words(text, names, lambda old, new: self._count(file, old, new))
             elif "f" in found["prefix"].lower():
-                text = _in_fields(text, lambda code: self._code(file, code, names))
+                text = replace_in_fields(text, lambda code: self._code(file, code, names))
         text = CODE_SPAN.sub(lambda span: self._span(file, span.group(), names), text)
         return self._replace_paths(file, text)
 
     def _span(self, file: Path, text: str, names: dict[str, str]) -> str:
-        return _words(text, names, lambda old, new: self._count(file, old, new))
+        return replace_words(text, names, lambda old, new: self._count(file, old, new))
 
     def _code(self, file: Path, code: str, names: dict[str, str]) -> str:
         """Part of a statement, by tokens."""
-        edits, starts = [], _line_starts(code)
+        edits, starts = [], line_starts(code)
         try:
             for token in tokenize.generate_tokens(io.StringIO(code).readline):
                 if token.type == tokenize.NAME and token.string in names:
@@ -250,7 +261,7 @@ class Renamer:
                     self._count(file, token.string, names[token.string])
         except (tokenize.TokenError, IndentationError):
             pass
-        return _edited(code, edits)
+        return apply_edits(code, edits)
 
     def _dotted(self, file: Path, text: str) -> str:
         """Dotted names of modules: in imports, in expressions, and in all strings and comments."""
@@ -266,7 +277,7 @@ class Renamer:
         edits: list[tuple[int, int, str]] = []
         follow: dict[str, str] = {}
         moved = {one.old: one.new for one in self.modules}
-        starts = _line_starts(text)
+        starts = line_starts(text)
         tree = ast.parse(text) if any(one.old.rpartition(".")[0] in text for one in self.modules) else None
         for node in ast.walk(tree) if tree is not None else ():
             if not isinstance(node, ast.ImportFrom) or node.module is None or node.level:
@@ -279,7 +290,7 @@ class Renamer:
             for alias in gone:
                 old, (package, _, leaf) = alias.name, moved[f"{node.module}.{alias.name}"].rpartition(".")
                 name, follows = alias.asname, alias.asname is None and leaf != alias.name
-                if follows and _may_follow(text, file, node.module, old, leaf):
+                if follows and may_follow(text, file, node.module, old, leaf):
                     follow[old] = leaf
                 elif follows:
                     name = old
@@ -290,8 +301,8 @@ class Renamer:
             )
             end = starts[(node.end_lineno or 0) - 1] + (node.end_col_offset or 0)
             edits.append((begin, end, ("\n" + " " * node.col_offset).join(lines)))
-        text = _edited(text, edits)
-        return _following(text, follow) if follow else text
+        text = apply_edits(text, edits)
+        return follow_modules(text, follow) if follow else text
 
     # Everything else
 
@@ -316,7 +327,7 @@ class Renamer:
             names = {one.old: one.new for one in self.names if one.covers(file)}
             text = CODE_SPAN.sub(lambda span: self._span(file, span.group(), names), text)
         tests = {one.old: one.new for one in self.names if one.old.startswith("test_")}
-        text = _words(text, tests, lambda old, new: self._count(file, old, new))
+        text = replace_words(text, tests, lambda old, new: self._count(file, old, new))
         return self._dotted(file, self._replace_paths(file, text))
 
     def _is_mutants(self, file: Path) -> bool:
@@ -345,161 +356,6 @@ class Renamer:
     def _count(self, file: Path, old: str, new: str) -> None:
         if old != new:
             self.report.changed[file][old] += 1
-
-
-@dataclass
-class _Class:
-    name: str
-    file: Path
-    bases: list[str]
-    members: set[str]
-
-
-def _classes(tree: ast.AST, file: Path) -> Iterator[_Class]:
-    """Classes with the names of their methods, class variables and attributes of `self`."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ClassDef):
-            members = set()
-            for each in ast.walk(node):
-                if isinstance(each, ast.Attribute) and isinstance(each.value, ast.Name) and each.value.id == "self":
-                    members.add(each.attr)
-            for each in node.body:
-                if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef):
-                    members.add(each.name)
-                elif isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name):
-                    members.add(each.target.id)
-                elif isinstance(each, ast.Assign):
-                    members |= {target.id for target in each.targets if isinstance(target, ast.Name)}
-            bases = [base.id if isinstance(base, ast.Name) else getattr(base, "attr", "") for base in node.bases]
-            yield _Class(node.name, file, bases, members)
-
-
-def _family(one: _Class, classes: dict[str, _Class]) -> list[_Class]:
-    """A class, and those that it inherits from."""
-    found, todo = [], [one]
-    while todo:
-        each = todo.pop()
-        if each not in found:
-            found.append(each)
-            todo += [classes[name] for name in each.bases if name in classes]
-    return found
-
-
-def _scopes(text: str, file: Path) -> Iterator[tuple[symtable.SymbolTable, set[str]]]:
-    """Each scope, with the names that are used in it and in the scopes that see its names."""
-
-    def below(table: symtable.SymbolTable) -> list[symtable.SymbolTable]:
-        return [table, *(inner for child in table.get_children() for inner in below(child))]
-
-    for table in below(symtable.symtable(text, str(file), "exec")):
-        seen = [table] if table.get_type() == "class" else below(table)  # methods do not see the names of their class
-        yield table, {name for each in seen for name in each.get_identifiers()}
-
-
-def _following(text: str, names: dict[str, str]) -> str:
-    """Uses of imported modules with their new last names; attributes and keyword arguments of the same name stay."""
-    edits, starts, depth = [], _line_starts(text), 0
-    tokens = list(tokenize.generate_tokens(io.StringIO(text).readline))
-    for before, token, after in zip([tokens[-1], *tokens], tokens, [*tokens[1:], tokens[-1]], strict=False):
-        depth += (token.string in ("(", "[", "{")) - (token.string in (")", "]", "}"))
-        is_keyword = depth > 0 and after.string == "="
-        if token.type == tokenize.NAME and token.string in names and before.string != "." and not is_keyword:
-            at = starts[token.start[0] - 1] + token.start[1]
-            edits.append((at, at + len(token.string), names[token.string]))
-    return _edited(text, edits)
-
-
-def _may_follow(text: str, file: Path, package: str, old: str, new: str) -> bool:
-    """Whether all uses of a module that is imported from `package` can take its new last name."""
-    for node in ast.walk(ast.parse(text)):
-        is_other = isinstance(node, ast.Import | ast.ImportFrom) and getattr(node, "module", None) != package
-        if is_other and any((alias.asname or alias.name) == old for alias in node.names):
-            return False
-    for table, _ in _scopes(text, file):
-        names = table.get_identifiers()
-        if new in names:
-            return False
-        if old in names and (symbol := table.lookup(old)).is_local() and not symbol.is_imported():
-            return False
-    return True
-
-
-def _named_by_text(text: str) -> set[tuple[int, int]]:
-    """Where strings stand that name something: in `__all__`, and as arguments of `getattr` and the like."""
-    found: set[tuple[int, int]] = set()
-    for node in ast.walk(ast.parse(text)):
-        values: Iterable[ast.AST] = ()
-        if isinstance(node, ast.Assign) and any(getattr(one, "id", "") == "__all__" for one in node.targets):
-            values = ast.walk(node.value)
-        elif isinstance(node, ast.Call):
-            name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-            values = node.args if name in BY_TEXT else ()
-        lines = text.split("\n")
-        for one in values:
-            if isinstance(one, ast.Constant) and isinstance(one.value, str):
-                column = len(lines[one.lineno - 1].encode()[: one.col_offset].decode())
-                found.add((one.lineno, column))
-    return found
-
-
-def _words(text: str, names: dict[str, str], count: Callable[[str, str], None]) -> str:
-    def replaced(word: re.Match[str]) -> str:
-        new = names.get(word.group(), word.group())
-        count(word.group(), new)
-        return new
-
-    return re.sub(r"\w+", replaced, text) if names else text
-
-
-def _in_fields(text: str, change: Callable[[str], str]) -> str:
-    """An f-string with the expressions in its braces changed."""
-    done, at = "", 0
-    while at < len(text):
-        if text[at] != "{" or text.startswith("{{", at):
-            step = 2 if text.startswith("{{", at) else 1
-            done, at = done + text[at : at + step], at + step
-            continue
-        depth, end, quote = 1, at + 1, ""
-        while end < len(text) and depth:
-            character = text[end]
-            if quote:  # brackets in quotes close nothing: `f"{name.removesuffix(')')}"`
-                quote = "" if character == quote else quote
-            elif character in "'\"":
-                quote = character
-            else:
-                depth += (character in "{[(") - (character in "}])")
-            end += 1
-        expression, mark, form = _split_form(text[at + 1 : end - 1])
-        done += "{" + change(expression) + mark + (_in_fields(form, change) if form else "") + "}"
-        at = end
-    return done
-
-
-def _split_form(field_text: str) -> tuple[str, str, str]:
-    """The expression of a field, the `:` or `!`, and the format behind it."""
-    depth, quote = 0, ""
-    for at, character in enumerate(field_text):
-        if quote:
-            quote = "" if character == quote else quote
-        elif character in "'\"":
-            quote = character
-        elif character in "([{":
-            depth += 1
-        elif character in ")]}":
-            depth -= 1
-        elif depth == 0 and (character == ":" or (character == "!" and field_text[at + 1 : at + 2] != "=")):
-            return field_text[:at], character, field_text[at + 1 :]
-    return field_text, "", ""
-
-
-def _line_starts(text: str) -> list[int]:
-    return [0, *(found.end() for found in re.finditer("\n", text)), len(text)]
-
-
-def _edited(text: str, edits: list[tuple[int, int, str]]) -> str:
-    for start, end, new in sorted(edits, reverse=True):
-        text = text[:start] + new + text[end:]
-    return text
 
 
 def main() -> int:

@@ -22,8 +22,8 @@ from typing import Any
 
 from posttrain.data.recipes.arithmetic import arithmetic_rows, write_files
 from posttrain.models.embedded import write_model
+from posttrain.tracking.curve import write_chart
 from posttrain.tracking.loggers import read_metrics
-from posttrain.tracking.svg import write_chart
 from posttrain.trainer.embedded import RECIPE
 
 CHARTS = {

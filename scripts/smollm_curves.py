@@ -15,9 +15,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from posttrain.tracking.curve import line_chart
 from posttrain.tracking.loggers import read_metrics
 from posttrain.tracking.safe_files import replace_file
-from posttrain.tracking.svg import line_chart
 
 ACCURACY = "val/gsm8k/mean@1"
 SMOOTH = 5

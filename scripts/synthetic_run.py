@@ -19,10 +19,9 @@ import numpy as np
 
 from posttrain.config.root import PPOConfig
 from posttrain.tracking.loggers import JsonlLogger
-from posttrain.tracking.origin import write_origin
 from posttrain.tracking.rundir import DIAGNOSIS, TIMELINE, RunDirectory, append_line
 from posttrain.tracking.samples import sample_table, write_samples, write_validation
-from posttrain.tracking.status import write_status
+from posttrain.tracking.status import write_origin, write_status
 
 N = 8
 TEXTS = (

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from posttrain.bench.device import DEVICES
-from posttrain.bench.presets import PRESETS
-from posttrain.bench.workload import LENGTHS, WORKS
+from posttrain.bench.workload import LENGTHS, PRESETS, WORKS
 from posttrain.cores import usable
 
 

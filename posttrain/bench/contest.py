@@ -20,12 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.bench.child import Child, ChildFailed, OtherLoad, start_runner
-from posttrain.bench.device import Device, check_writable, describe_machine, find_device, write_json
-from posttrain.bench.floor import Shape, shape_of
-from posttrain.bench.presets import Model, find_model
+from posttrain.bench.device import Device, Shape, check_writable, describe_machine, find_device, shape_of, write_json
+from posttrain.bench.output import StatusLine, factor, render
 from posttrain.bench.systems import HERE, System, choose
-from posttrain.bench.table import StatusLine, factor, render
-from posttrain.bench.workload import default_model, fill_in_sizes
+from posttrain.bench.workload import Model, default_model, fill_in_sizes, find_model
 from posttrain.errors import UserError
 
 LOAD_S, RUN_S = 900.0, 1800.0  # deadlines; the first compilation of a peer takes a minute or two

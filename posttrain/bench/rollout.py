@@ -13,9 +13,9 @@ from typing import Any
 
 from posttrain.bench.child import ChildFailed, start_runner
 from posttrain.bench.contest import LOAD_S, RUN_S, Bench, Entry, comparison, prepare
-from posttrain.bench.floor import decoding_floor
+from posttrain.bench.device import decoding_floor
+from posttrain.bench.output import render
 from posttrain.bench.systems import ROLLOUT, System
-from posttrain.bench.table import render
 from posttrain.bench.workload import Workload, fill_in_sizes, workload_of
 from posttrain.errors import UserError
 

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.bench.contest import Bench, Entry, comparison, prepare
-from posttrain.bench.floor import decoding_floor, update_flops
-from posttrain.bench.presets import PRESETS, Model
+from posttrain.bench.device import decoding_floor, update_flops
 from posttrain.bench.systems import STEP, STEP_CUDA, System
+from posttrain.bench.workload import PRESETS, Model
 from posttrain.errors import UserError
 
 FIRST_COUNTED = 5

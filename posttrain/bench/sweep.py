@@ -13,13 +13,20 @@ from typing import Any
 
 from posttrain.bench.child import Child, ChildFailed, start_runner
 from posttrain.bench.contest import LOAD_S, RUN_S
-from posttrain.bench.device import Device, check_writable, describe_machine, find_device, read_json, write_json
-from posttrain.bench.floor import floor_us, higher_rates, shape_of
-from posttrain.bench.pictures import Panel, write_plot
-from posttrain.bench.presets import PRESETS, Model, find_shape
+from posttrain.bench.device import (
+    Device,
+    check_writable,
+    describe_machine,
+    find_device,
+    floor_us,
+    higher_rates,
+    read_json,
+    shape_of,
+    write_json,
+)
+from posttrain.bench.output import Panel, StatusLine, render, write_plot
 from posttrain.bench.systems import System
-from posttrain.bench.table import StatusLine, render
-from posttrain.bench.workload import default_model
+from posttrain.bench.workload import PRESETS, Model, default_model, find_shape
 from posttrain.errors import UserError
 
 AXES = ("rows", "length", "model")

@@ -13,7 +13,7 @@ import statistics
 from typing import Any
 
 from posttrain.bench.contest import Bench, Entry, comparison, prepare
-from posttrain.bench.floor import update_flops
+from posttrain.bench.device import update_flops
 from posttrain.bench.systems import TRAIN, System
 from posttrain.bench.workload import Workload, workload_of
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from posttrain.errors import UserError, first_line
 from posttrain.tracking.model_card import write_card
-from posttrain.tracking.waiting import waiting
+from posttrain.tracking.row import waiting
 
 _REPO = re.compile(r"[\w.-]+/[\w.-]+")
 _STEP = re.compile(r"global_step_(\d+)")

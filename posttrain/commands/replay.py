@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING
 from posttrain.checkpoint.folders import steps_in
 from posttrain.errors import UserError
 from posttrain.spelling import OptionParser
-from posttrain.tracking.batches import kept_steps, read_facts
-from posttrain.tracking.rundir import find_run
-from posttrain.tracking.waiting import waiting
+from posttrain.tracking.row import waiting
+from posttrain.tracking.rundir import find_run, kept_steps, read_facts
 
 if TYPE_CHECKING:
     import torch

@@ -19,8 +19,8 @@ from posttrain.checkpoint.manager import CheckpointManager, restore_rng
 from posttrain.config import load_config
 from posttrain.models.loading import load_tokenizer
 from posttrain.protocol import DataProto
-from posttrain.tracking.batches import batch_folder, read_facts
 from posttrain.tracking.loggers import read_metrics
+from posttrain.tracking.rundir import batch_folder, read_facts
 from posttrain.trainer.run.process import open_workers, prepare_torch
 from posttrain.workers.fsdp_workers import ActorRolloutRefWorker, CriticWorker
 from posttrain.workers.groups import ColocatedGroup, CriticGroup

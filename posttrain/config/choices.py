@@ -12,9 +12,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from posttrain.algorithms.correction import REJECTIONS as REJECTIONS
 from posttrain.algorithms.registry import ADV_ESTIMATORS
 from posttrain.algorithms.registry import POLICY_LOSSES as _LOSSES
-from posttrain.algorithms.rejection import REJECTIONS as REJECTIONS
 from posttrain.config.merge import Entry, Merged
 from posttrain.config.schema import KINDS, place_declared_settings
 from posttrain.errors import UserError

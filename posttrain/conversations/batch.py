@@ -63,7 +63,7 @@ def join_rows(loop: ConversationLoop, samples: DataProto, ended: Sequence[Output
         "num_turns": [record.turns for record, _ in branches],
         "tool_calls": [record.calls for record, _ in branches],
         "tool_reward": [record.reward for record, _ in branches],
-        "tool_seconds": [record.tool_seconds for record, _ in branches],
+        "call_seconds": [record.call_seconds for record, _ in branches],
         "turn_rewards": [record.turn_rewards for record, _ in branches],
         "branch": [branch.number for _, branch in branches],
         "parent": [parent for parent, _ in parents],

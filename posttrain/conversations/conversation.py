@@ -61,7 +61,8 @@ class Conversation:
     """The sum of what tools gave."""
     calls: list[dict[str, Any]] = field(default_factory=list)
     """For saved samples: turn, name, arguments, answer and error of each tool call."""
-    tool_seconds: float = 0.0
+    call_seconds: list[float] = field(default_factory=list)
+    """How long each of `calls` took. Apart from them, as it differs between two runs that are otherwise the same."""
     facts: dict[str, Any] = field(default_factory=dict)
     """What an agent passes to reward functions."""
     turn_rewards: list[tuple[int, float]] = field(default_factory=list)
@@ -180,7 +181,7 @@ class Conversation:
     def add_call(self, call: ToolCall | None, answer: ToolAnswer) -> None:
         """Records a tool call for samples and metrics; None is one that could not be read."""
         self.reward += answer.reward
-        self.tool_seconds += answer.seconds
+        self.call_seconds.append(answer.seconds)
         name, arguments = (None, None) if call is None else (call.name, call.arguments)
         self.calls.append(
             {

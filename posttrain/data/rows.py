@@ -16,16 +16,13 @@ from typing import Any, Generic, TypeVar
 
 from posttrain.config.data import HELD_OUT
 from posttrain.config.resolved import Problem, Resolved
-from posttrain.data import reasoning_gym, verifiers
+from posttrain.data.task_packages import find_source
 from posttrain.errors import UserError
 from posttrain.texts import well_formed
 
 READABLE = (".parquet", ".json", ".jsonl", ".json.gz", ".jsonl.gz")
 # Data sets, besides gsm8k, that `posttrain data NAME` makes in a folder of their name.
 RECIPES = ("math", "math500", "mbpp", "humaneval", "nq_open", "hotpotqa", "banking77", "hh_rlhf", "hh_rlhf_sft")
-
-# What the name of rows begins with, where they are made instead of read from a file -> the module that makes them.
-_SOURCES = {reasoning_gym.REASONING_GYM: reasoning_gym, verifiers.VERIFIERS: verifiers}
 
 # Folder name -> the command that creates its files, for the message about a missing one.
 PREPARED_BY = {"gsm8k": "python examples/data_preprocess/gsm8k.py"}
@@ -106,17 +103,12 @@ def resolve_files(files: Any, setting: str = "data.train_files") -> list[Path | 
         files = [files]
     if not files or "" in files:
         raise DataError(f"{setting} names no file; give one path or a list of paths ({', '.join(READABLE)}).")
-    paths = [name if _source(name) else _expand(name) for name in files]
+    paths = [name if find_source(name) else _expand(name) for name in files]
     # All problems at once: fixing paths one by one takes a start of the run each.
     problems = [problem for path in paths if isinstance(path, Path) and (problem := _path_problem(path))]
     if problems:
         raise DataError(f"{setting}: " + " ".join(problems))
     return paths
-
-
-def _source(name: Any) -> Any:
-    """The module that makes rows of this name; None for a file."""
-    return next((source for prefix, source in _SOURCES.items() if str(name).startswith(prefix)), None)
 
 
 def _expand(name: Any) -> Path:
@@ -129,7 +121,7 @@ def load_rows(files: Any, *, limit: int = -1, setting: str = "data.train_files")
         return ready
     table, most = RowTable(), None if limit < 0 else limit
     for path in resolve_files(files, setting):
-        name, source = str(path), _source(path)
+        name, source = str(path), find_source(path)
         table.add(name, source.read_rows(name, setting, most) if source else _read(Path(path)), most)
     if not table.rows:
         raise DataError(f"{setting}: there are no rows in {', '.join(table.files)}.")
@@ -152,7 +144,7 @@ def _identity(files: Any, limit: int) -> tuple[Any, ...]:
     names = [files] if isinstance(files, str | os.PathLike) else list(files or [])
     found: list[Any] = [limit]
     for name in names:
-        if _source(name):
+        if find_source(name):
             found.append(str(name))
             continue
         path = _expand(name)
@@ -394,7 +386,7 @@ def check_environment(resolved: Resolved, folder: Path) -> Iterator[Problem]:
                 continue
             if getattr(resolved.config.data, "custom_cls", None):
                 continue  # only the class knows what its files are
-            if source := _source(name):
+            if source := find_source(name):
                 if problem := source.find_problem(str(name)):
                     yield Problem(f"`{key}`: {name} {problem[0]}.", resolved.where(key), problem[1])
                 continue

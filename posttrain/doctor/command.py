@@ -17,8 +17,8 @@ from posttrain.config.trees import COMMANDS, PPO, command_tree
 from posttrain.doctor.case import ERROR, WARNING, Finding, Report
 from posttrain.launch import resolve_arguments
 from posttrain.tracking.console import JSON, active
+from posttrain.tracking.row import waiting
 from posttrain.tracking.terminal_text import print_text
-from posttrain.tracking.waiting import waiting
 
 USAGE = """usage: posttrain doctor [--json] [train] [--flag VALUE] [key=value] ...   as train.sh reads it
        posttrain doctor [--json] sft [key=value] ...                    as posttrain sft reads it

@@ -18,9 +18,8 @@ from posttrain.data.chat import TemplateError
 from posttrain.data.dataset import PromptDataset, describe_held_out, hold_out
 from posttrain.data.fields import is_missing
 from posttrain.data.own_dataset import read_own_rows
-from posttrain.data.pairs import PairDataset
 from posttrain.data.rows import RowTable, read_table
-from posttrain.data.supervised import SFTDataset
+from posttrain.data.supervised import PairDataset, SFTDataset
 from posttrain.doctor import template
 from posttrain.doctor.case import ERROR, NOTE, SPLITS, WARNING, Case, Finding
 from posttrain.doctor.conversations import check_named_in_rows

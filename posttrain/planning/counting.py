@@ -77,6 +77,10 @@ def joined_bytes(model: torch.nn.Module) -> int:
     return max(sum(part.weight.numel() * part.weight.itemsize for part in group) for group in parts)
 
 
+INPUT_BYTES = 12 * 8
+"""Of a token: fields of its row, its position, its place among packed rows: a dozen whole numbers of 64 bits."""
+
+
 class LiveBytes(TorchDispatchMode):
     """While open, `now` are the bytes of tensors made inside and still alive, and `peak` the most there were."""
 
@@ -154,7 +158,7 @@ def scoring_peak(model: torch.nn.Module, rows: int, length: int, device: str) ->
     layout = _layout(model, rows, length, device)
     with torch.no_grad(), counted_for(device), packed_rows(layout), LiveBytes(model) as live:
         _outputs(model, rows, length)
-    return live.peak
+    return live.peak + rows * length * INPUT_BYTES
 
 
 def rewarding_peak(model: torch.nn.Module, rows: int, length: int) -> int:

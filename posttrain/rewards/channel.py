@@ -5,7 +5,7 @@ From it:       ("ready", spec) or ("failed", what, todo); ("print", line); ("wai
                ("done", number, [(score, parts, error), ...], start, end);
                ("back", seconds of a task): gives back the rest of its chunk
                ("damage", what, what was restored): after a "done", if its score changed what all scores of a worker
-               share (damage.py). If `what` is not empty, the worker ends.
+               share (worker.py). If `what` is not empty, the worker ends.
 
 A worker sends each answer at once, into the socket's buffer. There it is safe whatever the worker does next, and the
 pool reads many at a time.

@@ -25,8 +25,7 @@ from typing import Any
 
 from posttrain.config.reward import CustomRewardConfig, RewardPartConfig
 from posttrain.rewards.outcomes import NONE_APPLIES, TOO_LARGE, Outcome, ScoreItems, failure, is_usable
-from posttrain.rewards.signatures import Fields
-from posttrain.rewards.types import RewardError, RewardPart, RewardSpec
+from posttrain.rewards.types import Fields, RewardError, RewardPart, RewardSpec
 
 _LENGTH = ("min_tokens", "free_tokens", "max_tokens")
 _SHAPES = ("tags", "pattern", *_LENGTH)

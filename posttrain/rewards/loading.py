@@ -21,19 +21,15 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from posttrain.rewards.batch import BatchCall
 from posttrain.rewards.outcomes import NONE_APPLIES, Outcome, ScoreItems, call_and_read
-from posttrain.rewards.signatures import Fields, check_call, columns_needed, make_caller, name_of
-from posttrain.rewards.types import RewardError, RewardList, RewardPart, RewardSpec
+from posttrain.rewards.signatures import BatchCall, check_call, columns_needed, make_caller, name_of
+from posttrain.rewards.types import Fields, RewardError, RewardList, RewardPart, RewardSpec
 from posttrain.rewards.user_functions import choose_function, find_dotted, import_file, instantiate
 from posttrain.texts import mask_urls
 
 if TYPE_CHECKING:
     from posttrain.config.reward import CustomRewardConfig
-    from posttrain.rewards.process import WorkerProcess
-
-# Seconds that importing the user's file may take.
-IMPORT_S = 120.0
+    from posttrain.rewards.crew import WorkerProcess
 
 
 def resolve_reward(
@@ -306,7 +302,7 @@ def _is_installed(module: types.ModuleType) -> bool:
 
 
 def _checked(spec: RewardSpec, kept: list[WorkerProcess] | None) -> RewardSpec:
-    from posttrain.rewards.process import WorkerProcess
+    from posttrain.rewards.crew import IMPORT_S, WorkerProcess
 
     worker = WorkerProcess(spec)
     try:

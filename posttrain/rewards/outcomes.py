@@ -10,8 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from posttrain.rewards.signatures import Fields
-from posttrain.rewards.types import RewardError
+from posttrain.rewards.types import Fields, RewardError
 from posttrain.settings import LARGEST_SCORE
 
 # Score, named parts, and the error that makes the score invalid, if any.

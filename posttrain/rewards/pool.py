@@ -19,9 +19,8 @@ from typing import Any
 
 from posttrain import cores, pulse
 from posttrain.rewards.channel import Payload
-from posttrain.rewards.crew import Crew, Task
+from posttrain.rewards.crew import Crew, Task, WorkerProcess
 from posttrain.rewards.outcomes import Outcome
-from posttrain.rewards.process import WorkerProcess
 from posttrain.rewards.types import RewardError, RewardItem, RewardResult, RewardSpec
 from posttrain.texts import well_formed
 

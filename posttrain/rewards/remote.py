@@ -19,8 +19,7 @@ from typing import Any
 
 from posttrain.posting import Patience, Refused, post_json
 from posttrain.rewards.outcomes import Outcome, failure, read_results
-from posttrain.rewards.signatures import Fields
-from posttrain.rewards.types import RewardError
+from posttrain.rewards.types import Fields, RewardError
 from posttrain.texts import mask_urls
 
 NAMES = ("data_source", "solution_str", "ground_truth", "extra_info")

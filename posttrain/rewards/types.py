@@ -9,6 +9,10 @@ from typing import Any
 
 from posttrain.errors import UserError
 
+# data_source, solution_str, ground_truth, extra_info and number of tokens of one response; the part that the model
+# wrote, if that is not all; and BatchFacts, for functions of TRL's form.
+Fields = tuple[str, str, Any, Any, "int | None", "str | None", Any]
+
 
 class RewardError(UserError):
     """A reward that cannot be used. The message says what is wrong, where it was set and what to do."""

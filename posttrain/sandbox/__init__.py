@@ -10,16 +10,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from posttrain.sandbox.process import SandboxError
-    from posttrain.sandbox.sandbox import Result, Sandbox, TestReport
+    from posttrain.sandbox.sandbox import Result, Sandbox, SandboxError, TestReport
 
 __all__ = ["Result", "Sandbox", "SandboxError", "TestReport"]
-
-_HOMES = {"Result": "sandbox", "Sandbox": "sandbox", "SandboxError": "process", "TestReport": "sandbox"}
 
 
 def __getattr__(name: str) -> Any:
     # Imported lazily: the processes inside the sandbox import this package too, and need none of these classes.
-    if name not in _HOMES:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    return getattr(importlib.import_module(f"{__name__}.sandbox"), name)

@@ -16,9 +16,9 @@ from typing import Any
 
 from posttrain.sandbox import kernel, wire
 from posttrain.sandbox.judge import judge
+from posttrain.sandbox.kernel import install_filter
 from posttrain.sandbox.mounts import TMP, WORK, mount_box
 from posttrain.sandbox.program import answer_calls, run_argv, run_source
-from posttrain.sandbox.seccomp import install_filter
 from posttrain.sandbox.supervise import Ended, Program
 from posttrain.sandbox.usage import address_space
 

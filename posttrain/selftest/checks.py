@@ -1,8 +1,19 @@
-"""The checks that all ranks run together, in order. Each raises `Wrong` with a sentence that names the fault."""
+"""The checks that all ranks run together, in order. Each raises `Wrong` with a sentence that names the fault.
+
+`python -m posttrain.selftest.checks ...` is one rank, started by the command. It writes what each check found into a
+file of its own, so that the command sees which rank stopped answering.
+"""
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
+import json
+import os
+import sys
+import time
+import traceback
+import warnings
 import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -16,7 +27,7 @@ from posttrain.checkpoint import CheckpointManager, capture_rng, restore_rng
 from posttrain.config.model import ModelConfig
 from posttrain.config.rollout import RolloutConfig
 from posttrain.engine.base import EngineLayout, TrainEngine
-from posttrain.engine.ranks import team_of
+from posttrain.engine.ranks import join_ranks, leave_ranks, team_of
 from posttrain.errors import UserError
 from posttrain.kernels.tensor_parallel import Team
 from posttrain.models.forward import row_log_probs
@@ -339,3 +350,69 @@ def _of_engine(name: str) -> Iterable[tuple[str, str, Callable[[World], None]]]:
 for _engine in ("native", *OUTSIDE):
     for _name, _about, _work in _of_engine(_engine):
         check(_name, _about, _installed(_engine))(_work)
+
+
+FAILED = 3
+"""Exit status: a check failed here, and the others of the group cannot go on with this rank."""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    for name in ("--rank", "--ranks", "--gpus"):
+        parser.add_argument(name, type=int, required=True)
+    parser.add_argument("--address", required=True)
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--timeout", type=float, required=True)
+    parser.add_argument("checks", nargs="+")
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    shared = options.gpus and options.ranks > options.gpus
+    device = torch.device("cuda", options.rank % options.gpus) if options.gpus else torch.device("cpu")
+    torch.set_num_threads(1 if not options.gpus else torch.get_num_threads())
+    # NCCL rejects two ranks on one GPU; gloo moves their tensors through host memory.
+    backend = "gloo" if shared or not options.gpus else None
+    world = World(options.rank, options.ranks, device, options.folder)
+    _wait_for_all(options.folder / "found", options.address, options.rank, options.ranks)
+    join_ranks(options.rank, options.ranks, options.address, device, timeout_s=options.timeout, backend=backend)
+    for name in options.checks:
+        written = options.folder / "found" / f"{name} {options.rank}.json"
+        begun, world.facts = time.monotonic(), []
+        _write(written.with_suffix(".begun"), {})
+        try:
+            CHECKS[name].run(world)
+            if options.ranks > 1:
+                dist.barrier()
+            error = None
+        except (Wrong, UserError) as found:
+            error = {"text": str(found), "own": True}
+        except Exception as found:
+            traceback.print_exc()
+            error = {"text": f"{type(found).__name__}: {found}".strip()[:500], "own": False}
+        _write(written, {"error": error, "facts": world.facts, "seconds": time.monotonic() - begun})
+        if error is not None:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(FAILED)  # not through `leave_ranks`, which would wait for ranks that wait for this one
+    leave_ranks()
+    return 0
+
+
+def _wait_for_all(folder: Path, address: str, rank: int, ranks: int) -> None:
+    """Imports take minutes on a busy machine, and by how much ranks differ in it says nothing of their connections."""
+    name = address.replace(":", "_")
+    _write(folder / f"ready {name} {rank}", {})
+    started_by = os.getppid()
+    while not all((folder / f"ready {name} {other}").exists() for other in range(ranks)):
+        if os.getppid() != started_by:
+            sys.exit("the command that started this rank is gone")
+        time.sleep(0.05)
+
+
+def _write(file: Path, content: dict[str, object]) -> None:
+    partial = file.with_suffix(f".partial{os.getpid()}")
+    partial.write_text(json.dumps(content))
+    partial.replace(file)  # the command may read it at any moment
+
+
+if __name__ == "__main__":
+    sys.exit(main())

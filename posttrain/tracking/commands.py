@@ -133,7 +133,7 @@ def plot(args: Sequence[str]) -> int:
         height = 12 if len(series) == 1 else 7
         print(text_plot(steps, found, title=title, height=height, scale=values, width=min(console_width(), 80)))
     if options.svg:
-        from posttrain.tracking.svg import write_chart
+        from posttrain.tracking.curve import write_chart
 
         print(f"written: {write_chart(options.svg, series, title=str(metric), y_label=str(metric))}")
     return 0

@@ -232,12 +232,12 @@ def _turn_metrics(fields: Fields) -> dict[str, float]:
     if turns is None or calls is None:
         return {}
     all_calls = [call for row in calls for call in row]
-    reasons, seconds = fields.objects("finish_reason") or [], fields.objects("tool_seconds") or [0.0]
+    reasons, seconds = fields.objects("finish_reason") or [], fields.objects("call_seconds") or [[]]
     metrics = {
         **_mean_max_min("num_turns", np.asarray(turns, np.float64)),
         "num_turns/limit": mean(float(reason == "turns") for reason in reasons),
         "tools/calls": len(all_calls) / len(calls),
-        "tools/seconds": mean(seconds),
+        "tools/seconds": mean(sum(row) for row in seconds),
     }
     if all_calls:
         metrics["tools/errors"] = mean(float(call["error"] is not None) for call in all_calls)

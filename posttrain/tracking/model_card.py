@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.texts import redact
+from posttrain.tracking.curve import write_chart
 from posttrain.tracking.loggers import read_metrics
-from posttrain.tracking.origin import read_origin
 from posttrain.tracking.rundir import flatten
 from posttrain.tracking.safe_files import DamagedFile, read_settings
-from posttrain.tracking.svg import write_chart
+from posttrain.tracking.status import read_origin
 from posttrain.yaml_text import dump_yaml
 
 CURVE = "curve.svg"

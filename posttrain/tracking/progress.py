@@ -15,11 +15,9 @@ from contextlib import contextmanager, suppress
 from typing import TextIO
 
 from posttrain import pulse
-from posttrain.tracking.background import Every
-from posttrain.tracking.row import Moment, progress_row
+from posttrain.tracking.row import DRAW_EVERY, Every, LiveRow, Moment, progress_row
 from posttrain.tracking.tee import Tee, active, set_active_bar, underlying_console
 from posttrain.tracking.terminal_text import add_colours, columns, fold_lines, has_colour, is_terminal
-from posttrain.tracking.waiting import DRAW_EVERY, LiveRow
 
 ADVICE_EVERY = 10  # the same advice is printed again after this many steps
 LINE_COLUMNS = 100

@@ -2,15 +2,23 @@
 
     step 4/20 ━━━━────────────  15%  reward 0.459  rollout 12/64 responses, 3,210 tokens, 640 tok/s, 0:35 left
 
-What does not fit is left out, least important first, so that the row never wraps.
+What does not fit is left out, least important first, so that the row never wraps. `LiveRow` draws it, and `waiting()`
+shows one while a command does something that takes seconds, such as loading libraries.
 """
 
 from __future__ import annotations
 
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from typing import TextIO
 
 from posttrain.pulse import Work
-from posttrain.tracking.terminal_text import styled
+from posttrain.tracking.tee import active, set_active_bar, underlying_console
+from posttrain.tracking.terminal_text import columns, is_terminal, styled
 
 STAGE_WORDS = {
     "gen": "rollout",
@@ -116,3 +124,94 @@ def clock(seconds: float) -> str:
     if days:
         return f"{days} d {hours:02}:{minutes:02}"
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+CLEAR = "\r\x1b[K"
+DRAW_EVERY = 0.2  # seconds, of a run's progress
+
+
+class Every:
+    """Calls `act` every `seconds`, in a thread of its own that never keeps the process alive."""
+
+    def __init__(self, seconds: float, act: Callable[[], object]) -> None:
+        self._seconds, self._act = seconds, act
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="posttrain-every", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        # The wait is the pause: closing ends it at once instead of after the rest of the period.
+        while not self._closed.wait(self._seconds):
+            self._act()
+
+    def close(self) -> None:
+        """Once this returns, `act` is not running and will not be called again."""
+        self._closed.set()
+        # `act` itself may close it; a thread that joins itself would wait for ever.
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+
+
+class LiveRow:
+    """Draws `text(width)` on `stream`; a closed terminal is ignored."""
+
+    def __init__(self, stream: TextIO, text: Callable[[int], str]) -> None:
+        self.stream, self._text = stream, text
+        self._lock = threading.RLock()
+
+    def draw(self) -> None:
+        with self._lock:
+            self._write(CLEAR + self._text(columns(self.stream) - 1))
+
+    def clear(self) -> None:
+        with self._lock:
+            self._write(CLEAR)
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """The row is off the screen while lines are written."""
+        with self._lock:
+            self.clear()
+            try:
+                yield
+            finally:
+                self.draw()
+
+    def _write(self, text: str) -> None:
+        with suppress(OSError, ValueError):  # gone or closed
+            self.stream.write(text)
+            self.stream.flush()
+
+
+LIBRARIES = "reading torch and transformers"
+COUNT_EVERY = 0.5  # seconds; the row of `waiting` only counts them
+
+
+class Waiting(LiveRow):
+    """The row, which makes way for notes."""
+
+    has_bar = True
+
+    @contextmanager
+    def hidden_while_writing(self, stream: object) -> Iterator[None]:
+        with self.aside():
+            yield
+
+
+@contextmanager
+def waiting(what: str = LIBRARIES) -> Iterator[None]:
+    """Inside, a terminal shows what is done and for how long; nothing is shown elsewhere, or below another row."""
+    stream = underlying_console(sys.stderr)
+    if active() is not None or not is_terminal(stream):
+        yield
+        return
+    since = time.monotonic()
+    row = Waiting(stream, lambda width: f"{what} … {time.monotonic() - since:.0f} s"[:width])
+    set_active_bar(row)
+    ticker = Every(COUNT_EVERY, row.draw)
+    try:
+        yield
+    finally:
+        set_active_bar(None)
+        ticker.close()
+        row.clear()

@@ -11,6 +11,7 @@ import json
 import os
 import re
 import stat
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -169,3 +170,38 @@ class _BoundedLoader(yaml.SafeLoader):
         if not is_alias and event.anchor:
             self._size_of[event.anchor] = self._count - before
         return node
+
+
+class Background:
+    """Runs work in a thread, one piece at a time and in order, so that at most one step's samples wait in memory.
+
+    An error is raised by the next call of `run` or `wait`: a little later, but never lost.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def run(self, work: Callable[[], object]) -> None:
+        """Start `work` when the piece before it is done."""
+        self.wait()
+
+        def piece() -> None:
+            try:
+                work()
+            except BaseException as error:
+                self._error = error
+
+        # Not a daemon: a process that ends normally waits until the files are written.
+        self._thread = threading.Thread(target=piece, name=self.name)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Until nothing is under way; raises what the last piece raised, once."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        error, self._error = self._error, None
+        if error is not None:
+            raise error

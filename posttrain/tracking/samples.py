@@ -48,7 +48,9 @@ _TEXTS = {
     "policy_versions": ("policy_versions",),
     "extra_info": ("extra_info",),
     "tool_calls": ("tool_calls",),
+    "call_seconds": ("call_seconds",),
     "turn_rewards": ("turn_rewards",),
+    "turn_ends": ("turn_ends",),
     "own_words": ("own_words",),
 }
 _NUMBERS = {"seed": "seed", "data_row": "index", "num_turns": "num_turns"}

@@ -1,21 +1,34 @@
-"""status.json: the state of a run, for people, for `posttrain runs`, and for the next start of the same run."""
+"""Two small files of a run: status.json, how it stands now, and run.json, how each start of it was made.
+
+status.json is for people, for `posttrain runs`, and for the next start of the same run. run.json has command, versions
+and machine: settings alone do not reproduce a run, the same ones give other numbers with another torch or GPU.
+"""
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import math
 import os
 import platform
+import shlex
+import sys
 import time
+from collections.abc import Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+from posttrain.cores import machine_memory, usable
+from posttrain.errors import working_folder
+from posttrain.texts import HIDDEN, redact
 from posttrain.tracking.row import Moment
 from posttrain.tracking.safe_files import DamagedFile, read_object, replace_file
 
 FRESH_S = 2.0  # a running run writes its status this often
-NAME = "status.json"
+STATUS_FILE = "status.json"
 # Types of the values; a file may have been edited or cut off.
 KINDS: dict[str, type] = {
     **dict.fromkeys(("status", "stage", "unit", "time", "host"), str),
@@ -38,7 +51,7 @@ def write_status(folder: Path, status: str, step: int, total_steps: int, moment:
         "pid": os.getpid(),
         "host": platform.node(),
     }
-    replace_file(folder / NAME, (json.dumps(known, ensure_ascii=False) + "\n").encode())
+    replace_file(folder / STATUS_FILE, (json.dumps(known, ensure_ascii=False) + "\n").encode())
 
 
 def read_status(folder: Path) -> dict[str, Any]:
@@ -52,13 +65,15 @@ def read_status(folder: Path) -> dict[str, Any]:
 def load_status(folder: Path) -> dict[str, Any]:
     """What a run wrote last, every value of its type; empty before it wrote anything. DamagedFile if it is broken."""
     try:
-        found = read_object(folder / NAME)
+        found = read_object(folder / STATUS_FILE)
     except FileNotFoundError:
         return {}
     for key, kind in KINDS.items():
         value = found.get(key)
         if value is not None and not _has_type(value, kind):
-            raise DamagedFile(f"{NAME}: `{key}` is {str(value)[:40]!r}, not a {'text' if kind is str else 'number'}.")
+            raise DamagedFile(
+                f"{STATUS_FILE}: `{key}` is {str(value)[:40]!r}, not a {'text' if kind is str else 'number'}."
+            )
     return found
 
 
@@ -116,3 +131,98 @@ def _moment(moment: Moment) -> dict[str, Any]:
         }
     left = moment.seconds_left
     return known | {"seconds_left": None if left is None else round(left, 1)}
+
+
+ORIGIN_FILE = "run.json"
+# Packages whose versions change what a run computes or how fast.
+PACKAGES = (
+    *("posttrain", "torch", "transformers", "tokenizers", "numpy", "pyarrow", "safetensors", "peft"),
+    *("accelerate", "flash-attn", "triton", "vllm", "sglang", "megatron-core", "ray"),
+)
+MOST_STARTS = 20  # a run that is started again and again keeps its first start and the newest ones
+
+
+def write_origin(folder: Path, step: int) -> None:
+    """Add this start, which continues from `step`, to the run's `run.json`."""
+    starts = [*read_origin(folder), {"step": step, **origin()}]
+    kept = starts if len(starts) <= MOST_STARTS else [starts[0], *starts[1 - MOST_STARTS :]]
+    replace_file(folder / ORIGIN_FILE, (json.dumps({"starts": kept}, indent=1, ensure_ascii=False) + "\n").encode())
+
+
+def read_origin(folder: Path) -> list[dict[str, Any]]:
+    """The starts of a run, oldest first; empty if there is no readable file."""
+    try:
+        starts = read_object(folder / ORIGIN_FILE).get("starts")
+    except (FileNotFoundError, DamagedFile):
+        return []
+    return [redact(start) for start in starts if isinstance(start, dict)] if isinstance(starts, list) else []
+
+
+def origin() -> dict[str, Any]:
+    """Facts about this process and this machine."""
+    return {
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": command(sys.orig_argv),
+        "folder": str(working_folder()),
+        "host": platform.node(),
+        "versions": {"python": platform.python_version(), **_versions()},
+        "hardware": describe_hardware(),
+    }
+
+
+def command(arguments: Sequence[str]) -> str:
+    """The command line as it can be repeated, without secrets."""
+    kept, secret_next = [], False
+    for argument in arguments:
+        name, equals, value = argument.partition("=")
+        plain = name.lstrip("+-").replace("-", "_")
+        is_secret = redact({plain: "x"})[plain] == HIDDEN
+        if secret_next and not argument.startswith("-"):
+            kept.append(HIDDEN)
+        elif is_secret and equals and value:
+            kept.append(f"{name}={HIDDEN}")
+        else:
+            kept.append(redact(argument))
+        secret_next = is_secret and not equals and argument.startswith("-")
+    return shlex.join(kept)
+
+
+def cpu_name() -> str:
+    """The CPU's name, family and model: in a virtual machine the name alone says little."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    facts = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
+    name = facts.get("model name", platform.machine())
+    kinds = [kind for kind in ("amx_bf16", "avx512_bf16", "avx512f", "avx2") if kind in facts.get("flags", "").split()]
+    return f"{name}, family {facts.get('cpu family')} model {facts.get('model')} ({', '.join(kinds)})"
+
+
+@cache  # reading them takes 30 ms, and a process may train several times
+def _versions() -> dict[str, str]:
+    found = {}
+    for package in PACKAGES:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            found[package] = importlib.metadata.version(package)
+    return found
+
+
+def describe_machine() -> dict[str, Any]:
+    """Its system, CPU, usable cores and memory."""
+    return {
+        "system": platform.platform(),
+        "cpu": cpu_name(),
+        "cores": usable(),
+        "memory_gib": round(machine_memory() / 2**30, 1),
+    }
+
+
+def describe_hardware() -> dict[str, Any]:
+    found = describe_machine()
+    torch = sys.modules.get("torch")  # a process that trains has imported it; others need not
+    if torch is not None and torch.cuda.is_available():
+        gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+        found["gpus"] = [f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB" for gpu in gpus]
+        found["cuda"] = torch.version.cuda
+    return found

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from posttrain.algorithms import aggregation_weights
-from posttrain.data.spans import TrainedRow
+from posttrain.data.chat import TrainedRow
 from posttrain.engine.base import TrainEngine
 from posttrain.protocol import DataProto
 from posttrain.rollout.base import Output

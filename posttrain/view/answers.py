@@ -12,10 +12,8 @@ import pyarrow as pa
 
 from posttrain.errors import first_line
 from posttrain.view import health, samples
-from posttrain.view.catalogue import Catalogue, answering, previews
-from posttrain.view.runs import Metrics, Runs, describe_run
-from posttrain.view.search import TrigramIndex, search
-from posttrain.view.settings import details, differences, settings
+from posttrain.view.catalogue import Catalogue, TrigramIndex, answering, previews, search
+from posttrain.view.runs import Metrics, Runs, describe_run, details, differences, settings
 
 Query = Mapping[str, str]
 LEARN_AFTER_S = 0.8  # until background reading starts

@@ -24,7 +24,7 @@ def main(args: Sequence[str]) -> int:
 
     answers = Answers(Runs(options.run))
     if options.export:
-        from posttrain.view.export import export
+        from posttrain.view.server import export
 
         print(f"written: {export(answers, options.export)}")
         return 0

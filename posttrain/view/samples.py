@@ -122,7 +122,7 @@ def _group(uid: Any, rows: list[int], column: dict[str, list[Any]], same: int) -
 def group(folder: Path, kind: str, step: int, uid: str) -> dict[str, Any]:
     """A prompt and its responses with all columns except tokens."""
     file = open_step(folder, kind, step)
-    found = file.take(file.rows_of(uid), (*LIGHT, *TEXTS, *BRANCHES, "seed"))
+    found = file.take(file.rows_of(uid), (*LIGHT, *TEXTS, *BRANCHES, *TURNS, "seed"))
     if not found:
         raise NoSamples(f"Step {step} has no group {uid}: it may have been thinned.")
     first = found[0]
@@ -133,9 +133,55 @@ def group(folder: Path, kind: str, step: int, uid: str) -> dict[str, Any]:
         {name: row[name] for name in own}
         | {name: number(row[name]) for name in numbers}
         | {"parts": _parts(row["reward_parts"]), "seed": None if row["seed"] is None else str(row["seed"])}
+        | ({"turns": turns_of(row, vocabulary(folder))} if row["num_turns"] else {})
         for row in found
     ]
     return {name: first[name] for name in shared} | {"step": step, "kind": kind, "responses": responses}
+
+
+def turns_of(row: dict[str, Any], known: Sequence[bytes]) -> list[dict[str, Any]]:
+    """A row of a conversation in pieces: what it shares with another branch, the model's turns, and what it read.
+
+    Each has `by` (shared, model, read), its text and number of tokens; a turn also its number, reward and calls.
+    """
+    ids, mask = row["response_ids"] or [], row["response_mask"] or []
+    texts = token_texts(ids, known)
+    shared = max(0, (row["fork"] or 0) - len(row["prompt_ids"] or ())) if row["parent"] is not None else 0
+    # Runs of earlier versions: turns are known where something was read between them.
+    ends = _json_list(row["turn_ends"]) or [(n, end) for n, end in enumerate(_mask_ends(mask))]
+    calls = _json_list(row["tool_calls"])
+    for call, seconds in zip(calls, _json_list(row["call_seconds"]), strict=False):
+        call["seconds"] = number(seconds)
+    rewards = dict(_json_list(row["turn_rewards"]))
+    pieces: list[dict[str, Any]] = []
+
+    def add(by: str, start: int, end: int, **more: Any) -> None:
+        if end > start:
+            pieces.append({"by": by, "text": "".join(texts[start:end]), "tokens": end - start, **more})
+
+    at = min(shared, len(ids))
+    add("shared", 0, at)
+    for turn, end in ends:
+        start = next((place for place in range(at, end) if mask[place]), end)
+        add("read", at, start)
+        made = [{name: call.get(name) for name in CALL} for call in calls if call.get("turn") == turn + 1]
+        reward = number(rewards.get(turn))
+        add("model", start, end, turn=turn + 1, **({"reward": reward} if reward is not None else {}), calls=made)
+        at = max(at, end)
+    add("read", at, len(ids))
+    return pieces
+
+
+def _mask_ends(mask: Sequence[int]) -> list[int]:
+    return [place + 1 for place, own in enumerate(mask) if own and not (place + 1 < len(mask) and mask[place + 1])]
+
+
+def _json_list(text: str | None) -> list[Any]:
+    try:
+        found = json.loads(text) if text else []
+    except ValueError:
+        return []
+    return found if isinstance(found, list) else []
 
 
 def response(folder: Path, kind: str, step: int, uid: str, sample: int, branch: int | None = None) -> dict[str, Any]:
@@ -191,6 +237,17 @@ def _parts(text: str | None) -> dict[str, Any]:
 MOST_ROWS = 4_000_000  # responses of one step
 pc: Any = pyarrow.compute  # its functions are created at run time, unseen by type checkers
 BRANCHES = ("branch", "parent", "fork")
+TURNS = (
+    "num_turns",
+    "tool_calls",
+    "call_seconds",
+    "turn_rewards",
+    "turn_ends",
+    "prompt_ids",
+    "response_ids",
+    "response_mask",
+)
+CALL = ("name", "arguments", "error", "seconds")
 LIGHT = ("uid", "sample", "score", "length", "advantage", "mismatch", "finish_reason", "error", "data_row")
 TEXTS = (
     "prompt",

@@ -181,19 +181,7 @@ def plain_gae(case, gamma: float = 1.0, lam: float = 1.0):
     return whitened(case, raw)
 
 
-PLAIN = {
-    "gae": plain_gae,
-    "grpo": plain_grpo,
-    "grpo_passk": plain_grpo_passk,
-    "rloo": plain_rloo,
-    "remax": plain_remax,
-    "reinforce_plus_plus": plain_reinforce_plus_plus,
-    "reinforce_plus_plus_baseline": plain_reinforce_plus_plus_baseline,
-    "opo": plain_opo,
-    "gpg": plain_gpg,
-    "gdpo": plain_gdpo,
-    "optimal_token_baseline": plain_optimal_token_baseline,
-}
+PLAIN = {name.removeprefix("plain_"): found for name, found in [*globals().items()] if name.startswith("plain_")}
 
 
 @pytest.fixture

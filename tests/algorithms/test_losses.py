@@ -136,19 +136,7 @@ def plain_dro(x: Token, chosen: bool) -> float:
     return -x.a * x.lp + 0.35 * x.d**2
 
 
-PLAIN = {
-    "vanilla": plain_vanilla,
-    "gspo": plain_gspo,
-    "sapo": plain_sapo,
-    "cispo": plain_cispo,
-    "gpg": plain_gpg,
-    "clip_cov": plain_clip_cov,
-    "kl_cov": plain_kl_cov,
-    "geo_mean": plain_geo_mean,
-    "dppo_tv": plain_dppo_tv,
-    "dppo_kl": plain_dppo_kl,
-    "dro": plain_dro,
-}
+PLAIN = {name.removeprefix("plain_"): found for name, found in [*globals().items()] if name.startswith("plain_")}
 OTHERS = [name for name in PLAIN if name != "vanilla"]  # test_policy_loss.py has more on vanilla
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from posttrain.algorithms import AlgorithmError, compute_rollout_correction, overlong_penalty
-from posttrain.algorithms.rejection import REJECTIONS
+from posttrain.algorithms.correction import REJECTIONS
 from posttrain.config import choices
 
 K = {"k1": lambda d: d, "k2": lambda d: d * d / 2, "k3": lambda d: math.exp(d) - 1 - d}

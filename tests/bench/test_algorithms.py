@@ -10,10 +10,25 @@ from pathlib import Path
 import pytest
 
 from posttrain import cli
-from posttrain.bench import algorithm_runs
-from posttrain.bench.algorithm_runs import COMMON, TUNED, Algorithm, Process, Run, all_algorithms, choose_algorithms
-from posttrain.bench.algorithms import BEGIN, END, as_text, between, fill_page, gains, markdown, without_folders
-from posttrain.bench.pictures import mean_curve, write_panels
+from posttrain.bench import algorithms
+from posttrain.bench.algorithms import (
+    BEGIN,
+    COMMON,
+    END,
+    TUNED,
+    Algorithm,
+    Process,
+    Run,
+    all_algorithms,
+    as_text,
+    between,
+    choose_algorithms,
+    fill_page,
+    gains,
+    markdown,
+    without_folders,
+)
+from posttrain.bench.output import mean_curve, write_panels
 from posttrain.config import load_config
 from posttrain.config.choices import ESTIMATORS, POLICY_LOSSES, PRESETS
 from posttrain.data.recipes.arithmetic import arithmetic_rows, write_files
@@ -79,6 +94,7 @@ def tiny_task(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_model(folder / "model", hidden_size=16, intermediate_size=32, num_attention_heads=2, num_key_value_heads=2)
 
 
+@pytest.mark.slow
 def test_runs_are_made_kept_and_not_made_again(tiny_task, tmp_path: Path, capsys, monkeypatch, forked):
     monkeypatch.setattr(sys, "executable", forked.python)
     file, picture = tmp_path / "algorithms.json", tmp_path / "algorithms.svg"
@@ -94,10 +110,10 @@ def test_runs_are_made_kept_and_not_made_again(tiny_task, tmp_path: Path, capsys
     assert [step for step, _ in run["curve"]] == [0, 2] and run["step_s"] > 0
     assert kept["sessions"][run["session"]]["packages"]["torch"] and picture.read_text().startswith("<svg")
 
-    monkeypatch.setattr(algorithm_runs, "Process", None)  # a run would fail
+    monkeypatch.setattr(algorithms, "Process", None)  # a run would fail
     assert cli.main(command) == 0 and json.loads(file.read_text()) == kept
     # Another setting is another run, which fails here before it starts anything heavy.
-    monkeypatch.setattr(algorithm_runs, "Process", Process)
+    monkeypatch.setattr(algorithms, "Process", Process)
     monkeypatch.setitem(TUNED, "rloo", (("actor_rollout_ref.rollout.n=1",), "a wrong one"))
     assert cli.main(command) == 1
     shown = capsys.readouterr()
@@ -115,7 +131,7 @@ def test_a_stopped_bench_leaves_no_process(tmp_path: Path, tiny_task, monkeypatc
         def steps_done(self):
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(algorithm_runs, "Process", Watched)
+    monkeypatch.setattr(algorithms, "Process", Watched)
     assert cli.main(["bench", "algorithms", "--only", "grpo", "--threads", "1"]) == 130
     (process,) = started
     assert process.process.returncode is not None

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.bench.algorithm_runs import Algorithm, Process, Run
+from posttrain.bench.algorithms import Algorithm, Process, Run
 from posttrain.bench.contest import Contest, Entry, apply_options
 from posttrain.bench.device import Device
+from posttrain.bench.output import StatusLine
 from posttrain.bench.step import table
 from posttrain.bench.systems import HERE, STEP, folder_of
-from posttrain.bench.table import StatusLine
 
 ANSWER = "{'wall': [1.0], 'inside': [1.0], 'lengths': [1.0], 'code': __file__}"
 RUNNER = (

@@ -77,6 +77,7 @@ def test_distances_from_the_truth_are_those_of_single_tokens():
     )
 
 
+@pytest.mark.slow
 def test_several_works_are_measured_in_one_loading(tiny: Path, tmp_path: Path, capsys):
     file = tmp_path / "rollout.json"
     sizes = ("--n", "2", "--tokens", "4", "--prompt-tokens", "3", "--repeat", "1", "--threads", "1")
@@ -91,6 +92,7 @@ def test_several_works_are_measured_in_one_loading(tiny: Path, tmp_path: Path, c
     assert status == 2 and "slots differ" in err
 
 
+@pytest.mark.slow
 def test_engines_stand_beside_generate_which_computes_to_the_longest_row_while_useful_tokens_count(
     tiny: Path, tmp_path: Path, capsys
 ):
@@ -132,6 +134,7 @@ def test_step_times_whole_steps_of_ours(tmp_path: Path, capsys):
     assert "step 6/6" in log and "saved" not in log, "a checkpoint would be in the last step's time"
 
 
+@pytest.mark.slow
 def test_step_with_a_long_tail_ends_responses_early(tmp_path: Path, capsys):
     file = tmp_path / "step.json"
     sizes = ("--prompts", "2", "--n", "8", "--tokens", "16", "--prompt-tokens", "6", "--steps", "2")
@@ -152,6 +155,7 @@ def test_train_times_updates_and_counts_the_tokens_that_were_computed(tiny: Path
     assert len(found["systems"]["native"]["warm_ups"]) == 2 and found["systems"]["native"]["load_s"] > 0
 
 
+@pytest.mark.slow
 def test_sync_times_weights_that_are_shared_and_weights_that_are_copied(tiny: Path, tmp_path: Path, capsys):
     file = tmp_path / "sync.json"
     command = ("sync", "--only", "native,native-copy", "--model", str(tiny), "--repeat", "1", "--json", str(file))

@@ -10,14 +10,12 @@ from pathlib import Path
 import pytest
 
 from posttrain.bench.contest import Contest, Entry
-from posttrain.bench.device import Device, find_chip, find_device
-from posttrain.bench.floor import decoding_floor, shape_of, update_flops
+from posttrain.bench.device import Device, decoding_floor, find_chip, find_device, shape_of, update_flops
 from posttrain.bench.ours.training import peak
-from posttrain.bench.presets import PRESETS
+from posttrain.bench.output import StatusLine
 from posttrain.bench.systems import PEERS, ROLLOUT, STEP_CUDA, System
-from posttrain.bench.table import StatusLine
 from posttrain.bench.train import figures
-from posttrain.bench.workload import WORKS, Workload, fill_in_sizes, response_lengths
+from posttrain.bench.workload import PRESETS, WORKS, Workload, fill_in_sizes, response_lengths
 from posttrain.models.embedded import byte_tokenizer
 
 H200 = Device("cuda", "NVIDIA H200", 150 << 30)

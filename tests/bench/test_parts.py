@@ -19,14 +19,13 @@ from patience import gone
 from posttrain import cli
 from posttrain.bench.child import Child, ChildFailed
 from posttrain.bench.contest import Entry
-from posttrain.bench.device import check_writable
-from posttrain.bench.floor import bandwidth_for, floor_seconds, higher_rates, shape_of
+from posttrain.bench.device import bandwidth_for, check_writable, floor_seconds, higher_rates, shape_of
+from posttrain.bench.output import render
 from posttrain.bench.peers.wire import error_words
 from posttrain.bench.rollout import table as rollout_table
 from posttrain.bench.step import counted_steps, counted_times
 from posttrain.bench.step import table as step_table
 from posttrain.bench.systems import ENVIRONMENTS, PEERS, ROLLOUT, STEP
-from posttrain.bench.table import render
 from posttrain.errors import UserError
 
 BY_NAME = {system.name: system for system in (*STEP, *ROLLOUT)}

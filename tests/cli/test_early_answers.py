@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from posttrain.data.fields import check_prompt
-from posttrain.data.pairs import check_pair
 from posttrain.data.rows import DataError, load_rows, read_ahead, table_of_rows
-from posttrain.data.supervised import check_row
+from posttrain.data.supervised import check_pair, check_row
 
 REACHED = 77
 WITHOUT_TORCH = f"""

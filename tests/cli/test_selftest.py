@@ -12,7 +12,7 @@ import pytest
 
 from posttrain.errors import UserError
 from posttrain.selftest import command
-from posttrain.selftest.report import Report, Result
+from posttrain.selftest.command import Report, Result
 from posttrain.selftest.runs import why_not
 
 HERE = Path(__file__).parent

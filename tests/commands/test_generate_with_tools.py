@@ -70,6 +70,7 @@ def test_a_response_is_shown_turn_by_turn_and_the_settings_of_a_run_hold(tiny_mo
     assert capsys.readouterr().out == f"{call(2, 3)}\n  add -> 5 [cut off by --max-tokens]\n"
 
 
+@pytest.mark.slow
 def test_files_have_the_calls_and_a_column_of_that_name_is_in_the_way_with_tools_only(tiny_model, engines, capsys):
     for name in ("out.jsonl", "out.parquet"):
         assert cli.main(["generate", str(tiny_model), *FLAGS, "--data", "sums.jsonl", "--n", "2", "--out", name]) == 0
@@ -101,6 +102,7 @@ def test_samples_of_runs_with_and_without_tools_in_one_file_are_scored_as_whole_
     assert one.responses == ["2", "32"] and one.own_words == []
 
 
+@pytest.mark.slow
 def test_an_evaluation_scores_what_the_model_said_and_goes_on_where_it_was(tiny_model, engines, monkeypatch, capsys):
     command = ["eval", str(tiny_model), *FLAGS, "--data", "sums.jsonl", "reward.num_workers=1", "--out"]
     assert cli.main([*command, "whole"]) == 0

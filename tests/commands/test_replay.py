@@ -11,7 +11,7 @@ import posttrain
 from posttrain.cli import main
 from posttrain.commands.replay import ReplayError, find_start, replayable
 from posttrain.commands.replay_updates import replay
-from posttrain.tracking.batches import kept_steps
+from posttrain.tracking.rundir import kept_steps
 
 
 def right(data_source, solution_str, ground_truth, extra_info=None):

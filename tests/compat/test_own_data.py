@@ -110,6 +110,7 @@ def test_rows_of_an_own_data_set_are_what_its_items_say(tiny_model, sums, folder
     assert all(number == place for number, place in seen)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_with_an_own_data_set_and_sampler_is_bitwise_the_same(tiny_model, sums, folder):
     own = {**OWN, "data__sampler__class_path": "mine.py", "data__sampler__class_name": "Random"}
     whole = run(tiny_model, sums, folder / "whole", **own, trainer__total_training_steps=4)

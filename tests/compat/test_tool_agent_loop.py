@@ -84,6 +84,7 @@ def test_a_subclass_answers_calls_by_the_run_s_tools_and_its_own_methods(tiny_mo
         assert [one["answer"] for one in json.loads(row["tool_calls"])] == ["5"], "the call is among the sample's"
 
 
+@pytest.mark.slow
 def test_turns_and_parallel_calls_have_verls_limits(tiny_model, sums, folder):
     scripted.use(lambda read, seed: CALL + CALL)
     more = {f"{R}multi_turn__max_user_turns": 1, f"{R}multi_turn__max_parallel_calls": 2}

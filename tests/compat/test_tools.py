@@ -18,6 +18,7 @@ from posttrain.conversations.tools.base import ToolAnswer, ToolCall
 from posttrain.conversations.tools.registry import make_tools, make_tools_of
 from posttrain.conversations.tools.runner import ToolRunner
 from posttrain.errors import UserError
+from tests.tools.fake_mcp import SESSION
 
 CLASSES = '''
 import json
@@ -239,29 +240,16 @@ def test_a_file_of_functions_that_has_none_is_refused(folder, text, words):
         make_tools([], {}, function_path=name)
 
 
-MCP = """
-import contextlib
-import os
-
-
+STDIO_SERVER = """
 class StdioServerParameters:
     def __init__(self, command, args, env):
         self.text = f"{command} {' '.join(args)} {env.get('SHELF', '')}"
 
-
-class ClientSession:
-    def __init__(self, read, write):
-        self.server = read
-
-    async def __aenter__(self):
-        return self
-
-    async def __aexit__(self, *_):
-        return None
-
-    async def initialize(self):
-        return None
-
+"""
+MCP = (
+    STDIO_SERVER
+    + SESSION
+    + """
     async def list_tools(self):
         names = ["look", "take"] if "stdio" in self.server else ["search"]
         made = [type("T", (), {"name": name, "description": "D.", "input_schema": {}}) for name in names]
@@ -270,6 +258,7 @@ class ClientSession:
     async def call_tool(self, name, arguments):
         return type("R", (), {"content": [type("P", (), {"type": "text", "text": self.server})], "is_error": False})
 """
+)
 STDIO = """
 import contextlib
 

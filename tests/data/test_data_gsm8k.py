@@ -17,7 +17,8 @@ import pytest
 from posttrain import cli
 from posttrain.config.data import DataConfig
 from posttrain.data.dataset import PromptDataset
-from posttrain.data.recipes import gsm8k
+from posttrain.data.recipes.math import GSM8K, NUMBER_INSTRUCTION
+from posttrain.data.recipes.recipe import prepare
 from posttrain.data.rows import DataError, how_to_make, load_rows, resolve_files
 from posttrain.rewards.scorers import score_by_source
 
@@ -63,22 +64,22 @@ def prepared(folder: Path, split: str = "train") -> list[dict]:
 
 
 def test_a_row_has_prompt_with_instruction_truth_response_source_and_place(copy, tmp_path):
-    gsm8k.prepare(copy, tmp_path / "out")
+    prepare(GSM8K, copy, tmp_path / "out")
     rows = prepared(tmp_path / "out")
     assert rows[0] == {
-        "prompt": "Ann has 1,000 nuts and gets 234. How many?\n" + gsm8k.INSTRUCTION,
+        "prompt": "Ann has 1,000 nuts and gets 234. How many?\n" + NUMBER_INSTRUCTION,
         "ground_truth": "1234",
         "response": "1,000 + 234 = <<1+1=2>>1,234\n#### 1,234",
         "data_source": "gsm8k",
         "extra_info": {"index": 0, "split": "train"},
     }
-    assert "`#### N`" in gsm8k.INSTRUCTION
+    assert "`#### N`" in NUMBER_INSTRUCTION
     assert [row["ground_truth"] for row in rows] == ["1234", "-2", "2.5"]
     assert prepared(tmp_path / "out", "test")[0]["extra_info"] == {"index": 0, "split": "test"}
 
 
 def test_every_truth_scores_1_for_the_rows_own_solution_and_0_for_another_rows(copy, tmp_path):
-    gsm8k.prepare(copy, tmp_path / "out")
+    prepare(GSM8K, copy, tmp_path / "out")
     rows = prepared(tmp_path / "out")
     scores = [
         [score_by_source(a["data_source"], b["response"], a["ground_truth"])["score"] for b in rows]  # type: ignore
@@ -88,7 +89,7 @@ def test_every_truth_scores_1_for_the_rows_own_solution_and_0_for_another_rows(c
 
 
 def test_the_rows_load_as_prompts_with_truth_and_no_note_about_missing_columns(copy, tmp_path, tokenizer):
-    gsm8k.prepare(copy, tmp_path / "out")
+    prepare(GSM8K, copy, tmp_path / "out")
     data = PromptDataset(str(tmp_path / "out" / "train.parquet"), tokenizer, DataConfig())
     assert (len(data), data.data_sources, data.rows_without_truth, data.notes) == (3, ["gsm8k"], 0, [])
     assert data[1]["ground_truth"] == "-2" and data.column("index") == [0, 1, 2]
@@ -128,7 +129,7 @@ def test_copies_are_read_in_every_customary_form(name, write, tmp_path):
     (source / "main").mkdir(parents=True)
     for split, rows in RAW.items():
         write(source / name.format(split), rows)
-    assert list(gsm8k.prepare(source, tmp_path / "out").values()) == [3, 1]
+    assert [made.rows for made in prepare(GSM8K, source, tmp_path / "out")] == [3, 1]
 
 
 def test_the_datasets_package_serves_where_it_is_installed(tmp_path, monkeypatch):
@@ -139,7 +140,7 @@ def test_the_datasets_package_serves_where_it_is_installed(tmp_path, monkeypatch
         return RAW[split]
 
     monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
-    assert list(gsm8k.prepare(None, tmp_path).values()) == [3, 1]
+    assert [made.rows for made in prepare(GSM8K, None, tmp_path)] == [3, 1]
     assert asked == [("openai/gsm8k", "main", "train"), ("openai/gsm8k", "main", "test")]
 
 
@@ -154,7 +155,7 @@ def test_without_datasets_the_hubs_files_are_downloaded(tmp_path, monkeypatch):
 
     monkeypatch.setitem(sys.modules, "datasets", None)
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
-    assert list(gsm8k.prepare(None, tmp_path / "out").values()) == [3, 1]
+    assert [made.rows for made in prepare(GSM8K, None, tmp_path / "out")] == [3, 1]
 
 
 def test_offline_the_error_names_from_and_nothing_is_written(tmp_path, monkeypatch, capsys):
@@ -172,11 +173,11 @@ def test_offline_the_error_names_from_and_nothing_is_written(tmp_path, monkeypat
 
 
 def test_an_answer_without_a_number_names_its_row_and_the_old_files_stay(copy, tmp_path):
-    gsm8k.prepare(copy, tmp_path / "out")
+    prepare(GSM8K, copy, tmp_path / "out")
     before = (tmp_path / "out/train.parquet").read_bytes()
     write_jsonl(copy / "test.jsonl", [*RAW["test"], {"question": "3 + 3?", "answer": "six"}])
     with pytest.raises(DataError, match=r"answer of row 2 of .*test\.jsonl does not end in `#### N`"):
-        gsm8k.prepare(copy, tmp_path / "out")
+        prepare(GSM8K, copy, tmp_path / "out")
     assert (tmp_path / "out/train.parquet").read_bytes() == before
     assert len(list((tmp_path / "out").iterdir())) == 2
 
@@ -192,18 +193,18 @@ def test_an_answer_without_a_number_names_its_row_and_the_old_files_stay(copy, t
 def test_a_copy_with_other_columns_is_answered(rows, message, copy, tmp_path):
     write_jsonl(copy / "train.jsonl", rows)
     with pytest.raises(DataError, match=message):
-        gsm8k.prepare(copy, tmp_path / "out")
+        prepare(GSM8K, copy, tmp_path / "out")
 
 
 def test_a_missing_folder_or_split_is_named_and_a_source_is_never_replaced(copy, tmp_path):
     with pytest.raises(DataError, match=r"there is no folder .*nowhere"):
-        gsm8k.prepare(tmp_path / "nowhere", tmp_path / "out")
+        prepare(GSM8K, tmp_path / "nowhere", tmp_path / "out")
     (copy / "test.jsonl").unlink()
     with pytest.raises(DataError, match=r"holds no test split.*test\.jsonl, .*test\.parquet"):
-        gsm8k.prepare(copy, tmp_path / "out")
+        prepare(GSM8K, copy, tmp_path / "out")
     write_parquet(copy / "test.parquet", RAW["test"])
     with pytest.raises(DataError, match=r"test\.parquet is read and would be replaced"):
-        gsm8k.prepare(copy, copy)
+        prepare(GSM8K, copy, copy)
     assert prepared(copy, "test") == RAW["test"]
 
 

@@ -52,6 +52,7 @@ def folder(tmp_path, monkeypatch):
         sys.modules.pop(name, None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_a_command_of_the_page_trains_two_steps(name, folder, tiny_model, capsys):
     assert len(COMMANDS) == len(NAMES)

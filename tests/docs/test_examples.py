@@ -271,6 +271,7 @@ def test_the_small_form_learns_to_call_the_tool_and_samples_have_calls_of_severa
 LOOKUP = EXAMPLES / "tools" / "run_lookup.sh"
 
 
+@pytest.mark.slow
 def test_the_run_with_a_tool_that_learns_pays_for_asking_and_reading_only_and_its_small_form_trains(
     tiny_model, tmp_path, monkeypatch
 ):

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from posttrain import cli
-from posttrain.bench.algorithm_runs import all_algorithms
-from posttrain.bench.algorithms import between
+from posttrain.bench.algorithms import all_algorithms, between
 from posttrain.bench.algorithms import main as bench_algorithms
 from posttrain.bench.command import parser as bench_parser
 from posttrain.config.root import PPOConfig

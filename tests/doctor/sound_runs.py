@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from tests.doctor.desk import Desk
-from tests.doctor.mistakes import ROOM, TOOLS, A, M, R, answered, paired
+from tests.doctor.mistakes import ROOM, TOOLS
+from tests.doctor.spoiling import A, M, R, answered, paired
 
 LIST_REWARD = """
 def group(completions, ground_truths):

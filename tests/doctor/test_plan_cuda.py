@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from posttrain.bench.presets import PRESETS
+from posttrain.bench.workload import PRESETS
 from posttrain.config import load_config
 from posttrain.kernels.cuda import MOST_TOKENS, bucket
 from posttrain.planning import cuda_bytes

@@ -112,6 +112,7 @@ def test_sizes_that_fit_are_found_and_tried(planned):
     assert lowest.peak <= min(cut.peak for cut in cuts)
 
 
+@pytest.mark.slow
 def test_the_command_prints_sizes_that_fit_and_fsdp_has_none(planned, folder, capsys):
     command = [
         "plan", "--gpu_gb", "8", "algorithm.adv_estimator=grpo", f"actor_rollout_ref.model.path={folder}",

@@ -12,8 +12,8 @@ import torch
 from posttrain import cli
 from posttrain.config import load_config
 from posttrain.config.trees import REWARD_MODEL, SFT
-from posttrain.data.pairs import Pair
-from posttrain.data.spans import TrainedRow
+from posttrain.data.chat import TrainedRow
+from posttrain.data.supervised import Pair
 from posttrain.doctor.plan_command import report
 from posttrain.planning import cuda_bytes
 from posttrain.planning.counting import LiveBytes
@@ -74,8 +74,7 @@ def size(tensors: Any) -> int:
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("kind", TREES)
 def test_the_plan_is_what_a_real_step_takes(tiny_model, kind, case):
-    """Weights, gradients and optimizer state to the byte, the peak of update within 5%, of validation
-    within 10% (15% in bfloat16)."""
+    """Weights, gradients and optimizer state to the byte, the peak of update within 5%, of validation within 10%."""
     config = config_of(kind, tiny_model, **CASES[case])
     plan = SupervisedPlanner().plan(config, CPU)
     task, batch, loss = real_task(kind, config)
@@ -97,9 +96,7 @@ def test_the_plan_is_what_a_real_step_takes(tiny_model, kind, case):
     assert update["model optimizer"] == size([*masters, *moments]) > 0
     with LiveBytes(engine.module) as live:
         engine.log_probs(batch) if kind == "sft" else engine.scores(batch)
-    # bfloat16 is planned as padded rows: indices of packed ones, large beside a tiny model, are not counted.
-    near = 0.15 if case == "bfloat16" else 0.1
-    assert plan.stages["validation"]["temporary tensors"] == pytest.approx(live.peak, rel=near)
+    assert plan.stages["validation"]["temporary tensors"] == pytest.approx(live.peak, rel=0.1)
 
 
 @pytest.mark.parametrize("kind", TREES)
@@ -154,6 +151,7 @@ def test_the_remedies_are_tried_and_named_with_their_values(tiny_model):
     assert f"Largest micro-batch: 8 rows x {LENGTH} tokens, of 16 rows of a step." in text
 
 
+@pytest.mark.slow
 def test_the_command_prints_the_plan_of_both_trainers(tiny_model, capsys):
     args = [f"model.path={tiny_model}", "data.train_files=x.json", "data.max_length=64", "data.train_batch_size=8"]
     assert cli.main(["plan", "--gpu_gb", "80", "sft", *args]) == 0

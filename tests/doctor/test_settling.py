@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from posttrain.bench.presets import PRESETS
+from posttrain.bench.workload import PRESETS
 from posttrain.config import load_config
 from posttrain.config.trees import SFT
 from posttrain.planning import cuda_bytes

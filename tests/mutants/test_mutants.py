@@ -55,6 +55,26 @@ def test_two_mutants_of_one_name_are_refused(script, tmp_path):
         script.read_mutants(tmp_path)
 
 
+def test_mutants_of_an_algorithm_and_its_settings_follow_from_its_file(script, tmp_path):
+    file = tmp_path / "posttrain/algorithms/losses/mine.py"
+    file.parent.mkdir(parents=True)
+    text = (
+        "class Mine:\n    width: float = 1.0\n\n\n"
+        '@register_policy_loss("mine", settings=Mine)\n'
+        'def compute_mine(\n    advantages,\n    width,\n):\n    """Mine."""\n    return advantages * width\n'
+    )
+    file.write_text(text)
+    ignored, flipped = script.declared_mutants(tmp_path)
+    test = "tests/algorithms/test_losses.py::test_every_token_equals_the_plain_formula[mine]"
+    assert (ignored.name, flipped.name) == ("actor_rollout_ref.actor.policy_loss.width", "loss mine")
+    assert ignored.tests == flipped.tests == (test,)
+    with flipped.applied(tmp_path):
+        space: dict = {"register_policy_loss": lambda *args, **kwargs: lambda function: function}
+        exec(file.read_text(), space)
+        assert space["compute_mine"](3, 2) == -6
+    assert file.read_text() == text
+
+
 def test_what_was_caught_is_kept_in_the_order_of_the_mutants(script, mutants, tmp_path, monkeypatch):
     monkeypatch.setattr(script, "CAUGHT", tmp_path / "caught.txt")
     first, second, third = (mutant.name for mutant in mutants[:3])

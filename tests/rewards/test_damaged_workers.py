@@ -9,7 +9,7 @@ import pytest
 
 from posttrain.config.reward import CustomRewardConfig
 from posttrain.rewards import RewardItem, RewardPool, resolve_reward
-from posttrain.rewards.damage import Damage, SharedState
+from posttrain.rewards.worker import Damage, SharedState
 
 REWARD = """
 import builtins, math, os, pickle, shutil, signal, subprocess, sys, time

@@ -11,8 +11,9 @@ import sys
 import pytest
 
 from posttrain.config.reward import SandboxConfig
-from posttrain.sandbox import Sandbox, SandboxError, mounts, process
-from posttrain.sandbox.process import isolation_error
+from posttrain.sandbox import Sandbox, SandboxError, mounts
+from posttrain.sandbox import sandbox as module
+from posttrain.sandbox.sandbox import isolation_error
 
 START = "from posttrain.sandbox import Sandbox\nSandbox().start()"
 
@@ -46,13 +47,13 @@ def test_every_refusal_says_what_was_refused_and_what_to_do(step, number, words)
 
 
 def test_paths_that_do_not_exist_are_left_out(monkeypatch, box):
-    monkeypatch.setattr(process, "python_paths", lambda: [*mounts.python_paths(), "/nowhere/lib"])
+    monkeypatch.setattr(module, "python_paths", lambda: [*mounts.python_paths(), "/nowhere/lib"])
     with Sandbox() as sandbox:
         assert sandbox.run("import os\nprint(os.path.exists('/nowhere'))").stdout == "False\n"
 
 
 def test_processes_that_do_not_start_are_an_error_that_says_where_to_look(monkeypatch):
-    monkeypatch.setattr(process, "_CODE", "/nowhere")
+    monkeypatch.setattr(module, "_CODE", "/nowhere")
     with pytest.raises(SandboxError, match="did not start") as caught:
         Sandbox().start()
     assert "import posttrain from /nowhere" in str(caught.value)

@@ -6,8 +6,7 @@ import struct
 
 import pytest
 
-from posttrain.sandbox.kernel import KernelRefused
-from posttrain.sandbox.seccomp import allowed_numbers, assemble
+from posttrain.sandbox.kernel import KernelRefused, allowed_numbers, assemble
 
 ALLOW, KILL, EPERM, ENOSYS, DONE = 0x7FFF0000, 0x80000000, 0x50001, 0x50026, 0x50000
 ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}

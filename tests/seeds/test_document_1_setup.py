@@ -12,6 +12,7 @@ import venv
 from pathlib import Path
 
 import pyarrow.parquet as pq
+import pytest
 
 import posttrain
 from posttrain import cli
@@ -27,6 +28,7 @@ def test_the_version_is_that_of_the_distribution(capsys):
     assert cli.main(["version"]) == 0 and version in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_checkout_is_installed_editable_and_an_edit_takes_effect_at_once(tmp_path):
     """`pip install -e .` in a copy, into an empty environment (what it needs is there already: nothing is fetched)."""
     for name in ("pyproject.toml", "README.md", "LICENSE"):

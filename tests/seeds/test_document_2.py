@@ -72,6 +72,7 @@ def test_a_constant_added_to_the_rewards_of_a_group_changes_no_advantage(grpo):
 # -- the table of parameters
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("estimator", ["grpo", "rloo", "gae"])
 def test_mini_batches_and_passes_act_the_same_under_every_estimator(small, estimator):
     once = small(algorithm__adv_estimator=estimator, **{MINI: 2})

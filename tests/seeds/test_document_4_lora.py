@@ -67,7 +67,8 @@ def test_the_rollout_goes_through_the_adapters(ran):
 
 
 def test_the_script_sets_the_documents_keys_and_its_small_form_runs(brief_model: Path, tmp_path: Path, forked):
-    from posttrain.data.recipes.gsm8k import prepare
+    from posttrain.data.recipes.math import GSM8K
+    from posttrain.data.recipes.recipe import prepare
 
     text = SCRIPT.read_text()
     assert all(key.partition("=")[0] in text for key in COMMAND) and os.access(SCRIPT, os.X_OK)
@@ -77,7 +78,7 @@ def test_the_script_sets_the_documents_keys_and_its_small_form_runs(brief_model:
     (tmp_path / "raw").mkdir()
     for split, rows in (("train", raw), ("test", raw[:2])):
         (tmp_path / "raw" / f"{split}.json").write_text(json.dumps(rows))
-    prepare(tmp_path / "raw", tmp_path / "home/data/gsm8k")
+    prepare(GSM8K, tmp_path / "raw", tmp_path / "home/data/gsm8k")
     own = [f"actor_rollout_ref.model.path={brief_model}", "trainer.device=cpu", "reward.num_workers=1", *SIZES]
     own += ["data.max_prompt_length=256", "data.val_files=null", "trainer.total_training_steps=1"]
     environment = {**os.environ, "HOME": str(tmp_path / "home"), "PYTHON": forked.python, "OMP_NUM_THREADS": "1"}

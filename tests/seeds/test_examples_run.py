@@ -64,13 +64,14 @@ def test_the_script_sets_the_22_keys_of_the_document_in_one_unbroken_command(mon
 @pytest.mark.slow
 def test_the_script_trains_two_small_steps_and_the_hubs_token_is_written_nowhere(brief_model: Path, tmp_path: Path):
     """Added settings win; the model comes from a hub that gives it to whoever shows the token."""
-    from posttrain.data.recipes.gsm8k import prepare
+    from posttrain.data.recipes.math import GSM8K
+    from posttrain.data.recipes.recipe import prepare
 
     raw = [{"question": f"{i} + {i}?", "answer": f"Twice {i}.\n#### {2 * i}"} for i in range(8)]
     (tmp_path / "raw").mkdir()
     for split, rows in (("train", raw), ("test", raw[:2])):
         (tmp_path / "raw" / f"{split}.json").write_text(json.dumps(rows))
-    prepare(tmp_path / "raw", tmp_path / "home/data/gsm8k")
+    prepare(GSM8K, tmp_path / "raw", tmp_path / "home/data/gsm8k")
     sizes = ["data.train_batch_size=4", "data.max_prompt_length=256", "data.max_response_length=8"]
     sizes += ["actor_rollout_ref.rollout.n=2", "actor_rollout_ref.actor.ppo_mini_batch_size=2"]
     run = ["actor_rollout_ref.model.path=me/private", "trainer.device=cpu", "reward.num_workers=1"]
@@ -136,17 +137,19 @@ def test_the_ppo_scripts_are_unbroken_commands_with_the_documents_keys(script, m
         assert {key: resolved.value(key) for key in DOCUMENT_4} == DOCUMENT_4 and len(DOCUMENT_4) == 20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", [PPO_RM, PPO_LLM], ids=lambda script: script.stem)
 def test_the_ppo_scripts_train_two_small_steps_with_a_critic(script, brief_model: Path, tmp_path: Path, forked):
     from reward_models import other_tokenizer, write_reward_model
 
-    from posttrain.data.recipes.gsm8k import prepare
+    from posttrain.data.recipes.math import GSM8K
+    from posttrain.data.recipes.recipe import prepare
 
     raw = [{"question": f"{i} + {i}?", "answer": f"Twice {i}.\n#### {2 * i}"} for i in range(8)]
     (tmp_path / "raw").mkdir()
     for split, rows in (("train", raw), ("test", raw[:2])):
         (tmp_path / "raw" / f"{split}.json").write_text(json.dumps(rows))
-    prepare(tmp_path / "raw", tmp_path / "home/data/gsm8k")
+    prepare(GSM8K, tmp_path / "raw", tmp_path / "home/data/gsm8k")
     small = ["data.train_batch_size=4", "data.max_prompt_length=256", "data.max_response_length=8"]
     small += [f"actor_rollout_ref.model.path={brief_model}", "trainer.device=cpu", "reward.num_workers=1"]
     small += ["actor_rollout_ref.actor.ppo_mini_batch_size=2", "trainer.total_training_steps=2"]

@@ -57,6 +57,7 @@ def test_the_example_has_the_file_name_of_the_document():
     assert script.is_file() and "posttrain.trainer.main_ppo" in script.read_text()
 
 
+@pytest.mark.slow
 def test_every_way_of_starting_makes_the_same_run(main_ppo, tiny_model, four_rows, tmp_path, monkeypatch):
     """The module, the module in torchrun's one process, `posttrain train` and `posttrain.train`: numbers and place."""
     from runs import metrics_of

@@ -12,8 +12,8 @@ from chat_templates import CHATML, tokenizer_with
 from posttrain.algorithms.bradley_terry import bradley_terry_loss
 from posttrain.config.root import OptimConfig
 from posttrain.config.supervised import PairDataConfig
-from posttrain.data.pairs import Pair, PairDataset
 from posttrain.data.rows import DataError
+from posttrain.data.supervised import Pair, PairDataset
 from posttrain.engine.base import EngineSettings
 from posttrain.engine.heads import ScoreHead
 from posttrain.engine.torch_engine import TorchEngine

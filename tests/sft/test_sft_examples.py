@@ -18,6 +18,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("folder", CASES)
 def test_the_script_trains_in_its_small_form(tiny_model, tmp_path, folder, forked):
     rows, more = CASES[folder]

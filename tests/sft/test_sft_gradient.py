@@ -9,7 +9,7 @@ import torch
 
 from posttrain.config.model import ModelConfig
 from posttrain.config.root import OptimConfig
-from posttrain.data.spans import TrainedRow
+from posttrain.data.chat import TrainedRow
 from posttrain.engine.base import EngineSettings
 from posttrain.engine.torch_engine import TorchEngine
 from posttrain.models.loading import load_causal_lm

@@ -17,8 +17,8 @@ from chat_templates import (
     trained_texts,
 )
 
+from posttrain.data.chat import SpanFinder
 from posttrain.data.rows import DataError
-from posttrain.data.spans import SpanFinder
 
 TALK = [
     {"role": "user", "content": "2 + 2?"},

@@ -61,6 +61,7 @@ def test_six_steps_equal_three_plus_killed_plus_three_to_the_bit(tiny_model, tmp
     same_to_the_bit(path, straight.path)
 
 
+@pytest.mark.slow
 def test_a_run_with_adapters_that_failed_goes_on_to_the_bit(tiny_model, tmp_path, monkeypatch):
     from posttrain.trainer.supervised.tasks import SFTTask
 

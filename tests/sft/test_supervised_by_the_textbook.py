@@ -21,8 +21,7 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
 from posttrain.config.model import ModelConfig
 from posttrain.config.supervised import PairDataConfig, SFTDataConfig
-from posttrain.data.pairs import PairDataset
-from posttrain.data.supervised import SFTDataset
+from posttrain.data.supervised import PairDataset, SFTDataset
 from posttrain.models.loading import load_tokenizer
 
 STEPS, ROWS = 4, 3

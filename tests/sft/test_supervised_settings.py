@@ -15,8 +15,7 @@ from sft_runs import PAIRS, PREFERENCES, metrics_of, reward_model, sft
 
 from posttrain.config.model import ModelConfig
 from posttrain.config.supervised import PairDataConfig, RewardTrainerConfig, SFTConfig, SFTDataConfig
-from posttrain.data.pairs import PairDataset
-from posttrain.data.supervised import SFTDataset
+from posttrain.data.supervised import PairDataset, SFTDataset
 from posttrain.models import forward, scorer
 from posttrain.models.loading import load_tokenizer
 from posttrain.tracking.rundir import RunDirectory, RunDirectoryError

@@ -18,6 +18,7 @@ from posttrain.conversations.tools.runner import ToolRunner
 from posttrain.data.rows import load_rows
 from posttrain.errors import UserError
 from posttrain.rewards.scorers import score_by_source
+from tests.tools.fake_mcp import SESSION
 
 GYM = """
 class Config:
@@ -125,29 +126,16 @@ def test_a_missing_package_is_one_error_with_the_extra_that_installs_it(monkeypa
     assert extra in str(error.value)
 
 
-MCP = """
-import contextlib
-
-
+STDIO_SERVER = """
 class StdioServerParameters:
     def __init__(self, command, args, env):
         self.command, self.args = command, args
 
-
-class ClientSession:
-    def __init__(self, read, write):
-        self.server = read
-
-    async def __aenter__(self):
-        return self
-
-    async def __aexit__(self, *_):
-        return None
-
-    async def initialize(self):
-        if "broken" in self.server:
-            raise ConnectionError("nobody is there")
-
+"""
+MCP = (
+    STDIO_SERVER
+    + SESSION
+    + """
     async def list_tools(self):
         tool = type("T", (), {"name": "where", "description": "Finds.", SCHEMA: {"properties": {"thing": {}}}})
         return type("R", (), {"tools": [tool]})
@@ -156,6 +144,7 @@ class ClientSession:
         part = type("P", (), {"type": "text", "text": f"{self.server} {arguments['thing']}"})
         return type("R", (), {"content": [part], ERROR: arguments["thing"] == "nothing"})
 """
+)
 
 
 @pytest.mark.parametrize(("schema", "error"), [("inputSchema", "isError"), ("input_schema", "is_error")])

@@ -14,7 +14,7 @@ from posttrain.conversations.tools.registry import make_tools
 from posttrain.conversations.tools.runner import ToolRunner
 from posttrain.errors import UserError
 from posttrain.sandbox import Result
-from posttrain.sandbox.process import isolation_error
+from posttrain.sandbox.sandbox import isolation_error
 
 CONFIG = SandboxConfig()
 

@@ -58,6 +58,7 @@ def test_a_call_that_takes_its_process_with_it_is_answered_and_the_next_one_work
             assert ask(runner, "act", how="well").text == "well"
 
 
+@pytest.mark.slow
 def test_a_tool_is_alive_after_more_hung_calls_than_it_may_have_at_once():
     before = threading.active_count()
     with runner_of(act, timeout_s=0.2) as runner:

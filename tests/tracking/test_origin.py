@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from posttrain.tracking.origin import MOST_STARTS, NAME, command, origin, read_origin, write_origin
+from posttrain.tracking.status import MOST_STARTS, ORIGIN_FILE, command, origin, read_origin, write_origin
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,7 @@ def test_every_start_adds_an_entry_and_a_broken_file_begins_anew(tmp_path):
         write_origin(tmp_path, step)
     steps = [start["step"] for start in read_origin(tmp_path)]
     assert len(steps) == MOST_STARTS and steps[0] == 0 and steps[-1] == 7 + MOST_STARTS
-    (tmp_path / NAME).write_text('{"starts": [')
+    (tmp_path / ORIGIN_FILE).write_text('{"starts": [')
     assert read_origin(tmp_path) == []
     write_origin(tmp_path, 3)
-    assert [start["step"] for start in json.loads((tmp_path / NAME).read_text())["starts"]] == [3]
+    assert [start["step"] for start in json.loads((tmp_path / ORIGIN_FILE).read_text())["starts"]] == [3]

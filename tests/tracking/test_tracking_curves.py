@@ -7,8 +7,7 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from posttrain.tracking.curve import before_after, text_plot
-from posttrain.tracking.svg import line_chart, ticks, write_chart
+from posttrain.tracking.curve import before_after, line_chart, text_plot, ticks, write_chart
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -10,11 +10,11 @@ import time
 import pytest
 
 from posttrain import cli
-from posttrain.tracking import waiting as module
+from posttrain.tracking import row as module
 from posttrain.tracking.progress import say
+from posttrain.tracking.row import waiting
 from posttrain.tracking.tee import active
 from posttrain.tracking.terminal_text import fold_lines, print_page, print_text
-from posttrain.tracking.waiting import waiting
 from tests.tracking.test_tracking_progress import Terminal, rows_of
 
 
@@ -87,9 +87,9 @@ def test_nothing_is_drawn_where_nobody_looks(capsys, monkeypatch):
 )
 def test_commands_that_read_torch_say_so(command, tmp_path):
     code = (
-        "import sys, posttrain.cli\nfrom posttrain.tracking import waiting\nfrom contextlib import contextmanager\n"
+        "import sys, posttrain.cli\nfrom posttrain.tracking import row as module\n"
         "def row(*args):\n    print('torch' in sys.modules, flush=True); sys.exit(7)\n"
-        "waiting.is_terminal = lambda stream: True\nwaiting.Waiting = row\nposttrain.cli.main(sys.argv[1:])"
+        "module.is_terminal = lambda stream: True\nmodule.Waiting = row\nposttrain.cli.main(sys.argv[1:])"
     )
     ran = subprocess.run([sys.executable, "-c", code, *command], cwd=tmp_path, capture_output=True, text=True)
     assert ran.returncode == 7 and ran.stdout.splitlines()[-1] == "False", ran

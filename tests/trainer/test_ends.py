@@ -42,6 +42,7 @@ SIGNALLED = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
 def test_a_signal_finishes_the_step_saves_and_leaves_and_the_run_goes_on(tiny_model, sums, tmp_path, name, forked):
     wanted = settings(tiny_model, sums, tmp_path, trainer__total_training_steps=4)

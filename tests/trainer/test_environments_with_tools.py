@@ -76,6 +76,7 @@ def write(tmp_path, monkeypatch):
         del sys.modules[name]
 
 
+@pytest.mark.slow
 def test_the_runs_tools_answer_first_and_turns_end_at_their_limit(tiny_model, sums, tmp_path, write):
     scripted.use(lambda read, seed: "done" if "<tool_response>" in read else call("calculator", expression="2+3"))
     file = write("guess_with_tools", GUESS.replace("TAKES", "True"))

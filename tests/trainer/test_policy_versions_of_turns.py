@@ -118,6 +118,7 @@ def test_one_step_off_the_age_of_a_batch_is_that_of_what_was_sampled(tiny_model,
         versions_are(max(0, step - 2), samples(result.path, step))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("agent", ["told", "silent"])
 def test_a_resumed_run_checks_its_first_batch_whole_groups_and_all(tiny_model, sums, tmp_path, capsys, agent):
     scripted.use(script)

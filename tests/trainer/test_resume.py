@@ -9,7 +9,7 @@ import torch
 from runs import metrics_of, parity_reward, run, settings
 
 from posttrain.checkpoint.manager import CheckpointManager
-from posttrain.tracking.origin import read_origin
+from posttrain.tracking.status import read_origin
 
 SIX = {"trainer__total_training_steps": 6, "trainer__save_freq": 3, "trainer__test_freq": 2}
 TWO_UPDATES = {"actor_rollout_ref__actor__ppo_mini_batch_size": 2, "actor_rollout_ref__actor__use_kl_loss": True}
@@ -24,6 +24,7 @@ CASES = {
     },
     "lora": {"actor_rollout_ref__model__lora_rank": 4},
 }
+SLOW = ("grpo", "gae with KL in the reward")
 KILLED = """
     import os, signal, sys
     sys.path.insert(0, {folder!r})
@@ -58,7 +59,7 @@ def tensors(path: Path) -> dict[str, torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.slow] * (case in SLOW)) for case in CASES])
 def test_six_steps_equal_three_plus_killed_plus_three_to_the_bit(tiny_model, sums, tmp_path, case, forked):
     more = {**SIX, **CASES[case], "data__val_files": str(sums["test"]), "data__val_max_samples": 8}
     straight = run(tiny_model, sums, tmp_path / "straight", **more)

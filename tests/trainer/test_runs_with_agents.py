@@ -91,6 +91,7 @@ def test_what_an_agent_tells_or_starts_with_is_text_whatever_it_spells(tiny_mode
     assert first == [[user, *plain, end, opens]] * 12
 
 
+@pytest.mark.slow
 def test_two_steps_and_two_more_are_four_to_the_bit_however_long_an_environment_takes(tiny_model, sums, tmp_path):
     """On the model itself: what is sampled after another's turn has another seed, wherever it was computed."""
 

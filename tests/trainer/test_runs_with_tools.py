@@ -330,6 +330,7 @@ def test_what_a_tool_said_is_no_answer_of_the_models_for_a_built_in_scorer(tiny_
         assert parts["short"] == pytest.approx(1 - sum(row["response_mask"]) / 100), "of the model's tokens"
 
 
+@pytest.mark.slow
 def test_three_steps_and_three_more_are_six_to_the_bit_whenever_tools_answer(tiny_model, sums, tmp_path, monkeypatch):
     engines = scripted.use(asks_once)
     whole = run(tiny_model, sums, tmp_path / "whole", **TOOLS, trainer__total_training_steps=4)

@@ -9,7 +9,7 @@ import pytest
 from runs import run
 
 from posttrain.errors import UserError
-from posttrain.tracking.background import Background
+from posttrain.tracking.safe_files import Background
 from posttrain.trainer.ppo import recorder
 
 

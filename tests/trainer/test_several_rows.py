@@ -134,6 +134,7 @@ SHUFFLED = {
 }
 
 
+@pytest.mark.slow
 def test_a_resumed_run_is_bitwise_the_same_with_trees_in_the_surplus(tiny_model, sums, tmp_path):
     how = (
         {key: value for key, value in COMMON.items() if key != f"{R}agent"}

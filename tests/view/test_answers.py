@@ -16,9 +16,9 @@ from posttrain.tracking.rundir import DIAGNOSIS, append_line
 from posttrain.tracking.samples import write_samples
 from posttrain.view import catalogue
 from posttrain.view.answers import Answers
+from posttrain.view.catalogue import TrigramIndex
 from posttrain.view.runs import Metrics, Runs
 from posttrain.view.samples import groups, token_texts
-from posttrain.view.search import TrigramIndex
 from posttrain.view.server import SCRIPT, static_file
 
 NEW = ["length", "advantage", "mismatch", "seed", "data_row", "extra_info", "sampling"]

@@ -102,7 +102,7 @@ def test_secrets_in_a_run_are_not_shown(client):
 
 
 def test_secrets_that_a_settings_file_holds_are_taken_out_when_it_is_read(made, tmp_path):
-    from posttrain.view.settings import settings
+    from posttrain.view.runs import settings
 
     (tmp_path / "config.yaml").write_text("reward: {api_key: abc, url: 'http://me:pass@host/x'}\n")
     assert settings(tmp_path)["reward.api_key"] == "***" and "pass" not in str(settings(tmp_path))

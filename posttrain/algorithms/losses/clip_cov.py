@@ -27,15 +27,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from posttrain.algorithms.common import keep_masked
-from posttrain.algorithms.losses.covariance import COVARIANCE_METRICS, mask_of, token_covariance
 from posttrain.algorithms.losses.shared import (
     CLIP,
     CLIP_FRACTION,
+    COVARIANCE_METRICS,
     PPO_KL,
     detached,
     loss_settings,
+    mask_of,
     ratio_range,
     safe_log_ratio,
+    token_covariance,
     weighted,
 )
 from posttrain.algorithms.registry import register_policy_loss

@@ -28,8 +28,7 @@ from __future__ import annotations
 from typing import Any
 
 from posttrain.algorithms.common import keep_masked
-from posttrain.algorithms.losses.shared import CLIP, clip_sides
-from posttrain.algorithms.losses.trusted import TRUSTED_METRICS, trusted_losses
+from posttrain.algorithms.losses.shared import CLIP, TRUSTED_METRICS, clip_sides, trusted_losses
 from posttrain.algorithms.registry import register_policy_loss
 from posttrain.lazy import torch
 

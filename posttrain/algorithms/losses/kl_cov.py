@@ -27,8 +27,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from posttrain.algorithms.common import keep_masked
-from posttrain.algorithms.losses.covariance import COVARIANCE_METRICS, mask_of, token_covariance
-from posttrain.algorithms.losses.shared import PPO_KL, detached, loss_settings, safe_log_ratio, weighted
+from posttrain.algorithms.losses.shared import (
+    COVARIANCE_METRICS,
+    PPO_KL,
+    detached,
+    loss_settings,
+    mask_of,
+    safe_log_ratio,
+    token_covariance,
+    weighted,
+)
 from posttrain.algorithms.registry import register_policy_loss
 from posttrain.lazy import torch
 from posttrain.settings import POSITIVE, POSITIVE_SHARE, setting

@@ -19,7 +19,7 @@ def load(job: dict[str, Any]) -> tuple[Any, str]:
     """(the engine `job["engine"]` over the job's model, its name and version)."""
     import torch
 
-    from posttrain.bench.presets import draw
+    from posttrain.bench.workload import draw
     from posttrain.config.model import ModelConfig
     from posttrain.config.rollout import RolloutConfig
     from posttrain.models.loading import DTYPES, fuse_and_prove, load_causal_lm, load_tokenizer
@@ -61,7 +61,7 @@ def rollout(job: dict[str, Any]):
 
 def sweep(job: dict[str, Any]):
     """One engine at many sizes, and the machine's own limits."""
-    from posttrain.bench.floor import bandwidths, peak_flops
+    from posttrain.bench.device import bandwidths, peak_flops
     from posttrain.models.loading import DTYPES
     from posttrain.rollout.base import Request, Sampling
     from posttrain.rollout.generate import advance

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from posttrain.data.recipes import banking77, gsm8k, hh_rlhf, math, programs, questions
-from posttrain.data.recipes.arithmetic import write_files
+from posttrain.data.recipes import hh_rlhf, math, programs, questions
+from posttrain.data.recipes.arithmetic import arithmetic_rows, write_files
 from posttrain.data.recipes.recipe import Recipe, prepare
 from posttrain.data.rows import DataError, RowTable, load_rows
 from posttrain.spelling import OptionParser
@@ -17,14 +17,14 @@ from posttrain.spelling import OptionParser
 RECIPES: dict[str, Recipe] = {
     recipe.name: recipe
     for recipe in (
-        gsm8k.RECIPE,
+        math.GSM8K,
         math.MATH,
         math.MATH500,
         programs.MBPP,
         programs.HUMANEVAL,
         questions.NQ_OPEN,
         questions.HOTPOTQA,
-        banking77.RECIPE,
+        questions.BANKING77,
         hh_rlhf.PAIRS,
         hh_rlhf.CONVERSATIONS,
     )
@@ -129,8 +129,6 @@ def _add_arithmetic(parser: argparse.ArgumentParser) -> None:
 
 
 def _arithmetic(options: argparse.Namespace) -> list[str]:
-    from posttrain.data.recipes.arithmetic import arithmetic_rows, write_files
-
     rows = arithmetic_rows(max_operand=options.max_operand, seed=options.seed)
     paths = write_files(options.out, rows, suffix=options.suffix)
     return [f"{path}: {len(rows[name])} rows" for name, path in paths.items()]

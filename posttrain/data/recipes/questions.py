@@ -1,7 +1,9 @@
-"""Questions with short answers: NQ-Open and HotpotQA.
+"""Questions with short answers: NQ-Open, HotpotQA and Banking77.
 
 NQ-Open (Lee et al. 2019, arXiv 1906.00300): any of the listed answers is right. HotpotQA (Yang et al. 2018, arXiv
-1809.09600): the prompt holds ten passages; `extra_info["supporting"]` names those that are needed.
+1809.09600): the prompt holds ten passages; `extra_info["supporting"]` names those that are needed. Banking77 (Casanueva
+et al. 2020, arXiv 2003.04807) classifies a bank customer's request: the prompt lists the 77 labels; they are also in
+`extra_info["labels"]`, so that a response that names several is wrong.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from posttrain.data.rows import DataError, RowTable
 INSTRUCTION = "Give your final answer, as short as possible, within <answer> and </answer>."
 NQ_COLUMNS = "question and answer (a list)"
 HOTPOT_COLUMNS = "question, answer, context and supporting_facts"
+BANKING_COLUMNS = "text and category (or label_text)"
 
 
 def nq_open_rows(table: RowTable, split: str) -> Iterator[Row | SkippedRow]:
@@ -85,4 +88,31 @@ HOTPOTQA = Recipe(
     rows=hotpotqa_rows,
     hub_id="hotpotqa/hotpot_qa",
     hub_config="distractor",
+)
+
+
+def banking77_rows(table: RowTable, split: str) -> Iterator[Row]:
+    answers = [
+        text_of(table, number, BANKING_COLUMNS, "category", "label_text").strip() for number in range(len(table))
+    ]
+    labels = sorted(set(answers))
+    for number, answer in enumerate(answers):
+        message = text_of(table, number, BANKING_COLUMNS, "text").strip()
+        yield {
+            "prompt": f"A bank's customer writes: {message}\n"
+            f"Answer with the one label that fits, out of: {', '.join(labels)}.",
+            "ground_truth": answer,
+            "response": answer,
+            "data_source": "banking77",
+            "extra_info": {"index": number, "split": split, "labels": labels},
+        }
+
+
+BANKING77 = Recipe(
+    name="banking77",
+    sentence="customers' messages to be sorted into 77 labels; scored by the label",
+    splits=(Split("train"), Split("test")),
+    columns=BANKING_COLUMNS,
+    rows=banking77_rows,
+    hub_id="mteb/banking77",
 )

@@ -23,8 +23,7 @@ from posttrain.config.reward import RewardConfig, SandboxConfig
 from posttrain.rewards.scorers import CODE_SETTINGS, is_code, register_scorer
 from posttrain.rewards.scorers.code_tests import Tests, complete_program, extract_program, read_tests
 from posttrain.rewards.types import RewardError
-from posttrain.sandbox.process import SandboxError
-from posttrain.sandbox.sandbox import LIMITS, Result, Sandbox, TestReport
+from posttrain.sandbox.sandbox import LIMITS, Result, Sandbox, SandboxError, TestReport
 from posttrain.sandbox.values import decode
 
 _SHOWN = 60

@@ -15,13 +15,22 @@ from posttrain.planning.budgets import Sizes
 from posttrain.protocol import DataProto
 from posttrain.rollout.settings import sampling_words
 from posttrain.texts import own_words, redact
-from posttrain.tracking.batches import drop_batches_after, keep_batch, keep_facts
 from posttrain.tracking.curve import before_after, text_plot
 from posttrain.tracking.diagnosis import RunFacts, StepFacts, collect_advice, diagnose
 from posttrain.tracking.loggers import read_metrics
 from posttrain.tracking.metrics import GENERATED_S, step_metrics
 from posttrain.tracking.progress import console_width, say
-from posttrain.tracking.rundir import DIAGNOSIS, Before, RunDirectory, append_line, read_before, write_before
+from posttrain.tracking.rundir import (
+    DIAGNOSIS,
+    Before,
+    RunDirectory,
+    append_line,
+    drop_batches_after,
+    keep_batch,
+    keep_facts,
+    read_before,
+    write_before,
+)
 from posttrain.tracking.samples import sample_table, thin_samples, write_step, write_validation, write_vocabulary
 from posttrain.tracking.step_line import describe_failures, failing_tools, most_common_error
 from posttrain.trainer.run.writer import RunWriter

@@ -30,9 +30,9 @@ from posttrain.conversations.loop import ConversationLoop
 from posttrain.conversations.settings import AGENT_KEY as KEY
 from posttrain.protocol import DataProto
 from posttrain.rewards.combined import RIGHT, asks_sources, named_sources, read_parts
+from posttrain.rewards.crew import WorkerProcess
 from posttrain.rewards.outcomes import TOO_LARGE, FailureWatch, is_usable, read_result
 from posttrain.rewards.pool import PrintLimiter, RewardPool
-from posttrain.rewards.process import WorkerProcess
 from posttrain.rewards.scorers import check_sources
 from posttrain.rewards.scorers.code import check_programs, code_settings
 from posttrain.rewards.types import RewardItem, RewardPart, RewardResult, RewardSpec

@@ -17,8 +17,8 @@ from posttrain.data.dataset import PromptDataset, describe_held_out, hold_out
 from posttrain.data.own_dataset import open_own_rows
 from posttrain.data.rows import read_table
 from posttrain.models.loading import load_tokenizer
+from posttrain.rewards.crew import WorkerProcess
 from posttrain.rewards.loading import check_columns, resolve_reward
-from posttrain.rewards.process import WorkerProcess
 from posttrain.rewards.scorers import check_sources
 from posttrain.rewards.scorers.code import code_settings
 from posttrain.rewards.types import RewardError, RewardList, RewardSpec

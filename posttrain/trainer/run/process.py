@@ -32,10 +32,10 @@ from posttrain.external import KEY, import_external
 from posttrain.kernels.onednn import fix_product_library
 from posttrain.tracking.console import ignore_hangup
 from posttrain.tracking.progress import say
+from posttrain.tracking.row import waiting
 from posttrain.tracking.rundir import RunDirectory, RunDirectoryError, RunTaken
 from posttrain.tracking.status import read_status
 from posttrain.tracking.tee import tee_output
-from posttrain.tracking.waiting import waiting
 from posttrain.trainer.run.memory import explain_out_of_memory, is_out_of_memory
 from posttrain.trainer.run.result import RunResult
 

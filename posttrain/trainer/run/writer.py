@@ -14,12 +14,12 @@ from posttrain.checkpoint.folders import CheckpointError
 from posttrain.checkpoint.manager import CheckpointManager, WriteRole, capture_rng, restore_rng
 from posttrain.config.environment import installed
 from posttrain.controller.pool import StagePeaks, Workers, begin_trace, end_trace
-from posttrain.tracking.background import Background, Every
 from posttrain.tracking.loggers import open_loggers, read_metrics
-from posttrain.tracking.origin import write_origin
 from posttrain.tracking.progress import Progress, say
+from posttrain.tracking.row import Every
 from posttrain.tracking.rundir import TIMELINE, RunDirectory, append_line
-from posttrain.tracking.status import FRESH_S, NAME, write_status
+from posttrain.tracking.safe_files import Background
+from posttrain.tracking.status import FRESH_S, STATUS_FILE, write_origin, write_status
 from posttrain.trainer.run.memory import named_stage
 
 # Role -> the settings of its model; `model` is what a supervised run trains.
@@ -129,7 +129,7 @@ class RunWriter:
             try:
                 write_status(self.run.path, status, self.step, self.total_steps)
             except OSError as error:  # a full disk: what ended the run matters more
-                say(f"{self.run.path / NAME} could not be written: {error}.")
+                say(f"{self.run.path / STATUS_FILE} could not be written: {error}.")
 
     def showing(self, name: str) -> AbstractContextManager[None]:
         """Inside, the console and `status.json` name this stage; a run that was not started has neither."""

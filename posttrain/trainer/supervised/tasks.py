@@ -13,9 +13,8 @@ import torch
 
 from posttrain import pulse
 from posttrain.controller.pool import LocalWorkers, Workers
-from posttrain.data.pairs import Pair, PairDataset
 from posttrain.data.sampler import sequential_batches
-from posttrain.data.supervised import SFTDataset
+from posttrain.data.supervised import Pair, PairDataset, SFTDataset
 from posttrain.models.scorer import without_trailing_padding
 from posttrain.protocol import DataProto
 from posttrain.rollout.base import Output

@@ -5,6 +5,7 @@ import {lineChart} from "./charts.js";
 import {choice, h, put, short} from "./dom.js";
 import {go, place} from "./state.js";
 import {readable} from "./text.js";
+import {conversation} from "./turns.js";
 import {COLOURINGS, drawTokens} from "./tokens.js";
 
 /** {element, show(query)}; query: run, kind, step, uid and perhaps the sample to begin with. */
@@ -83,7 +84,7 @@ function card(one, query, colouring, inspector) {
     one.error && h("pre", {class: "problem", tabindex: 0, role: "region", "aria-label": "error of the reward"}, one.error),
     body,
     h("dl", {class: "facts soft"}, facts.filter(([, value]) => value !== null && value !== undefined).map(([name, value]) => [h("dt", {}, name), h("dd", {}, typeof value === "number" ? short(value) : value)])));
-  if (colouring === "none") put(body, readable(one.response || ""));
+  if (colouring === "none") put(body, one.turns ? conversation(one) : readable(one.response || ""));
   else whenSeen(element, () => drawTokens(body, {...query, sample: one.sample, ...(one.branch === null || one.branch === undefined ? {} : {branch: one.branch})}, colouring, (facts) => put(inspector, facts)).catch((error) => put(body, h("p", {class: "problem"}, error.message), readable(one.response || ""))));
   return element;
 }

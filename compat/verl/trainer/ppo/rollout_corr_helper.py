@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from posttrain.algorithms import correction
-from posttrain.algorithms.rejection import rejection_rules
+from posttrain.algorithms.correction import rejection_rules
 from posttrain.config.choices import REJECTIONS
 from verl._missing import not_given
 from verl.utils.torch_functional import masked_mean, masked_sum

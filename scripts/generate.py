@@ -1,0 +1,56 @@
+"""Writes everything that is made from the code: YAML trees, generated pages, and the list of mutants that were caught.
+
+    python scripts/generate.py           after you changed a setting, an algorithm, a scorer or a public name
+    python scripts/generate.py --check   write nothing; exit status 1 if something is out of date
+
+New mutants are tried, which takes a few seconds each. Those of a new loss or estimator and of its settings follow from
+its file and its numeric test (docs/mutants.md).
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import mutants
+
+ROOT = Path(__file__).resolve().parents[1]
+TREE, COPIES = ROOT / "posttrain" / "trainer" / "config", ROOT / "compat" / "verl" / "trainer" / "config"
+MODULES = ("posttrain.config.generate", "posttrain.explain.docs")
+
+
+def stale_copies() -> list[Path]:
+    """The YAML files of posttrain-verl that differ from posttrain's own."""
+    return [copy for copy in COPIES.glob("*.yaml") if copy.read_text() != (TREE / copy.name).read_text()]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--check", action="store_true", help="compare only; status 1 if something is out of date")
+    options = parser.parse_args()
+    failed = 0
+    for module in MODULES:  # each in a process of its own: the pages need what the first one writes
+        words = [sys.executable, "-m", module, *(["--check"] if options.check else [])]
+        failed |= subprocess.run(words, cwd=ROOT).returncode
+    for copy in stale_copies():
+        print(f"{'out of date' if options.check else 'written'}: {copy}", flush=True)
+        failed |= options.check
+        if not options.check:
+            shutil.copyfile(TREE / copy.name, copy)
+    untried = [mutant for mutant in mutants.read_mutants() if mutant.name not in mutants.read_caught()]
+    if options.check:
+        for mutant in untried:
+            print(f"not tried: the mutant {mutant.name}")
+        return 1 if failed or untried else 0
+    if untried:
+        failed |= subprocess.run([sys.executable, "scripts/mutants.py", "--untried", "--write"], cwd=ROOT).returncode
+    else:
+        mutants.write_caught({})  # mutants that are gone are left out
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main())
