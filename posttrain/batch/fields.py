@@ -37,6 +37,10 @@ RESPONSE_FIELDS = frozenset(
     }
 )
 
+ROUTES = "routed_experts"
+"""The non-tensor field that holds the experts of a row's first tokens: an array (tokens, layers, top_k) for each row,
+ragged and in the smallest type."""
+
 Value = TypeVar("Value")
 Rows = slice | torch.Tensor
 

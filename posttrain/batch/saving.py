@@ -1,5 +1,7 @@
 """A batch on disk: a folder with `tensors.safetensors` and `fields.json`. Values keep their types, bit-for-bit.
 
+Fields that hold an array of numbers for each row, such as routes of experts, are among the tensors, end to end.
+
 Texts, numbers, booleans, None, lists, and dicts with text keys are JSON as they stand. Every other value is an object
 with the key `TAG`: `{"$type": "bytes", "value": "AP8="}`. A dict of the user's that has this key, or keys that are no
 texts, is tagged itself, so no value can be mistaken for a tag. Reading builds values of the types below and nothing
@@ -13,6 +15,7 @@ from __future__ import annotations
 import base64
 import datetime
 import json
+import math
 import uuid
 import zoneinfo
 from collections.abc import Callable, Iterable, Mapping
@@ -222,19 +225,38 @@ def _saved(value: Any, where: str) -> Any:
         ) from None
 
 
+ARRAYS = "arrays."  # prefix of the tensors that hold such fields
+_IN_TENSORS = {np.dtype(kind) for kind in (np.uint8, np.int16, np.int32, np.int64, np.float32, np.float64)}
+
+
+def _holds_arrays(column: np.ndarray) -> bool:
+    kinds = {value.dtype if type(value) is np.ndarray else None for value in column}
+    return len(kinds) == 1 and kinds <= _IN_TENSORS
+
+
 def write_folder(
     folder: Path, rows: int, tensors: TensorBatch, objects: ObjectBatch, meta_info: Mapping[str, Any]
 ) -> None:
     """TypeError, with the place, for what cannot be saved; nothing is written then."""
+    import torch
     from safetensors.torch import save_file
 
     # Made before anything is written: a value that cannot be saved leaves no half-written folder.
-    fields = {"format": FORMAT, "rows": rows, **saved_values(objects, meta_info)}
+    arrays = {name: list(column) for name, column in objects.items() if _holds_arrays(column)}
+    others = {name: column for name, column in objects.items() if name not in arrays}
+    shapes = {name: [list(value.shape) for value in values] for name, values in arrays.items()}
+    fields = {
+        "format": FORMAT,
+        "rows": rows,
+        **saved_values(others, meta_info),
+        **({"arrays": shapes} if shapes else {}),
+    }
     folder.mkdir(parents=True, exist_ok=True)
     # Cloned because safetensors refuses two names for one memory, which a batch may well have.
-    save_file(
-        {name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()}, folder / "tensors.safetensors"
-    )
+    saved = {name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()}
+    for name, values in arrays.items():
+        saved[f"{ARRAYS}{name}"] = torch.from_numpy(np.concatenate([value.ravel() for value in values]))
+    save_file(saved, folder / "tensors.safetensors")
     (folder / "fields.json").write_bytes(utf8(json.dumps(fields, ensure_ascii=False)))
 
 
@@ -247,6 +269,10 @@ def read_folder(folder: Path) -> tuple[TensorBatch, ObjectBatch, dict[str, Any]]
     if not (folder / "fields.json").is_file():
         raise FileNotFoundError(f"{folder} holds no saved DataProto: there is no fields.json in it")
     fields = json.loads((folder / "fields.json").read_text(encoding="utf-8"))
-    tensors = TensorBatch(load_file(folder / "tensors.safetensors"), rows=fields["rows"])
+    saved = load_file(folder / "tensors.safetensors")
     objects, meta_info = loaded_values(fields)
+    for name, shapes in fields.get("arrays", {}).items():
+        parts = np.split(saved.pop(f"{ARRAYS}{name}").numpy(), np.cumsum([math.prod(shape) for shape in shapes])[:-1])
+        objects[name] = [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
+    tensors = TensorBatch(saved, rows=fields["rows"])
     return tensors, ObjectBatch(objects, rows=fields["rows"]), meta_info

@@ -224,23 +224,23 @@ SIZES = (1 * MIB, 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB, 1024 * MIB)
 EDGE = 2048  # of the square matrices: large enough for the peak rate, small enough to take under a second
 
 
-def peak_flops(dtype: Any, *, seconds: float = 1.0, device: str = "cpu") -> float:
+def peak_flops(dtype: Any, *, device: str = "cpu") -> float:
     """FLOP/s of a large square matmul in `dtype`."""
     import torch
 
     edge = EDGE if device == "cpu" else 4 * EDGE
     left, right = (torch.randn(edge, edge, device=device).to(dtype) for _ in range(2))
-    return 2 * edge**3 / _best(lambda: torch.mm(left, right), seconds, device)
+    return 2 * edge**3 / _best(lambda: torch.mm(left, right), 1.0, device)
 
 
-def bandwidths(*, seconds: float = 0.2, sizes: tuple[int, ...] = SIZES, device: str = "cpu") -> dict[int, float]:
+def bandwidths(*, device: str = "cpu") -> dict[int, float]:
     """Bytes read per second for data of each size; small data is read from the caches, as small models are."""
     import torch
 
     found = {}
-    for size in sizes:
+    for size in SIZES:
         data = torch.ones(size // 4, device=device)
-        found[size] = size / _best(lambda data=data: data.sum(), seconds, device)
+        found[size] = size / _best(lambda data=data: data.sum(), 0.2, device)
     return found
 
 

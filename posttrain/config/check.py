@@ -340,6 +340,43 @@ def check_exact(checked: Checked) -> Iterator[Finding]:
         yield checked.problem(what, f"set {_ACTOR}.strategy=fsdp2", "trainer.exact", f"{_ACTOR}.strategy")
 
 
+def check_router_replay(checked: Checked) -> Iterator[Finding]:
+    """Routes of experts are recorded by the native rollout or by the old log-probs, and replayed by the torch engine;
+    whether the model has routers that are known is checked when it is loaded."""
+    actor, rollout = checked.config.actor_rollout_ref.actor, checked.config.actor_rollout_ref.rollout
+    mode_key, record_key = f"{_ACTOR}.router_replay.mode", f"{_ROLLOUT}.enable_rollout_routing_replay"
+    mode, recorded, coefficient = (
+        actor.router_replay.mode,
+        rollout.enable_rollout_routing_replay,
+        f"{_ACTOR}.router_aux_loss_coef",
+    )
+    if mode == "R3" and not recorded:
+        what = f"`{mode_key}=R3` replays the routes of the rollout, and `{record_key}=False` does not record them."
+        yield checked.problem(what, f"remove {record_key}, or set it to True", mode_key, record_key)
+    if mode == "R2" and recorded:
+        what = (
+            f"`{mode_key}=R2` replays the routes of the old log-probs, and `{record_key}=True` records the rollout's."
+        )
+        yield checked.problem(what, f"set {mode_key}=R3, or {record_key}=False", mode_key, record_key)
+    if mode == "R2" and actor.old_log_probs == "rollout":
+        what = f"`{mode_key}=R2` replays the routes of the old log-probs, which the trainer does not compute."
+        yield checked.problem(what, f"set {_ACTOR}.old_log_probs=trainer, or {mode_key}=R3", mode_key)
+    if recorded and rollout.name != "native":
+        what = f"`{record_key}=True` is not built for {_ROLLOUT}.name={rollout.name}: it gives no routes of experts."
+        yield checked.problem(what, f"set {_ROLLOUT}.name=native, or {mode_key}=R2 without it", record_key)
+    if actor.router_aux_loss_coef > 0 and mode == "disabled" and not recorded:
+        what = f"`{coefficient}={actor.router_aux_loss_coef:g}` needs the load of the experts before the update."
+        yield checked.problem(what, f"set {record_key}=True, or {mode_key}=R2", coefficient)
+    for key, is_on in (
+        (mode_key, mode != "disabled"),
+        (record_key, recorded),
+        (coefficient, actor.router_aux_loss_coef > 0),
+    ):
+        if is_on and actor.strategy not in ("fsdp", "fsdp2"):
+            what = f"`{key}` is not built for {_ACTOR}.strategy={actor.strategy}, whose routers take no given routes."
+            yield checked.problem(what, f"set {_ACTOR}.strategy=fsdp2, or remove it", key, f"{_ACTOR}.strategy")
+
+
 # Those of a run of the PPO family.
 PPO_CHECKS = (
     check_choices,
@@ -359,6 +396,7 @@ PPO_CHECKS = (
     check_sizes,
     check_one_step_off,
     check_exact,
+    check_router_replay,
     check_colocated_workers,
     check_ray,
 )

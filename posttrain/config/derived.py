@@ -42,6 +42,7 @@ def derive(merged: Merged, provided: frozenset[str]) -> None:
     derive_command(merged)
     _layout(merged)
     _importance_weights(merged)
+    _recorded_routes(merged)
     _embedded(merged, provided)
     _held_out(merged, provided)
     _group_size(merged)
@@ -205,6 +206,13 @@ def _importance_weights(merged: Merged) -> None:
         return
     merged.set_default(said[0], "token", f"under {switch}")
     merged.note(f"{said[0]}=token under {switch}, {why}; null leaves that alone.")
+
+
+def _recorded_routes(merged: Merged) -> None:
+    """Replaying the rollout's routes records them, unless the user says otherwise, which is then rejected."""
+    mode, key = f"{_ACTOR}.router_replay.mode", f"{_ROLLOUT}.enable_rollout_routing_replay"
+    if merged.value(mode) == "R3" and not merged.is_set(key) and key not in merged.bad:
+        merged.set_default(key, True, f"under {mode}=R3")
 
 
 def _accumulation(merged: Merged) -> None:

@@ -86,6 +86,9 @@ class RolloutConfig(Section):
     quantization: str | None = setting(None, choices=("fp8",))
     """`fp8` decodes with 8-bit copies of weights and activations (`native`): faster and less exact, so that importance
     weights (`algorithm.rollout_correction`) are on with it. null: `model.dtype`."""
+    enable_rollout_routing_replay: bool = False
+    """Record which experts of a mixture every token takes in the rollout (`native`); `actor.router_replay.mode=R3`
+    replays them, and without it `actor/route_changes` says how many differ in the trainer."""
     n_workers: int = setting(0, range=ZERO_OR_MORE)
     """Workers that only generate, each on a device of its own, while those of `trainer` only train; 0: the same workers
     do both."""

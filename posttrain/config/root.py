@@ -154,6 +154,15 @@ class PolicyLossConfig(Section):
 
 
 @section
+class RouterReplayConfig(Section):
+    """Which experts of a mixture the trainer's passes take; docs/mixtures.md explains it."""
+
+    mode: str = setting("disabled", choices=("disabled", "R2", "R3"))
+    """`R3` takes the experts that each token had in the rollout, in old log-probs and update; `R2` takes those of the
+    old log-probs in the update; `disabled` routes anew in every pass."""
+
+
+@section
 class ActorConfig(Section):
     """The policy's update. Example: `actor_rollout_ref.actor.ppo_mini_batch_size=256`."""
 
@@ -203,6 +212,10 @@ class ActorConfig(Section):
     old_log_probs: str = setting("auto", choices=("auto", "trainer", "rollout"))
     """Where the old log-probs come from: `trainer` recomputes them, `rollout` takes the engine's, `auto` recomputes
     only when needed."""
+    router_aux_loss_coef: float = setting(0.0, range=ZERO_OR_MORE)
+    """Coefficient of a mixture's load-balance loss; it needs recorded routes (`router_replay.mode`, or
+    `rollout.enable_rollout_routing_replay`)."""
+    router_replay: RouterReplayConfig = field(default_factory=RouterReplayConfig)
     policy_loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)

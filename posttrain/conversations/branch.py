@@ -45,6 +45,7 @@ class Branch:
     _sampling_log_probs: list[np.ndarray] = field(default_factory=list)
     _filtered: bool = False
     _versions: list[tuple[int, int]] = field(default_factory=list)
+    _routes: np.ndarray | None = None
 
     @property
     def length(self) -> int:
@@ -75,6 +76,8 @@ class Branch:
         drawn = output.sampling_log_probs
         self._append(output.token_ids, output.log_probs, output.log_probs if drawn is None else drawn, own)
         self._filtered |= drawn is not None
+        if output.routes is not None:  # of the whole context: a turn's request begins with all that was before
+            self._routes = output.routes
         self._add_versions(output.versions, own)
         self.turns += 1
         self.turn_ends.append((turn, self.length))
@@ -117,6 +120,7 @@ class Branch:
             self._versions,
             np.concatenate(self._sampling_log_probs) if self._filtered else None,  # pyright: ignore
             written=self._sampled,
+            routes=self._routes,
         )
 
     def _append(self, ids: Sequence[int], log_probs: Sequence[float] | np.ndarray, drawn: object, mask: list[bool]):

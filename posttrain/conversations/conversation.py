@@ -230,7 +230,9 @@ class Conversation:
         for start, number in found:
             if start > place:
                 branch.add_observation(response[place:start])
-            output = self.samples[number][1]
+            read, output = self.samples[number]
+            if list(read) != branch.ids:  # sampled behind other tokens, whose routes are not those of this row
+                output = replace(output, routes=None)
             place = min(start + len(output.token_ids), end)
             marked[start:place] = own = wanted[start:place]
             taken = self._composed[number]

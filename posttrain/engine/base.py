@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from posttrain.config.root import OptimConfig
@@ -52,6 +53,11 @@ class EngineSettings:
     pack: bool = True
     share_prompts: bool = True
     exact: bool = False  # whether log-probs have the bits that the rollout gives them
+    # Of a mixture: whether its tokens take the experts that the batch holds (`ROUTES`), whether passes without gradient
+    # record them, and whether the loss gets the values of the load-balance loss.
+    replay_routes: bool = False
+    record_routes: bool = False
+    balance_load: bool = False
     gradient_checkpointing: bool = False
     param_offload: bool = False
     optimizer_offload: bool = False
@@ -101,6 +107,10 @@ class TrainEngine(ABC):
     ) -> dict[str, torch.Tensor]:
         """`log_probs` and `entropy`, each (B, R), of the responses; no gradient."""
         return self.compute(data, temperature=temperature, passes=passes)
+
+    def take_routes(self) -> list[np.ndarray]:
+        """The experts of each row's tokens in the last `log_probs`, where the engine records them."""
+        raise UserError(f"The train engine {type(self).__name__} records no routes of experts")
 
     def values(self, data: DataProto, *, passes: Passes | None = None) -> torch.Tensor:
         """(B, R): the value of the state before each response token; no gradient."""

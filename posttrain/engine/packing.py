@@ -11,9 +11,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from posttrain.batch.fields import ROUTES
 from posttrain.engine.micro_batches import Unit
 from posttrain.kernels.cuda import to_device
 from posttrain.kernels.packed_attention import PackedLayout
+from posttrain.models.routing import RoutePass, RouteShape
 from posttrain.protocol import DataProto
 
 
@@ -35,6 +37,9 @@ class Rows:
     source_N: torch.Tensor | None
     slot_N: torch.Tensor
     shape: tuple[int, int]
+    routes: RoutePass | None = None  # of a mixture's tokens, flattened like `input_ids`
+    # By row, the (flattened) places of its tokens; of those that it shares with another row, where that one has them.
+    token_places: list[torch.Tensor] | None = None
 
     def of_tokens(self, values_U: torch.Tensor) -> torch.Tensor:
         """Values of all response tokens, from those of the pairs."""
@@ -63,17 +68,19 @@ def padded_rows(data: DataProto, device: torch.device) -> Rows:
     predict_N = row_N * longest + prompt_B[row_N] + real_BR.long().cumsum(-1)[real_BR] - 2
     labels, slots = ids_BS[:, -width:][real_BR], row_N * width + col_N
     position_BL = torch.arange(longest).expand(rows, -1)
+    routes = _given_routes(data, torch.arange(rows).repeat_interleave(longest), position_BL.flatten(), device)
+    token_places = [row * longest + torch.arange(int(length)) for row, length in enumerate((length_B - 1).clamp(min=0))]
     tensors = (left_BL, position_BL, kept_BL.long(), predict_N, labels, slots)
     ids, positions, mask, places, labels, slots = (to_device(x, device) for x in tensors)
-    return Rows(ids, positions, mask, None, places, labels, None, slots, (rows, width))
+    return Rows(ids, positions, mask, None, places, labels, None, slots, (rows, width), routes, token_places)
 
 
-def packed_units(data: DataProto, units: list[Unit], device: torch.device) -> Rows:
+def packed_units(data: DataProto, units: list[Unit], device: torch.device, *, all_places: bool = False) -> Rows:
     """The rows packed; the rows of `data` are those of the units, end to end.
 
     All of it happens on the host, so that nothing waits for a device that still computes the pass before. The last
     token of a response is predicted, but predicts nothing and no other token attends to it: it is not computed. What a
-    row shares with another one of its unit is read off that one.
+    row shares with another one of its unit is read off that one. `all_places` asks for `Rows.token_places`.
     """
     ids_BS, mask_BS, position_BS, real_BR = _tensors(data)
     rows, width = real_BR.shape
@@ -90,10 +97,13 @@ def packed_units(data: DataProto, units: list[Unit], device: torch.device) -> Ro
     first_B = own_B.cumsum(0) - own_B
     # The place that predicts each response token: that of the token before it, in the row that computes it.
     row_N, col_N = real_BR.nonzero(as_tuple=True)
-    before_N, owner_N = prompt_B[row_N] + col_N - 1, row_N
-    while bool((elsewhere_N := before_N < shared_B[owner_N]).any()):
-        owner_N = torch.where(elsewhere_N, source_B[owner_N], owner_N)
-    predict_N = first_B[owner_N] + before_N - shared_B[owner_N]
+    sharing = (first_B, shared_B, source_B)
+    predict_N = _places(row_N, prompt_B[row_N] + col_N - 1, *sharing)
+    token_places = None
+    if all_places:
+        row_M = torch.repeat_interleave(torch.arange(rows), computed_B)
+        position_M = torch.arange(len(row_M)) - (computed_B.cumsum(0) - computed_B)[row_M]
+        token_places = list(_places(row_M, position_M, *sharing).split(computed_B.tolist()))
     lengths = torch.zeros(len(units), dtype=torch.long)
     lengths.index_add_(0, torch.repeat_interleave(torch.arange(len(units)), sizes), own_B)
     # Without sharing every sequence has one row, and attention sees all that stands before.
@@ -106,9 +116,48 @@ def packed_units(data: DataProto, units: list[Unit], device: torch.device) -> Ro
     pairs = (predict_N, labels, None)
     if len(labels) and bool(((own_B == 0) | (shared_B > prompt_B)).any()):
         pairs = _find_distinct(predict_N, labels)
+    routes = _given_routes(data, kept_BS.nonzero()[:, 0], position_T, device)
     tensors = (ids_BS[kept_BS][None], position_T[None], *pairs, slots)
     ids, positions, *rest = (None if x is None else to_device(x, device) for x in tensors)
-    return Rows(ids, positions, None, layout, *rest, (rows, width))  # pyright: ignore
+    return Rows(ids, positions, None, layout, *rest, (rows, width), routes, token_places)  # pyright: ignore
+
+
+def _places(
+    row_M: torch.Tensor, position_M: torch.Tensor, first_B: torch.Tensor, shared_B: torch.Tensor, source_B: torch.Tensor
+) -> torch.Tensor:
+    """Where the pass computes these tokens of rows: in the row itself, or in the one that it shares them with."""
+    owner_M = row_M
+    while bool((elsewhere_M := position_M < shared_B[owner_M]).any()):
+        owner_M = torch.where(elsewhere_M, source_B[owner_M], owner_M)
+    return first_B[owner_M] + position_M - shared_B[owner_M]
+
+
+def _given_routes(
+    data: DataProto, row_T: torch.Tensor, position_T: torch.Tensor, device: torch.device
+) -> RoutePass | None:
+    """The recorded routes of a pass's tokens, each the token of a row at a position; None where there are none."""
+    if ROUTES not in data.non_tensor_batch:
+        return None
+    recorded = data.non_tensor_batch[ROUTES]
+    lengths_B = torch.tensor([len(routes) for routes in recorded])
+    flat = torch.from_numpy(np.concatenate(recorded))
+    known_T = position_T < lengths_B[row_T]
+    # Tokens without routes take any: `known_T` says that they are not read.
+    index_T = torch.where(known_T, (lengths_B.cumsum(0) - lengths_B)[row_T] + position_T, 0)
+    given_TLK = flat[index_T] if len(flat) else flat.new_zeros(len(index_T), *flat.shape[1:])
+    return RoutePass(to_device(given_TLK, device), to_device(known_T, device))
+
+
+def expert_counts(data: DataProto, shape: RouteShape) -> np.ndarray:
+    """(L, X) how often each expert was chosen for the tokens that sampled tokens are predicted from, as recorded."""
+    counts_LX = np.zeros((shape.layers, shape.experts))
+    real_BR, trained_BR = (data.batch[name].cpu().numpy().astype(bool) for name in ("attention_mask", "response_mask"))
+    width = trained_BR.shape[1]
+    for row, routes in enumerate(data.non_tensor_batch[ROUTES]):
+        before = int(real_BR[row, :-width].sum()) + np.flatnonzero(trained_BR[row]) - 1
+        for layer, chosen in enumerate(routes[before[before < len(routes)]].swapaxes(0, 1)):
+            counts_LX[layer] += np.bincount(chosen.ravel(), minlength=shape.experts)
+    return counts_LX
 
 
 def _ends(units: list[Unit], first: list[int], own: list[int]) -> torch.Tensor:

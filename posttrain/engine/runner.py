@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from posttrain import pulse
@@ -157,6 +158,7 @@ class PassRunner:
     ) -> None:
         self.stage, self.head, self.facts, self.settings = stage, head, facts, settings
         self.optimizer = optimizer
+        self.routes: list[np.ndarray] = []  # of the rows of the last `compute`, where they are recorded
         alone = world_size() == 1 and settings.device.type == "cpu"
         # Counts layers inside a pass, where one process computes on a CPU; None counts whole passes.
         self.progress = LayerProgress(stage.module) if alone else None
@@ -170,7 +172,10 @@ class PassRunner:
         device, packed = self.settings.device, self.facts.packed
         if not units:
             return dummy_rows(device, packed=packed)
-        return self.stage.prepare_rows(packed_units(micro, units, device) if packed else padded_rows(micro, device))
+        if not packed:
+            return self.stage.prepare_rows(padded_rows(micro, device))
+        records = self.settings.record_routes and not torch.is_grad_enabled()
+        return self.stage.prepare_rows(packed_units(micro, units, device, all_places=records))
 
     @torch.no_grad()
     def compute(self, data: DataProto, temperature: float, passes: Passes | None) -> dict[str, torch.Tensor]:
@@ -179,6 +184,7 @@ class PassRunner:
         stage.module.eval()
         call = _Call(self, data, self.plan(data) if passes is None else passes)
         parts: dict[str, list[torch.Tensor]] = {}
+        routes: list[np.ndarray] = []
 
         def forward(step: Step, arrived: torch.Tensor | None) -> torch.Tensor | None:
             rows, is_last = call.begin(step.number), pipeline.gives_outputs(step.chunk)
@@ -187,12 +193,15 @@ class PassRunner:
                 found = self.head.per_row(rows, out) if is_last and call.passes[step.number] else {}
             for name, part in found.items():
                 parts.setdefault(name, []).append(part)
+            if self.settings.record_routes and call.passes[step.number]:
+                routes.extend(_routes_of_rows(rows))
             if step.chunk == pipeline.chunks - 1:
                 call.end(step.number)
             return None if is_last else out
 
         with stage.around_passes(None), call.counted():
             pipeline.run(len(call.passes), call.tokens, forward, backward=False)
+        self.routes = [routes[number] for number in np.argsort(call.order)] if routes else []
         if not call.order:
             return {}
         place = torch.empty(len(data), dtype=torch.long)
@@ -279,6 +288,13 @@ class PassRunner:
         self.optimizer.clear_gradients()
 
 
+def _routes_of_rows(rows: Rows) -> list[np.ndarray]:
+    assert rows.routes is not None and rows.token_places is not None
+    shape, chosen_TLK = rows.routes.shape, rows.routes.chosen_TLK().cpu()
+    assert shape is not None
+    return [chosen_TLK[places].numpy().astype(shape.dtype) for places in rows.token_places]
+
+
 class ComposedEngine(TrainEngine):
     """An engine that is made of a pass runner and the state that it trains; what is left to say is about weights."""
 
@@ -300,6 +316,10 @@ class ComposedEngine(TrainEngine):
 
     def trial_pass(self, data: DataProto, loss: LossFn, *, passes: Passes | None = None) -> None:
         self.runner.trial_pass(data, loss, passes)
+
+    def take_routes(self) -> list[np.ndarray]:
+        taken, self.runner.routes = self.runner.routes, []
+        return taken
 
     def save(self, folder: Path) -> None:
         self.state.save(folder)

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from posttrain.engine.base import EngineLayout, EngineSettings
+from posttrain.engine.base import EngineLayout, EngineSettings, LossFn, Passes
 from posttrain.engine.facts import facts_of
 from posttrain.engine.heads import Head, head_of
 from posttrain.engine.optim import EngineState, Optimizer, whole
-from posttrain.engine.packing import Rows, with_a_prediction
+from posttrain.engine.packing import Rows, expert_counts, with_a_prediction
 from posttrain.engine.ranks import check_heads, group_ranks
 from posttrain.engine.runner import ComposedEngine, PassRunner, Stage
 from posttrain.engine.sharding import drop_whole_weights, export_from_ranks, set_last_backward, shard, whole_state
@@ -24,6 +24,8 @@ from posttrain.models.adapter_files import adapter_parameters
 from posttrain.models.forward import forward_mode_of, recompute_layers
 from posttrain.models.fused_layer import join_weights, weights_unchanged
 from posttrain.models.lora import base_only, has_adapters, merged_state, save_model
+from posttrain.models.routing import RoutePass, RouteShape, route_shape, routed, watch_routers
+from posttrain.protocol import DataProto
 
 
 class TorchStage(Stage):
@@ -32,6 +34,12 @@ class TorchStage(Stage):
     def __init__(self, module: torch.nn.Module, head: Head, settings: EngineSettings, *, packed: bool) -> None:
         self.module, self.head, self.settings, self.ranks = module, head, settings, settings.ranks
         self.forward_pass = head.torch_pass(module, packed=packed)
+        # Of a mixture's policy: how many tokens each expert got in this step, and its share of all, if that is wanted.
+        self.routes = route_shape(module) if "log_probs" in head.outputs else None
+        self.counts_LX: torch.Tensor | None = None
+        self.load_LX: torch.Tensor | None = None
+        if self.routes is not None:
+            watch_routers(module)
         if self.ranks is not None:
             shard(self.forward_pass, module, self.ranks)
         else:  # q, k and v of a layer side by side in memory are one product; FSDP2 would move them apart again
@@ -40,11 +48,16 @@ class TorchStage(Stage):
     def forward(
         self, rows: Rows, arrived: torch.Tensor | None, temperature: float, chunk: int = 0
     ) -> dict[str, torch.Tensor]:
-        return self.forward_pass(*self.head.inputs(rows, temperature))
+        found = self.forward_pass(*self.head.inputs(rows, temperature))
+        if self.routes is not None and rows.routes is not None and rows.routes.weight_T is not None:
+            counts_LX = rows.routes.counts_LX(self.routes.experts)
+            self.counts_LX = counts_LX if self.counts_LX is None else self.counts_LX.add_(counts_LX)
+        return found
 
     @contextmanager
     def computing(self, rows: Rows) -> Iterator[None]:
-        with packed_rows(rows.layout), shared_sequence(self.ranks.sequence if self.ranks else None):
+        shared = shared_sequence(self.ranks.sequence if self.ranks else None)
+        with packed_rows(rows.layout), shared, routed(rows.routes):
             yield
 
     @contextmanager
@@ -62,7 +75,23 @@ class TorchStage(Stage):
     def prepare_rows(self, rows: Rows) -> Rows:
         if rows.layout is not None:
             rows.layout.exact = self.settings.exact
+        rows.routes = self._routes(rows)
         return rows if self.ranks is None else with_a_prediction(rows)
+
+    def _routes(self, rows: Rows) -> RoutePass | None:
+        """What the routers do in a pass over these rows; None where they do as always and nothing is noted."""
+        settings, given = self.settings, rows.routes
+        records = settings.record_routes and not torch.is_grad_enabled()
+        replays = settings.replay_routes and given is not None and not records
+        if self.routes is None or not (torch.is_grad_enabled() or records or replays):
+            return None
+        routes = RoutePass() if given is None else given
+        routes.shape, routes.replays, routes.keeps, routes.load_LX = self.routes, replays, records, self.load_LX
+        if torch.is_grad_enabled():  # response tokens by the place that predicts them, however rows are packed
+            predicted_N = rows.of_tokens(rows.predict_U)
+            routes.weight_T = torch.zeros(rows.input_ids.numel(), device=predicted_N.device)
+            routes.weight_T.index_add_(0, predicted_N, torch.ones_like(predicted_N, dtype=torch.float32))
+        return routes
 
     def before_backward(self, *, last: bool) -> None:
         if self.ranks is not None:
@@ -113,6 +142,32 @@ class TorchEngine(ComposedEngine):
     @classmethod
     def check_model(cls, config: Any, layout: EngineLayout, *, ranks: int, packed: bool) -> None:
         check_heads(config, layout.sequence_size, packed=packed)
+
+    # -- mixtures -------------------------------------------------------------------------------------------------
+    def update(
+        self, data: DataProto, loss: LossFn, *, temperature: float = 1.0, passes: Passes | None = None
+    ) -> dict[str, float]:
+        stage = self.stage
+        if stage.routes is None:
+            return super().update(data, loss, temperature=temperature, passes=passes)
+        stage.counts_LX = torch.zeros(stage.routes.layers, stage.routes.experts, device=self.settings.device)
+        stage.load_LX = self._recorded_load(data, stage.routes) if self.settings.balance_load else None
+        made = super().update(data, loss, temperature=temperature, passes=passes)
+        load_LX = self._over_ranks(stage.counts_LX)  # on a rank without rows, too: others wait for it
+        made["expert_load_max"] = float((load_LX.amax(1) / load_LX.mean(1).clamp(min=1e-30)).mean())
+        return made
+
+    def _recorded_load(self, data: DataProto, shape: RouteShape) -> torch.Tensor:
+        """(L, X) the share of each expert in the choices that sampled tokens were predicted with. From the recorded
+        routes of the whole mini-batch: shares of a pass alone would make the loss depend on how rows are split."""
+        counts_LX = expert_counts(data, shape)
+        total_LX = self._over_ranks(torch.from_numpy(counts_LX).to(self.settings.device))
+        return total_LX / total_LX.sum(1, keepdim=True).clamp(min=1)
+
+    def _over_ranks(self, values: torch.Tensor) -> torch.Tensor:
+        if self.settings.ranks is not None:
+            torch.distributed.all_reduce(values)
+        return values
 
     # -- weights --------------------------------------------------------------------------------------------------
     def base_only(self) -> AbstractContextManager[None]:

@@ -61,6 +61,23 @@ FAMILIES: dict[str, str] = {
         "Largest distance of the probability ratio from 1 before the first update on the batch: 0 but for rounding, "
         "unless responses come from older weights."
     ),
+    "actor/router_entropy": (
+        "Of a mixture: entropy of the routers' probabilities over all experts, in nats, as a mean over sampled tokens "
+        "and layers. The logarithm of the number of experts is the most; near 0 each token knows one expert alone."
+    ),
+    "actor/route_changes": (
+        "Of a mixture: share of (token, layer) choices in which the trainer's router takes other experts than the "
+        "recorded ones, before the first update on the batch. 0 but for rounding at equal weights; with "
+        "actor_rollout_ref.actor.router_replay.mode=R3 the recorded ones are taken (see `router_replay`)."
+    ),
+    "actor/router_balance": (
+        "Load-balance loss of a mixture (actor_rollout_ref.actor.router_aux_loss_coef): experts times the sum over "
+        "them of load x probability, as a mean over layers. 1 is balanced; the number of experts is the most."
+    ),
+    "{actor,train}/expert_load_max": (
+        "Of a mixture: load of a layer's busiest expert in multiples of the mean, as a mean over layers. 1 is "
+        "balanced. Growing for long: routers collapse; actor_rollout_ref.actor.router_aux_loss_coef works against it."
+    ),
     "actor/lr": "The learning rate of the step's last update.",
     "actor/{reward_kl_penalty,reward_kl_penalty_coeff}": (
         "KL that was taken from the rewards (algorithm.use_kl_in_reward), and its present coefficient."

@@ -319,19 +319,24 @@ def mixture(
     normalised: bool,
     share_dtype: torch.dtype,
     fp8: bool = False,
+    routes_TJ: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """What the `top_k` experts of a token give, by their shares, (T, E). A share is the softmax over all experts in
     float32, `normalised` over those that were chosen, as a number of `share_dtype`. With `fp8` both weights are rounded
-    to fp8 by rows, and so are the inputs of their products; the router reads the input itself."""
+    to fp8 by rows, and so are the inputs of their products; the router reads the input itself. The chosen experts are
+    written to `routes_TJ`, where given."""
     if cuda.runs_here(x_TE):
         from posttrain.kernels.cuda import experts
 
         given = (x_TE, router_XE, gate_up_X2IE, down_XEI)
-        return experts.mixture(*given, top_k=top_k, normalised=normalised, share_dtype=share_dtype, fp8=fp8)
+        how = {"top_k": top_k, "normalised": normalised, "share_dtype": share_dtype, "fp8": fp8}
+        return experts.mixture(*given, **how, routes_TK=routes_TJ)
     assert isinstance(gate_up_X2IE, torch.Tensor) and isinstance(down_XEI, torch.Tensor)
     rounded = round_rows if fp8 else _as_it_is
     p_TX = F.linear(x_TE, router_XE).softmax(-1, dtype=torch.float32)
     share_TJ, chosen_TJ = p_TX.topk(top_k)
+    if routes_TJ is not None:
+        routes_TJ.copy_(chosen_TJ)
     if normalised:
         share_TJ = share_TJ / share_TJ.sum(-1, keepdim=True)
     # Pairs in the order of their experts, so that each expert's tokens are one product.

@@ -22,6 +22,7 @@ from posttrain.kernels.packed_attention import active_layout
 from posttrain.kernels.sequence_parallel import stretch_attention
 from posttrain.kernels.whole_step import DecodeRows
 from posttrain.models.forward import decoder_of, logits_of
+from posttrain.models.routing import RoutePass, routed
 
 Answer = Callable[..., torch.Tensor]
 _active: Answer | None = None
@@ -49,9 +50,15 @@ class PagedDecoder:
         self.module = module
 
     def hidden(
-        self, step: StepTokens, caches: Callable[[int, int, int], LayerCache], wanted_N: torch.Tensor | None = None
+        self,
+        step: StepTokens,
+        caches: Callable[[int, int, int], LayerCache],
+        wanted_N: torch.Tensor | None = None,
+        routes_PLK: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return final hidden states of the wanted tokens (all, if None); all keys and values enter the caches."""
+        """Return final hidden states of the wanted tokens (all, if None); all keys and values enter the caches, and the
+        chosen experts `routes_PLK`, by the tokens' places in the cache."""
+        routes = None if routes_PLK is None else RoutePass(keeps=True)
 
         def answer(layer: Any, query, key, value, scale: float | None, window: int | None) -> torch.Tensor:
             query, key, value = (_last_dense(x[0].transpose(0, 1)) for x in (query, key, value))
@@ -60,17 +67,21 @@ class PagedDecoder:
             out = attention(query, key, value, cache, step, scale=factor, window=window)
             return out.view(1, *query.shape)
 
-        with _answering(answer):
+        with _answering(answer), routed(routes):
             output = decoder_of(self.module)(
                 input_ids=step.ids_T[None], position_ids=step.positions_T.long()[None], use_cache=False
             )
+        if routes_PLK is not None and routes is not None:
+            routes_PLK[step.slots_T] = routes.chosen_TLK().to(routes_PLK.dtype)
         hidden_TE = output.last_hidden_state[0]
         return hidden_TE if wanted_N is None else hidden_TE[wanted_N]
 
     def logits(self, hidden_NE: torch.Tensor) -> torch.Tensor:
         return logits_of(self.module, hidden_NE)
 
-    def decode(self, rows: DecodeRows, caches: Callable[[int, int, int], LayerCache]) -> bool:
+    def decode(
+        self, rows: DecodeRows, caches: Callable[[int, int, int], LayerCache], routes_PLK: torch.Tensor | None = None
+    ) -> bool:
         """Return False: the module is called once per token."""
         return False
 

@@ -120,6 +120,29 @@ class _Layer:
             yield from self.feed.fp8 or ()
 
 
+class _Routes:
+    """The experts of a step's tokens, noted layer by layer, for the store of all tokens in the cache.
+
+    Shapes: P places in the cache and one more, L layers with experts, K experts of a token.
+    """
+
+    def __init__(self, store_PLK: torch.Tensor | None, tokens: int) -> None:
+        self.store_PLK, self.layer = store_PLK, 0
+        self.noted_TLK = None if store_PLK is None else store_PLK.new_empty(tokens, *store_PLK.shape[1:])
+
+    def through(self, feed: Gated | Mixture, x_TE: torch.Tensor | Quantized, *, captured: bool = False) -> torch.Tensor:
+        """Return the output of a layer's feed-forward part, and note its experts."""
+        compute: Callable[..., torch.Tensor] = feed.captured if captured else feed
+        if self.noted_TLK is None or not isinstance(feed, Mixture):
+            return compute(x_TE)
+        self.layer += 1
+        return compute(x_TE, self.noted_TLK[:, self.layer - 1])
+
+    def store(self, places_T: torch.Tensor) -> None:
+        assert self.store_PLK is not None
+        self.store_PLK[places_T] = self.noted_TLK  # rows that have ended have place -1: the one more
+
+
 class FastDecoder:
     """Computes hidden states and logits of flat tokens."""
 
@@ -225,8 +248,15 @@ class FastDecoder:
             normed, _ = norm_forward(part.reshape(-1, self.size), weight, self.epsilon)
             part.copy_(normed.view(part.shape))
 
-    def hidden(self, step: StepTokens, caches: Caches, wanted_N: torch.Tensor | None = None) -> torch.Tensor:
-        """Return final hidden states of the wanted tokens (ascending; all, if None). All tokens enter the caches."""
+    def hidden(
+        self,
+        step: StepTokens,
+        caches: Caches,
+        wanted_N: torch.Tensor | None = None,
+        routes_PLK: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return final hidden states of the wanted tokens (ascending; all, if None). All tokens enter the caches, and
+        their experts `routes_PLK`, by their places in the cache."""
         self._refresh_weights()
         rotation = self._rotation(step.longest, step.device)
         residual_TE = self._embedded(step.ids_T)
@@ -235,15 +265,22 @@ class FastDecoder:
             residual_TE = self.whole.run(residual_TE, step, found, rotation, wanted_N)
             return add_rms_norm(residual_TE, None, self.norm, self.epsilon)
         added_TE: torch.Tensor | None = None
+        noted = _Routes(routes_PLK, len(step.ids_T))
+        # Of the last layer's experts only wanted tokens need the output, but all tokens their routes.
+        narrow = wanted_N if routes_PLK is None else None
         for number, layer in enumerate(self.layers):
             x_TE = self._norm(residual_TE, added_TE, layer.before, layer.qkv.takes_quantized)
             cache = caches(number, self.key_heads, self.size)
             attended = self._attend(layer, self._qkv(layer, x_TE), cache, step, rotation)
-            if wanted_N is not None and number == len(self.layers) - 1:
-                attended, residual_TE = attended[wanted_N], residual_TE[wanted_N]
+            if narrow is not None and number == len(self.layers) - 1:
+                attended, residual_TE = attended[narrow], residual_TE[narrow]
             added_TE = self._sum_over_ranks(layer.out(attended))
             x_TE = self._norm(residual_TE, added_TE, layer.between, layer.feed.takes_quantized)
-            added_TE = self._sum_over_ranks(layer.feed(x_TE))
+            added_TE = self._sum_over_ranks(noted.through(layer.feed, x_TE))
+        if routes_PLK is not None:
+            noted.store(step.slots_T)
+            if wanted_N is not None and added_TE is not None:
+                residual_TE, added_TE = residual_TE[wanted_N], added_TE[wanted_N]
         return add_rms_norm(residual_TE, added_TE, self.norm, self.epsilon)
 
     def _embedded(self, ids_T: torch.Tensor) -> torch.Tensor:
@@ -258,8 +295,9 @@ class FastDecoder:
         # Over the ranks that share the model.
         return part_TE if self.team is None else self.team.sum(part_TE)
 
-    def decode(self, rows: DecodeRows, caches: Caches) -> bool:
-        """Decode for the rows' number of steps, if the weights' layout allows it; return whether it was done."""
+    def decode(self, rows: DecodeRows, caches: Caches, routes_PLK: torch.Tensor | None = None) -> bool:
+        """Decode for the rows' number of steps, if the weights' layout allows it; return whether it was done. Routes
+        are noted as by `hidden`."""
         if self.team is not None:  # ranks communicate in every layer, so they decode token by token
             return False
         if not rows.steps:
@@ -268,14 +306,14 @@ class FastDecoder:
             return True
         self._follow_weights()
         if cuda.runs_here(self.embedding):
-            return self._decode_captured(rows, caches)
+            return self._decode_captured(rows, caches, routes_PLK)
         if self.whole is None:
             return False
         found = [caches(number, self.key_heads, self.size) for number in range(len(self.layers))]
         self.whole.decode(rows, found, self._rotation(rows.longest, self.embedding.device))
         return True
 
-    def _decode_captured(self, rows: DecodeRows, caches: Caches) -> bool:
+    def _decode_captured(self, rows: DecodeRows, caches: Caches, routes_PLK: torch.Tensor | None) -> bool:
         # Captured graphs hold the addresses of weights, cache and rotation: they are captured again if one moves.
         from posttrain.kernels.cuda.graphs import GraphedSteps
 
@@ -286,18 +324,23 @@ class FastDecoder:
             sizes = {"vocabulary": self.head.weight.shape[0], "key_heads": self.key_heads, "block": BLOCK}
             self.graphs = GraphedSteps(self, **sizes, device=self.embedding.device)
         held = [tensor.data_ptr() for tensor in (*chain.from_iterable(found), *rotation, self.embedding)]
+        held.append(0 if routes_PLK is None else routes_PLK.data_ptr())
         if held != self.captured_over:
             self.graphs.forget()
             self.captured_over = held
-        self.captured_caches = found
+        self.captured_caches, self.captured_routes = found, routes_PLK
         try:
             self.graphs.decode(rows)
         finally:
-            self.captured_caches = []  # only the pool may hold them: when it sleeps, their memory must be freed
+            self.captured_caches, self.captured_routes = (
+                [],
+                None,
+            )  # only the pool may hold them: when it sleeps, their memory must be freed
         return True
 
     captured_over: list[int] | None = None
     captured_caches: list[LayerCache]
+    captured_routes: torch.Tensor | None = None
 
     def next_hidden(self, tokens_B: torch.Tensor, rows: Any) -> torch.Tensor:
         """Return final hidden states of each row's newest token, which enters the cache; all calls are captured."""
@@ -308,12 +351,15 @@ class FastDecoder:
         how: dict[str, Any] = {"scale": self.scale, "rotation": self.rotation, "epsilon": self.epsilon}
         if self.exact:
             how["angles"] = self._angles(rows.positions)
+        noted = _Routes(self.captured_routes, len(tokens_B))
         for layer, cache in zip(self.layers, self.captured_caches, strict=True):
             x_BE = self._norm(residual_BE, added_BE, layer.before, layer.qkv.takes_quantized)
             qkv_BC = self._qkv(layer, x_BE)
             added_BE = layer.out(attend(qkv_BC, cache, rows, window=layer.window, norms=layer.heads, **how))
             x_BE = self._norm(residual_BE, added_BE, layer.between, layer.feed.takes_quantized)
-            added_BE = layer.feed.captured(x_BE)
+            added_BE = noted.through(layer.feed, x_BE, captured=True)
+        if self.captured_routes is not None:
+            noted.store(rows.slots)
         return add_rms_norm(residual_BE, added_BE, self.norm, self.epsilon)
 
     def _rotated(

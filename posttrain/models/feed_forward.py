@@ -73,21 +73,24 @@ class Mixture:
     def hold_in_fp8(self) -> None:
         self.fp8 = Fp8Weight(self.gate_up_X2IE), Fp8Weight(self.down_XEI)
 
-    def __call__(self, x_TE: torch.Tensor | Quantized) -> torch.Tensor:
+    def __call__(self, x_TE: torch.Tensor | Quantized, routes_TK: torch.Tensor | None = None) -> torch.Tensor:
+        """The output of the chosen experts, which are written to `routes_TK`, where given."""
         assert isinstance(x_TE, torch.Tensor)
-        return self._with_shared(x_TE, None if self.shared is None else self.shared(x_TE))
+        return self._with_shared(x_TE, None if self.shared is None else self.shared(x_TE), routes_TK)
 
-    def captured(self, x_BE: torch.Tensor | Quantized) -> torch.Tensor:
+    def captured(self, x_BE: torch.Tensor | Quantized, routes_BK: torch.Tensor | None = None) -> torch.Tensor:
         assert isinstance(x_BE, torch.Tensor)
-        return self._with_shared(x_BE, None if self.shared is None else self.shared.captured(x_BE))
+        return self._with_shared(x_BE, None if self.shared is None else self.shared.captured(x_BE), routes_BK)
 
-    def _with_shared(self, x_TE: torch.Tensor, shared_TE: torch.Tensor | None) -> torch.Tensor:
+    def _with_shared(
+        self, x_TE: torch.Tensor, shared_TE: torch.Tensor | None, routes_TK: torch.Tensor | None
+    ) -> torch.Tensor:
         how = {"top_k": self.top_k, "normalised": self.normalised, "share_dtype": self.share_dtype}
         if self.fp8 is None:
             weights = self.gate_up_X2IE, self.down_XEI
         else:
             weights = self.fp8[0].rounded, self.fp8[1].rounded
-        y_TE = mixture(x_TE, self.router_XE, *weights, fp8=self.fp8 is not None, **how)
+        y_TE = mixture(x_TE, self.router_XE, *weights, fp8=self.fp8 is not None, routes_TJ=routes_TK, **how)
         if shared_TE is None:
             return y_TE
         assert self.shared_gate is not None

@@ -27,6 +27,7 @@ from torch.utils.checkpoint import checkpoint
 from posttrain.kernels.logprob_head import CHUNK_ELEMENTS, logprob_head
 from posttrain.kernels.packed_attention import active_layout
 from posttrain.kernels.sequence_parallel import gathered, own_stretch, sequence_group
+from posttrain.models.routing import active_routes
 
 
 @dataclass(frozen=True)
@@ -210,7 +211,8 @@ class TokenPass(torch.nn.Module):
         if not self.split_head and not isinstance(self.model, ValueModel):
             logits = states_at(own_logits(self.model, input_ids, attention_mask), places_U)
             log_probs_U, entropy_U = log_probs_of(logits, labels_U, temperature)
-            return {"log_probs": log_probs_U, "entropy": entropy_U}
+            found, routes = {"log_probs": log_probs_U, "entropy": entropy_U}, active_routes()
+            return found if routes is None else found | routes.means_at(places_U)
 
         def head(hidden_NE: torch.Tensor, numbers_N: torch.Tensor | None) -> dict[str, torch.Tensor]:
             if isinstance(self.model, ValueModel):
@@ -219,7 +221,9 @@ class TokenPass(torch.nn.Module):
             log_probs_N, entropy_N = token_log_probs(self.model, hidden_NE, labels_N, temperature)
             return {"log_probs": log_probs_N, "entropy": entropy_N}
 
-        return at_places(self.model, input_ids, position_ids, attention_mask, places_U, head)
+        found = at_places(self.model, input_ids, position_ids, attention_mask, places_U, head)
+        routes = active_routes()
+        return found if routes is None else found | routes.means_at(places_U)
 
 
 def token_log_probs(model: Any, hidden_NE: torch.Tensor, labels_N: torch.Tensor, temperature: float):

@@ -69,6 +69,9 @@ class Output:
     """Log-probs in the distribution that was sampled from, after penalties and filters; None where `log_probs` are."""
     written: Sequence[bool] | None = None
     """Which tokens the policy wrote; the others are what it was told between its turns. None: it wrote all."""
+    routes: np.ndarray | None = None
+    """(tokens, layers, top_k): the experts of the first tokens of prompt and response in a mixture, where they are
+    recorded. The last token that was sampled has none: it was never computed."""
 
 
 class RolloutEngine(ABC):

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from posttrain import pulse
+from posttrain.batch.fields import ROUTES, object_array
 from posttrain.protocol import DataProto
 from posttrain.rollout.base import Output, Request, RolloutEngine, Sampling
 
@@ -104,9 +105,24 @@ def to_batch(prompts: Sequence[Sequence[int]], outputs: Sequence[Output], pad_to
         },
         non_tensors={
             "finish_reason": np.array([output.finish_reason for output in outputs], dtype=object),
-            "policy_versions": _objects([output.versions for output in outputs]),
+            "policy_versions": object_array([output.versions for output in outputs]),
+            **_routes(prompts, outputs),
         },
     )
+
+
+def _routes(prompts: Sequence[Sequence[int]], outputs: Sequence[Output]) -> dict[str, np.ndarray]:
+    """`ROUTES`, where they were recorded: an array (tokens, layers, top_k) for each row, of its first tokens.
+
+    The arrays are as long as what was computed: padded to one width they would be larger than all else in a batch.
+    """
+    known = next((output.routes for output in outputs if output.routes is not None), None)
+    if known is None:
+        return {}
+    # All but the last token: nothing is predicted from it, so the trainer does not compute it either.
+    ends = (len(prompt) + len(output.token_ids) - 1 for prompt, output in zip(prompts, outputs, strict=True))
+    found = [known[:0] if x.routes is None else x.routes[:end] for x, end in zip(outputs, ends, strict=True)]
+    return {ROUTES: object_array(found)}
 
 
 def _written(outputs: Sequence[Output], real_BR: torch.Tensor) -> torch.Tensor:
@@ -115,12 +131,6 @@ def _written(outputs: Sequence[Output], real_BR: torch.Tensor) -> torch.Tensor:
         return real_BR
     rows = [[True] * len(output.token_ids) if output.written is None else output.written for output in outputs]
     return _like(rows, real_BR).to(real_BR.dtype)
-
-
-def _objects(values: Sequence[Any]) -> np.ndarray:
-    array = np.empty(len(values), dtype=object)
-    array[:] = list(values)
-    return array
 
 
 def _like(rows: Sequence[Any], mask_BR: torch.Tensor) -> torch.Tensor:

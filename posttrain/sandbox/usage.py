@@ -19,10 +19,10 @@ _PIPE = 16 * _PAGE
 _PSS = re.compile(rb"^Pss:\s+(\d+) kB", re.M)
 
 
-def descendants(proc: int, root: str = "self") -> list[int]:
+def descendants(proc: int) -> list[int]:
     """List the processes below this one, parents before their children, by the host's numbers."""
     found: list[int] = []
-    todo = [root]
+    todo = ["self"]
     while todo:
         children = _children(proc, todo.pop())
         found += children

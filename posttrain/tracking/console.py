@@ -97,12 +97,9 @@ def _write(stream: TextIO, text: str) -> None:
         stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
 
 
-def as_console(stream: Any, on_lost: Callable[[str], object] | None = None) -> Console:
+def as_console(stream: Any) -> Console:
     """`stream` as a Console, wrapped once."""
-    if not isinstance(stream, Console):
-        return Console(stream, on_lost)
-    stream.on_lost = on_lost or stream.on_lost
-    return stream
+    return stream if isinstance(stream, Console) else Console(stream)
 
 
 def prepare_streams() -> None:

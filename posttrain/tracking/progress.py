@@ -39,10 +39,10 @@ def say(text: str) -> None:
             print(shown, flush=True)
 
 
-def console_width(most: int = LINE_COLUMNS) -> int:
-    """Columns for a table: those of the terminal, at most `most`, which is also what logs get."""
+def console_width() -> int:
+    """Columns for a table: those of the terminal, at most LINE_COLUMNS, which is also what logs get."""
     stream = underlying_console(sys.stdout)
-    return min(most, columns(stream)) if is_terminal(stream) else most
+    return min(LINE_COLUMNS, columns(stream)) if is_terminal(stream) else LINE_COLUMNS
 
 
 class Progress:

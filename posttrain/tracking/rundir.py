@@ -211,16 +211,16 @@ def runs_under(root: str | os.PathLike[str]) -> list[Path]:
     return sorted(found.values(), key=_modified_at)
 
 
-def find_run(name: str, root: str | os.PathLike[str] = ROOT) -> Path:
-    """The folder of a run: a path, or the end of one below `root` (`grpo-1`, `embedded/grpo-1`)."""
+def find_run(name: str) -> Path:
+    """The folder of a run: a path, or the end of one below `ROOT` (`grpo-1`, `embedded/grpo-1`)."""
     if is_run(Path(name)):
         return Path(name)
     wanted = Path(name).parts
-    fitting = [folder for folder in runs_under(root) if folder.parts[-len(wanted) :] == wanted]
+    fitting = [folder for folder in runs_under(ROOT) if folder.parts[-len(wanted) :] == wanted]
     if fitting:
         return fitting[-1]
-    known = [str(folder) for folder in runs_under(root)[-5:]]
-    where = f"Runs in {root}/: {', '.join(reversed(known))}." if known else f"There is no run in {root}/ either."
+    known = [str(folder) for folder in runs_under(ROOT)[-5:]]
+    where = f"Runs in {ROOT}/: {', '.join(reversed(known))}." if known else f"There is no run in {ROOT}/ either."
     what = f"The folder {name} holds no run" if Path(name).is_dir() else f"There is no run `{name}`"
     raise NoSuchRun(f"{what}. Give the path of its folder, or its name. {where}")
 
@@ -332,7 +332,7 @@ class RunLock:
 
 FACTS = "replay.json"
 # The columns that an update reads besides tensors, and those that identify rows.
-FIELDS = ("uid", "sample", "branch", "parent", "fork", "turn_ends", "reward_score")
+FIELDS = ("uid", "sample", "branch", "parent", "fork", "turn_ends", "reward_score", "routed_experts")
 _STEP = re.compile(r"step_(\d+)")
 
 

@@ -96,13 +96,13 @@ def is_plain(path: Path) -> bool:
         return False
 
 
-def read_stored(path: Path, most: int = MOST_BYTES) -> bytes:
+def read_stored(path: Path) -> bytes:
     """All of a small file."""
     with open_stored(path) as file:
         size = os.fstat(file.fileno()).st_size
-        data = b"" if size > most else file.read(most + 1)
-    if size > most or len(data) > most:
-        raise DamagedFile(f"{path.name} has {max(size, len(data)):,} bytes; at most {most:,} are read.")
+        data = b"" if size > MOST_BYTES else file.read(MOST_BYTES + 1)
+    if size > MOST_BYTES or len(data) > MOST_BYTES:
+        raise DamagedFile(f"{path.name} has {max(size, len(data)):,} bytes; at most {MOST_BYTES:,} are read.")
     return data
 
 

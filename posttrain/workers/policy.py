@@ -25,7 +25,16 @@ from posttrain.workers.actor.dp_actor import (
 from posttrain.workers.engine_worker import ExportingWorker, adapter_notes, lora_state
 from posttrain.workers.measures import Kept, Measures, join_token_stats
 from posttrain.workers.roles import actor_engine, reference_engine
-from posttrain.workers.update_plan import UpdatePlan, batch_of, by_passes, in_row_order, join_updates, plan_updates
+from posttrain.workers.update_plan import (
+    UpdatePlan,
+    batch_of,
+    by_passes,
+    by_passes_with_routes,
+    in_row_order,
+    join_updates,
+    plan_updates,
+    with_routes,
+)
 from posttrain.workers.weight_sync import WeightProbe
 
 
@@ -57,16 +66,19 @@ class PolicyWorker(ExportingWorker):
         self.adapters = lora_state(self.engine.facts(), self.config.actor_rollout_ref.model)
         self.probe = WeightProbe(self.tokenizer, len(self.tokenizer))
 
-    @register(by_passes, in_row_order)
+    @register(by_passes_with_routes, in_row_order)
     def compute_log_prob(self, data: DataProto, passes: Passes | None = None) -> DataProto:
-        """`old_log_probs` and `entropy` under the weights as they are."""
+        """`old_log_probs` and `entropy` under the weights as they are; with `router_replay.mode=R2` the routes of
+        experts, too."""
         with self.engine.on_device():
             out = self.actor.compute_log_prob(data, passes)
-        return batch_of(old_log_probs=out.get("log_probs"), entropy=out.get("entropy"))
+        found = batch_of(old_log_probs=out.get("log_probs"), entropy=out.get("entropy"))
+        records = self.config.actor_rollout_ref.actor.router_replay.mode == "R2"
+        return with_routes(found, self.engine.take_routes()) if records else found
 
     compute_log_probs = compute_log_prob
 
-    @register(by_passes, in_row_order)
+    @register(by_passes_with_routes, in_row_order)
     def compute_sum_pi_squared(self, data: DataProto, passes: Passes | None = None) -> DataProto:
         """`sum_pi_squared`: the sum of the squared probabilities of all next tokens; `data` has `old_log_probs`.
 

@@ -15,6 +15,7 @@ from posttrain.models.exactness import check_exact
 from posttrain.models.forward import ValueModel
 from posttrain.models.loading import ModelError, load_causal_lm, resolve_dtype
 from posttrain.models.lora import add_adapters, with_adapters
+from posttrain.models.routing import check_routes
 from posttrain.rollout.engines import can_take_adapters
 
 
@@ -34,7 +35,17 @@ def actor_engine(config: PPOConfig, device: torch.device, total_steps: int) -> T
     if config.trainer.exact:
         check_exact(module, device)
     settings = _settings(config, device, actor, actor.optim, actor.fsdp_config, total_steps)
-    return build_train_engine(module, replace(settings, exact=config.trainer.exact), layout_of(config, RL, "actor"))
+    replay, coefficient = actor.router_replay.mode, actor.router_aux_loss_coef
+    if replay != "disabled":
+        check_routes(module, f"actor_rollout_ref.actor.router_replay.mode={replay}")
+    settings = replace(
+        settings,
+        exact=config.trainer.exact,
+        replay_routes=replay != "disabled",
+        record_routes=replay == "R2",
+        balance_load=coefficient > 0,
+    )
+    return build_train_engine(module, settings, layout_of(config, RL, "actor"))
 
 
 def reference_engine(config: PPOConfig, device: torch.device) -> TrainEngine:

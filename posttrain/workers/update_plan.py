@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from posttrain.batch.fields import ROUTES
 from posttrain.batch.samples import rows_of_samples
 from posttrain.controller.group import Calls, WorkerGroup
 from posttrain.engine.micro_batches import RankPart, plan_ranks
@@ -34,12 +35,26 @@ def by_groups(group: WorkerGroup, data: DataProto) -> Calls:
 
 def by_passes(group: WorkerGroup, data: DataProto) -> Calls:
     """Rows and equal numbers of passes for every rank; ranks that compute the same rows together get the same ones. A
-    rank alone plans for itself."""
+    rank alone plans for itself. Recorded routes of experts are not sent: they are the policy's."""
+    return _by_passes(group, data, [])
+
+
+def by_passes_with_routes(group: WorkerGroup, data: DataProto) -> Calls:
+    """As `by_passes`, with the recorded routes of experts, where there are any."""
+    return _by_passes(group, data, _routes_in(data))
+
+
+def _routes_in(data: DataProto) -> list[str]:
+    return [ROUTES] if ROUTES in data.non_tensor_batch else []
+
+
+def _by_passes(group: WorkerGroup, data: DataProto, objects: list[str]) -> Calls:
     if group.world_size == 1:
-        return Calls([(data, None)])
+        kept = [name for name in data.non_tensor_batch if name != ROUTES or name in objects]
+        return Calls([(data.select(None, kept), None)])
     parts = parts_by_rank(data, group)
     # Only what a forward pass reads: the other tensors of a batch would travel to every rank for nothing.
-    needed = data.select([name for name in COMPUTED if name in data.batch], [], [])
+    needed = data.select([name for name in COMPUTED if name in data.batch], objects, [])
     return Calls([(needed[part.rows], part.passes) for part in parts], [part.rows for part in parts])
 
 
@@ -103,6 +118,13 @@ def in_row_order(results: list[DataProto], calls: Calls) -> DataProto:
 def batch_of(**tensors: torch.Tensor | None) -> DataProto:
     """A batch of these; a rank without rows has none to give."""
     return DataProto.from_dict(tensors={name: tensor for name, tensor in tensors.items() if tensor is not None})
+
+
+def with_routes(batch: DataProto, routes: Sequence[np.ndarray]) -> DataProto:
+    """The batch with the routes of experts of its rows, where it has rows."""
+    if routes:
+        batch.non_tensor_batch[ROUTES] = routes
+    return batch
 
 
 Prepare = Callable[[DataProto], DataProto]
@@ -190,7 +212,7 @@ def plan_updates(group: WorkerGroup, batch: DataProto, schedule: Schedule, prepa
     for mini in mini_batches(batch, schedule):
         whole = prepare(mini)
         # No loss reads these columns, which would travel to every rank.
-        sent = whole.select([name for name in whole.batch if name not in UNUSED], [])
+        sent = whole.select([name for name in whole.batch if name not in UNUSED], _routes_in(whole))
         for plan, part in zip(plans, parts_by_rank(whole, group), strict=True):
             plan.steps.append(MiniBatch(sent[part.rows], part.passes))
     return Calls([(plan,) for plan in plans], reporting_ranks=reporting_ranks(group))

@@ -16,14 +16,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 
 sys.path.insert(0, str(Path(__file__).parent))
-from engine_tools import objective, ragged_batch
+from engine_tools import VOCABULARY, objective, ragged_batch
 from forked_ranks import run_ranks
 
+from posttrain.batch.fields import ROUTES
 from posttrain.checkpoint import CheckpointManager
 from posttrain.config.model import ModelConfig
 from posttrain.config.root import OptimConfig
@@ -35,7 +37,8 @@ from posttrain.engine.sharding import sharded_parts
 from posttrain.engine.torch_engine import TorchEngine
 from posttrain.errors import UserError
 from posttrain.models import fused_layer
-from posttrain.models.forward import ValueModel
+from posttrain.models.attention import ATTENTION
+from posttrain.models.forward import ForwardMode, ValueModel
 from posttrain.models.loading import load_causal_lm
 from posttrain.models.lora import add_adapters
 from posttrain.models.scorer_loading import load_scorer
@@ -302,6 +305,61 @@ def pairs(world: World, sequence_size: int = 1) -> Any:
     return {"norms": norms, "losses": losses}
 
 
+def mixture(world: World) -> Any:
+    """Experts as recorded, and the load-balance loss: its loads are those of all ranks."""
+    return train_mixture(world)
+
+
+def mixture_recomputed(world: World) -> Any:
+    return train_mixture(world, gradient_checkpointing=True, token_budget=60)
+
+
+def mixture_sequence(world: World) -> Any:
+    return train_mixture(world, groups=2, sequence_size=2) if world_size() > 1 else None
+
+
+def train_mixture(world: World, *, groups: int = 1, **settings: Any) -> Any:
+    engine = world.engine(small_mixture(), replay_routes=True, balance_load=True, **settings)
+    assert engine.stage.routes is not None
+    found: dict[str, Any] = {"losses": [], "norms": [], "loads": [], "changes": []}
+    for batch in batches(torch.float64):
+        batch.non_tensor_batch[ROUTES] = any_routes(batch, engine.stage.routes)
+        loss = objective(router_aux_loss_coef=0.5)
+        rows, passes = dealt(loss.prepare(batch), engine, groups=groups)
+        step = engine.update(rows, loss, passes=passes)
+        found["losses"].append(summed(loss.metrics().get("actor/loss", 0.0)) / groups)
+        found["changes"].append(summed(loss.metrics().get("actor/route_changes", 0.0)) / groups)
+        found["norms"].append(step["grad_norm"])
+        found["loads"].append(step["expert_load_max"])
+    weights = dict(engine.export_weights())
+    return {**found, "weights": {name: weight.detach().clone() for name, weight in weights.items()}}
+
+
+def small_mixture() -> Any:
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "moe_intermediate_size": 16, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 8, "initializer_range": 0.2}
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(vocab_size=VOCABULARY, num_experts=8, num_experts_per_tok=2, **sizes, **heads)
+    config._attn_implementation = ATTENTION
+    model = Qwen3MoeForCausalLM(config).double().eval()
+    model.set_experts_implementation("eager")  # grouped products have no float64
+    model.forward_mode = ForwardMode(packed=True, padded=True)
+    fused_layer.fuse_norms(model)
+    return model
+
+
+def any_routes(batch: DataProto, shape: Any) -> list[np.ndarray]:
+    """By position and token, so that what rows share has the same routes in all of them, as from one engine."""
+    found = []
+    for ids, mask in zip(batch.batch["input_ids"], batch.batch["attention_mask"].bool(), strict=True):
+        tokens = enumerate(ids[mask][:-1].tolist())
+        drawn = [np.random.default_rng(each).random((shape.layers, shape.experts)) for each in tokens]
+        found.append(np.stack(drawn).argsort(-1)[..., : shape.top_k].astype(shape.dtype))
+    return found
+
+
 def not_finite(world: World) -> Any:
     """The loss of one rank alone is infinite: all skip the step."""
     engine = world.engine(world.language_model(torch.float64))
@@ -375,7 +433,8 @@ def staged(world: World, step: int) -> Path:
 
 CHECKS: list[Callable[[World], Any]] = [
     float64, float32_fused, clipped, checkpointed_layers, padded, bfloat16, loaded, moved, copies, adapters,
-    value_head, pairs, sequence, sequence_float32, sequence_pairs, not_finite, checkpoint,
+    value_head, pairs, sequence, sequence_float32, sequence_pairs, mixture, mixture_recomputed, mixture_sequence,
+    not_finite, checkpoint,
     without_answers, refusals,
 ]  # fmt: skip
 

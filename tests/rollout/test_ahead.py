@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from typing import ClassVar
 
+import numpy as np
 import pytest
 import torch
 
@@ -279,16 +280,31 @@ def test_letting_rows_in_waits_for_nothing(make):
     assert [output.token_ids for output in again] == [output.token_ids for output in first]
 
 
+def chosen_by_transformers(module, ids):
+    """(tokens, layers, top_k) the experts of all tokens but the last, by the model's own routers."""
+    found = []
+    routers = [layer.mlp.gate for layer in module.base_model.layers if hasattr(layer.mlp, "experts")]
+    hooks = [router.register_forward_hook(lambda _, __, out: found.append(out[2].cpu())) for router in routers]
+    with torch.no_grad():
+        module(torch.tensor([ids[:-1]], device=DEVICE))
+    for hook in hooks:
+        hook.remove()
+    return torch.stack(found, 1).numpy()
+
+
 @pytest.mark.parametrize("kind", sorted(MIXTURES))
 def test_mixtures_of_experts_decode_in_captured_steps_as_they_do_without_them(kind, make):
     """Every step chooses other experts, and the graph is the same."""
     prompts = PROMPTS if ON_CUDA else [[5, 6, 7], [9]]
     settings = [Sampling(max_tokens=3 + row, greedy=row % 2 == 0) for row in range(len(prompts))]
     module = model(2, kind)  # with one layer only the tokens that are sampled from would go through the experts
-    engine = make(module)
+    engine = make(module, enable_rollout_routing_replay=True)
     captured = generate(engine, prompts, settings, range(len(prompts)))
     assert engine.decoder.graphs.replays
     same(captured, generate(HFEngine(module, pad_token_id=0, decode=text), prompts, settings, range(len(prompts))))
+    for prompt, output in zip(prompts, captured, strict=True):
+        assert output.routes is not None
+        assert (np.sort(output.routes) == np.sort(chosen_by_transformers(module, [*prompt, *output.token_ids]))).all()
     if ON_CUDA:  # the interpreter takes its time
         plain = make(module)
         plain.rounds.tokens_per_step, plain.rounds.tokens_unseen = 1, None

@@ -372,15 +372,21 @@ def mixture(
     normalised: bool,
     share_dtype: torch.dtype,
     fp8: bool = False,
+    routes_TK: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The weighted sum of a token's experts, (T, E); `kernels/decode.py` describes the arguments."""
     if len(x_TE) > MOST_TOKENS:
         how = {"top_k": top_k, "normalised": normalised, "share_dtype": share_dtype, "fp8": fp8}
-        return torch.cat([mixture(x, router_XE, gate_up_X2IE, down_XEI, **how) for x in x_TE.split(MOST_TOKENS)])
+        parts = x_TE.split(MOST_TOKENS)
+        routes = [None] * len(parts) if routes_TK is None else routes_TK.split(MOST_TOKENS)
+        given = (router_XE, gate_up_X2IE, down_XEI)
+        return torch.cat([mixture(x, *given, **how, routes_TK=own) for x, own in zip(parts, routes, strict=True)])
     if not len(x_TE):
         return torch.empty_like(x_TE)
     logits_TX = F.linear(x_TE, router_XE)
     chosen_TK, share_TK = choose_experts(logits_TX, top_k, normalised=normalised, share_dtype=share_dtype)
+    if routes_TK is not None:
+        routes_TK.copy_(chosen_TK)
     order_P, ends_X = sort_pairs(chosen_TK, len(router_XE))
     rounded: Callable[[torch.Tensor], Rows] = _as_it_is
     if fp8:  # weights that the device cannot multiply in fp8 are rounded, but stay in their own type

@@ -75,12 +75,17 @@ ENGINE: tuple[Rule, ...] = (
         "remove it",
         switch="disaggregation.enabled",
     ),
-    not_supported(f"{_ROLLOUT}.enable_rollout_routing_replay", "routes of experts are not replayed", "remove it"),
     not_supported(
-        "actor_rollout_ref.{actor,ref}.router_replay.*",
-        "routes of experts are not replayed",
+        "actor_rollout_ref.actor.router_replay.{record_file,replay_file}",
+        "routes of experts travel with their rows, and are saved with the batches of a checkpoint",
         "remove it",
-        off=("disabled",),
+        off=("null",),
+    ),
+    not_supported(
+        "actor_rollout_ref.ref.router_replay.*",
+        "the reference has weights of its own, and routes tokens by them",
+        "remove it; actor_rollout_ref.actor.router_replay.mode is the policy's",
+        off=("disabled", "null"),
     ),
     not_supported(
         f"{_ROLLOUT}.{{skip_rollout,skip_dump_dir}}",

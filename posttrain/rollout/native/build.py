@@ -21,6 +21,7 @@ from posttrain.models.decoder import KNOWN, FastDecoder, can_decode_fast
 from posttrain.models.exactness import check_exact
 from posttrain.models.feed_forward import MIXTURES
 from posttrain.models.forward import forward_mode_of
+from posttrain.models.routing import RouteShape, check_routes, watch_routers
 from posttrain.models.shards import KEY, own_key_heads
 from posttrain.rollout.native.engine import NativeEngine
 from posttrain.rollout.native.pool import Pool
@@ -55,6 +56,7 @@ def build_native(
     device = device or weight.device
     share = share and team is None
     limit = cache_limit(config, device.type, device_memory(device))
+    routes = _recorded_routes(module, config)
     size = 1 if team is None else team.size
     if team is not None:
         check_can_cut(module, fast, team.size)
@@ -62,7 +64,8 @@ def build_native(
     if exact:
         check_exact(module, device)
     decoder = FastDecoder(module, share=share, team=team, device=device, exact=exact) if fast else PagedDecoder(module)
-    pool = Pool(weight.dtype, device, limit_bytes=limit, bytes_per_token=bytes_per_token(module, size))
+    per_token = bytes_per_token(module, size) + (0 if routes is None else routes.bytes_per_token)
+    pool = Pool(weight.dtype, device, limit_bytes=limit, bytes_per_token=per_token, routes=routes)
     captured = fast and team is None and _on_triton(weight.dtype, device)
     together = MOST_STEPS if captured else max(1, min(MOST, TOGETHER // sum(p.numel() for p in module.parameters())))
     if team is not None:
@@ -80,8 +83,17 @@ def build_native(
     )
     cut = f", cut over {size} workers" if size > 1 else ""
     cut += ", exact" if exact else ""
+    cut += "" if routes is None else ", routes recorded"
     name = f"native ({'fused decoder' if fast else 'general decoder'}, {_kernels(weight.dtype, device)}{cut})"
     return (engine, use_fp8(engine, name)) if fp8 else (engine, name)
+
+
+def _recorded_routes(module: torch.nn.Module, config: RolloutConfig) -> RouteShape | None:
+    if not config.enable_rollout_routing_replay:
+        return None
+    shape = check_routes(module, "actor_rollout_ref.rollout.enable_rollout_routing_replay=True")
+    watch_routers(module)  # for the general decoder, which runs them
+    return shape
 
 
 def use_fp8(engine: NativeEngine, name: str) -> str:

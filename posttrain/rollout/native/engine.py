@@ -213,6 +213,8 @@ class NativeEngine(RolloutEngine):
         if ended:
             self.steady = steady
         outputs = slots.outputs(ended, self.version) if ended else []
+        if outputs and self.pool.routes is not None:
+            self._add_routes(list(ended), outputs)
         for slot in ended:
             prompt, request = slots.prompts[slot], slots.requests[slot]
             assert prompt is not None and request is not None
@@ -224,6 +226,14 @@ class NativeEngine(RolloutEngine):
             self.steady = False
             self._leave(preempted)
         return outputs
+
+    def _add_routes(self, ended: list[int], outputs: list[Output]) -> None:
+        """Give outputs the experts of their tokens in the cache: the newest token was not computed yet."""
+        slots = self.slots
+        tokens = [len(slots.requests[slot].prompt_ids) + int(slots.count[slot]) - 1 for slot in ended]  # pyright: ignore
+        rows = [(slots.blocks[slot], int(slots.gap[slot]), count) for slot, count in zip(ended, tokens, strict=True)]
+        for output, routes in zip(outputs, self.pool.read_routes(rows), strict=True):
+            output.routes = routes
 
     def _leave(self, leaving: list[int]) -> None:
         """Free the slots and blocks of these rows."""

@@ -39,7 +39,7 @@ def forward(decoder: Decoder, pool: Pool, slots: Slots, decoding: np.ndarray, pi
     table = with_rows((slots.table[decoding], slots.starts[decoding]), [(p.blocks, p.gap) for p, _, _ in pieces])
     step = step_tokens(ids, positions, rows, table, pool.device)
     wanted_N = None if len(wanted) == total else to_device(torch.tensor(wanted).long(), pool.device)
-    hidden_NE = decoder.hidden(step, pool.layer, wanted_N)
+    hidden_NE = decoder.hidden(step, pool.layer, wanted_N, pool.routes_PLK)
     return decoder.logits(hidden_NE) if wanted else None
 
 

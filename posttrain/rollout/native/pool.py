@@ -10,11 +10,13 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 
 from posttrain.errors import UserError
 from posttrain.kernels.cuda import to_device
 from posttrain.kernels.decode import BLOCK, LayerCache, copy_tokens, new_cache
+from posttrain.models.routing import RouteShape
 
 KEPT = 2**30  # bytes of host memory that a sleeping pool keeps: faulting them in again each time costs more
 KEPT_SHARE = 1 / 8  # of a CUDA device's memory: steps captured over a cache that goes away must be captured again
@@ -56,16 +58,29 @@ def kept_bytes(device: torch.device) -> int:
 
 class Pool:
     """Blocks of all layers; layers are made when the model first asks for them. `evict(n)` is called when fewer than
-    `n` blocks are free, and lets go of blocks that are only kept."""
+    `n` blocks are free, and lets go of blocks that are only kept.
 
-    def __init__(self, dtype: torch.dtype, device: torch.device, *, limit_bytes: int, bytes_per_token: int) -> None:
-        self.dtype, self.device = dtype, device
+    With `routes` it holds the experts of every cached token beside its keys and values: whoever shares, keeps or copies
+    a token's block has its routes, too.
+    """
+
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        limit_bytes: int,
+        bytes_per_token: int,
+        routes: RouteShape | None = None,
+    ) -> None:
+        self.dtype, self.device, self.routes = dtype, device, routes
         self.limit = max(1, limit_bytes // (bytes_per_token * BLOCK))
         self.evict: Callable[[int], None] = _nothing_to_evict
         self.clear()
 
     def clear(self) -> None:
         self.layers: dict[int, LayerCache] = {}
+        self.routes_PLK: torch.Tensor | None = None if self.routes is None else self._new_routes(0)
         self.size, self.free = 0, list[int]()
         self.held, self.kept = list[int](), list[int]()  # by block: prompts and rows that hold it, turns that keep it
         self.busy = 0  # blocks that are held
@@ -76,7 +91,8 @@ class Pool:
             self.clear()
 
     def held_bytes(self) -> int:
-        return sum(tensor.nbytes for cache in self.layers.values() for tensor in cache)
+        routes = 0 if self.routes_PLK is None else self.routes_PLK.nbytes
+        return routes + sum(tensor.nbytes for cache in self.layers.values() for tensor in cache)
 
     def empty_twin(self) -> Pool:
         """Another pool of the same kind and limit, which holds nothing yet."""
@@ -158,6 +174,8 @@ class Pool:
         source_T, target_T = (to_device(block * BLOCK + places_T, self.device) for block in (source, target))
         for cache in self.layers.values():
             copy_tokens(cache, source_T, target_T)
+        if self.routes_PLK is not None:
+            self.routes_PLK[target_T] = self.routes_PLK[source_T]
 
     def _grow(self, size: int) -> None:
         for number, old in self.layers.items():
@@ -166,6 +184,10 @@ class Pool:
             for whole, part in zip(new, old, strict=True):
                 whole[: self.size] = part
             self.layers[number] = new
+        if self.routes_PLK is not None:
+            routes_PLK = self._new_routes(size)
+            routes_PLK[: self.size * BLOCK] = self.routes_PLK[:-1]
+            self.routes_PLK = routes_PLK
         self.free = [*range(size - 1, self.size - 1, -1), *self.free]
         self.held += [0] * (size - self.size)
         self.kept += [0] * (size - self.size)
@@ -175,6 +197,24 @@ class Pool:
         if number not in self.layers:
             self.layers[number] = new_cache(self.size, heads, width, self.dtype, self.device)
         return self.layers[number]
+
+    # -- routes ---------------------------------------------------------------------------------------------------
+    def _new_routes(self, blocks: int) -> torch.Tensor:
+        assert self.routes is not None
+        shape = (blocks * BLOCK + 1, self.routes.layers, self.routes.top_k)  # one more: for rows that have ended
+        return torch.zeros(shape, dtype=getattr(torch, self.routes.dtype.name), device=self.device)
+
+    def read_routes(self, rows: Sequence[tuple[Sequence[int], int, int]]) -> list[np.ndarray]:
+        """(tokens, L, K) of each row: the experts of its first tokens. A row is (blocks, gap, tokens)."""
+        assert self.routes_PLK is not None
+        places = []
+        for blocks, gap, tokens in rows:
+            position_T, starts_N = np.arange(tokens), np.asarray(block_starts(len(blocks), gap), np.int64)
+            number_T = np.searchsorted(starts_N, position_T, side="right") - 1
+            places.append(np.asarray(blocks, np.int64)[number_T] * BLOCK + position_T - starts_N[number_T])
+        index_T = to_device(torch.from_numpy(np.concatenate(places)), self.device)
+        found = self.routes_PLK[index_T].cpu().numpy()  # one copy for all rows: each waits for the device
+        return np.split(found, np.cumsum([tokens for _, _, tokens in rows])[:-1])
 
 
 def _nothing_to_evict(blocks: int) -> None:

@@ -79,7 +79,7 @@ class Rounds:
             stop_at_end=stop_at_end,
             first=FirstTokens.joined(self.first) if self.first else None,
         )
-        if not self.decoder.decode(rows, self.pool.layer):
+        if not self.decoder.decode(rows, self.pool.layer, self.pool.routes_PLK):
             return None
         self.first = []
         made = rows.counts - before

@@ -83,7 +83,7 @@ class Experience:
         self._prompts: dict[Key, Sequence[int]] = {}
         self._outputs: dict[Key, Output] = {}
         self._scores: dict[Key, RewardResult] = {}
-        self._advancing: dict[int, Future[tuple[list[Output], bool]]] = {}
+        self._advancing: dict[int, Future[tuple[list[Output], bool, list[Output]]]] = {}
         self._busy: set[int] = set()
         # Ranks that got requests while they were at work: that they had none left, as they say next, is no news.
         self._asked_while_busy: set[int] = set()
@@ -209,7 +209,9 @@ class Experience:
         ended: list[Output] = []
         for rank, future in list(self._advancing.items()):
             if future.done():
-                outputs, busy = self._advancing.pop(rank).result()
+                outputs, busy, so_far = self._advancing.pop(rank).result()
+                if self.turns and so_far:
+                    self.turns.show(rank, so_far)
                 ended += self.turns.receive(rank, outputs) if self.turns else outputs
                 # "Idle" may be older than requests that were sent while the rank answered: then it is busy after all.
                 if not busy and rank not in self._asked_while_busy:
@@ -248,9 +250,10 @@ class Experience:
     def _advance(self) -> None:
         """Let every rank decode that has requests and is not decoding."""
         idle = self._busy - self._advancing.keys()
-        others_may_join = (True,) if self.turns is not None and self.turns.others_may_join else ()
-        if idle:
-            self._advancing |= {rank: self.rollout.advance.on(rank, *others_may_join) for rank in sorted(idle)}
+        turns = self.turns
+        for rank in sorted(idle):
+            how = () if turns is None else (turns.others_may_join, turns.streams(rank))
+            self._advancing[rank] = self.rollout.advance.on(rank, *how)
 
     def decode(self, ids: list[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=True)

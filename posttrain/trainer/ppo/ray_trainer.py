@@ -295,6 +295,7 @@ class RayPPOTrainer(WorkerClasses):
         algorithm, correction = self.config.algorithm, self.config.algorithm.rollout_correction
         return (
             self.config.actor_rollout_ref.actor.old_log_probs != "auto"
+            or self._records_routes
             or self.sizes.updates_per_step > 1
             or algorithm.use_kl_in_reward
             or algorithm.filter_groups.enable
@@ -302,10 +303,16 @@ class RayPPOTrainer(WorkerClasses):
             or (correction_is_on(correction) and not can_weight_in_update(correction))
         )
 
+    @property
+    def _records_routes(self) -> bool:
+        """Whether the pass over old log-probs records which experts the update takes."""
+        return self.config.actor_rollout_ref.actor.router_replay.mode == "R2"
+
     def _old_log_probs(self, batch: DataProto) -> DataProto:
         source = self.config.actor_rollout_ref.actor.old_log_probs
         off = self.config.trainer.one_step_off  # the old policy is then the one that begins to learn (experience.py)
-        if source == "rollout" or (source == "auto" and self.first_batch.rollout_is_exact and not off):
+        from_rollout = self.first_batch.rollout_is_exact and not off and not self._records_routes
+        if source == "rollout" or (source == "auto" and from_rollout):
             return DataProto.from_dict(tensors={"old_log_probs": batch.batch["rollout_log_probs"].clone()})
         computed = self.actor_rollout_wg.compute_log_prob(batch)
         if source == "auto" and not off and not correction_is_on(self.config.algorithm.rollout_correction):

@@ -95,6 +95,7 @@ def finish_importance_metrics(metrics: dict[str, float]) -> dict[str, float]:
     return metrics
 
 
+ROUTER_METRICS = ("router_entropy", "route_changes", "router_balance")  # outputs of a mixture's passes, per token
 PREPARED = "prepared_"  # prefix of the fields that a loss's `prepare` gave per row
 
 
@@ -167,6 +168,7 @@ class ActorObjective:
             share = share * means.sum()  # a loss that returned its own mean: weighted by this micro-batch's tokens
         self._add("policy_loss", share)
         share = share + self._kl(log_prob, batch, weights) + self._entropy(outputs["entropy"], weights, means)
+        share = share + self._router(outputs, means)
         self._add("actor/loss", share)
         self._measure(result.metrics, means)
         self._measure_agreement(log_prob.detach(), old, batch)
@@ -186,6 +188,17 @@ class ActorObjective:
         if self.config.entropy_coeff == 0:
             return 0.0
         return -self.config.entropy_coeff * (weights * entropy).sum()
+
+    def _router(self, outputs: dict[str, torch.Tensor], mean_weights: torch.Tensor) -> torch.Tensor | float:
+        # Of mixtures: means over the tokens of the mini-batch, so that no split of it changes loss or metrics.
+        for name in ROUTER_METRICS:
+            if name in outputs:
+                # Before the weights moved: further updates on a batch choose other experts anyway.
+                steps = "first" if name == "route_changes" else "mean"
+                self.measures.add(f"actor/{name}", (mean_weights * outputs[name].detach()).sum(), steps=steps)
+        if "router_balance" not in outputs:
+            return 0.0
+        return self.config.router_aux_loss_coef * (mean_weights * outputs["router_balance"]).sum()
 
     def _importance(self, mini: DataProto) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
         """(weights for the gap to the rollout, its diagnostics over the whole mini-batch), if configured."""
