@@ -12,8 +12,16 @@ from typing import Any
 import torch
 from aiohttp import web
 
-from posttrain.commands.generation.model import find_model, load_module, load_tokenizer_of, read_positions
-from posttrain.commands.generation.session import explain_out_of_memory, make_sampling, plan_cache, say
+from posttrain.commands.generation.session import (
+    explain_out_of_memory,
+    find_model,
+    load_module,
+    load_tokenizer_of,
+    make_sampling,
+    plan_cache,
+    read_positions,
+    say,
+)
 from posttrain.commands.generation.settings import Settings
 from posttrain.commands.serving_turns import keep_turns
 from posttrain.conversations.format_proof import find_format

@@ -12,7 +12,7 @@ import torch
 
 from posttrain.config import needs_reference
 from posttrain.config.root import PPOConfig
-from posttrain.controller.dispatch import all_of, delegate, register, to_all, to_first
+from posttrain.controller.group import all_of, delegate, register, to_all, to_first
 from posttrain.conversations.conversation import Key, TurnRequest
 from posttrain.conversations.settings import turn_settings
 from posttrain.engine.ranks import team_of

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from posttrain.config import load_config
-from posttrain.config.merge import Merged, Source
+from posttrain.config.merge import Entry, Merged
 from posttrain.config.schema import leaves
 from posttrain.config.trees import PPO, SFT
 from posttrain.config.values import split_hint
@@ -34,7 +34,7 @@ def answered(program: str, **values: Any) -> Merged:
     """These keys alone, taken in and answered."""
     merged = Merged(TREES[program].spellings)
     for key, value in values.items():
-        merged.add(key, value, Source("command line", 1))
+        merged.add(Entry(value, key, "command line", 1))
     apply_answers(merged)
     return merged
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from posttrain.config.root import PPOConfig
-from posttrain.controller.dispatch import register, to_all
+from posttrain.controller.group import register, to_all
 from posttrain.controller.pool import LocalWorkerGroup
 from posttrain.protocol import DataProto
 from posttrain.rewards.types import RewardResult
