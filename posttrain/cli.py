@@ -22,13 +22,13 @@ Arguments = Sequence[str]
 
 def train(args: Arguments) -> int:
     """Train as `train.sh` does."""
-    from posttrain import launch, launch_flags
+    from posttrain import launch
     from posttrain.tracking.console import split_output_mode
 
     args, mode = split_output_mode(args)
     request = launch.parse(args)
     if request.help:
-        print(launch_flags.help_text(os.environ))
+        print(launch.help_text(os.environ))
         return 0
     resolved = launch.resolve(request, os.environ, environment="--cfg" not in args)
     if resolved.show is not None:
@@ -106,7 +106,7 @@ def export(args: Arguments) -> int:
         "--base", metavar="FOLDER", help="of a LoRA run: where the base model lies now, if it was moved"
     )
     options = parser.parse_args(args)
-    from posttrain.checkpoint.verify import free_folder, refuse_other_folders
+    from posttrain.checkpoint.folders import free_folder, refuse_other_folders
 
     refuse_other_folders(options.checkpoint)
     free_folder(options.out)

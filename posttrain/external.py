@@ -1,10 +1,15 @@
-"""Imports a user's module or file, such as one that registers an estimator; its errors name file and line."""
+"""Imports a user's module or file, such as one that registers an estimator; its errors name file and line.
+
+Other Python interpreters: packages that do not fit together with the trainer's run in one of their own.
+"""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
 import os
+import shutil
+import subprocess
 import sys
 import traceback
 from pathlib import Path
@@ -64,3 +69,14 @@ def _import_file(path: Path, key: str) -> ModuleType:
         raise
     _loaded[path.resolve()] = (state.st_mtime_ns, state.st_size, module)
     return module
+
+
+def find_missing(python: str | None, package: str) -> str | None:
+    """Why a package cannot be used in an interpreter (None: this one); None if it can."""
+    python = python or sys.executable
+    if shutil.which(python) is None:
+        return f"there is no interpreter {python}"
+    look = "import importlib.util, sys; sys.exit(importlib.util.find_spec(sys.argv[1]) is None)"
+    if subprocess.run([python, "-c", look, package]).returncode:
+        return f"{python} does not have the package {package}"
+    return None

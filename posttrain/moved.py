@@ -19,6 +19,7 @@ MOVED = {
     "posttrain.rollout.agents": "posttrain.conversations",
     "posttrain.rollout.agents.registry": "posttrain.conversations.agents",
     "posttrain.rollout.tools": "posttrain.conversations.tools",
+    "posttrain.trainer.config.algorithm": "posttrain.config.root",
 }
 
 

@@ -67,6 +67,12 @@ def dump_yaml(value: Any, **options: Any) -> str:
     return yaml.dump(value, Dumper=getattr(yaml, "CSafeDumper", yaml.SafeDumper), sort_keys=False, **options)
 
 
+def one_line(value: Any) -> str:
+    """A value as YAML on one line."""
+    text = dump_yaml(value, default_flow_style=True, width=100_000, allow_unicode=True)
+    return text.strip().removesuffix("...").strip()
+
+
 def read_yaml(file: Path) -> Any:
     """The content of a YAML file, `{}` for an empty one; raises yaml.YAMLError or ValueError."""
     text = file.read_text(encoding="utf-8")

@@ -111,7 +111,7 @@ def measure(case: Case, device: str) -> dict[str, Any]:
 
     from posttrain.bench.workload import find_shape
     from posttrain.config import load_config
-    from posttrain.controller.profiling import StagePeaks
+    from posttrain.controller.pool import StagePeaks
     from posttrain.planning.memory_plan import find_device
     from posttrain.planning.rl import RLPlanner
     from posttrain.trainer.ppo.ray_trainer import RayPPOTrainer

@@ -11,19 +11,20 @@ from __future__ import annotations
 import argparse
 import asyncio
 import time
+from typing import Any
 
 from measure_kv_reuse import PROMPT, _words, untrained_model
 
-from posttrain.commands.serving_turns import open_server
+from posttrain.commands.serving_turns import keep_turns
 from posttrain.config.rollout import RolloutConfig
 from posttrain.conversations.server import Server
-from posttrain.rollout.base import Request, Sampling
+from posttrain.rollout.base import Request, RolloutEngine, Sampling
 from posttrain.rollout.native.build import build_native
 
 TOKENS = 32
 
 
-async def converse(server: Server, number: int, turns: int) -> int:
+async def converse(server: Any, number: int, turns: int) -> int:
     """The tokens of all prompts of one conversation."""
     ids, sent = _words(PROMPT, number), 0
     for turn in range(turns):
@@ -33,8 +34,9 @@ async def converse(server: Server, number: int, turns: int) -> int:
     return sent
 
 
-async def measure(server: Server, rows: int, turns: int) -> int:
-    async with server:
+async def measure(engine: RolloutEngine, keeps: bool, rows: int, turns: int) -> int:
+    async with Server(engine) as plain:
+        server = keep_turns(plain, engine.cache_tokens() if keeps else 0)
         return sum(await asyncio.gather(*(converse(server, number, turns) for number in range(rows))))
 
 
@@ -46,10 +48,10 @@ def main() -> None:
     model = untrained_model(width=256)
     print("| turns | prompt tokens sent | computed | seconds | requests/s |")
     print("|---|---|---|---|---|")
-    for name, make in (("computed anew", Server), ("continued", open_server)):
+    for name, keeps in (("computed anew", False), ("continued", True)):
         engine, _ = build_native(model, RolloutConfig(kv_cache_gb=2.0), decode=None)
         start = time.perf_counter()
-        sent = asyncio.run(measure(make(engine), given.rows, given.turns))
+        sent = asyncio.run(measure(engine, keeps, given.rows, given.turns))
         seconds, requests = time.perf_counter() - start, given.rows * given.turns
         print(f"| {name} | {sent} | {engine.prompt_tokens} | {seconds:.1f} | {requests / seconds:.1f} |")
 

@@ -1,14 +1,19 @@
 """Tokens per second of conversations over HTTP: the server of a run, its engine alone, and vLLM's server.
 
     python scripts/measure_sessions.py --tokenizer MODEL_FOLDER [--model 7b] [--device cuda] [--sessions 1024]
-        [--turns 16] [--tokens 64] [--observation 32] [--systems engine,run,vllm]
+        [--turns 16] [--tokens 64] [--observation 32] [--systems engine,run,vllm] [--paced 12,25,5]
 
 `--model` is a preset of `posttrain bench` (random weights, with the vocabulary of `--tokenizer`) or a folder; the
 default is the folder of the tokenizer. All sessions are played at once by a second process: a turn has `--tokens`
 sampled tokens, and a message of `--observation` words follows it. `engine` has the same turns without HTTP, rendering
 and ledger. vLLM is asked for completions of token ids, its best case: the history is a prefix that it has cached, and
-nothing is rendered. Below the run's server stand the processor seconds of its threads: `main` is the engine, `agents`
-the conversations, `programs` HTTP, of which the rendering of messages with the ledger is shown apart.
+nothing is rendered. Below the run's server stand the CPU seconds of its HTTP process, and of the threads of the
+engine's process: `main` is the engine and the conversations, `programs` the link to the HTTP process. `--profile FILE`
+writes where the HTTP process spent its time (cProfile).
+
+`--paced STEP,ROW,HOST` replaces the engine by one that computes nothing, and costs this machine what an engine on a GPU
+costs its host: a step waits STEP milliseconds and ROW microseconds for each sequence, without Python's lock, and keeps
+the lock for HOST milliseconds. 12,25,5 is 43 ms at 1,024 sequences, as a 7B model on an H200. No GPU is needed.
 """
 
 from __future__ import annotations
@@ -47,6 +52,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--observation", type=int, default=32)
     parser.add_argument("--systems", default="engine,run")
     parser.add_argument("--memory", type=float, default=0.8, help="share of the device's memory")
+    parser.add_argument("--paced", metavar="STEP,ROW,HOST", help="an engine that only takes time (see above)")
+    parser.add_argument("--profile", metavar="FILE", help="profile the HTTP process")
     parser.add_argument("--play", help=argparse.SUPPRESS)  # the second process: `run URL` or `vllm URL`
     return parser.parse_args()
 
@@ -167,6 +174,52 @@ def make_engine(options: argparse.Namespace, folder: Path, drawn: bool) -> Any:
     return engine, said
 
 
+def make_paced(options: argparse.Namespace) -> Any:
+    """An engine whose steps take time and compute nothing."""
+    from posttrain.rollout.base import Output, RolloutEngine
+
+    step_ms, row_us, host_ms = (float(one) for one in options.paced.split(","))
+    word = turn_ids(options)[0][-1]
+
+    class Paced(RolloutEngine):
+        pieces = 4  # a step gives up Python's lock several times: at launches, copies and waits
+
+        def __init__(self) -> None:
+            self.running: dict[Any, tuple[int, int]] = {}  # tokens made, tokens wanted
+
+        def submit(self, request: Any) -> None:
+            self.running[request.id] = 0, request.sampling.max_tokens
+
+        def step(self) -> list[Output]:
+            for _ in range(self.pieces):
+                time.sleep((step_ms + row_us * len(self.running) / 1000) / 1000 / self.pieces)
+                end = time.thread_time() + host_ms / 1000 / self.pieces
+                while time.thread_time() < end:
+                    pass
+            ended = []
+            for id, (made, wanted) in list(self.running.items()):
+                self.running[id] = made + 1, wanted
+                if made + 1 == wanted:
+                    del self.running[id]
+                    ended.append(Output(id, [word] * wanted, [-1.0] * wanted, "length", [(0, wanted)]))
+            return ended
+
+        def has_work(self) -> bool:
+            return bool(self.running)
+
+        def abort(self, ids: Any) -> list[Output]:
+            return []
+
+        def release(self, ids: Any) -> None: ...
+        def score(self, token_ids: Any, *, temperature: float = 1.0) -> Any: ...
+        def load_weights(self, weights: Any, version: int) -> None: ...
+        def cache_bytes(self) -> int: ...
+        def _give_back(self) -> None: ...
+        def _take(self, stage: Any) -> None: ...
+
+    return Paced(), f"paced, {options.paced}"
+
+
 def run_alone(options: argparse.Namespace, engine: Any) -> tuple[float, int]:
     """The same turns, submitted as soon as the turn before has ended."""
     from posttrain.rollout.base import Request, Sampling
@@ -208,53 +261,59 @@ def run_server(options: argparse.Namespace, engine: Any, folder: Path) -> tuple[
     config.data.max_response_length = (options.tokens + len(following) + 8) * options.turns
     tokenizer = load_tokenizer(config.actor_rollout_ref.model)
     # Turns are admitted as they come, as in a run on a GPU.
+    if options.profile:
+        profile_server(options.profile)
     with open_conversations(config, tokenizer, torch.device("cuda"), lambda line: None) as loop:
         assert loop is not None
         requests = Requests(engine, Sampling(max_tokens=options.tokens), loop)
-        rendering = time_prompts()
-        clients = start_clients("run", loop.agents.context["programs"].url)
+        programs = loop.agents.context["programs"]
+        http = programs._process._worker.pid
+        clients = start_clients("run", programs.url)
         prompt = [{"role": "user", "content": PROMPT}]
         for number in range(options.sessions):
             row = {"raw_prompt": prompt, "data_source": "", "ground_truth": "", "extra_info": {}, "index": number}
             requests.submit((number, 0), list(first), number, row)
-        before = thread_seconds()
+        before = thread_seconds(http)
         while requests.has_work():
             requests.advance()
-        spent = {name: value - before.get(name, 0.0) for name, value in thread_seconds().items()}
+        spent = {name: value - before.get(name, 0.0) for name, value in thread_seconds(http).items()}
         failed = sum(record.error is not None for record in loop.records.values())
         found = json.loads(clients.communicate()[0])
         print(f"  {failed} sessions failed, {sum(len(record.rows) for record in loop.records.values())} rows")
         shares = ", ".join(f"{name} {value:.1f}" for name, value in spent.items() if value > 0.05)
-        print(f"  processor seconds: {shares}; of programs, rendering and ledger {sum(rendering):.1f}")
+        print(f"  CPU seconds: {shares}")
     return found["seconds"], found["tokens"]
 
 
-def thread_seconds() -> dict[str, float]:
-    """Processor seconds of this process's threads so far, by name."""
-    ticks, found = os.sysconf("SC_CLK_TCK"), {}
+def profile_server(file: str) -> None:
+    """Has the HTTP process, which is forked from this one, write a profile of itself when it ends."""
+    import cProfile
+
+    from posttrain.conversations.serving import process
+
+    plain = process._run
+
+    def run(*given: Any) -> None:
+        profile = cProfile.Profile()
+        profile.runcall(plain, *given)
+        profile.dump_stats(file)
+
+    process._run = run
+
+
+def thread_seconds(http: int) -> dict[str, float]:
+    """Processor seconds so far of this process's threads, by name, and of the HTTP process."""
+    found = {"HTTP process": _seconds(f"/proc/{http}/stat")}
     for thread in threading.enumerate():
-        with open(f"/proc/self/task/{thread.native_id}/stat") as file:
-            fields = file.read().rpartition(")")[2].split()
         name = "main" if thread is threading.main_thread() else thread.name
-        found[name] = found.get(name, 0.0) + (int(fields[11]) + int(fields[12])) / ticks
+        found[name] = found.get(name, 0.0) + _seconds(f"/proc/self/task/{thread.native_id}/stat")
     return found
 
 
-def time_prompts() -> list[float]:
-    """Processor seconds of each request's messages becoming tokens, added as they are spent."""
-    from posttrain.conversations.serving.model import ServedModel
-
-    plain, spent = ServedModel.prompts, []
-
-    def timed(self: ServedModel, *given: Any, **named: Any) -> Any:
-        started = time.thread_time()
-        try:
-            return plain(self, *given, **named)
-        finally:
-            spent.append(time.thread_time() - started)
-
-    ServedModel.prompts = timed
-    return spent
+def _seconds(path: str) -> float:
+    with open(path) as file:
+        fields = file.read().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def run_vllm(options: argparse.Namespace, folder: Path, drawn: bool) -> tuple[float, int]:
@@ -316,8 +375,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder, drawn = write_model(options, Path(temporary))
         if {"engine", "run"} & set(systems):
-            engine, said = make_engine(options, folder, drawn)
-            row("(warm-up) engine alone", *run_alone(options, engine))
+            engine, said = make_paced(options) if options.paced else make_engine(options, folder, drawn)
+            if not options.paced:
+                row("(warm-up) engine alone", *run_alone(options, engine))
             for name in systems:
                 if name == "engine":
                     row(f"engine alone: {said}", *run_alone(options, engine))

@@ -43,8 +43,8 @@ listening = socket.socket(socket.AF_UNIX)
 listening.bind(sys.argv[1])
 listening.listen(100)
 import hydra._internal.config_loader_impl, hydra._internal.core_plugins.file_config_source, hydra.core.plugins
-import peft, posttrain.api, posttrain.config.load, posttrain.models.fused_layer, posttrain.rollout.native.engine
-import posttrain.commands.generation.command, posttrain.trainer.ppo.runner, posttrain.trainer.supervised.runner
+import peft, posttrain.config.load, posttrain.models.fused_layer, posttrain.rollout.native.engine
+import posttrain.commands.generation.command, posttrain.trainer.ppo.runner, posttrain.trainer.supervised.loop
 import transformers.models.auto.tokenization_auto, transformers.models.qwen2.modeling_qwen2
 import transformers.models.qwen2.tokenization_qwen2
 gc.freeze()  # forks need not walk through what was imported

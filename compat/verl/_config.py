@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -18,6 +19,8 @@ class BaseConfig(Mapping[str, Any]):
     """posttrain's class of the same section: the defaults."""
     _defaults: ClassVar[Mapping[str, Any]] = {}
     """Settings that only verl has."""
+    _mutable_fields: ClassVar[frozenset[str] | None] = None
+    """Settings that can be set again; None: all."""
 
     if TYPE_CHECKING:  # settings are attributes that no class declares
 
@@ -26,11 +29,18 @@ class BaseConfig(Mapping[str, Any]):
     def __init__(self, /, **values: Any) -> None:
         self._fill(values)
         self._check(values)
+        self.__dict__["_is_made"] = True
 
     def _fill(self, values: Mapping[str, Any]) -> None:
         own = self._section() if self._section is not None else None
         defaults = {} if own is None else {field.name: getattr(own, field.name) for field in dataclasses.fields(own)}
-        self.__dict__.update({**defaults, **self._defaults, **values})
+        self.__dict__.update({**defaults, **copy.deepcopy(dict(self._defaults)), **values})
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        frozen = self._mutable_fields is not None and self.__dict__.get("_is_made") and name in self.__dict__
+        if frozen and name not in (self._mutable_fields or ()):
+            raise dataclasses.FrozenInstanceError(f"Field '{name}' is frozen and cannot be modified")
+        super().__setattr__(name, value)
 
     def _check(self, given: Mapping[str, Any]) -> None:
         """Raise for values that verl's own class rejects."""

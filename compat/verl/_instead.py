@@ -39,7 +39,6 @@ INSTEAD = {
     "verl.utils.sglang": "SGLang is not patched here.",
     "verl.utils.fsdp_utils": "FSDP is applied by `posttrain.engine.sharding`.",
     "verl.utils.ulysses": "Sequence parallelism is `posttrain.kernels.sequence_parallel`.",
-    "verl.utils.flops_counter": "`posttrain plan` counts what a step costs.",
     "verl.utils.kernel": "Kernels are in `posttrain.kernels`.",
     "verl.utils.reward_score.sandbox_fusion": "Programs are judged by posttrain's own sandbox, without a server: "
     "data_source=code (docs/sandbox.md).",

@@ -10,8 +10,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from posttrain.checkpoint.errors import CheckpointError
-from posttrain.checkpoint.verify import verify
+from posttrain.checkpoint.folders import CheckpointError, verify
 
 if TYPE_CHECKING:
     from posttrain.checkpoint.manager import CheckpointManager, capture_rng, restore_rng

@@ -25,8 +25,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from posttrain.checkpoint.errors import CheckpointError, find_error, find_os_error
-from posttrain.checkpoint.verify import read_manifest
+from posttrain.checkpoint.folders import CheckpointError, find_error, find_os_error, read_manifest
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 # What torch's own metadata names. A class that a newer torch adds is refused until it is listed here: loading fails

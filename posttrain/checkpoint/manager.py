@@ -26,9 +26,18 @@ from safetensors.torch import load as load_safetensors
 from safetensors.torch import save as save_safetensors
 
 from posttrain.checkpoint import dcp, folders
-from posttrain.checkpoint.errors import CheckpointError, find_error, write_failure
-from posttrain.checkpoint.folders import files_below, sync_folder, sync_tree
-from posttrain.checkpoint.verify import MANIFEST, read_manifest, verify, write_manifest
+from posttrain.checkpoint.folders import (
+    MANIFEST,
+    CheckpointError,
+    files_below,
+    find_error,
+    read_manifest,
+    sync_folder,
+    sync_tree,
+    verify,
+    write_failure,
+    write_manifest,
+)
 from posttrain.tracking.safe_files import replace_file
 
 

@@ -13,9 +13,15 @@ from typing import Any
 
 import torch
 
-from posttrain.checkpoint.errors import CheckpointError
+from posttrain.checkpoint.folders import (
+    HUGGINGFACE,
+    CheckpointError,
+    export,
+    free_folder,
+    read_manifest,
+    refuse_other_folders,
+)
 from posttrain.checkpoint.manager import CheckpointManager
-from posttrain.checkpoint.verify import HUGGINGFACE, export, free_folder, read_manifest, refuse_other_folders
 from posttrain.config.model import SCORE_HEADS, ModelConfig
 from posttrain.errors import UserError
 from posttrain.models.adapter_files import SCORER, Weights, fill_adapters, fingerprint, stored_name, write_adapter

@@ -21,8 +21,7 @@ from posttrain.models.loading import load_tokenizer
 from posttrain.protocol import DataProto
 from posttrain.tracking.loggers import read_metrics
 from posttrain.tracking.rundir import batch_folder, read_facts
-from posttrain.trainer.run.process import prepare_torch
-from posttrain.trainer.run.workers import open_workers
+from posttrain.trainer.run.process import open_workers, prepare_torch
 from posttrain.workers.fsdp_workers import ActorRolloutRefWorker, CriticWorker
 from posttrain.workers.groups import ColocatedGroup, CriticGroup
 from posttrain.workers.roles import pick_device

@@ -5,23 +5,34 @@ from __future__ import annotations
 import argparse
 import asyncio
 import signal
-from collections.abc import AsyncIterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+import socket
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from aiohttp import web
 
-from posttrain.commands.generation.model import find_model, load_module, load_tokenizer_of, read_positions
-from posttrain.commands.generation.session import explain_out_of_memory, make_sampling, plan_cache, say
+from posttrain.commands.generation.session import (
+    explain_out_of_memory,
+    find_model,
+    load_module,
+    load_tokenizer_of,
+    make_sampling,
+    plan_cache,
+    read_positions,
+    say,
+)
 from posttrain.commands.generation.settings import Settings
-from posttrain.commands.serving_turns import open_server
+from posttrain.commands.serving_turns import keep_turns
 from posttrain.conversations.format_proof import find_format
 from posttrain.conversations.formats.base import FORMATS
+from posttrain.conversations.server import Server
 from posttrain.conversations.serving.app import make_app
 from posttrain.conversations.serving.local import LocalChannels
 from posttrain.conversations.serving.model import ServedModel
+from posttrain.conversations.serving.process import ServerProcess, listen, url_of
+from posttrain.conversations.serving.remote import RemoteServer, ServerHost
+from posttrain.conversations.serving.wire import Link, Receive
 from posttrain.conversations.templates import MessageTemplate
 from posttrain.errors import UserError
 from posttrain.models.loading import check_positions, end_token_ids, model_end_ids, positions_of
@@ -43,27 +54,31 @@ def serve(name: str, settings: Settings, options: argparse.Namespace, api_key: s
     check_installed(settings.config.actor_rollout_ref.rollout.name)
     with explain_out_of_memory(settings.config.actor_rollout_ref.rollout, settings.config.data.max_response_length):
         loaded = load(name, settings, options)
-        made = _for_a_run(loaded, api_key) if options.accept_weights else _by_apis(loaded, settings, options, api_key)
-    asyncio.run(_run(*made, options))
+        # Before the engine: what it starts must not be in the process that speaks HTTP.
+        served = None if options.accept_weights else ApiServer(loaded, settings, options, api_key)
+        engine = build(loaded, settings)
+    if served is not None:
+        asyncio.run(served.run(engine))
+    else:
+        assert api_key is not None
+        asyncio.run(_serve_a_run(loaded, engine, options, api_key))
     return 0
 
 
 @dataclass
 class Loaded:
-    """A model and the engine that generates with it."""
+    """A model."""
 
     name: str
-    engine_name: str
     device: torch.device
     longest: int
     tokenizer: Any
     module: torch.nn.Module
-    engine: RolloutEngine
     description: dict[str, Any]
 
 
 def load(name: str, settings: Settings, options: argparse.Namespace) -> Loaded:
-    """The model and its engine."""
+    """The model."""
     config, rollout = settings.config, settings.config.actor_rollout_ref.rollout
     source = find_model(name, settings, say)
     tokenizer, device = load_tokenizer_of(source, raw=False), pick_device(config.trainer.device)
@@ -77,67 +92,104 @@ def load(name: str, settings: Settings, options: argparse.Namespace) -> Loaded:
     if options.accept_weights and source.config.lora_rank > 0 and can_take_adapters(rollout.name):
         module = with_adapters(module, source.config).requires_grad_(False)
     description = describe(module, model=source.name, longest=longest) if options.accept_weights else {}
-    engine, engine_name = build_engine(rollout, module, tokenizer, device=device, longest=longest)
+    return Loaded(source.name, device, longest, tokenizer, module, description)
+
+
+def build(loaded: Loaded, settings: Settings) -> RolloutEngine:
+    """The engine that generates with a model."""
+    rollout = settings.config.actor_rollout_ref.rollout
+    engine, name = build_engine(rollout, loaded.module, loaded.tokenizer, device=loaded.device, longest=loaded.longest)
     engine.wake()
-    return Loaded(source.name, engine_name, device, longest, tokenizer, module, engine, description)
+    loaded.description["engine"] = name
+    say(f"{loaded.name} on {loaded.device}, engine {name}; {loaded.longest} tokens")
+    return engine
 
 
-Made = tuple[AbstractAsyncContextManager[web.Application], str]
-"""An application, and the end of the sentence on what it does."""
+class ApiServer:
+    """The model behind OpenAI's and Anthropic's APIs: HTTP in a process of its own, the engine in this one."""
+
+    def __init__(self, loaded: Loaded, settings: Settings, options: argparse.Namespace, api_key: str | None) -> None:
+        template = MessageTemplate(loaded.tokenizer, settings.config.data.apply_chat_template_kwargs)
+        call_format, no_tools = find_format(template, settings.turns.format, say)
+        say(f"tool calls: {no_tools or call_format}")
+        self.model = ServedModel(
+            options.served_name or options.model,
+            template,
+            FORMATS[call_format],
+            make_sampling(settings, end_token_ids(loaded.tokenizer, model_end_ids(loaded.module)), max_tokens=1),
+            max_model_len=loaded.longest,
+            vocabulary=loaded.module.get_input_embeddings().num_embeddings,  # pyright: ignore
+            no_tools=no_tools,
+        )
+        self.api_key, self.lives = api_key, 0
+        self.failure: str | None = None
+        self.process = ServerProcess(_listen(options), self._app)
+
+    def _app(self, link: Link, facts: dict[str, Any]) -> tuple[web.Application, Receive]:
+        """In the HTTP process."""
+        remote = RemoteServer(link)
+        server = keep_turns(remote, facts["cache_tokens"])
+        return make_app(self.model, LocalChannels(server, self.api_key)), remote.receive
+
+    async def run(self, engine: RolloutEngine) -> None:
+        stopped = _until_interrupted()
+        try:
+            async with Server(engine) as server:
+                self._start(server, stopped)
+                say(f"{url_of(self.process.listener)}/v1 serves `{self.model.name}`; Ctrl-C ends it.")
+                await stopped.wait()
+                self.process.close_link()
+        finally:
+            self.process.close()
+        if self.failure is not None:
+            raise UserError(f"the HTTP process cannot be started again: {self.failure}.")
+
+    def _start(self, server: Server, stopped: asyncio.Event) -> None:
+        host = ServerHost(server, self.lives)
+
+        def lose(how: str) -> None:
+            host.end()
+            say(f"note: the HTTP process has ended ({how}); its requests are lost, and another one is started.")
+            try:
+                self._start(server, stopped)
+            except RuntimeError as error:
+                self.failure = str(error)
+                stopped.set()
+
+        self.lives += 1
+        host.link = self.process.start({"cache_tokens": server.engine.cache_tokens()}, host.receive, lose)
 
 
-def _by_apis(loaded: Loaded, settings: Settings, options: argparse.Namespace, api_key: str | None) -> Made:
-    """The model behind OpenAI's and Anthropic's APIs."""
-    template = MessageTemplate(loaded.tokenizer, settings.config.data.apply_chat_template_kwargs)
-    call_format, no_tools = find_format(template, settings.turns.format, say)
-    about = f"{loaded.name} on {loaded.device}, engine {loaded.engine_name}; {loaded.longest} tokens"
-    say(f"{about}; tool calls: {no_tools or call_format}")
-    model = ServedModel(
-        options.served_name or options.model,
-        template,
-        FORMATS[call_format],
-        make_sampling(settings, end_token_ids(loaded.tokenizer, model_end_ids(loaded.module)), max_tokens=1),
-        max_model_len=loaded.longest,
-        vocabulary=loaded.module.get_input_embeddings().num_embeddings,  # pyright: ignore
-        no_tools=no_tools,
-    )
-
-    @asynccontextmanager
-    async def app() -> AsyncIterator[web.Application]:
-        async with open_server(loaded.engine) as server:
-            yield make_app(model, LocalChannels(server, api_key))
-
-    return app(), f"/v1 serves `{model.name}`"
+async def _serve_a_run(loaded: Loaded, engine: RolloutEngine, options: argparse.Namespace, api_key: str) -> None:
+    """The engine for a training run, which pushes its weights. The run speaks to it in batches, so that HTTP costs
+    little, and is spoken in this process."""
+    stopped = _until_interrupted()
+    about = {**loaded.description, "takes_adapters": engine.takes_adapters}
+    app = make_rollout_app(EngineHost(engine, about), api_key)
+    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
+    await runner.setup()
+    try:
+        with _listen(options) as listener:
+            await web.SockSite(runner, listener).start()
+            what = "generates for a run with actor_rollout_ref.rollout.name=server"
+            say(f"{url_of(listener)} {what}; Ctrl-C ends it.")
+            await stopped.wait()
+    finally:
+        await runner.cleanup()
 
 
-def _for_a_run(loaded: Loaded, api_key: str | None) -> Made:
-    """The engine for a training run, which pushes its weights."""
-    assert api_key is not None
-    engine = loaded.engine
-    say(f"{loaded.name} on {loaded.device}, engine {loaded.engine_name}; {loaded.longest} tokens")
-    about = {**loaded.description, "engine": loaded.engine_name, "takes_adapters": engine.takes_adapters}
-    made = make_rollout_app(EngineHost(engine, about), api_key)
-    return nullcontext(made), " generates for a run with actor_rollout_ref.rollout.name=server"
+def _listen(options: argparse.Namespace) -> socket.socket:
+    try:
+        return listen(options.host, options.port)
+    except OSError as error:
+        raise UserError(
+            f"--port {options.port}: cannot listen on {options.host}: {error.strerror or error}.\n"
+            "  to do:  give another --port (0 takes any that is free)"
+        ) from None
 
 
-async def _run(made: AbstractAsyncContextManager[web.Application], what: str, options: argparse.Namespace) -> None:
+def _until_interrupted() -> asyncio.Event:
     stopped = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stopped.set)
-    async with made as app:
-        runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
-        await runner.setup()
-        try:
-            site = web.TCPSite(runner, options.host, options.port)
-            try:
-                await site.start()
-            except OSError as error:
-                raise UserError(
-                    f"--port {options.port}: cannot listen on {options.host}: {error.strerror or error}.\n"
-                    "  to do:  give another --port (0 takes any that is free)"
-                ) from None
-            host, port = runner.addresses[0][:2]
-            say(f"http://{host}:{port}{what}; Ctrl-C ends it.")
-            await stopped.wait()
-        finally:
-            await runner.cleanup()
+    return stopped

@@ -11,7 +11,8 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from posttrain.conversations.server import Server
-from posttrain.rollout.base import Output, Request, RolloutEngine
+from posttrain.conversations.serving.remote import RemoteServer
+from posttrain.rollout.base import Output, Request
 
 _BASE, _PRIME = 1_000_003, 2**61 - 1
 
@@ -91,22 +92,21 @@ def _hash(ids: Sequence[int]) -> int:
     return value
 
 
-class KeepingServer(Server):
-    """A server whose requests continue from the KV cache of the turn before. Half of the cache may be kept: what runs
-    needs the rest, and an engine that needs more evicts what is kept."""
+class KeepingServer:
+    """A server whose requests continue from the KV cache of the turn before. At most `most` tokens are kept."""
 
-    def __init__(self, engine: RolloutEngine) -> None:
-        super().__init__(engine)
-        self.ended = EndedTurns(engine.cache_tokens() // 2)
+    def __init__(self, server: Server | RemoteServer, most: int) -> None:
+        self.server, self.ended = server, EndedTurns(most)
 
     async def generate(self, request: Request, on_progress: Callable[[Output], None] | None = None) -> Output:
         request = replace(request, parent=self.ended.take(request.prompt_ids), keep=True)
-        output = await super().generate(request, on_progress)
+        output = await self.server.generate(request, on_progress)
         for id in self.ended.add(request.id, request.prompt_ids, output.token_ids):
-            self.release(id)
+            self.server.release(id)
         return output
 
 
-def open_server(engine: RolloutEngine) -> Server:
-    """One that keeps turns, unless the engine finds them by itself or keeps none."""
-    return KeepingServer(engine) if engine.cache_tokens() else Server(engine)
+def keep_turns(server: Server | RemoteServer, cache_tokens: int) -> Server | RemoteServer | KeepingServer:
+    """A server that keeps turns, unless its engine finds them by itself or keeps none. Half of the cache may be kept:
+    what runs needs the rest, and an engine that needs more evicts what is kept."""
+    return KeepingServer(server, cache_tokens // 2) if cache_tokens else server

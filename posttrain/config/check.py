@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from posttrain.algorithms.registry import ADV_ESTIMATORS, POLICY_LOSSES
-from posttrain.config.checked import Checked, Finding, check_choice, checks_of_packages, nearest_name
+from posttrain.config.checked import Checked, Finding, check_choice, nearest_name
 from posttrain.config.choices import (
     CRITIC_ESTIMATORS,
     GROUP_ESTIMATORS,
@@ -17,7 +17,8 @@ from posttrain.config.choices import (
     PER_RESPONSE_LOSSES,
     REJECTIONS,
 )
-from posttrain.config.parallel import (
+from posttrain.config.schema import leaves, lookup
+from posttrain.config.trainer import (
     COLOCATED_WORKERS,
     ROLLOUT_WORKERS,
     SEQUENCE_SIZES,
@@ -26,9 +27,7 @@ from posttrain.config.parallel import (
     rollout_workers_of,
     workers_of,
 )
-from posttrain.config.schema import leaves, lookup
 from posttrain.config.values import split_hint
-from posttrain.settings import Range
 
 _ACTOR, _MODEL, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.model", "actor_rollout_ref.rollout"
 _MINI, _BATCH = f"{_ACTOR}.ppo_mini_batch_size", "data.train_batch_size"
@@ -38,13 +37,6 @@ def needs_reference(config: Any) -> bool:
     """Whether a run needs the frozen reference policy: KL in the reward, or in the loss with a coefficient above 0."""
     actor = config.actor_rollout_ref.actor
     return config.algorithm.use_kl_in_reward or (actor.use_kl_loss and actor.kl_loss_coef != 0)
-
-
-def check(checked: Checked) -> Iterator[Finding]:
-    """All checks of a run of the PPO family."""
-    # All of them run: a user corrects every mistake of a command at once.
-    for examine in (*_CHECKS, *checks_of_packages("check"), one_process):
-        yield from examine(checked)
 
 
 def check_choices(checked: Checked) -> Iterator[Finding]:
@@ -60,25 +52,18 @@ def check_choices(checked: Checked) -> Iterator[Finding]:
 
 def check_ranges(checked: Checked) -> Iterator[Finding]:
     """Numbers out of the range that their field declares, or not finite."""
-    table = leaves(type(checked.config))
-    values = {key: lookup(checked.config, key) for key in table}
-    outside = [key for key, leaf in table.items() if leaf.range is not None and _is_outside(values[key], leaf.range)]
-    for key in outside:
-        leaf = table[key]
-        assert leaf.range is not None
-        do = f"give a value that is {leaf.range.words} ({leaf.sentence})"
-        yield checked.problem(f"`{key}={values[key]}` is out of range: it must be {leaf.range.words}.", do, key)
-    for key, leaf in table.items():
-        value, unlimited = values[key], leaf.range is not None and leaf.range.may_be_infinite
-        if split_hint(leaf.hint)[0] is not float or value is None or unlimited or key in outside:
+    for key, leaf in leaves(type(checked.config)).items():
+        value, limits = lookup(checked.config, key), leaf.range
+        if value is None:
             continue
-        if not math.isfinite(value):
+        # NaN is in no range, and is reported as a number that is not finite.
+        if limits is not None and value == value and not limits.allows(value):
+            do = f"give a value that is {limits.words} ({leaf.sentence})"
+            yield checked.problem(f"`{key}={value}` is out of range: it must be {limits.words}.", do, key)
+            continue
+        unlimited = limits is not None and limits.may_be_infinite
+        if split_hint(leaf.hint)[0] is float and not unlimited and not math.isfinite(value):
             yield checked.problem(f"`{key}={value}` is not a finite number.", f"give a number ({leaf.sentence})", key)
-
-
-def _is_outside(value: Any, limits: Range) -> bool:
-    # NaN is in no range, and is reported as a number that is not finite
-    return value is not None and value == value and not limits.allows(value)
 
 
 def _batches(checked: Checked) -> Iterator[Finding]:
@@ -150,7 +135,7 @@ def check_ray(checked: Checked) -> Iterator[Finding]:
         yield checked.problem(f"`{key}.{name}` is not a setting here.", RAYS_PLACE[name], key)
 
 
-def one_process(checked: Checked) -> Iterator[Finding]:
+def check_one_process(checked: Checked) -> Iterator[Finding]:
     """A strategy that shards over workers is taken, and said to have nothing to share out."""
     named = sorted(key for key in checked.explicit if key.endswith(".strategy"))
     if named and one_worker(checked.config):
@@ -299,10 +284,11 @@ def check_colocated_workers(checked: Checked) -> Iterator[Finding]:
         yield checked.problem(what, f"set it to {workers} or less, or 0 for all of them", COLOCATED_WORKERS)
 
 
-def check_sizes(
-    checked: Checked, shards: tuple[str, ...] = SHARD_SIZES, sequences: tuple[str, ...] = SEQUENCE_SIZES
-) -> Iterator[Finding]:
+def check_sizes(checked: Checked) -> Iterator[Finding]:
     """Sizes that do not divide the workers. One worker has nothing to cut its weights over, which is only noted."""
+    shards, sequences = ("fsdp.fsdp_size",), ("fsdp.ulysses_sequence_parallel_size",)
+    if hasattr(checked.config, "actor_rollout_ref"):
+        shards, sequences = SHARD_SIZES, SEQUENCE_SIZES
     workers = workers_of(checked.config)
     for key in (*shards, *sequences):
         size = lookup(checked.config, key)
@@ -313,8 +299,10 @@ def check_sizes(
         yield checked.problem(what, f"set {key} to one of {fitting}, or another number of workers", key)
 
 
-def check_quantization(checked: Checked, section: str = _MODEL) -> Iterator[Finding]:
-    """4-bit weights cannot be trained, or multiplied in float64; `section` holds the settings of the model."""
+def check_quantization(checked: Checked) -> Iterator[Finding]:
+    """4-bit weights cannot be trained, multiplied in float64, or moved between devices."""
+    is_rl, moves = hasattr(checked.config, "actor_rollout_ref"), f"{_ACTOR}.fsdp_config.param_offload"
+    section = _MODEL if is_rl else "model"
     model, key = lookup(checked.config, section), f"{section}.quantization"
     if model.quantization is None:
         return
@@ -325,14 +313,9 @@ def check_quantization(checked: Checked, section: str = _MODEL) -> Iterator[Find
     if model.dtype == "float64":
         what = f"{name} with {section}.dtype=float64: products with 4-bit weights are computed in float32 or bfloat16."
         yield checked.problem(what, f"set {section}.dtype=auto", key, f"{section}.dtype")
-
-
-def check_quantized_offload(checked: Checked) -> Iterator[Finding]:
-    """4-bit weights cannot be moved between devices."""
-    kind, moves = checked.config.actor_rollout_ref.model.quantization, f"{_ACTOR}.fsdp_config.param_offload"
-    if kind is not None and lookup(checked.config, moves):
-        what = f"`{_MODEL}.quantization={kind}` with {moves}=True: weights of 4 bits stay on their device."
-        yield checked.problem(what, "remove one of them", f"{_MODEL}.quantization", moves)
+    if is_rl and lookup(checked.config, moves):
+        what = f"{name} with {moves}=True: weights of 4 bits stay on their device."
+        yield checked.problem(what, "remove one of them", key, moves)
 
 
 def check_exact(checked: Checked) -> Iterator[Finding]:
@@ -394,7 +377,8 @@ def check_router_replay(checked: Checked) -> Iterator[Finding]:
             yield checked.problem(what, f"set {_ACTOR}.strategy=fsdp2, or remove it", key, f"{_ACTOR}.strategy")
 
 
-_CHECKS: list[Callable[[Checked], Iterator[Finding]]] = [
+# Those of a run of the PPO family.
+PPO_CHECKS = (
     check_choices,
     check_ranges,
     _batches,
@@ -409,11 +393,10 @@ _CHECKS: list[Callable[[Checked], Iterator[Finding]]] = [
     _data,
     check_resume,
     check_quantization,
-    check_quantized_offload,
     check_sizes,
     check_one_step_off,
     check_exact,
     check_router_replay,
     check_colocated_workers,
     check_ray,
-]
+)

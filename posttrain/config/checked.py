@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import typing
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -129,13 +129,13 @@ class Tree:
     model: str
     spellings: Spellings
     # The answer to a start with no argument at all.
-    nothing_given: Callable[[], Problem]
+    nothing_given: Problem
     # Settings that follow from others; gets the keys that a Python caller hands over as objects.
     derive: Callable[[Merged, frozenset[str]], None]
-    # Names that a file of the user's may register.
-    check_names: Callable[[Merged, Path], None]
     # Problems and notes about the meaning of the values.
-    check: Callable[[Checked], Iterable[Finding]]
+    checks: Sequence[Callable[[Checked], Iterable[Finding]]]
+    # Names that a file of the user's may register, in the trees that have such settings.
+    check_names: Callable[[Merged, Path], None] = lambda merged, folder: None
     # Modules that are trained whole beside adapters, so that an adapter folder may hold them.
     heads: tuple[str, ...] = ()
 
@@ -210,16 +210,16 @@ def idle_settings(config: Any, explicit: set[str]) -> Iterator[str]:
     for key in sorted(explicit):
         if lookup(config, key) == table[key].default:
             continue
-        reasons = [reason for keys, reason in unread if key in keys or key.startswith(_prefixes(keys))]
+        reasons = [
+            reason
+            for keys, reason in unread
+            if any(key == one or (one[-1] == "." and key.startswith(one)) for one in keys)
+        ]
         reasons += [one.reason for one in table[key].idle if _holds(one, config)]
         if reasons:
             keys_by_reason.setdefault(reasons[0], []).append(key)
     for reason, keys in keys_by_reason.items():
         yield f"{', '.join(keys)} {'has' if len(keys) == 1 else 'have'} no effect: {reason}."
-
-
-def _prefixes(keys: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(key for key in keys if key.endswith("."))
 
 
 def _holds(idle: Idle, config: Any) -> bool:

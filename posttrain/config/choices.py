@@ -15,8 +15,7 @@ from typing import Any
 from posttrain.algorithms.correction import REJECTIONS as REJECTIONS
 from posttrain.algorithms.registry import ADV_ESTIMATORS
 from posttrain.algorithms.registry import POLICY_LOSSES as _LOSSES
-from posttrain.config.merge import Entry, Merged, Source
-from posttrain.config.resolved import Problem
+from posttrain.config.merge import Entry, Merged
 from posttrain.config.schema import KINDS, place_declared_settings
 from posttrain.errors import UserError
 from posttrain.external import import_external, is_external
@@ -131,24 +130,23 @@ def check_names(merged: Merged, cwd: Path) -> None:
         if len(files) == 1:
             needed[files[0]] = f"{what} `{name}`"
         elif (key, name) in NOT_BUILT_VALUES:
-            do = NOT_BUILT_VALUES[key, name]
-            merged.problems.append(Problem(f"`{key}={name}` cannot be used.", merged.where(key), do, (key,)))
+            merged.refuse(f"`{key}={name}` cannot be used.", merged.where(key), NOT_BUILT_VALUES[key, name], key)
         else:
-            merged.problems.append(_unknown(merged, key, name, what, function, known, files))
+            _refuse_unknown(merged, key, name, what, function, known, files)
     if len(needed) == 1:
         file, why = next(iter(needed.items()))
-        source = Source(f"found in the working folder ({why})", -1, explicit=False)
-        merged.entries[EXTERNAL] = Entry(file.name, source, EXTERNAL)
+        source = f"found in the working folder ({why})"
+        merged.entries[EXTERNAL] = Entry(file.name, EXTERNAL, source, explicit=False)
         merged.note(f"{file.name} registers the {why} and is loaded; {EXTERNAL}={file.stem} says the same.")
     elif needed:
         names = " and ".join(f"{why} in {file.name}" for file, why in needed.items())
         do = f"set {EXTERNAL} to one file that imports both"
-        merged.problems.append(Problem(f"Two files would have to be loaded: {names}.", "working folder", do))
+        merged.refuse(f"Two files would have to be loaded: {names}.", "working folder", do)
 
 
-def _unknown(
+def _refuse_unknown(
     merged: Merged, key: str, name: str, what: str, function: str, known: tuple[str, ...], files: list[Path]
-) -> Problem:
+) -> None:
     close = _OFTEN_MEANT.get((key, name)) or closest(name, known)
     hint = f"did you mean `{close}`? " if close else ""
     if key == "algorithm.adv_estimator" and f"algorithm/{name}" in PRESETS and not close:
@@ -157,7 +155,7 @@ def _unknown(
     if files:
         text += f" Several files register it: {', '.join(file.name for file in files)}."
     do = f'{hint}If it is your own (@{function}("{name}")), name its file: {EXTERNAL}=FILE'
-    return Problem(text, merged.where(key), do, (key,))
+    merged.refuse(text, merged.where(key), do, key)
 
 
 def load_own_algorithms(given: Mapping[str, Any], unknown: Iterable[str], folder: Path) -> list[str]:
@@ -204,14 +202,9 @@ def _registers(text: str, name: str, function: str) -> bool:
         tree = ast.parse(text)
     except SyntaxError:
         return False
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    return any(_name_of_called(call) == function and name in _texts(call) for call in calls)
-
-
-def _name_of_called(call: ast.Call) -> str | None:
-    return getattr(call.func, "id", None) or getattr(call.func, "attr", None)
-
-
-def _texts(call: ast.Call) -> list[object]:
-    arguments = [*call.args, *(keyword.value for keyword in call.keywords)]
-    return [argument.value for argument in arguments if isinstance(argument, ast.Constant)]
+    for call in ast.walk(tree):
+        if isinstance(call, ast.Call) and function in (getattr(call.func, "id", ""), getattr(call.func, "attr", "")):
+            arguments = [*call.args, *(keyword.value for keyword in call.keywords)]
+            if any(isinstance(argument, ast.Constant) and argument.value == name for argument in arguments):
+                return True
+    return False

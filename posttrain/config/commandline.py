@@ -68,15 +68,10 @@ class CommandLine:
     misses_files: bool = False
 
 
-def no_arguments() -> Problem:
+def nothing_given(do: str) -> Problem:
     """The answer to a start with no argument at all."""
-    return Problem(
-        "No argument was given, so there is nothing to train.",
-        "command line",
-        "give at least one key, usually algorithm.adv_estimator=grpo, actor_rollout_ref.model.path=MODEL, "
-        "data.train_files=FILE and actor_rollout_ref.rollout.n=5; `preset=embedded` alone runs the built-in task. "
-        f"If you did give keys: {CUT_SHORT}.",
-    )
+    what = "No argument was given, so there is nothing to train."
+    return Problem(what, "command line", f"give at least {do}. If you did give keys: {CUT_SHORT}.")
 
 
 def parse_options(args: Sequence[str], program: str = "ppo_trainer") -> tuple[CommandLine, list[str]]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from posttrain.config.commandline import CommandLine
 from posttrain.config.defaults_list import ConfigFile, ConfigFiles, DefaultsList, merge_trees, place_at
-from posttrain.config.merge import Merged, Source
+from posttrain.config.merge import Entry, Merged
 from posttrain.config.resolved import ConfigError, Problem
 from posttrain.spelling import closest
 from posttrain.yaml_text import read_yaml
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from posttrain.config.merge import Spellings
 
 PACKAGE_TREE = Path(__file__).resolve().parents[1] / "trainer" / "config"
-MAIN = "ppo_trainer"
 _PRESET_GROUPS = ("preset", "algorithm")
 
 
@@ -66,7 +65,7 @@ def _around(key: str) -> list[str]:
     return [key[:place] for place, char in enumerate(key) if char == "."]
 
 
-def find_folders(line: CommandLine, cwd: Path, main: str = MAIN) -> tuple[list[Path], str]:
+def find_folders(line: CommandLine, cwd: Path, main: str) -> tuple[list[Path], str]:
     """(search path, name of the main file); raises ConfigError where a folder or file is missing."""
     folders: list[Path] = []
     name = (line.config_name or main).removesuffix(".yaml")
@@ -174,7 +173,7 @@ def _compose(folders: list[Path], name: str, groups: list[str], cwd: Path, names
             continue
         layer = _layer(place.path, place.package, loaded, cwd, names)
         composed.layers.append(layer)
-        composed.main_file = layer.label if place.primary else composed.main_file
+        composed.main_file = layer.label if place.path == name else composed.main_file
         if isinstance(loaded.values, dict):
             merge_trees(tree, copy.deepcopy(place_at(loaded.values, place.package)))
     tree.pop("hydra", None)
@@ -246,27 +245,21 @@ def add_files(merged: Merged, composed: Composed) -> None:
     ranks = composed.ranks()
     for key, value in composed.values.items():
         rank = ranks[key]
-        layer = composed.layers[rank] if composed.layers else None
+        layer = composed.layers[rank]
         found = merged.names.canonical(key)
         if found.key is None and found.answer is None and _keep_own_section(merged, key, value, layer):
             continue
-        merged.add(key, value, _file_source(merged, key, value, layer, rank))
+        leaf = merged.names.leaves.get(key)
+        unchanged = key in layer.copied and leaf is not None and value == leaf.default
+        in_package = layer.label.startswith("posttrain/trainer/config/")
+        source = "default" if unchanged and in_package else layer.label
+        merged.add(Entry(value, key, source, rank, explicit=layer.explicit and not unchanged, is_file=True))
 
 
-def _file_source(merged: Merged, key: str, value: Any, layer: Layer | None, rank: int) -> Source:
-    if layer is None:
-        return Source("default", rank, explicit=False, is_file=True)
-    leaf = merged.names.leaves.get(key)
-    unchanged = key in layer.copied and leaf is not None and value == leaf.default
-    in_package = layer.label.startswith("posttrain/trainer/config/")
-    label = "default" if unchanged and in_package else layer.label
-    return Source(label, rank, explicit=layer.explicit and not unchanged, is_file=True)
-
-
-def _keep_own_section(merged: Merged, key: str, value: Any, layer: Layer | None) -> bool:
+def _keep_own_section(merged: Merged, key: str, value: Any, layer: Layer) -> bool:
     """Whether the key belongs to a group of the user's own, which is kept for `${...}` references."""
-    section = layer.own_section if layer is not None else ""
-    if layer is None or not key.startswith(f"{section}.") or section.split(".")[0] in merged.names.sections:
+    section = layer.own_section
+    if not key.startswith(f"{section}.") or section.split(".")[0] in merged.names.sections:
         return False
     inner = key[len(section) + 1 :]
     if merged.names.canonical(inner).key is not None:

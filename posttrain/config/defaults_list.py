@@ -88,7 +88,6 @@ class Place:
     package: str
     # Override key, for a group's choice.
     key: str | None = None
-    primary: bool = False
 
 
 @dataclass(frozen=True)
@@ -172,24 +171,17 @@ def _item(line: Any, path: str) -> Item:
 
 
 @dataclass
-class _Override:
-    value: str | list[str] | None
-    # The file with this `override`; None for the command line.
-    said_in: str | None
-    used: bool = False
-
-
-@dataclass
 class DefaultsList:
     """Follows the lists from the main file on. Choices that come later in a list are decided first, so that an
     `override` in a nested file holds for the files before it."""
 
     files: ConfigFiles
-    overrides: dict[str, _Override] = field(default_factory=dict)
+    # Override key -> (choice, the file with this `override`; None for the command line).
+    overrides: dict[str, tuple[str | list[str] | None, str | None]] = field(default_factory=dict)
     appended: list[Item] = field(default_factory=list)
+    used: set[str] = field(default_factory=set)
     # Override key -> choice.
     chosen: dict[str, str | None] = field(default_factory=dict)
-    keys_of_group: dict[str, set[str]] = field(default_factory=dict)
 
     def choose(self, choice: str) -> None:
         """Take a choice of the command line: `group=name`, `group@package=name` or `+group=name`."""
@@ -200,7 +192,7 @@ class DefaultsList:
         if choice.startswith("+"):
             self.appended.append(Item(value, group, package or None, appended=True))
         else:
-            self.overrides[key] = _Override(value, None)
+            self.overrides[key] = (value, None)
 
     def places(self, main: str) -> list[Place]:
         """All files, those that others are laid over first."""
@@ -221,7 +213,7 @@ class DefaultsList:
         is_main = not above
         key = item.override_key(base, parent) if item.group is not None else None
         if key is not None:
-            self._note_choice(item, key, base)
+            self._note_choice(item, key)
         if item.name is None:
             return []
         path = item.config_path(base)
@@ -236,7 +228,7 @@ class DefaultsList:
         if path in above:
             raise ComposeError(f"{' -> '.join([*above, path])}: a file cannot be in its own defaults list")
         package = item.final_package(base, parent, loaded.header)
-        own = Place(path, package, key, is_main)
+        own = Place(path, package, key)
         lines = self._with_self(list(loaded.defaults), loaded, path, is_main)
         lines += self.appended if is_main else []
         inside = path.rpartition("/")[0]
@@ -277,8 +269,9 @@ class DefaultsList:
 
     def _single_choices(self, line: Item, base: str, parent: str, path: str) -> Iterator[Item]:
         """The line with the choice that holds; several choices of a group are so many files."""
-        if line.group is not None and (found := self.overrides.get(line.override_key(base, parent))) is not None:
-            found.used, line = True, replace(line, name=found.value)
+        if line.group is not None and (key := line.override_key(base, parent)) in self.overrides:
+            self.used.add(key)
+            line = replace(line, name=self.overrides[key][0])
         if not isinstance(line.name, list):
             yield line
             return
@@ -300,15 +293,14 @@ class DefaultsList:
                 )
             if line.override:
                 last = None if str(line.group).startswith("hydra/") else line
-                self.overrides.setdefault(line.override_key(base, parent), _Override(line.name, path))
+                self.overrides.setdefault(line.override_key(base, parent), (line.name, path))
 
-    def _note_choice(self, item: Item, key: str, base: str) -> None:
+    def _note_choice(self, item: Item, key: str) -> None:
         name = item.name if isinstance(item.name, str) else None
         if self.chosen.setdefault(key, name) != name:
             raise ComposeError(
                 f"Multiple values for {key}. To override a value use 'override {key}: {self.chosen[key]}'"
             )
-        self.keys_of_group.setdefault(item.group_path(base), set()).add(key)
 
     def _resolve(self, item: Item) -> str:
         """A choice that names others: `db_${server}`."""
@@ -323,15 +315,15 @@ class DefaultsList:
         return _REFERENCE.sub(choice, text)
 
     def _check_overrides_used(self) -> None:
-        for key, override in self.overrides.items():
-            if override.used:
+        for key, (value, said_in) in self.overrides.items():
+            if key in self.used:
                 continue
-            others = sorted(self.keys_of_group.get(key.split("@")[0], ()))
+            others = sorted(one for one in self.chosen if one.split("@")[0] == key.split("@")[0])
             meant = f"\nDid you mean to override {'one of ' if len(others) > 1 else ''}{', '.join(others)}?"
             what = f"Could not override '{key}'." + (meant if others else " No match in the defaults list.")
-            if override.said_in is not None:
-                raise ComposeError(f"In '{override.said_in}': {what}")
-            raise ComposeError(f"{what}\nTo append to your default list use +{key}={override.value}")
+            if said_in is not None:
+                raise ComposeError(f"In '{said_in}': {what}")
+            raise ComposeError(f"{what}\nTo append to your default list use +{key}={value}")
 
     def _not_found(self, item: Item, base: str, path: str, above: str) -> str:
         if item.group is None:

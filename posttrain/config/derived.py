@@ -15,9 +15,9 @@ from posttrain.config.choices import (
     PER_RESPONSE_LOSSES,
 )
 from posttrain.config.data import HELD_OUT
-from posttrain.config.merge import Entry, Merged, Source
+from posttrain.config.merge import Entry, Merged
 from posttrain.config.model import ADAPTER_CONFIG, read_adapter_config
-from posttrain.config.parallel import (
+from posttrain.config.trainer import (
     AS_THE_ACTOR,
     DRY_RUN,
     NODE_RANK,
@@ -268,15 +268,6 @@ def _lora(merged: Merged) -> None:
         merged.refuse(what, enable.source, do)
 
 
-# Key of the model's section -> the name in `adapter_config.json` that decides it.
-_FROM_THE_FILE = {
-    "lora_rank": "r",
-    "lora_alpha": "lora_alpha",
-    "target_modules": "target_modules",
-    "exclude_modules": "exclude_modules",
-}
-
-
 def take_adapter(merged: Merged, cwd: Path, section: str, heads: Sequence[str]) -> None:
     """Rank, alpha and targets from the adapter that the run starts from; other values given for them are errors.
 
@@ -289,8 +280,8 @@ def take_adapter(merged: Merged, cwd: Path, section: str, heads: Sequence[str]) 
     settings = read_adapter_config(cwd / entry.value, heads)
     if isinstance(settings, str):
         return  # the checks of this machine report what is wrong with the folder
-    for short, name in _FROM_THE_FILE.items():
-        key = f"{section}.{short}"
+    for name in ("r", "lora_alpha", "target_modules", "exclude_modules"):
+        key = f"{section}.{'lora_rank' if name == 'r' else name}"
         value, given = settings.get(name), merged.entries.get(key)
         if given is not None and given.explicit and not _same(given.value, value):
             what = f"`{given.spelling}={given.value}`, but the adapter in {entry.value} has {name}={value} "
@@ -299,8 +290,7 @@ def take_adapter(merged: Merged, cwd: Path, section: str, heads: Sequence[str]) 
             merged.refuse(what, f"{given.where(key)}, and {entry.where(path)}", do, key)
             merged.bad.add(key)
         elif given is None or not given.explicit:
-            source = Source(f"{entry.value}/{ADAPTER_CONFIG}", -1, explicit=False)
-            merged.entries[key] = Entry(value, source, key)
+            merged.entries[key] = Entry(value, key, f"{entry.value}/{ADAPTER_CONFIG}", explicit=False)
 
 
 def _same(given: Any, stored: Any) -> bool:

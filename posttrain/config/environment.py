@@ -12,14 +12,14 @@ from pathlib import Path
 from posttrain import cores
 from posttrain.config.checked import checks_of_packages
 from posttrain.config.choices import LOGGER_PACKAGES
-from posttrain.config.parallel import (
+from posttrain.config.resolved import ConfigError, Problem, Resolved
+from posttrain.config.trainer import (
     ROLLOUT_WORKERS,
     TORCHRUN,
     rollout_workers_of,
     runs_on_cpu,
     workers_of,
 )
-from posttrain.config.resolved import ConfigError, Problem, Resolved
 from posttrain.cores import gpus_present
 
 _HOW_TO_GIVE_A_CLUSTER = (
@@ -37,13 +37,9 @@ def check_environment(resolved: Resolved, cwd: Path | None = None) -> list[Probl
     return [problem for examine in checks for problem in examine(resolved, folder)]
 
 
-def _is_rl(resolved: Resolved) -> bool:
-    return hasattr(resolved.config, "actor_rollout_ref")
-
-
 def _own_code(resolved: Resolved, cwd: Path) -> Iterator[Problem]:
     own = ("custom_reward_function.path", "actor_rollout_ref.model.external_lib")
-    for key in own if _is_rl(resolved) else ("model.external_lib",):
+    for key in own if hasattr(resolved.config, "actor_rollout_ref") else ("model.external_lib",):
         name = resolved.value(key)
         if name is None:
             continue

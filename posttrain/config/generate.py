@@ -9,18 +9,18 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterable, Mapping
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 from posttrain.config import dialect
-from posttrain.config.checked import Tree
 from posttrain.config.choices import PRESETS
+from posttrain.config.compose import PACKAGE_TREE
 from posttrain.config.root import PPOConfig
 from posttrain.config.schema import Leaf, Section, heading_of, leaves, sections
-from posttrain.config.trees import REWARD_MODEL, SFT
-from posttrain.yaml_text import dump_yaml
+from posttrain.config.trees import COMMANDS
+from posttrain.yaml_text import one_line
 
-PACKAGE_TREE = Path(__file__).resolve().parents[1] / "trainer" / "config"
 DOCS_PAGE = Path(__file__).resolve().parents[2] / "docs" / "settings.md"
 _MADE = "# Made by `python -m posttrain.config.generate` from posttrain/config/*.py: change defaults there, not here."
 _FSDP_KEYS = ("actor_rollout_ref.actor.strategy", "actor_rollout_ref.actor.fsdp_config.")
@@ -35,12 +35,6 @@ GROUPS: dict[str, str] = {
     "critic/dp_critic": "critic",
     "algorithm/rollout_correction": "algorithm.rollout_correction",
 }
-
-# (tree, its command, its page in docs/).
-SUPERVISED: tuple[tuple[Tree, str, str], ...] = (
-    (SFT, "posttrain sft", "settings_sft.md"),
-    (REWARD_MODEL, "posttrain reward-model", "settings_reward_model.md"),
-)
 
 _MAIN_HEAD = f"""{_MADE}
 # The main file of every PPO-family run. Settings of the policy lie in the group files beside it; write them here,
@@ -67,11 +61,12 @@ def files() -> dict[Path, str]:
     made[PACKAGE_TREE / "actor" / "actor.yaml"] = head + _yaml(actor, "actor_rollout_ref.actor.")
     for name, (sentence, values) in PRESETS.items():
         made[PACKAGE_TREE / f"{name}.yaml"] = _preset_text(sentence, values)
-    made[DOCS_PAGE] = _docs_text()
+    made[DOCS_PAGE] = _page("Settings", PPOConfig, "posttrain config KEY=VALUE ...") + _presets_table()
     made |= {DOCS_PAGE.parent / name: text for name, text in dialect.pages().items()}
-    for tree, command, page in SUPERVISED:
-        made[PACKAGE_TREE / f"{tree.main}.yaml"] = _whole_text(command, tree)
-        made[DOCS_PAGE.parent / page] = _page_head(command) + _section_tables(tree.root)
+    for verb, tree in COMMANDS.items():
+        command, page = f"posttrain {verb}", f"settings_{verb.replace('-', '_')}.md"
+        made[PACKAGE_TREE / f"{tree.main}.yaml"] = _whole_text(command, tree.root)
+        made[DOCS_PAGE.parent / page] = _page(f"Settings of `{command}`", tree.root, f"{command} KEY=VALUE ... --help")
     return made
 
 
@@ -115,8 +110,8 @@ def _yaml(chosen: Iterable[Leaf], prefix: str) -> str:
     open_sections: list[str] = []
     for leaf in chosen:
         *path, name = leaf.key[len(prefix) :].split(".")
-        shared = _count_shared(open_sections, path)
-        for depth in range(shared, len(path)):
+        shared = takewhile(lambda pair: pair[0] == pair[1], zip(open_sections, path, strict=False))
+        for depth in range(len(list(shared)), len(path)):
             if depth == 0 and lines:
                 lines.append("")
             lines.append(f"{'  ' * depth}{path[depth]}:")
@@ -124,50 +119,30 @@ def _yaml(chosen: Iterable[Leaf], prefix: str) -> str:
         indent = "  " * len(path)
         if leaf.sentence:
             lines.append(f"{indent}# {leaf.sentence}")
-        lines.append(f"{indent}{name}: {scalar(leaf.default)}")
+        lines.append(f"{indent}{name}: {one_line(leaf.default)}")
     return "\n".join(lines) + "\n"
 
 
-def _count_shared(left: list[str], right: list[str]) -> int:
-    count = 0
-    while count < min(len(left), len(right)) and left[count] == right[count]:
-        count += 1
-    return count
-
-
-def scalar(value: Any) -> str:
-    """A value as YAML on one line."""
-    text = dump_yaml(value, default_flow_style=True, width=1000).strip()
-    return text.removesuffix("...").strip()
-
-
-def _whole_text(command: str, tree: Tree) -> str:
+def _whole_text(command: str, root: type[Section]) -> str:
     """A tree in one file, without groups."""
     head = f"{_MADE}\n# The settings of `{command}`; write them on the command line to change them.\n\n"
-    return head + "defaults:\n  - _self_\n\n" + _yaml(leaves(tree.root).values(), "") + _HYDRA
+    return head + "defaults:\n  - _self_\n\n" + _yaml(leaves(root).values(), "") + _HYDRA
 
 
-def _page_head(command: str) -> str:
+def _page(title: str, root: type[Section], command: str) -> str:
+    """A page of docs/ with all settings of a program."""
     return (
-        f"# Settings of `{command}`\n\nMade by `python -m posttrain.config.generate` from the classes in "
-        f"`posttrain/config/`. Every key with its default.\n`{command} KEY=VALUE ... --help` prints a run's values and "
-        "where each was set.\n\n"
+        f"# {title}\n\nMade by `python -m posttrain.config.generate` from the classes in `posttrain/config/`. Every "
+        f"key with its default.\n`{command}` prints a run's values and where each was set.\n\n{_section_tables(root)}"
     )
 
 
-def _docs_text() -> str:
-    head = [
-        "# Settings",
-        "",
-        "Made by `python -m posttrain.config.generate` from the classes in `posttrain/config/`. Every key that",
-        "`posttrain.trainer.main_ppo` takes, with its default. `posttrain config KEY=VALUE ...` prints a run's values.",
-        "",
-    ]
+def _presets_table() -> str:
     lines = ["## Presets", "", "| choice | sets |", "|---|---|"]
     for name, (sentence, values) in PRESETS.items():
-        sets = ", ".join(f"`{key}={scalar(value)}`" for key, value in values.items())
+        sets = ", ".join(f"`{key}={one_line(value)}`" for key, value in values.items())
         lines.append(f"| `{name.replace('/', '=')}` | {sentence} {sets} |")
-    return "\n".join(head) + "\n" + _section_tables(PPOConfig) + "\n".join(lines) + "\n"
+    return "\n".join(lines) + "\n"
 
 
 def _section_tables(root: type[Section]) -> str:
@@ -181,7 +156,7 @@ def _section_tables(root: type[Section]) -> str:
         lines += [f"## {name}", "", heading_of(section), "", "| key | default | |", "|---|---|---|"]
         for leaf in own:
             sentence = leaf.sentence.replace("|", "\\|")
-            lines.append(f"| `{leaf.key}` | `{scalar(leaf.default)}` | {sentence} |")
+            lines.append(f"| `{leaf.key}` | `{one_line(leaf.default)}` | {sentence} |")
         lines.append("")
     return "\n".join(lines) + "\n"
 

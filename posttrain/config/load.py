@@ -12,16 +12,17 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from posttrain.config.checked import Checked, Tree, idle_settings
+from posttrain.config.check import check_one_process
+from posttrain.config.checked import Checked, Tree, checks_of_packages, idle_settings
 from posttrain.config.choices import EXTERNAL, load_own_algorithms
 from posttrain.config.commandline import CommandLine, add_override, find_lost_lines, parse_options
 from posttrain.config.compose import PACKAGE_TREE, Composed, add_files, compose, find_folders, known_choices
 from posttrain.config.derived import take_adapter
 from posttrain.config.environment import check_environment, check_torchrun, missing_notes, torchruns_settings
-from posttrain.config.merge import Merged, Source
-from posttrain.config.parallel import TORCHRUN
+from posttrain.config.merge import Entry, Merged
 from posttrain.config.resolved import ConfigError, Problem, Resolved
-from posttrain.config.schema import KINDS, assign, place_declared_settings
+from posttrain.config.schema import KINDS, assign, nest, place_declared_settings
+from posttrain.config.trainer import TORCHRUN
 from posttrain.config.trees import PPO
 from posttrain.config.values import WrongValue, convert, describe_hint, shown
 from posttrain.errors import first_line, working_folder
@@ -68,7 +69,7 @@ def _load(
 ) -> Resolved:
     is_mapping = isinstance(args, Mapping)
     if not is_mapping and not args and not labelled:
-        raise ConfigError([tree.nothing_given()])
+        raise ConfigError([tree.nothing_given])
     line, overrides = parse_options([] if is_mapping else args, tree.main)
     if environment and not is_mapping:
         # Only where a machine's checks are wanted, too: it reads the script of the shell above this process.
@@ -105,14 +106,14 @@ def _load(
     for key, text, source in _last_words(line.values):
         rank += source != "command line"  # each flag and variable has its own rank; the command line is one
         at = _COMMAND_LINE if source == "command line" else rank
-        merged.add(key, text, Source(source, at, explicit=not source.startswith(_NOT_THE_USERS)))
+        merged.add(Entry(text, key, source, at, explicit=not source.startswith(_NOT_THE_USERS)))
     table = names.leaves
     # A program that passes on a complete tree has set nothing by that: values at their defaults must stay free to
     # follow from other settings.
     whole_tree = set(table) <= {key for key, _ in given}
     for key, value in given:
         explicit = not (whole_tree and key in table and value == table[key].default)
-        merged.add(key, value, Source("overrides" if explicit else "default", _COMMAND_LINE, explicit=explicit))
+        merged.add(Entry(value, key, "overrides" if explicit else "default", _COMMAND_LINE, explicit))
     for key, source in line.removed:
         merged.remove(key, source)
     for what in failed:
@@ -205,7 +206,10 @@ def _judge(
     seen = copy.deepcopy(resolved.config)
     for key in provided:
         assign(seen, key, "given in Python")  # so that no check takes it for unset
-    findings = list(tree.check(Checked(seen, resolved.explicit, resolved.where)))
+    # All of them run: a user corrects every mistake of a command at once.
+    checks = (*tree.checks, *checks_of_packages("check"), check_one_process)
+    checked = Checked(seen, resolved.explicit, resolved.where)
+    findings = [finding for examine in checks for finding in examine(checked)]
     found = [one for one in findings if isinstance(one, Problem)]
     notes = [one for one in findings if isinstance(one, str)]
     problems: list[Problem] = list(merged.problems)
@@ -247,7 +251,7 @@ def resolve_references(merged: Merged) -> None:
             entry.value = _in_texts(entry.value, os.path.expandvars)
             if leaf and leaf.is_path and (unset := _UNSET_VARIABLE.search(str(entry.value))):
                 what = f"`{key}` uses the environment variable {unset[0]}, which is not set."
-                merged.problems.append(Problem(what, entry.where(key), "set the variable, or write the path", (key,)))
+                merged.refuse(what, entry.where(key), "set the variable, or write the path", key)
                 merged.bad.add(key)
 
 
@@ -271,14 +275,7 @@ def _resolve_interpolations(merged: Merged) -> None:
     flat = {leaf.key: leaf.default for leaf in merged.names.leaves.values()}
     flat |= {key: _rename(merged, entry.value) for key, entry in merged.entries.items()}
     flat |= {key: _rename(merged, value) for key, value in merged.extra.items()}
-    tree: dict[str, Any] = {}
-    for key, value in flat.items():
-        *path, name = key.split(".")
-        section = tree
-        for part in path:
-            section = section.setdefault(part, {})
-        section[name] = value
-    config = OmegaConf.create(tree)
+    config = OmegaConf.create(nest(flat, {}))
     for key in [*merged.entries, *merged.extra]:
         if "${" not in str(flat[key]):
             continue
@@ -289,7 +286,7 @@ def _resolve_interpolations(merged: Merged) -> None:
             first = first_line(error)
             where = merged.entries[key].where(key) if key in merged.entries else "your own section"
             do = "refer to a key of the tree as `${section.key}`, to a variable as `${oc.env:NAME}`"
-            merged.problems.append(Problem(f"`{key}`: {flat[key]!r} cannot be resolved: {first}.", where, do, (key,)))
+            merged.refuse(f"`{key}`: {flat[key]!r} cannot be resolved: {first}.", where, do, key)
             merged.bad.add(key)
             continue
         if key in merged.entries:
@@ -329,6 +326,6 @@ def convert_types(merged: Merged) -> None:
                 what = f"`{entry.spelling}`: {text}."
                 about = f" ({table[key].sentence})" if key in table else ""
                 do = f"give {describe_hint(hint)}{about}"
-                merged.problems.append(Problem(what, entry.where(key), do, (key,)))
+                merged.refuse(what, entry.where(key), do, key)
             merged.bad.add(key)
             del merged.entries[key]

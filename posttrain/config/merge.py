@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from posttrain.config.dialect import Dialect, dialect
 from posttrain.config.resolved import Problem
-from posttrain.config.schema import Leaf, Section, leaf_of, leaves, sections
+from posttrain.config.schema import Leaf, Section, leaves, sections
 from posttrain.config.values import NULLS, WrongValue, convert, shown, split_hint
 from posttrain.spelling import closest, longer_or_shorter, same_key, slips
 from posttrain.yaml_text import parse_yaml
@@ -104,7 +104,11 @@ class Spellings:
 
     def leaf_of(self, key: str) -> Leaf | None:
         """The setting that a key names: itself, or the free-form dict that it lies in."""
-        return leaf_of(self.root, key)
+        if key in self.leaves:
+            return self.leaves[key]
+        parts = key.split(".")
+        around = (self.leaves.get(".".join(parts[:end])) for end in range(len(parts) - 1, 1, -1))
+        return next((leaf for leaf in around if leaf is not None and leaf.free_keys), None)
 
     def flatten(self, tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         """Nested mappings as dotted keys; free-form dict settings and empty mappings stay whole."""
@@ -189,40 +193,22 @@ class Spellings:
 
 
 # -- merging -------------------------------------------------------------------------------------------------------
-@dataclass(frozen=True)
-class Source:
-    """Where a value was written."""
+@dataclass
+class Entry:
+    """A value, and where it was written."""
 
+    value: Any
+    # The key as it was written.
+    spelling: str
     # For messages: "command line", "conf/my.yaml", "flag --lr", ...
-    label: str
+    source: str
     # The value of the highest rank counts.
-    rank: int
+    rank: int = -1
     # Whether what it says counts as set by the user.
     explicit: bool = True
     is_file: bool = False
-
-
-@dataclass
-class Entry:
-    """A value, and who set it."""
-
-    value: Any
-    origin: Source
-    spelling: str
     # What the dialect says about a key of another system that is no setting here.
     answer: Any = None
-
-    @property
-    def source(self) -> str:
-        return self.origin.label
-
-    @property
-    def rank(self) -> int:
-        return self.origin.rank
-
-    @property
-    def explicit(self) -> bool:
-        return self.origin.explicit
 
     def where(self, key: str) -> str:
         """The place for a message."""
@@ -293,19 +279,20 @@ class Merged:
 
     def set_default(self, key: str, value: Any, why: str) -> None:
         """A default that depends on the run; it does not count as set by the user."""
-        self.entries[key] = Entry(value, Source(f"default ({why})", -1, explicit=False), key)
+        self.entries[key] = Entry(value, key, f"default ({why})", explicit=False)
 
     # -- values as they are written -------------------------------------------------------------------------------
-    def add(self, spelling: str, value: Any, source: Source) -> None:
+    def add(self, entry: Entry) -> None:
         """Take in one value under any spelling."""
+        spelling, value = entry.spelling, entry.value
         # Scripts write `key=$VAR` with a variable that is not set; that must not become an empty path.
-        if value == "" and isinstance(value, str) and not source.is_file and _TOOLS_OWN not in spelling:
-            self.note(f"`{spelling}=` ({source.label}) is empty and counts as not given.")
+        if value == "" and isinstance(value, str) and not entry.is_file and _TOOLS_OWN not in spelling:
+            self.note(f"`{spelling}=` ({entry.source}) is empty and counts as not given.")
             return
         if spelling in self.extra:
             self.extra[spelling] = value
             return
-        found, entry = self.names.canonical(spelling), Entry(value, source, spelling)
+        found = self.names.canonical(spelling)
         if found.answer is not None and not self._is_section(spelling, value):
             old = self.elsewhere.get(found.spelled)
             # Kept for later: what such a key means can depend on others that are not in yet.
@@ -324,7 +311,7 @@ class Merged:
         if free is not None:
             if (inside := free.split(entry.value)) is not None:  # what other spellings have put into it stays
                 for inner, value in inside.items():
-                    self.add(f"{key}.{inner}", value, entry.origin)
+                    self.add(replace(entry, spelling=f"{key}.{inner}", value=value))
                 return
             key += free.inner_name(entry.value)
         leaf = self.names.leaf_of(key)
@@ -344,7 +331,7 @@ class Merged:
             return False
         if (key != entry.spelling or key in self.names.free_dicts) and str(entry.value).lower() in NULLS:
             return True  # in verl the other name is then unset, and the setting counts
-        if entry.value is None and entry.origin.is_file:
+        if entry.value is None and entry.is_file:
             self.note(f"`{entry.spelling}:` in {entry.source} is empty and counts as not given.")
             return True
         return False
@@ -429,7 +416,7 @@ class Merged:
                 self._refuse_yaml(entry, error)
                 return
             for inner, inner_value in inside.items():
-                self.add(inner, inner_value, replace(entry.origin, is_file=False))
+                self.add(replace(entry, spelling=inner, value=inner_value, is_file=False))
         elif value not in (None, {}):
             inside = [leaf for leaf in self.names.leaves if leaf.startswith(f"{key}.")]
             do = f"set a key inside it, for example `{inside[0]}`" if inside else "set a key inside it"

@@ -6,11 +6,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from posttrain.config.schema import leaves, lookup
+from posttrain.config.schema import leaves, lookup, nest
 from posttrain.config.values import is_secret
 from posttrain.errors import UserError
-from posttrain.masking import MASK, mask_urls
-from posttrain.yaml_text import dump_yaml
+from posttrain.texts import MASK, mask_urls
+from posttrain.yaml_text import dump_yaml, one_line
 
 
 @dataclass(frozen=True)
@@ -40,13 +40,9 @@ class ConfigError(UserError):
 
     def __init__(self, problems: Iterable[Problem]):
         self.problems = list(problems)
-        super().__init__(self._text())
-
-    def _text(self) -> str:
-        if len(self.problems) == 1:
-            return f"1 problem in the configuration:\n1. {self.problems[0]}"
         body = "\n".join(f"{i}. {problem}" for i, problem in enumerate(self.problems, 1))
-        return f"{len(self.problems)} problems in the configuration:\n{body}"
+        count = f"{len(self.problems)} problem{'s' * (len(self.problems) != 1)}"
+        super().__init__(f"{count} in the configuration:\n{body}")
 
 
 @dataclass
@@ -87,18 +83,20 @@ class Resolved:
 
     def to_yaml(self) -> str:
         """The tree as YAML, secrets masked."""
-        tree = mask_secrets(self.config.to_dict())
-        for key, value in self.extra.items():
-            *path, name = key.split(".")
-            section = tree
-            for part in path:
-                section = section.setdefault(part, {})
-            section[name] = mask_secrets(value, name)
-        return dump_yaml(tree, allow_unicode=True)
+        return dump_yaml(mask_secrets(nest(self.extra, self.config.to_dict())), allow_unicode=True)
 
     def describe(self) -> str:
         """The tree with value, source and sentence of every key, secrets masked."""
-        return show(self)
+        lines = [f"# defaults from {self.main_file}"]
+        for key, leaf in leaves(type(self.config)).items():
+            lines.append(f"{key}: {one_line(mask_secrets(self.value(key), key))}    # {self.where(key)}")
+            if leaf.sentence:
+                lines.append(f"    {leaf.sentence}")
+        for key, value in self.extra.items():
+            lines.append(f"{key}: {one_line(mask_secrets(value, key))}    # your own section")
+        if self.notes:
+            lines += ["", *(f"note: {note}" for note in self.notes)]
+        return "\n".join(lines) + "\n"
 
 
 def mask_secrets(value: Any, key: str = "") -> Any:
@@ -110,26 +108,3 @@ def mask_secrets(value: Any, key: str = "") -> Any:
     if is_secret(key) and value not in (None, ""):
         return MASK
     return mask_urls(value) if isinstance(value, str) else value
-
-
-def show(resolved: Resolved, *, prefix: str = "", changed_only: bool = False, sentences: bool = True) -> str:
-    """Every key (under `prefix`; or only those that are not at their default) with value, source and sentence."""
-    lines = [f"# defaults from {resolved.main_file}"]
-    for key, leaf in leaves(type(resolved.config)).items():
-        source = resolved.where(key)
-        if not key.startswith(prefix) or (changed_only and source == "default"):
-            continue
-        lines.append(f"{key}: {_one_line(mask_secrets(resolved.value(key), key))}    # {source}")
-        if sentences and leaf.sentence:
-            lines.append(f"    {leaf.sentence}")
-    for key, value in resolved.extra.items():
-        if key.startswith(prefix):
-            lines.append(f"{key}: {_one_line(mask_secrets(value, key))}    # your own section")
-    if resolved.notes and not prefix:
-        lines += ["", *(f"note: {note}" for note in resolved.notes)]
-    return "\n".join(lines) + "\n"
-
-
-def _one_line(value: Any) -> str:
-    text = dump_yaml(value, default_flow_style=True, width=100_000, allow_unicode=True)
-    return text.strip().removesuffix("...").strip()

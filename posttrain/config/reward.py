@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import field
 from typing import Any
 
-from posttrain.config.parallel import ON_CPU
 from posttrain.config.schema import Section, section
+from posttrain.config.trainer import OffloadConfig
 from posttrain.settings import DTYPES, LARGEST_SCORE, ONE_OR_MORE, PROCESSES, SCORE, SECONDS, Range, at_least, setting
 
 FACTOR = Range(lambda value: 0 < value <= LARGEST_SCORE, f"above 0 and at most {LARGEST_SCORE:g}")
@@ -122,14 +122,6 @@ class RewardModelModelConfig(Section):
 
 
 @section
-class RewardModelFSDPConfig(Section):
-    """Where the reward model's weights lie between its passes."""
-
-    param_offload: bool = setting(False, idle=ON_CPU)
-    """Keep its weights in host memory outside its pass."""
-
-
-@section
 class RewardModelConfig(Section):
     """A reward model. Example: `reward_model.enable=True reward_model.model.path=weqweasdas/RM-Gemma-2B`."""
 
@@ -149,4 +141,4 @@ class RewardModelConfig(Section):
     truncation: str = setting("left", choices=("left", "right", "error"))
     """Which end of a longer one is cut: `left` keeps the response, `right` the prompt; `error` stops the run."""
     model: RewardModelModelConfig = field(default_factory=RewardModelModelConfig)
-    fsdp_config: RewardModelFSDPConfig = field(default_factory=RewardModelFSDPConfig)
+    fsdp_config: OffloadConfig = field(default_factory=OffloadConfig)

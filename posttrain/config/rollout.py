@@ -6,8 +6,8 @@ from dataclasses import field
 from typing import Any
 
 from posttrain.config.data import NO_VALIDATION
-from posttrain.config.parallel import ON_CPU
 from posttrain.config.schema import Section, section
+from posttrain.config.trainer import ON_CPU
 from posttrain.settings import (
     COUNT_OR_ALL,
     GROUP,

@@ -9,11 +9,10 @@ from posttrain.algorithms.aggregation import AGGREGATION_MODES
 from posttrain.algorithms.kl import KL_TYPES
 from posttrain.config.data import DataConfig
 from posttrain.config.model import ModelConfig
-from posttrain.config.parallel import ON_CPU, UNSHARDED
 from posttrain.config.reward import CustomRewardConfig, RewardConfig, RewardModelConfig
 from posttrain.config.rollout import RolloutConfig
 from posttrain.config.schema import ESTIMATOR_KIND, LOSS_KIND, Section, holds_settings_of, section
-from posttrain.config.trainer import TrackingConfig, TrainerConfig
+from posttrain.config.trainer import ON_CPU, UNSHARDED, OffloadConfig, TrackingConfig, TrainerConfig
 from posttrain.settings import (
     ABOVE_ONE_OR_INFINITE,
     BETAS,
@@ -54,24 +53,14 @@ class OptimConfig(Section):
 
 
 @section
-class FSDPConfig(Section):
+class FSDPConfig(OffloadConfig):
     """Where weights and optimizer state lie between stages."""
 
-    param_offload: bool = setting(False, idle=ON_CPU)
-    """Keep the weights in host memory outside the stages that need them."""
     optimizer_offload: bool = setting(False, idle=ON_CPU)
     """Keep the optimizer state in host memory outside the update."""
     fsdp_size: int = setting(-1, range=COUNT_OR_ALL, idle=UNSHARDED)
     """Workers that weights and optimizer are cut over; where the run has more, groups of so many hold copies. -1 is all
     of them."""
-
-
-@section
-class RefFSDPConfig(Section):
-    """Where the reference's weights lie between its passes."""
-
-    param_offload: bool = setting(False, idle=ON_CPU)
-    """Keep the reference's weights in host memory outside its pass."""
 
 
 _ONE_KL = Idle(
@@ -239,7 +228,7 @@ class ActorConfig(Section):
 class RefConfig(Section):
     """The frozen reference policy that KL is measured against."""
 
-    fsdp_config: RefFSDPConfig = field(default_factory=RefFSDPConfig)
+    fsdp_config: OffloadConfig = field(default_factory=OffloadConfig)
 
 
 @section

@@ -12,7 +12,7 @@ import dataclasses
 import inspect
 import sys
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from typing import Any, NamedTuple, TypeVar
 
@@ -45,9 +45,6 @@ class Section:
             return getattr(self, name)
         except AttributeError:
             raise KeyError(name) from None
-
-    def __contains__(self, name: object) -> bool:
-        return any(field.name == name for field in dataclasses.fields(self))
 
     def __iter__(self) -> Iterator[str]:
         return (field.name for field in dataclasses.fields(self))
@@ -103,28 +100,23 @@ class _OpenSection:
         for name in self.section.__annotations__.keys() - self.written.keys():
             if name in vars(self.section):  # a field with a factory is no attribute of the class
                 delattr(self.section, name)
-        hints: dict[str, Any] = {}
-        for name, hint in self.hints.items():
-            hints[name] = hint
-            setattr(self.section, name, _copy_field(self.written[name]))
-            if name == self.after:
-                hints |= self._place(declared)
-        self.section.__annotations__ = hints
+        # (name, type, field, the class that declares it).
+        fields = [(name, self.hints[name], field, {}) for name, field in self.written.items()]
+        at = list(self.written).index(self.after) + 1
+        fields[at:at] = [
+            (field.name, hints_of(kind)[field.name], field, {"declared_by": kind})
+            for kind in declared
+            for field in dataclasses.fields(kind)
+        ]
+        for name, _, field, more in fields:
+            copied = {"default": field.default, "default_factory": field.default_factory}
+            setattr(self.section, name, dataclasses.field(**copied, metadata={**field.metadata, **more}))
+        self.section.__annotations__ = {name: hint for name, hint, *_ in fields}
         for method in ("__init__", "__match_args__"):
             delattr(self.section, method)  # `dataclass` would keep the old ones
         section(self.section)
-        _leaves.cache_clear()
+        leaves.cache_clear()
         sections.cache_clear()
-
-    def _place(self, declared: tuple[type, ...]) -> dict[str, Any]:
-        """Name -> type of the fields that were added."""
-        added: dict[str, Any] = {}
-        for kind in declared:
-            hints = hints_of(kind)
-            for field in dataclasses.fields(kind):
-                setattr(self.section, field.name, _copy_field(field, declared_by=kind))
-                added[field.name] = hints[field.name]
-        return added
 
 
 _open_sections: list[_OpenSection] = []
@@ -145,11 +137,6 @@ def place_declared_settings() -> None:
     """Bring the sections up to date with what is registered now."""
     for section in _open_sections:
         section.update()
-
-
-def _copy_field(field: dataclasses.Field[Any], **more: Any) -> Any:
-    metadata = {**field.metadata, **more}
-    return dataclasses.field(default=field.default, default_factory=field.default_factory, metadata=metadata)
 
 
 def hints_of(kind: type) -> dict[str, Any]:
@@ -200,13 +187,9 @@ class Leaf:
             return ""
 
 
+@cache
 def leaves(root: type[Section]) -> dict[str, Leaf]:
     """Every setting of a tree by its canonical key, in the order of the classes."""
-    return _leaves(root)
-
-
-@cache
-def _leaves(root: type[Section]) -> dict[str, Leaf]:
     return {leaf.key: leaf for leaf in _walk(root(), "")}
 
 
@@ -230,29 +213,22 @@ def _with_full_key(idle: Idle, prefix: str) -> Idle:
 def sections(root: type[Section]) -> dict[str, type[Section]]:
     """Every section of a tree by its dotted name."""
     found: dict[str, type[Section]] = {}
-
-    def visit(section: Section, name: str) -> None:
-        for field in dataclasses.fields(section):
-            value = getattr(section, field.name)
-            if isinstance(value, Section):
-                found[name + field.name] = type(value)
-                visit(value, f"{name}{field.name}.")
-
-    visit(root(), "")
+    for name, value in vars(root()).items():
+        if isinstance(value, Section):
+            found[name] = type(value)
+            found |= {f"{name}.{inner}": kind for inner, kind in sections(type(value)).items()}
     return found
 
 
-def leaf_of(root: type[Section], key: str) -> Leaf | None:
-    """The setting that a key names: itself, or the free-form dict that it lies in."""
-    table = leaves(root)
-    if key in table:
-        return table[key]
-    parts = key.split(".")
-    for end in range(len(parts) - 1, 1, -1):
-        leaf = table.get(".".join(parts[:end]))
-        if leaf is not None:
-            return leaf if leaf.free_keys else None
-    return None
+def nest(flat: Mapping[str, Any], tree: dict[str, Any]) -> dict[str, Any]:
+    """`tree` with the values of these dotted keys in it."""
+    for key, value in flat.items():
+        *path, name = key.split(".")
+        section = tree
+        for part in path:
+            section = section.setdefault(part, {})
+        section[name] = value
+    return tree
 
 
 def assign(config: Section, key: str, value: Any) -> None:

@@ -7,10 +7,9 @@ from typing import Any
 
 from posttrain.config.data import NO_VALIDATION
 from posttrain.config.model import NO_ADAPTERS, ModelConfig
-from posttrain.config.parallel import UNSHARDED
 from posttrain.config.root import OptimConfig
 from posttrain.config.schema import Section, section
-from posttrain.config.trainer import RunConfig
+from posttrain.config.trainer import UNSHARDED, RunConfig
 from posttrain.settings import (
     COUNT_OR_ALL,
     ONE_OR_MORE,

@@ -3,31 +3,29 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from posttrain.config.check import (
-    check,
+    PPO_CHECKS,
     check_choices,
     check_quantization,
     check_ranges,
     check_ray,
     check_resume,
     check_sizes,
-    one_process,
 )
-from posttrain.config.checked import Checked, Finding, Tree, checks_of_packages
+from posttrain.config.checked import Checked, Finding, Tree
 from posttrain.config.choices import check_names
-from posttrain.config.commandline import CUT_SHORT, no_arguments
+from posttrain.config.commandline import nothing_given
 from posttrain.config.derived import derive, derive_command
 from posttrain.config.merge import FreeDict, Merged, Spellings
 from posttrain.config.model import SCORE_HEADS
-from posttrain.config.parallel import AS_THE_ACTOR, OF_THE_COMMAND, ROLLOUT_EACH, ROLLOUT_MACHINES, TOGETHER
 from posttrain.config.resolved import Problem
 from posttrain.config.root import PPOConfig
 from posttrain.config.schema import Section
 from posttrain.config.supervised import RewardTrainerConfig, SFTConfig
+from posttrain.config.trainer import AS_THE_ACTOR, OF_THE_COMMAND, ROLLOUT_EACH, ROLLOUT_MACHINES, TOGETHER
 from posttrain.errors import UserError
 
 _ACTOR, _ROLLOUT, _MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
@@ -47,7 +45,6 @@ MOVED_SECTIONS: dict[str, str] = {
     "reward.reward_kwargs.overlong_buffer_cfg.": "reward.overlong_buffer.",
 }
 
-
 FREE_DICTS: dict[str, FreeDict] = {
     f"{_ROLLOUT}.multi_turn": FreeDict(switch="enable"),
     **{f"{_ROLLOUT}.{name}": FreeDict() for name in ("engine_kwargs", "engine_kwargs.vllm", "engine_kwargs.sglang")},
@@ -55,6 +52,14 @@ FREE_DICTS: dict[str, FreeDict] = {
     "data.custom_cls": FreeDict(named_by="path"),
 }
 
+# Names under `model.lora.` -> those under `model.`.
+_LORA = {
+    "rank": "lora_rank",
+    "alpha": "lora_alpha",
+    "target_modules": "target_modules",
+    "exclude_modules": "exclude_modules",
+    "adapter_path": "lora_adapter_path",
+}
 RENAMED: dict[str, str] = {
     "algorithm.name": "algorithm.adv_estimator",
     "algorithm.group_size": f"{_ROLLOUT}.n",
@@ -79,11 +84,7 @@ RENAMED: dict[str, str] = {
     f"{_ACTOR}.peft_config.target_modules": f"{_MODEL}.target_modules",
     f"{_ACTOR}.peft_config.exclude_modules": f"{_MODEL}.exclude_modules",
     f"{_MODEL}.lora.type": f"{_ACTOR}.peft_config.peft_type",
-    f"{_MODEL}.lora.rank": f"{_MODEL}.lora_rank",
-    f"{_MODEL}.lora.alpha": f"{_MODEL}.lora_alpha",
-    f"{_MODEL}.lora.target_modules": f"{_MODEL}.target_modules",
-    f"{_MODEL}.lora.exclude_modules": f"{_MODEL}.exclude_modules",
-    f"{_MODEL}.lora.adapter_path": f"{_MODEL}.lora_adapter_path",
+    **{f"{_MODEL}.lora.{name}": f"{_MODEL}.{ours}" for name, ours in _LORA.items()},
     f"{_ROLLOUT}.engine": f"{_ROLLOUT}.name",
     f"{_ROLLOUT}.max_new_tokens": "data.max_response_length",
     f"{_ROLLOUT}.max_turns": f"{_ROLLOUT}.multi_turn.max_assistant_turns",
@@ -129,7 +130,6 @@ NOT_BUILT: dict[str, str] = {
     "fsdp.": f"{_SFT}; here the engine is {_ACTOR}.strategy",
 }
 
-
 # Settings -> (their program, the command that lists them).
 PROGRAMS: dict[type[Section], tuple[str, str]] = {
     PPOConfig: ("`posttrain.trainer.main_ppo` (RL)", "posttrain config"),
@@ -137,16 +137,18 @@ PROGRAMS: dict[type[Section], tuple[str, str]] = {
     RewardTrainerConfig: ("`posttrain reward-model`", "posttrain config reward-model"),
 }
 
-
 PPO = Tree(
     main="ppo_trainer",
     root=PPOConfig,
     model="actor_rollout_ref.model",
     spellings=Spellings(PPOConfig, "ppo_trainer", MOVED_SECTIONS, RENAMED, DERIVED, NOT_BUILT, FREE_DICTS, PROGRAMS),
-    nothing_given=no_arguments,
+    nothing_given=nothing_given(
+        "one key, usually algorithm.adv_estimator=grpo, actor_rollout_ref.model.path=MODEL, data.train_files=FILE and "
+        "actor_rollout_ref.rollout.n=5; `preset=embedded` alone runs the built-in task"
+    ),
     derive=derive,
+    checks=PPO_CHECKS,
     check_names=check_names,
-    check=check,
 )
 
 
@@ -171,11 +173,7 @@ _RENAMED: dict[str, str] = {
     "optim.lr_scheduler": "optim.lr_scheduler_type",
     "optim.grad_clip": "optim.clip_grad",
     "model.partial_pretrain": "model.path",
-    "model.lora.rank": "model.lora_rank",
-    "model.lora.alpha": "model.lora_alpha",
-    "model.lora.target_modules": "model.target_modules",
-    "model.lora.exclude_modules": "model.exclude_modules",
-    "model.lora.adapter_path": "model.lora_adapter_path",
+    **{f"model.lora.{name}": f"model.{ours}" for name, ours in _LORA.items()},
     "model.strategy": "fsdp.strategy",
     "use_remove_padding": "model.use_remove_padding",
     "trainer.n_workers": "trainer.n_gpus_per_node",
@@ -197,13 +195,11 @@ _NOT_BUILT: dict[str, str] = {
 }
 
 
-def _nothing_given(command: str, keys: str) -> Callable[[], Problem]:
-    do = (
-        f"give at least model.path=MODEL and data.train_files=FILE ({keys}); `{command} model.path=embedded "
-        "data.train_files=embedded data.val_files=embedded` runs on the built-in task. "
-        f"If you did give keys: {CUT_SHORT}."
+def _nothing_given(command: str, keys: str) -> Problem:
+    return nothing_given(
+        f"model.path=MODEL and data.train_files=FILE ({keys}); `{command} model.path=embedded "
+        "data.train_files=embedded data.val_files=embedded` runs on the built-in task"
     )
-    return lambda: Problem("No argument was given, so there is nothing to train.", "command line", do)
 
 
 def _derive(merged: Merged, provided: frozenset[str]) -> None:
@@ -237,7 +233,7 @@ def _rows_per_step(merged: Merged) -> None:
     if micro is None or micro < 1 or steps < 1:
         what = f"`{first.spelling}={first.value}`: rows per pass and accumulation steps must both be 1 or more."
         do = f"set {_PER_DEVICE} and {_ACCUMULATION}, or {_BATCH} alone"
-        merged.problems.append(Problem(what, first.source, do, (_MICRO, _BATCH)))
+        merged.refuse(what, first.source, do, _MICRO, _BATCH)
         return
     workers = merged.value("trainer.n_gpus_per_node") * merged.value("trainer.nnodes")
     rows = micro * steps * workers
@@ -250,22 +246,7 @@ def _notes(checked: Checked) -> Iterator[Finding]:
         yield "No validation file is set (data.val_files): the run makes no validation."
 
 
-def _check(checked: Checked) -> Iterator[Finding]:
-    yield from check_choices(checked)
-    yield from check_ranges(checked)
-    yield from check_resume(checked)
-    yield from check_quantization(checked, "model")
-    yield from check_sizes(checked, (_SHARDS,), (_SEQUENCE,))
-    yield from check_ray(checked)
-    for examine in checks_of_packages("check"):
-        yield from examine(checked)
-    yield from one_process(checked)
-    yield from _notes(checked)
-
-
-def _no_names(merged: Merged, cwd: Path) -> None:
-    """No setting of these trees names something that a file of the user's registers."""
-
+_CHECKS = (check_choices, check_ranges, check_resume, check_quantization, check_sizes, check_ray, _notes)
 
 SFT = Tree(
     main="sft_trainer",
@@ -276,8 +257,7 @@ SFT = Tree(
     ),
     nothing_given=_nothing_given("posttrain sft", "columns prompt and response, or messages"),
     derive=_derive_sft,
-    check_names=_no_names,
-    check=_check,
+    checks=_CHECKS,
 )
 REWARD_MODEL = Tree(
     main="reward_model_trainer",
@@ -288,8 +268,7 @@ REWARD_MODEL = Tree(
     ),
     nothing_given=_nothing_given("posttrain reward-model", "columns prompt, chosen and rejected"),
     derive=_derive,
-    check_names=_no_names,
-    check=_check,
+    checks=_CHECKS,
     heads=SCORE_HEADS,
 )
 # Verb of `posttrain` -> its tree.

@@ -7,7 +7,7 @@ import types
 import typing
 from typing import Any
 
-from posttrain.masking import MASK, mask_urls
+from posttrain.texts import MASK, mask_urls
 from posttrain.yaml_text import parse_yaml
 
 NULLS = ("null", "none", "~")

@@ -133,7 +133,7 @@ class RankHost:
     @packed
     def programs(self) -> dict[str, str]:
         """What this process runs."""
-        from posttrain.controller.ray_machines import programs
+        from posttrain.controller.ray_cluster import programs
 
         return programs()
 
@@ -230,21 +230,21 @@ class RankHost:
 
     def _measure(self) -> Any:
         if self.peaks is None:
-            from posttrain.controller.profiling import StagePeaks
+            from posttrain.controller.pool import StagePeaks
 
             self.peaks = StagePeaks()
         return self.peaks
 
     def begin_trace(self) -> None:
         """Record what this rank does from now on."""
-        from posttrain.controller.profiling import begin_trace
+        from posttrain.controller.pool import begin_trace
 
         self.profiler = begin_trace()
 
     @packed
     def end_trace(self, path: str | None) -> None:
         """Write it, or forget it without a path."""
-        from posttrain.controller.profiling import end_trace
+        from posttrain.controller.pool import end_trace
 
         profiler, self.profiler = self.profiler, None
         end_trace(profiler, None if path is None else Path(path))

@@ -1,16 +1,29 @@
-"""Where the environment says that a Ray runs, whether one answers there, and the secret that its processes share."""
+"""Where the environment says that a Ray runs, whether one answers there, and the secret that its processes share.
+
+Several machines under torchrun: the first process of the first one tells the others where its Ray is.
+
+torchrun gives its processes a store that all machines reach, and so does whoever else reaches its port. Ray's address
+goes through it with a signature; the secret that makes both never does. It is the user's own, or one
+made for the run that goes through a file on the disk that all machines share, which only the user can read.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import os
 import re
 import secrets
 import socket
+import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
-from posttrain.errors import UserError
+from posttrain.errors import UserError, first_line
 
 # Of the Rays that this process starts for itself: Ray reads it once per process, and then none is written into the
 # home folder.
@@ -115,3 +128,112 @@ def connection_error(address: str) -> Exception | None:
     except (OSError, OverflowError) as error:
         return error
     return None
+
+
+WAIT = timedelta(minutes=30)  # for the first machine, which reads its data before it starts Ray
+# A Ray that was started for this run, with the secret that signs its address; one that was there.
+_OWN, _OTHER = "own", "other"
+SHARED_S = 60.0  # for a file of another machine to be seen here
+
+
+class NoMeeting(UserError):
+    """The first machine of torchrun did not tell its address."""
+
+
+def is_meeting() -> bool:
+    """Whether torchrun has started this process, and others on further machines."""
+    everywhere, here = os.environ.get("WORLD_SIZE"), os.environ.get("LOCAL_WORLD_SIZE")
+    return everywhere is not None and here is not None and everywhere != here
+
+
+def master() -> str:
+    """The name of the first machine, as torchrun was given it."""
+    return os.environ["MASTER_ADDR"]
+
+
+def tell_address(address: str, token: str, shared: Path | None) -> None:
+    """`token` is Ray's secret where it was made for this run. What signs the address is the user's own secret, or one
+    that is written to a file in `shared`."""
+    secret = users_secret()
+    if not secret:
+        assert shared is not None
+        secret = token or OWN
+        file = _secret_file(shared)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        handle, partial = tempfile.mkstemp(dir=file.parent, prefix=file.name)  # readable by its owner only
+        with os.fdopen(handle, "w") as written:
+            written.write(secret)
+        os.replace(partial, file)
+        _files.append(file)
+    message = f"{address} {_OWN if token else _OTHER}"
+    _store().set(_key(), f"{message} {_signature(message, secret)}")
+
+
+def forget_secret() -> None:
+    """Remove the file, when the run has ended."""
+    while _files:
+        with suppress(OSError):
+            _files.pop().unlink()
+
+
+def wait_for_address(shared: Path) -> tuple[str, str]:
+    """(Ray's address, the secret made for this run or an empty string). An address that the first machine has not
+    signed is not believed: to join a Ray is to let it run programs here."""
+    try:
+        message, _, signature = _store().get(_key()).decode().rpartition(" ")
+    except Exception as error:  # torch has an error of its own for each way in which a store can fail
+        raise NoMeeting(
+            f"torchrun's first machine ({master()}) did not tell where its Ray is: see what its own command says. "
+            f"({first_line(error)})"
+        ) from error
+    until = time.monotonic() + SHARED_S
+    address, _, kind = message.partition(" ")
+    while True:
+        for secret in filter(None, (users_secret(), _made_for_this_run(shared))):
+            if hmac.compare_digest(signature, _signature(message, secret)):
+                return address, secret if kind == _OWN else ""
+        if time.monotonic() > until:
+            break
+        time.sleep(0.5)
+    raise NoMeeting(
+        f"The address of Ray ({address}) in torchrun's store is not signed with the secret of its first machine "
+        f"({master()}), as {_secret_file(shared)} or your own token should have it. All machines need "
+        f"trainer.default_local_dir on a disk that they share and the same user; or give all of them one token: {WAYS}."
+    )
+
+
+def _signature(message: str, secret: str) -> str:
+    return hmac.new(secret.encode(), f"{_key()} {message}".encode(), hashlib.sha256).hexdigest()
+
+
+def _made_for_this_run(shared: Path) -> str:
+    try:
+        return _secret_file(shared).read_text()
+    except OSError:
+        return ""
+
+
+def _secret_file(shared: Path) -> Path:
+    # The same path on all machines, and another one for each run of torchrun and each of its attempts.
+    of = f"{master()}:{os.environ['MASTER_PORT']} {_key()}"
+    return shared / f".ray-secret-{hashlib.sha256(of.encode()).hexdigest()[:12]}"
+
+
+def _key() -> str:
+    return f"posttrain/ray/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+
+
+def _store() -> Any:
+    import torch
+
+    agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    first = os.environ.get("RANK") == "0"
+    port = int(os.environ["MASTER_PORT"])
+    made: Any = getattr(torch.distributed, "TCPStore")  # noqa: B009  (public, though not marked so for type checkers)
+    store = made(master(), port, is_master=first and not agents, wait_for_workers=False, timeout=WAIT)
+    _held.append(store)  # the first machine may be the one that hosts it
+    return store
+
+
+_held: list[Any] = []
+_files: list[Path] = []

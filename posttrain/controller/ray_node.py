@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain import cores
-from posttrain.controller import torchrun
+from posttrain.controller import ray_address
 from posttrain.controller.ray_address import OWN, connection_error, no_ray, shown_by_a_node, users_secret
 from posttrain.engine.ranks import address_facing
 from posttrain.errors import UserError
@@ -170,8 +170,8 @@ class RayHead(RayNode):
     """`settings` are arguments of `ray.init`: what concerns the node is used here, and `rest` is for who connects."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
-        met = torchrun.is_meeting()
-        host, port = (_own_address(torchrun.master()), _free_port()) if met else (_own_address(), PORT)
+        met = ray_address.is_meeting()
+        host, port = (_own_address(ray_address.master()), _free_port()) if met else (_own_address(), PORT)
         self.address, self.token = f"{host}:{port}", OWN if met and not users_secret() else ""
         self.secret = {"RAY_AUTH_TOKEN": self.token} if self.token else {}
         if connection_error(self.address) is None:

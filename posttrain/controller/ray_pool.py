@@ -17,11 +17,9 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from posttrain.controller.group import Future, WorkerGroup
-from posttrain.controller.pool import ROLLOUT, Workers
-from posttrain.controller.profiling import StagePeaks, as_metrics
+from posttrain.controller.pool import ROLLOUT, StagePeaks, Workers, as_metrics
 from posttrain.controller.rank_host import RankHost, pack
-from posttrain.controller.ray_cluster import RayCluster
-from posttrain.controller.ray_machines import Machine, check_same_programs, machines_for, rollout_machines
+from posttrain.controller.ray_cluster import Machine, RayCluster, check_same_programs, machines_for, rollout_machines
 from posttrain.controller.ray_ranks import Rank, RankWatch
 
 

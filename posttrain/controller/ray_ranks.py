@@ -14,7 +14,7 @@ from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTa
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from posttrain.controller.rank_host import Failure, Identity, unpack
-from posttrain.controller.ray_machines import ITSELF, Machine
+from posttrain.controller.ray_cluster import ITSELF, Machine
 from posttrain.controller.stalls import (
     CONTINUES,
     EVERY_S,

@@ -46,6 +46,8 @@ class Generate:
     kept: bool
     branch: int | None = 0
     """None: the branch that the prompt continues, or a further one, is found when the turn is admitted."""
+    on_progress: Callable[[Output], None] | None = None
+    """Called with what the turn has so far, while it is sampled."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,8 @@ class Pause:
 
 Ask = Callable[[Generate | list[ToolCall] | Pause], Awaitable[Any]]
 """How an agent asks for a turn (an Output) or for tool calls (their ToolAnswers), wherever it runs (`runner.py`)."""
+Settle = Callable[[Output | Exception], None]
+"""Takes a turn that was asked for, or why there is none."""
 OwnAnswer = Callable[[ToolCall], Awaitable[ToolAnswer | None]]
 """Answers calls of tools that an agent has itself; None for one of the run's tools."""
 
@@ -76,13 +80,21 @@ class Chat:
     reward functions find in `extra_info`, `seed` a number of its own for random choices of the agent, `tools` the
     schemas of the run's tools."""
 
-    def __init__(self, conversation: Conversation, messages: Sequence[Any], setup: Setup, ask: Ask) -> None:
+    def __init__(
+        self,
+        conversation: Conversation,
+        messages: Sequence[Any],
+        setup: Setup,
+        ask: Ask,
+        request: Callable[[Generate, Settle], None] | None = None,
+    ) -> None:
         self.messages, self.facts = [dict(one) for one in messages], conversation.facts
         self.seed, self.validate = conversation.seed, bool(conversation.how.get("validate"))
         self.tokenizer, self.limits, self.tools = setup.template.tokenizer, setup.limits, list(setup.schemas)
         self.last: Output | None = None
         """The model's last turn: `token_ids`, `log_probs`, `finish_reason`."""
         self._conversation, self._branch, self._ask = conversation, conversation.main, ask
+        self._request = request
         self._setup, self._template, self._settings = setup, setup.template, setup.settings
         self._messages: list[dict[str, Any]] = []
         self._ids: list[int] = []
@@ -226,19 +238,22 @@ class Chat:
         wanted = Generate(list(prompt_ids), min(room, max_tokens or room), _texts(stop), False, self._branch.number)
         return await self._generate(wanted)
 
-    async def generate_behind(
-        self, ids: Sequence[int], *, max_tokens: int | None = None, stop: Sequence[str] = ()
-    ) -> Output:
-        """The model's turn behind any tokens, as a part of the conversation: it continues the branch that ends with
-        them, or opens a further row of the same sample. Several may be awaited at once. For agents in the trainer's
-        event loop alone."""
-        output = await self._ask(
-            Generate(
-                [int(one) for one in ids], max_tokens or self.limits.response, _texts(stop), kept=True, branch=None
-            )
-        )
-        self.last = output
-        return output
+    def request_behind(
+        self,
+        ids: list[int],
+        settle: Settle,
+        on_progress: Callable[[Output], None] | None = None,
+        *,
+        max_tokens: int | None = None,
+        stop: Sequence[str] = (),
+    ) -> None:
+        """Asks for the model's turn behind any tokens, as a part of the conversation: it continues the branch that ends
+        with them, or opens a further row of the same sample. `settle` is called in the loop's thread with the turn, or
+        with why there is none. Several may be asked for at once. For agents in the trainer's process alone."""
+        assert self._request is not None
+        most = max_tokens or self.limits.response
+        wanted = Generate(ids, most, _texts(stop), kept=True, branch=None, on_progress=on_progress)
+        self._request(wanted, settle)
 
     async def pause(self, until: Awaitable[Any]) -> None:
         """Waits for something that is not the agent's own work: its deadline does not count meanwhile."""

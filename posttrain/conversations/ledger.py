@@ -18,14 +18,17 @@ from posttrain.conversations.serving.model import Prompt, ServedModel
 from posttrain.conversations.serving.requests import Answer, Choice, Message, ModelRequest
 from posttrain.conversations.templates import NoTemplate
 
+MessageKey = tuple[str, str, str]
+"""Role, text, and calls as JSON."""
+
 
 @dataclass(eq=False)
 class SampledTurn:
     """A turn of the model: the messages that it read since the turn before, its own, and all tokens up to its end."""
 
     parent: SampledTurn | None
-    read: list[str]
-    written: str
+    read: list[MessageKey]
+    written: MessageKey
     call_ids: list[str]
     ids: list[int]
     choice: Choice
@@ -41,7 +44,7 @@ class _Place:
 
     parent: SampledTurn | None
     beside: list[SampledTurn]
-    read: list[str]
+    read: list[MessageKey]
     made: list[SampledTurn] = field(default_factory=list)
 
 
@@ -55,6 +58,7 @@ class Ledger:
         # By tools and template options, which a prompt begins with.
         self._roots: dict[str, list[SampledTurn]] = {}
         self._places: list[_Place] = []
+        self._turns: dict[int, SampledTurn] = {}  # by the ids of their choices, which they hold
 
     def prompt(self, request: ModelRequest, render: Callable[[], list[int]]) -> Prompt:
         """The tokens of a request's messages. `render` makes them by the chat template, for those without a match."""
@@ -84,7 +88,9 @@ class Ledger:
         except (NoTemplate, ValueError):
             return None
 
-    def _find(self, request: ModelRequest, roots: list[SampledTurn], keys: list[str]) -> tuple[SampledTurn | None, int]:
+    def _find(
+        self, request: ModelRequest, roots: list[SampledTurn], keys: list[MessageKey]
+    ) -> tuple[SampledTurn | None, int]:
         """(the last turn that the messages begin with, the number of messages up to its end)."""
         found, end, turns = None, 0, roots
         while True:
@@ -111,13 +117,13 @@ class Ledger:
         )
         place.beside.append(turn)
         place.made.append(turn)
+        self._turns[id(choice)] = turn
 
     def deliver(self, answer: Answer) -> None:
         """A client has got this answer."""
-        own = {id(choice) for choice in answer.choices}
-        for place in self._places:
-            for turn in place.made:
-                turn.delivered |= id(turn.choice) in own
+        for choice in answer.choices:
+            if (turn := self._turns.get(id(choice))) is not None:
+                turn.delivered = True
 
     def unused(self) -> list[SampledTurn]:
         """Turns without a consequence: no client got them, or another candidate of the same request was taken."""
@@ -129,10 +135,10 @@ class Ledger:
         ]
 
 
-def message_key(message: Message) -> str:
+def message_key(message: Message) -> MessageKey:
     """Equal for messages that say the same: without thinking, ids and names, arguments as parsed JSON."""
     calls = [[one["function"]["name"], one["function"]["arguments"]] for one in message.get("tool_calls") or ()]
-    return json.dumps([message["role"], message.get("content") or "", calls], sort_keys=True)
+    return message["role"], message.get("content") or "", json.dumps(calls, sort_keys=True) if calls else ""
 
 
 def _context_key(request: ModelRequest) -> str:

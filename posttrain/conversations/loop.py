@@ -12,7 +12,8 @@ depend on how long a tool or an environment took, and the run is bitwise repeata
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from posttrain.conversations.agents import Agents
@@ -35,6 +36,7 @@ class ConversationLoop:
         # Turns that the engines generate, and the branches that they are for, by the numbers of their requests: a
         # program may await several at once.
         self._generating: dict[Key, dict[int, tuple[Generate, int]]] = {}
+        self._streams: dict[int, dict[Hashable, Callable[[Output], None]]] = {}
         # What agents did that was not processed yet.
         self._events: dict[Any, list[Event]] = {}
         self._ended: dict[int, list[Key]] = {}
@@ -64,7 +66,8 @@ class ConversationLoop:
         agent, own = self.agents(row), {**row, "uid": key[0], "sample": key[1]}
         conversation = self._open[key] = Conversation(key, list(prompt_ids), seed, how, rank)
         ask = self.runner.ask(key, inline=agent.inline)
-        chat = self._chats[key] = Chat(conversation, own.get("raw_prompt") or (), self.setup, ask)
+        request = partial(self.runner.request, key)
+        chat = self._chats[key] = Chat(conversation, own.get("raw_prompt") or (), self.setup, ask, request)
         self.runner.tools.open(key, tool_arguments(row.get("extra_info")))
         first = self.runner.start(key, agent, chat, own)
         if isinstance(first, Generate) and not first.stop:
@@ -80,6 +83,7 @@ class ConversationLoop:
         for output in outputs:
             key: Key = output.id[:2]  # a request of a later turn has its number behind
             conversation, pending = self._open[key], self._generating[key]
+            self._streams.get(rank, {}).pop(output.id, None)
             request, number = pending.pop(request_number(output.id))
             conversation.rank = rank
             branch = conversation.branches[number]
@@ -103,6 +107,15 @@ class ConversationLoop:
             if self.runner.is_inline(key):  # continues in the order in which tools were called
                 self._open[key] = self._open.pop(key)
         return whole
+
+    def streams(self, rank: int) -> list[Hashable]:
+        """Requests of a rank whose clients read them while they are sampled; `show` takes what they have so far."""
+        return list(self._streams.get(rank, ()))
+
+    def show(self, rank: int, outputs: Sequence[Output]) -> None:
+        for output in outputs:
+            if (on_progress := self._streams.get(rank, {}).get(output.id)) is not None:
+                on_progress(output)
 
     def waits(self) -> bool:
         """Whether a conversation is under way."""
@@ -175,6 +188,8 @@ class ConversationLoop:
         seed = combine_seeds(conversation.seed, number) if number else conversation.seed
         fresh = prompt[: len(branch.cached_ids)] != branch.cached_ids
         made = TurnRequest(key, number, prompt, most, seed, conversation.how, wanted.stop, fresh, after)
+        if wanted.on_progress is not None:
+            self._streams.setdefault(conversation.rank, {})[made.id] = wanted.on_progress
         following.setdefault(conversation.rank, []).append(made)
         return True
 

@@ -10,34 +10,36 @@ does wrong costs its own samples.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import math
 import os
 import secrets
+import socket
 import tempfile
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from aiohttp import web
-
-from posttrain.conversations.chat import Chat, ChatFull
-from posttrain.conversations.conversation import ChatError, TooManyRows
-from posttrain.conversations.ledger import Ledger
+from posttrain.conversations.chat import Chat
+from posttrain.conversations.conversation import TooManyRows
 from posttrain.conversations.program_process import Program, find_command
-from posttrain.conversations.serving.app import Channel, make_app
-from posttrain.conversations.serving.model import Prompt, ServedModel
-from posttrain.conversations.serving.requests import Answer, ApiError, ContextFull, ModelRequest
-from posttrain.conversations.serving.retries import Retries
+from posttrain.conversations.serving.model import ServedModel
+from posttrain.conversations.serving.process import ServerProcess, listen, url_of
+from posttrain.conversations.serving.remote import TurnPoster, described
+from posttrain.conversations.serving.requests import ApiError, ContextFull
+from posttrain.conversations.serving.sessions import Sessions
+from posttrain.conversations.serving.wire import Link
 from posttrain.conversations.settings import AGENT_KEY as KEY
 from posttrain.conversations.settings import OUTSIDE, AgentSettings
 from posttrain.conversations.tools.loop_thread import LoopThread
 from posttrain.errors import UserError
-from posttrain.rollout.base import Output, Sampling
+from posttrain.rollout.base import Output
 
 KEY_VARIABLE = "POSTTRAIN_API_KEY"
 _START_S = 30.0
@@ -53,21 +55,23 @@ class ProgramFailed(Exception):
 
 @dataclass(eq=False)
 class Session:
-    """One sample: its conversation, its ledger, and what its program has posted."""
+    """One sample: its conversation, and what its program has posted. Its ledger is in the HTTP process."""
 
     id: str
     key: str
     chat: Chat
     task: dict[str, Any]
     loop: asyncio.AbstractEventLoop
-    ledger: Ledger
-    retries: Retries = field(default_factory=lambda: Retries(aborts=False))
+    link: Link
+    """To the HTTP process that has it."""
     reward: float | None = None
     error: str | None = None
     is_claimed: bool = False
     """Whether a program has asked for it; `claimed` says so to the event loop of its agent."""
     over: asyncio.Event = field(default_factory=asyncio.Event)
     claimed: asyncio.Event = field(default_factory=asyncio.Event)
+    closed: Future[tuple[dict[str, int], list[list[int]]]] = field(default_factory=Future)
+    """Its counts, and the tokens up to the end of each turn that is taken back."""
 
     def claim(self) -> None:
         """A program plays it now."""
@@ -80,18 +84,20 @@ class Session:
         for event in (self.claimed, self.over):
             self.loop.call_soon_threadsafe(event.set)
 
-    async def sample(
-        self, prompt: Prompt, sampling: Sampling, seed: int | None, on_progress: Callable[[Output], None] | None
-    ) -> Output:
-        """A turn of the conversation, asked for in the event loop of its agent. The run decides how it is sampled."""
-        wanted = self.chat.generate_behind(prompt.ids, max_tokens=sampling.max_tokens, stop=sampling.stop)
-        try:
-            return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(wanted, self.loop))
-        except TooManyRows as error:
-            raise ApiError(f"{error}.", code="max_rows") from error
-        except (ChatFull, ChatError) as error:
-            limits = self.chat.limits
-            raise ContextFull(len(prompt.ids), limits.prompt + limits.response) from error
+    def ask(self, poster: TurnPoster, ids: list[int], max_tokens: int, stop: list[str]) -> None:
+        """Asks for a turn of the conversation, from the server's thread."""
+
+        def settle(output: Output | Exception) -> None:
+            if isinstance(output, Output):
+                poster.end(output)
+            elif isinstance(output, TooManyRows):
+                poster.fail(ApiError(f"{output}.", code="max_rows"))
+            else:
+                limits = self.chat.limits
+                poster.fail(ContextFull(len(ids), limits.prompt + limits.response))
+
+        on_progress = poster.more if poster.streams else None
+        self.chat.request_behind(ids, settle, on_progress, max_tokens=max_tokens, stop=stop)
 
 
 class Programs:
@@ -112,19 +118,27 @@ class Programs:
         self.run_key = given or secrets.token_urlsafe(24)
         self.command = None if outside else find_command(settings)
         self._sessions: dict[str, Session] = {}
+        self._closing: dict[str, Session] = {}
         # Samples for programs that ask. The server's thread takes from it what the agents' thread puts in.
         self._unclaimed = deque[Session]()
         self._slots = Slots(settings.max_programs)
+        self._listener = self._listen()
+        self.url = url_of(self._listener)
+        run_key = self.run_key
+        # Forked before there are threads, and before a model is loaded.
+        self._process = ServerProcess(self._listener, lambda link, _: Sessions(link, model, run_key).app())
+        self._link: Link | None = None
         self._thread = LoopThread("programs")
         self._keeping: asyncio.Task[Any] | None = None
-        self.url = ""
         self.counts = {"requests": 0, "changed": 0, "repeated": 0}
-        self._told: set[str] = set()
         self._last_asked = time.monotonic()
         self._finished = 0
 
     def __enter__(self) -> Programs:
-        self.url = self._thread.start(self._listen()).result(_START_S)
+        async def connect() -> None:
+            self._connect()
+
+        self._thread.start(connect()).result(_START_S)
         if self.command is None:
             self._say(f"Programs ask for samples at {self.url}/s/next, with the key of {KEY_VARIABLE}.")
         elif self.asks:
@@ -135,34 +149,49 @@ class Programs:
         with suppress(Exception):
             self._thread.start(self._stop()).result(_START_S)
         self._thread.stop()
+        self._process.close()
 
     async def _stop(self) -> None:
         if self._keeping is not None:
             self._keeping.cancel()
             await asyncio.wait([self._keeping])  # until the program has ended
-        await self._runner.cleanup()
+        self._process.close_link()
 
-    async def _listen(self) -> str:
-        routes = [
-            ("POST", "/reward", self._take_reward),
-            ("GET", "/task", self._give_task),
-            ("POST", "/end", self._end),
-            ("POST", "", self._give_next),
-        ]
-        app = make_app(self.model, self, routes)
-        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.5)
-        await self._runner.setup()
-        site = web.TCPSite(self._runner, self.settings.host, self.settings.port, backlog=4096)
+    def _listen(self) -> socket.socket:
         try:
-            await site.start()
+            return listen(self.settings.host, self.settings.port)
         except OSError as error:
             address = f"{KEY}.host={self.settings.host}, {KEY}.port={self.settings.port}"
             raise UserError(
                 f"{address}: the server of the programs cannot listen there: {error.strerror or error}.\n"
                 f"  to do:  leave {KEY}.port out: any free port is taken"
             ) from None
-        host, port = self._runner.addresses[0][:2]
-        return f"http://{host}:{port}"
+
+    def _connect(self) -> Link:
+        """Starts the HTTP process, or its successor, in the server's thread."""
+
+        def receive(words: list[Any], ids: list[int], values: list[float]) -> None:
+            self._receive(link, words, ids)
+
+        link = self._link = self._process.start({}, receive, self._lose)
+        return link
+
+    def _lose(self, how: str) -> None:
+        """The HTTP process is gone, and with it all that it knew of samples that are being played."""
+        self._link, again = None, "another one is started"
+        waiting, lost = set(self._unclaimed), [*self._sessions.values(), *self._closing.values()]
+        try:
+            link = self._connect()
+            for session in waiting:
+                session.link = link
+                link.post(["open", session.id, session.key])
+        except RuntimeError as error:
+            waiting, again = set(), str(error)
+        lost = [session for session in lost if session not in waiting]
+        for session in lost:
+            session.end(f"the HTTP process of the run has ended ({how})")
+            _resolve(session.closed, ({}, []))
+        self._say(f"note: the HTTP process that serves programs has ended ({how}): {len(lost)} samples fail; {again}.")
 
     # -- the agent ------------------------------------------------------------------------------------------------
     async def lead(self, chat: Chat, row: dict[str, Any]) -> float | None:
@@ -170,12 +199,14 @@ class Programs:
         if self.asks:
             return await self._wait_for_program(self._open(chat, row))
         await chat.pause(self._slots.take())
-        session = self._open(chat, row)
         try:
-            await self._run_program(session)
-            return session.reward
+            session = self._open(chat, row)
+            try:
+                await self._run_program(session)
+                return session.reward
+            finally:
+                await self._close(session)
         finally:
-            self._close(session)
             self._slots.give_back()
 
     async def _wait_for_program(self, session: Session) -> float | None:
@@ -190,7 +221,7 @@ class Programs:
         finally:
             with suppress(ValueError):  # it was claimed
                 self._unclaimed.remove(session)
-            self._close(session)
+            await self._close(session)
 
     async def _wait_for_claim(self, session: Session) -> None:
         while not session.claimed.is_set():
@@ -206,21 +237,31 @@ class Programs:
     def _open(self, chat: Chat, row: dict[str, Any]) -> Session:
         task = json.loads(json.dumps({**row, "messages": chat.messages}, default=_plain))
         key = self.run_key if self.asks else secrets.token_urlsafe(24)
-        id, loop = secrets.token_urlsafe(12), asyncio.get_running_loop()
-        session = self._sessions[id] = Session(id, key, chat, task, loop, Ledger(self.model))
+        id, link = secrets.token_urlsafe(12), self._link
+        if link is None:
+            raise ProgramFailed("the HTTP process of the run has ended, and cannot be started again")
+        session = self._sessions[id] = Session(id, key, chat, task, asyncio.get_running_loop(), link)
+        link.post(["open", id, key])
         return session
 
-    def _close(self, session: Session) -> None:
+    async def _close(self, session: Session) -> None:
+        """Takes back turns without a consequence, and counts what the program did."""
         self._sessions.pop(session.id, None)
-        for turn in session.ledger.unused():
-            session.chat.drop_turn(turn.ids)
-        ledger = session.ledger
-        self.counts["requests"] += ledger.continued + ledger.opened
-        self.counts["changed"] += ledger.changed
-        self.counts["repeated"] += session.retries.repeated
-        session.chat.facts.update(
-            requests=ledger.continued + ledger.opened, changed=ledger.changed, repeated=session.retries.repeated
-        )
+        if session.link is not self._link:  # what it knew of the session is lost
+            return
+        self._closing[session.id] = session
+        session.link.post(["close", session.id])
+        try:
+            counts, unused = await asyncio.wait_for(asyncio.wrap_future(session.closed), _START_S)
+        except TimeoutError:
+            return
+        finally:
+            del self._closing[session.id]
+        for ids in unused:
+            session.chat.drop_turn(ids)
+        for name, count in counts.items():
+            self.counts[name] += count
+        session.chat.facts.update(counts)
 
     async def _run_program(self, session: Session) -> None:
         assert self.command is not None
@@ -229,7 +270,12 @@ class Programs:
             variables = self._variables(session, reward_file)
             output = Path(folder) / "output"
             async with Program(self.command, variables, output, memory_gb=self.settings.memory_gb) as program:
-                status = await program.wait()
+                ended, lost = asyncio.ensure_future(program.wait()), asyncio.ensure_future(session.over.wait())
+                await asyncio.wait([ended, lost], return_when=asyncio.FIRST_COMPLETED)
+                lost.cancel()
+                if session.error is not None:
+                    raise ProgramFailed(session.error)
+                status = await ended
             if reward_file.is_file():
                 session.reward = _read_reward(reward_file)
             if status:
@@ -268,55 +314,56 @@ class Programs:
             given["POSTTRAIN_TASK"] = task
         return given
 
-    # -- requests, in the server's thread -------------------------------------------------------------------------
-    def key(self, session: str | None) -> str | None:
-        if session is None or session == "next":
-            return self.run_key
-        return self._session(session).key
+    # -- messages of the HTTP process, in the server's thread -----------------------------------------------------
+    def _receive(self, link: Link, words: list[Any], ids: list[int]) -> None:
+        kind, *rest = words
+        if kind == "ask":
+            number, given = rest
+            poster = TurnPoster(link, number, streams=given["streams"])
+            session = self._sessions.get(given["session"])
+            if session is None:
+                poster.fail(_gone())
+            else:
+                session.ask(poster, ids, given["max_tokens"], given["stop"])
+        elif kind == "call":
+            number, name, id, body = rest
+            try:
+                link.post(["said", number, self._routes[name](id, body)])
+            except ApiError as error:
+                link.post(["refused", number, described(error)])
+        elif kind == "closed":
+            id, counts, lengths = rest
+            if (session := self._closing.get(id)) is not None:
+                ends = list(itertools.accumulate(lengths, initial=0))
+                unused = [ids[start:end] for start, end in itertools.pairwise(ends)]
+                _resolve(session.closed, (counts, unused))
+        elif kind == "note":
+            self._say(f"note: {rest[0]}")
 
-    def session_of(self, session: str | None, request: ModelRequest) -> str | None:
-        """A program that plays many samples may use one client for all: its requests name their sample as the model."""
-        return session or (request.model if request.model in self._sessions else None)
+    @property
+    def _routes(self) -> dict[str, Callable[[str, Any], dict[str, Any]]]:
+        return {"reward": self._take_reward, "task": self._give_task, "end": self._end, "next": self._give_next}
 
-    def channel(self, session: str | None, request: ModelRequest) -> Channel:
-        found = self._session(session)
-        for name in request.overrides().keys() - self._told:
-            self._told.add(name)
-            self._say(f"note: programs set `{name}`; the run's own settings decide how it samples.")
-        return Channel(found, found.ledger)
+    def _session(self, id: str) -> Session:
+        if id not in self._sessions:
+            raise _gone()
+        return self._sessions[id]
 
-    async def once(self, session: str | None, key: tuple[bool, Any], make: Callable[[], Awaitable[Answer]]) -> Answer:
-        found = self._session(session)
-        answer = await found.retries.once(*key, make)
-        found.ledger.deliver(answer)
-        return answer
-
-    def _session(self, id: str | None) -> Session:
-        found = self._sessions.get(id or "")
-        if found is None:  # 404, never 409: clients retry that
-            raise ApiError(
-                "This session has ended, or never was."
-                if id
-                else "Requests need a session: an address /s/ID/v1, or the ID as `model`.",
-                status=404,
-            )
-        return found
-
-    async def _take_reward(self, id: str, body: Any) -> dict[str, Any]:
+    def _take_reward(self, id: str, body: Any) -> dict[str, Any]:
         self._session(id).reward = parse_reward(body)
-        return await self._end(id, {}) if self.asks else {"ok": True}
+        return self._end(id, {}) if self.asks else {"ok": True}
 
-    async def _give_task(self, id: str, body: Any) -> dict[str, Any]:
+    def _give_task(self, id: str, body: Any) -> dict[str, Any]:
         return self._session(id).task
 
-    async def _end(self, id: str, body: Any) -> dict[str, Any]:
+    def _end(self, id: str, body: Any) -> dict[str, Any]:
         """Ends a sample; with `{"error": "why"}` it has failed."""
         error = body.get("error") if isinstance(body, dict) else None
         self._session(id).end(None if error is None else str(error)[:_LONGEST_ERROR])
         self._finished += 1
         return {"ok": True}
 
-    async def _give_next(self, id: str, body: Any) -> dict[str, Any]:
+    def _give_next(self, id: str, body: Any) -> dict[str, Any]:
         """A sample that no program has yet, for programs that ask."""
         if id != "next" or not self.asks:
             raise ApiError(f"There is no POST /s/{id} here.", status=404)
@@ -377,6 +424,15 @@ class Slots:
             self._queue.popleft().set_result(None)
         else:
             self.free += 1
+
+
+def _gone() -> ApiError:
+    return ApiError("This session has ended, or never was.", status=404)  # never 409: clients retry that
+
+
+def _resolve(future: Future[Any], value: Any) -> None:
+    if not future.done():
+        future.set_result(value)
 
 
 def _addresses(base: str, key: str) -> dict[str, str]:

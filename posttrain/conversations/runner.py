@@ -29,8 +29,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from posttrain.conversations.agents import Agent
-from posttrain.conversations.chat import Ask, Chat, ChatFull, Generate, Pause
-from posttrain.conversations.conversation import Conversation
+from posttrain.conversations.chat import Ask, Chat, ChatFull, Generate, Pause, Settle
+from posttrain.conversations.conversation import ChatError, Conversation
 from posttrain.conversations.outcome import Ended, Event, describe_late, run_to_end
 from posttrain.conversations.processes import AgentProcesses
 from posttrain.conversations.tools.base import ToolAnswer, ToolCall
@@ -54,8 +54,8 @@ class _Work:
     # tool; `generating`: for the model.
     since: float = 0.0
     task: asyncio.Task[Any] | None = None
-    turns: dict[int, asyncio.Future[Output]] = field(default_factory=dict)
-    """Turns that it awaits, by the id of what it wants: a program may await several at once."""
+    turns: dict[int, Settle] = field(default_factory=dict)
+    """What takes the turns that it awaits, by the id of what it wants: a program may await several at once."""
 
 
 class Runner:
@@ -110,14 +110,30 @@ class Runner:
             self._processes.give(key, output)  # pyright: ignore (there are processes)
             return None
         work = self._work.get(key)
-        future = None if work is None else work.turns.pop(id(wanted), None)
-        if work is None or future is None:
+        settle = None if work is None else work.turns.pop(id(wanted), None)
+        if work is None or settle is None:
             return None
         if not work.turns:
             with self._lock:
                 work.state, self._moved = _QUEUED, time.monotonic()
-        _call_in(work.lane, lambda: _settle(future, output))
+        settle(output)
         return None
+
+    def request(self, key: Hashable, wanted: Generate, settle: Settle) -> None:
+        """Asks for a turn on behalf of a program, from any thread: `settle` is called with it in the driver's, without
+        a detour through the agents' event loop."""
+        work = self._work.get(key)
+        if work is None:
+            settle(ChatError("the conversation has ended"))
+            return
+
+        def take(output: Output | Exception) -> None:
+            if not work.turns:  # the program's time begins when it awaits nothing
+                self._set_running(work)
+            settle(output)
+
+        work.turns[id(wanted)] = take
+        self._report(work, _GENERATING, wanted)
 
     def is_inline(self, key: Hashable) -> bool:
         return key in self._inline
@@ -200,7 +216,8 @@ class Runner:
             raise asyncio.CancelledError  # the conversation was given up, and its agent continues nevertheless
         try:
             if isinstance(wanted, Generate):
-                work.turns[id(wanted)] = turn = asyncio.get_running_loop().create_future()
+                turn = asyncio.get_running_loop().create_future()
+                work.turns[id(wanted)] = lambda output: _call_in(work.lane, lambda: _settle(turn, output))
                 self._report(work, _GENERATING, wanted)
                 return await turn
             self._report(work, _CALLING)

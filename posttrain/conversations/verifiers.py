@@ -15,7 +15,7 @@ from pathlib import Path
 from posttrain.conversations.settings import AGENT_KEY as KEY
 from posttrain.conversations.settings import VERIFIERS, AgentSettings
 from posttrain.errors import UserError
-from posttrain.interpreters import find_missing
+from posttrain.external import find_missing
 
 _WORKER = Path(__file__).with_name("verifiers_worker.py")
 

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from posttrain.config.values import parse_yaml
 from posttrain.errors import UserError
-from posttrain.interpreters import find_missing
+from posttrain.external import find_missing
 from posttrain.spelling import closest
 
 _SIZE = 1000

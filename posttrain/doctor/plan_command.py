@@ -9,9 +9,9 @@ from typing import Any
 from posttrain.algorithms import get_adv_estimator
 from posttrain.config import PPOConfig, Resolved, load_config
 from posttrain.config.environment import check_environment
-from posttrain.config.parallel import workers_of
 from posttrain.config.resolved import ConfigError
 from posttrain.config.schema import Section, lookup
+from posttrain.config.trainer import workers_of
 from posttrain.config.trees import command_tree
 from posttrain.engine.registry import EngineLayout, engine_class, layout_of
 from posttrain.engine.settings import RL as RL_KEYS
@@ -21,8 +21,7 @@ from posttrain.launch import resolve_arguments
 from posttrain.models import shards
 from posttrain.models.decoder import can_decode_fast
 from posttrain.models.loading import check_positions, positions_of
-from posttrain.planning.batch_sizes import check_group_size
-from posttrain.planning.budgets import apply_plan, planner_for
+from posttrain.planning.budgets import apply_plan, check_group_size, planner_for
 from posttrain.planning.memory_plan import (
     GIB,
     Cut,

@@ -51,7 +51,7 @@ class TorchStage(Stage):
         found = self.forward_pass(*self.head.inputs(rows, temperature))
         if self.routes is not None and rows.routes is not None and rows.routes.weight_T is not None:
             counts_LX = rows.routes.counts_LX(self.routes.experts)
-            self.counts_LX = counts_LX if self.counts_LX is None else self.counts_LX + counts_LX
+            self.counts_LX = counts_LX if self.counts_LX is None else self.counts_LX.add_(counts_LX)
         return found
 
     @contextmanager
@@ -150,12 +150,11 @@ class TorchEngine(ComposedEngine):
         stage = self.stage
         if stage.routes is None:
             return super().update(data, loss, temperature=temperature, passes=passes)
-        stage.counts_LX = None
+        stage.counts_LX = torch.zeros(stage.routes.layers, stage.routes.experts, device=self.settings.device)
         stage.load_LX = self._recorded_load(data, stage.routes) if self.settings.balance_load else None
         made = super().update(data, loss, temperature=temperature, passes=passes)
-        if stage.counts_LX is not None:
-            load_LX = self._over_ranks(stage.counts_LX)
-            made["expert_load_max"] = float((load_LX.amax(1) / load_LX.mean(1).clamp(min=1e-30)).mean())
+        load_LX = self._over_ranks(stage.counts_LX)  # on a rank without rows, too: others wait for it
+        made["expert_load_max"] = float((load_LX.amax(1) / load_LX.mean(1).clamp(min=1e-30)).mean())
         return made
 
     def _recorded_load(self, data: DataProto, shape: RouteShape) -> torch.Tensor:

@@ -49,24 +49,24 @@ class Channel:
         # After `send_s` seconds without progress `send` raises OSError; if set, `receive` never waits.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER)
         sock.settimeout(send_s)
-        self._socket, self._lock, self._received = sock, threading.Lock(), bytearray()
+        self.socket, self._lock, self._received = sock, threading.Lock(), bytearray()
         # Whether the other end has closed, and everything that it sent was received.
         self.ended = False
         # Whether invalid bytes arrived; nothing after them can be read.
         self.broken = False
 
     def fileno(self) -> int:
-        return self._socket.fileno()
+        return self.socket.fileno()
 
     def send(self, message: Any) -> None:
         data = pack(message)
         with self._lock:
-            self._socket.sendall(data)
+            self.socket.sendall(data)
 
     def receive(self) -> list[Any]:
         """Return the complete messages received so far. Invalid bytes set `broken`; no more follow."""
         try:
-            data = os.read(self._socket.fileno(), _READ)
+            data = os.read(self.socket.fileno(), _READ)
             self.ended = not data
         except BlockingIOError:
             return []
@@ -97,4 +97,4 @@ class Channel:
         return messages
 
     def close(self) -> None:
-        self._socket.close()
+        self.socket.close()

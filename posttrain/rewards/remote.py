@@ -17,10 +17,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from posttrain.masking import mask_urls
 from posttrain.posting import Patience, Refused, post_json
 from posttrain.rewards.outcomes import Outcome, failure, read_results
 from posttrain.rewards.types import Fields, RewardError
+from posttrain.texts import mask_urls
 
 NAMES = ("data_source", "solution_str", "ground_truth", "extra_info")
 # The share of a score's time for all attempts; the rest is for writing and reading.

@@ -16,8 +16,8 @@ from typing import Any
 
 from posttrain.config.checked import Checked, Finding, nearest_name
 from posttrain.config.choices import ROLLOUT_ENGINES
-from posttrain.config.parallel import COLOCATED_WORKERS, ROLLOUT_WORKERS, runs_on_cpu
 from posttrain.config.resolved import Problem, Resolved
+from posttrain.config.trainer import COLOCATED_WORKERS, ROLLOUT_WORKERS, runs_on_cpu
 from posttrain.rollout.outside_engine import KEY, ROLLOUT, OutsideEngine, given_for, is_count
 from posttrain.rollout.sglang.settings import SGLANG
 from posttrain.rollout.vllm.settings import VLLM

@@ -19,9 +19,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from posttrain.masking import redact
 from posttrain.registry import Registry
-from posttrain.texts import utf8
+from posttrain.texts import redact, utf8
 from posttrain.tracking.console import active
 from posttrain.tracking.diagnosis import stage_shares
 from posttrain.tracking.rundir import RunDirectory, flatten

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from posttrain.masking import redact
+from posttrain.texts import redact
 from posttrain.tracking.curve import write_chart
 from posttrain.tracking.loggers import read_metrics
 from posttrain.tracking.rundir import flatten

@@ -30,8 +30,7 @@ from typing import Any, Self
 import yaml
 
 from posttrain.errors import UserError
-from posttrain.masking import redact
-from posttrain.texts import utf8
+from posttrain.texts import redact, utf8
 from posttrain.tracking.safe_files import DamagedFile, clear_leftovers, replace_file, stored_lines
 from posttrain.yaml_text import dump_yaml
 

@@ -23,7 +23,7 @@ from typing import Any
 
 from posttrain.cores import machine_memory, usable
 from posttrain.errors import working_folder
-from posttrain.masking import HIDDEN, redact
+from posttrain.texts import HIDDEN, redact
 from posttrain.tracking.row import Moment
 from posttrain.tracking.safe_files import DamagedFile, read_object, replace_file
 

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from posttrain.config.parallel import one_process
+from posttrain.config.trainer import one_process
 from posttrain.doctor import dry_run
 from posttrain.interrupts import one_interrupt
 from posttrain.tracking.console import exit_status as status_of_work
@@ -55,7 +55,7 @@ class TaskRunner:
         if resolved.dry_run:
             return dry_run(resolved)
         from posttrain.data.fields import check_prompt
-        from posttrain.trainer.run.preflight import check_inputs
+        from posttrain.trainer.run.entry import check_inputs
 
         check_inputs(resolved, check_prompt)
         if one_process(resolved.config):

@@ -11,7 +11,7 @@ from posttrain.data.supervised import check_pair
 from posttrain.doctor import dry_run
 from posttrain.interrupts import one_interrupt
 from posttrain.tracking.row import waiting
-from posttrain.trainer.supervised.entry import run_cli, settings_of
+from posttrain.trainer.run.entry import run_cli, settings_of
 
 USAGE = """usage: posttrain reward-model key=value ... [--config-path DIR --config-name NAME] [--cfg job]
                                             [--quiet | --json]
@@ -25,7 +25,7 @@ def run_reward_model(config: Sequence[str] | Mapping[str, Any] | Any, *, data: A
     """One training from arguments, a mapping of settings or a resolved configuration; rows may be given in Python."""
     resolved = settings_of(config, REWARD_MODEL, check_pair, data=data, val_data=val_data)
     with waiting():
-        from posttrain.trainer.supervised.runner import run_supervised
+        from posttrain.trainer.supervised.loop import run_supervised
         from posttrain.trainer.supervised.tasks import PairTask
 
     return run_supervised(resolved, PairTask, data=data, val_data=val_data)

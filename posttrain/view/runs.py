@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.errors import UserError, first_line
-from posttrain.masking import redact
+from posttrain.texts import redact
 from posttrain.tracking.rundir import ROOT, find_run, flatten, is_run, runs_under
 from posttrain.tracking.safe_files import DamagedFile, open_stored, read_settings, stored_lines
 from posttrain.tracking.status import age, load_status, read_origin, run_state

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.config.model import ADAPTER_CONFIG, ModelConfig
-from posttrain.controller.dispatch import register, to_all, to_first
+from posttrain.controller.group import register, to_all, to_first
 from posttrain.engine.base import TrainEngine
 from posttrain.engine.facts import EngineFacts
 from posttrain.engine.ranks import this_rank

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from posttrain.config.root import PPOConfig
-from posttrain.controller.dispatch import largest, register, to_all, to_first
-from posttrain.controller.group import Calls, WorkerGroup
+from posttrain.controller.group import Calls, WorkerGroup, largest, register, to_all, to_first
 from posttrain.engine.base import Passes, TrainEngine
 from posttrain.engine.ranks import from_rank_0, this_rank
 from posttrain.models.adapter_targets import stacked_note

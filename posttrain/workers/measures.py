@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import torch
 
-from posttrain.controller.dispatch import Calls
+from posttrain.controller.group import Calls
 
 Ranks = Literal["sum", "max", "first"]
 Steps = Literal["mean", "sum", "first"]

@@ -14,7 +14,7 @@ import torch
 
 from posttrain.config.model import ModelConfig
 from posttrain.config.root import PPOConfig
-from posttrain.controller.dispatch import register, to_all, to_first
+from posttrain.controller.group import register, to_all, to_first
 from posttrain.conversations.untrusted_text import untrusted_text
 from posttrain.errors import UserError
 from posttrain.models.forward import forward_mode_of, without_adapters

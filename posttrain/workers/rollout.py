@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 
 from posttrain.config import needs_reference
 from posttrain.config.root import PPOConfig
-from posttrain.controller.dispatch import all_of, delegate, register, to_all, to_first
+from posttrain.controller.group import all_of, delegate, register, to_all, to_first
 from posttrain.conversations.conversation import Key, TurnRequest
 from posttrain.conversations.settings import turn_settings
 from posttrain.engine.ranks import team_of
@@ -143,13 +143,18 @@ class RolloutWorker:
         self._sleep_if_idle()
 
     @register(to_all, team=engine_ranks)
-    def advance(self, others_may_join: bool = False) -> tuple[list[Output], bool]:
-        """(responses that ended, whether others are under way): decodes until there is news, or nothing to do; or for a
-        moment only, where turns of other conversations may become ready meanwhile."""
-        ended = advance(self.engine, until_others_may_join(self.engine)) if others_may_join else advance(self.engine)
+    def advance(
+        self, others_may_join: bool = False, streams: Collection[Hashable] = ()
+    ) -> tuple[list[Output], bool, list[Output]]:
+        """(responses that ended, whether others are under way, what `streams` have so far): decodes until there is
+        news, or nothing to do; or for a moment only, where turns of others may become ready meanwhile, or where
+        clients read along."""
+        soon = others_may_join or streams
+        ended = advance(self.engine, until_others_may_join(self.engine)) if soon else advance(self.engine)
         self._check_lock_step(ended)
         self._sleep_if_idle()
-        return ended, self.engine.has_work()
+        busy = self.engine.has_work()
+        return ended, busy, self.engine.so_far(streams) if streams and busy else []
 
     def _check_lock_step(self, outputs: Sequence[Output]) -> None:
         # Workers that hold one engine together must sample bitwise identical tokens.

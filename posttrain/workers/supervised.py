@@ -13,8 +13,7 @@ import torch
 
 from posttrain.algorithms.bradley_terry import bradley_terry_loss
 from posttrain.config.model import SCORE_HEADS
-from posttrain.controller.dispatch import register, to_all, to_first
-from posttrain.controller.group import Calls, RoleGroup, WorkerGroup
+from posttrain.controller.group import Calls, RoleGroup, WorkerGroup, register, to_all, to_first
 from posttrain.engine.base import EngineSettings, Passes, TrainEngine
 from posttrain.engine.heads import Head, ScoreHead
 from posttrain.engine.registry import build_train_engine, layout_of, loading_device

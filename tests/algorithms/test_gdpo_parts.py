@@ -13,8 +13,8 @@ import torch
 from posttrain.algorithms import AlgorithmError
 from posttrain.config.root import AlgorithmConfig, PPOConfig
 from posttrain.protocol import DataProto
-from posttrain.trainer.ppo.model_reward import ModelReward, reward_weights
 from posttrain.trainer.ppo.ray_trainer import compute_advantage
+from posttrain.trainer.ppo.reward import ModelReward, reward_weights
 
 EPSILON = 1e-6
 UIDS = ["a", "a", "a", "b", "b", "b"]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from posttrain.checkpoint import CheckpointError, CheckpointManager
-from posttrain.checkpoint.verify import export
+from posttrain.checkpoint.folders import export
 
 
 def model(folder: Path) -> None:

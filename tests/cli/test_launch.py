@@ -10,7 +10,7 @@ import pytest
 
 from posttrain import launch
 from posttrain.config import ConfigError, Resolved
-from posttrain.launch_flags import help_text
+from posttrain.launch import help_text
 
 ACTOR = "actor_rollout_ref.actor"
 MODEL = "actor_rollout_ref.model.path"

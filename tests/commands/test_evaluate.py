@@ -284,7 +284,7 @@ WRONG = {
 
 @pytest.mark.parametrize("case", WRONG)
 def test_wrong_input_is_answered_before_weights_are_loaded(case, tiny_model, tmp_path, monkeypatch, capsys):
-    from posttrain.commands.generation import model as models
+    from posttrain.commands.generation import session as models
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(models, "load_causal_lm", lambda *args, **named: pytest.fail("weights were loaded"))

@@ -9,13 +9,15 @@ import random
 import numpy as np
 import pytest
 
-from posttrain.commands.evaluation.scoring import ScoredPrompt, per_prompt, summary
-from posttrain.commands.evaluation.statistics import (
+from posttrain.commands.evaluation.scoring import (
     EXACT_UP_TO,
+    ScoredPrompt,
     bootstrap,
     estimate,
     majority_at_k,
+    per_prompt,
     sign_flip_p,
+    summary,
     wilson,
 )
 from posttrain.tracking.metrics import answer_of, majority_row, pass_at_k

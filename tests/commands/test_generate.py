@@ -16,7 +16,7 @@ from runs import run
 from posttrain import cli
 from posttrain.commands.generation import command as generate_command
 from posttrain.commands.generation import files as parts_module
-from posttrain.commands.generation import model as models
+from posttrain.commands.generation import session as models
 from posttrain.commands.generation.command import settings_folder
 from posttrain.commands.generation.settings import Settings, read_settings
 from posttrain.data.rows import load_rows

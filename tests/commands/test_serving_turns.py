@@ -7,7 +7,7 @@ import asyncio
 import pytest
 import torch
 
-from posttrain.commands.serving_turns import EndedTurns, KeepingServer, open_server
+from posttrain.commands.serving_turns import EndedTurns, KeepingServer, keep_turns
 from posttrain.config.model import ModelConfig
 from posttrain.config.rollout import RolloutConfig
 from posttrain.conversations.server import Server
@@ -24,12 +24,13 @@ def module(tiny_model):
     return load_causal_lm(ModelConfig(path=str(tiny_model)), dtype=torch.float32, device=torch.device("cpu"))
 
 
-def talk(server, turns, first=PROMPT):
+def talk(engine, turns, first=PROMPT, cache_tokens=0):
     """The tokens of all turns of one conversation."""
 
     async def main():
         made, ids = [], list(first)
-        async with server:
+        async with Server(engine) as plain:
+            server = keep_turns(plain, cache_tokens)
             for turn in range(turns):
                 output = await server.generate(Request((first[-1], turn), list(ids), Sampling(max_tokens=8), turn))
                 made.append(output.token_ids)
@@ -41,11 +42,11 @@ def talk(server, turns, first=PROMPT):
 
 def test_a_turn_computes_only_what_is_new_and_samples_the_same(module):
     plain, keeping = (build_native(module, RolloutConfig(kv_cache_gb=0.1), decode=None)[0] for _ in range(2))
-    assert talk(Server(plain), 4) == talk(open_server(keeping), 4)
+    assert talk(plain, 4) == talk(keeping, 4, cache_tokens=keeping.cache_tokens())
     assert plain.prompt_tokens == sum(len(PROMPT) + 10 * turn for turn in range(4))
     assert keeping.prompt_tokens == len(PROMPT) + 3 * 3  # two new tokens, and the one that was sampled last
-    assert isinstance(open_server(HFEngine(module, pad_token_id=0)), Server)
-    assert not isinstance(open_server(HFEngine(module, pad_token_id=0)), KeepingServer)
+    hf = HFEngine(module, pad_token_id=0)  # keeps nothing
+    assert not isinstance(keep_turns(Server(hf), hf.cache_tokens()), KeepingServer)
 
 
 def test_a_turn_is_continued_once_and_only_by_a_prompt_that_begins_with_its_whole_prompt():
@@ -70,8 +71,14 @@ def test_the_oldest_turns_go_where_there_are_too_many_tokens(module):
     assert [turns.add(name, [*PROMPT, place], SAID) for place, name in enumerate("abc")] == [[], [], ["a"]]
     assert [*turns.turns] == ["b", "c"] and turns.tokens == 2 * len(PROMPT) + 8
     engine = build_native(module, RolloutConfig(kv_cache_gb=0.1), decode=None)[0]
-    server = open_server(engine)
-    server.ended.most = 60
-    for number in range(3):
-        talk(server, 1, [*PROMPT, number])
-    assert len(server.ended.turns) == 1 and len(engine.queue.kept.turns) == 2  # the last is freed with the next step
+
+    async def main():
+        async with Server(engine) as plain:
+            server = KeepingServer(plain, most=60)
+            for number in range(3):
+                await server.generate(Request(number, [*PROMPT, number], Sampling(max_tokens=8), 0))
+            return server
+
+    assert (
+        len(asyncio.run(main()).ended.turns) == 1 and len(engine.queue.kept.turns) == 2
+    )  # the last is freed with the next step

@@ -13,7 +13,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from posttrain.trainer import config as our_config
+from posttrain.config.compose import PACKAGE_TREE
 from verl import DataProto
 from verl.experimental.reward_loop.reward_manager import NaiveRewardManager, get_reward_manager_cls, register
 from verl.experimental.reward_loop.reward_manager.base import RewardManagerBase, WholeBatch
@@ -376,6 +376,6 @@ def test_what_a_function_returns_is_an_answer_a_reward_and_metrics():
 
 @pytest.mark.parametrize("name", ["ppo_trainer.yaml", "sft_trainer.yaml"])
 def test_main_files_to_copy_are_posttrains(name):
-    ours = Path(our_config.__file__).parent / name
+    ours = PACKAGE_TREE / name
     copy = ROOT / "compat" / "verl" / "trainer" / "config" / name
     assert copy.read_text() == ours.read_text(), f"cp {ours} {copy}"

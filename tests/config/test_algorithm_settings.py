@@ -4,7 +4,7 @@ import pytest
 
 from posttrain.config import load_config
 from posttrain.config.choices import PRESETS
-from posttrain.config.resolved import ConfigError, show
+from posttrain.config.resolved import ConfigError
 from posttrain.config.root import PPOConfig
 from posttrain.config.schema import Section, leaves, lookup
 
@@ -14,7 +14,7 @@ ALGORITHMS = [name.split("/")[1] for name in PRESETS if name.startswith("algorit
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_a_preset_shows_its_values_and_where_they_come_from(name):
     resolved = load_config([f"algorithm={name}"])
-    text = show(resolved)
+    text = resolved.describe()
     for key, value in PRESETS[f"algorithm/{name}"][1].items():
         assert lookup(resolved.config, key) == value
         assert any(line.startswith(f"{key}: ") and line.endswith(f"# preset {name}") for line in text.splitlines()), key

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from posttrain.config.resolved import show
 from posttrain.rollout.engines import ENGINES
 
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -44,7 +43,7 @@ def test_each_way_to_write_them_ends_in_one_dict_and_is_shown(load, vllm):
     resolved = load(*ON_VLLM, *given, environment=True)
     wanted = {"vllm": {"block_size": 32, "enforce_eager": True, "swap_space": None}}
     assert resolved.value(KEY) == wanted
-    assert f"{KEY}: {{vllm: {{block_size: 32, enforce_eager: true, swap_space: null}}}}" in show(resolved)
+    assert f"{KEY}: {{vllm: {{block_size: 32, enforce_eager: true, swap_space: null}}}}" in resolved.describe()
     whole = f"{KEY}={{vllm: {{block_size: 32, swap_space: null}}}}"
     for order in ([whole, given[1]], [given[1], whole]):
         assert load(*ON_VLLM, *order, environment=True).value(KEY) == wanted

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from posttrain.config import load_config
-from posttrain.config.resolved import show
 
 ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 TEMPLATE = "data.apply_chat_template_kwargs"
@@ -110,13 +109,6 @@ def test_keys_with_effect_are_not_noted(load):
     keys = ["algorithm.adv_estimator=gae", "critic.optim.lr=1e-4", "algorithm.lam=0.9", f"{ACTOR}.use_kl_loss=True"]
     notes = load(*keys, f"{ACTOR}.kl_loss_coef=0.01", f"{MODEL}.lora_rank=8", f"{MODEL}.lora_alpha=32").notes
     assert not any("no effect" in note for note in notes)
-
-
-def test_show_limits_itself_to_a_prefix_or_to_changes(load):
-    resolved = load("trainer.seed=3", "data.train_files=a.json", f"{MODEL}.path=a/b")
-    lines = show(resolved, changed_only=True, sentences=False, prefix="trainer.").splitlines()
-    assert lines[1:] == ["trainer.seed: 3    # command line"]
-    assert "    Seed of sampling" in show(resolved, prefix="trainer.seed")
 
 
 def test_labels_that_are_defaults_are_not_explicit():

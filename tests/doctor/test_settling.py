@@ -178,7 +178,7 @@ def test_the_trainers_of_every_kind_settle_memory_before_workers_are_made(tiny_m
     rows = [{"prompt": "1 + 1 =", "ground_truth": "2", "data_source": "math"}] * 4
     common = {"trainer.default_local_dir": str(tmp_path), "trainer.device": "cpu"}
     monkeypatch.setattr("posttrain.trainer.ppo.ray_trainer.plan_memory", instead)
-    monkeypatch.setattr("posttrain.trainer.supervised.runner.plan_memory", instead)
+    monkeypatch.setattr("posttrain.trainer.supervised.loop.plan_memory", instead)
     with pytest.raises(Settled, match=r"trainer\."):
         posttrain.train({"actor_rollout_ref.model.path": str(tiny_model), **common}, data=rows)
     with pytest.raises(Settled, match=r"trainer\."):
@@ -254,7 +254,7 @@ def test_errors_without_words_are_told_by_their_names(tmp_path, monkeypatch):
     """A model's own code may raise anything."""
     from transformers import AutoConfig
 
-    from posttrain.commands.generation.model import ModelSource, set_lengths
+    from posttrain.commands.generation.session import ModelSource, set_lengths
     from posttrain.commands.generation.settings import Settings
     from posttrain.config.model import ModelConfig
     from posttrain.config.root import PPOConfig

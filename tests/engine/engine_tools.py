@@ -12,7 +12,7 @@ from posttrain.engine.torch_engine import TorchEngine
 from posttrain.protocol import DataProto
 from posttrain.rollout.base import Output
 from posttrain.rollout.generate import to_batch
-from posttrain.workers.actor.objective import ActorObjective
+from posttrain.workers.actor.dp_actor import ActorObjective
 
 VOCABULARY = 261
 KL, ENTROPY = 0.1, 0.3  # coefficients large enough to matter beside the policy loss

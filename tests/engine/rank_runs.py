@@ -351,9 +351,13 @@ def small_mixture() -> Any:
 
 
 def any_routes(batch: DataProto, shape: Any) -> list[np.ndarray]:
-    rng, lengths = np.random.default_rng(len(batch)), (batch.batch["attention_mask"].sum(-1) - 1).tolist()
-    drawn = [rng.random((length, shape.layers, shape.experts)) for length in lengths]
-    return [values.argsort(-1)[..., : shape.top_k].astype(shape.dtype) for values in drawn]
+    """By position and token, so that what rows share has the same routes in all of them, as from one engine."""
+    found = []
+    for ids, mask in zip(batch.batch["input_ids"], batch.batch["attention_mask"].bool(), strict=True):
+        tokens = enumerate(ids[mask][:-1].tolist())
+        drawn = [np.random.default_rng(each).random((shape.layers, shape.experts)) for each in tokens]
+        found.append(np.stack(drawn).argsort(-1)[..., : shape.top_k].astype(shape.dtype))
+    return found
 
 
 def not_finite(world: World) -> Any:

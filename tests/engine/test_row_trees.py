@@ -14,7 +14,7 @@ from posttrain.engine.packing import packed_units
 from posttrain.protocol import DataProto
 from posttrain.rollout.base import Output
 from posttrain.rollout.generate import to_batch
-from posttrain.workers.actor.objective import ActorObjective
+from posttrain.workers.actor.dp_actor import ActorObjective
 
 
 def tree_batch(seed: int, groups: int = 2, samples: int = 3, dtype: torch.dtype = torch.float64) -> DataProto:

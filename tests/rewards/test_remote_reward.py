@@ -129,7 +129,7 @@ def test_unknown_settings_of_a_url_are_refused(server):
 def test_credentials_in_an_address_are_used_and_shown_nowhere(server, tmp_path):
     """Not in the label, not in errors that samples keep, not in the stored settings, not in `posttrain config`."""
     from posttrain.config import load_config
-    from posttrain.masking import redact
+    from posttrain.texts import redact
 
     url = server.replace("://", "://anna:s%40cret@") + "?api_key=hidden1&task=sums"
     spec = resolve_reward(CustomRewardConfig(path=url))

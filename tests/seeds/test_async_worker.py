@@ -8,7 +8,7 @@ import pytest
 from seen import parity_reward, settings
 
 from posttrain.config import load_config
-from posttrain.controller.dispatch import register, to_all
+from posttrain.controller.group import register, to_all
 from posttrain.rollout.generate import generate
 from posttrain.trainer.ppo.ray_trainer import RayPPOTrainer
 from posttrain.trainer.ppo.runner import opened_training

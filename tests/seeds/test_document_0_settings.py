@@ -22,7 +22,7 @@ from posttrain.algorithms import AdvantageEstimator
 from posttrain.config import ConfigError, load_config
 from posttrain.config.root import PPOConfig
 from posttrain.config.schema import leaves
-from posttrain.planning.batch_sizes import fit_sizes
+from posttrain.planning.budgets import fit_sizes
 from posttrain.trainer import main_ppo as entry
 
 ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"

@@ -287,6 +287,35 @@ class EngineThatWaits(ScriptedEngine):
         return super().step()
 
 
+class SlowEngine(ScriptedEngine):
+    """Takes a moment for each token, and writes several."""
+
+    def submit(self, request):
+        self.script = lambda text, seed: f"one two three four{END}"
+        super().submit(request)
+
+    def step(self):
+        time.sleep(0.02)
+        return super().step()
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])  # turns in rounds, and as they come
+def test_a_stream_of_a_run_has_its_tokens_while_they_are_sampled(tmp_path, device):
+    code = """
+body = json.dumps({"messages": task["messages"], "stream": True}).encode()
+headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+with urllib.request.urlopen(
+    urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, headers)
+) as answer:
+    events = [json.loads(line[6:]) for line in answer if line.startswith(b"data: {")]
+texts = [event["choices"][0]["delta"].get("content") for event in events]
+assert "".join(filter(None, texts)) == "one two three four", texts
+give(sum(map(bool, texts)))
+"""
+    with conversations(tmp_path, code, device=device, kind=SlowEngine) as (_, (record,), _, _):
+        assert record.error is None and record.score > 2 and record.turns == 1
+
+
 PARALLEL = """
 from concurrent.futures import ThreadPoolExecutor
 

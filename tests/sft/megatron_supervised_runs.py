@@ -21,7 +21,7 @@ from sft_runs import PAIRS, PREFERENCES, metrics_of, reward_model, settings, sft
 
 from posttrain.config import load_config
 from posttrain.config.trees import REWARD_MODEL, SFT
-from posttrain.controller.dispatch import Calls
+from posttrain.controller.group import Calls
 from posttrain.data.supervised import PairDataset, SFTDataset
 from posttrain.engine.megatron.groups import leave_groups
 from posttrain.engine.megatron.package import part

@@ -14,7 +14,7 @@ import torch
 from forked import Forked
 from sft_runs import PAIRS, TALKS, metrics_of, settings, sft, tensors
 
-from posttrain.checkpoint.verify import verify
+from posttrain.checkpoint.folders import verify
 from posttrain.config import ConfigError
 from posttrain.trainer import fsdp_sft_trainer
 

@@ -16,7 +16,7 @@ from sft_runs import PREFERENCES, metrics_of, reward_model, sft
 from transformers import AutoModelForSequenceClassification
 
 from posttrain import cli
-from posttrain.checkpoint.errors import CheckpointError
+from posttrain.checkpoint.folders import CheckpointError
 from posttrain.checkpoint.manager import CheckpointManager
 from posttrain.commands.export import export_checkpoint
 

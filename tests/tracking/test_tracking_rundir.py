@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from posttrain.masking import redact
+from posttrain.texts import redact
 from posttrain.tracking.loggers import JsonlLogger, read_metrics
 from posttrain.tracking.rundir import (
     DIAGNOSIS,

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from posttrain.config.root import PPOConfig
-from posttrain.controller.dispatch import register, to_all
+from posttrain.controller.group import register, to_all
 from posttrain.controller.pool import LocalWorkerGroup
 from posttrain.protocol import DataProto
 from posttrain.rewards.types import RewardResult
@@ -36,9 +36,9 @@ class Echo:
             self.waiting.append(Output((uid, sample), [ids[0], 1 + sample], [0.0, 0.0], "stop", [(0, 2)]))
 
     @register(to_all)
-    def advance(self):
+    def advance(self, others_may_join=False, streams=()):
         ended = [self.waiting.pop()] if self.waiting else []
-        return ended, bool(self.waiting)
+        return ended, bool(self.waiting), []
 
 
 class Letters:

@@ -14,7 +14,7 @@ from runs import metrics_of, run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from posttrain import cli
-from posttrain.checkpoint.errors import CheckpointError
+from posttrain.checkpoint.folders import CheckpointError
 from posttrain.checkpoint.manager import CheckpointManager
 from posttrain.commands.export import export_checkpoint
 from posttrain.models.lora import base_only

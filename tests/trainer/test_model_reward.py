@@ -16,7 +16,7 @@ from posttrain.config.root import PPOConfig
 from posttrain.errors import UserError
 from posttrain.protocol import DataProto
 from posttrain.rewards.outcomes import AllFailed
-from posttrain.trainer.ppo.model_reward import ModelReward
+from posttrain.trainer.ppo.reward import ModelReward
 
 
 class Scripted:

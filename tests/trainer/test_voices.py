@@ -14,7 +14,7 @@ from runs import settings
 
 from posttrain.errors import UserError
 from posttrain.tracking.console import QUIET, split_output_mode
-from posttrain.trainer.run.workers import keep_worker_logs
+from posttrain.trainer.run.process import keep_worker_logs
 
 NOISE = (
     "a warning of VOICE",

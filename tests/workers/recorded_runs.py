@@ -24,7 +24,7 @@ from posttrain.controller.pool import LocalWorkers, Workers
 from posttrain.trainer.fsdp_sft_trainer import run_sft
 from posttrain.trainer.ppo import runner as rl
 from posttrain.trainer.reward_model_trainer import run_reward_model
-from posttrain.trainer.supervised import runner as supervised
+from posttrain.trainer.supervised import loop as supervised
 
 STEPS = 10
 RUN = {

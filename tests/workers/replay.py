@@ -16,10 +16,8 @@ from typing import Any
 
 import torch
 
-from posttrain.controller.dispatch import all_of, register, to_all
-from posttrain.controller.group import WorkerGroup
-from posttrain.controller.pool import Workers
-from posttrain.controller.profiling import StagePeaks
+from posttrain.controller.group import WorkerGroup, all_of, register, to_all
+from posttrain.controller.pool import StagePeaks, Workers
 from posttrain.models import fused_layer
 from posttrain.rollout.base import Output, Request, RolloutEngine, Stage
 from posttrain.workers.fsdp_workers import ActorRefWorker, ActorRolloutRefWorker, CriticWorker, RolloutWorker

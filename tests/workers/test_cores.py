@@ -48,7 +48,7 @@ def test_more_workers_than_cores_that_may_be_used_are_refused(machine):
 
 
 def test_ranks_share_the_cores_that_may_be_used(machine, monkeypatch):
-    ray_machines = pytest.importorskip("posttrain.controller.ray_machines", exc_type=ImportError)
+    ray_machines = pytest.importorskip("posttrain.controller.ray_cluster", exc_type=ImportError)
     context = type("Context", (), {"get_node_id": lambda self: "0"})
     monkeypatch.setattr(ray_machines.ray, "get_runtime_context", context)
     machine(6)

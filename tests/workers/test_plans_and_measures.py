@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from posttrain.controller.dispatch import Calls
+from posttrain.controller.group import Calls
 from posttrain.protocol import DataProto
 from posttrain.workers.measures import ROW, Measures, TokenStats, join_token_stats, reduce_over_ranks, reduce_over_steps
 from posttrain.workers.update_plan import Schedule, in_row_order, mini_batches, split_rows

@@ -9,8 +9,8 @@ import pytest
 from posttrain.errors import UserError
 
 pytest.importorskip("ray")
-from posttrain.controller import ray_machines
-from posttrain.controller.ray_machines import Machine, choose_machines, free_gpus, machines_for, rollout_machines
+from posttrain.controller import ray_cluster
+from posttrain.controller.ray_cluster import Machine, choose_machines, free_gpus, machines_for, rollout_machines
 from posttrain.controller.ray_pool import places_words
 
 
@@ -76,10 +76,10 @@ def cluster(monkeypatch):
         return [node(str(number), CPU=4.0) for number in range(len(asked))]
 
     context = type("Context", (), {"get_node_id": lambda self: "0"})
-    monkeypatch.setattr(ray_machines.ray, "get_runtime_context", context)
-    monkeypatch.setattr(ray_machines.ray, "nodes", nodes)
-    monkeypatch.setattr(ray_machines.time, "monotonic", lambda: clock[0])
-    monkeypatch.setattr(ray_machines.time, "sleep", lambda seconds: clock.__setitem__(0, clock[0] + seconds))
+    monkeypatch.setattr(ray_cluster.ray, "get_runtime_context", context)
+    monkeypatch.setattr(ray_cluster.ray, "nodes", nodes)
+    monkeypatch.setattr(ray_cluster.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(ray_cluster.time, "sleep", lambda seconds: clock.__setitem__(0, clock[0] + seconds))
     return asked
 
 

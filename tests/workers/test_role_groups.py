@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 from textbook import CPU
 
-from posttrain.controller.dispatch import all_of, delegate, register, to_all, to_first
-from posttrain.controller.group import RoleGroup
+from posttrain.controller.group import RoleGroup, all_of, delegate, register, to_all, to_first
 from posttrain.controller.pool import LocalWorkerGroup
 from posttrain.workers.groups import DisaggregatedGroup, PolicyGroup, RolloutGroup
 

@@ -15,7 +15,7 @@ from textbook import ACTOR, CPU, ROLLOUT, actor, batch, ppo_config
 from toy_workers import Toy
 
 from posttrain.config import PPOConfig, load_config
-from posttrain.controller.dispatch import Calls
+from posttrain.controller.group import Calls
 from posttrain.controller.pool import Finished, LocalWorkerGroup, LocalWorkers
 from posttrain.errors import UserError
 from posttrain.models.loading import load_tokenizer
@@ -24,7 +24,7 @@ from posttrain.rollout import weight_buckets
 from posttrain.rollout.weight_buckets import SyncError, split_into_buckets, without_tied_copies
 from posttrain.trainer.ppo.ray_trainer import RayPPOTrainer
 from posttrain.trainer.ppo.worker_groups import TrainingGroups, WorkerClasses
-from posttrain.trainer.run.workers import open_workers
+from posttrain.trainer.run.process import open_workers
 from posttrain.workers.fsdp_workers import ActorRolloutRefWorker, PolicyWorker, ReferenceWorker, RolloutWorker
 from posttrain.workers.groups import ColocatedGroup, DisaggregatedGroup, PolicyGroup, RolloutGroup
 from posttrain.workers.update_plan import in_row_order

@@ -16,7 +16,7 @@ from posttrain.tracking.rundir import RunDirectory, RunTaken
 from posttrain.trainer.main_ppo import run_ppo
 
 pytest.importorskip("ray")
-from posttrain.controller import ray_cluster, ray_machines, ray_node, torchrun
+from posttrain.controller import ray_address, ray_cluster, ray_node
 from posttrain.controller.ray_address import OWN
 from posttrain.controller.ray_cluster import RayCluster
 from posttrain.controller.stalls import death_of
@@ -145,7 +145,7 @@ def test_the_first_machine_starts_a_head_with_its_settings_and_says_what_to_type
 
 def signed_without() -> str:
     """A signature by somebody who has no secret."""
-    return torchrun._signature("10.6.6.6:6379 other", "")
+    return ray_address._signature("10.6.6.6:6379 other", "")
 
 
 def test_torchruns_machines_hear_of_the_head_and_its_secret_from_the_first_and_nobody_else_does(monkeypatch, tmp_path):
@@ -157,35 +157,35 @@ def test_torchruns_machines_hear_of_the_head_and_its_secret_from_the_first_and_n
     for name, value in given.items():
         monkeypatch.setenv(name, value)
     told: list[str] = []
-    monkeypatch.setattr(torchrun, "SHARED_S", 0.0)
+    monkeypatch.setattr(ray_address, "SHARED_S", 0.0)
     monkeypatch.setattr(Path, "home", lambda: tmp_path / "home")  # without a secret of the user's
     for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
         monkeypatch.delenv(name, raising=False)
     cluster = RayCluster(2, machines=2, tell=told.append, shared=tmp_path / "out")
     cluster.start()
     monkeypatch.setenv("RANK", "1")
-    assert torchrun.wait_for_address(tmp_path / "out") == (cluster.address, OWN) and told == []
-    stranger = torchrun._store()  # whoever reaches the port can read and write it
-    read = stranger.get(torchrun._key()).decode()
+    assert ray_address.wait_for_address(tmp_path / "out") == (cluster.address, OWN) and told == []
+    stranger = ray_address._store()  # whoever reaches the port can read and write it
+    read = stranger.get(ray_address._key()).decode()
     assert str(cluster.address) in read and OWN not in read
     (file,) = (tmp_path / "out").iterdir()
     assert file.stat().st_mode & 0o777 == 0o600 and file.read_text() == OWN
     with pytest.raises(UserError, match=r"not signed with the secret of its first machine.* disk that they share"):
-        torchrun.wait_for_address(tmp_path)  # another disk
+        ray_address.wait_for_address(tmp_path)  # another disk
     for forged in (read.replace(str(cluster.address), "10.6.6.6:6379"), f"10.6.6.6:6379 other {signed_without()}"):
-        stranger.set(torchrun._key(), forged)
+        stranger.set(ray_address._key(), forged)
         with pytest.raises(UserError, match=r"\(10.6.6.6:6379\) in torchrun's store is not signed"):
-            torchrun.wait_for_address(tmp_path / "out")
+            ray_address.wait_for_address(tmp_path / "out")
     monkeypatch.setenv("RAY_AUTH_TOKEN", "the user's own")
-    torchrun.tell_address("10.0.0.1:6379", "", None)  # needs no file
-    assert torchrun.wait_for_address(tmp_path) == ("10.0.0.1:6379", "")
-    torchrun.forget_secret()
+    ray_address.tell_address("10.0.0.1:6379", "", None)  # needs no file
+    assert ray_address.wait_for_address(tmp_path) == ("10.0.0.1:6379", "")
+    ray_address.forget_secret()
     assert not file.exists()
     assert started[0][1] == "--node-ip-address=127.0.0.1" and started[0][2] != "--port=6379"
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")  # another attempt has another Ray
-    monkeypatch.setattr(torchrun, "WAIT", torchrun.timedelta(seconds=0.1))
+    monkeypatch.setattr(ray_address, "WAIT", ray_address.timedelta(seconds=0.1))
     with pytest.raises(UserError, match=r"first machine \(127.0.0.1\) did not tell where its Ray is"):
-        torchrun.wait_for_address(tmp_path)
+        ray_address.wait_for_address(tmp_path)
 
 
 def test_the_same_command_on_a_second_machine_sees_the_run_and_leaves(monkeypatch, tmp_path, capsys):
@@ -204,11 +204,11 @@ def test_the_same_command_on_a_second_machine_sees_the_run_and_leaves(monkeypatc
 
 
 def test_machines_with_other_programs_are_named_with_what_differs_and_where_it_lies():
-    here = ray_machines.programs()
-    ray_machines.check_same_programs([here, {**here, "in": "/elsewhere"}], ["10.0.0.1", "10.0.0.2"])
+    here = ray_cluster.programs()
+    ray_cluster.check_same_programs([here, {**here, "in": "/elsewhere"}], ["10.0.0.1", "10.0.0.2"])
     other = {**here, "torch": "1.0", "posttrain": "files 00000000", "in": "/old"}
     with pytest.raises(UserError, match=r"10.0.0.2 does .*: torch 1.0, posttrain files 0+ in /old, and"):
-        ray_machines.check_same_programs([here, other], ["10.0.0.1", "10.0.0.2"])
+        ray_cluster.check_same_programs([here, other], ["10.0.0.1", "10.0.0.2"])
 
 
 DIED = """The actor died unexpectedly before finishing this task.

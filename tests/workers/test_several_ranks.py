@@ -90,7 +90,7 @@ def ranks(cluster):
 
 def test_settings_for_ray_are_seen_in_its_resources_and_by_the_ranks(ranks, monkeypatch, capsys):
     from posttrain.controller import ray_pool
-    from posttrain.trainer.run.workers import open_workers
+    from posttrain.trainer.run.process import open_workers
 
     assert ray.cluster_resources()["CPU"] == 5
     assert ranks(2).create("toy", Toy, None).variable("SEEN_BY_RANKS") == ["1", "1"]
@@ -530,7 +530,7 @@ def in_turns(group: Any) -> dict[Any, tuple[list[int], list[float]]]:
         for engine in engines:
             busy = True
             while busy:
-                outputs, busy = group.advance.on(engine).result()
+                outputs, busy, _ = group.advance.on(engine).result()
                 new += [(engine, output) for output in outputs]
         ended.update({output.id: (output.token_ids, list(map(float, output.log_probs))) for _, output in new})
         return new
@@ -584,7 +584,7 @@ def test_workers_that_hold_one_engine_write_what_one_writes_with_half_the_weight
 
 def test_workers_that_only_generate_know_each_other_where_they_hold_engines_together(cluster, monkeypatch):
     from posttrain.controller import ray_pool
-    from posttrain.trainer.run.workers import open_workers
+    from posttrain.trainer.run.process import open_workers
 
     made = Mock(**{"return_value.cluster.was_there": False})
     monkeypatch.setattr(ray_pool, "RayWorkers", made)
@@ -765,7 +765,7 @@ def test_a_ray_with_a_token_is_joined_by_its_address_with_the_token(cluster, for
 def test_a_machine_that_joins_is_waited_for_has_its_rank_and_leaves_when_it_is_gone(cluster, monkeypatch):
     """Two nodes of Ray, each with processes and a folder of its own, on this machine."""
     from posttrain.controller.ray_address import OWN
-    from posttrain.controller.ray_machines import check_same_programs, machines_for
+    from posttrain.controller.ray_cluster import check_same_programs, machines_for
     from posttrain.controller.ray_node import RayNode, serve
     from posttrain.controller.ray_pool import RayWorkers
 

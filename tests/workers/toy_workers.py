@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from textbook import ACTOR, CPU, ROLLOUT, batch, ppo_config
 
-from posttrain.controller.dispatch import all_of, largest, register, to_all, to_first
-from posttrain.controller.group import WorkerGroup
+from posttrain.controller.group import WorkerGroup, all_of, largest, register, to_all, to_first
 from posttrain.controller.pool import Workers
 from posttrain.engine.ranks import join_ranks, leave_ranks, neighbours
 from posttrain.errors import UserError

@@ -111,6 +111,44 @@ def compute_policy_loss_reinforce(
     return loss, {"actor/ppo_kl": float(masked_mean((rollout_log_prob - log_prob).detach(), response_mask))}
 
 
+def compute_policy_loss_bypass_mode(
+    old_log_prob: torch.Tensor,
+    log_prob: torch.Tensor,
+    advantages: torch.Tensor,
+    response_mask: torch.Tensor,
+    loss_agg_mode: str = "token-mean",
+    config: Any = None,
+    rollout_is_weights: torch.Tensor | None = None,
+) -> Loss:
+    """The loss where `old_log_prob` are the rollout's own: the clipped one, or REINFORCE with importance weights.
+
+    `config.policy_loss.rollout_correction` says which, how tokens are weighed, and which are rejected. Weights that
+    were computed before are not needed.
+    """
+    from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_rejection_mask as correct
+
+    assert config is not None, "config is required for bypass_mode loss"
+    chosen = (setting(config, "policy_loss", {}) or {}).get("rollout_correction")
+    if chosen is None:
+        raise ValueError("rollout_correction config not found in policy_loss; loss_mode='bypass_mode' requires it.")
+    names = ("rollout_is", "rollout_is_threshold", "rollout_is_batch_normalize", "rollout_rs", "rollout_rs_threshold")
+    given = {name: chosen[name] for name in names if chosen.get(name) is not None}
+    weights, kept, measured = correct(log_prob.detach(), old_log_prob, response_mask, **given)
+    tensors = (old_log_prob, log_prob, advantages, kept, loss_agg_mode, config)
+    match chosen.get("loss_type", "ppo_clip"):
+        case "ppo_clip":  # the ratio to the rollout is already in the clipped term
+            loss, metrics = compute_policy_loss_vanilla(*tensors)
+        case "reinforce":
+            taken = None if weights is None else weights.batch["rollout_is_weights"]
+            loss, metrics = compute_policy_loss_reinforce(*tensors, taken)
+        case other:
+            raise ValueError(f"Invalid loss_type: {other}. Must be 'reinforce' or 'ppo_clip'.")
+    return loss, metrics | measured
+
+
+known_loss("bypass_mode", compute_policy_loss_bypass_mode)
+
+
 def compute_value_loss(
     vpreds: torch.Tensor,
     returns: torch.Tensor,

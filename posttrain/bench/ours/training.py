@@ -109,7 +109,7 @@ def train(job: dict[str, Any]):
     from posttrain.models.lora import with_adapters
     from posttrain.rollout.base import Output
     from posttrain.rollout.generate import to_batch
-    from posttrain.workers.actor.objective import ActorObjective
+    from posttrain.workers.actor.dp_actor import ActorObjective
 
     torch.set_num_threads(job["threads"])
     device = torch.device(job["device"])

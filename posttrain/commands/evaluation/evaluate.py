@@ -17,8 +17,8 @@ from posttrain.commands.generation.settings import Settings
 from posttrain.config.data import DataConfig
 from posttrain.data.fields import PromptFields, fields_of
 from posttrain.data.rows import DataError, RowTable
-from posttrain.masking import redact
 from posttrain.rewards.types import RewardResult
+from posttrain.texts import redact
 
 
 def evaluate_model(model: str, table: RowTable, settings: Settings, out: Path, *, overwrite: bool) -> dict[str, Any]:

@@ -13,11 +13,20 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from posttrain.commands.evaluation.scoring import ALL, ScoredPrompt, keys_of, per_prompt, summary
-from posttrain.commands.evaluation.statistics import CONFIDENCE, RESAMPLES, SEED, bootstrap, sign_flip_p
+from posttrain.commands.evaluation.scoring import (
+    ALL,
+    CONFIDENCE,
+    RESAMPLES,
+    SEED,
+    ScoredPrompt,
+    bootstrap,
+    keys_of,
+    per_prompt,
+    sign_flip_p,
+    summary,
+)
 from posttrain.errors import UserError
-from posttrain.masking import redact
-from posttrain.texts import utf8
+from posttrain.texts import redact, utf8
 from posttrain.tracking.safe_files import replace_file
 from posttrain.tracking.samples import sample_table
 from posttrain.version import __version__

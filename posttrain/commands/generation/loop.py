@@ -40,8 +40,11 @@ class Requests:
         """Whole responses, if there is news of any."""
         if self.turns is None:
             return advance(self.engine)
-        others = (until_others_may_join(self.engine),) if self.turns.others_may_join else ()
+        streams = self.turns.streams(0)
+        others = (until_others_may_join(self.engine),) if streams or self.turns.others_may_join else ()
         outputs = advance(self.engine, *others)
+        if streams:
+            self.turns.show(0, self.engine.so_far(streams))
         whole = self.turns.receive(0, outputs)
         # In rounds (deterministic runs) the next turns wait until the engine is empty, so that what is batched together
         # does not depend on how long tools take. Otherwise they join as they become ready.

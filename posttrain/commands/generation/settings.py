@@ -15,14 +15,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from posttrain.checkpoint.verify import refuse_run
+from posttrain.checkpoint.folders import refuse_run
 from posttrain.config.resolved import ConfigError, Problem
 from posttrain.config.root import PPOConfig
 from posttrain.config.schema import assign
 from posttrain.conversations.settings import TurnSettings, turn_settings
 from posttrain.errors import UserError
-from posttrain.masking import redact
 from posttrain.models.paths import local_or_hub
+from posttrain.texts import redact
 
 _ROLLOUT, _MODEL = "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 # Flag -> the key that it sets; ranges and choices are those of the key.

@@ -7,6 +7,7 @@ A session's routes are those of the server, under `/s/ID`. A client that disconn
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import hmac
 import json
 import logging
@@ -63,11 +64,8 @@ def make_app(model: ServedModel, channels: Channels, routes: Sequence[Route] = (
     `routes` are more of them, below `/s/ID`."""
     app = web.Application(client_max_size=LONGEST_BODY)
     handlers = _Handlers(model, channels)
-    for method, path, work in routes:
-        app.router.add_route(method, f"/s/{{session}}{path}", handlers.guarded(handlers.working(work), openai_chat))
     for root in ("", "/s/{session}"):
-        app.router.add_get(f"{root}/v1/models", handlers.guarded(handlers.models, openai_chat))
-        app.router.add_get(f"{root}/v1/models/{{name:.+}}", handlers.guarded(handlers.one_model, openai_chat))
+        # A request is compared with the routes in this order: turns come first.
         for path, api in (
             ("/v1/chat/completions", openai_chat),
             ("/v1/completions", openai_completions),
@@ -78,6 +76,10 @@ def make_app(model: ServedModel, channels: Channels, routes: Sequence[Route] = (
             app.router.add_post(root + path, handlers.guarded(handlers.answering(api), api))
         app.router.add_post(f"{root}/v1/messages/count_tokens", handlers.guarded(handlers.count_tokens, anthropic))
         app.router.add_post(f"{root}/tokenize", handlers.guarded(handlers.tokenize, token_ids))
+        app.router.add_get(f"{root}/v1/models", handlers.guarded(handlers.models, openai_chat))
+        app.router.add_get(f"{root}/v1/models/{{name:.+}}", handlers.guarded(handlers.one_model, openai_chat))
+    for method, path, work in routes:
+        app.router.add_route(method, f"/s/{{session}}{path}", handlers.guarded(handlers.working(work), openai_chat))
     app.router.add_get("/health", handlers.health)
     app.middlewares.append(_other_routes)
     return app
@@ -168,11 +170,10 @@ class _Handlers:
     # -- answers --------------------------------------------------------------------------------------------------
     def answering(self, api: ModuleType) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
         async def handle(request: web.Request) -> web.StreamResponse:
-            body = await _body(request)
-            wanted: ModelRequest = api.read(body)
+            wanted: ModelRequest = api.read(await _body(request))
             session = self.channels.session_of(request.match_info.get("session"), wanted)
             channel = self.channels.channel(session, wanted)
-            key = _retry_key(request, body)
+            key = _retry_key(request, await request.read())
             if wanted.stream:
                 return await self._stream(request, api, wanted, session, channel, key)
 
@@ -254,11 +255,12 @@ async def _body(request: web.Request) -> Any:
         raise ApiError(f"The body is not JSON: {error}") from None
 
 
-def _retry_key(request: web.Request, body: Any) -> tuple[bool, Any]:
-    """(whether this repeats an earlier request, what the two have in common). Clients send no other sign of a retry."""
+def _retry_key(request: web.Request, body: bytes) -> tuple[bool, Any]:
+    """(whether this repeats an earlier request, what the two have in common). Clients send no other sign of a retry,
+    and the very same bytes once more."""
     named = request.headers.get("Idempotency-Key")
     again = request.headers.get("x-stainless-retry-count", "0") not in ("", "0")
-    return again or named is not None, named or (request.path, json.dumps(body, sort_keys=True))
+    return again or named is not None, named or (request.path, hashlib.blake2b(body).digest())
 
 
 async def _write(response: web.StreamResponse, events: Any) -> None:

@@ -1,13 +1,12 @@
-"""Requests that an engine of this process answers."""
+"""Requests that one engine answers, for clients without sessions."""
 
 from __future__ import annotations
 
 import secrets
 from collections.abc import Awaitable, Callable
 from itertools import count
-from typing import Any
+from typing import Any, Protocol
 
-from posttrain.conversations.server import Server
 from posttrain.conversations.serving.app import Channel
 from posttrain.conversations.serving.model import Prompt
 from posttrain.conversations.serving.requests import Answer, ApiError, ModelRequest
@@ -15,10 +14,16 @@ from posttrain.conversations.serving.retries import Retries
 from posttrain.rollout.base import Output, Request, Sampling
 
 
+class Generates(Protocol):
+    """The server loop of an engine (`server.py`), or the way to one in another process (`remote.py`)."""
+
+    async def generate(self, request: Request, on_progress: Callable[[Output], None] | None = None) -> Output: ...
+
+
 class EngineSampler:
     """Samples with an engine behind its server loop. Without a seed each response has one of its own."""
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: Generates) -> None:
         self.server = server
         self._numbers = count()
 
@@ -32,7 +37,7 @@ class EngineSampler:
 class LocalChannels:
     """All requests go to one engine."""
 
-    def __init__(self, server: Server, api_key: str | None = None) -> None:
+    def __init__(self, server: Generates, api_key: str | None = None) -> None:
         self._channel, self._retries, self._key = Channel(EngineSampler(server)), Retries(), api_key
 
     def key(self, session: str | None) -> str | None:

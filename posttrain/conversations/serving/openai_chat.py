@@ -55,6 +55,8 @@ def read_messages(given: list[Any]) -> list[Message]:
 
 
 def _read_message(given: Any, where: str) -> Message:
+    if (plain := _plain_message(given)) is not None:
+        return plain
     fields = Fields(given, where)
     role = fields.require("role", str)
     if role not in _ROLES:
@@ -74,6 +76,18 @@ def _read_message(given: Any, where: str) -> Message:
     fields.ignore("refusal", "annotations", "audio", "function_call", "reasoning", "parsed", "token_ids")
     fields.finish()
     return message
+
+
+def _plain_message(given: Any) -> Message | None:
+    """A message of nothing but a role and a text, as nearly all are: a history has many, and comes with every turn."""
+    if not isinstance(given, dict):
+        return None
+    role, content = given.get("role"), given.get("content")
+    if not isinstance(content, str) or role not in ("system", "user", "assistant"):
+        return None
+    if len(given) > 2 and any(value is not None for key, value in given.items() if key not in ("role", "content")):
+        return None
+    return {"role": role, "content": content}
 
 
 def _read_call(given: Any, where: str) -> dict[str, Any]:

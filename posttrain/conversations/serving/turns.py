@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from posttrain.conversations.formats.base import CallFormat
@@ -37,8 +38,7 @@ class TurnReader:
         cls, tokenizer: Any, format: CallFormat | None, special: Sequence[str], prompt_ids: Sequence[int], **more: Any
     ):
         """The reader behind this prompt."""
-        opening = tokenizer.decode(list(prompt_ids[-_OPENING:]), skip_special_tokens=False).rstrip()
-        return cls(tokenizer, format, special, thinks=opening.endswith(_THINK), **more)
+        return cls(tokenizer, format, special, thinks=_opens_thinking(tokenizer, tuple(prompt_ids[-_OPENING:])), **more)
 
     def decode(self, ids: Sequence[int]) -> str:
         return self.tokenizer.decode(list(ids), skip_special_tokens=False)
@@ -73,7 +73,7 @@ class TurnReader:
         return text[: found[0]], found[1]
 
     def clean(self, text: str) -> str:
-        return re.sub("|".join(map(re.escape, self.special)), "", text) if self.special else text
+        return _any_of(tuple(self.special)).sub("", text) if self.special else text
 
     def so_far(self, text: str) -> tuple[str, str]:
         """(thinking, words) that are certain of a turn that is under way: what follows cannot take them back."""
@@ -94,6 +94,26 @@ class TurnReader:
         partial = max((n for mark in marks for n in range(1, len(mark)) if text.endswith(mark[:n])), default=0)
         kept = text[: len(text) - partial]
         return partial + len(kept) - len(kept.rstrip())
+
+
+@lru_cache(maxsize=8)
+def _any_of(texts: tuple[str, ...]) -> re.Pattern[str]:
+    return re.compile("|".join(map(re.escape, texts)))
+
+
+@lru_cache(maxsize=8)
+def _mark_id(tokenizer: Any) -> int | None:
+    """The token that opens thinking, where that is one token."""
+    ids = tokenizer(_THINK, add_special_tokens=False, verbose=False)["input_ids"]
+    return ids[0] if len(ids) == 1 else None
+
+
+def _opens_thinking(tokenizer: Any, ids: tuple[int, ...]) -> bool:
+    """Whether a prompt with this end has opened the model's thinking."""
+    # Most have not, and a tokenizer takes longer to decode than to compare.
+    if (mark := _mark_id(tokenizer)) is not None and mark not in ids:
+        return False
+    return tokenizer.decode(list(ids), skip_special_tokens=False).rstrip().endswith(_THINK)
 
 
 class TurnStream:

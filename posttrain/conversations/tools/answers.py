@@ -9,8 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from posttrain.conversations.tools.base import CallFailed, ToolAnswer
-from posttrain.masking import MASK, mask_urls
-from posttrain.texts import well_formed
+from posttrain.texts import MASK, mask_urls, well_formed
 
 _PATH = re.compile(r"""(['"])(?:~|[A-Za-z]:)?[/\\][^'"]+\1|(?<![\w/:.])(?:~|[A-Za-z]:)?(?:[/\\][\w.@+-]+){2,}[/\\]?""")
 _LONGEST = 300

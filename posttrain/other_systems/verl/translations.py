@@ -228,7 +228,7 @@ def _supervised_sizes(merged: Merged, key: str, entry: Entry) -> None:
     """Of SFT and reward models: the sizes by which Megatron cuts the model, where it is the engine."""
     name = key.rpartition(".")[2].replace("_model_", "_")
     if "megatron" in (given(merged, "engine"), plain(merged.value(_SUPERVISED_STRATEGY))):
-        merged.add(f"fsdp.megatron_config.{name}", entry.value, entry.origin)
+        merged.add(replace(entry, spelling=f"fsdp.megatron_config.{name}", answer=None))
     else:
         merged.note(f"`{entry.spelling}` is not needed here: {_SUPERVISED_STRATEGY} is not megatron.")
 
@@ -266,7 +266,7 @@ def _user_turns(merged: Merged, key: str, entry: Entry) -> None:
         return
     if own.isdigit():
         merged.note(f"`{entry.spelling}={entry.value}` is the lower bound: `{section}.{name}={turns}`, not {own}.")
-    merged.add(f"{section}.{name}", turns, replace(entry.origin, is_file=False))
+    merged.add(replace(entry, spelling=f"{section}.{name}", value=turns, is_file=False, answer=None))
 
 
 def _sampler(merged: Merged, key: str, entry: Entry) -> None:

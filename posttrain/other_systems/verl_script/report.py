@@ -12,7 +12,7 @@ from posttrain.config import ConfigError, load_config
 from posttrain.config.checked import Tree
 from posttrain.config.choices import ROLLOUT_ENGINES
 from posttrain.config.commandline import cut_short
-from posttrain.config.merge import Merged, Source, Spellings
+from posttrain.config.merge import Entry, Merged, Spellings
 from posttrain.config.trees import PPO, SFT
 from posttrain.errors import UserError
 from posttrain.other_systems.verl.answers import answer
@@ -200,7 +200,7 @@ def answer_all(settings: Iterable[str], tree: Tree) -> list[Answered]:
     # All at once: what a key means can depend on others of the script.
     merged, pairs = Merged(tree.spellings), list(last.values())
     for _, key, value in pairs:
-        merged.add(key, value, Source("script", 1))
+        merged.add(Entry(value, key, "script", 1))
     aside = apply_answers(merged)
     return [_answer_one(setting, key, value, aside, tree.spellings) for setting, key, value in pairs]
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from urllib.parse import urlsplit
 
 from posttrain.config.checked import Checked, Finding
-from posttrain.config.parallel import COLOCATED_WORKERS, generating_workers_of
+from posttrain.config.trainer import COLOCATED_WORKERS, generating_workers_of
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 NAME, URL = f"{_ROLLOUT}.name", f"{_ROLLOUT}.server.url"

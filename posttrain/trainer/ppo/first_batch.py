@@ -9,7 +9,7 @@ from posttrain.algorithms import correction_is_on
 from posttrain.batch.samples import sample_of_rows
 from posttrain.config.root import PPOConfig
 from posttrain.errors import UserError
-from posttrain.planning.batch_sizes import Sizes
+from posttrain.planning.budgets import Sizes
 from posttrain.protocol import DataProto
 from posttrain.tracking.metrics import groups_of
 from posttrain.tracking.progress import say

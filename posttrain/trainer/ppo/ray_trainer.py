@@ -19,24 +19,21 @@ from posttrain.controller.pool import LocalWorkers, Workers
 from posttrain.conversations.loop import ConversationLoop
 from posttrain.data.dataset import PromptDataset, collate
 from posttrain.data.sampler import PromptSampler, make_sampler
-from posttrain.planning.batch_sizes import check_group_size, critic_updates, fit_sizes
+from posttrain.planning.budgets import check_group_size, critic_updates, fit_sizes
 from posttrain.protocol import DataProto
 from posttrain.tracking.progress import say
 from posttrain.tracking.rundir import RunDirectory
 from posttrain.trainer.ppo.advantages import compute_advantage, greedy_baselines
-from posttrain.trainer.ppo.checkpoints import Checkpoints, Progress
 from posttrain.trainer.ppo.dynamic_sampling import GroupFilter
-from posttrain.trainer.ppo.experience import Experience, take_prompts
+from posttrain.trainer.ppo.experience import Experience, OneStepOff, staleness, take_prompts
 from posttrain.trainer.ppo.first_batch import FirstBatchChecks, is_fresh
-from posttrain.trainer.ppo.model_reward import ModelReward, reward_weights
-from posttrain.trainer.ppo.one_step_off import OneStepOff, staleness
-from posttrain.trainer.ppo.recorder import Recorder
-from posttrain.trainer.ppo.reward import RewardManager
+from posttrain.trainer.ppo.recorder import Checkpoints, Progress, Recorder
+from posttrain.trainer.ppo.reward import ModelReward, RewardManager, reward_weights
 from posttrain.trainer.ppo.validate import Validator
 from posttrain.trainer.ppo.worker_groups import TrainingGroups, WorkerClasses
 from posttrain.trainer.run.memory import named_stage, plan_memory
 from posttrain.trainer.run.result import GracefulStop, RunResult, TrainingStopped
-from posttrain.workers.actor.objective import can_weight_in_update
+from posttrain.workers.actor.dp_actor import can_weight_in_update
 from posttrain.workers.groups import ActorRolloutGroup, CriticGroup, RewardModelGroup, RolloutGroup
 from posttrain.workers.measures import ROW
 
@@ -313,7 +310,7 @@ class RayPPOTrainer(WorkerClasses):
 
     def _old_log_probs(self, batch: DataProto) -> DataProto:
         source = self.config.actor_rollout_ref.actor.old_log_probs
-        off = self.config.trainer.one_step_off  # the old policy is then the one that begins to learn (one_step_off.py)
+        off = self.config.trainer.one_step_off  # the old policy is then the one that begins to learn (experience.py)
         from_rollout = self.first_batch.rollout_is_exact and not off and not self._records_routes
         if source == "rollout" or (source == "auto" and from_rollout):
             return DataProto.from_dict(tensors={"old_log_probs": batch.batch["rollout_log_probs"].clone()})

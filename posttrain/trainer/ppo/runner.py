@@ -27,9 +27,15 @@ from posttrain.tracking.progress import say
 from posttrain.trainer.embedded import ensure_embedded
 from posttrain.trainer.ppo.ray_trainer import RayPPOTrainer
 from posttrain.trainer.ppo.reward import RewardManager, make_reward_pool
-from posttrain.trainer.run.process import load_external, opened_run, prepare_torch
+from posttrain.trainer.run.process import (
+    driven_by_one_machine,
+    keep_worker_logs,
+    load_external,
+    open_workers,
+    opened_run,
+    prepare_torch,
+)
 from posttrain.trainer.run.result import RunResult
-from posttrain.trainer.run.workers import driven_by_one_machine, keep_worker_logs, open_workers
 from posttrain.workers.roles import pick_device
 
 Rows = Sequence[dict[str, Any]]

@@ -1,32 +1,103 @@
-"""How every run begins and ends: its directory, external module and device, and errors turned into advice."""
+"""How every run begins and ends: its directory, external module and device, and errors turned into advice.
+
+`open_run_directory` decides which directory a run is written to, and whether it continues the run that is there.
+`open_workers` makes its workers: in this process alone, or in one process per worker, which Ray starts. One machine
+drives a run over several; the same command on another machine lends it that machine, or leaves.
+"""
 
 from __future__ import annotations
 
 import copy
 import os
 import random
+import re
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial, wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec
 
 import numpy as np
 import torch
 
-from posttrain.checkpoint.errors import disk_words
+from posttrain.checkpoint.folders import disk_words
 from posttrain.config.resolved import Resolved
-from posttrain.config.trainer import RunConfig
+from posttrain.config.trainer import RunConfig, one_process, rollout_workers_of, workers_of
+from posttrain.controller.pool import LocalWorkers, Workers
+from posttrain.controller.stalls import append_log, printed_lines
 from posttrain.errors import UserError
 from posttrain.external import KEY, import_external
 from posttrain.kernels.onednn import fix_product_library
 from posttrain.tracking.console import ignore_hangup
 from posttrain.tracking.progress import say
-from posttrain.tracking.rundir import RunDirectory
+from posttrain.tracking.row import waiting
+from posttrain.tracking.rundir import RunDirectory, RunDirectoryError, RunTaken
+from posttrain.tracking.status import read_status
 from posttrain.tracking.tee import tee_output
-from posttrain.trainer.run.directory import open_run_directory
 from posttrain.trainer.run.memory import explain_out_of_memory, is_out_of_memory
+from posttrain.trainer.run.result import RunResult
+
+Say = Callable[[str], object]
+
+
+def open_run_directory(config: Any, say: Say, *, stem: str | None = None) -> tuple[RunDirectory, bool]:
+    """The opened directory, and whether the run in it goes on. Never mixes two runs.
+
+    `stem` begins the names of runs that have none of their own; null takes the estimator's name.
+    """
+    stem = stem or re.sub(r"[^A-Za-z0-9_.-]", "_", config.algorithm.adv_estimator)
+    trainer = config.trainer
+    root = Path(trainer.default_local_dir)
+    if trainer.experiment_name is not None:
+        run = RunDirectory(root, trainer.project_name, trainer.experiment_name, on_note=say).open()
+        return run, _check_continues(run, config, say)
+    number = _newest_run(root / trainer.project_name, stem)
+    if number and trainer.resume_mode == "auto":
+        run = RunDirectory(root, trainer.project_name, f"{stem}-{number}", on_note=say)
+        if not _is_finished(run, config) and not run.changed_settings(config.to_dict()):
+            run.open()
+            say(f"Continuing the unfinished run {run.path} (the settings are the same).")
+            return run, _check_continues(run, config, say)
+    run = RunDirectory(root, trainer.project_name, f"{stem}-{number + 1}", on_note=say)
+    return run.open(), False
+
+
+def _newest_run(folder: Path, stem: str) -> int:
+    # The largest number of a run that made it to its first step: one that failed before left nothing to go on from,
+    # and must not stand between an unfinished run and the command that continues it.
+    begun = (path.parent.name for path in folder.glob(f"{stem}-*/config.yaml"))
+    found = [re.fullmatch(rf"{re.escape(stem)}-(\d+)", name) for name in begun]
+    return max((int(match[1]) for match in found if match), default=0)
+
+
+def _check_continues(run: RunDirectory, config: Any, say: Say) -> bool:
+    if not run.holds_run():
+        return False
+    if config.trainer.resume_mode == "disable":
+        run.close()
+        raise RunDirectoryError(
+            f"{run.path} holds a run already and trainer.resume_mode=disable. Choose another trainer.experiment_name, "
+            "set trainer.resume_mode=auto to continue it, or move the folder away."
+        )
+    given = config.trainer.resume_from_path if config.trainer.resume_mode == "resume_path" else None
+    if given and run.checkpoints.resolve() not in Path(given).resolve().parents:
+        run.close()
+        raise RunDirectoryError(
+            f"{run.path} holds a run already, and trainer.resume_from_path={given} belongs to another one. Choose a "
+            "new trainer.experiment_name for the run that branches off."
+        )
+    for key, old, new in run.changed_settings(config.to_dict()):
+        say(f"Changed since this run was started: {key} was {old}, is now {new}.")
+    return True
+
+
+def _is_finished(run: RunDirectory, config: Any) -> bool:
+    status = read_status(run.path)
+    wanted = config.trainer.total_training_steps or 0
+    return status.get("status") == "finished" and wanted <= int(status.get("total_steps", 0))
+
 
 _DETERMINISTIC: Any = torch.utils.deterministic  # its attribute exists at run time only
 
@@ -131,3 +202,98 @@ def _write_crash(run: RunDirectory) -> None:
     except OSError:
         return  # the original error matters more than its copy
     say(f"The run failed; the traceback is in {Path(path)}. The same command continues from the newest checkpoint.")
+
+
+def open_workers(config: Any, device: torch.device, external: str | None, logs: Path | None = None) -> Workers:
+    """One worker in this process, or as many as `trainer.n_gpus_per_node` says, on each of `trainer.nnodes` machines,
+    and `rollout.n_workers` that only generate, in processes that Ray starts; these import `external` too, which may
+    register losses, models and engines. What a process printed that died is written to the folder `logs`."""
+    if one_process(config):
+        return LocalWorkers()
+    from posttrain.controller.ray_pool import RayWorkers
+
+    machines, ranks, rollout = config.trainer.nnodes, workers_of(config), rollout_workers_of(config)
+    where = f" on {machines} machines" if machines > 1 else ""
+    who = f"{ranks} worker(s){where} to train and {rollout} to generate" if rollout else f"{ranks} workers{where}"
+    say(f"{who}: starting Ray; the loop, the data and Ctrl-C stay in this process.")
+    prepare, settings = partial(_prepare, config.trainer, device, external), config.trainer.ray_init
+    with waiting("starting Ray"):
+        teams = rollout > 0 and config.actor_rollout_ref.rollout.tensor_model_parallel_size > 1
+        workers = RayWorkers(
+            ranks,
+            device,
+            prepare=prepare,
+            machines=machines,
+            tell=say,
+            settings=settings,
+            rollout=rollout,
+            teams=teams,
+            stopped_s=config.trainer.stopped_worker_timeout_s,
+            logs=logs,
+            shared=Path(config.trainer.default_local_dir),
+        )
+    if settings and workers.cluster.was_there:
+        say("note: trainer.ray_init has no effect: this process is connected to a Ray already.")
+    return workers
+
+
+def keep_worker_logs(workers: Workers, folder: Path) -> None:
+    """What the processes of the ranks printed, before Ray's own folder is gone: added to `workers.log`, where that of
+    a process that died is already."""
+    cluster, watch = getattr(workers, "cluster", None), getattr(workers, "watch", None)
+    if cluster is None or not cluster.folder:  # this process, or a Ray of the user's, which keeps its logs
+        return
+    for path in sorted(Path(cluster.folder).glob("session_latest/logs/worker-*")):
+        if path.suffix not in (".out", ".err") or (watch is not None and path.name in watch.kept):
+            continue
+        append_log(printed_lines([str(path)]), path.name, folder)
+
+
+def _prepare(settings: RunConfig, device: torch.device, external: str | None) -> None:
+    # Runs in the process of a rank, before its workers are made.
+    seed_and_determinism(settings, device)
+    if external:
+        import_external(external)
+
+
+SERVED = "served"
+Named = ParamSpec("Named")
+Run = Callable[Concatenate[Resolved, Named], RunResult]
+
+
+def driven_by_one_machine(run: Run[Named]) -> Run[Named]:
+    """`run`, unless this machine is another than the first, or the same command on a machine of the same Ray was
+    earlier and has the run's directory."""
+
+    @wraps(run)
+    def driven(resolved: Resolved, *arguments: Named.args, **named: Named.kwargs) -> RunResult:
+        if resolved.node_rank:
+            return _serve(resolved)
+        try:
+            return run(resolved, *arguments, **named)
+        except RunTaken as taken:
+            if resolved.config.trainer.nnodes == 1:
+                raise
+            say(f"{taken} If that is the same command on another machine: it drives the run, and this one leaves.")
+            return _empty_result(resolved)
+
+    return driven
+
+
+def _serve(resolved: Resolved) -> RunResult:
+    """Join the Ray of machine 0 until its run has ended."""
+    from posttrain.controller import ray_address
+    from posttrain.controller.ray_address import given_address
+    from posttrain.controller.ray_node import serve
+
+    say(f"Machine {resolved.node_rank} of {resolved.config.trainer.nnodes}: machine 0 drives the run.")
+    shared = Path(resolved.config.trainer.default_local_dir)
+    address, token = ray_address.wait_for_address(shared) if ray_address.is_meeting() else (given_address(), "")
+    assert address is not None  # checked with the settings
+    with ignore_hangup():
+        serve(address, say, token)
+    return _empty_result(resolved)
+
+
+def _empty_result(resolved: Resolved) -> RunResult:
+    return RunResult(Path(resolved.config.trainer.default_local_dir), SERVED, 0)

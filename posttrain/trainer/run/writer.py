@@ -10,11 +10,10 @@ from typing import Any
 
 import torch
 
-from posttrain.checkpoint.errors import CheckpointError
+from posttrain.checkpoint.folders import CheckpointError
 from posttrain.checkpoint.manager import CheckpointManager, WriteRole, capture_rng, restore_rng
 from posttrain.config.environment import installed
-from posttrain.controller.pool import Workers
-from posttrain.controller.profiling import StagePeaks, begin_trace, end_trace
+from posttrain.controller.pool import StagePeaks, Workers, begin_trace, end_trace
 from posttrain.tracking.loggers import open_loggers, read_metrics
 from posttrain.tracking.progress import Progress, say
 from posttrain.tracking.row import Every

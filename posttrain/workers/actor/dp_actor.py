@@ -1,16 +1,254 @@
-"""The policy's update: passes over the batch, mini-batches inside them, one optimizer step each."""
+"""The policy's update: passes over the batch, mini-batches inside them, one optimizer step each.
+
+The actor's loss on one mini-batch: policy loss + KL loss - entropy bonus, with counts of the whole mini-batch.
+
+`prepare` gives every response token its weight once per mini-batch; the loss of a micro-batch is the weighted sum over
+its own tokens, so the shares add up to the same number however the rows are split.
+
+With one optimizer step on a batch the update computes the old policy's log-probs itself, so that importance weights
+(`algorithm.rollout_correction`) are made inside of it, and no extra pass over the batch is needed for them. Their
+diagnostics are shares of sums over the whole mini-batch; two are combined from such sums in the end.
+
+Shapes: b rows of a micro-batch, B rows of the mini-batch, R response width.
+"""
 
 from __future__ import annotations
+
+import math
+from typing import Any
 
 import torch
 
 from posttrain import pulse
+from posttrain.algorithms import (
+    aggregation_weights,
+    call_policy_loss,
+    compute_rollout_correction,
+    correction_is_on,
+    kl_penalty,
+    mask_counts,
+    prepare_policy_loss,
+    sampled_from,
+    scalar_loss_note,
+)
+from posttrain.algorithms.common import keep_masked
+from posttrain.algorithms.correction import importance
+from posttrain.algorithms.kl import MAX_LOG_RATIO
+from posttrain.batch.samples import has_several_rows, sample_of_rows
 from posttrain.config.root import ActorConfig, PPOConfig, RolloutCorrectionConfig
 from posttrain.engine.base import Passes, TrainEngine
 from posttrain.protocol import DataProto
-from posttrain.workers.actor.objective import ActorObjective, finish_importance_metrics
-from posttrain.workers.measures import Measures, reduce_over_steps
+from posttrain.workers.measures import Measures, TokenStats, reduce_over_steps
 from posttrain.workers.update_plan import MiniBatch, Schedule, UpdatePlan, one_rank_plan
+
+_WEIGHT, _SQUARE, _GAP = "sum of weights", "sum of squared weights", "sum of log-perplexity gaps"
+# Metric -> (the sums that it is made of, and how).
+COMBINED = {
+    "rollout_is/ess": ((_WEIGHT, _SQUARE), lambda weight, square: weight**2 / max(square, 1e-30)),
+    "mismatch/ppl_ratio": ((_GAP,), math.exp),
+}
+
+
+def can_weight_in_update(correction: Any) -> bool:
+    """Whether these settings ask for weights alone; what is rejected is decided beforehand."""
+    return correction.rollout_is is not None and correction.rollout_rs is None
+
+
+@torch.no_grad()
+def importance_weights(
+    log_prob: torch.Tensor, micro: DataProto, correction: Any, measures: Measures
+) -> torch.Tensor | None:
+    """(rows, length) the weights of a micro-batch without old log-probs; None where there is nothing to weigh."""
+    batch = micro.batch
+    if not can_weight_in_update(correction) or "old_log_probs" in batch or "rollout_log_probs" not in batch:
+        return None
+    mask, rollout = batch["response_mask"], sampled_from(batch)
+    made = importance(log_prob, rollout, mask, correction)
+    assert made is not None
+    # A sequence has one context, so that the rows of a sample are weighted one by one.
+    rows = batch["row_count"][0] if "row_count" in batch else micro.meta_info["counts"]["total_rows"]
+    share = batch["mean_weights"].double() if made.ratio.shape == mask.shape else made.counted.double() / rows
+    measures.add("rollout_is/mean", (share * made.ratio).sum())
+    measures.most("rollout_is/max", keep_masked(made.ratio, made.counted).max())
+    measures.add(f"rollout_is/{made.cut}", (share * made.outside).sum())
+    measures.add(_WEIGHT, (share * made.weights).sum())
+    measures.add(_SQUARE, (share * made.weights.double() ** 2).sum())
+    _mismatch(keep_masked(log_prob - rollout, mask).double(), mask, batch["mean_weights"], rows, measures)
+    return keep_masked(made.weights.expand_as(log_prob), mask)
+
+
+def _mismatch(
+    log_ratio: torch.Tensor, mask: torch.Tensor, mean_weights: torch.Tensor, rows: Any, measures: Measures
+) -> None:
+    limited = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    measures.add("mismatch/kl", -(mean_weights * log_ratio).sum(), steps="first")
+    measures.add("mismatch/k3_kl", (mean_weights * (torch.expm1(limited) - limited)).sum(), steps="first")
+    gap_B = -limited.sum(-1) / mask.bool().sum(-1).clamp(min=1)  # trainer less rollout
+    measures.add(_GAP, gap_B.sum() / rows, steps="first")
+
+
+def finish_importance_metrics(metrics: dict[str, float]) -> dict[str, float]:
+    """The metrics of a batch, those that are made of sums in their place."""
+    for name, (parts, made_of) in COMBINED.items():
+        if all(part in metrics for part in parts):
+            metrics[name] = made_of(*(metrics.pop(part) for part in parts))
+    return metrics
+
+
+ROUTER_METRICS = ("router_entropy", "route_changes", "router_balance")  # outputs of a mixture's passes, per token
+PREPARED = "prepared_"  # prefix of the fields that a loss's `prepare` gave per row
+
+
+class ActorObjective:
+    """`prepare` a mini-batch where all of it is known; call it with a micro-batch and the engine's outputs wherever
+    these are computed; `measures` then holds this rank's metrics of the mini-batch."""
+
+    def __init__(self, config: ActorConfig, correction: RolloutCorrectionConfig, loss_scale_factor: float) -> None:
+        self.config, self.correction, self.loss_scale_factor = config, correction, loss_scale_factor
+        self.notes: list[str] = []
+        self.measures = Measures()
+        self.seen = TokenStats()
+
+    def prepare(self, mini: DataProto) -> DataProto:
+        """The mini-batch with its token weights; what the loss wants to know of the whole of it is asked here.
+
+        What the loss's `prepare` gives per row goes with the rows into their micro-batches, the rest to all of them.
+        """
+        mask_BR = mini.batch["response_mask"]
+        weights, facts = self._importance(mini)
+        sample_B = torch.from_numpy(sample_of_rows(mini)) if has_several_rows(mini) else None
+        tensors = {
+            "loss_weights": aggregation_weights(
+                mask_BR, self.config.loss_agg_mode, loss_scale_factor=self.loss_scale_factor, sample_B=sample_B
+            ),
+            "mean_weights": aggregation_weights(mask_BR, "token-mean"),
+            **weights,
+        }
+        if sample_B is not None:
+            tensors["row_count"] = mask_counts(mask_BR)[1].expand(len(mini)).clone()
+        prepared = prepare_policy_loss(self.config.policy_loss.loss_mode, mini, self.config)
+        for name, value in list(prepared.items()):
+            if isinstance(value, torch.Tensor) and value.ndim > 0 and len(value) == len(mini):
+                tensors[f"{PREPARED}{name}"] = prepared.pop(name)
+        tokens, samples = mask_counts(mask_BR, sample_B)
+        counts = {"total_tokens": int(tokens), "total_rows": int(samples), "loss_scale_factor": self.loss_scale_factor}
+        known = {"prepared": prepared, "measured": facts, "counts": counts}
+        mini = mini.union(DataProto.from_dict(tensors=tensors, meta_info=known))
+        self.begin(mini)
+        return mini
+
+    def begin(self, mini: DataProto) -> Measures:
+        """Measure anew, for an optimizer step on this prepared mini-batch."""
+        self.measures = Measures()
+        for name, value in mini.meta_info["measured"].items():
+            self.measures.tell(name, value, steps="first" if name.startswith("mismatch/") else "mean")
+        return self.measures
+
+    def __call__(self, micro: DataProto, outputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        batch, log_prob = micro.batch, outputs["log_probs"]
+        # With one update per batch the old policy is the one that is differentiated: its ratio is 1 by definition.
+        old = batch["old_log_probs"] if "old_log_probs" in batch else log_prob.detach()
+        weights, means = batch["loss_weights"], batch["mean_weights"]
+        own = {name.removeprefix(PREPARED): value for name, value in batch.items() if name.startswith(PREPARED)}
+        result = call_policy_loss(
+            self.config.policy_loss.loss_mode,
+            old_log_prob=old,
+            log_prob=log_prob,
+            advantages=batch["advantages"],
+            response_mask=batch["response_mask"],
+            config=self.config,
+            rollout_is_weights=self._weights(log_prob.detach(), micro),
+            prepared=micro.meta_info["prepared"] | own,
+            counts=micro.meta_info["counts"],
+        )
+        if result.is_scalar and not result.is_share and not self.notes:
+            self.notes.append(scalar_loss_note(self.config.policy_loss.loss_mode))
+        share = result.loss if result.is_scalar else (weights * result.loss).sum()
+        if result.is_scalar and not result.is_share:
+            share = share * means.sum()  # a loss that returned its own mean: weighted by this micro-batch's tokens
+        self._add("policy_loss", share)
+        share = share + self._kl(log_prob, batch, weights) + self._entropy(outputs["entropy"], weights, means)
+        share = share + self._router(outputs, means)
+        self._add("actor/loss", share)
+        self._measure(result.metrics, means)
+        self._measure_agreement(log_prob.detach(), old, batch)
+        self.seen.add(batch, outputs)
+        return share
+
+    def _kl(self, log_prob, batch, weights) -> torch.Tensor | float:
+        if "ref_log_prob" not in batch or not self.config.use_kl_loss:
+            return 0.0
+        kl = (weights * kl_penalty(log_prob, batch["ref_log_prob"], self.config.kl_loss_type)).sum()
+        self._add("kl_loss", kl)
+        self._add("actor/kl_term", kl * self.config.kl_loss_coef)
+        return kl * self.config.kl_loss_coef
+
+    def _entropy(self, entropy, weights, mean_weights) -> torch.Tensor | float:
+        self._add("actor/entropy", (mean_weights * entropy.detach()).sum())
+        if self.config.entropy_coeff == 0:
+            return 0.0
+        return -self.config.entropy_coeff * (weights * entropy).sum()
+
+    def _router(self, outputs: dict[str, torch.Tensor], mean_weights: torch.Tensor) -> torch.Tensor | float:
+        # Of mixtures: means over the tokens of the mini-batch, so that no split of it changes loss or metrics.
+        for name in ROUTER_METRICS:
+            if name in outputs:
+                # Before the weights moved: further updates on a batch choose other experts anyway.
+                steps = "first" if name == "route_changes" else "mean"
+                self.measures.add(f"actor/{name}", (mean_weights * outputs[name].detach()).sum(), steps=steps)
+        if "router_balance" not in outputs:
+            return 0.0
+        return self.config.router_aux_loss_coef * (mean_weights * outputs["router_balance"]).sum()
+
+    def _importance(self, mini: DataProto) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+        """(weights for the gap to the rollout, its diagnostics over the whole mini-batch), if configured."""
+        batch = mini.batch
+        if not correction_is_on(self.correction) or not {"old_log_probs", "rollout_log_probs"} <= set(batch):
+            return {}, {}
+        weights, facts = compute_rollout_correction(
+            batch["old_log_probs"], sampled_from(batch), batch["response_mask"], self.correction
+        )
+        facts.pop("mismatch/logp_max")  # measured against the policy being trained, in `_measure_agreement`
+        assert weights is not None
+        return {"rollout_is_weights": weights}, facts
+
+    def _weights(self, log_prob: torch.Tensor, micro: DataProto) -> torch.Tensor | None:
+        # Weights of `prepare`; without old log-probs they are made from the policy that is being differentiated.
+        known = micro.batch.get("rollout_is_weights")
+        return importance_weights(log_prob, micro, self.correction, self.measures) if known is None else known
+
+    def _measure_agreement(self, log_prob: torch.Tensor, old: torch.Tensor, batch: Any) -> None:
+        # How far the policy moved from the old one, and how well rollout and trainer agree: of a batch's first
+        # optimizer step, before the weights moved.
+        real = batch["response_mask"].bool()
+        self._max("actor/ratio_deviation", ((log_prob - old).exp() - 1).abs(), real)
+        if "rollout_log_probs" in batch:
+            gap = (log_prob - batch["rollout_log_probs"]).abs()
+            self.measures.add("mismatch/logp_mean", (batch["mean_weights"] * gap).sum(), steps="first")
+            self._max("mismatch/logp_max", gap, real)
+        if "sampling_log_probs" in batch:  # how far filters and penalties are from the policy, whatever computed them
+            gap = batch["sampling_log_probs"] - batch["rollout_log_probs"]
+            self.measures.add("mismatch/sampling_kl", (batch["mean_weights"] * gap).sum(), steps="first")
+
+    def _measure(self, metrics: dict[str, Any], mean_weights: torch.Tensor) -> None:
+        # Per-token metrics become means over the mini-batch's tokens; numbers are weighted by their share of them.
+        for name, value in metrics.items():
+            if isinstance(value, torch.Tensor) and value.shape == mean_weights.shape:
+                self._add(name, (mean_weights * value.detach()).sum())
+            else:
+                self._add(name, value * mean_weights.sum())
+
+    def _add(self, name: str, value: float | torch.Tensor) -> None:
+        self.measures.add(name, value)
+
+    def _max(self, name: str, values: torch.Tensor, real: torch.Tensor) -> None:
+        """The largest of the real values, none of which is below 0."""
+        if values.numel():
+            self.measures.most(name, torch.where(real, values, 0.0).max(), steps="first")
+
+    def metrics(self) -> dict[str, float]:
+        """What was measured of the mini-batch, as far as this rank computed it."""
+        return self.measures.numbers()
 
 
 def actor_objective(actor: ActorConfig, correction: RolloutCorrectionConfig, longest: int) -> ActorObjective:

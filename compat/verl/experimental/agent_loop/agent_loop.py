@@ -43,6 +43,13 @@ class DictConfigWrap:
         self.config = config
 
 
+class ToolListWrap:
+    """Tools, handed to a class's `__init__` through Hydra, which would turn a plain list of them into settings."""
+
+    def __init__(self, tools: Any) -> None:
+        self.tools = tools
+
+
 @dataclass
 class AgentLoopMetrics:
     """What a loop measured; posttrain measures its own times."""

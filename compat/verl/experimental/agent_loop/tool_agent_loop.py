@@ -21,6 +21,7 @@ from posttrain.conversations.tools.base import ToolCall
 from verl._missing import not_given
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopOutput
 from verl.experimental.agent_loop.tool_parser import FormatParser, FunctionCall
+from verl.tools.function_tool import FunctionTool, normalize_function_tool_return
 from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
 from verl.utils.profiler import simple_timer
 
@@ -208,7 +209,10 @@ class ToolAgentLoop(AgentLoopBase):
                 *(self._call_tool(call, agent_data.tools_kwargs, agent_data) for call in calls)
             )
         agent_data.tool_rewards += [reward for _, reward, _ in answers if reward is not None]
-        told = [{"role": "tool", "content": response.text or ""} for response, _, _ in answers]
+        ids = [{} if call.tool_call_id is None else {"tool_call_id": call.tool_call_id} for call in calls]
+        told = [
+            {"role": "tool", "content": answer[0].text or "", **own} for answer, own in zip(answers, ids, strict=True)
+        ]
         return await self._tell(agent_data, told)
 
     async def _handle_interacting_state(self, agent_data: AgentData) -> AgentState:
@@ -239,15 +243,54 @@ class ToolAgentLoop(AgentLoopBase):
         self, tool_call: FunctionCall, tools_kwargs: dict[str, Any], agent_data: AgentData
     ) -> tuple[ToolResponse, float | None, dict[str, Any]]:
         """(what the tool answers, a reward, metrics). An error is an answer."""
-        tool, instance = None, None
+        tool, name = self.tools.get(tool_call.name), tool_call.name
+        if tool is None:
+            return _failed(f"Unknown function '{name}'. Available tools: {list(self.tools)}")
         try:
-            tool = self.tools[tool_call.name]
-            instance, _ = await tool.create(
-                create_kwargs=(tools_kwargs.get(tool_call.name) or {}).get("create_kwargs", {})
-            )
-            return await tool.execute(instance, json.loads(tool_call.arguments), agent_data=agent_data)
+            arguments = json.loads(tool_call.arguments)
+        except (ValueError, TypeError) as error:
+            return _failed(f"Invalid JSON in arguments for '{name}': {error}")
+        instance = None
+        try:
+            if isinstance(tool, FunctionTool):
+                response, reward, metrics = normalize_function_tool_return(await tool.call(arguments))
+            else:
+                given = (tools_kwargs.get(name) or {}).get("create_kwargs", {})
+                instance, _ = await tool.create(create_kwargs=given)
+                response, reward, metrics = await tool.execute(instance, arguments, agent_data=agent_data)
         except Exception as error:
-            return ToolResponse(text=f"Error when executing tool: {error}"), 0.0, {}
+            return _failed(f"Error executing tool '{name}': {error}")
         finally:
-            if tool is not None and instance is not None:
+            if instance is not None:
                 await tool.release(instance)
+        if response.text and not isinstance(tool, RunTool):  # posttrain cuts the answers of the run's own tools
+            cut = shortened(response.text, self.max_tool_response_length, self.tool_response_truncate_side)
+            response = ToolResponse(text=cut, image=response.image, video=response.video)
+        return response, reward, metrics
+
+    def _build_assistant_message(self, content: str, agent_data: AgentData) -> dict[str, Any]:
+        """The model's turn as a message, with the calls that are answered."""
+        calls = list[dict[str, Any]]()
+        for call in agent_data.tool_calls[: self.max_parallel_calls]:
+            try:
+                arguments = json.loads(call.arguments)
+            except ValueError:  # as the model wrote it
+                arguments = call.arguments
+            own = {} if call.tool_call_id is None else {"id": call.tool_call_id}
+            calls.append({"type": "function", "function": {"name": call.name, "arguments": arguments}, **own})
+        return {"role": "assistant", "content": content, **({"tool_calls": calls} if calls else {})}
+
+
+def _failed(words: str) -> tuple[ToolResponse, float | None, dict[str, Any]]:
+    return ToolResponse(text=words), 0.0, {}
+
+
+def shortened(text: str, most: int, side: str) -> str:
+    """At most `most` characters and a mark. The side is the one that is cut off; `middle` keeps both ends."""
+    if len(text) <= most:
+        return text
+    if side == "left":
+        return f"(truncated)...{text[-most:]}"
+    if side == "right":
+        return f"{text[:most]}...(truncated)"
+    return f"{text[: most // 2]}...(truncated)...{text[-(most // 2) :]}"

@@ -44,6 +44,61 @@ class RayResourcePool(ResourcePool):
             raise NotImplementedError("detached workers outlive their program: nothing does here")
 
 
+class SubRayResourcePool(RayResourcePool):
+    """A part of a pool: `subgroup_world_size` processes from the rank `start_bundle_index` of the whole pool on."""
+
+    def __init__(
+        self,
+        process_on_nodes: list[int] | None = None,
+        *args: Any,
+        start_bundle_index: int = 0,
+        subgroup_world_size: int = 0,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(process_on_nodes, *args, **kwargs)
+        self.start_bundle_index, self.subgroup_world_size = start_bundle_index, subgroup_world_size
+
+    @property
+    def world_size(self) -> int:
+        return self.subgroup_world_size
+
+    def local_rank_list(self) -> list[int]:
+        return super().local_rank_list()[self.start_bundle_index :][: self.subgroup_world_size]
+
+    def local_world_size_list(self) -> list[int]:
+        return super().local_world_size_list()[self.start_bundle_index :][: self.subgroup_world_size]
+
+
+def split_resource_pool(resource_pool: RayResourcePool, split_size: int | list[int]) -> list[SubRayResourcePool]:
+    """The pool in parts of one size, or of these sizes; a part can be split again."""
+    total = resource_pool.world_size
+    if isinstance(split_size, int):
+        assert total % split_size == 0, "split_size must be a divisor of world_size"
+        split_size = [split_size] * (total // split_size)
+    assert sum(split_size) == total, "split_size must sum up to world_size"
+    first = getattr(resource_pool, "start_bundle_index", 0)
+    return [
+        SubRayResourcePool(
+            resource_pool.store,
+            resource_pool.use_gpu,
+            f"{resource_pool.name_prefix}_split_{part}",
+            resource_pool.max_colocate_count,
+            start_bundle_index=first + sum(split_size[:part]),
+            subgroup_world_size=size,
+        )
+        for part, size in enumerate(split_size)
+    ]
+
+
+def merge_resource_pool(rp1: RayResourcePool, rp2: RayResourcePool) -> RayResourcePool:
+    """The nodes of both pools in one."""
+    assert rp1.use_gpu == rp2.use_gpu, "Both RayResourcePool must either use_gpu or not"
+    assert rp1.max_colocate_count == rp2.max_colocate_count, "both pools must have the same max_colocate_count"
+    assert rp1.n_gpus_per_node == rp2.n_gpus_per_node, "both pools must have the same n_gpus_per_node"
+    names = f"{rp1.name_prefix}_{rp2.name_prefix}"
+    return RayResourcePool(rp1.store + rp2.store, rp1.use_gpu, names, rp1.max_colocate_count)
+
+
 class RayClassWithInitArgs(ClassWithInitArgs):
     """A class, plain or made by `ray.remote`, with its arguments."""
 

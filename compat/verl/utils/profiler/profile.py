@@ -12,7 +12,31 @@ __getattr__ = not_given(__name__)
 
 
 class ProfilerConfig(BaseConfig):
-    """Settings of a profiler."""
+    """Settings of a profiler: which ranks it watches."""
+
+    _defaults = {  # noqa: RUF012
+        "tool": None,
+        "enable": False,
+        "all_ranks": False,
+        "ranks": [],
+        "save_path": None,
+        "tool_config": None,
+        "global_tool_config": None,
+    }
+
+    def union(self, other: ProfilerConfig) -> ProfilerConfig:
+        """What one of the two watches."""
+        return self._joined(other, self.enable or other.enable, self.all_ranks or other.all_ranks, set.union)
+
+    def intersect(self, other: ProfilerConfig) -> ProfilerConfig:
+        """What both watch."""
+        return self._joined(other, self.enable and other.enable, self.all_ranks and other.all_ranks, set.intersection)
+
+    def _joined(self, other: ProfilerConfig, enable: bool, all_ranks: bool, join: Any) -> ProfilerConfig:
+        assert self.tool == other.tool, f"Cannot join profilers of two tools: {self.tool} and {other.tool}"
+        rest = {name: self[name] for name in self if name not in ("enable", "all_ranks", "ranks")}
+        ranks = sorted(join(set(self.ranks or []), other.ranks or []))
+        return ProfilerConfig(**{**rest, "enable": enable, "all_ranks": all_ranks, "ranks": ranks})
 
 
 def mark_annotate(*args: Any, **kwargs: Any) -> Callable[[Any], Any]:

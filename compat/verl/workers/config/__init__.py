@@ -6,22 +6,38 @@ from collections.abc import Mapping
 from typing import Any
 
 from posttrain.algorithms.aggregation import AGGREGATION_MODES
-from posttrain.config import rollout, root
+from posttrain.config import root
 from verl._added import added_to
 from verl._config import BaseConfig
 from verl._missing import not_given
+from verl.workers.config.critic import CriticConfig, FSDPCriticConfig, McoreCriticConfig
+from verl.workers.config.engine import EngineConfig, EngineRouterReplayConfig, FSDPEngineConfig, McoreEngineConfig
+from verl.workers.config.model import HFModelConfig, MtpConfig
 from verl.workers.config.optimizer import FSDPOptimizerConfig, McoreOptimizerConfig, OptimizerConfig, build_optimizer
+from verl.workers.config.rollout import AgentLoopConfig, MultiTurnConfig, RolloutConfig, SamplingConfig, TraceConfig
 
 __all__ = [
     "ActorConfig",
+    "AgentLoopConfig",
     "CriticConfig",
+    "EngineConfig",
+    "EngineRouterReplayConfig",
     "FSDPActorConfig",
+    "FSDPCriticConfig",
+    "FSDPEngineConfig",
     "FSDPOptimizerConfig",
+    "HFModelConfig",
     "McoreActorConfig",
+    "McoreCriticConfig",
+    "McoreEngineConfig",
     "McoreOptimizerConfig",
+    "MtpConfig",
+    "MultiTurnConfig",
     "OptimizerConfig",
     "PolicyLossConfig",
     "RolloutConfig",
+    "SamplingConfig",
+    "TraceConfig",
     "build_optimizer",
 ]
 __getattr__ = not_given(__name__)
@@ -101,15 +117,3 @@ def actor_view(section: Any, counts: dict[str, Any]) -> ActorConfig:
     actors, losses = (added_to(f"actor_rollout_ref.actor.{part}") for part in ("", "policy_loss."))
     own = PolicyLossConfig.of(section["policy_loss"] if isinstance(section, Mapping) else section.policy_loss, **losses)
     return ActorConfig.of(section, **actors, policy_loss=own, _counts=counts)
-
-
-class CriticConfig(BaseConfig):
-    """The section `critic`."""
-
-    _section = root.CriticConfig
-
-
-class RolloutConfig(BaseConfig):
-    """The section `actor_rollout_ref.rollout`."""
-
-    _section = rollout.RolloutConfig

@@ -17,8 +17,8 @@ from posttrain.conversations.tools.answers import redacted
 from posttrain.conversations.tools.search.corpus import Passage, passage_of
 from posttrain.conversations.tools.search.services import RETRIEVAL, Service
 from posttrain.errors import UserError
-from posttrain.masking import mask_urls
 from posttrain.posting import Patience, Refused, post_json
+from posttrain.texts import mask_urls
 
 _PATIENCE = Patience(attempts=3, pause_s=0.2, total_s=30.0)
 _SAID = 200

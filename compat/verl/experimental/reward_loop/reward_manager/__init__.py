@@ -3,8 +3,16 @@
 from verl._missing import not_given
 from verl.experimental.reward_loop.reward_manager.dapo import DAPORewardManager
 from verl.experimental.reward_loop.reward_manager.gdpo import GDPORewardManager
+from verl.experimental.reward_loop.reward_manager.limited import RateLimitedRewardManager
 from verl.experimental.reward_loop.reward_manager.naive import NaiveRewardManager
 from verl.experimental.reward_loop.reward_manager.registry import get_reward_manager_cls, register
 
-__all__ = ["DAPORewardManager", "GDPORewardManager", "NaiveRewardManager", "get_reward_manager_cls", "register"]
+__all__ = [
+    "DAPORewardManager",
+    "GDPORewardManager",
+    "NaiveRewardManager",
+    "RateLimitedRewardManager",
+    "get_reward_manager_cls",
+    "register",
+]
 __getattr__ = not_given(__name__)

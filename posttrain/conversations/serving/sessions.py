@@ -1,0 +1,132 @@
+"""The sessions of a run, as the HTTP process has them: each has a key, a ledger, and the answers of its last requests.
+
+What programs ask about their samples (`/s/next`, `/task`, `/reward`, `/end`) is answered by the run's own process
+(`programs.py`), which opens and closes the sessions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+from aiohttp import web
+
+from posttrain.conversations.ledger import Ledger
+from posttrain.conversations.serving.app import Channel, make_app
+from posttrain.conversations.serving.model import Prompt, ServedModel
+from posttrain.conversations.serving.remote import Turns, error_of
+from posttrain.conversations.serving.requests import Answer, ApiError, ModelRequest
+from posttrain.conversations.serving.retries import Retries
+from posttrain.conversations.serving.wire import Link, Receive
+from posttrain.rollout.base import Output, Sampling
+
+
+@dataclass(eq=False)
+class Session:
+    """One sample."""
+
+    id: str
+    key: str
+    turns: Turns
+    ledger: Ledger
+    retries: Retries = field(default_factory=lambda: Retries(aborts=False))
+
+    async def sample(
+        self, prompt: Prompt, sampling: Sampling, seed: int | None, on_progress: Callable[[Output], None] | None
+    ) -> Output:
+        """A turn of the conversation. The run decides how it is sampled, but for its length and its stop texts."""
+        given = {"session": self.id, "max_tokens": sampling.max_tokens, "stop": sampling.stop}
+        return await self.turns.ask(prompt.ids, given, on_progress)
+
+
+class Sessions:
+    """Finds the session of a request (`app.Channels`)."""
+
+    def __init__(self, link: Link, model: ServedModel, run_key: str) -> None:
+        self.link, self.model, self.run_key = link, model, run_key
+        self._turns, self._sessions = Turns(link), dict[str, Session]()
+        self._told = set[str]()
+        self._numbers = count()
+        self._calls: dict[int, asyncio.Future[Any]] = {}
+
+    def app(self) -> tuple[web.Application, Receive]:
+        routes = [
+            ("POST", "/reward", self._route("reward")),
+            ("GET", "/task", self._route("task")),
+            ("POST", "/end", self._route("end")),
+            ("POST", "", self._route("next")),
+        ]
+        return make_app(self.model, self, routes), self.receive
+
+    def receive(self, words: list[Any], ids: list[int], values: list[float]) -> None:
+        """Takes a message of the run's process."""
+        kind, *rest = words
+        if kind == "open":
+            id, key = rest
+            self._sessions[id] = Session(id, key, self._turns, Ledger(self.model))
+        elif kind == "close":
+            self._close(*rest)
+        elif kind in ("said", "refused"):
+            number, what = rest
+            if (future := self._calls.pop(number, None)) is not None and not future.done():
+                future.set_result(what) if kind == "said" else future.set_exception(error_of(what))
+        else:
+            number, what = rest
+            self._turns.receive(kind, number, what, ids, values)
+
+    def _close(self, id: str) -> None:
+        """Reports what is to be taken back of a session, as the lengths of prompts with turns, and its counts."""
+        session = self._sessions.pop(id)
+        ledger, unused = session.ledger, session.ledger.unused()
+        counts = {"requests": ledger.continued + ledger.opened, "changed": ledger.changed}
+        ids = [one for turn in unused for one in turn.ids]
+        lengths = [len(turn.ids) for turn in unused]
+        self.link.post(["closed", id, {**counts, "repeated": session.retries.repeated}, lengths], ids)
+
+    def _route(self, name: str) -> Callable[[str, Any], Awaitable[Any]]:
+        async def ask(id: str, body: Any) -> Any:
+            if id != "next":
+                self._session(id)
+            number, future = next(self._numbers), asyncio.get_running_loop().create_future()
+            self._calls[number] = future
+            self.link.post(["call", number, name, id, body])
+            return await future
+
+        return ask
+
+    # -- requests -------------------------------------------------------------------------------------------------
+    def key(self, session: str | None) -> str | None:
+        if session is None or session == "next":
+            return self.run_key
+        return self._session(session).key
+
+    def session_of(self, session: str | None, request: ModelRequest) -> str | None:
+        """A program that plays many samples may use one client for all: its requests name their sample as the model."""
+        return session or (request.model if request.model in self._sessions else None)
+
+    def channel(self, session: str | None, request: ModelRequest) -> Channel:
+        found = self._session(session)
+        for name in request.overrides().keys() - self._told:
+            self._told.add(name)
+            self.link.post(["note", f"programs set `{name}`; the run's own settings decide how it samples."])
+        return Channel(found, found.ledger)
+
+    async def once(self, session: str | None, key: tuple[bool, Any], make: Callable[[], Awaitable[Answer]]) -> Answer:
+        found = self._session(session)
+        answer = await found.retries.once(*key, make)
+        found.ledger.deliver(answer)
+        return answer
+
+    def _session(self, id: str | None) -> Session:
+        found = self._sessions.get(id or "")
+        if found is None:  # 404, never 409: clients retry that
+            raise ApiError(
+                "This session has ended, or never was."
+                if id
+                else "Requests need a session: an address /s/ID/v1, or the ID as `model`.",
+                status=404,
+            )
+        return found
