@@ -261,7 +261,7 @@ class ToolAgentLoop(AgentLoopBase):
         except Exception as error:
             return _failed(f"Error executing tool '{name}': {error}")
         finally:
-            if instance is not None:
+            if instance is not None and not isinstance(tool, FunctionTool):
                 await tool.release(instance)
         if response.text and not isinstance(tool, RunTool):  # posttrain cuts the answers of the run's own tools
             cut = shortened(response.text, self.max_tool_response_length, self.tool_response_truncate_side)

@@ -66,7 +66,8 @@ class ToolParser(ABC):
         if name in cls._registry:
             return cls._registry[name](tokenizer)
         if name not in FORMATS:
-            raise ValueError(f"Unknown tool parser: {name}; there are {', '.join(dict.fromkeys([*cls._registry, *FORMATS]))}")
+            known = ", ".join(dict.fromkeys([*cls._registry, *FORMATS]))
+            raise ValueError(f"Unknown tool parser: {name}; there are {known}")
         return FormatParser(tokenizer, name)
 
 

@@ -93,19 +93,19 @@ class HFModelConfig(BaseConfig):
             raise TypeError(f"target_modules must be a string or a list of strings, but got {modules!r}")
         import_external_libs(self.external_lib)
         self.hf_config_path, self.tokenizer_path = self.hf_config_path or self.path, self.tokenizer_path or self.path
-        self.local_path = copy_to_local(self.path, use_shm=self.use_shm)
+        self.local_path = copy_to_local(str(self.path), use_shm=self.use_shm)
         if self.load_tokenizer:
-            self.local_tokenizer_path = copy_to_local(self.tokenizer_path, use_shm=self.use_shm)
-            self.tokenizer = hf_tokenizer(self.local_tokenizer_path, trust_remote_code=self.trust_remote_code)
+            self.local_tokenizer_path = copy_to_local(str(self.tokenizer_path), use_shm=self.use_shm)
+            self.tokenizer = hf_tokenizer(str(self.local_tokenizer_path), trust_remote_code=self.trust_remote_code)
             if self.custom_chat_template is not None:
                 self.tokenizer.chat_template = self.custom_chat_template
-        self.local_hf_config_path = copy_to_local(self.hf_config_path, use_shm=self.use_shm)
+        self.local_hf_config_path = copy_to_local(str(self.hf_config_path), use_shm=self.use_shm)
         self._read_model()
 
     def _read_model(self) -> None:
         from transformers import AutoConfig, GenerationConfig
 
-        folder = self.local_hf_config_path
+        folder = str(self.local_hf_config_path)
         attention = {key: self.override_config[key] for key in ("attn_implementation",) if key in self.override_config}
         self.hf_config = AutoConfig.from_pretrained(folder, trust_remote_code=self.trust_remote_code, **attention)
         try:

@@ -69,8 +69,8 @@ class RateLimitedRewardManager(NaiveRewardManager):
                 )
             return
         super().init_class(config, tokenizer)
-        cls._max_concurrent = given.get("max_concurrent", 1)
-        cls._semaphore = asyncio.Semaphore(cls._max_concurrent)
+        most = int(given.get("max_concurrent", 1))
+        cls._max_concurrent, cls._semaphore = most, asyncio.Semaphore(most)
         cls._max_rpm, cls._max_tpm = limits
         cls._rpm_limiter, cls._tpm_limiter = (None if one is None else AsyncTokenBucket(one / 60) for one in limits)
         cls._estimated_tokens_per_request = given.get("estimated_tokens_per_request", 2000)
