@@ -132,14 +132,14 @@ class _Routes:
 
     def through(self, feed: Gated | Mixture, x_TE: torch.Tensor | Quantized, *, captured: bool = False) -> torch.Tensor:
         """Return the output of a layer's feed-forward part, and note its experts."""
-        compute: Callable[..., torch.Tensor] = feed.captured if captured else feed
         if self.noted_TLK is None or not isinstance(feed, Mixture):
-            return compute(x_TE)
+            return feed.captured(x_TE) if captured else feed(x_TE)
+        routes_TK = self.noted_TLK[:, self.layer]
         self.layer += 1
-        return compute(x_TE, self.noted_TLK[:, self.layer - 1])
+        return feed.captured(x_TE, routes_TK) if captured else feed(x_TE, routes_TK)
 
     def store(self, places_T: torch.Tensor) -> None:
-        assert self.store_PLK is not None
+        assert self.store_PLK is not None and self.noted_TLK is not None
         self.store_PLK[places_T] = self.noted_TLK  # rows that have ended have place -1: the one more
 
 

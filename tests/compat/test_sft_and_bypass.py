@@ -129,3 +129,14 @@ def test_a_score_is_one_function_at_both_addresses() -> None:
     before = package.gsm8k_reward
     assert importlib.import_module("verl.utils.reward_score.gsm8k_reward") is before is package.gsm8k_reward
     assert before("so #### 5", "5") == 1.0
+
+
+def test_responses_that_are_missing_count_as_wrong() -> None:
+    from verl.trainer.ppo.metric_utils import process_validation_metrics
+
+    columns: dict[str, Any] = {"acc": [1.0, 1.0, None], "reward": [0.5, 1.0, 2.0]}
+    counts = {("a", "x"): 4, ("b", "y"): 2}
+    found = process_validation_metrics(["a", "a", "b"], ["x", "x", "y"], columns, expected_acc_counts=counts)
+    assert found["a"]["acc"]["mean@4"] == 0.5 and found["a"]["acc_success_only"]["mean@2"] == 1.0
+    assert found["a"]["reward"]["mean@2"] == 0.75
+    assert "acc" not in found["b"] and found["b"]["reward"]["mean@1"] == 2.0

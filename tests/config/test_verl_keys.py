@@ -132,10 +132,21 @@ def other_value(key: str, program: str) -> str:
     return "0.25" if kind is float else "{depth: 7}" if leaf.free_keys else "[one]"
 
 
+REPLAY = ("actor_rollout_ref.actor.router_replay.mode", "actor_rollout_ref.rollout.enable_rollout_routing_replay")
+"""Rejected beside engines that are not posttrain's own."""
+
+
+def test_routes_of_experts_are_replayed_by_verls_keys():
+    assert set(REPLAY) <= set(keys_with(HONOURED, "main_ppo"))
+    both = load_config([f"{REPLAY[0]}=R3", f"{REPLAY[1]}=True"], tree=TREES["main_ppo"])
+    alone = load_config([f"{REPLAY[0]}=R3"], tree=TREES["main_ppo"])
+    assert [both.value(key) for key in REPLAY] == [alone.value(key) for key in REPLAY] == ["R3", True]
+
+
 @pytest.mark.parametrize("program", list(TREES))
 def test_every_honoured_key_changes_the_resolved_configuration(program):
     table = leaves(TREES[program].root)
-    values = {key: other_value(key, program) for key in keys_with(HONOURED, program)}
+    values = {key: other_value(key, program) for key in keys_with(HONOURED, program) if key not in REPLAY}
     whole = {key for key in values if key in table}
     both = ["algorithm.allow_both_kl=True"] if program == "main_ppo" else []
     resolved = load_config([f"{key}={value}" for key, value in values.items()] + both, tree=TREES[program])

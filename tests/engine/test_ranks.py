@@ -65,7 +65,9 @@ def test_in_float64_all_numbers_and_weights_are_those_of_one_process(worlds, che
 @pytest.mark.parametrize("check", ["mixture", "mixture_recomputed", "mixture_sequence"])
 def test_replayed_routes_and_balanced_loads_are_those_of_one_process(worlds, check, ranks):
     one, many = worlds.found[1]["mixture"], worlds.found[ranks][check]
-    assert furthest(one, many) < 1e-8 and min(one["changes"]) > 0.5 and min(one["norms"]) > 0.1
+    assert max(furthest(one[name], many[name]) for name in ("losses", "norms", "weights")) < 1e-9
+    assert max(furthest(one[name], many[name]) for name in ("loads", "changes")) < 1e-6  # measured in float32
+    assert min(one["changes"]) > 0.5 and min(one["norms"]) > 0.1
 
 
 def test_the_runs_that_are_compared_learn_something(worlds):

@@ -139,7 +139,7 @@ def test_rows_that_wait_for_prompts_wait_for_all_that_there_is_room_for():
     engine.rounds.tokens_per_step, engine.rounds.tokens_unseen = 64, 16
     rows_of_first_call = []
 
-    def decode(rows, caches):
+    def decode(rows, caches, routes_PLK):
         rows_of_first_call.append(len(rows.last))
         engine.rounds.tokens_per_step, engine.rounds.tokens_unseen = 1, None  # goes on token by token, on any processor
         return False

@@ -36,9 +36,9 @@ class Echo:
             self.waiting.append(Output((uid, sample), [ids[0], 1 + sample], [0.0, 0.0], "stop", [(0, 2)]))
 
     @register(to_all)
-    def advance(self):
+    def advance(self, others_may_join=False, streams=()):
         ended = [self.waiting.pop()] if self.waiting else []
-        return ended, bool(self.waiting)
+        return ended, bool(self.waiting), []
 
 
 class Letters:

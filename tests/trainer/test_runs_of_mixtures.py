@@ -60,10 +60,13 @@ def test_routes_of_the_old_log_probs_are_taken_in_all_updates(mixture, sums, tmp
     monkeypatch.setattr(
         PolicyWorker, "compute_log_prob", lambda self, *given: made.append(plain(self, *given)) or made[-1]
     )
-    more = {**R2, **TWO_UPDATES, f"{ACTOR}optim__lr": 0.1, "trainer__total_training_steps": 1}
-    run(mixture, sums, tmp_path, **more)
+    more = {**TWO_UPDATES, f"{ACTOR}optim__lr": 0.1, "trainer__total_training_steps": 1}
+    (line,) = metrics_of(run(mixture, sums, tmp_path / "R2", **more, **R2).path)
     routes = made[-1].non_tensor_batch[ROUTES]
     assert len(routes) == 12 and {array.shape[1:] for array in routes} == {(2, 2)}
+    assert line["actor/route_changes"] == 0  # of the first update, whose weights are those of the old log-probs
+    (other,) = metrics_of(run(mixture, sums, tmp_path / "disabled", **more).path)
+    assert abs(line["policy_loss"] - other["policy_loss"]) > 1e-4 and "actor/route_changes" not in other
 
 
 def test_a_run_resumes_to_the_bit_with_the_routes_of_a_surplus(mixture, sums, tmp_path):

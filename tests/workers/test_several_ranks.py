@@ -530,7 +530,7 @@ def in_turns(group: Any) -> dict[Any, tuple[list[int], list[float]]]:
         for engine in engines:
             busy = True
             while busy:
-                outputs, busy = group.advance.on(engine).result()
+                outputs, busy, _ = group.advance.on(engine).result()
                 new += [(engine, output) for output in outputs]
         ended.update({output.id: (output.token_ids, list(map(float, output.log_probs))) for _, output in new})
         return new

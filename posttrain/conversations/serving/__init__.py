@@ -6,8 +6,12 @@ openai_chat.py, openai_completions.py, openai_responses.py, anthropic.py, token_
 turns.py               a turn of the model as thinking, words and tool calls, whole or streamed
 model.py               answers requests with a rollout engine: prompts, turns, log-probs
 retries.py             a repeated request gets the answer of the first
-local.py               requests that an engine of this process answers
+local.py               requests that one engine answers, for clients without sessions
+sessions.py            the sessions of a run: keys, ledgers, retries
 app.py                 routes, keys, streams, disconnects
+process.py             the process that speaks HTTP, beside the engine's; it is replaced when it is lost
+wire.py                messages between the two, many in one write
+remote.py              an engine of another process, and the other end of that
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ process does, however that ends.
 from __future__ import annotations
 
 import asyncio
+import gc
 import socket
 import time
 import traceback
@@ -95,6 +96,8 @@ class ServerProcess:
 
 
 def _run(channel: Channel, listener: socket.socket, make: MakeApp) -> None:
+    # Ledgers of many sessions are so many objects that the usual collections take a good part of the time.
+    gc.set_threshold(100_000, 50, 100)
     try:
         asyncio.run(_serve(channel, listener, make))
     except Exception:  # a forked process ends without a word otherwise

@@ -74,7 +74,8 @@ class Sessions:
             if (future := self._calls.pop(number, None)) is not None and not future.done():
                 future.set_result(what) if kind == "said" else future.set_exception(error_of(what))
         else:
-            self._turns.receive(kind, *rest, ids, values)
+            number, what = rest
+            self._turns.receive(kind, number, what, ids, values)
 
     def _close(self, id: str) -> None:
         """Reports what is to be taken back of a session, as the lengths of prompts with turns, and its counts."""

@@ -228,6 +228,11 @@ MODEL: tuple[Rule, ...] = (
     ),
     not_supported("*.model.hf_config_path", "config.json is read from the model's folder", "set model.override_config"),
     not_supported(
+        "*.policy_loss.{cppo,cppo.*}",
+        "the loss `cppo` (position-weighted thresholds and a budget per prefix) is not built",
+        "set actor_rollout_ref.actor.policy_loss.loss_mode to a loss of docs/algorithms.md",
+    ),
+    not_supported(
         "*.model.{mtp,mtp.*}",
         "multi-token prediction is not built: a model's further heads are neither trained nor decoded with",
         "remove it",

@@ -252,8 +252,8 @@ class Experience:
         idle = self._busy - self._advancing.keys()
         turns = self.turns
         for rank in sorted(idle):
-            how = () if turns is None else (turns.others_may_join, turns.streams(rank))
-            self._advancing[rank] = self.rollout.advance.on(rank, *how)
+            join, streams = (False, []) if turns is None else (turns.others_may_join, turns.streams(rank))
+            self._advancing[rank] = self.rollout.advance.on(rank, join, streams)
 
     def decode(self, ids: list[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=True)

@@ -66,7 +66,7 @@ class ToolParser(ABC):
         if name in cls._registry:
             return cls._registry[name](tokenizer)
         if name not in FORMATS:
-            raise ValueError(f"Unknown tool parser: {name}; there are {', '.join([*cls._registry, *FORMATS])}")
+            raise ValueError(f"Unknown tool parser: {name}; there are {', '.join(dict.fromkeys([*cls._registry, *FORMATS]))}")
         return FormatParser(tokenizer, name)
 
 

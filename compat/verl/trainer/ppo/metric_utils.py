@@ -118,10 +118,22 @@ def calc_maj_val(data: Sequence[dict[str, Any]], vote_key: str, val_key: str) ->
 
 
 def process_validation_metrics(
-    data_sources: Sequence[str], sample_uids: Sequence[str], infos_dict: dict[str, Sequence[Any]], seed: int = 42
+    data_sources: Sequence[str],
+    sample_uids: Sequence[str],
+    infos_dict: dict[str, Sequence[Any]],
+    seed: int = 42,
+    expected_acc_counts: dict[tuple[str, str], int] | None = None,
 ) -> dict[str, dict[str, dict[str, float]]]:
     """Source -> variable -> metric: mean@n and std@n of a prompt's n responses, best@k, worst@k and (with a column
-    `pred`) maj@k for k = 2, 4, ..., n by resampling; each the mean over prompts."""
+    `pred`) maj@k for k = 2, 4, ..., n by resampling; each the mean over prompts.
+
+    `expected_acc_counts` is the number of responses that each (source, prompt) should have: the `acc` of those that
+    are missing is 0, and `acc_success_only` leaves them out.
+    """
+    if expected_acc_counts and "acc" in infos_dict:
+        data_sources, sample_uids, infos_dict = _with_missing(
+            data_sources, sample_uids, infos_dict, expected_acc_counts
+        )
     rows: dict[str, dict[str, list[int]]] = {}
     for row, (source, uid) in enumerate(zip(data_sources, sample_uids, strict=True)):
         rows.setdefault(source, {}).setdefault(uid, []).append(row)
@@ -134,8 +146,22 @@ def process_validation_metrics(
             for own in prompts.values():
                 for metric, value in _of_prompt(name, own, infos_dict, seed).items():
                     found.setdefault(metric, []).append(value)
-            made.setdefault(source, {})[name] = {metric: float(np.mean(values)) for metric, values in found.items()}
+            if found:
+                made.setdefault(source, {})[name] = {metric: float(np.mean(values)) for metric, values in found.items()}
     return made
+
+
+def _with_missing(
+    sources: Sequence[str], uids: Sequence[str], infos: dict[str, Sequence[Any]], expected: dict[tuple[str, str], int]
+) -> tuple[list[str], list[str], dict[str, Sequence[Any]]]:
+    """A row more for each response that is missing, of sources that have an `acc` at all."""
+    keys, right = list(zip(sources, uids, strict=True)), infos["acc"]
+    present = [key for key, value in zip(keys, right, strict=True) if value is not None]
+    scored = {source for source, _ in present}
+    added = [key for key, count in expected.items() if key[0] in scored for _ in range(count - present.count(key))]
+    made: dict[str, Sequence[Any]] = {name: [*column, *[None] * len(added)] for name, column in infos.items()}
+    made |= {"acc": [*right, *[0.0] * len(added)], "acc_success_only": [*right, *[None] * len(added)]}
+    return [one for one, _ in keys + added], [one for _, one in keys + added], made
 
 
 def _of_prompt(name: str, rows: list[int], infos: dict[str, Sequence[Any]], seed: int) -> dict[str, float]:
