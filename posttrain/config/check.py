@@ -345,11 +345,8 @@ def check_router_replay(checked: Checked) -> Iterator[Finding]:
     whether the model has routers that are known is checked when it is loaded."""
     actor, rollout = checked.config.actor_rollout_ref.actor, checked.config.actor_rollout_ref.rollout
     mode_key, record_key = f"{_ACTOR}.router_replay.mode", f"{_ROLLOUT}.enable_rollout_routing_replay"
-    mode, recorded, coefficient = (
-        actor.router_replay.mode,
-        rollout.enable_rollout_routing_replay,
-        f"{_ACTOR}.router_aux_loss_coef",
-    )
+    mode, recorded = actor.router_replay.mode, rollout.enable_rollout_routing_replay
+    coefficient = f"{_ACTOR}.router_aux_loss_coef"
     if mode == "R3" and not recorded:
         what = f"`{mode_key}=R3` replays the routes of the rollout, and `{record_key}=False` does not record them."
         yield checked.problem(what, f"remove {record_key}, or set it to True", mode_key, record_key)

@@ -1,7 +1,9 @@
-"""Tree, the settings of a program and their rules; and what checks of meaning work on: a typed configuration.
+"""How packages plug into config, which does not know them; and what checks of meaning work on: a typed configuration.
 
-One loader serves `main_ppo` and the supervised trainers, since each has a Tree. Packages above this one know their
-engines, models and tools. A module that `posttrain.plugins.checks` names takes part by functions of its own, loaded
+Other systems' settings: the package that `posttrain.plugins.dialect` names answers "do you know this key, and what does
+it mean here?". It is imported when a run's settings are first loaded; without one, those keys are unknown keys.
+
+Engines, models and tools: a module that `posttrain.plugins.checks` names takes part by functions of its own, loaded
 without torch:
 
     def check(checked: Checked) -> Iterator[Finding]: ...                               # settings
@@ -16,26 +18,55 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import typing
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from posttrain import plugins
 from posttrain.algorithms.registry import ADV_ESTIMATORS, POLICY_LOSSES, critic_estimators
 from posttrain.config.resolved import Problem
-from posttrain.config.schema import ESTIMATOR_KIND, LOSS_KIND, Section, leaves, lookup
+from posttrain.config.schema import ESTIMATOR_KIND, LOSS_KIND, leaves, lookup
 from posttrain.config.values import WrongValue, convert
 from posttrain.settings import Idle, choices_of, range_of
 from posttrain.spelling import closest
 
-if TYPE_CHECKING:
-    from posttrain.config.merge import Merged, Spellings
-
-
 # A problem, or a note.
 Finding = Problem | str
 Settings = TypeVar("Settings")
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """What other systems call the settings of one program."""
+
+    # Prefix there -> prefix here.
+    moved: Mapping[str, str] = field(default_factory=dict)
+    # Key there -> key here.
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    # The package's own object for a key that is no setting here; None for a key that it does not know.
+    answer: Callable[[str], Any] = lambda key: None
+    # Called with the `Merged` once all values are in it: act on the answered keys and on other words for values.
+    apply: Callable[[Any], object] = lambda merged: None
+    # All keys that it knows, to find what a misspelt one means.
+    keys: Callable[[], Iterable[str]] = tuple
+    # A sentence about a name that is only explained, not translated.
+    advice: Callable[[str], str | None] = lambda name: None
+    # Called with the `CommandLine` and the working folder: replace a main file that only the other system has; returns
+    # (setting, source) of what that file would set.
+    main_file: Callable[[Any, Path], list[tuple[str, str]]] = lambda line, folder: []
+
+
+@cache
+def dialect(program: str) -> Dialect:
+    """The dialect of a program: `ppo_trainer`, `sft_trainer` or `reward_model_trainer`."""
+    return Dialect() if plugins.dialect is None else importlib.import_module(plugins.dialect).dialect(program)
+
+
+def pages() -> dict[str, str]:
+    """The pages of docs/ that the package makes from its tables: file name -> text."""
+    return {} if plugins.dialect is None else importlib.import_module(plugins.dialect).pages()
 
 
 @dataclass
@@ -116,28 +147,6 @@ def _faults(key: str, name: str, value: Any, kind: type, advice: str) -> Iterato
         yield f"`{key}.{name}={typed}` is not known; known: {', '.join(known)}.", nearest_name(typed, known)
     if typed is not None and limits is not None and not limits.allows(typed):
         yield f"`{key}.{name}={typed}` must be {limits.words}.", advice
-
-
-@dataclass(frozen=True)
-class Tree:
-    """One tree of settings and the rules that belong to it."""
-
-    # Name of the main file in `trainer/config/`.
-    main: str
-    root: type[Section]
-    # The section of the model that is trained.
-    model: str
-    spellings: Spellings
-    # The answer to a start with no argument at all.
-    nothing_given: Problem
-    # Settings that follow from others; gets the keys that a Python caller hands over as objects.
-    derive: Callable[[Merged, frozenset[str]], None]
-    # Problems and notes about the meaning of the values.
-    checks: Sequence[Callable[[Checked], Iterable[Finding]]]
-    # Names that a file of the user's may register, in the trees that have such settings.
-    check_names: Callable[[Merged, Path], None] = lambda merged, folder: None
-    # Modules that are trained whole beside adapters, so that an adapter folder may hold them.
-    heads: tuple[str, ...] = ()
 
 
 _ACTOR = "actor_rollout_ref.actor"

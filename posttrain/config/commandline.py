@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from posttrain.config.dialect import dialect
+from posttrain.config.checked import dialect
 from posttrain.config.resolved import Problem
 from posttrain.spelling import closest
 

@@ -13,7 +13,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from posttrain.config import dialect
+from posttrain.config import checked
 from posttrain.config.choices import PRESETS
 from posttrain.config.compose import PACKAGE_TREE
 from posttrain.config.root import PPOConfig
@@ -62,7 +62,7 @@ def files() -> dict[Path, str]:
     for name, (sentence, values) in PRESETS.items():
         made[PACKAGE_TREE / f"{name}.yaml"] = _preset_text(sentence, values)
     made[DOCS_PAGE] = _page("Settings", PPOConfig, "posttrain config KEY=VALUE ...") + _presets_table()
-    made |= {DOCS_PAGE.parent / name: text for name, text in dialect.pages().items()}
+    made |= {DOCS_PAGE.parent / name: text for name, text in checked.pages().items()}
     for verb, tree in COMMANDS.items():
         command, page = f"posttrain {verb}", f"settings_{verb.replace('-', '_')}.md"
         made[PACKAGE_TREE / f"{tree.main}.yaml"] = _whole_text(command, tree.root)

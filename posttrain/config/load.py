@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.config.check import check_one_process
-from posttrain.config.checked import Checked, Tree, checks_of_packages, idle_settings
+from posttrain.config.checked import Checked, checks_of_packages, idle_settings
 from posttrain.config.choices import EXTERNAL, load_own_algorithms
 from posttrain.config.commandline import CommandLine, add_override, find_lost_lines, parse_options
 from posttrain.config.compose import PACKAGE_TREE, Composed, add_files, compose, find_folders, known_choices
@@ -23,7 +23,7 @@ from posttrain.config.merge import Entry, Merged
 from posttrain.config.resolved import ConfigError, Problem, Resolved
 from posttrain.config.schema import KINDS, assign, nest, place_declared_settings
 from posttrain.config.trainer import TORCHRUN
-from posttrain.config.trees import PPO
+from posttrain.config.trees import PPO, Tree
 from posttrain.config.values import WrongValue, convert, describe_hint, shown
 from posttrain.errors import first_line, working_folder
 

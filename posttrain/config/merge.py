@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from posttrain.config.dialect import Dialect, dialect
+from posttrain.config.checked import Dialect, dialect
 from posttrain.config.resolved import Problem
 from posttrain.config.schema import Leaf, Section, leaves, sections
 from posttrain.config.values import NULLS, WrongValue, convert, shown, split_hint

@@ -1,9 +1,14 @@
-"""The trees of settings of `main_ppo` and of the supervised trainers: other spellings, derived settings, checks."""
+"""Tree, the settings of a program and their rules: one loader serves all programs, since each has a Tree.
+
+The trees of `main_ppo` and of the supervised trainers: other spellings, derived settings, checks.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from posttrain.config.check import (
@@ -15,7 +20,7 @@ from posttrain.config.check import (
     check_resume,
     check_sizes,
 )
-from posttrain.config.checked import Checked, Finding, Tree
+from posttrain.config.checked import Checked, Finding
 from posttrain.config.choices import check_names
 from posttrain.config.commandline import nothing_given
 from posttrain.config.derived import derive, derive_command
@@ -27,6 +32,29 @@ from posttrain.config.schema import Section
 from posttrain.config.supervised import RewardTrainerConfig, SFTConfig
 from posttrain.config.trainer import AS_THE_ACTOR, OF_THE_COMMAND, ROLLOUT_EACH, ROLLOUT_MACHINES, TOGETHER
 from posttrain.errors import UserError
+
+
+@dataclass(frozen=True)
+class Tree:
+    """One tree of settings and the rules that belong to it."""
+
+    # Name of the main file in `trainer/config/`.
+    main: str
+    root: type[Section]
+    # The section of the model that is trained.
+    model: str
+    spellings: Spellings
+    # The answer to a start with no argument at all.
+    nothing_given: Problem
+    # Settings that follow from others; gets the keys that a Python caller hands over as objects.
+    derive: Callable[[Merged, frozenset[str]], None]
+    # Problems and notes about the meaning of the values.
+    checks: Sequence[Callable[[Checked], Iterable[Finding]]]
+    # Names that a file of the user's may register, in the trees that have such settings.
+    check_names: Callable[[Merged, Path], None] = lambda merged, folder: None
+    # Modules that are trained whole beside adapters, so that an adapter folder may hold them.
+    heads: tuple[str, ...] = ()
+
 
 _ACTOR, _ROLLOUT, _MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 

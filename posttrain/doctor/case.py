@@ -12,10 +12,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from posttrain.config.checked import Tree
 from posttrain.config.resolved import Problem, Resolved
 from posttrain.config.schema import lookup
-from posttrain.config.trees import PPO
+from posttrain.config.trees import PPO, Tree
 from posttrain.planning.budgets import planner_for
 from posttrain.planning.memory_plan import Device, Planner, find_device
 from posttrain.rewards.pool import pool_size

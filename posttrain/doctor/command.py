@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.config import ConfigError, Resolved, load_config
-from posttrain.config.checked import Tree
-from posttrain.config.trees import COMMANDS, PPO, command_tree
+from posttrain.config.trees import COMMANDS, PPO, Tree, command_tree
 from posttrain.doctor.case import ERROR, WARNING, Finding, Report
 from posttrain.launch import resolve_arguments
 from posttrain.tracking.console import JSON, active

@@ -10,12 +10,12 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from posttrain.config.dialect import Dialect
+    from posttrain.config.checked import Dialect
 
 
 def dialect(program: str) -> Dialect:
     """What other systems call the settings of `ppo_trainer`, `sft_trainer` or `reward_model_trainer`."""
-    from posttrain.config.dialect import Dialect
+    from posttrain.config.checked import Dialect
     from posttrain.other_systems.names import counterpart
     from posttrain.other_systems.verl import renamed
     from posttrain.other_systems.verl.answers import find_rule, verl_keys

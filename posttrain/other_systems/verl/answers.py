@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from posttrain.config.checked import Tree
+from posttrain.config.trees import Tree
 from posttrain.other_systems.verl.actor import ACTOR_RULES
 from posttrain.other_systems.verl.algorithm import ALGORITHM_RULES
 from posttrain.other_systems.verl.rollout import ROLLOUT_RULES

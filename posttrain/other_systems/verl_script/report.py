@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from posttrain.config import ConfigError, load_config
-from posttrain.config.checked import Tree
 from posttrain.config.choices import ROLLOUT_ENGINES
 from posttrain.config.commandline import cut_short
 from posttrain.config.merge import Entry, Merged, Spellings
-from posttrain.config.trees import PPO, SFT
+from posttrain.config.trees import PPO, SFT, Tree
 from posttrain.errors import UserError
 from posttrain.other_systems.verl.answers import answer
 from posttrain.other_systems.verl.apply import apply_answers

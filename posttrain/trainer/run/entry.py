@@ -11,11 +11,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from posttrain.config.checked import Tree
 from posttrain.config.data import HELD_OUT
 from posttrain.config.load import load_config
 from posttrain.config.resolved import Resolved
-from posttrain.config.trees import PPO
+from posttrain.config.trees import PPO, Tree
 from posttrain.tracking.console import command_console, exit_status, prepare_streams, protect_console, split_output_mode
 from posttrain.tracking.terminal_text import print_text
 from posttrain.trainer.constants_ppo import apply_environment
