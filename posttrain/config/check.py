@@ -364,11 +364,8 @@ def check_router_replay(checked: Checked) -> Iterator[Finding]:
     if actor.router_aux_loss_coef > 0 and mode == "disabled" and not recorded:
         what = f"`{coefficient}={actor.router_aux_loss_coef:g}` needs the load of the experts before the update."
         yield checked.problem(what, f"set {record_key}=True, or {mode_key}=R2", coefficient)
-    for key, is_on in (
-        (mode_key, mode != "disabled"),
-        (record_key, recorded),
-        (coefficient, actor.router_aux_loss_coef > 0),
-    ):
+    used = {mode_key: mode != "disabled", record_key: recorded, coefficient: actor.router_aux_loss_coef > 0}
+    for key, is_on in used.items():
         if is_on and actor.strategy not in ("fsdp", "fsdp2"):
             what = f"`{key}` is not built for {_ACTOR}.strategy={actor.strategy}, whose routers take no given routes."
             yield checked.problem(what, f"set {_ACTOR}.strategy=fsdp2, or remove it", key, f"{_ACTOR}.strategy")

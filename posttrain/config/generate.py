@@ -65,7 +65,9 @@ def files() -> dict[Path, str]:
     made |= {DOCS_PAGE.parent / name: text for name, text in checked.pages().items()}
     for verb, tree in COMMANDS.items():
         command, page = f"posttrain {verb}", f"settings_{verb.replace('-', '_')}.md"
-        made[PACKAGE_TREE / f"{tree.main}.yaml"] = _whole_text(command, tree.root)
+        head = f"{_MADE}\n# The settings of `{command}`; write them on the command line to change them.\n\n"
+        text = head + "defaults:\n  - _self_\n\n" + _yaml(leaves(tree.root).values(), "") + _HYDRA
+        made[PACKAGE_TREE / f"{tree.main}.yaml"] = text
         made[DOCS_PAGE.parent / page] = _page(f"Settings of `{command}`", tree.root, f"{command} KEY=VALUE ... --help")
     return made
 
@@ -121,12 +123,6 @@ def _yaml(chosen: Iterable[Leaf], prefix: str) -> str:
             lines.append(f"{indent}# {leaf.sentence}")
         lines.append(f"{indent}{name}: {one_line(leaf.default)}")
     return "\n".join(lines) + "\n"
-
-
-def _whole_text(command: str, root: type[Section]) -> str:
-    """A tree in one file, without groups."""
-    head = f"{_MADE}\n# The settings of `{command}`; write them on the command line to change them.\n\n"
-    return head + "defaults:\n  - _self_\n\n" + _yaml(leaves(root).values(), "") + _HYDRA
 
 
 def _page(title: str, root: type[Section], command: str) -> str:
