@@ -209,9 +209,9 @@ class Experience:
         ended: list[Output] = []
         for rank, future in list(self._advancing.items()):
             if future.done():
-                outputs, busy, so_far = self._advancing.pop(rank).result()
-                if self.turns and so_far:
-                    self.turns.show(rank, so_far)
+                outputs, busy, *so_far = self._advancing.pop(rank).result()
+                if self.turns and any(so_far):
+                    self.turns.show(rank, so_far[0])
                 ended += self.turns.receive(rank, outputs) if self.turns else outputs
                 # "Idle" may be older than requests that were sent while the rank answered: then it is busy after all.
                 if not busy and rank not in self._asked_while_busy:
@@ -252,8 +252,9 @@ class Experience:
         idle = self._busy - self._advancing.keys()
         turns = self.turns
         for rank in sorted(idle):
-            join, streams = (False, []) if turns is None else (turns.others_may_join, turns.streams(rank))
-            self._advancing[rank] = self.rollout.advance.on(rank, join, streams)
+            # A worker of the user's own may know nothing of conversations: it is called without arguments.
+            given = () if turns is None else (turns.others_may_join, turns.streams(rank))
+            self._advancing[rank] = self.rollout.advance.on(rank, *given)
 
     def decode(self, ids: list[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=True)
