@@ -27,12 +27,8 @@ class Problem:
     keys: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        lines = [self.what]
-        if self.where:
-            lines.append(f"   where: {self.where}")
-        if self.do:
-            lines.append(f"   what to do: {self.do}")
-        return "\n".join(lines)
+        labelled = {"where": self.where, "what to do": self.do}
+        return "\n".join([self.what, *(f"   {label}: {text}" for label, text in labelled.items() if text)])
 
 
 class ConfigError(UserError):

@@ -20,6 +20,7 @@ from posttrain.conversations.agents import AGENTS
 from posttrain.errors import UserError
 from posttrain.models.embedded import byte_tokenizer
 
+pytestmark = pytest.mark.slow
 R = "actor_rollout_ref__rollout__"
 LOOP = '''
 from typing import Any

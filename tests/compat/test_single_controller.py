@@ -17,6 +17,7 @@ from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, Ra
 from verl.single_controller.ray.base import create_colocated_worker_cls
 from verl.trainer.ppo.ray_trainer import ResourcePoolManager, Role
 
+pytestmark = pytest.mark.slow
 COMPAT = str(Path(__file__).resolve().parents[2] / "compat")
 
 

@@ -16,6 +16,7 @@ from posttrain.algorithms.registry import POLICY_LOSSES
 from posttrain.config.root import PolicyLossConfig, RolloutCorrectionConfig
 from posttrain.workers.actor.dp_actor import finish_importance_metrics
 
+pytestmark = pytest.mark.slow
 LIMITS = {torch.float32: 1e-6, torch.float64: 1e-12}
 EXACT = {torch.float32: 1e-5, torch.float64: 1e-7}
 LAYOUTS = [

@@ -16,6 +16,7 @@ from posttrain.algorithms.registry import ADV_ESTIMATORS, POLICY_LOSSES
 from posttrain.config.choices import PRESETS
 from posttrain.trainer.ppo.ray_trainer import RayPPOTrainer
 
+pytestmark = pytest.mark.slow
 ACTOR = "actor_rollout_ref__actor__"
 # Every registered estimator with some loss and every registered loss with some estimator.
 PAIRS = list(zip_longest(ADV_ESTIMATORS, POLICY_LOSSES, fillvalue=None))

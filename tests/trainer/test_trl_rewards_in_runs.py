@@ -15,6 +15,7 @@ import posttrain
 from posttrain.config.choices import ESTIMATORS
 from posttrain.errors import UserError
 
+pytestmark = pytest.mark.slow
 SCRIPTED = {"actor_rollout_ref__rollout__name": "scripted", "trainer__total_training_steps": 1}
 
 
