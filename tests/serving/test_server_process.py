@@ -121,6 +121,8 @@ def test_a_process_that_is_killed_is_replaced_and_what_it_had_is_aborted():
         os.kill(process._worker.pid, signal.SIGKILL)
         with pytest.raises(aiohttp.ClientError):
             await asking
+        while not client.engine.aborted:
+            await asyncio.sleep(0.01)
         client.engine.hold = False
         status, _ = await client.post(CHAT, ASK)  # at the same address
         return status, lost, len(client.engine.aborted), process._worker.pid
