@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import time
 from contextlib import asynccontextmanager
 
@@ -17,6 +18,7 @@ from posttrain.conversations.serving.app import make_app
 from posttrain.conversations.serving.local import LocalChannels
 from posttrain.conversations.serving.process import ServerProcess, listen, url_of
 from posttrain.conversations.serving.remote import RemoteServer, ServerHost
+from posttrain.conversations.serving.wire import Link
 from tests.serving.scripted_server import END, Client, ScriptedEngine, served
 from tests.serving.test_programs import TWO_TURNS, conversations
 from tests.tools.call_templates import tokenizer_of
@@ -110,6 +112,25 @@ def test_a_client_that_goes_away_aborts_its_request_in_the_other_process():
         return client.engine.has_work()
 
     assert with_process(work) is False
+
+
+def test_messages_that_travel_together_keep_their_own_ids_and_log_probs():
+    sent = [(["a"], [1, 2], [-0.5, -0.25]), (["b"], [], []), (["c", {"n": 1}], [3], [-1.5]), (["d"], [4] * 300000, [])]
+
+    async def work():
+        came, ends = [], socket.socketpair()
+        sender, receiver = (Link(end, lambda *message: came.append(message), lambda: None) for end in ends)
+        for message in sent:
+            sender.post(*message)
+        for link in (sender, receiver):
+            link.open()
+        while len(came) < len(sent):
+            await asyncio.sleep(0.01)
+        for link in (sender, receiver):
+            link.close()
+        return came
+
+    assert asyncio.run(asyncio.wait_for(work(), 30)) == sent
 
 
 def test_a_process_that_is_killed_is_replaced_and_what_it_had_is_aborted():
