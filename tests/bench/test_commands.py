@@ -31,6 +31,7 @@ def run(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
     return status, captured.out, captured.err
 
 
+@pytest.mark.slow
 def test_rollout_measures_and_keeps_everything(tiny: Path, tmp_path: Path, capsys):
     file = tmp_path / "rollout.json"
     sizes = ("--prompts", "2", "--n", "2", "--tokens", "4", "--prompt-tokens", "3", "--repeat", "1", "--threads", "1")

@@ -145,6 +145,7 @@ def test_a_secret_of_a_tool_is_in_no_file_of_an_evaluation(tiny_model, engines, 
     assert len(files) >= 4 and not [path for path in files if b"sk-very-secret" in path.read_bytes()]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_brings_the_tools_of_its_run(tiny_model, sums, engines, tmp_path, capsys):
     more = {
         "actor_rollout_ref__rollout__multi_turn": True,

@@ -90,6 +90,7 @@ def score_by_turns(data_source, solution_str, ground_truth, extra_info=None):
     return {"score": extra_info["turn_scores"][-1], "turns": len(extra_info["turn_scores"])}
 
 
+@pytest.mark.slow
 def test_rows_choose_an_interaction_which_answers_each_turn_and_ends_the_conversation(tiny_model, folder, capsys):
     scripted.use(lambda read, seed: "6")
     truth = {"name": "gsm8k", "ground_truth": "7"}

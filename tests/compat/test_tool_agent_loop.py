@@ -123,6 +123,7 @@ class Scoring(BaseInteraction):
 """
 
 
+@pytest.mark.slow
 def test_interactions_answer_turns_without_calls_in_such_a_loop(tiny_model, folder):
     scripted.use(lambda read, seed: CALL if "go on" in read and "[5]" not in read else "7")
     (folder / "scoring.py").write_text(SCORING)

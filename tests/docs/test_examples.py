@@ -241,6 +241,7 @@ DOCUMENT_4_TURNS = {  # §6.1
 }
 
 
+@pytest.mark.slow
 def test_the_small_form_learns_to_call_the_tool_and_samples_have_calls_of_several_turns(tmp_path, monkeypatch, capfd):
     """SFT and RL as the script starts them under SMOKE=1, in this process, with a tiny model and a single question."""
     from posttrain import cli

@@ -66,6 +66,7 @@ def test_the_rollout_goes_through_the_adapters(ran):
     assert float(gap.max()) < 1e-5
 
 
+@pytest.mark.slow
 def test_the_script_sets_the_documents_keys_and_its_small_form_runs(brief_model: Path, tmp_path: Path, forked):
     from posttrain.data.recipes.math import GSM8K
     from posttrain.data.recipes.recipe import prepare

@@ -160,6 +160,7 @@ with ToolRunner(make_tools(["calculator"], {}), timeout_s=60, max_chars=99, side
     assert run.stdout.split("\n")[0] == "5 set()"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", ["old", "new"])
 def test_import_paths_of_earlier_files_give_the_same_modules(first):
     """A second copy of a module would have a registry and base classes of its own."""

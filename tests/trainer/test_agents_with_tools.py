@@ -61,6 +61,7 @@ def test_an_agent_uses_the_runs_tools_by_name_with_their_deadlines_secrets_and_c
     assert line["tools/calls"] == 1 and line["tools/errors"] == pytest.approx(errors) and 0 < errors < 1
 
 
+@pytest.mark.slow
 def test_an_agent_has_the_models_own_calls_answered_as_the_built_in_one_does(tiny_model, sums, tmp_path):
     register_tool("add")(add)
 

@@ -121,6 +121,7 @@ def test_an_environment_whose_methods_are_tools_is_played_as_in_trl(tiny_model, 
         assert calls[0]["error"] == "raised: ValueError: Too wet."
 
 
+@pytest.mark.slow
 def test_state_of_such_an_environment_reaches_the_reward_function(tiny_model, sums, tmp_path, write):
     scripted.use(lambda read, seed: "found" if "Nothing" in read else call("look", place="hut"))
     text = BOARD.replace("self.reward, self.looked, self._secret = 0.0, [], object()", "self.looked = []")

@@ -69,6 +69,7 @@ def test_routes_of_the_old_log_probs_are_taken_in_all_updates(mixture, sums, tmp
     assert abs(line["policy_loss"] - other["policy_loss"]) > 1e-4 and "actor/route_changes" not in other
 
 
+@pytest.mark.slow
 def test_a_run_resumes_to_the_bit_with_the_routes_of_a_surplus(mixture, sums, tmp_path):
     settings = {**FILTERED, **R3, **ROUNDED, f"{ACTOR}router_aux_loss_coef": 0.01}
     straight = run(mixture, sums, tmp_path / "straight", reward=rarely_right, **settings)
