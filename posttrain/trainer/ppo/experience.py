@@ -252,9 +252,10 @@ class Experience:
         idle = self._busy - self._advancing.keys()
         turns = self.turns
         for rank in sorted(idle):
-            # A worker of the user's own may know nothing of conversations: it is called without arguments.
-            given = () if turns is None else (turns.others_may_join, turns.streams(rank))
-            self._advancing[rank] = self.rollout.advance.on(rank, *given)
+            if turns is None:  # without arguments: a worker of the user's own may know nothing of conversations
+                self._advancing[rank] = self.rollout.advance.on(rank)
+            else:
+                self._advancing[rank] = self.rollout.advance.on(rank, turns.others_may_join, turns.streams(rank))
 
     def decode(self, ids: list[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=True)
