@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
 """What one training step costs the driver: bytes held, sent and received, and CPU seconds, by stage.
 
-    python scripts/measure_data_plane.py [--prompts 32] [--n 16] [--tokens 32768] [--workers 64] [--teams 1] [--scale 16]
+    python scripts/measure_data_plane.py [--prompts 32] [--tokens 32768] [--workers 64] [--teams 1] [--scale 16]
 
 One process plays the driver and all workers. The driver's code is the real one (`Experience`, `RewardManager`, the
 spreading, planning and joining of `workers/`, advantages, metrics), and so are the messages: arguments and results are
-packed as for Ray. The workers invent their answers: their time does not count. `--teams 8` lets 8 neighbouring workers
-compute the same sequences together. `--scale` multiplies the figures, for a run with a part of the prompts.
+packed as for Ray, and rows lie in a real Ray store. The workers invent their answers: their time does not count.
+`--teams 8` lets 8 neighbouring workers compute the same sequences together. `--no-store` has all rows travel through
+the driver, `--no-texts` has a run without reward functions. `--scale` multiplies the figures, for a part of the prompts.
 """
 
 from __future__ import annotations
@@ -22,15 +23,20 @@ from typing import Any
 import numpy as np
 import torch
 
+from posttrain.batch.compact import keep_rows
+from posttrain.batch.rows import has_store, use_store
 from posttrain.config.root import PPOConfig
 from posttrain.config.schema import assign
 from posttrain.controller.group import Future, WorkerGroup
-from posttrain.controller.rank_host import pack, unpack
+from posttrain.controller.rank_host import pack, size_of, unpack
+from posttrain.controller.ray_store import put_block
 from posttrain.engine.facts import EngineFacts
 from posttrain.models.embedded import byte_tokenizer
 from posttrain.protocol import DataProto
 from posttrain.rewards.types import RewardResult
 from posttrain.rollout.base import Output
+from posttrain.rollout.stored import keep_outputs
+from posttrain.texts import texts_of
 from posttrain.tracking.metrics import step_metrics
 from posttrain.trainer.ppo.advantages import compute_advantage
 from posttrain.trainer.ppo.experience import Experience
@@ -65,11 +71,6 @@ class Meter:
         self._others += time.thread_time() - begun
 
 
-def size_of(parcel: Any) -> int:
-    pickled, buffers, *_ = parcel
-    return len(pickled) + sum(buffer.nbytes for buffer in buffers)
-
-
 class Answer(Future[Any]):
     """A packed answer, unpacked by the driver when it is read."""
 
@@ -93,12 +94,14 @@ class CountingGroup(WorkerGroup):
         self.worker_class, self.config, self.world_size = type(workers[0]), workers[0].config, len(workers)
 
     def _send(self, rank: int, name: str, arguments: tuple[Any, ...]) -> Future[Any]:
+        return self._send_same([rank], name, arguments)[0]
+
+    def _send_same(self, ranks: Sequence[int], name: str, arguments: tuple[Any, ...]) -> list[Future[Any]]:
         parcel = pack(arguments)
         self.meter.sent[self.meter.stage] += size_of(parcel)
         with self.meter.worker():
-            answer = pack(getattr(self.workers[rank], name)(*unpack(parcel)))
-        del parcel
-        return Answer(lambda: self._read(answer))
+            answers = [pack(getattr(self.workers[rank], name)(*unpack(parcel))) for rank in ranks]
+        return [Answer(lambda answer=answer: self._read(answer)) for answer in answers]
 
     def _read(self, answer: Any) -> Any:
         self.meter.received[self.meter.stage] += size_of(answer)
@@ -126,20 +129,25 @@ class InventingWorker(ActorRolloutRefWorker):
 
     def submit(self, prompts: DataProto) -> None:
         fields = prompts.non_tensor_batch
-        self.waiting += list(zip(fields["uid"], fields["sample"], strict=True))
+        asked = zip(fields["uid"], fields["sample"], fields["raw_prompt_ids"], strict=True)
+        self.waiting += [((uid, sample), ids, prompts.meta_info) for uid, sample, ids in asked]
 
     def advance(self, *_: Any) -> tuple[list[Output], bool, list[Output]]:
         if not self.waiting:
             return [], False, []
-        key, *self.waiting = self.waiting
+        (key, prompt, how), *self.waiting = self.waiting
         ids = np.random.default_rng(abs(hash(key))).integers(32, 127, self.tokens).tolist()
         log_probs = np.full(self.tokens, -1.0, np.float32)
-        return [Output(key, ids, log_probs, "length", [(0, self.tokens)])], bool(self.waiting), []
+        outputs = [Output(key, ids, log_probs, "length", [(0, self.tokens)])]
+        if has_store():
+            outputs = keep_outputs(outputs, [prompt], texts_of([ids], self.tokenizer) if how["texts"] else [None])
+        return outputs, bool(self.waiting), []
 
     def compute_log_prob(self, data: DataProto, passes: Any = None) -> DataProto:
         real = data.batch["response_mask"].float()
         assert data.batch["input_ids"].shape[0] == len(data)
-        return batch_of(old_log_probs=-real, entropy=real)
+        found = batch_of(old_log_probs=-real, entropy=real)
+        return keep_rows(found, data) if has_store() and len(data) else found
 
     def update_actor(self, plan: Any) -> list[Measures]:
         for mini in plan:
@@ -151,7 +159,7 @@ class InventedScores:
     """In place of the reward workers' processes: every response gets a score."""
 
     def __init__(self, meter: Meter) -> None:
-        self.meter, self.ready, self.spec = meter, [], SimpleNamespace(parts=[])
+        self.meter, self.ready, self.spec = meter, [], SimpleNamespace(parts=[], form="single")
 
     def submit_many(self, items: Sequence[tuple[Any, Any]]) -> None:
         self.meter.sent[self.meter.stage] += sum(len(item.solution_str) for _, item in items)
@@ -165,9 +173,11 @@ class InventedScores:
 
 
 def bytes_held(batch: DataProto) -> int:
-    """Bytes of the batch's tensors and arrays in this process, each memory counted once."""
-    found = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in batch.batch.values()}
-    return sum(found.values())
+    """Bytes of the batch's tensors in this process, each memory counted once; what it only names counts as packed."""
+    held = batch.batch.columns()
+    tensors = [value.untyped_storage() for value in held.values() if isinstance(value, torch.Tensor)]
+    named = {name: value for name, value in held.items() if not isinstance(value, torch.Tensor)}
+    return sum({memory.data_ptr(): memory.nbytes() for memory in tensors}.values()) + size_of(pack(named))
 
 
 def prompts_of(count: int) -> DataProto:
@@ -197,7 +207,8 @@ def step(arguments: argparse.Namespace, meter: Meter) -> int:
     config, tokenizer = settings(arguments), byte_tokenizer()
     workers = [InventingWorker(config, tokenizer, arguments.tokens, arguments.teams) for _ in range(arguments.workers)]
     actor = ColocatedGroup(CountingGroup(workers, meter))
-    rewards = RewardManager(InventedScores(meter), tokenizer)  # pyright: ignore
+    pool: Any = InventedScores(meter) if arguments.texts else None
+    rewards = RewardManager(pool, tokenizer)
     rewards.watch = None
     experience = Experience(config, tokenizer, actor.rollout, rewards)
     with meter.of("rollout"):
@@ -221,14 +232,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     for name, default in (("prompts", 32), ("n", 16), ("tokens", 32768), ("workers", 64), ("teams", 1), ("scale", 1)):
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--no-store", action="store_true", help="rows travel through the driver")
+    parser.add_argument("--no-texts", dest="texts", action="store_false", help="no reward function reads the texts")
     arguments = parser.parse_args()
+    if not arguments.no_store:
+        import ray
+
+        tokens = arguments.prompts * arguments.n * (arguments.tokens + PROMPT_TOKENS)
+        ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, object_store_memory=24 * tokens + 2**28)
+        use_store(put_block)
     meter = Meter()
     held = step(arguments, meter) * arguments.scale / GB
     rows = arguments.prompts * arguments.n
     print(f"{rows} responses of {arguments.tokens} tokens, {arguments.workers} workers in teams of {arguments.teams};")
-    print(
-        f"figures times {arguments.scale}\n\n| stage | sent GB | received GB | driver's CPU seconds |\n|---|---|---|---|"
-    )
+    print(f"figures times {arguments.scale}\n\n| stage | sent GB | received GB | driver's CPU seconds |")
+    print("|---|---|---|---|")
     totals = [0.0, 0.0, 0.0]
     for stage in meter.seconds:
         found = [meter.sent[stage] / GB, meter.received[stage] / GB, meter.seconds[stage]]

@@ -8,10 +8,12 @@ from __future__ import annotations
 import heapq
 import math
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from posttrain.batch.columns import StoredColumn
+from posttrain.batch.compact import lengths_of
 from posttrain.batch.samples import has_several_rows
 from posttrain.engine.facts import EngineFacts
 from posttrain.protocol import DataProto
@@ -121,14 +123,12 @@ def _common(one: np.ndarray, other: np.ndarray) -> int:
     return int(differing[0]) if len(differing) else most
 
 
-def _parts(
-    rows: list[int], computed: list[tuple[int, bytes]], max_rows: int | None, token_budget: int | None
-) -> list[list[int]]:
+def _parts(rows: list[int], computed: list[_Row], max_rows: int | None, token_budget: int | None) -> list[list[int]]:
     """The rows of a group, cut where a unit would be larger than a pass."""
     parts: list[list[int]] = []
     tokens = 0
     for row in rows:
-        prompt, response = computed[row][0], len(computed[row][1]) // 8
+        prompt, response = computed[row].prompt, computed[row].response
         too_many = token_budget is not None and tokens + response > token_budget
         if not parts or too_many or len(parts[-1]) == max_rows:
             parts.append([])
@@ -177,30 +177,51 @@ def units_for(facts: EngineFacts, data: DataProto, max_rows: int | None) -> list
     )
 
 
-def _computed(data: DataProto) -> list[tuple[int, bytes]]:
-    # By row, tokens of its prompt, and what is computed of its response: all but the last token, as int64 in bytes.
-    width = data.batch["responses"].shape[1]
-    mask = data.batch["attention_mask"].cpu()
-    prompts, responses = mask[:, :-width].sum(-1).tolist(), mask[:, -width:].sum(-1).tolist()
-    ids = data.batch["input_ids"][:, -width:].cpu().numpy().astype("int64")
-    return [(p, row[: max(0, r - 1)].tobytes()) for p, r, row in zip(prompts, responses, ids, strict=True)]
+class _Row(NamedTuple):
+    """Tokens of a row's prompt, those that are computed of its response (all but the last), and these as int64 in
+    bytes; of rows in a store their digest."""
+
+    prompt: int
+    response: int
+    content: bytes
 
 
-def _unit(rows: list[int], computed: list[tuple[int, bytes]]) -> Unit:
+def _computed(data: DataProto) -> list[_Row]:
+    prompts, responses = (lengths.tolist() for lengths in lengths_of(data))
+    computed = [max(0, length - 1) for length in responses]
+    if (keys := _digests(data, "responses")) is not None:
+        # Without the tokens only equal responses are found, not those that begin with another one.
+        contents = [key if length else b"" for key, length in zip(keys, computed, strict=True)]
+    else:
+        width = data.batch.shape("responses")[1]
+        ids = data.batch["input_ids"][:, -width:].cpu().numpy().astype("int64")
+        contents = [row[:length].tobytes() for row, length in zip(ids, computed, strict=True)]
+    return [_Row(*row) for row in zip(prompts, computed, contents, strict=True)]
+
+
+def _digests(data: DataProto, name: str) -> list[bytes] | None:
+    """Of each row's tokens, where they lie in a store: the driver plans by lengths and these alone."""
+    column = data.batch.column(name) if name in data.batch else None
+    if not isinstance(column, StoredColumn) or column.keys_B2 is None:
+        return None
+    return [key.tobytes() for key in column.keys_B2]
+
+
+def _unit(rows: list[int], computed: list[_Row]) -> Unit:
     """These rows as a unit. In the order of their bytes a response stands before those that begin with it."""
     # Sorted from the largest bytes down, a response follows the one that it is the beginning of, if there is one.
-    prompt = computed[rows[0]][0]
+    prompt = computed[rows[0]].prompt
     sources, tokens, longest = [0] * len(rows), prompt, b""
     source = -1
-    for place in sorted(range(len(rows)), key=lambda place: (computed[rows[place]][1], -place), reverse=True):
-        response = computed[rows[place]][1]
-        if source < 0 or not longest.startswith(response):
-            source, longest = place, response
-            tokens += len(response) // 8
+    for place in sorted(range(len(rows)), key=lambda place: (computed[rows[place]].content, -place), reverse=True):
+        content = computed[rows[place]].content
+        if source < 0 or not longest.startswith(content):
+            source, longest = place, content
+            tokens += computed[rows[place]].response
         sources[place] = source
     # The prompt is computed with the first response that is.
     first = next(place for place, source in enumerate(sources) if place == source)
-    shared = [prompt + (0 if own == place else len(computed[rows[place]][1]) // 8) for place, own in enumerate(sources)]
+    shared = [prompt + (0 if own == place else computed[rows[place]].response) for place, own in enumerate(sources)]
     sources, shared[first] = [first if own == place else own for place, own in enumerate(sources)], 0
     return Unit(rows, sources, shared, tokens)
 
@@ -212,10 +233,14 @@ def _cost(tokens: int, width: int) -> int:
 
 def _equal_prompts(data: DataProto) -> list[list[int]]:
     """Rows grouped by equal prompts, in order of their first row."""
+    groups: dict[bytes, list[int]] = {}
+    if (keys := _digests(data, "prompts")) is not None:
+        for row, key in enumerate(keys):
+            groups.setdefault(key, []).append(row)
+        return list(groups.values())
     width = data.batch["input_ids"].shape[1] - data.batch["responses"].shape[1]
     real = data.batch["attention_mask"][:, :width].bool()
     ids = data.batch["input_ids"][:, :width].masked_fill(~real, -1).cpu().numpy()
-    groups: dict[bytes, list[int]] = {}
     for row in range(len(data)):
         groups.setdefault(ids[row].tobytes(), []).append(row)
     return list(groups.values())

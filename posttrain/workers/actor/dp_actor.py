@@ -21,12 +21,10 @@ import torch
 
 from posttrain import pulse
 from posttrain.algorithms import (
-    aggregation_weights,
     call_policy_loss,
     compute_rollout_correction,
     correction_is_on,
     kl_penalty,
-    mask_counts,
     prepare_policy_loss,
     sampled_from,
     scalar_loss_note,
@@ -34,11 +32,11 @@ from posttrain.algorithms import (
 from posttrain.algorithms.common import keep_masked
 from posttrain.algorithms.correction import importance
 from posttrain.algorithms.kl import MAX_LOG_RATIO
-from posttrain.batch.samples import has_several_rows, sample_of_rows
 from posttrain.config.root import ActorConfig, PPOConfig, RolloutCorrectionConfig
 from posttrain.engine.base import Passes, TrainEngine
 from posttrain.protocol import DataProto
 from posttrain.workers.measures import Measures, TokenStats, reduce_over_steps
+from posttrain.workers.token_weights import token_weights
 from posttrain.workers.update_plan import MiniBatch, Schedule, UpdatePlan, one_rank_plan
 
 _WEIGHT, _SQUARE, _GAP = "sum of weights", "sum of squared weights", "sum of log-perplexity gaps"
@@ -114,26 +112,16 @@ class ActorObjective:
 
         What the loss's `prepare` gives per row goes with the rows into their micro-batches, the rest to all of them.
         """
-        mask_BR = mini.batch["response_mask"]
         weights, facts = self._importance(mini)
-        sample_B = torch.from_numpy(sample_of_rows(mini)) if has_several_rows(mini) else None
-        tensors = {
-            "loss_weights": aggregation_weights(
-                mask_BR, self.config.loss_agg_mode, loss_scale_factor=self.loss_scale_factor, sample_B=sample_B
-            ),
-            "mean_weights": aggregation_weights(mask_BR, "token-mean"),
-            **weights,
-        }
-        if sample_B is not None:
-            tensors["row_count"] = mask_counts(mask_BR)[1].expand(len(mini)).clone()
+        made, counted = token_weights(mini, self.config.loss_agg_mode, self.loss_scale_factor)
+        tensors: dict[str, Any] = {**made, **weights}
         prepared = prepare_policy_loss(self.config.policy_loss.loss_mode, mini, self.config)
         for name, value in list(prepared.items()):
             if isinstance(value, torch.Tensor) and value.ndim > 0 and len(value) == len(mini):
                 tensors[f"{PREPARED}{name}"] = prepared.pop(name)
-        tokens, samples = mask_counts(mask_BR, sample_B)
-        counts = {"total_tokens": int(tokens), "total_rows": int(samples), "loss_scale_factor": self.loss_scale_factor}
+        counts = {**counted, "loss_scale_factor": self.loss_scale_factor}
         known = {"prepared": prepared, "measured": facts, "counts": counts}
-        mini = mini.union(DataProto.from_dict(tensors=tensors, meta_info=known))
+        mini = mini.union(DataProto(tensors, meta_info=known))
         self.begin(mini)
         return mini
 
