@@ -7,12 +7,14 @@ One process plays the driver and all workers. The driver's code is the real one 
 spreading, planning and joining of `workers/`, advantages, metrics), and so are the messages: arguments and results are
 packed as for Ray, and rows lie in a real Ray store. The workers invent their answers: their time does not count.
 `--teams 8` lets 8 neighbouring workers compute the same sequences together. `--no-store` has all rows travel through
-the driver, `--no-texts` has a run without reward functions. `--scale` multiplies the figures, for a part of the prompts.
+the driver, `--no-texts` has a run without reward functions. `--scale` multiplies the figures, where only a part of the
+prompts was measured.
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +24,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from needs import need
 
 from posttrain.batch.compact import keep_rows
 from posttrain.batch.rows import has_store, use_store
@@ -236,6 +239,7 @@ def main() -> None:
     parser.add_argument("--no-texts", dest="texts", action="store_false", help="no reward function reads the texts")
     arguments = parser.parse_args()
     if not arguments.no_store:
+        need("ray", get=f"{sys.executable} -m pip install 'ray>=2.50'")
         import ray
 
         tokens = arguments.prompts * arguments.n * (arguments.tokens + PROMPT_TOKENS)

@@ -307,7 +307,10 @@ def _spread_over_ranks(bundles: list[list[Unit]], ranks: int) -> list[list[list[
 def _part(bundles: list[list[Unit]], facts: EngineFacts) -> RankPart:
     rows = sorted(row for bundle in bundles for unit in bundle for row in unit.rows)
     place = {row: number for number, row in enumerate(rows)}
-    own = [[replace(unit, rows=[place[row] for row in unit.rows]) for unit in bundle] for bundle in bundles]
+    own = [
+        [Unit([place[row] for row in unit.rows], unit.sources, unit.shared, unit.tokens) for unit in bundle]
+        for bundle in bundles
+    ]
     if facts.pairs:
         return RankPart(rows, passes_of_pairs(own, facts))
     units = [unit for bundle in own for unit in bundle]

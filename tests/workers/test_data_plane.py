@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import sys
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -35,7 +37,7 @@ PER_RESPONSE = [name for name, found in algorithms.ADV_ESTIMATORS.items() if fou
 class Elsewhere(Holder):
     """A block that this process does not hold; counts how often it is read."""
 
-    blocks: list[Block] = []
+    blocks: ClassVar[list[Block]] = []
     read = 0
 
     def __init__(self, number: int) -> None:
@@ -183,6 +185,7 @@ def test_what_a_worker_computed_stays_in_its_store(store):
 
 
 def script():
+    sys.path.append(str(SCRIPT.parent))  # scripts import each other
     spec = importlib.util.spec_from_file_location("measure_data_plane", SCRIPT)
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)

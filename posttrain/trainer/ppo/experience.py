@@ -168,7 +168,7 @@ class Experience:
         keys = keys_of(rows)
         wanted = set(keys)
         self._scores.update(self.rewards.poll())
-        with pulse.work("scores", len(wanted - self._scores.keys())) as work:
+        with no_garbage_collection(), pulse.work("scores", len(wanted - self._scores.keys())) as work:
             while not wanted <= self._scores.keys():
                 new = self.rewards.wait()
                 self._scores.update(new)
