@@ -14,6 +14,7 @@ import numpy as np
 
 from posttrain.batch.columns import StoredColumn
 from posttrain.batch.compact import lengths_of
+from posttrain.batch.rows import key_of
 from posttrain.batch.samples import has_several_rows
 from posttrain.engine.facts import EngineFacts
 from posttrain.protocol import DataProto
@@ -43,6 +44,7 @@ def plan_units(
     joining: float = 0.0,
     max_rows: int | None = None,
     token_budget: int | None = None,
+    digests: bool = False,
 ) -> list[Unit]:
     """Units of the batch, as `packed_units` packs them; none has more rows or tokens than a pass may have, unless it is
     a single row.
@@ -53,8 +55,10 @@ def plan_units(
     The responses of a unit are one sequence: its matrix products take fewer tokens, and attention that computes all
     pairs of a sequence takes more of them; one that skips what is not seen takes fewer, but may have to join what a
     token saw of its prompt and of its response, at the cost of `joining` tokens per token.
+
+    With `digests` responses are compared by these alone: equal ones are found, those that begin with another are not.
     """
-    computed = _computed(data)
+    computed = _computed(data, digests=digests)
     if share and has_several_rows(data):
         candidates = _trees(data, max_rows, token_budget)
     else:
@@ -164,7 +168,7 @@ def passes_of_pairs(pairs: list[list[Unit]], facts: EngineFacts) -> list[list[Un
     return [[unit for chosen in units for unit in pairs[chosen.rows[0]]] for units in passes]
 
 
-def units_for(facts: EngineFacts, data: DataProto, max_rows: int | None) -> list[Unit]:
+def units_for(facts: EngineFacts, data: DataProto, max_rows: int | None, *, digests: bool = False) -> list[Unit]:
     """Units of the batch for an engine of which this is known, each of `max_rows` rows at most."""
     return plan_units(
         data,
@@ -174,28 +178,29 @@ def units_for(facts: EngineFacts, data: DataProto, max_rows: int | None) -> list
         joining=facts.joining,
         max_rows=max_rows,
         token_budget=facts.token_budget,
+        digests=digests,
     )
 
 
 class _Row(NamedTuple):
     """Tokens of a row's prompt, those that are computed of its response (all but the last), and these as int64 in
-    bytes; of rows in a store their digest."""
+    bytes, or their digest."""
 
     prompt: int
     response: int
     content: bytes
 
 
-def _computed(data: DataProto) -> list[_Row]:
+def _computed(data: DataProto, *, digests: bool) -> list[_Row]:
     prompts, responses = (lengths.tolist() for lengths in lengths_of(data))
     computed = [max(0, length - 1) for length in responses]
-    if (keys := _digests(data, "responses")) is not None:
-        # Without the tokens only equal responses are found, not those that begin with another one.
-        contents = [key if length else b"" for key, length in zip(keys, computed, strict=True)]
-    else:
+    contents = _digests(data, "responses") if digests else None
+    if contents is None:
         width = data.batch.shape("responses")[1]
         ids = data.batch["input_ids"][:, -width:].cpu().numpy().astype("int64")
-        contents = [row[:length].tobytes() for row, length in zip(ids, computed, strict=True)]
+        rows = [row[:length] for row, length in zip(ids, computed, strict=True)]
+        contents = [np.array(key_of(row)).tobytes() if digests else row.tobytes() for row in rows]
+    contents = [content if length else b"" for content, length in zip(contents, computed, strict=True)]
     return [_Row(*row) for row in zip(prompts, computed, contents, strict=True)]
 
 
@@ -286,7 +291,8 @@ def _units(data: DataProto, facts: EngineFacts, ranks: int) -> list[Unit]:
     rows = min(facts.max_rows or len(data), max(1, math.ceil(len(data) / ranks)))
     # Whole groups first; only if there are fewer of them than ranks are they split, which computes prompts twice.
     for limit in (facts.max_rows, rows):
-        units = units_for(facts, data, limit)
+        # By digests, wherever the tokens lie: a batch that comes out of a checkpoint is planned as the stored one was.
+        units = units_for(facts, data, limit, digests=True)
         if len(units) >= ranks:
             break
     return units

@@ -133,11 +133,12 @@ def test_units_of_a_stored_batch_share_prompts_and_equal_responses_without_their
     made[1].token_ids = [*RESPONSES[0][:-1], 99]  # equal but for the last token, which is not computed
     made[2].token_ids, made[2].log_probs = RESPONSES[3][:-1], [0.0] * 4  # a beginning of the last one
     batch = named(to_batch(PROMPTS, keep_outputs(made, PROMPTS, [None] * 4), PAD))
-    units = plan_units(batch, share=True, all_pairs=False)
+    units = plan_units(batch, share=True, all_pairs=False, digests=True)
     assert store.read == 0
     assert [(unit.rows, unit.tokens) for unit in units] == [([0, 1], 2 + 2), ([2, 3], 1 + 3 + 4)]
-    read = plan_units(named(to_batch(PROMPTS, made, PAD)), share=True, all_pairs=False)
-    assert [unit.tokens for unit in read] == [2 + 2, 1 + 4]
+    read = named(to_batch(PROMPTS, made, PAD))  # as it comes out of a checkpoint
+    assert plan_units(read, share=True, all_pairs=False, digests=True) == units
+    assert [unit.tokens for unit in plan_units(read, share=True, all_pairs=False)] == [2 + 2, 1 + 4]
 
 
 @pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"])

@@ -122,8 +122,10 @@ class Experience:
         parts = (self.config.trainer.seed, *(() if stream is None else (stream,)))
         rows.non_tensor_batch["seed"] = np.array(sample_seeds(serials, samples, *parts), dtype=object)
         asked.non_tensor_batch.update({name: rows.non_tensor_batch[name] for name in ("uid", "sample", "seed")})
-        # A conversation is continued here, from its tokens; any other response may stay where it is written.
-        asked.meta_info = {**how, "store": self.turns is None, "texts": self.rewards.pool is not None}
+        # A conversation is continued here, from its tokens, and those of a validation are written to its samples; any
+        # other response stays where it was written.
+        stays = self.turns is None and not how.get("validate")
+        asked.meta_info = {**how, "store": stays, "texts": self.rewards.pool is not None}
         self._prompts.update(zip(keys_of(rows), asked.non_tensor_batch["raw_prompt_ids"], strict=True))
         self.rewards.expect(rows)
         if self.turns:
