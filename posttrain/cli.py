@@ -152,7 +152,7 @@ VERBS: dict[str, tuple[Callable[[Arguments], int] | str, str]] = {
     "samples": ("posttrain.tracking.commands:samples", "show what a model answered at a step: `samples RUN --step N`"),
     "plot": ("posttrain.tracking.commands:plot", "draw a metric of one or more runs: `plot RUN ... --metric NAME`"),
     "view": (
-        "posttrain.view.command:main",
+        "posttrain.view.server:main",
         "look at runs in a browser: curves, samples token by token, health; `view RUN --export FILE`",
     ),
     "replay": ("posttrain.commands.replay:main", "make the update of a past step again, to the bit: `replay RUN STEP`"),

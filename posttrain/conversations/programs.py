@@ -37,7 +37,7 @@ from posttrain.conversations.serving.sessions import Sessions
 from posttrain.conversations.serving.wire import Link
 from posttrain.conversations.settings import AGENT_KEY as KEY
 from posttrain.conversations.settings import OUTSIDE, AgentSettings
-from posttrain.conversations.tools.loop_thread import LoopThread
+from posttrain.conversations.tools.threads import LoopThread
 from posttrain.errors import UserError
 from posttrain.rollout.base import Output
 

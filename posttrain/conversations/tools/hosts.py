@@ -18,10 +18,9 @@ from collections.abc import Callable, Coroutine, Hashable, Mapping
 from contextlib import suppress
 from typing import Any
 
-from posttrain.conversations.tools.answers import failure
-from posttrain.conversations.tools.base import CallFailed, Tool, ToolAnswer, ToolFault
+from posttrain.conversations.tools.base import CallFailed, Tool, ToolAnswer, ToolFault, failure
 from posttrain.conversations.tools.forks import ForkServer
-from posttrain.conversations.tools.loop_thread import LoopThread
+from posttrain.conversations.tools.threads import LoopThread
 from posttrain.conversations.tools.worker import invoke, own_error, serve_calls
 
 

@@ -7,12 +7,17 @@ from collections.abc import Hashable
 from typing import Any
 
 from posttrain.conversations.tools.base import Tool, ToolAnswer, ToolFault
-from posttrain.conversations.tools.schema import schema_of
-from posttrain.conversations.tools.search.corpus import Passage, read_corpus
-from posttrain.conversations.tools.search.facts import EMBEDDED, passages
-from posttrain.conversations.tools.search.server import Server, Unanswered
-from posttrain.conversations.tools.search.services import ADDRESS, RETRIEVAL, SERVICES, Service, service_of_key
-from posttrain.conversations.tools.settings import PLACE
+from posttrain.conversations.tools.schema import PLACE, schema_of
+from posttrain.conversations.tools.search.corpus import EMBEDDED, Passage, passages, read_corpus
+from posttrain.conversations.tools.search.server import (
+    ADDRESS,
+    RETRIEVAL,
+    SERVICES,
+    Server,
+    Service,
+    Unanswered,
+    service_of_key,
+)
 from posttrain.conversations.tools.threads import Threads
 from posttrain.errors import UserError
 
