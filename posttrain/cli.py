@@ -71,9 +71,9 @@ def explain(args: Arguments) -> int:
 
 def reward(args: Arguments) -> int:
     if args and args[0] == "try":
-        from posttrain.rewards import try_command
+        from posttrain.commands import reward_try
 
-        return try_command.main(args[1:], sample=_sample, tell=print_text)
+        return reward_try.main(args[1:], sample=_sample, tell=print_text)
     parser = _parser("reward", "Rewards outside a run.")
     parser.add_argument("job", choices=["try"], help="score a data file: `posttrain reward try --help`")
     parser.parse_args(args)

@@ -3,8 +3,7 @@
 Two short sequences with a common prefix are computed one at a time by the model as transformers created it. Then
 training's forward passes are tried on them: packed (with and without a shared prefix), padded, one at a time. Only what
 agrees is used, and a note names those that do not. Models that let tokens see later ones are rejected. Sliding windows
-are narrowed meanwhile, so that they affect short sequences. `check_exact` says which models rollout and trainer compute
-with the same bits (`trainer.exact`).
+are narrowed meanwhile, so that they affect short sequences.
 
 Shapes: T packed tokens, N predicted tokens of one or of all sequences.
 """
@@ -21,16 +20,12 @@ import numpy as np
 import torch
 
 from posttrain.errors import UserError
-from posttrain.kernels.ordered import why_not_ordered
 from posttrain.kernels.packed_attention import PackedLayout, packed_rows
 from posttrain.kernels.quantized import FP8
 from posttrain.kernels.train import ends_of_responses
 from posttrain.models.attention import ATTENTION, configurations, set_attention
-from posttrain.models.decoder import KNOWN, can_decode_fast, window_of
 from posttrain.models.forward import (
     ForwardMode,
-    forward_mode_of,
-    head_of,
     hidden_states,
     log_probs_of,
     own_logits,
@@ -38,7 +33,6 @@ from posttrain.models.forward import (
     token_log_probs,
     without_adapters,
 )
-from posttrain.models.lora import has_adapters
 
 COMMON, TAILS = 4, (3, 5)  # tokens of the common prefix, and those that follow in each sequence
 WINDOW = 3  # what sliding windows are narrowed to
@@ -251,41 +245,3 @@ def narrow_window(model: Any, window: int | None) -> Iterator[None]:
     finally:
         for part, width in held:
             part.sliding_window = width
-
-
-WHOLE = 64  # numbers in a step of a matrix unit; torch multiplies other widths by kernels with other sums
-
-
-def check_exact(module: Any, device: torch.device | None = None) -> None:
-    """Raise unless this model can be decoded and trained exactly on the device (by default, where it is).
-
-    The order of every sum is that of `posttrain/kernels/ordered.py` and of the compiled kernels beside it;
-    `FastDecoder` and the fused training pass are the two callers.
-    """
-    if (why := why_not_exact(module, device)) is not None:
-        raise UserError(f"trainer.exact=True: {why}. Remove the setting: log-probs then agree up to rounding")
-
-
-def why_not_exact(module: Any, device: torch.device | None = None) -> str | None:
-    """Why this model's log-probs cannot be bitwise equal in rollout and trainer; None if they are."""
-    weight, config = next(module.parameters()), module.config
-    if (why := why_not_ordered(weight.dtype, device or weight.device)) is not None:
-        return why
-    if config.model_type not in KNOWN or not can_decode_fast(module):
-        return f"it is built for models of the kinds {', '.join(KNOWN)}, and this one is {config.model_type}"
-    if type(head_of(module)) is not torch.nn.Linear:
-        return "its head has adapters (leave lm_head out of target_modules)"
-    if not forward_mode_of(module).packed:
-        return "its sequences are not computed packed"
-    return _why_not_on_cuda(module) if (device or weight.device).type == "cuda" else None
-
-
-def _why_not_on_cuda(module: Any) -> str | None:
-    if has_adapters(module):
-        return "on CUDA it is not built for LoRA: merged into a bfloat16 weight, an adapter would be rounded away"
-    config = module.config
-    if any(size % WHOLE for size in (config.hidden_size, config.intermediate_size)):
-        return f"on CUDA it is built for models whose widths are multiples of {WHOLE}"
-    if any(window_of(layer) for layer in without_adapters(module).base_model.layers):
-        return "on CUDA it is not built for sliding windows"
-    return None

@@ -14,9 +14,9 @@ import pytest
 from posttrain.conversations.tools.base import ToolAnswer, ToolCall, ToolFault
 from posttrain.conversations.tools.registry import make_tools
 from posttrain.conversations.tools.runner import ToolRunner
+from posttrain.conversations.tools.search import SearchTool
 from posttrain.conversations.tools.search.bm25 import BM25, split_words
 from posttrain.conversations.tools.search.corpus import Passage, facts, read_corpus
-from posttrain.conversations.tools.search.tool import SearchTool
 from posttrain.errors import UserError
 from posttrain.posting import Patience
 

@@ -18,9 +18,9 @@ from posttrain.engine.torch_engine import TorchEngine
 from posttrain.errors import UserError
 from posttrain.kernels import ordered
 from posttrain.models import layer_weights
+from posttrain.models.decodable import why_not_exact
 from posttrain.models.loading import load_causal_lm
 from posttrain.models.lora import with_adapters
-from posttrain.models.proof import why_not_exact
 from posttrain.rollout.base import Request, Sampling
 from posttrain.rollout.generate import advance, generate, to_batch
 from posttrain.rollout.native.build import build_native

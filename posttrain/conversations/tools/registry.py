@@ -13,7 +13,7 @@ from posttrain.conversations.tools.lookup import called_name, find_tool, is_plac
 from posttrain.conversations.tools.mcp import PREFIX, parse_server, read_mcp_tools, read_servers
 from posttrain.conversations.tools.python import PythonTool
 from posttrain.conversations.tools.schema import PLACE, read_settings, schema_of, secrets_of
-from posttrain.conversations.tools.search.tool import SearchTool
+from posttrain.conversations.tools.search import SearchTool
 from posttrain.conversations.tools.threads import Threads
 from posttrain.conversations.tools.verl_tools import read_function_tools, read_tools
 from posttrain.errors import UserError
