@@ -13,7 +13,7 @@ from posttrain.controller.group import Calls, WorkerGroup, delegate, register, t
 from posttrain.engine.base import Passes, TrainEngine
 from posttrain.engine.facts import EngineFacts
 from posttrain.engine.ranks import this_rank
-from posttrain.models.completeness import not_finite
+from posttrain.models.loading import not_finite
 from posttrain.protocol import DataProto
 from posttrain.rollout.weight_buckets import Bucket, split_into_buckets, without_tied_copies
 from posttrain.workers.actor.dp_actor import (

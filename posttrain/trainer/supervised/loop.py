@@ -15,7 +15,7 @@ import torch
 from posttrain.config.resolved import Resolved
 from posttrain.data.sampler import PromptSampler
 from posttrain.models.loading import check_positions, load_tokenizer
-from posttrain.models.paths import is_adapter
+from posttrain.models.model_files import is_adapter
 from posttrain.planning.budgets import count_steps
 from posttrain.tracking.curve import text_plot
 from posttrain.tracking.diagnosis import join_within
