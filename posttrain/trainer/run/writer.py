@@ -147,9 +147,7 @@ class RunWriter:
         at once does not wait, and a worker that died writes no more."""
         if isinstance(reason, KeyboardInterrupt | WorkerDied):
             if self.checkpoints.abandon():
-                say(
-                    "The checkpoint that was being written is not complete, and was removed; earlier ones are untouched."
-                )
+                say("The checkpoint that was being written is incomplete and was removed; earlier ones are intact.")
             return
         try:
             with self.showing("saving"):
