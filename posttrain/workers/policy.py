@@ -175,6 +175,7 @@ class PolicyCalls:
     vocabulary = delegate(PolicyWorker.vocabulary, to="policy")
     lora_state = delegate(PolicyWorker.lora_state, to="policy")
     save = delegate(PolicyWorker.save, to="policy")
+    begin_save = delegate(PolicyWorker.begin_save, to="policy")
     load = delegate(PolicyWorker.load, to="policy")
     export_hf = delegate(PolicyWorker.export_hf, to="policy")
     compute_log_prob = compute_log_probs = delegate(PolicyWorker.compute_log_prob, to="policy")

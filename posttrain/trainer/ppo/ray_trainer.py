@@ -188,9 +188,9 @@ class RayPPOTrainer(WorkerClasses):
                         break
                     with self.recorder.traces.of(self.step + 1):
                         self._train_step()
-                self.recorder.wait_until_written()
                 status = "finished" if not stop.requested or self.step >= self.sizes.total_steps else "stopped"
                 self._save_if_stopped(stop)
+                self.recorder.wait_until_written()
         except KeyboardInterrupt:
             status = "stopped"
             raise
@@ -431,6 +431,8 @@ class RayPPOTrainer(WorkerClasses):
 
     def _save_if_stopped(self, stop: GracefulStop) -> None:
         if stop.requested and self.step < self.sizes.total_steps:
+            self.recorder.is_ending = True
             if self.step and not self._save_is_due():
                 self._save_checkpoint()
+            self.recorder.wait_until_written()
             say(f"Stopped by {stop.requested.name} after step {self.step}; the same command continues this run.")
