@@ -2,17 +2,21 @@
 
 What programs ask about their samples (`/s/next`, `/task`, `/reward`, `/end`) is answered by the run's own process
 (`programs.py`), which opens and closes the sessions.
+
+A run may have several HTTP processes, each with its own sessions and address. Requests for another one's session that
+come to the run's address, which is the first one's, are forwarded.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
-from aiohttp import web
+from aiohttp import ClientSession, ClientTimeout, TCPConnector, web
 
 from posttrain.conversations.ledger import Ledger
 from posttrain.conversations.serving.app import Channel, make_app
@@ -22,6 +26,9 @@ from posttrain.conversations.serving.requests import Answer, ApiError, ModelRequ
 from posttrain.conversations.serving.retries import Retries
 from posttrain.conversations.serving.wire import Link, Receive
 from posttrain.rollout.base import Output, Sampling
+
+_OF_ONE_CONNECTION = ("host", "connection", "content-length", "transfer-encoding", "accept-encoding")
+"""Headers that are not forwarded."""
 
 
 @dataclass(eq=False)
@@ -48,6 +55,7 @@ class Sessions:
     def __init__(self, link: Link, model: ServedModel, run_key: str) -> None:
         self.link, self.model, self.run_key = link, model, run_key
         self._turns, self._sessions = Turns(link), dict[str, Session]()
+        self._elsewhere: dict[str, str] = {}  # the addresses of sessions that other processes have
         self._told = set[str]()
         self._numbers = count()
         self._calls: dict[int, asyncio.Future[Any]] = {}
@@ -59,7 +67,10 @@ class Sessions:
             ("POST", "/end", self._route("end")),
             ("POST", "", self._route("next")),
         ]
-        return make_app(self.model, self, routes), self.receive
+        app = make_app(self.model, self, routes)
+        app.middlewares.append(self._forward)
+        app.cleanup_ctx.append(self._forwarding)
+        return app, self.receive
 
     def receive(self, words: list[Any], ids: list[int], values: list[float]) -> None:
         """Takes a message of the run's process."""
@@ -69,6 +80,9 @@ class Sessions:
             self._sessions[id] = Session(id, key, self._turns, Ledger(self.model))
         elif kind == "close":
             self._close(*rest)
+        elif kind == "elsewhere":
+            id, url = rest
+            self._elsewhere.pop(id, None) if url is None else self._elsewhere.update({id: url})
         elif kind in ("said", "refused"):
             number, what = rest
             if (future := self._calls.pop(number, None)) is not None and not future.done():
@@ -96,6 +110,32 @@ class Sessions:
             return await future
 
         return ask
+
+    async def _forwarding(self, app: web.Application) -> AsyncIterator[None]:
+        async with ClientSession(connector=TCPConnector(limit=0), timeout=ClientTimeout(None)) as client:
+            self._client = client
+            yield
+
+    @web.middleware
+    async def _forward(self, request: web.Request, handler: Any) -> web.StreamResponse:
+        """Hands a request for a session of another process to that process, which also checks the key."""
+        session, path = request.match_info.get("session"), request.path_qs
+        if session is None and self._elsewhere and request.method == "POST":
+            session = await _named_model(request)
+            path = f"/s/{session}{path}"
+        url = self._elsewhere.get(session or "")
+        if url is None:
+            return await handler(request)
+        headers = {name: value for name, value in request.headers.items() if name.lower() not in _OF_ONE_CONNECTION}
+        given = {"data": await request.read(), "headers": headers}
+        async with self._client.request(request.method, url + path, **given) as answer:
+            kind = {"Content-Type": answer.headers["Content-Type"]}
+            response = web.StreamResponse(status=answer.status, headers=kind)
+            await response.prepare(request)
+            async for piece in answer.content.iter_any():
+                await response.write(piece)
+        await response.write_eof()
+        return response
 
     # -- requests -------------------------------------------------------------------------------------------------
     def key(self, session: str | None) -> str | None:
@@ -130,3 +170,12 @@ class Sessions:
                 status=404,
             )
         return found
+
+
+async def _named_model(request: web.Request) -> str | None:
+    try:
+        body = json.loads(await request.read())
+    except (ValueError, RecursionError):  # its handler reports that
+        return None
+    model = body.get("model") if isinstance(body, dict) else None
+    return model if isinstance(model, str) else None
