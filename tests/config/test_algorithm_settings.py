@@ -91,6 +91,17 @@ def test_weights_that_only_losses_without_a_ratio_use_are_noted(more, said):
     assert any("measured and not applied" in note for note in load_config([*given, *more]).notes) == said
 
 
+def test_cppo_compares_with_the_rollout_unless_told_otherwise():
+    old, loss = "actor_rollout_ref.actor.old_log_probs", "actor_rollout_ref.actor.policy_loss.loss_mode=cppo"
+    assert (
+        load_config([loss]).value(old) == "rollout" and load_config([loss.replace("cppo", "gspo")]).value(old) == "auto"
+    )
+    assert load_config([loss, f"{old}=trainer"]).value(old) == "trainer"
+    # Its ratio is the one to the rollout, so that older responses need no importance weights.
+    off = ["trainer.one_step_off=True", "actor_rollout_ref.rollout.n_workers=1"]
+    assert load_config([loss, *off]).value("algorithm.rollout_correction.rollout_is") is None
+
+
 IDLE = {
     "actor_rollout_ref.actor.policy_loss.dro_beta=2": "loss_mode is not dro",
     "algorithm.filter_groups.metric=acc": "algorithm.filter_groups.enable is False",
