@@ -111,6 +111,9 @@ FAMILIES: dict[str, str] = {
     "rollout_is/{mean,max}": "Importance weights of the rollout correction; their mean is near 1.",
     "rollout_is/ess": "Effective sample size as a share: 1 is nothing lost, near 0 a batch that hardly counts.",
     "rollout_is/{truncated,masked}": "Shares of tokens whose importance weight was cut at its bound, or left out.",
+    "rollout_is/norm": (
+        "Mean of the bounded importance weights of a mini-batch, which rollout_is_batch_normalize divides them by."
+    ),
     "rollout_rs/{rejected,rejected_rows}": "Shares of tokens, and of responses, that rejection left out.",
     "rollout_rs/RULE": "Share of tokens that one rule of algorithm.rollout_correction.rollout_rs rejects.",
     "filter_groups/{kept,gen_batches,missing,surplus}": (

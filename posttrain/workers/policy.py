@@ -16,12 +16,8 @@ from posttrain.engine.ranks import this_rank
 from posttrain.models.loading import not_finite
 from posttrain.protocol import DataProto
 from posttrain.rollout.weight_buckets import Bucket, split_into_buckets, without_tied_copies
-from posttrain.workers.actor.dp_actor import (
-    DataParallelPPOActor,
-    actor_objective,
-    actor_schedule,
-    finish_importance_metrics,
-)
+from posttrain.workers.actor.correction import finish_importance_metrics
+from posttrain.workers.actor.dp_actor import DataParallelPPOActor, actor_objective, actor_schedule
 from posttrain.workers.engine_worker import ExportingWorker, adapter_notes, lora_state
 from posttrain.workers.measures import Kept, Measures, join_token_stats
 from posttrain.workers.roles import actor_engine, reference_engine

@@ -33,7 +33,7 @@ from posttrain.trainer.ppo.validate import Validator
 from posttrain.trainer.ppo.worker_groups import TrainingGroups, WorkerClasses
 from posttrain.trainer.run.memory import named_stage, plan_memory
 from posttrain.trainer.run.result import GracefulStop, RunResult, TrainingStopped
-from posttrain.workers.actor.dp_actor import can_weight_in_update
+from posttrain.workers.actor.correction import can_correct_in_update
 from posttrain.workers.groups import ActorRolloutGroup, CriticGroup, RewardModelGroup, RolloutGroup
 from posttrain.workers.measures import ROW
 
@@ -300,7 +300,7 @@ class RayPPOTrainer(WorkerClasses):
             or algorithm.use_kl_in_reward
             or algorithm.filter_groups.enable
             or self.estimator.needs_sum_pi_squared
-            or (correction_is_on(correction) and not can_weight_in_update(correction))
+            or (correction_is_on(correction) and not can_correct_in_update(correction))
         )
 
     @property
