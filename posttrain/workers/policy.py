@@ -27,6 +27,7 @@ from posttrain.workers.update_plan import (
     by_passes,
     by_passes_with_routes,
     in_row_order,
+    in_store,
     join_updates,
     plan_updates,
     with_routes,
@@ -70,7 +71,7 @@ class PolicyWorker(ExportingWorker):
             out = self.actor.compute_log_prob(data, passes)
         found = batch_of(old_log_probs=out.get("log_probs"), entropy=out.get("entropy"))
         records = self.config.actor_rollout_ref.actor.router_replay.mode == "R2"
-        return with_routes(found, self.engine.take_routes()) if records else found
+        return in_store(with_routes(found, self.engine.take_routes()) if records else found, data, self.engine.facts())
 
     compute_log_probs = compute_log_prob
 
@@ -87,7 +88,8 @@ class PolicyWorker(ExportingWorker):
             usual = self.engine.log_probs(data, temperature=temperature, passes=passes)
         if not usual:
             return DataProto()
-        return batch_of(sum_pi_squared=(2 * usual["log_probs"] - sharper["log_probs"]).exp())
+        found = batch_of(sum_pi_squared=(2 * usual["log_probs"] - sharper["log_probs"]).exp())
+        return in_store(found, data, self.engine.facts())
 
     @register(plan_actor_updates, join_policy_updates)
     def update_actor(self, plan: UpdatePlan) -> list[Measures]:
@@ -223,7 +225,8 @@ class ReferenceWorker:
         temperature = self.config.actor_rollout_ref.rollout.temperature
         with self._reference_engine() as engine:
             out = engine.log_probs(data, temperature=temperature, passes=passes)
-        return batch_of(ref_log_prob=out.get("log_probs"))
+            facts = engine.facts()
+        return in_store(batch_of(ref_log_prob=out.get("log_probs")), data, facts)
 
 
 class ReferenceCalls:
