@@ -101,6 +101,11 @@ class LossDeclaration(Declaration):
     prepare: Callable[..., dict[str, Any]] | None = None
     # The aggregation of its paper, used if `loss_agg_mode` is not set.
     loss_agg_mode: str | None = None
+    # Where its paper takes the old log-probs from, used if `old_log_probs` is not set.
+    old_log_probs: str | None = None
+    # Has the ratio to the old policy in it. Where that is the rollout's (`old_log_probs=rollout`), a loss with a ratio
+    # needs no importance weights, and one without is multiplied by them.
+    has_ratio: bool = True
     # Clips the ratio to 1 - low ... 1 + high, so `low` must not be above 1.
     clips_ratio: bool = False
 

@@ -13,15 +13,11 @@ from posttrain.controller.group import Calls, WorkerGroup, delegate, register, t
 from posttrain.engine.base import Passes, TrainEngine
 from posttrain.engine.facts import EngineFacts
 from posttrain.engine.ranks import this_rank
-from posttrain.models.completeness import not_finite
+from posttrain.models.loading import not_finite
 from posttrain.protocol import DataProto
 from posttrain.rollout.weight_buckets import Bucket, split_into_buckets, without_tied_copies
-from posttrain.workers.actor.dp_actor import (
-    DataParallelPPOActor,
-    actor_objective,
-    actor_schedule,
-    finish_importance_metrics,
-)
+from posttrain.workers.actor.correction import finish_importance_metrics
+from posttrain.workers.actor.dp_actor import DataParallelPPOActor, actor_objective, actor_schedule
 from posttrain.workers.engine_worker import ExportingWorker, adapter_notes, lora_state
 from posttrain.workers.measures import Kept, Measures, join_token_stats
 from posttrain.workers.roles import actor_engine, reference_engine
@@ -177,6 +173,7 @@ class PolicyCalls:
     vocabulary = delegate(PolicyWorker.vocabulary, to="policy")
     lora_state = delegate(PolicyWorker.lora_state, to="policy")
     save = delegate(PolicyWorker.save, to="policy")
+    begin_save = delegate(PolicyWorker.begin_save, to="policy")
     load = delegate(PolicyWorker.load, to="policy")
     export_hf = delegate(PolicyWorker.export_hf, to="policy")
     compute_log_prob = compute_log_probs = delegate(PolicyWorker.compute_log_prob, to="policy")

@@ -175,6 +175,7 @@ class SupervisedGroup(RoleGroup):
     engine_facts = SupervisedWorker.engine_facts
     lora_state = SupervisedWorker.lora_state
     save = SupervisedWorker.save
+    begin_save = SupervisedWorker.begin_save
     load = SupervisedWorker.load
     export_hf = SupervisedWorker.export_hf
 

@@ -34,7 +34,7 @@ from posttrain.trainer.ppo.validate import Validator
 from posttrain.trainer.ppo.worker_groups import TrainingGroups, WorkerClasses
 from posttrain.trainer.run.memory import named_stage, plan_memory
 from posttrain.trainer.run.result import GracefulStop, RunResult, TrainingStopped
-from posttrain.workers.actor.dp_actor import can_weight_in_update
+from posttrain.workers.actor.correction import can_correct_in_update
 from posttrain.workers.groups import ActorRolloutGroup, CriticGroup, RewardModelGroup, RolloutGroup
 from posttrain.workers.measures import ROW
 
@@ -189,9 +189,9 @@ class RayPPOTrainer(WorkerClasses):
                         break
                     with self.recorder.traces.of(self.step + 1):
                         self._train_step()
-                self.recorder.wait_until_written()
                 status = "finished" if not stop.requested or self.step >= self.sizes.total_steps else "stopped"
                 self._save_if_stopped(stop)
+                self.recorder.wait_until_written()
         except KeyboardInterrupt:
             status = "stopped"
             raise
@@ -301,7 +301,7 @@ class RayPPOTrainer(WorkerClasses):
             or algorithm.use_kl_in_reward
             or algorithm.filter_groups.enable
             or self.estimator.needs_sum_pi_squared
-            or (correction_is_on(correction) and not can_weight_in_update(correction))
+            or (correction_is_on(correction) and not can_correct_in_update(correction))
         )
 
     @property
@@ -434,6 +434,8 @@ class RayPPOTrainer(WorkerClasses):
 
     def _save_if_stopped(self, stop: GracefulStop) -> None:
         if stop.requested and self.step < self.sizes.total_steps:
+            self.recorder.is_ending = True
             if self.step and not self._save_is_due():
                 self._save_checkpoint()
+            self.recorder.wait_until_written()
             say(f"Stopped by {stop.requested.name} after step {self.step}; the same command continues this run.")
