@@ -83,6 +83,9 @@ class EstimatorDeclaration(Declaration):
     needs_sum_pi_squared: bool = False
     # Learns from the parts of the reward instead of its sum, so KL in the reward would be lost.
     reads_reward_parts: bool = False
+    # Given the scored batch and the section `algorithm`, returns the uids of prompts that the next step repeats, with
+    # new responses. None: every step takes new prompts.
+    prompts_to_repeat: Callable[[Any, Any], list[Any]] | None = None
     # Its paper puts KL into the loss, so a run with KL in the reward gets a note.
     kl_belongs_in_loss: bool = False
     # How a sample of several rows (a conversation with branches) enters it: `sample` gives one advantage to all tokens
