@@ -88,6 +88,9 @@ class EstimatorDeclaration(Declaration):
     prompts_to_repeat: Callable[[Any, Any], list[Any]] | None = None
     # Its paper puts KL into the loss, so a run with KL in the reward gets a note.
     kl_belongs_in_loss: bool = False
+    # Reads only the sum of a response's rewards (and whether it has tokens), and gives all its tokens one advantage. It
+    # is then given rewards and mask of one column, and with several workers no tokens reach the driver for it.
+    per_response: bool = False
     # How a sample of several rows (a conversation with branches) enters it: `sample` gives one advantage to all tokens
     # of all its rows, `turns` reads its turns one after the other as one response. None: such samples are rejected.
     several_rows: Literal["sample", "turns"] | None = None

@@ -28,7 +28,14 @@ from typing import Any
 
 from posttrain.conversations.chat import Chat
 from posttrain.conversations.conversation import TooManyRows
-from posttrain.conversations.program_process import Program, find_command
+from posttrain.conversations.program_process import (
+    KEY_VARIABLE,
+    Program,
+    Slots,
+    addresses,
+    describe_status,
+    find_command,
+)
 from posttrain.conversations.serving.model import ServedModel
 from posttrain.conversations.serving.process import ServerProcess, listen, url_of
 from posttrain.conversations.serving.remote import TurnPoster, described
@@ -37,11 +44,10 @@ from posttrain.conversations.serving.sessions import Sessions
 from posttrain.conversations.serving.wire import Link
 from posttrain.conversations.settings import AGENT_KEY as KEY
 from posttrain.conversations.settings import OUTSIDE, AgentSettings
-from posttrain.conversations.tools.loop_thread import LoopThread
+from posttrain.conversations.tools.threads import LoopThread
 from posttrain.errors import UserError
 from posttrain.rollout.base import Output
 
-KEY_VARIABLE = "POSTTRAIN_API_KEY"
 _START_S = 30.0
 QUIET_S = 60.0  # after which the user is told that no program asks for samples
 _LOOK_S = 0.05  # between two looks at whether the program of the run is to be started or ended
@@ -318,7 +324,7 @@ class Programs:
         has finished none, so that a program that cannot work does not start for ever."""
         self._keeping = asyncio.current_task()
         with tempfile.TemporaryDirectory(prefix="posttrain-program-") as folder:
-            output, variables = Path(folder) / "output", _addresses(self.url, self.run_key)
+            output, variables = Path(folder) / "output", addresses(self.url, self.run_key)
             variables["POSTTRAIN_RUN_URL"] = self.url
             while True:
                 while not self._unclaimed:
@@ -340,7 +346,7 @@ class Programs:
 
     def _variables(self, session: Session, reward_file: Path) -> dict[str, str]:
         base, task = f"{session.front.url}/s/{session.id}", json.dumps(session.task, ensure_ascii=False)
-        given = _addresses(base, session.key)
+        given = addresses(base, session.key)
         given |= {"POSTTRAIN_SESSION_URL": base, "POSTTRAIN_REWARD_FILE": str(reward_file)}
         if len(task.encode()) < _LONGEST_VARIABLE:
             given["POSTTRAIN_TASK"] = task
@@ -425,39 +431,6 @@ class Programs:
         ]
 
 
-class Slots:
-    """Room for so many programs at once. Whoever waits is counted as waiting until the moment in which a place is free,
-    so that turns in rounds (`loop.py`) depend on no clock."""
-
-    def __init__(self, most: int) -> None:
-        self.free, self._queue = most, deque[asyncio.Future[None]]()
-
-    @property
-    def waiting(self) -> int:
-        return len(self._queue)
-
-    async def take(self) -> None:
-        if self.free:
-            self.free -= 1
-            return
-        place = asyncio.get_running_loop().create_future()
-        self._queue.append(place)
-        try:
-            await place
-        except asyncio.CancelledError:
-            if place in self._queue:
-                self._queue.remove(place)
-            else:
-                self.give_back()
-            raise
-
-    def give_back(self) -> None:
-        if self._queue:
-            self._queue.popleft().set_result(None)
-        else:
-            self.free += 1
-
-
 def _gone() -> ApiError:
     return ApiError("This session has ended, or never was.", status=404)  # never 409: clients retry that
 
@@ -465,18 +438,6 @@ def _gone() -> ApiError:
 def _resolve(future: Future[Any], value: Any) -> None:
     if not future.done():
         future.set_result(value)
-
-
-def _addresses(base: str, key: str) -> dict[str, str]:
-    """Variables that clients read: where the model is, and their key."""
-    return {
-        "OPENAI_BASE_URL": f"{base}/v1",
-        "OPENAI_API_KEY": key,
-        "ANTHROPIC_BASE_URL": base,
-        "ANTHROPIC_API_KEY": key,
-        "OPENAI_AGENTS_DISABLE_TRACING": "1",
-        KEY_VARIABLE: key,
-    }
 
 
 def parse_reward(body: Any) -> float:
@@ -492,10 +453,6 @@ def _read_reward(path: Path) -> float:
         return parse_reward(json.loads(path.read_text(encoding="utf-8")))
     except (ValueError, ApiError, OSError, RecursionError):
         raise ProgramFailed("POSTTRAIN_REWARD_FILE has no finite number in it") from None
-
-
-def describe_status(status: int) -> str:
-    return f"signal {-status}" if status < 0 else f"status {status}"
 
 
 def _plain(value: Any) -> Any:

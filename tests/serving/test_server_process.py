@@ -15,9 +15,9 @@ import aiohttp
 
 from posttrain.conversations.server import Server
 from posttrain.conversations.serving.app import make_app
-from posttrain.conversations.serving.local import LocalChannels
 from posttrain.conversations.serving.process import ServerProcess, listen, url_of
 from posttrain.conversations.serving.remote import RemoteServer, ServerHost
+from posttrain.conversations.serving.sessions import LocalChannels
 from posttrain.conversations.serving.wire import Link
 from tests.serving.scripted_server import END, Client, ScriptedEngine, served
 from tests.serving.test_programs import TWO_TURNS, conversations

@@ -80,7 +80,7 @@ def ranks(cluster):
         if others:
             address = four.watch.fetch(some.rollout_hosts[0].free_address.remote())
         ranked += [(host, (number, others, address)) for number, host in enumerate(some.rollout_hosts)]
-        four.watch.gather([host.build.remote("join", *pack((Join, place, {}))) for host, place in ranked])
+        four.watch.gather([host.build.remote("join", pack((Join, place, {}))) for host, place in ranked])
         some.close = lambda: None  # they serve further runs
         return some
 

@@ -76,6 +76,8 @@ RENAMED: dict[str, str] = {
     "trainer.max_actor_ckpt_to_keep": "trainer.max_ckpt_to_keep",
     "trainer.max_critic_ckpt_to_keep": "trainer.max_ckpt_to_keep",
     "global_profiler.steps": "trainer.profile_steps",
+    f"{_ACTOR}.checkpoint.async_save": "trainer.async_save",
+    "critic.checkpoint.async_save": "trainer.async_save",
 }
 
 SUPERVISED_RENAMED: dict[str, str] = {

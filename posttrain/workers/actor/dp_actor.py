@@ -19,14 +19,11 @@ import torch
 
 from posttrain import pulse
 from posttrain.algorithms import (
-    aggregation_weights,
     call_policy_loss,
     kl_penalty,
-    mask_counts,
     prepare_policy_loss,
     scalar_loss_note,
 )
-from posttrain.batch.samples import has_several_rows, sample_of_rows
 from posttrain.config.root import ActorConfig, PPOConfig, RolloutCorrectionConfig
 from posttrain.engine.base import Passes, TrainEngine
 from posttrain.protocol import DataProto
@@ -38,6 +35,7 @@ from posttrain.workers.actor.correction import (
     weights_in_update,
 )
 from posttrain.workers.measures import Measures, TokenStats, reduce_over_steps
+from posttrain.workers.token_weights import token_weights
 from posttrain.workers.update_plan import MiniBatch, Schedule, UpdatePlan, one_rank_plan
 
 ROUTER_METRICS = ("router_entropy", "route_changes", "router_balance")  # outputs of a mixture's passes, per token
@@ -60,27 +58,18 @@ class ActorObjective:
 
         What the loss's `prepare` gives per row goes with the rows into their micro-batches, the rest to all of them.
         """
-        mask_BR = mini.batch["response_mask"]
         weights, facts = weights_before_update(mini.batch, self.config, self.correction)
-        sample_B = torch.from_numpy(sample_of_rows(mini)) if has_several_rows(mini) else None
-        tensors = {
-            "loss_weights": aggregation_weights(
-                mask_BR, self.config.loss_agg_mode, loss_scale_factor=self.loss_scale_factor, sample_B=sample_B
-            ),
-            "mean_weights": aggregation_weights(mask_BR, "token-mean"),
-        }
+        made, counted = token_weights(mini, self.config.loss_agg_mode, self.loss_scale_factor)
+        tensors: dict[str, Any] = dict(made)
         if weights is not None:
             tensors["rollout_is_weights"] = weights
-        if sample_B is not None:
-            tensors["row_count"] = mask_counts(mask_BR)[1].expand(len(mini)).clone()
         prepared = prepare_policy_loss(self.config.policy_loss.loss_mode, mini, self.config)
         for name, value in list(prepared.items()):
             if isinstance(value, torch.Tensor) and value.ndim > 0 and len(value) == len(mini):
                 tensors[f"{PREPARED}{name}"] = prepared.pop(name)
-        tokens, samples = mask_counts(mask_BR, sample_B)
-        counts = {"total_tokens": int(tokens), "total_rows": int(samples), "loss_scale_factor": self.loss_scale_factor}
+        counts = {**counted, "loss_scale_factor": self.loss_scale_factor}
         known = {"prepared": prepared, "measured": facts, "counts": counts}
-        mini = mini.union(DataProto.from_dict(tensors=tensors, meta_info=known))
+        mini = mini.union(DataProto(tensors, meta_info=known))
         self.begin(mini)
         return mini
 
