@@ -116,6 +116,7 @@ FAMILIES: dict[str, str] = {
     ),
     "rollout_rs/{rejected,rejected_rows}": "Shares of tokens, and of responses, that rejection left out.",
     "rollout_rs/RULE": "Share of tokens that one rule of algorithm.rollout_correction.rollout_rs rejects.",
+    "prompts/repeated": "Under codapo: 1 in a step on prompts of the step before, 0 in a step on prompts of the data.",
     "filter_groups/{kept,gen_batches,missing,surplus}": (
         "Dynamic sampling: share of generated groups with signal, batches per step, groups that could not be had, "
         "groups kept for the next step (see `dapo`)."
