@@ -30,7 +30,7 @@ from posttrain.rollout.native.speculation import PassCost, Speculation
 
 TOGETHER = 2**31  # parameters that are multiplied before a step comes back: large models answer token by token
 MOST = 64  # tokens of a row in one step; on a CUDA device the kernels' own number
-HOST_STEP = 9e6  # parameters that are multiplied with one token in the time that Python needs for a pass
+HOST_STEP = 4e6  # parameters that a row multiplies while Python finds drafts and reads what a round made of them
 CACHE_SHARE = 0.3  # of the device's memory, where nothing is set
 TOKENS, TOKENS_ON_CUDA = 8192, 16384  # of one step, where nothing is set: a GPU must be at it longer than the host
 
@@ -97,7 +97,11 @@ def _speculation(module: torch.nn.Module, config: RolloutConfig, *, captured: bo
     if config.speculation is None:
         return None
     size = sum(weight.numel() for weight in module.parameters())
-    return Speculation(Drafts(keeps_epochs=config.speculation == "epochs"), PassCost(4, 4 + HOST_STEP / size))
+    if captured:  # plain steps are captured; passes with drafts are launched kernel by kernel
+        cost = PassCost(tile=64, block=64, token=0.5, host=64)
+    else:
+        cost = PassCost(tile=8, block=5, token=0.4, host=HOST_STEP / size)
+    return Speculation(Drafts(keeps_epochs=config.speculation == "epochs"), cost)
 
 
 def _recorded_routes(module: torch.nn.Module, config: RolloutConfig) -> RouteShape | None:

@@ -21,7 +21,7 @@ from posttrain.rollout.native.decoder import Decoder
 from posttrain.rollout.native.next_tokens import forward, sample_next, sources
 from posttrain.rollout.native.pool import Pool
 from posttrain.rollout.native.prompts import Prompt
-from posttrain.rollout.native.rounds import Ended, Rounds
+from posttrain.rollout.native.rounds import Drafted, Ended, Rounds
 from posttrain.rollout.native.scoring import score_rows
 from posttrain.rollout.native.slots import Slots
 from posttrain.rollout.native.speculation import Speculation
@@ -119,7 +119,7 @@ class NativeEngine(RolloutEngine):
             ended, self.late = self.late, {}
             return self._finish(ended)
         if width > 1:
-            return self._speculate(decoding, width)
+            return self._speculate(decoding, width, plain=plain)
         if plain and self.rounds.tokens_per_step > 1 and self._alone(decoding):
             ended = self.rounds.run(decoding, stop_at_end=bool(self.queue.prompts))
             if ended is not None:
@@ -138,12 +138,19 @@ class NativeEngine(RolloutEngine):
             return 1
         return self.speculation.width(self.slots, decoding)
 
-    def _speculate(self, decoding: np.ndarray, width: int) -> list[Output]:
-        """Draft the next tokens of these rows, and verify them in one pass."""
-        assert self.speculation is not None
-        drafts = self.speculation.drafts(self.slots, decoding, width)
-        model = (self.decoder, self.pool, self.slots)
-        self.speculation.verify(*model, decoding, drafts, self._stopped_by_text)
+    def _speculate(self, decoding: np.ndarray, width: int, *, plain: bool) -> list[Output]:
+        """Draft the next tokens of these rows, and verify them: pass after pass within a round, or in one pass."""
+        speculation, slots, rounds = self.speculation, self.slots, self.rounds
+        assert speculation is not None
+        if plain and rounds.tokens_unseen is None and rounds.tokens_per_step > 1:
+            drafts, before = speculation.drafts(slots, decoding, rounds.tokens_per_step), slots.count[decoding]
+            drafted = Drafted(drafts, width)
+            ended = rounds.run(decoding, stop_at_end=bool(self.queue.prompts), drafts=drafted)
+            if ended is not None:
+                speculation.note_round(slots, decoding, before, drafted)
+                return self._finish(ended)
+        drafts = speculation.drafts(slots, decoding, width)
+        speculation.verify(self.decoder, self.pool, slots, decoding, drafts, self._stopped_by_text)
         return self._finish(self._ended(decoding))
 
     def _one_token(self, decoding: np.ndarray, moved: np.ndarray) -> list[Output]:

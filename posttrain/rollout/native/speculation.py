@@ -25,28 +25,32 @@ from posttrain.rollout.native.decoder import Decoder
 from posttrain.rollout.native.drafts import Drafts
 from posttrain.rollout.native.next_tokens import draw
 from posttrain.rollout.native.pool import Pool
+from posttrain.rollout.native.rounds import Drafted
 from posttrain.rollout.native.slots import Slots
 
 WIDEST = 16  # tokens of a row in one pass
 MOST_ROWS = 64  # drafts are made on the host, row by row
 LOOK, LOOK_MOST = 32, 512  # tokens of a row between two looks at what would have been drafted
-GAIN = 1.1  # what speculation must promise before it starts
+GAIN = 1.2  # what speculation must promise before it starts
 MEMORY = 0.9  # weight of earlier passes in the share of drafted tokens that are sampled
 
 
 @dataclass(frozen=True)
 class PassCost:
-    """What a pass costs, in units of one more token in it: `plain` or `wide` for the pass itself."""
+    """What a pass costs, in units of one more row of plain decoding: `block` for each started `tile` of tokens, as
+    products compute whole tiles, `token` for each drafted token, `host` for finding drafts and reading results."""
 
-    plain: float
-    wide: float
+    tile: int
+    block: float
+    token: float
+    host: float
 
     def rate(self, rows: int, width: int, share: float) -> float:
         """Tokens for the cost of one, if drafted tokens are sampled with this probability."""
-        if width == 1:
-            return rows / (self.plain + rows)
         expected = width if share >= 1 else (1 - share**width) / (1 - share)
-        return rows * expected / (self.wide + rows * width)
+        blocks, drafted = -(-rows * width // self.tile), rows * (width - 1)
+        cost = self.block * blocks + rows + self.token * drafted + (self.host if drafted else 0)
+        return rows * expected / cost
 
     def best_width(self, rows: int, share: float, gain: float) -> int:
         """Tokens of each row with which a pass gives most for its cost; 1 is plain decoding."""
@@ -129,11 +133,27 @@ class Speculation:
         self.counts["tokens"] += len(tokens)
         self.texts.end(request.id, request.prompt_ids, tokens, shared=request.parent is None)
 
+    def _count(self, drafted: int, accepted: int, verified: int, passes: int) -> None:
+        counts = self.counts
+        counts["drafted"] += drafted
+        counts["accepted"] += accepted
+        counts["verified"] += verified
+        counts["passes"] += passes
+
     def take_counts(self) -> dict[str, float]:
         """Counts since the last call: tokens of ended responses, those from passes with drafts, passes of a row,
         tokens drafted and accepted."""
         taken, self.counts = self.counts, Counter[str]()
         return dict(taken)
+
+    def note_round(self, slots: Slots, rows: np.ndarray, before: np.ndarray, drafted: Drafted) -> None:
+        """Learn from a round with drafts; `before` it the rows had so many tokens."""
+        counted = zip(drafted.tokens, drafted.passes.tolist(), drafted.tried.tolist(), strict=True)
+        for slot, start, (draft, passes, tried) in zip(rows.tolist(), before.tolist(), counted, strict=True):
+            sampled = slots.tokens[slot, start : slots.count[slot]].tolist()
+            same = _common(draft, sampled)
+            self._note(same, missed=same < min(len(draft), len(sampled)) or not draft)
+            self._count(tried, min(same, tried), len(sampled), max(passes, 1))
 
     # -- the pass -----------------------------------------------------------------------------------------------------
     def verify(
@@ -165,7 +185,7 @@ class Speculation:
             key = (int(slots.history[slot]), int(ids_T[start]), *sampled[: kept - 1])
             slots.history[slot] = histories.setdefault(key, int(slots.next_history[0]) + len(histories))
             self._note(same, missed=same < len(draft) or not draft)
-            self.counts.update(drafted=len(draft), accepted=min(same, kept), verified=kept, passes=1)
+            self._count(len(draft), min(same, kept), kept, 1)
         slots.next_history += len(histories)
         slots.renumber(rows)  # a decoder that runs ahead has not seen these tokens
 
