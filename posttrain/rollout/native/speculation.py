@@ -29,7 +29,7 @@ from posttrain.rollout.native.rounds import Drafted
 from posttrain.rollout.native.slots import Slots
 
 WIDEST = 16  # tokens of a row in one pass
-MOST_ROWS = 64  # drafts are made on the host, row by row
+MOST_ROWS = 32  # drafts are made on the host, row by row
 LOOK, LOOK_MOST = 32, 512  # tokens of a row between two looks at what would have been drafted
 GAIN = 1.2  # what speculation must promise before it starts
 MEMORY = 0.9  # weight of earlier passes in the share of drafted tokens that are sampled
