@@ -17,7 +17,7 @@ plugins.checks = (
     "posttrain.rollout.engine_kwargs",
     "posttrain.rollout.server.settings",
     "posttrain.conversations.settings",
-    "posttrain.models.folders",
+    "posttrain.models.model_files",
 )
 
 __all__ = ["DataProto", "__version__", "train"]

@@ -71,9 +71,9 @@ def explain(args: Arguments) -> int:
 
 def reward(args: Arguments) -> int:
     if args and args[0] == "try":
-        from posttrain.rewards import try_command
+        from posttrain.commands import reward_try
 
-        return try_command.main(args[1:], sample=_sample, tell=print_text)
+        return reward_try.main(args[1:], sample=_sample, tell=print_text)
     parser = _parser("reward", "Rewards outside a run.")
     parser.add_argument("job", choices=["try"], help="score a data file: `posttrain reward try --help`")
     parser.parse_args(args)
@@ -152,7 +152,7 @@ VERBS: dict[str, tuple[Callable[[Arguments], int] | str, str]] = {
     "samples": ("posttrain.tracking.commands:samples", "show what a model answered at a step: `samples RUN --step N`"),
     "plot": ("posttrain.tracking.commands:plot", "draw a metric of one or more runs: `plot RUN ... --metric NAME`"),
     "view": (
-        "posttrain.view.command:main",
+        "posttrain.view.server:main",
         "look at runs in a browser: curves, samples token by token, health; `view RUN --export FILE`",
     ),
     "replay": ("posttrain.commands.replay:main", "make the update of a past step again, to the bit: `replay RUN STEP`"),

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.conversations.tools.base import Tool, ToolAnswer, ToolCall
-from posttrain.conversations.tools.function import FunctionTool
+from posttrain.conversations.tools.registry import FunctionTool
 from posttrain.conversations.tools.runner import ToolRunner
 
 HANG, CRASH, EXIT = 4, 4, 2  # of a hundred calls

@@ -15,7 +15,7 @@ from typing import Any
 
 from measure_kv_reuse import PROMPT, _words, untrained_model
 
-from posttrain.commands.serving_turns import keep_turns
+from posttrain.commands.serving_model import keep_turns
 from posttrain.config.rollout import RolloutConfig
 from posttrain.conversations.server import Server
 from posttrain.rollout.base import Request, RolloutEngine, Sampling

@@ -1,13 +1,17 @@
 """Tokens per second of conversations over HTTP: the server of a run, its engine alone, and vLLM's server.
 
     python scripts/measure_sessions.py --tokenizer MODEL_FOLDER [--model 7b] [--device cuda] [--sessions 1024]
-        [--turns 16] [--tokens 64] [--observation 32] [--systems engine,run,vllm] [--paced 12,25,5]
+        [--turns 16] [--tokens 64] [--spread 0.5] [--observation 32] [--systems engine,run,vllm] [--http 4]
+        [--paced 12,25,5]
 
 `--model` is a preset of `posttrain bench` (random weights, with the vocabulary of `--tokenizer`) or a folder; the
-default is the folder of the tokenizer. All sessions are played at once by a second process: a turn has `--tokens`
-sampled tokens, and a message of `--observation` words follows it. `engine` has the same turns without HTTP, rendering
+default is the folder of the tokenizer. All sessions are played at once by other processes, `--http` of them, which is
+also the number of HTTP processes of the run (`agent.http_processes`). A turn has `--tokens` sampled tokens, more or
+less by up to the share `--spread` of them (several, as 0,0.5, are measured in turn): with 0 all turns end at once, and
+the engine waits for all requests of the next ones. A message of `--observation` words follows.
+`engine` has the same turns without HTTP, rendering
 and ledger. vLLM is asked for completions of token ids, its best case: the history is a prefix that it has cached, and
-nothing is rendered. Below the run's server stand the CPU seconds of its HTTP process, and of the threads of the
+nothing is rendered. Below the run's server stand the CPU seconds of its HTTP processes, and of the threads of the
 engine's process: `main` is the engine and the conversations, `programs` the link to the HTTP process. `--profile FILE`
 writes where the HTTP process spent its time (cProfile).
 
@@ -22,6 +26,7 @@ import argparse
 import asyncio
 import json
 import os
+import random
 import shutil
 import socket
 import subprocess
@@ -30,6 +35,7 @@ import tempfile
 import threading
 import time
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -49,26 +55,40 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--sessions", type=int, default=1024)
     parser.add_argument("--turns", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument(
+        "--spread", default="0", help="by what share of --tokens turns differ in length; one or several"
+    )
+    parser.add_argument("--http", type=int, default=1, help="HTTP processes of the run, and processes of clients")
     parser.add_argument("--observation", type=int, default=32)
     parser.add_argument("--systems", default="engine,run")
     parser.add_argument("--memory", type=float, default=0.8, help="share of the device's memory")
     parser.add_argument("--paced", metavar="STEP,ROW,HOST", help="an engine that only takes time (see above)")
     parser.add_argument("--profile", metavar="FILE", help="profile the HTTP process")
-    parser.add_argument("--play", help=argparse.SUPPRESS)  # the second process: `run URL` or `vllm URL`
-    return parser.parse_args()
+    parser.add_argument("--play", help=argparse.SUPPRESS)  # a process of clients: `run URL PART` or `vllm ...`
+    parser.add_argument("--ready", help=argparse.SUPPRESS)  # where processes of clients say that they are ready
+    options = parser.parse_args()
+    options.spreads = [float(one) for one in options.spread.split(",")]
+    options.spread = options.spreads[0]
+    return options
 
 
 def next_message(turn: int, options: argparse.Namespace) -> dict[str, str]:
     return {"role": "user", "content": " ".join(str(turn + number) for number in range(options.observation))}
 
 
+def tokens_of(session: int, turn: int, options: argparse.Namespace) -> int:
+    """Tokens of a turn; the same for every system."""
+    share = random.Random(session * 1000 + turn).uniform(-options.spread, options.spread)
+    return max(1, round(options.tokens * (1 + share)))
+
+
 # -- the clients ------------------------------------------------------------------------------------------------------
-async def play(system: str, url: str, options: argparse.Namespace) -> None:
-    """All sessions at once; prints the seconds of the requests when the last one has ended."""
+async def play(system: str, url: str, part: int, options: argparse.Namespace) -> None:
+    """This process's part of the sessions, all at once; prints when their requests began and ended."""
     import aiohttp
 
     connector, headers = aiohttp.TCPConnector(limit=0), {"Authorization": f"Bearer {KEY}"}
-    timeout = aiohttp.ClientTimeout(None)
+    timeout, share = aiohttp.ClientTimeout(None), range(part, options.sessions, options.http)
     async with aiohttp.ClientSession(headers=headers, connector=connector, timeout=timeout) as http:
 
         async def post(where: str, body: object) -> dict[str, Any]:
@@ -80,17 +100,18 @@ async def play(system: str, url: str, options: argparse.Namespace) -> None:
         async def converse(found: dict[str, Any]) -> int:
             messages, tokens = list(found["task"]["messages"]), 0
             for turn in range(options.turns):
-                body = {"messages": messages, "max_tokens": options.tokens}
+                body = {"messages": messages, "max_tokens": tokens_of(found["task"]["index"], turn, options)}
                 answer = await post(f"{found['base_url']}/chat/completions", body)
                 tokens += answer["usage"]["completion_tokens"]
                 messages += [answer["choices"][0]["message"], next_message(turn, options)]
-            await post(f"{url}/s/{found['id']}/reward", {"reward": 1.0})
+            await post(f"{found['base_url'].removesuffix('/v1')}/reward", {"reward": 1.0})
             return tokens
 
         async def complete(number: int) -> int:
             ids, following, tokens = prompts[number], prompts[-1], 0
-            for _ in range(options.turns):
-                body = {"prompt": ids, "max_tokens": options.tokens, "ignore_eos": True, "return_token_ids": True}
+            for turn in range(options.turns):
+                most = tokens_of(number, turn, options)
+                body = {"prompt": ids, "max_tokens": most, "ignore_eos": True, "return_token_ids": True}
                 answer = await post(f"{url}/v1/completions", {"model": "measured", "logprobs": 0, **body})
                 sampled = answer["choices"][0]["token_ids"]
                 tokens += len(sampled)
@@ -99,7 +120,7 @@ async def play(system: str, url: str, options: argparse.Namespace) -> None:
 
         if system == "run":
             opened = []
-            while len(opened) < options.sessions:
+            while len(opened) < len(share):
                 found = await post(f"{url}/s/next", {})
                 if found["id"] is None:
                     await asyncio.sleep(0.02)
@@ -109,10 +130,15 @@ async def play(system: str, url: str, options: argparse.Namespace) -> None:
         else:
             first, following = turn_ids(options)
             prompts = [[*first[:-1], first[-1] + number % 7] for number in range(options.sessions)] + [following]
-            playing = [complete(number) for number in range(options.sessions)]
-        started = time.perf_counter()
+            playing = [complete(number) for number in share]
+        # Perhaps others are not ready yet: all begin at once.
+        ready = Path(options.ready)
+        (ready / str(part)).touch()
+        while len(list(ready.iterdir())) < options.http:
+            await asyncio.sleep(0.01)
+        started = time.time()
         tokens = sum(await asyncio.gather(*playing))
-        print(json.dumps({"seconds": time.perf_counter() - started, "tokens": tokens}))
+        print(json.dumps({"started": started, "ended": time.time(), "tokens": tokens}))
 
 
 def turn_ids(options: argparse.Namespace) -> tuple[list[int], list[int]]:
@@ -131,8 +157,23 @@ def tokenizer_of(options: argparse.Namespace) -> Any:
     return load_tokenizer(ModelConfig(path=options.tokenizer))
 
 
-def start_clients(system: str, url: str) -> subprocess.Popen[str]:
-    return subprocess.Popen([sys.executable, *sys.argv, "--play", f"{system} {url}"], stdout=subprocess.PIPE, text=True)
+class Clients:
+    """Processes that play all sessions."""
+
+    def __init__(self, system: str, url: str, options: argparse.Namespace) -> None:
+        self._ready = tempfile.TemporaryDirectory()
+        command = [sys.executable, *sys.argv, "--spread", str(options.spread), "--ready", self._ready.name, "--play"]
+        self._started = [
+            subprocess.Popen([*command, f"{system} {url} {part}"], stdout=subprocess.PIPE, text=True)
+            for part in range(options.http)
+        ]
+
+    def wait(self) -> tuple[float, int]:
+        """(seconds from the first request to the last answer, sampled tokens)."""
+        found = [json.loads(process.communicate()[0]) for process in self._started]
+        self._ready.cleanup()
+        seconds = max(one["ended"] for one in found) - min(one["started"] for one in found)
+        return seconds, sum(one["tokens"] for one in found)
 
 
 # -- the systems ------------------------------------------------------------------------------------------------------
@@ -226,11 +267,15 @@ def run_alone(options: argparse.Namespace, engine: Any) -> tuple[float, int]:
     from posttrain.rollout.generate import advance, until_others_may_join
 
     first, following = turn_ids(options)
-    sampling, tokens = Sampling(max_tokens=options.tokens), 0
+    tokens = 0
+
+    def sampling(number: int, turn: int) -> Sampling:
+        return Sampling(max_tokens=tokens_of(number, turn, options))
+
     ids = [list(first) for _ in range(options.sessions)]
     started = time.perf_counter()
     for number, row in enumerate(ids):
-        engine.submit(Request((number, 0), list(row), sampling, number, keep=True))
+        engine.submit(Request((number, 0), list(row), sampling(number, 0), number, keep=True))
     while engine.has_work():
         for output in advance(engine, until_others_may_join(engine)):
             number, turn = output.id
@@ -239,7 +284,8 @@ def run_alone(options: argparse.Namespace, engine: Any) -> tuple[float, int]:
                 engine.release([(number, place) for place in range(options.turns)])
                 continue
             ids[number] += [*output.token_ids, *following]
-            engine.submit(Request((number, turn + 1), list(ids[number]), sampling, number, (number, turn), keep=True))
+            how, parent = sampling(number, turn + 1), (number, turn)
+            engine.submit(Request((number, turn + 1), list(ids[number]), how, number, parent, keep=True))
     return time.perf_counter() - started, tokens
 
 
@@ -255,20 +301,23 @@ def run_server(options: argparse.Namespace, engine: Any, folder: Path) -> tuple[
 
     config = PPOConfig()
     config.actor_rollout_ref.model.path = str(folder)
-    config.actor_rollout_ref.rollout.agent = {"program": "outside", "timeout_s": 1200.0}
+    config.actor_rollout_ref.rollout.agent = {
+        "program": "outside", "timeout_s": 1200.0, "http_processes": options.http,
+    }  # fmt: skip
     first, following = turn_ids(options)
     config.data.max_prompt_length = len(first) + 8
-    config.data.max_response_length = (options.tokens + len(following) + 8) * options.turns
+    longest = round(options.tokens * (1 + options.spread)) + 1
+    config.data.max_response_length = (longest + len(following) + 8) * options.turns
     tokenizer = load_tokenizer(config.actor_rollout_ref.model)
     # Turns are admitted as they come, as in a run on a GPU.
     if options.profile:
         profile_server(options.profile)
     with open_conversations(config, tokenizer, torch.device("cuda"), lambda line: None) as loop:
         assert loop is not None
-        requests = Requests(engine, Sampling(max_tokens=options.tokens), loop)
+        requests = Requests(engine, Sampling(max_tokens=longest), loop)
         programs = loop.agents.context["programs"]
-        http = programs._process._worker.pid
-        clients = start_clients("run", programs.url)
+        http = [front.process._worker.pid for front in programs._fronts]
+        clients = Clients("run", programs.url, options)
         prompt = [{"role": "user", "content": PROMPT}]
         for number in range(options.sessions):
             row = {"raw_prompt": prompt, "data_source": "", "ground_truth": "", "extra_info": {}, "index": number}
@@ -278,11 +327,11 @@ def run_server(options: argparse.Namespace, engine: Any, folder: Path) -> tuple[
             requests.advance()
         spent = {name: value - before.get(name, 0.0) for name, value in thread_seconds(http).items()}
         failed = sum(record.error is not None for record in loop.records.values())
-        found = json.loads(clients.communicate()[0])
+        found = clients.wait()
         print(f"  {failed} sessions failed, {sum(len(record.rows) for record in loop.records.values())} rows")
         shares = ", ".join(f"{name} {value:.1f}" for name, value in spent.items() if value > 0.05)
         print(f"  CPU seconds: {shares}")
-    return found["seconds"], found["tokens"]
+    return found
 
 
 def profile_server(file: str) -> None:
@@ -301,9 +350,9 @@ def profile_server(file: str) -> None:
     process._run = run
 
 
-def thread_seconds(http: int) -> dict[str, float]:
-    """Processor seconds so far of this process's threads, by name, and of the HTTP process."""
-    found = {"HTTP process": _seconds(f"/proc/{http}/stat")}
+def thread_seconds(http: list[int]) -> dict[str, float]:
+    """Processor seconds so far of this process's threads, by name, and of the HTTP processes."""
+    found = {"HTTP processes": sum(_seconds(f"/proc/{pid}/stat") for pid in http)}
     for thread in threading.enumerate():
         name = "main" if thread is threading.main_thread() else thread.name
         found[name] = found.get(name, 0.0) + _seconds(f"/proc/self/task/{thread.native_id}/stat")
@@ -316,7 +365,7 @@ def _seconds(path: str) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def run_vllm(options: argparse.Namespace, folder: Path, drawn: bool) -> tuple[float, int]:
+def run_vllm(options: argparse.Namespace, folder: Path, drawn: bool, row: Callable[[str, float, int], None]) -> None:
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
@@ -353,8 +402,9 @@ def run_vllm(options: argparse.Namespace, folder: Path, drawn: bool) -> tuple[fl
                 if server.poll() is not None or time.monotonic() - started > 300:
                     sys.exit(f"vLLM's server does not start:\n{log.read_text()[-3000:]}")
                 time.sleep(1)
-        found = json.loads(start_clients("vllm", url).communicate()[0])
-        return found["seconds"], found["tokens"]
+        for spread in options.spreads:
+            options.spread = spread
+            row(f"vLLM's server, spread {spread}", *Clients("vllm", url, options).wait())
     finally:
         server.terminate()
         server.wait()
@@ -363,10 +413,14 @@ def run_vllm(options: argparse.Namespace, folder: Path, drawn: bool) -> tuple[fl
 def main() -> None:
     options = arguments()
     if options.play:
-        asyncio.run(play(*options.play.split(" "), options))
+        system, url, part = options.play.split(" ")
+        asyncio.run(play(system, url, int(part), options))
         return
     systems, per_turn = options.systems.split(","), options.sessions * options.turns
-    print(f"{options.sessions} sessions of {options.turns} turns x {options.tokens} tokens, {options.model or 'model'}")
+    print(
+        f"{options.sessions} sessions of {options.turns} turns x {options.tokens} tokens, {options.model or 'model'}",
+        flush=True,
+    )
     print("| system | seconds | sampled tokens/s | requests/s |\n|---|---:|---:|---:|")
 
     def row(name: str, seconds: float, tokens: int) -> None:
@@ -378,10 +432,12 @@ def main() -> None:
             engine, said = make_paced(options) if options.paced else make_engine(options, folder, drawn)
             if not options.paced:
                 row("(warm-up) engine alone", *run_alone(options, engine))
-            for name in systems:
-                if name == "engine":
+            for spread in options.spreads:
+                options.spread = spread
+                print(f"spread {spread}")
+                if "engine" in systems:
                     row(f"engine alone: {said}", *run_alone(options, engine))
-                elif name == "run":
+                if "run" in systems:
                     row("the server of a run", *run_server(options, engine, folder))
             del engine
             if options.device == "cuda":
@@ -392,7 +448,7 @@ def main() -> None:
                 gc.collect()
                 torch.cuda.empty_cache()
         if "vllm" in systems:
-            row("vLLM's server", *run_vllm(options, folder, drawn))
+            run_vllm(options, folder, drawn, row)
 
 
 if __name__ == "__main__":

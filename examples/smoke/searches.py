@@ -9,8 +9,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a checkout that is not installed serves too
 
-from posttrain.conversations.tools.search.facts import EMBEDDED, Fact, facts
-from posttrain.conversations.tools.search.tool import SearchTool
+from posttrain.conversations.tools.search import SearchTool
+from posttrain.conversations.tools.search.corpus import EMBEDDED, Fact, facts
 
 FEW = 4
 

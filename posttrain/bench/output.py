@@ -13,11 +13,10 @@ import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
 from typing import Any
 
-from posttrain.tracking.curve import COLOURS
+from posttrain.tracking.curve import COLOURS, svg_page, svg_text
 from posttrain.tracking.safe_files import replace_file
 
 
@@ -70,22 +69,7 @@ def factor(value: float, ours: float | None) -> str:
     return "-" if not ours else f"{value / ours:.2f}x"
 
 
-INK, LIGHT, PALE, SHADE = "#374151", "#6b7280", "#e5e7eb", "#f3f4f6"
-
-
-def _write(path: Path, width: float, height: float, parts: Sequence[str], *, size: int = 12) -> None:
-    box = f'viewBox="0 0 {width:g} {height:g}" width="{width:g}" height="{height:g}"'
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" {box} font-family="sans-serif" font-size="{size}">'
-    sheet = '<rect width="100%" height="100%" fill="white"/>'
-    replace_file(path, "\n".join([head, sheet, *parts, "</svg>\n"]).encode())
-
-
-def _text(
-    x: float, y: float, text: str, *, anchor: str = "middle", size: int = 12, weight: str = "normal", halo: bool = False
-) -> str:
-    style = f'text-anchor="{anchor}" font-size="{size}" font-weight="{weight}" fill="{INK}"'
-    style += ' paint-order="stroke" stroke="white" stroke-width="3"' if halo else ""
-    return f'<text x="{x:.1f}" y="{y:.1f}" {style}>{escape(text)}</text>'
+LIGHT, PALE, SHADE = "#6b7280", "#e5e7eb", "#f3f4f6"
 
 
 # -- a sweep --------------------------------------------------------------------------------------------------------
@@ -111,11 +95,11 @@ def write_plot(path: Path, engine: str, model: str, panels: Sequence[Panel]) -> 
     lines = levels(min(times), max(times))
     width = LEFT + len(panels) * (PANEL + GAP) - GAP + RIGHT
     parts = [
-        _text(LEFT, 24, f"{engine}, {model}: microseconds per token", anchor="start", size=15, weight="bold"),
+        svg_text(LEFT, 24, f"{engine}, {model}: microseconds per token", anchor="start", size=15, weight="bold"),
         *(_axis(LEFT + place * (PANEL + GAP), panel, lines) for place, panel in enumerate(panels)),
         _legend([engine, "floor of this machine"], hollow=any("prefix" in p for panel in panels for p in panel.points)),
     ]
-    _write(path, width, HEIGHT, parts)
+    replace_file(path, svg_page(width, HEIGHT, parts).encode())
 
 
 def levels(low: float, high: float) -> list[float]:
@@ -149,12 +133,12 @@ def _axis(left: float, panel: Panel, lines: Sequence[float]) -> str:
     for level in lines:
         at = y(level)
         parts.append(f'<line x1="{left:g}" y1="{at:.1f}" x2="{right:g}" y2="{at:.1f}" stroke="{PALE}"/>')
-        parts.append(_text(left - 6, at + 4, f"{level:,g}", anchor="end", size=11))
+        parts.append(svg_text(left - 6, at + 4, f"{level:,g}", anchor="end", size=11))
     names = panel.names or [f"{value:,}" for value in values]
     for value, name in list(zip(values, names, strict=True))[:: max(1, math.ceil(len(values) / 10))]:
-        parts.append(_text(x(value), bottom + 18, name, size=11))
+        parts.append(svg_text(x(value), bottom + 18, name, size=11))
     parts.append(f'<path d="M{left:g} {TOP}V{bottom}H{right:g}" fill="none" stroke="{LIGHT}"/>')
-    parts.append(_text(left + PANEL / 2, bottom + 38, panel.label))
+    parts.append(svg_text(left + PANEL / 2, bottom + 38, panel.label))
     parts.append(f'<path d="{_path(floor)}" fill="none" stroke="{LIGHT}" stroke-width="1.5" stroke-dasharray="5 4"/>')
     parts.append(f'<path d="{_path(engine)}" fill="none" stroke="{COLOURS[0]}" stroke-width="2"/>')
     for (a, b), point, words in zip(engine, points, panel.marks, strict=True):
@@ -162,9 +146,9 @@ def _axis(left: float, panel: Panel, lines: Sequence[float]) -> str:
         parts.append(
             f'<circle cx="{a:.1f}" cy="{b:.1f}" r="3.5" fill="{fill}" stroke="{COLOURS[0]}" stroke-width="1.5"/>'
         )
-        parts.append(_text(a, b - 9, f"{point['us_per_token'] / point['floor_us']:.1f}x", size=10, halo=True))
+        parts.append(svg_text(a, b - 9, f"{point['us_per_token'] / point['floor_us']:.1f}x", size=10, halo=True))
         if words:
-            parts.append(_text(a, b - 21, words, size=10, halo=True))
+            parts.append(svg_text(a, b - 21, words, size=10, halo=True))
     return "\n".join(parts)
 
 
@@ -177,10 +161,10 @@ def _legend(names: Sequence[str], *, hollow: bool) -> str:
     parts, left = [], LEFT
     for name, look in zip(names, looks, strict=True):
         parts.append(f'<line x1="{left}" y1="46" x2="{left + 26}" y2="46" {look}/>')
-        parts.append(_text(left + 32, 50, name, anchor="start"))
+        parts.append(svg_text(left + 32, 50, name, anchor="start"))
         left += 60 + 7 * len(name)
     words = "2.0x: times the floor" + ("; hollow: by tokens in the middle of a row" if hollow else "")
-    return "\n".join([*parts, _text(left, 50, words, anchor="start")])
+    return "\n".join([*parts, svg_text(left, 50, words, anchor="start")])
 
 
 # -- what algorithms learn ------------------------------------------------------------------------------------------
@@ -194,12 +178,12 @@ def write_panels(path: Path, found: Mapping[str, Curves], title: str) -> None:
     across = min(ACROSS, len(found))
     width = SIDE + across * (WIDE + 10) + 10
     height = HEAD_ROOM + math.ceil(len(found) / across) * (HIGH + BETWEEN) + 12
-    parts = [_text(width / 2, 22, title, size=15, weight="bold")]
+    parts = [svg_text(width / 2, 22, title, size=15, weight="bold")]
     for place, (name, curves) in enumerate(found.items()):
         row, column = divmod(place, across)
         left, top = SIDE + column * (WIDE + 10), HEAD_ROOM + row * (HIGH + BETWEEN)
         parts.append(_algorithm(left, top, name, curves, last, labelled=column == 0))
-    _write(path, width, height, parts, size=11)
+    replace_file(path, svg_page(width, height, parts, size=11).encode())
 
 
 def _algorithm(left: float, top: float, name: str, curves: Curves, last: float, *, labelled: bool) -> str:
@@ -211,16 +195,16 @@ def _algorithm(left: float, top: float, name: str, curves: Curves, last: float, 
         look = f'stroke="{COLOURS[0]}" stroke-opacity="{opacity:g}" stroke-width="{width:g}"'
         return f'<path d="{path}" fill="none" {look}/>'
 
-    parts = [_text(left + WIDE / 2, top - 5, name, size=11 if len(name) <= 20 else 9)]
+    parts = [svg_text(left + WIDE / 2, top - 5, name, size=11 if len(name) <= 20 else 9)]
     for level in (0.0, 0.5, 1.0):
         y = top + (1 - level) * HIGH
         parts.append(f'<line x1="{left:g}" y1="{y:g}" x2="{left + WIDE:g}" y2="{y:g}" stroke="{PALE}"/>')
         if labelled:
-            parts.append(_text(left - 5, y + 4, f"{level:g}", anchor="end", size=11))
+            parts.append(svg_text(left - 5, y + 4, f"{level:g}", anchor="end", size=11))
     parts += [line(curve, 0.35, 1) for curve in curves]
     parts.append(line(mean_curve(curves), 1, 2))
     end = statistics.fmean(curve[-1][1] for curve in curves)
-    parts.append(_text(left + WIDE - 2, top + HIGH - 4, f"{end:.2f}", anchor="end", size=11))
+    parts.append(svg_text(left + WIDE - 2, top + HIGH - 4, f"{end:.2f}", anchor="end", size=11))
     return "\n".join(parts)
 
 

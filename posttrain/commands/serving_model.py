@@ -1,4 +1,8 @@
-"""Loads what `posttrain serve` serves, and runs its server."""
+"""Loads what `posttrain serve` serves, and runs its server.
+
+The KV cache of ended requests is kept for the request that continues their conversation. Clients of chat APIs send the
+whole conversation with every turn and do not say which request they continue: it is found by its tokens.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,9 @@ import argparse
 import asyncio
 import signal
 import socket
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,27 +29,124 @@ from posttrain.commands.generation.session import (
     say,
 )
 from posttrain.commands.generation.settings import Settings
-from posttrain.commands.serving_turns import keep_turns
 from posttrain.conversations.format_proof import find_format
 from posttrain.conversations.formats.base import FORMATS
 from posttrain.conversations.server import Server
 from posttrain.conversations.serving.app import make_app
-from posttrain.conversations.serving.local import LocalChannels
 from posttrain.conversations.serving.model import ServedModel
 from posttrain.conversations.serving.process import ServerProcess, listen, url_of
 from posttrain.conversations.serving.remote import RemoteServer, ServerHost
+from posttrain.conversations.serving.sessions import LocalChannels
 from posttrain.conversations.serving.wire import Link, Receive
 from posttrain.conversations.templates import MessageTemplate
 from posttrain.errors import UserError
 from posttrain.models.loading import check_positions, end_token_ids, model_end_ids, positions_of
 from posttrain.models.lora import with_adapters
-from posttrain.rollout.base import RolloutEngine
+from posttrain.rollout.base import Output, Request, RolloutEngine
 from posttrain.rollout.engines import build_engine, can_take_adapters
 from posttrain.rollout.outside import check_installed
 from posttrain.rollout.server.build import describe
 from posttrain.rollout.server.host import EngineHost
 from posttrain.rollout.server.host import make_app as make_rollout_app
 from posttrain.workers.roles import pick_device
+
+_BASE, _PRIME = 1_000_003, 2**61 - 1
+
+
+@dataclass(frozen=True)
+class EndedTurn:
+    """A prompt with its response, and the prompt's length and hash."""
+
+    ids: list[int]
+    prompt: tuple[int, int]
+
+    def common(self, ids: Sequence[int]) -> int:
+        pairs = enumerate(zip(self.ids, ids, strict=False))
+        return next((place for place, (mine, other) in pairs if mine != other), min(len(self.ids), len(ids)))
+
+
+class EndedTurns:
+    """Ended turns by the id of their request, oldest first; at most `most` tokens of them."""
+
+    def __init__(self, most: int) -> None:
+        self.most, self.tokens = most, 0
+        self.turns: dict[Hashable, EndedTurn] = {}
+        self._by_prompt: dict[tuple[int, int], list[Hashable]] = {}
+        self._lengths: Counter[int] = Counter()
+
+    def add(self, id: Hashable, prompt_ids: Sequence[int], response_ids: Sequence[int]) -> list[Hashable]:
+        """Remember a turn; gives those that are too many now."""
+        turn = EndedTurn([*prompt_ids, *response_ids], (len(prompt_ids), _hash(prompt_ids)))
+        self.turns[id], self.tokens = turn, self.tokens + len(turn.ids)
+        self._by_prompt.setdefault(turn.prompt, []).append(id)
+        self._lengths[len(prompt_ids)] += 1
+        dropped = []
+        while self.tokens > self.most:
+            dropped.append(next(iter(self.turns)))
+            self._remove(dropped[-1])
+        return dropped
+
+    def take(self, prompt_ids: Sequence[int]) -> Hashable | None:
+        """The turn that this prompt continues, which is forgotten: its blocks become the request's own."""
+        # Only a turn whose whole prompt comes back. One that has a mere beginning in common, such as a system prompt,
+        # belongs to another conversation, which will need it.
+        found = [
+            (self.turns[id].common(prompt_ids), id)
+            for prompt in self._beginnings(prompt_ids)
+            for id in self._by_prompt.get(prompt, ())
+        ]
+        found = [(common, id) for common, id in found if common >= self.turns[id].prompt[0]]
+        if not found:
+            return None
+        _, id = max(found, key=lambda one: one[0])
+        self._remove(id)
+        return id
+
+    def _beginnings(self, ids: Sequence[int]) -> Iterator[tuple[int, int]]:
+        """Length and hash of each beginning that is as long as the prompt of a turn."""
+        value = 0
+        for length, id in enumerate(ids, 1):
+            value = (value * _BASE + id + 1) % _PRIME
+            if length in self._lengths:
+                yield length, value
+
+    def _remove(self, id: Hashable) -> None:
+        turn = self.turns.pop(id)
+        self.tokens -= len(turn.ids)
+        self._by_prompt[turn.prompt].remove(id)
+        if not self._by_prompt[turn.prompt]:
+            del self._by_prompt[turn.prompt]
+        self._lengths[turn.prompt[0]] -= 1
+        if not self._lengths[turn.prompt[0]]:
+            del self._lengths[turn.prompt[0]]
+
+
+def _hash(ids: Sequence[int]) -> int:
+    value = 0
+    for id in ids:
+        value = (value * _BASE + id + 1) % _PRIME
+    return value
+
+
+class KeepingServer:
+    """A server whose requests continue from the KV cache of the turn before. At most `most` tokens are kept."""
+
+    def __init__(self, server: Server | RemoteServer, most: int) -> None:
+        self.server, self.ended = server, EndedTurns(most)
+
+    async def generate(self, request: Request, on_progress: Callable[[Output], None] | None = None) -> Output:
+        request = replace(request, parent=self.ended.take(request.prompt_ids), keep=True)
+        output = await self.server.generate(request, on_progress)
+        for id in self.ended.add(request.id, request.prompt_ids, output.token_ids):
+            self.server.release(id)
+        return output
+
+
+def keep_turns(server: Server | RemoteServer, cache_tokens: int) -> Server | RemoteServer | KeepingServer:
+    """A server that keeps turns, unless its engine finds them by itself or keeps none. Half of the cache may be kept:
+    what runs needs the rest, and an engine that needs more evicts what is kept."""
+    return KeepingServer(server, cache_tokens // 2) if cache_tokens else server
+
 
 UNLIMITED = 32768
 """Tokens of a sequence where neither the model nor the user sets a limit."""

@@ -17,11 +17,9 @@ import time
 from typing import Any
 
 from posttrain.conversations.agents import Agents
-from posttrain.conversations.chat import Chat, Generate, Pause, Setup
+from posttrain.conversations.chat import Chat, Ended, Generate, Pause, Setup, describe_late, run_to_end
 from posttrain.conversations.conversation import Conversation
-from posttrain.conversations.outcome import Ended, describe_late, run_to_end
-from posttrain.conversations.tools.answers import describe_error
-from posttrain.conversations.tools.base import ToolCall
+from posttrain.conversations.tools.base import ToolCall, describe_error
 from posttrain.conversations.tools.marks import CURRENT, MarkedSteps, Marks
 from posttrain.conversations.tools.worker import MOST_LINES, enter_worker
 from posttrain.rewards.channel import Channel

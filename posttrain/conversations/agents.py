@@ -12,11 +12,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from posttrain.conversations.adapters import OPENENV, InteractionEnvironment, Interactions, OpenEnv, check_server
 from posttrain.conversations.chat import Chat
-from posttrain.conversations.environments import is_environment, play
-from posttrain.conversations.interactions import InteractionEnvironment, Interactions
-from posttrain.conversations.method_tools import method_schemas
-from posttrain.conversations.openenv import PREFIX, OpenEnv, check_server
+from posttrain.conversations.environments import is_environment, method_schemas, play
 from posttrain.conversations.settings import AGENT_KEY as KEY
 from posttrain.conversations.settings import BUILT_IN, PROGRAM, AgentSettings, TurnSettings
 from posttrain.conversations.tools.lookup import find_named, is_place, listed_in
@@ -113,7 +111,7 @@ class Agents:
                 "the agent tool_agent answers the model's tool calls, and the run has no tools.\n"
                 "  to do:  set rollout.multi_turn.enable=True and name them: rollout.tools=[...]"
             )
-        if name.startswith(PREFIX):
+        if name.startswith(OPENENV):
             return self._agent(OpenEnv, name, {"url": check_server(name), **config})
         if is_place(name):
             return self._agent(_find(name), name, config)

@@ -9,7 +9,7 @@ async def play(chat, row):
     return 0.0
 
 `chat.branch` opens a second context beside this one (a sub-agent, another attempt), and `chat.compact` continues this
-one behind other messages. Both start a further row of the same sample.
+one behind other messages. Both start a further row of the same sample. `run_to_end` says how an agent ended.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from posttrain.conversations.branch import Branch
@@ -24,9 +25,9 @@ from posttrain.conversations.conversation import ChatError, Conversation, Limits
 from posttrain.conversations.formats.base import FORMATS, CallFormat, Unreadable
 from posttrain.conversations.settings import TurnSettings
 from posttrain.conversations.templates import MessageTemplate
-from posttrain.conversations.tools.base import ToolAnswer, ToolCall
+from posttrain.conversations.tools.base import ToolAnswer, ToolCall, describe_error
 from posttrain.rollout.base import Output
-from posttrain.texts import texts_of
+from posttrain.texts import texts_of, well_formed
 
 _OPENING = 16  # tokens at the end of a prompt that show whether it opens the model's thinking
 _LONGEST_NAME = 80  # a model may invent a tool's name, and the template shows it
@@ -350,3 +351,46 @@ class Chat:
 
 def _texts(stop: Sequence[str]) -> tuple[str, ...]:
     return (stop,) if isinstance(stop, str) else tuple(stop)
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a conversation ended: what the agent returned, or why it failed."""
+
+    value: Any = None
+    error: str | None = None
+
+
+Event = Generate | Ended
+
+
+async def run_to_end(lead: Awaitable[Any]) -> Ended:
+    """Awaits an agent to its end, which nothing that it raises can prevent."""
+    try:
+        return Ended(await lead)
+    except ChatFull:
+        return Ended()
+    except asyncio.CancelledError:
+        return Ended(error="it was cancelled")
+    except Exception as error:
+        return Ended(error=well_formed(f"{describe_error(error)}{_place(error)}"))
+    except BaseException as error:  # exit() in an agent ends its conversation, not the run
+        return Ended(error=f"it raised {type(error).__name__}")
+
+
+def describe_late(timeout_s: float) -> str:
+    return f"it took longer than {timeout_s:g} seconds between two turns (agent.timeout_s)"
+
+
+_LIBRARIES = (str(Path(__file__).parents[1]), str(Path(asyncio.__file__).parent.parent))
+
+
+def _place(error: BaseException) -> str:
+    """Where an error was raised, by file and line: the last place that is not in a library."""
+    found, trace = "", error.__traceback__
+    while trace is not None:
+        file = trace.tb_frame.f_code.co_filename
+        if not file.startswith(_LIBRARIES) and "site-packages" not in file:
+            found = f" ({Path(file).name}, line {trace.tb_lineno})"
+        trace = trace.tb_next
+    return found

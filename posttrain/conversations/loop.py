@@ -17,9 +17,8 @@ from functools import partial
 from typing import Any
 
 from posttrain.conversations.agents import Agents
-from posttrain.conversations.chat import Chat, Generate, Setup
+from posttrain.conversations.chat import Chat, Ended, Event, Generate, Setup
 from posttrain.conversations.conversation import ChatError, Conversation, Key, TurnRequest, request_number
-from posttrain.conversations.outcome import Ended, Event
 from posttrain.conversations.runner import Runner
 from posttrain.rollout.base import Output
 from posttrain.rollout.sampling import combine_seeds

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from posttrain.config.root import PPOConfig
+from posttrain.conversations.adapters import as_program
 from posttrain.conversations.agents import Agents, name_of
 from posttrain.conversations.chat import Setup
 from posttrain.conversations.conversation import Limits
@@ -26,7 +27,6 @@ from posttrain.conversations.settings import BUILT_IN, AgentSettings, agent_sett
 from posttrain.conversations.templates import MessageTemplate
 from posttrain.conversations.tools.registry import make_tools_of
 from posttrain.conversations.tools.runner import ToolRunner
-from posttrain.conversations.verifiers import as_program
 from posttrain.errors import UserError
 from posttrain.rollout.base import Sampling
 from posttrain.spelling import closest

@@ -20,15 +20,13 @@ from typing import Any
 
 from posttrain.conversations.agent_worker import AgentWorker
 from posttrain.conversations.agents import Agents
-from posttrain.conversations.chat import Generate, Setup
+from posttrain.conversations.chat import Ended, Event, Generate, Setup, describe_late
 from posttrain.conversations.conversation import Conversation
-from posttrain.conversations.outcome import Ended, Event, describe_late
-from posttrain.conversations.tools.answers import describe_error
-from posttrain.conversations.tools.base import ToolCall
+from posttrain.conversations.tools.base import ToolCall, describe_error
 from posttrain.conversations.tools.forks import ForkServer
-from posttrain.conversations.tools.loop_thread import LoopThread
 from posttrain.conversations.tools.marks import Marks
 from posttrain.conversations.tools.runner import ToolRunner
+from posttrain.conversations.tools.threads import LoopThread
 from posttrain.rewards.channel import pack
 
 Report = Callable[[Hashable, Event, Conversation | None], None]

@@ -1,4 +1,4 @@
-"""The process of a program: started with limits, and ended with all that it started itself."""
+"""The process of a program: started with limits and addresses, and ended with all that it started itself."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import resource
 import shlex
 import shutil
 import signal
+from collections import deque
 from contextlib import suppress
 from pathlib import Path
 from typing import Self
@@ -17,6 +18,7 @@ from posttrain.conversations.settings import AgentSettings
 from posttrain.errors import UserError
 from posttrain.texts import well_formed
 
+KEY_VARIABLE = "POSTTRAIN_API_KEY"
 _SHOWN = 300  # characters of a program's last line that its error shows
 _READ = 8192
 
@@ -36,6 +38,18 @@ def find_command(settings: AgentSettings) -> list[str]:
         if word.endswith(".py") and not os.path.isfile(word):
             raise UserError(f"{KEY}.program={settings.program!r}: there is no file {word} in {os.getcwd()}.")
     return words
+
+
+def addresses(base: str, key: str) -> dict[str, str]:
+    """Variables that clients read: where the model is, and their key."""
+    return {
+        "OPENAI_BASE_URL": f"{base}/v1",
+        "OPENAI_API_KEY": key,
+        "ANTHROPIC_BASE_URL": base,
+        "ANTHROPIC_API_KEY": key,
+        "OPENAI_AGENTS_DISABLE_TRACING": "1",
+        KEY_VARIABLE: key,
+    }
 
 
 class Program:
@@ -80,3 +94,40 @@ class Program:
             os.killpg(self.process.pid, signal.SIGKILL)
         with suppress(asyncio.CancelledError):
             await asyncio.shield(self.process.wait())
+
+
+def describe_status(status: int) -> str:
+    return f"signal {-status}" if status < 0 else f"status {status}"
+
+
+class Slots:
+    """Room for so many programs at once. Whoever waits is counted as waiting until the moment in which a place is free,
+    so that turns in rounds (`loop.py`) depend on no clock."""
+
+    def __init__(self, most: int) -> None:
+        self.free, self._queue = most, deque[asyncio.Future[None]]()
+
+    @property
+    def waiting(self) -> int:
+        return len(self._queue)
+
+    async def take(self) -> None:
+        if self.free:
+            self.free -= 1
+            return
+        place = asyncio.get_running_loop().create_future()
+        self._queue.append(place)
+        try:
+            await place
+        except asyncio.CancelledError:
+            if place in self._queue:
+                self._queue.remove(place)
+            else:
+                self.give_back()
+            raise
+
+    def give_back(self) -> None:
+        if self._queue:
+            self._queue.popleft().set_result(None)
+        else:
+            self.free += 1

@@ -28,7 +28,14 @@ from typing import Any
 
 from posttrain.conversations.chat import Chat
 from posttrain.conversations.conversation import TooManyRows
-from posttrain.conversations.program_process import Program, find_command
+from posttrain.conversations.program_process import (
+    KEY_VARIABLE,
+    Program,
+    Slots,
+    addresses,
+    describe_status,
+    find_command,
+)
 from posttrain.conversations.serving.model import ServedModel
 from posttrain.conversations.serving.process import ServerProcess, listen, url_of
 from posttrain.conversations.serving.remote import TurnPoster, described
@@ -37,11 +44,10 @@ from posttrain.conversations.serving.sessions import Sessions
 from posttrain.conversations.serving.wire import Link
 from posttrain.conversations.settings import AGENT_KEY as KEY
 from posttrain.conversations.settings import OUTSIDE, AgentSettings
-from posttrain.conversations.tools.loop_thread import LoopThread
+from posttrain.conversations.tools.threads import LoopThread
 from posttrain.errors import UserError
 from posttrain.rollout.base import Output
 
-KEY_VARIABLE = "POSTTRAIN_API_KEY"
 _START_S = 30.0
 QUIET_S = 60.0  # after which the user is told that no program asks for samples
 _LOOK_S = 0.05  # between two looks at whether the program of the run is to be started or ended
@@ -54,6 +60,17 @@ class ProgramFailed(Exception):
 
 
 @dataclass(eq=False)
+class Front:
+    """An HTTP process of the run: it has some of the sessions, whose addresses begin with its URL."""
+
+    process: ServerProcess
+    url: str
+    link: Link | None = None
+    """None once it has ended and cannot be started again."""
+    sessions: int = 0
+
+
+@dataclass(eq=False)
 class Session:
     """One sample: its conversation, and what its program has posted. Its ledger is in the HTTP process."""
 
@@ -62,6 +79,7 @@ class Session:
     chat: Chat
     task: dict[str, Any]
     loop: asyncio.AbstractEventLoop
+    front: Front
     link: Link
     """To the HTTP process that has it."""
     reward: float | None = None
@@ -122,12 +140,13 @@ class Programs:
         # Samples for programs that ask. The server's thread takes from it what the agents' thread puts in.
         self._unclaimed = deque[Session]()
         self._slots = Slots(settings.max_programs)
-        self._listener = self._listen()
-        self.url = url_of(self._listener)
         run_key = self.run_key
-        # Forked before there are threads, and before a model is loaded.
-        self._process = ServerProcess(self._listener, lambda link, _: Sessions(link, model, run_key).app())
-        self._link: Link | None = None
+        self._fronts: list[Front] = []
+        for listener in [self._listen(number) for number in range(settings.count_http_processes())]:
+            # Forked before there are threads, and before a model is loaded.
+            process = ServerProcess(listener, lambda link, _: Sessions(link, model, run_key).app())
+            self._fronts.append(Front(process, url_of(listener)))
+        self.url = self._fronts[0].url
         self._thread = LoopThread("programs")
         self._keeping: asyncio.Task[Any] | None = None
         self.counts = {"requests": 0, "changed": 0, "repeated": 0}
@@ -136,7 +155,8 @@ class Programs:
 
     def __enter__(self) -> Programs:
         async def connect() -> None:
-            self._connect()
+            for front in self._fronts:
+                self._connect(front)
 
         self._thread.start(connect()).result(_START_S)
         if self.command is None:
@@ -149,42 +169,49 @@ class Programs:
         with suppress(Exception):
             self._thread.start(self._stop()).result(_START_S)
         self._thread.stop()
-        self._process.close()
+        for front in self._fronts:
+            front.process.close()
 
     async def _stop(self) -> None:
         if self._keeping is not None:
             self._keeping.cancel()
             await asyncio.wait([self._keeping])  # until the program has ended
-        self._process.close_link()
+        for front in self._fronts:
+            front.process.close_link()
 
-    def _listen(self) -> socket.socket:
+    def _listen(self, number: int) -> socket.socket:
+        port = self.settings.port and self.settings.port + number
         try:
-            return listen(self.settings.host, self.settings.port)
+            return listen(self.settings.host, port)
         except OSError as error:
-            address = f"{KEY}.host={self.settings.host}, {KEY}.port={self.settings.port}"
+            address = f"{KEY}.host={self.settings.host}, {KEY}.port={port}"
             raise UserError(
                 f"{address}: the server of the programs cannot listen there: {error.strerror or error}.\n"
                 f"  to do:  leave {KEY}.port out: any free port is taken"
             ) from None
 
-    def _connect(self) -> Link:
-        """Starts the HTTP process, or its successor, in the server's thread."""
+    def _connect(self, front: Front) -> Link:
+        """Starts an HTTP process, or its successor, in the server's thread."""
 
         def receive(words: list[Any], ids: list[int], values: list[float]) -> None:
             self._receive(link, words, ids)
 
-        link = self._link = self._process.start({}, receive, self._lose)
+        link = front.link = front.process.start({}, receive, lambda how: self._lose(front, how))
         return link
 
-    def _lose(self, how: str) -> None:
-        """The HTTP process is gone, and with it all that it knew of samples that are being played."""
-        self._link, again = None, "another one is started"
-        waiting, lost = set(self._unclaimed), [*self._sessions.values(), *self._closing.values()]
+    def _lose(self, front: Front, how: str) -> None:
+        """An HTTP process is gone, and with it all that it knew of samples that are being played."""
+        front.link, again = None, "another one is started"
+        everyone = tuple(self._sessions.values())
+        waiting = {session for session in tuple(self._unclaimed) if session.front is front}
+        lost = [session for session in (*everyone, *self._closing.values()) if session.front is front]
         try:
-            link = self._connect()
+            link = self._connect(front)
             for session in waiting:
                 session.link = link
                 link.post(["open", session.id, session.key])
+            for session in everyone:
+                self._say_where(session, session.front.url)
         except RuntimeError as error:
             waiting, again = set(), str(error)
         lost = [session for session in lost if session not in waiting]
@@ -192,6 +219,12 @@ class Programs:
             session.end(f"the HTTP process of the run has ended ({how})")
             _resolve(session.closed, ({}, []))
         self._say(f"note: the HTTP process that serves programs has ended ({how}): {len(lost)} samples fail; {again}.")
+
+    def _say_where(self, session: Session, url: str | None) -> None:
+        """Programs that ask may send all requests to the run's address: the first process forwards what others have."""
+        first = self._fronts[0]
+        if self.asks and session.front is not first and first.link is not None:
+            first.link.post(["elsewhere", session.id, url])
 
     # -- the agent ------------------------------------------------------------------------------------------------
     async def lead(self, chat: Chat, row: dict[str, Any]) -> float | None:
@@ -237,17 +270,22 @@ class Programs:
     def _open(self, chat: Chat, row: dict[str, Any]) -> Session:
         task = json.loads(json.dumps({**row, "messages": chat.messages}, default=_plain))
         key = self.run_key if self.asks else secrets.token_urlsafe(24)
-        id, link = secrets.token_urlsafe(12), self._link
-        if link is None:
+        id, working = secrets.token_urlsafe(12), [front for front in self._fronts if front.link is not None]
+        front = min(working, key=lambda front: front.sessions, default=None)
+        if front is None or (link := front.link) is None:
             raise ProgramFailed("the HTTP process of the run has ended, and cannot be started again")
-        session = self._sessions[id] = Session(id, key, chat, task, asyncio.get_running_loop(), link)
+        session = self._sessions[id] = Session(id, key, chat, task, asyncio.get_running_loop(), front, link)
+        front.sessions += 1
         link.post(["open", id, key])
+        self._say_where(session, front.url)
         return session
 
     async def _close(self, session: Session) -> None:
         """Takes back turns without a consequence, and counts what the program did."""
         self._sessions.pop(session.id, None)
-        if session.link is not self._link:  # what it knew of the session is lost
+        session.front.sessions -= 1
+        self._say_where(session, None)
+        if session.link is not session.front.link:  # what it knew of the session is lost
             return
         self._closing[session.id] = session
         session.link.post(["close", session.id])
@@ -286,7 +324,7 @@ class Programs:
         has finished none, so that a program that cannot work does not start for ever."""
         self._keeping = asyncio.current_task()
         with tempfile.TemporaryDirectory(prefix="posttrain-program-") as folder:
-            output, variables = Path(folder) / "output", _addresses(self.url, self.run_key)
+            output, variables = Path(folder) / "output", addresses(self.url, self.run_key)
             variables["POSTTRAIN_RUN_URL"] = self.url
             while True:
                 while not self._unclaimed:
@@ -307,8 +345,8 @@ class Programs:
         return waits and time.monotonic() - self._last_asked > self.settings.timeout_s
 
     def _variables(self, session: Session, reward_file: Path) -> dict[str, str]:
-        base, task = f"{self.url}/s/{session.id}", json.dumps(session.task, ensure_ascii=False)
-        given = _addresses(base, session.key)
+        base, task = f"{session.front.url}/s/{session.id}", json.dumps(session.task, ensure_ascii=False)
+        given = addresses(base, session.key)
         given |= {"POSTTRAIN_SESSION_URL": base, "POSTTRAIN_REWARD_FILE": str(reward_file)}
         if len(task.encode()) < _LONGEST_VARIABLE:
             given["POSTTRAIN_TASK"] = task
@@ -371,7 +409,7 @@ class Programs:
         with suppress(IndexError):  # there is none
             session = self._unclaimed.popleft()
             session.claim()
-            base = f"{self.url}/s/{session.id}"
+            base = f"{session.front.url}/s/{session.id}"
             return {"id": session.id, "base_url": f"{base}/v1", "task": session.task}
         return {"id": None}
 
@@ -393,39 +431,6 @@ class Programs:
         ]
 
 
-class Slots:
-    """Room for so many programs at once. Whoever waits is counted as waiting until the moment in which a place is free,
-    so that turns in rounds (`loop.py`) depend on no clock."""
-
-    def __init__(self, most: int) -> None:
-        self.free, self._queue = most, deque[asyncio.Future[None]]()
-
-    @property
-    def waiting(self) -> int:
-        return len(self._queue)
-
-    async def take(self) -> None:
-        if self.free:
-            self.free -= 1
-            return
-        place = asyncio.get_running_loop().create_future()
-        self._queue.append(place)
-        try:
-            await place
-        except asyncio.CancelledError:
-            if place in self._queue:
-                self._queue.remove(place)
-            else:
-                self.give_back()
-            raise
-
-    def give_back(self) -> None:
-        if self._queue:
-            self._queue.popleft().set_result(None)
-        else:
-            self.free += 1
-
-
 def _gone() -> ApiError:
     return ApiError("This session has ended, or never was.", status=404)  # never 409: clients retry that
 
@@ -433,18 +438,6 @@ def _gone() -> ApiError:
 def _resolve(future: Future[Any], value: Any) -> None:
     if not future.done():
         future.set_result(value)
-
-
-def _addresses(base: str, key: str) -> dict[str, str]:
-    """Variables that clients read: where the model is, and their key."""
-    return {
-        "OPENAI_BASE_URL": f"{base}/v1",
-        "OPENAI_API_KEY": key,
-        "ANTHROPIC_BASE_URL": base,
-        "ANTHROPIC_API_KEY": key,
-        "OPENAI_AGENTS_DISABLE_TRACING": "1",
-        KEY_VARIABLE: key,
-    }
 
 
 def parse_reward(body: Any) -> float:
@@ -460,10 +453,6 @@ def _read_reward(path: Path) -> float:
         return parse_reward(json.loads(path.read_text(encoding="utf-8")))
     except (ValueError, ApiError, OSError, RecursionError):
         raise ProgramFailed("POSTTRAIN_REWARD_FILE has no finite number in it") from None
-
-
-def describe_status(status: int) -> str:
-    return f"signal {-status}" if status < 0 else f"status {status}"
 
 
 def _plain(value: Any) -> Any:

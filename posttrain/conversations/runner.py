@@ -29,13 +29,23 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from posttrain.conversations.agents import Agent
-from posttrain.conversations.chat import Ask, Chat, ChatFull, Generate, Pause, Settle
+from posttrain.conversations.chat import (
+    Ask,
+    Chat,
+    ChatFull,
+    Ended,
+    Event,
+    Generate,
+    Pause,
+    Settle,
+    describe_late,
+    run_to_end,
+)
 from posttrain.conversations.conversation import ChatError, Conversation
-from posttrain.conversations.outcome import Ended, Event, describe_late, run_to_end
 from posttrain.conversations.processes import AgentProcesses
 from posttrain.conversations.tools.base import ToolAnswer, ToolCall
-from posttrain.conversations.tools.loop_thread import LoopThread
 from posttrain.conversations.tools.runner import ToolRunner
+from posttrain.conversations.tools.threads import LoopThread
 from posttrain.rollout.base import Output
 
 _CHECK_S, _REACT_S = 0.1, 0.5

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from posttrain import cores
 from posttrain.config.checked import Checked, Finding, check_dict, settings_of
 from posttrain.settings import ONE_OR_MORE, POSITIVE, at_least, setting
 
@@ -96,6 +97,15 @@ class AgentSettings:
     """The address on which the programs' server listens."""
     port: int = setting(0, range=at_least(0))
     """Its port; 0 takes one that is free."""
+    http_processes: int | None = setting(None, range=ONE_OR_MORE)
+    """Processes of that server, each with a port of its own (`port`, `port` + 1, ...). null is one for every four
+    cores, at most 4; with `program: outside` it is one."""
+
+    def count_http_processes(self) -> int:
+        """How many processes speak HTTP with programs."""
+        if self.http_processes is not None:
+            return self.http_processes
+        return 1 if self.program == OUTSIDE else max(1, min(4, cores.usable() // 4))
 
     @property
     def by_url(self) -> bool:

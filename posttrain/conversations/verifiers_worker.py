@@ -3,9 +3,9 @@
     python -P verifiers_worker.py rows TASKSET LIMIT        prints the tasks: {"tasks": [...]} or {"error": ...}
     python -P verifiers_worker.py play SETTINGS             plays what the run of POSTTRAIN_RUN_URL gives out
 
-This file imports nothing of posttrain, which that interpreter need not have (`verifiers.py` starts it). A task becomes
-an episode by the environment's own code. Its requests go to the run's server, with the id of the sample as the model's
-name: verifiers keeps a client for every address, and samples are many. The reward of the episode goes back.
+This file imports nothing of posttrain, which that interpreter need not have (`adapters.py`). A task becomes an episode
+by the environment's own code. Its requests go to the run's server, with the id of the sample as the model's name:
+verifiers keeps a client for every address, and samples are many. The reward of the episode goes back.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from posttrain.engine.settings import SUPERVISED, train_engine
 from posttrain.errors import UserError, working_folder
 from posttrain.launch import resolve_arguments
 from posttrain.models import shards
-from posttrain.models.decoder import can_decode_fast
+from posttrain.models.decodable import can_decode_fast
 from posttrain.models.loading import check_positions, positions_of
 from posttrain.planning.budgets import apply_plan, check_group_size, planner_for
 from posttrain.planning.memory_plan import (

@@ -12,7 +12,7 @@ import torch
 
 from posttrain.config.model import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_adapter_config
 from posttrain.models.adapter_targets import AdapterError
-from posttrain.models.paths import local_or_hub
+from posttrain.models.model_files import local_or_hub
 
 Weights = dict[str, torch.Tensor]
 # peft's task type for the adapter of a sequence classifier.

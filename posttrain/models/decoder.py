@@ -2,8 +2,8 @@
 weights, a paged cache.
 
 It computes the same function as transformers' module, over the same weights; `attention.PagedDecoder` is the general
-way. Several ranks may hold one model, each a part of every layer (`shards.py`): all of them get the same calls and
-return the same results.
+way, and `decodable.py` says which models need it. Several ranks may hold one model, each a part of every layer
+(`shards.py`): all of them get the same calls and return the same results.
 
 Shapes: T tokens of one step, N of them wanted, E width of the model.
 """
@@ -25,63 +25,15 @@ from posttrain.kernels.quantized import Quantized
 from posttrain.kernels.tensor_parallel import Team
 from posttrain.kernels.train import norm_forward, split_heads
 from posttrain.kernels.whole_step import MATRICES, DecodeRows, EndWeights, LayerWeights, WholeStep, can_run_whole
-from posttrain.models.arena import SHARED, Arena, Projection, base_layer
-from posttrain.models.feed_forward import MIXTURES, Gated, Mixture, can_mix, feed_forward, is_mixture
+from posttrain.models.arena import Arena, Projection
+from posttrain.models.decodable import window_of
+from posttrain.models.feed_forward import Gated, Mixture, feed_forward
 from posttrain.models.forward import head_of, without_adapters
 from posttrain.models.shards import WeightShards
 
 KEPT = 2**28  # packed copies up to this many bytes keep their memory: allocating it again costs more than filling it
-KNOWN = ("qwen2", "qwen3", "llama", "mistral")  # architectures without experts; MIXTURES are the others
-# One window for all layers, in the config; other models state it per layer.
-_WINDOW_IN_SETTINGS = (
-    "mistral",
-    "mixtral",
-    "olmoe",
-)
-_FIXED_ROTATIONS = ("default", "linear", "llama3", "yarn")  # others depend on the sequence length
-
 # Returns a layer's cache by its number, key heads and head size; created at the first request.
 Caches = Callable[[int, int, int], LayerCache]
-
-
-def can_decode_fast(module: Any) -> bool:
-    """Whether this model has a known architecture, with nothing unusual in its layers."""
-    config = module.config
-    if config.model_type not in (*KNOWN, *MIXTURES) or config.hidden_act != "silu":
-        return False
-    if getattr(config, "clip_qkv", None) is not None:
-        return False
-    if config.rope_parameters.get("rope_type", "default") not in _FIXED_ROTATIONS:
-        return False
-    layers = without_adapters(module).base_model.layers
-    if not all(can_mix(layer.mlp) for layer in layers if is_mixture(layer.mlp)):
-        return False
-    parts = [
-        getattr(home, f"{name}_proj")
-        for layer in layers
-        for home, names in ((layer.self_attn, "qkvo"), (_gated_part(layer.mlp), ("gate", "up", "down")))
-        for name in names
-        if home is not None
-    ]
-    return all(type(base_layer(part)) is torch.nn.Linear and _plain_adapter(part) for part in [*parts, head_of(module)])
-
-
-def window_of(layer: Any) -> int | None:
-    """How many tokens the attention of a layer sees; None for all."""
-    attention = layer.self_attn
-    config = attention.config
-    return getattr(config if config.model_type in _WINDOW_IN_SETTINGS else attention, "sliding_window", None)
-
-
-def _gated_part(block: Any) -> Any:
-    return getattr(block, SHARED, None) if is_mixture(block) else block
-
-
-def _plain_adapter(part: Any) -> bool:
-    if part is base_layer(part):
-        return True
-    known = list(part.lora_A) == ["default"] and not part.merged and not any(getattr(part, "use_dora", {}).values())
-    return known and part.lora_A["default"].bias is None and part.lora_B["default"].bias is None
 
 
 @dataclass

@@ -23,18 +23,21 @@ from posttrain.config.model import SCORE_HEADS
 from posttrain.errors import UserError
 from posttrain.kernels.packed_attention import PackedLayout
 from posttrain.models.attention import ATTENTION, set_attention
-from posttrain.models.completeness import check_weights, few, is_outside_decoder, not_finite
 from posttrain.models.forward import ForwardMode, hidden_states
 from posttrain.models.fused_layer import fuse_layers, fuse_norms
 from posttrain.models.loading import (
+    check_weights,
     explain_failure,
+    few,
+    is_outside_decoder,
     local_or_hub,
     no_report,
+    not_finite,
     own_attention,
     silence_progress_bars,
     without_dropout,
 )
-from posttrain.models.paths import ModelError
+from posttrain.models.model_files import ModelError
 from posttrain.models.proof import (
     PACKABLE,
     Compute,

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.models import template_trial
-from posttrain.models.paths import ModelError
+from posttrain.models.model_files import ModelError
 
 # Seconds of CPU time for one rendering; ordinary ones take less than a thousandth of one.
 RENDER_S = 5

@@ -22,7 +22,7 @@ from posttrain.kernels.packed_attention import PackedLayout, active_layout, pack
 from posttrain.kernels.train import can_train
 from posttrain.kernels.whole_step import COLUMNS
 from posttrain.models.arena import FUSED, base_layer, can_repack_weights
-from posttrain.models.decoder import KNOWN
+from posttrain.models.decodable import KNOWN
 from posttrain.models.forward import (
     LAYERS,
     ValueModel,

@@ -20,7 +20,7 @@ from typing import Any
 from posttrain.kernels.cuda import DEPTH, FINE, LEAST_ROWS, MOST_TOKENS, bucket
 from posttrain.kernels.decode import BLOCK
 from posttrain.kernels.logprob_head import CHUNK_ELEMENTS, DEVICE_SHARE, KEPT_SHARE, kept_chunks
-from posttrain.models.decoder import KNOWN
+from posttrain.models.decodable import KNOWN
 from posttrain.models.forward import ValueModel
 from posttrain.planning.meta_models import is_scorer
 

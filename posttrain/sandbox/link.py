@@ -17,16 +17,18 @@ from posttrain.sandbox.peer import NotTransferable, Peer
 from posttrain.sandbox.stand_ins import (
     ARITHMETIC,
     COMPARISONS,
+    PLAIN_NAMES,
     SPECIAL,
     FunctionStandIn,
     StandInType,
+    Trust,
+    is_solution_object,
     is_stand_in,
     locate,
     new_stand_in,
 )
 from posttrain.sandbox.supervise import Ended, Program
 from posttrain.sandbox.surroundings import Surroundings, log, warn
-from posttrain.sandbox.trust import PLAIN_NAMES, Trust, is_solution_object
 from posttrain.sandbox.values import plain_base
 
 _STOPS = (StopIteration, StopAsyncIteration)

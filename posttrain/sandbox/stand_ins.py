@@ -3,13 +3,18 @@
 A class of the other side gets a class here, with the same name and bases and with the special methods that it claims to
 have; each of them sends a request. So `isinstance`, `except`, `with`, `await`, operators and pattern matching work by
 Python's own rules. For a class that inherits from plain data (`class Point(tuple)`, `class Stack(list)`) the stand-in
-inherits from it too: its content is here, and what it did not redefine is computed here.
+inherits from it too: its content is here, and what it did not redefine is computed here. `Trust` decides which of them
+may answer for themselves.
 """
 
 from __future__ import annotations
 
 import types
+from collections import Counter, deque
 from collections.abc import Callable, Generator
+from datetime import datetime, timedelta
+from decimal import Decimal
+from fractions import Fraction
 from typing import Any, Protocol
 
 from posttrain.sandbox.values import plain_base
@@ -315,3 +320,90 @@ def generator_of(source: Any) -> Generator[Any, Any, Any]:
 
 async def coroutine_of(source: Any) -> Any:
     return await source
+
+
+_PLAIN_TYPES = (
+    str, bytes, bytearray, int, float, complex, list, tuple, dict, set, frozenset, range, deque, Counter, Decimal,
+    Fraction, datetime, timedelta,
+)  # fmt: skip
+_ARRAYS = """
+    T all any argmax argmin argsort astype columns copy cumsum diagonal dot dtype dtypes empty equals fillna flat
+    flatten groupby head iloc index item itemsize loc max mean median min nbytes ndim nonzero prod ravel repeat reshape
+    round shape size sort_values squeeze std strides sum swapaxes tail take to_dict to_list tolist trace transpose
+    unique values var view
+"""
+# Attributes of plain data, arrays and tables. An object with one of these may imitate them.
+PLAIN_NAMES = frozenset(_ARRAYS.split()) | {
+    name for kind in _PLAIN_TYPES for name in dir(kind) if not name.startswith("_")
+}
+# The class in LeetCode's form. It only holds functions, so what they return is judged as a function's result.
+_SOLUTION_CLASS = "Solution"
+
+
+class Trust:
+    """What the tests have shown so far about the program's classes: which objects may answer for themselves.
+
+    Tests that expect plain data (`assert 4 in f(1)`, `f(1).startswith("a")`, `f(1) == 4`) can be fooled by an object
+    that says yes to everything. Tests of a class must rely on just such an object. The test shows which is the case: it
+    names the class (`Stack()`), or uses an attribute that plain data lacks (`.push`). Without either, the object is
+    asked all the same, and its answer is recorded as unproven. If no test shows that it expects such an object, the
+    answer does not count.
+    """
+
+    def __init__(self) -> None:
+        self._named: set[type] = set()
+        self._expected: set[type] = set()
+        self._unproven: dict[type, str] = {}
+
+    def note_class(self, kind: Any, name: str) -> None:
+        """Note that the tests use a class by this name. With a capital letter, they expect a class."""
+        if name[:1].isupper() and name != _SOLUTION_CLASS:
+            self._named.add(kind)
+            self._expected.add(kind)
+
+    def note_use(self, stand_in: Any, name: str) -> None:
+        """Note that the tests have used an attribute of an object."""
+        if name.startswith("_") or name in PLAIN_NAMES:
+            return
+        if type(stand_in).__name__ == _SOLUTION_CLASS:
+            object.__setattr__(stand_in, "_StandIn__made", True)
+        else:
+            self._expected.add(type(stand_in))
+
+    def trusts(self, stand_in: Any) -> bool:
+        """Whether an object may answer for itself: if the tests made it, or have shown that they expect its class."""
+        return _is_trusted(stand_in, self._expected)
+
+    def trusts_value(self, stand_in: Any) -> bool:
+        """Whether an object that inherits from plain data may redefine it: only if the tests name its class.
+
+        Otherwise a tuple with the right fields could be equal to all others.
+        """
+        return _is_trusted(stand_in, self._named)
+
+    def require_proof(self, stand_in: Any, what: str) -> None:
+        """Note that an answer of an object was used. It counts only if the tests turn out to expect such an object."""
+        kind = type(stand_in)
+        self._unproven.setdefault(kind, f"an object of the program's class {kind.__name__} answered for {what}")
+
+    def take_unproven(self) -> dict[type, str]:
+        """Return, and forget, what was noted since the last call."""
+        unproven, self._unproven = self._unproven, {}
+        return unproven
+
+    def first_unproven(self, unproven: dict[type, str]) -> str | None:
+        """Return the first answer that no test has justified."""
+        return next(
+            (what for kind, what in unproven.items() if not any(one in self._expected for one in kind.__mro__)), None
+        )
+
+
+def _is_trusted(stand_in: Any, classes: set[type]) -> bool:
+    if isinstance(stand_in, StandInType) or object.__getattribute__(stand_in, "_StandIn__made"):
+        return True
+    return any(kind in classes for kind in type(stand_in).__mro__)
+
+
+def is_solution_object(stand_in: Any) -> bool:
+    """Whether an object only holds functions: one of LeetCode's class."""
+    return type(type(stand_in)) is StandInType and type(stand_in).__name__ == _SOLUTION_CLASS

@@ -174,16 +174,11 @@ def line_chart(
         _legend(list(points), width),
     ]
     labels = [
-        _text(width / 2, 20, title, size=15, weight="bold"),
-        _text(width / 2, height - 10, x_label),
-        f'<g transform="rotate(-90 14 {height / 2:g})">{_text(14, height / 2, y_label)}</g>' if y_label else "",
+        svg_text(width / 2, 20, title, size=15, weight="bold"),
+        svg_text(width / 2, height - 10, x_label),
+        f'<g transform="rotate(-90 14 {height / 2:g})">{svg_text(14, height / 2, y_label)}</g>' if y_label else "",
     ]
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
-        f'font-family="sans-serif" font-size="12">\n<rect width="{width}" height="{height}" fill="white"/>\n'
-        + "\n".join(filter(None, [*body, *labels]))
-        + "\n</svg>\n"
-    )
+    return svg_page(width, height, [*body, *labels])
 
 
 def write_chart(path: str | os.PathLike[str], series: Series, **kwargs: str | int) -> Path:
@@ -219,11 +214,11 @@ def _grid(plane: _Plane) -> str:
     for tick in plane.y_ticks:
         y = plane.y(tick)
         lines.append(f'<line x1="{_LEFT}" y1="{y:g}" x2="{plane.right}" y2="{y:g}" stroke="#e5e7eb"/>')
-        lines.append(_text(_LEFT - 6, y + 4, f"{tick:g}", anchor="end"))
+        lines.append(svg_text(_LEFT - 6, y + 4, f"{tick:g}", anchor="end"))
     for tick in plane.x_ticks:
         x = plane.x(tick)
         lines.append(f'<line x1="{x:g}" y1="{plane.bottom}" x2="{x:g}" y2="{plane.bottom + 5}" stroke="#6b7280"/>')
-        lines.append(_text(x, plane.bottom + 18, f"{tick:g}"))
+        lines.append(svg_text(x, plane.bottom + 18, f"{tick:g}"))
     axes = f"M{_LEFT} {_TOP}V{plane.bottom}H{plane.right}"
     return "\n".join([*lines, f'<path d="{axes}" fill="none" stroke="#6b7280"/>'])
 
@@ -255,14 +250,26 @@ def _legend(names: list[str], width: int) -> str:
         entries.append(
             f'<line x1="{_LEFT + 12}" y1="{y}" x2="{_LEFT + 34}" y2="{y}" stroke="{colour}" stroke-width="2"/>'
         )
-        entries.append(_text(_LEFT + 40, y + 4, name, anchor="start"))
+        entries.append(svg_text(_LEFT + 40, y + 4, name, anchor="start"))
     return "\n".join(entries)
 
 
-def _text(x: float, y: float, text: str, *, anchor: str = "middle", size: int = 12, weight: str = "normal") -> str:
+def svg_page(width: float, height: float, parts: Sequence[str], *, size: int = 12) -> str:
+    """An SVG picture of these parts on white; empty ones are left out."""
+    box = f'viewBox="0 0 {width:g} {height:g}" width="{width:g}" height="{height:g}"'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" {box} font-family="sans-serif" font-size="{size}">'
+    sheet = '<rect width="100%" height="100%" fill="white"/>'
+    return "\n".join([head, sheet, *filter(None, parts), "</svg>\n"])
+
+
+def svg_text(
+    x: float, y: float, text: str, *, anchor: str = "middle", size: int = 12, weight: str = "normal", halo: bool = False
+) -> str:
+    """A text of a picture; with `halo` it can be read over lines."""
     if not text:
         return ""
     style = f'text-anchor="{anchor}" font-size="{size}" font-weight="{weight}" fill="#374151"'
+    style += ' paint-order="stroke" stroke="white" stroke-width="3"' if halo else ""
     return f'<text x="{x:g}" y="{y:g}" {style}>{escape(text)}</text>'
 
 

@@ -17,6 +17,7 @@ fit. Styles, scripts and answers are embedded; its content security policy forbi
 
 from __future__ import annotations
 
+import argparse
 import base64
 import gzip
 import hashlib
@@ -26,7 +27,7 @@ import mimetypes
 import re
 import secrets
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from email.message import Message
 from functools import cache
@@ -38,8 +39,10 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from posttrain.errors import UserError
+from posttrain.tracking.rundir import ROOT
 from posttrain.tracking.safe_files import replace_file
 from posttrain.view.answers import Answers, NotFound
+from posttrain.view.runs import Runs
 
 Headers = Mapping[str, str] | Message
 LOCAL = ("127.0.0.1", "localhost", "::1")
@@ -373,3 +376,28 @@ def pick_evenly(steps: list[int], count: int) -> list[int]:
 def key(name: str, **query: Any) -> str:
     """As the page spells a question to an exported file."""
     return name + "?" + "&".join(f"{field}={value}" for field, value in sorted(query.items()))
+
+
+def main(args: Sequence[str]) -> int:
+    """`posttrain view [RUN...]`: serve the page until Ctrl-C, or write it into one file."""
+    parser = argparse.ArgumentParser(
+        prog="posttrain view",
+        description="Runs in a browser: curves, samples token by token, health; live while a run goes on.",
+        epilog="From another machine: ssh -L 6180:127.0.0.1:6180 HOST, then open the address that was printed.",
+    )
+    parser.add_argument("run", nargs="*", help=f"runs' folders or names, or folders that hold runs (default: {ROOT}/)")
+    parser.add_argument("--port", type=int, help="of 127.0.0.1 (default: 6180, or the next that is free)")
+    parser.add_argument("--export", type=Path, metavar="FILE", help="write one HTML file that needs no server")
+    options = parser.parse_args(args)
+    answers = Answers(Runs(options.run))
+    if options.export:
+        print(f"written: {export(answers, options.export)}")
+        return 0
+    with Viewer(answers, options.port) as viewer:
+        count = len(answers.runs.folders())
+        print(f"{count} {'run' if count == 1 else 'runs'}: {viewer.address}\nCtrl-C ends it.", flush=True)
+        try:
+            viewer.serve_forever()
+        except KeyboardInterrupt:
+            print()
+    return 0

@@ -11,7 +11,7 @@ from posttrain.config.root import FSDPConfig, OptimConfig, PPOConfig
 from posttrain.engine.base import EngineSettings, TrainEngine
 from posttrain.engine.registry import build_train_engine, layout_of, loading_device
 from posttrain.engine.settings import RL
-from posttrain.models.exactness import check_exact
+from posttrain.models.decodable import check_exact
 from posttrain.models.forward import ValueModel
 from posttrain.models.loading import ModelError, load_causal_lm, resolve_dtype
 from posttrain.models.lora import add_adapters, with_adapters

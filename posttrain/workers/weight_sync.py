@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from posttrain.engine.base import TrainEngine
-from posttrain.models.completeness import few, not_finite
+from posttrain.models.loading import few, not_finite
 from posttrain.models.proof import beyond_rounding
 from posttrain.protocol import DataProto
 from posttrain.rollout.base import Output, RolloutEngine

@@ -14,7 +14,6 @@ from posttrain import cli
 from posttrain.commands.evaluation.report import compare, notes, read_report
 from posttrain.commands.generation import files as parts_module
 from posttrain.data.rows import load_rows
-from posttrain.rewards.try_command import read_rows
 from posttrain.trainer import main_eval
 from posttrain.trainer.main_generation import cli as entry
 
@@ -82,7 +81,7 @@ def test_the_report_says_what_was_done_and_the_samples_are_those_of_a_run(evalua
     entry = report["results"]["math_reasoning"]["metrics"]["reward"]
     assert entry["low"] <= entry["value"] <= entry["high"] and entry["interval"] == "bootstrap"
     assert report["data"]["rows"] == 12 and report["data"]["dropped"] == 0
-    rows = read_rows(tmp_path / "out" / "samples" / "step_0.parquet")
+    rows = load_rows(tmp_path / "out" / "samples" / "step_0.parquet").rows
     assert len(rows) == 24 and [row["sample"] for row in rows[:4]] == [0, 1, 0, 1]
     assert rows[0]["prompt"].startswith("<|user|>") and len(rows[0]["response_ids"]) == len(rows[0]["response_mask"])
     by_prompt = [sum(row["score"] for row in rows if row["uid"] == f"eval-{i}") / 2 for i in range(12)]

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 import torch
 
-from posttrain.commands.serving_turns import EndedTurns, KeepingServer, keep_turns
+from posttrain.commands.serving_model import EndedTurns, KeepingServer, keep_turns
 from posttrain.config.model import ModelConfig
 from posttrain.config.rollout import RolloutConfig
 from posttrain.conversations.server import Server

@@ -15,7 +15,7 @@ import scripted
 from runs import settings
 
 import posttrain
-from posttrain.conversations.interactions import Interactions
+from posttrain.conversations.adapters import Interactions
 from posttrain.errors import UserError
 
 R = "actor_rollout_ref__rollout__"

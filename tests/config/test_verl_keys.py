@@ -20,6 +20,7 @@ from posttrain.other_systems.verl.translations import TRANSLATIONS
 
 ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 REF, CORRECTION = "actor_rollout_ref.ref", "algorithm.rollout_correction"
+LOSS = f"{ACTOR}.policy_loss.loss_mode"
 TURNS = "actor_rollout_ref.rollout.multi_turn"
 BY_MEGATRON = [f"{ACTOR}.strategy=megatron", "trainer.n_workers=2"]
 TREES = {"main_ppo": PPO, "sft_trainer": SFT}
@@ -247,6 +248,16 @@ CASES: dict[str, list[tuple[list[str], dict[str, Any] | str]]] = {
     "bypass": [
         ([f"{CORRECTION}.bypass_mode=true"], {f"{ACTOR}.old_log_probs": "rollout"}),
         ([f"{CORRECTION}.bypass_mode=False"], {f"{ACTOR}.old_log_probs": "trainer"}),
+    ],
+    "loss_type": [
+        (
+            [f"{CORRECTION}.bypass_mode=true", f"{CORRECTION}.loss_type=reinforce", f"{LOSS}=vanilla"],
+            {LOSS: "gpg", f"{ACTOR}.old_log_probs": "rollout"},
+        ),
+        ([f"{CORRECTION}.bypass_mode=true", f"{CORRECTION}.loss_type=ppo_clip"], {LOSS: "vanilla"}),
+        ([f"{CORRECTION}.loss_type=reinforce"], {LOSS: "vanilla", f"{ACTOR}.old_log_probs": "auto"}),
+        ([f"{CORRECTION}.bypass_mode=true", f"{CORRECTION}.loss_type=reinforce", f"{LOSS}=gspo"], "keep one of them"),
+        ([f"{CORRECTION}.loss_type=other"], "neither ppo_clip nor reinforce"),
     ],
     "lower": [
         (

@@ -17,8 +17,8 @@ import pytest
 from posttrain import cli
 from posttrain.config.data import DataConfig
 from posttrain.data.dataset import PromptDataset
-from posttrain.data.recipes.math import GSM8K, NUMBER_INSTRUCTION
 from posttrain.data.recipes.recipe import prepare
+from posttrain.data.recipes.tasks import GSM8K, NUMBER_INSTRUCTION
 from posttrain.data.rows import DataError, how_to_make, load_rows, resolve_files
 from posttrain.rewards.scorers import score_by_source
 

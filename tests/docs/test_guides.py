@@ -18,7 +18,7 @@ from posttrain.config.root import PPOConfig
 from posttrain.config.schema import leaves
 from posttrain.explain.pages import METRICS, declared_metrics
 from posttrain.launch import BY_FLAG
-from posttrain.models.decoder import _FIXED_ROTATIONS, KNOWN
+from posttrain.models.decodable import _FIXED_ROTATIONS, KNOWN
 from posttrain.models.feed_forward import MIXTURES
 from posttrain.planning.rl import RLPlanner
 from posttrain.tracking import diagnosis

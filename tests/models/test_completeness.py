@@ -10,8 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from posttrain.config.model import ModelConfig
-from posttrain.models.completeness import WeightsError
-from posttrain.models.loading import load_causal_lm
+from posttrain.models.loading import WeightsError, load_causal_lm
 from posttrain.models.scorer_loading import load_scorer
 
 CPU = torch.device("cpu")

@@ -11,7 +11,7 @@ from posttrain.config.root import OptimConfig
 from posttrain.engine.base import EngineSettings
 from posttrain.engine.torch_engine import TorchEngine
 from posttrain.models.arena import Arena
-from posttrain.models.decoder import can_decode_fast
+from posttrain.models.decodable import can_decode_fast
 from posttrain.models.lora import add_adapters, base_only
 from posttrain.models.low_rank import Adapter, LowRank, fill
 from posttrain.rollout.base import Output, Sampling

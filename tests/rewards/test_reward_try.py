@@ -7,9 +7,9 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from posttrain.commands.reward_try import main
 from posttrain.config.reward import CustomRewardConfig
 from posttrain.rewards import resolve_reward, try_reward
-from posttrain.rewards.try_command import main
 from posttrain.rewards.tryout import examine
 
 
@@ -171,7 +171,7 @@ def test_command_says_what_is_wrong_with_its_files(tmp_path, capsys):
     data = tmp_path / "data.jsonl"
     data.write_text('{"data_source": "gsm8k", "ground_truth": "1"}')
     assert main(["--data", str(tmp_path / "none.jsonl")]) == 2
-    assert "does not exist" in capsys.readouterr().err
+    assert "There is no file" in capsys.readouterr().err
     assert main(["--data", str(data), "--reward_func", str(tmp_path / "none.py")]) == 2
     assert "--reward_func" in capsys.readouterr().err
 
@@ -189,9 +189,10 @@ def test_a_row_whose_response_is_its_truth_is_tried_as_training_reads_it(tmp_pat
 
 
 def _joined(folder):
-    from posttrain.rewards.try_command import _with_truths, read_rows
+    from posttrain.commands.reward_try import _with_truths
+    from posttrain.data.rows import load_rows
 
-    return _with_truths(read_rows(folder / "said.jsonl"), read_rows(folder / "data.json"))
+    return _with_truths(load_rows(folder / "said.jsonl").rows, load_rows(folder / "data.json").rows)
 
 
 COUNTS = """

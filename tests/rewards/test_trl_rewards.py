@@ -11,9 +11,9 @@ from functools import partial
 import numpy as np
 import pytest
 
+from posttrain.commands.reward_try import main
 from posttrain.config.reward import CustomRewardConfig
 from posttrain.rewards import RewardError, RewardItem, RewardPool, resolve_reward
-from posttrain.rewards.try_command import main
 from posttrain.rewards.types import RewardList
 
 USER = [{"role": "user", "content": "2 + 3?"}]

@@ -178,14 +178,12 @@ def test_an_odd_row_is_named(place, name):
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, '[{"prompt": "a", "index": %s}]' % ("7" * 5000)])
-def test_a_json_file_that_cannot_be_read_is_named_here_and_in_reward_try(place, text):
+def test_a_json_file_that_cannot_be_read_is_named(place, text):
     from posttrain.data.rows import load_rows
-    from posttrain.rewards.try_command import read_rows
 
     path = place.write("rows.json", text)
-    for read in (load_rows, read_rows):
-        with pytest.raises(UserError, match=r"rows\.json cannot be read"):
-            read(path)
+    with pytest.raises(UserError, match=r"rows\.json cannot be read"):
+        load_rows(path)
 
 
 def test_a_data_source_that_is_a_number_is_its_name(place):

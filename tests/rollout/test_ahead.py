@@ -30,9 +30,9 @@ PROMPTS = [[5, 6, 7], list(range(40)), [5, 6, 7], [9], list(range(10, 43)), [11,
 ROUND = 3  # steps of a round in which rows may end
 
 
-def model(layers: int = 1, kind: str = "qwen2"):
+def model(layers: int = 1, kind: str = "qwen2", **changed):
     """Few layers, as the interpreter takes its time."""
-    module = tiny(kind)
+    module = tiny(kind, **changed)
     module.base_model.layers, module.config.num_hidden_layers = module.base_model.layers[:layers], layers
     return module.to(DEVICE)
 
@@ -155,9 +155,9 @@ def test_when_rows_end_only_a_short_round_of_theirs_is_left_to_read(make, monkey
     engine, steps, unread = make(), [], []
     decode, outputs = engine.decoder.decode, engine.slots.outputs
 
-    def begin(rows, caches):
+    def begin(rows, *given):
         steps.append(rows.steps)
-        return decode(rows, caches)
+        return decode(rows, *given)
 
     def end(ended, version):
         unread.extend(engine.slots.count[slot] - len(engine.slots.lists[slot]) for slot in ended)
@@ -318,9 +318,11 @@ def test_exact_decoding_samples_what_the_oracle_samples_and_scores_as_it_decodes
     from posttrain.kernels import train
 
     monkeypatch.setattr("posttrain.rollout.native.build.check_exact", lambda *_: None)
-    if not ON_CUDA:
+    if ON_CUDA:  # of widths that exactness is built for
+        module = model(kind=kind, hidden_size=128, intermediate_size=256, head_dim=64).bfloat16()
+    else:
+        module = model(kind=kind)
         monkeypatch.setattr(train, "on_cuda", lambda tensor: True)
-    module = model(kind=kind).bfloat16() if ON_CUDA else model(kind=kind)
     settings = [Sampling(max_tokens=2 + row, temperature=0.7) for row in range(len(PROMPTS))]
     engine = make(module, exact=True)
     outputs = generate(engine, PROMPTS, settings, range(6))

@@ -11,7 +11,7 @@ from posttrain.config.rollout import RolloutConfig
 from posttrain.errors import UserError
 from posttrain.kernels import compiled
 from posttrain.models import decoder
-from posttrain.models.decoder import can_decode_fast
+from posttrain.models.decodable import can_decode_fast
 from posttrain.models.lora import add_adapters
 from posttrain.rollout.base import Request, Sampling
 from posttrain.rollout.generate import generate

@@ -68,8 +68,8 @@ def test_the_rollout_goes_through_the_adapters(ran):
 
 @pytest.mark.slow
 def test_the_script_sets_the_documents_keys_and_its_small_form_runs(brief_model: Path, tmp_path: Path, forked):
-    from posttrain.data.recipes.math import GSM8K
     from posttrain.data.recipes.recipe import prepare
+    from posttrain.data.recipes.tasks import GSM8K
 
     text = SCRIPT.read_text()
     assert all(key.partition("=")[0] in text for key in COMMAND) and os.access(SCRIPT, os.X_OK)

@@ -64,8 +64,8 @@ def test_the_script_sets_the_22_keys_of_the_document_in_one_unbroken_command(mon
 @pytest.mark.slow
 def test_the_script_trains_two_small_steps_and_the_hubs_token_is_written_nowhere(brief_model: Path, tmp_path: Path):
     """Added settings win; the model comes from a hub that gives it to whoever shows the token."""
-    from posttrain.data.recipes.math import GSM8K
     from posttrain.data.recipes.recipe import prepare
+    from posttrain.data.recipes.tasks import GSM8K
 
     raw = [{"question": f"{i} + {i}?", "answer": f"Twice {i}.\n#### {2 * i}"} for i in range(8)]
     (tmp_path / "raw").mkdir()
@@ -142,8 +142,8 @@ def test_the_ppo_scripts_are_unbroken_commands_with_the_documents_keys(script, m
 def test_the_ppo_scripts_train_two_small_steps_with_a_critic(script, brief_model: Path, tmp_path: Path, forked):
     from reward_models import other_tokenizer, write_reward_model
 
-    from posttrain.data.recipes.math import GSM8K
     from posttrain.data.recipes.recipe import prepare
+    from posttrain.data.recipes.tasks import GSM8K
 
     raw = [{"question": f"{i} + {i}?", "answer": f"Twice {i}.\n#### {2 * i}"} for i in range(8)]
     (tmp_path / "raw").mkdir()

@@ -21,7 +21,7 @@ pytest.importorskip("aiohttp")
 from aiohttp.test_utils import TestClient, TestServer
 
 from posttrain.conversations.serving.app import make_app
-from posttrain.conversations.serving.local import LocalChannels
+from posttrain.conversations.serving.sessions import LocalChannels
 
 END = "<|im_end|>"
 TOOL = {

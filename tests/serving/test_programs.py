@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from posttrain.commands.generation.loop import Requests
 from posttrain.config.root import PPOConfig
 from posttrain.conversations import programs
 from posttrain.conversations.opening import open_conversations
+from posttrain.conversations.settings import AgentSettings
 from posttrain.errors import UserError
 from posttrain.rollout.base import Sampling
 from tests.serving.scripted_server import END, ScriptedEngine
@@ -419,6 +421,54 @@ while True:
         assert [record.score for record in records] == [0.0, 1.0, 2.0, 3.0]
         assert all(sum(row.mask) == 2 for record in records for row in record.rows)
     assert starts.read_text() == "x"
+
+
+def test_http_processes_share_the_samples_and_forward_what_comes_to_the_address_of_the_run(tmp_path):
+    """Every sample is played once by its own address, and once by the run's; half of them are another process's."""
+    seen = tmp_path / "seen"
+    code = f"""
+def error_of(url, body):
+    try:
+        return post(url, body)
+    except urllib.error.HTTPError as error:
+        return error.code
+
+while True:
+    found = claim()
+    base = found["base_url"].removesuffix("/v1")
+    assert error_of(run + "/s/nosuch/reward", {{"reward": 1}}) == 404
+    first = {{"messages": found["task"]["messages"], "stream": True}}
+    headers = {{"Authorization": "Bearer " + os.environ["POSTTRAIN_API_KEY"]}}
+    where = f"{{run}}/s/{{found['id']}}/v1/chat/completions?by=path"
+    asked = urllib.request.Request(where, json.dumps(first).encode(), headers)
+    streamed = urllib.request.urlopen(asked).read().decode()
+    headers["Authorization"] += "x"
+    try:
+        urllib.request.urlopen(urllib.request.Request(where, json.dumps(first).encode(), headers))
+    except urllib.error.HTTPError as error:
+        assert error.code == 401
+    open({str(seen)!r}, "a").write(json.dumps([base.removesuffix("/s/" + found["id"]), run, streamed[-14:]]) + "\\n")
+    play(found, found["task"]["index"])
+"""
+    settings = {"header": RUN_HEADER, "program_per": "run", "http_processes": 2}
+    with conversations(tmp_path, code, count=4, **settings) as (_, records, _, _):
+        assert [record.score for record in records] == [0.0, 1.0, 2.0, 3.0]
+        assert all(record.facts["requests"] == 2 for record in records)
+    rows = [json.loads(line) for line in seen.read_text().splitlines()]
+    assert (
+        sorted(url == run for url, run, _ in rows) == [False, False, True, True] and len({row[0] for row in rows}) == 2
+    )
+    assert {end for _, _, end in rows} == {"data: [DONE]\n\n"}
+
+
+@pytest.mark.parametrize(
+    ("cores", "settings", "count"),
+    [(2, {"program": "x"}, 1), (16, {"program": "x"}, 4), (16, {"program": "outside"}, 1),
+     (2, {"program": "outside", "http_processes": 3}, 3)],
+)  # fmt: skip
+def test_the_number_of_http_processes_follows_the_cores(cores, settings, count, monkeypatch):
+    monkeypatch.setattr("posttrain.cores.usable", lambda: cores)
+    assert AgentSettings(**settings).count_http_processes() == count
 
 
 def test_a_program_of_the_run_that_ends_costs_the_samples_it_had_and_is_started_again(tmp_path):

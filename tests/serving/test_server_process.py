@@ -15,9 +15,9 @@ import aiohttp
 
 from posttrain.conversations.server import Server
 from posttrain.conversations.serving.app import make_app
-from posttrain.conversations.serving.local import LocalChannels
 from posttrain.conversations.serving.process import ServerProcess, listen, url_of
 from posttrain.conversations.serving.remote import RemoteServer, ServerHost
+from posttrain.conversations.serving.sessions import LocalChannels
 from posttrain.conversations.serving.wire import Link
 from tests.serving.scripted_server import END, Client, ScriptedEngine, served
 from tests.serving.test_programs import TWO_TURNS, conversations
@@ -191,12 +191,14 @@ def test_it_ends_when_the_engines_process_is_killed():
     assert all(has_ended(one) for one in children)
 
 
-def test_in_a_run_a_lost_process_costs_the_samples_that_were_played(tmp_path, monkeypatch):
+@pytest.mark.parametrize("processes", [1, 2])
+def test_in_a_run_a_lost_process_costs_the_samples_that_were_played(processes, tmp_path, monkeypatch):
     pids, start = tmp_path / "pids", ServerProcess.start
 
     def noted(self, *given):
         link = start(self, *given)
-        pids.write_text(str(self._worker.pid))
+        if not pids.exists():  # that of the first, which has the first sample
+            pids.write_text(str(self._worker.pid))
         return link
 
     monkeypatch.setattr(ServerProcess, "start", noted)
@@ -207,7 +209,8 @@ if task["index"] == 0:
     time.sleep(60)
 {TWO_TURNS}
 """
-    with conversations(tmp_path, code, count=2, max_programs=1) as (_, records, _, said):
+    settings = {"max_programs": processes, "http_processes": processes}  # with two, the second sample is played beside
+    with conversations(tmp_path, code, count=2, **settings) as (_, records, _, said):
         assert "the HTTP process of the run has ended (killed by SIGKILL)" in records[0].error
         assert records[1].score == 1.0 and records[1].error is None
         assert sum("1 samples fail; another one is started" in one for one in said) == 1

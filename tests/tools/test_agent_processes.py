@@ -19,7 +19,7 @@ from posttrain.conversations.processes import AgentProcesses
 from posttrain.conversations.runner import Runner
 from posttrain.conversations.settings import AgentSettings, TurnSettings
 from posttrain.conversations.templates import MessageTemplate
-from posttrain.conversations.tools.function import FunctionTool
+from posttrain.conversations.tools.registry import FunctionTool
 from posttrain.conversations.tools.runner import ToolRunner
 from posttrain.models.embedded import byte_tokenizer
 from posttrain.rollout.base import Output

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from posttrain.conversations.tools.base import Tool, ToolAnswer, ToolCall, ToolFault
-from posttrain.conversations.tools.function import FunctionTool
+from posttrain.conversations.tools.registry import FunctionTool
 from posttrain.conversations.tools.runner import ToolRunner
 from posttrain.conversations.tools.threads import Threads
 

@@ -14,10 +14,9 @@ import pytest
 from posttrain.conversations.tools.base import ToolAnswer, ToolCall, ToolFault
 from posttrain.conversations.tools.registry import make_tools
 from posttrain.conversations.tools.runner import ToolRunner
+from posttrain.conversations.tools.search import SearchTool
 from posttrain.conversations.tools.search.bm25 import BM25, split_words
-from posttrain.conversations.tools.search.corpus import Passage, read_corpus
-from posttrain.conversations.tools.search.facts import facts
-from posttrain.conversations.tools.search.tool import SearchTool
+from posttrain.conversations.tools.search.corpus import Passage, facts, read_corpus
 from posttrain.errors import UserError
 from posttrain.posting import Patience
 
@@ -267,12 +266,12 @@ def test_a_key_alone_is_sent_to_the_service_that_gave_it(
     """The services' addresses are the stand-in's; how they are asked and answer is theirs."""
     from dataclasses import replace
 
-    from posttrain.conversations.tools.search import services
+    from posttrain.conversations.tools.search.server import SERVICES
 
     monkeypatch.delenv("SEARCH_API_URL", raising=False)
     for name in ("tavily", "serper"):
-        known = services.SERVICES[name]
-        monkeypatch.setitem(services.SERVICES, name, replace(known, url=f"{service_server.url}/{name}"))
+        known = SERVICES[name]
+        monkeypatch.setitem(SERVICES, name, replace(known, url=f"{service_server.url}/{name}"))
     tool = make_tools(["search"], {"search": {"api_key": key} | ({"provider": provider} if provider else {})})["search"]
     assert ask(tool, "Po") == "[1] Po\nA river."
     assert service_server.seen[-1][:2] == (path, body)

@@ -127,7 +127,40 @@ def test_the_rollout_correction_runs_and_reports(tiny_model, sums, tmp_path):
         1, abs=1e-5
     )
     assert line["rollout_is/masked"] == line["rollout_rs/rejected"] == 0.0
-    assert "timing_s/old_log_prob" in metrics_of(tmp_path / "test" / "run", times=True)[-1]
+    # One update on a batch: the update has the log-probs that both are made from.
+    assert "timing_s/old_log_prob" not in metrics_of(tmp_path / "test" / "run", times=True)[-1]
+
+
+IS, RS = "algorithm__rollout_correction__rollout_is", "algorithm__rollout_correction__rollout_rs"
+BYPASS = {
+    "clip": ({IS: "token"}, "rollout_is/truncated"),
+    "clip, rejection": ({RS: "seq_mean_k3", f"{RS}_threshold": 0.01}, "rollout_rs/rejected_rows"),
+    "reinforce": ({IS: "sequence", f"{ACTOR}policy_loss__loss_mode": "gpg"}, "rollout_is/ess"),
+    "reinforce of mean 1, rejection": (
+        {
+            IS: "token",
+            f"{IS}_threshold": "0.5_1.0",
+            f"{IS}_batch_normalize": True,
+            RS: "token_k1",
+            f"{RS}_threshold": 1.5,
+            f"{ACTOR}policy_loss__loss_mode": "gpg",
+        },
+        "rollout_is/norm",
+    ),
+}
+
+
+@pytest.mark.parametrize("form", BYPASS)
+def test_bypass_mode_runs_two_steps_and_reports(tiny_model, sums, tmp_path, form):
+    settings, metric = BYPASS[form]
+    two = {f"{ACTOR}ppo_mini_batch_size": 2, f"{ACTOR}optim__lr": 1e-2, f"{ACTOR}old_log_probs": "rollout"}
+    lines = metrics_of(run(tiny_model, sums, tmp_path / "a", reward=even_share, **two, **settings).path)
+    assert len(lines) == 2 and all(line["actor/optimizer_steps"] == 2 for line in lines)
+    assert all(math.isfinite(line[metric]) and line["mismatch/ppl_ratio"] > 0 for line in lines)
+    off = {key: value for key, value in settings.items() if "correction" not in key}
+    plain = metrics_of(run(tiny_model, sums, tmp_path / "b", reward=even_share, **two, **off).path)
+    # The second update of the first step is off-policy. In the clipped loss its ratio corrects for that already.
+    assert (plain[0]["actor/grad_norm"] == lines[0]["actor/grad_norm"]) == (form == "clip")
 
 
 def test_sum_pi_squared_is_that_of_the_full_distribution(tiny_model, sums, tmp_path, seen, monkeypatch):

@@ -18,7 +18,7 @@ from posttrain.engine.torch_engine import TorchEngine
 from posttrain.errors import UserError
 from posttrain.kernels import ordered
 from posttrain.models import layer_weights
-from posttrain.models.exactness import why_not_exact
+from posttrain.models.decodable import why_not_exact
 from posttrain.models.loading import load_causal_lm
 from posttrain.models.lora import with_adapters
 from posttrain.rollout.base import Request, Sampling

@@ -37,7 +37,6 @@ class Scripted:
 def joined(model: Scripted, functions: list[Any], *, named: bool = True, validation: bool = False, **settings: Any):
     """(scores, parts, errors) after joining; a function's outcome is a score or an error."""
     config = PPOConfig()
-    config.reward.failure_score = -7.0
     for key, value in settings.items():
         setattr(config.reward_model, key, value)
     rows = DataProto.from_dict(

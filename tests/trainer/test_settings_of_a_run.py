@@ -26,7 +26,7 @@ from posttrain.rollout.native.speculation import PassCost
 from posttrain.tracking.rundir import TIMELINE, read_lines
 from posttrain.tracking.samples import read_vocabulary, sample_files, validation_files
 from posttrain.trainer.ppo import reward
-from posttrain.trainer.ppo.first_batch import MismatchError, compare_log_probs, tolerance
+from posttrain.trainer.ppo.first_batch import FirstBatchChecks, MismatchError, compare_log_probs, tolerance
 from posttrain.trainer.ppo.recorder import Recorder
 from posttrain.trainer.run.process import prepare_torch, restore_determinism
 from posttrain.workers.fsdp_workers import ActorRolloutRefWorker
@@ -231,13 +231,15 @@ def test_the_device_is_the_one_that_is_named(monkeypatch):
         assert found == ["cuda" if there else "cpu", "cpu", "cuda"]
 
 
-def test_a_run_stops_where_rollout_and_trainer_differ_by_more_than_is_set():
+def test_a_run_stops_where_rollout_and_trainer_differ_by_more_than_is_set(monkeypatch):
+    monkeypatch.setattr("posttrain.trainer.ppo.first_batch.largest_rows", lambda config, sizes: [])
     ones = torch.ones(2, 3)
     batch = DataProto.from_dict(tensors={"response_mask": ones, "rollout_log_probs": -ones})
     for allowed in (0.5, 0.1, None):
         config = PPOConfig()
         config.trainer.rollout_mismatch_tol = allowed
-        limit = tolerance(config.trainer.rollout_mismatch_tol, torch.float32)
+        checks = FirstBatchChecks(config, Any, Any, torch.device("cpu"), one_prompt=True)
+        limit = tolerance(checks.tolerance, torch.float32)
         assert limit == (allowed or 1e-3)
         if allowed == 0.5:
             assert compare_log_probs(batch, -1.2 * ones, limit)[1] == pytest.approx(0.2)

@@ -80,7 +80,7 @@ def ranks(cluster):
         if others:
             address = four.watch.fetch(some.rollout_hosts[0].free_address.remote())
         ranked += [(host, (number, others, address)) for number, host in enumerate(some.rollout_hosts)]
-        four.watch.gather([host.build.remote("join", *pack((Join, place, {}))) for host, place in ranked])
+        four.watch.gather([host.build.remote("join", pack((Join, place, {}))) for host, place in ranked])
         some.close = lambda: None  # they serve further runs
         return some
 
@@ -454,6 +454,20 @@ class AtOnce(RayPPOTrainer):
         moved = [group.meanwhile == self.experience.poll_until for group in groups]
         AtOnce.begun.append(bool(self.experience._advancing or self.experience._outputs) and all(moved))
         return metrics
+
+
+def test_weights_of_mean_1_have_the_mean_of_all_ranks(runs):
+    section = "algorithm.rollout_correction"
+    given = {**FLOAT64, "trainer.total_training_steps": 2, f"{ACTOR}.old_log_probs": "rollout"}
+    given |= {
+        f"{ACTOR}.policy_loss.loss_mode": "gpg",
+        f"{ACTOR}.ppo_mini_batch_size": 2,
+        f"{section}.rollout_is": "token",
+    }
+    given |= {f"{section}.rollout_is_threshold": "0.9_1.0", f"{section}.rollout_is_batch_normalize": True}
+    alone, both = runs.free("mean 1", 1, given), runs.free("mean 1 of two", 2, given)
+    check_same(alone, both)
+    assert all(line["rollout_is/norm"] < 0.95 for line in alone.metrics)
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from posttrain.bench.peers import reward
+from posttrain.bench.peers import wire
 from posttrain.bench.peers.wire import serve, time_call
 from posttrain.trainer.constants_ppo import apply_environment
 
@@ -35,7 +35,7 @@ def settings_of(job: dict[str, Any], folder: str, seed: int) -> dict[str, Any]:
         "data.max_response_length": job["tokens"],
         # The peers train on the same prompts in the same order.
         "data.shuffle": False,
-        "custom_reward_function.path": str(Path(reward.__file__)),
+        "custom_reward_function.path": str(Path(wire.__file__)),
         "custom_reward_function.name": "compute_score",
         "trainer.total_training_steps": job["steps"],
         "trainer.default_local_dir": folder,

@@ -13,8 +13,7 @@ import time
 from itertools import pairwise
 from typing import Any
 
-from reward import share_of_letters  # pyright: ignore
-from wire import serve  # pyright: ignore
+from wire import serve, share_of_letters  # pyright: ignore
 
 
 def on_cuda(job: dict[str, Any], weights: str) -> dict[str, Any]:

@@ -92,7 +92,7 @@ def start(job: dict[str, Any]):
 
     if job["device"] != "cuda":
         raise RuntimeError("verl trains on a GPU only; leave it out with --only")
-    reward = Path(__file__).with_name("reward.py")
+    reward = Path(__file__).with_name("wire.py")
 
     def run(request: dict[str, Any]) -> dict[str, Any]:
         with tempfile.TemporaryDirectory(prefix="posttrain-bench-verl-") as name:

@@ -1,4 +1,4 @@
-"""The protocol of runner and bench: a JSON job in a file, then one JSON line out for each JSON line in.
+"""What runners share: the reward, and their protocol: a JSON job in a file, then a JSON line out for each one in.
 
 The first line out is `{"ready": facts}`. What libraries print goes to stderr, which the bench keeps as a log.
 """
@@ -109,3 +109,13 @@ def pick_samples(request: dict[str, Any], tokens: Sequence[Sequence[int]], log_p
     rows = range(0, len(tokens), max(1, len(tokens) // wanted))[:wanted]
     seen, given = [[*map(int, tokens[row])] for row in rows], [[*map(float, log_probs[row])] for row in rows]
     return {"sampled": {"rows": list(rows), "tokens": seen, "log_probs": given}}
+
+
+def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> float:
+    """The reward of `bench step`, the same for all: the share of letters in the response, in a few microseconds."""
+    return sum(map(str.isalpha, solution_str)) / max(1, len(solution_str))
+
+
+def share_of_letters(completions: list[Any], **columns: Any) -> list[float]:
+    """The same as TRL calls it: a batch of chat messages."""
+    return [compute_score("", completion[0]["content"], "") for completion in completions]

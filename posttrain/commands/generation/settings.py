@@ -21,7 +21,7 @@ from posttrain.config.root import PPOConfig
 from posttrain.config.schema import assign
 from posttrain.conversations.settings import TurnSettings, turn_settings
 from posttrain.errors import UserError
-from posttrain.models.paths import local_or_hub
+from posttrain.models.model_files import local_or_hub
 from posttrain.texts import redact
 
 _ROLLOUT, _MODEL = "actor_rollout_ref.rollout", "actor_rollout_ref.model"

@@ -5,9 +5,7 @@ openai_chat.py, openai_completions.py, openai_responses.py, anthropic.py, token_
                        one API each: reads a body, writes an answer, a stream and an error
 turns.py               a turn of the model as thinking, words and tool calls, whole or streamed
 model.py               answers requests with a rollout engine: prompts, turns, log-probs
-retries.py             a repeated request gets the answer of the first
-local.py               requests that one engine answers, for clients without sessions
-sessions.py            the sessions of a run: keys, ledgers, retries
+sessions.py            who answers a request: an engine, or a session of a run; a repeated request gets its first answer
 app.py                 routes, keys, streams, disconnects
 process.py             the process that speaks HTTP, beside the engine's; it is replaced when it is lost
 wire.py                messages between the two, many in one write

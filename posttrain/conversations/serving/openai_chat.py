@@ -18,7 +18,7 @@ from posttrain.conversations.serving.requests import (
     text_of,
 )
 
-_IGNORED = ("user", "metadata", "store", "service_tier", "prompt_cache_key", "safety_identifier", "stream_options")
+_IGNORED = ("user", "metadata", "store", "service_tier", "prompt_cache_key", "safety_identifier")
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -28,23 +28,28 @@ def read(body: Any) -> ModelRequest:
     request = ModelRequest(model=fields.take("model", str))
     request.messages = read_messages(fields.require("messages", list))
     request.tools, request.read_calls = read_tools(fields)
-    request.n = fields.number("n", 1, 128, whole=True) or 1
     most = fields.number("max_tokens", 1, whole=True)
     request.max_tokens = fields.number("max_completion_tokens", 1, whole=True) or most
-    request.stop = fields.texts("stop")
     request.log_probs = fields.take("logprobs", bool, False)
     request.template_options = fields.take("chat_template_kwargs", dict, {})
     fields.only("top_logprobs", 0)
-    options = Fields(fields.left.get("stream_options") or {}, "stream_options")
-    request.include_usage = options.take("include_usage", bool, False)
     fields.ignore(*_IGNORED)
     fields.only("response_format", {"type": "text"})
+    take_choices(fields, request)
+    return request
+
+
+def take_choices(fields: Fields, request: ModelRequest) -> None:
+    """The last fields of OpenAI's two older APIs: how many answers, and how they are sampled and streamed."""
+    request.n = fields.number("n", 1, 128, whole=True) or 1
+    request.stop = fields.texts("stop")
+    options = Fields(fields.left.pop("stream_options", None) or {}, "stream_options")
+    request.include_usage = options.take("include_usage", bool, False)
     for name in ("presence_penalty", "frequency_penalty"):
         fields.only(name, 0)
     fields.only("logit_bias", {})
     take_sampling(fields, request)
     fields.finish()
-    return request
 
 
 def read_messages(given: list[Any]) -> list[Message]:
@@ -109,14 +114,16 @@ def parse_arguments(given: str | dict[str, Any], where: str) -> dict[str, Any]:
     return value
 
 
-def read_tools(fields: Fields) -> tuple[list[dict[str, Any]], bool]:
-    """(schemas, whether calls are read)."""
+def read_tools(fields: Fields, *, nested: bool = True) -> tuple[list[dict[str, Any]], bool]:
+    """(schemas, whether calls are read). `nested`: what a tool is stands in its field `function`."""
     tools = []
     for number, one in enumerate(fields.take("tools", list, [])):
-        tool = Fields(one, f"tools[{number}]")
+        where = f"tools[{number}]"
+        tool = Fields(one, where)
         if (kind := tool.take("type", str, "function")) != "function":
             raise tool.error("type", f"{kind!r} is not supported; this server has tools of type 'function'")
-        tools.append(tool_schema(tool.require("function", dict), f"tools[{number}].function"))
+        given = tool.require("function", dict) if nested else tool.left
+        tools.append(tool_schema(given, f"{where}.function" if nested else where))
     choice = fields.take("tool_choice", (str, dict), "auto")
     if choice not in ("auto", "none"):
         raise fields.error("tool_choice", "is 'auto' or 'none' here: the model itself decides whether it calls a tool")

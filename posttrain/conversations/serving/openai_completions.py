@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from posttrain.conversations.serving.openai_chat import error, usage
+from posttrain.conversations.serving.openai_chat import error, take_choices, usage
 from posttrain.conversations.serving.requests import (
     Answer,
     ApiError,
@@ -13,7 +13,6 @@ from posttrain.conversations.serving.requests import (
     Delta,
     Fields,
     ModelRequest,
-    take_sampling,
 )
 
 __all__ = ["Stream", "error", "read", "write"]
@@ -24,24 +23,16 @@ def read(body: Any) -> ModelRequest:
     fields = Fields(body)
     request = ModelRequest(model=fields.take("model", str), read_calls=False)
     request.prompts = _prompts(fields.require("prompt", (str, list)))
-    request.n = fields.number("n", 1, 128, whole=True) or 1
     request.max_tokens = fields.number("max_tokens", 1, whole=True) or 16  # OpenAI's default
-    request.stop = fields.texts("stop")
     wanted = fields.take("logprobs", (int, bool))
     if wanted is not None and wanted not in (0, 1):
         raise fields.error("logprobs", "is 0 or 1: the log-prob of each sampled token is known, others are not")
     request.log_probs = wanted is not None and wanted is not False
-    options = Fields(fields.left.pop("stream_options", None) or {}, "stream_options")
-    request.include_usage = options.take("include_usage", bool, False)
     fields.ignore("user")
     fields.only("echo", False)
     fields.only("suffix", "")
     fields.only("best_of", 1)
-    for name in ("presence_penalty", "frequency_penalty"):
-        fields.only(name, 0)
-    fields.only("logit_bias", {})
-    take_sampling(fields, request)
-    fields.finish()
+    take_choices(fields, request)
     return request
 
 

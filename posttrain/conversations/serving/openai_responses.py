@@ -6,10 +6,9 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from posttrain.conversations.serving.openai_chat import error, log_probs, parse_arguments, tool_schema
+from posttrain.conversations.serving.openai_chat import error, log_probs, parse_arguments, read_tools
 from posttrain.conversations.serving.requests import (
     Answer,
-    ApiError,
     Choice,
     Delta,
     Fields,
@@ -36,7 +35,7 @@ def read(body: Any) -> ModelRequest:
         request.messages.append({"role": "user", "content": given})
     else:
         _read_items(given, request.messages)
-    request.tools, request.read_calls = _tools(fields)
+    request.tools, request.read_calls = read_tools(fields, nested=False)
     request.max_tokens = fields.number("max_output_tokens", 1, whole=True)
     wanted = fields.take("include", list, [])
     if strange := [one for one in wanted if one not in (_ENCRYPTED, _LOG_PROBS)]:
@@ -54,23 +53,6 @@ def read(body: Any) -> ModelRequest:
     take_sampling(fields, request)
     fields.finish()
     return request
-
-
-def _tools(fields: Fields) -> tuple[list[dict[str, Any]], bool]:
-    tools = []
-    for number, one in enumerate(fields.take("tools", list, [])):
-        kind = one.get("type") if isinstance(one, dict) else None
-        if kind != "function":
-            raise ApiError(
-                f"`tools[{number}].type`: {kind!r} is not supported; this server has tools of type 'function'.",
-                param=f"tools[{number}].type",
-            )
-        tools.append(tool_schema(one, f"tools[{number}]"))
-    choice = fields.take("tool_choice", (str, dict), "auto")
-    if choice not in ("auto", "none"):
-        raise fields.error("tool_choice", "is 'auto' or 'none' here: the model itself decides whether it calls a tool")
-    fields.only("parallel_tool_calls", True)
-    return tools, choice == "auto"
 
 
 def _read_items(given: list[Any], messages: list[Message]) -> None:

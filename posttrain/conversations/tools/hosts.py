@@ -15,13 +15,11 @@ import os
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Hashable, Mapping
-from contextlib import suppress
 from typing import Any
 
-from posttrain.conversations.tools.answers import failure
-from posttrain.conversations.tools.base import CallFailed, Tool, ToolAnswer, ToolFault
+from posttrain.conversations.tools.base import CallFailed, Tool, ToolAnswer, ToolFault, failure
 from posttrain.conversations.tools.forks import ForkServer
-from posttrain.conversations.tools.loop_thread import LoopThread
+from posttrain.conversations.tools.threads import LoopThread, Threads
 from posttrain.conversations.tools.worker import invoke, own_error, serve_calls
 
 
@@ -38,7 +36,11 @@ class ToolHost(ABC):
 
     async def shutdown(self) -> list[BaseException]:
         """Lets the tool end what it started; gives what it raised."""
-        return [error] if (error := await _call_in_thread(self.tool.shutdown)) else []
+        try:
+            await Threads().run(self.tool.shutdown)
+        except Exception as error:
+            return [error]
+        return []
 
     def close(self) -> None:  # noqa: B027
         """Leaves what still hangs to itself."""
@@ -271,23 +273,6 @@ async def _guarded(work: Callable[[], Coroutine[Any, Any, Any]], began: threadin
         return "raised", RuntimeError("it was cancelled")
     except BaseException as error:
         return "raised", own_error(error)
-
-
-async def _call_in_thread(function: Callable[[], Any]) -> BaseException | None:
-    """What a function raised. Its thread is a daemon: one that hangs does not keep the run from ending."""
-    loop, ended = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
-
-    def work() -> None:
-        error = None
-        try:
-            function()
-        except BaseException as raised:
-            error = raised
-        with suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(lambda: ended.done() or ended.set_result(error))
-
-    threading.Thread(target=work, daemon=True).start()
-    return await ended
 
 
 def read_answer(name: str, said: Any, seconds: float) -> ToolAnswer:

@@ -8,19 +8,77 @@ soon after its deadline.
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
+from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
 
 from posttrain.conversations.settings import SIDES
-from posttrain.conversations.tools.answers import describe_error, failure, presented, redacted
 from posttrain.conversations.tools.arguments import ArgumentError, convert_arguments
-from posttrain.conversations.tools.base import Tool, ToolAnswer, ToolCall, ToolFault
-from posttrain.conversations.tools.counts import UNKNOWN, Counts
+from posttrain.conversations.tools.base import (
+    Tool,
+    ToolAnswer,
+    ToolCall,
+    ToolFault,
+    describe_error,
+    failure,
+    presented,
+    redacted,
+)
 from posttrain.conversations.tools.hosts import ToolHost, host_tools, read_answer
-from posttrain.conversations.tools.loop_thread import LoopThread
+from posttrain.conversations.tools.threads import LoopThread
+
+# Calls of tools that do not exist are counted together, because a model may invent any number of names.
+UNKNOWN = "(unknown)"
+# Kinds of errors of a call. `close` and `reward` are errors of conversations, `shutdown` of the run.
+ERRORS = ("arguments", "ended", "open", "raised", "said", "timeout", "unknown")
+
+
+class Counts:
+    """How often each tool was called and which errors it had: for metrics, and for a warning when no call succeeds.
+
+    By tool: `calls`, and each kind of error."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.by_tool: dict[str, Counter[str]] = {}
+        # By tool and kind; the kind `calls` has the last error of any call.
+        self.last_error: dict[tuple[str, str], str] = {}
+
+    def add(self, tool: str, kind: str, words: str = "") -> None:
+        with self._lock:
+            self.by_tool.setdefault(tool, Counter())[kind] += 1
+            if words:
+                self.last_error[tool, kind] = words
+                if kind in ERRORS:
+                    self.last_error[tool, "calls"] = words
+
+    def failed(self, tool: str) -> int:
+        """Calls of a tool that ended in an error."""
+        counts = self.by_tool.get(tool, Counter())
+        return sum(counts[kind] for kind in ERRORS)
+
+    def troubles(self) -> list[str]:
+        """One sentence for each tool of which no call has succeeded, and for errors at the end of conversations."""
+        said = list[str]()
+        for tool, counts in sorted(self.by_tool.items()):
+            calls = counts["calls"]
+            if tool != UNKNOWN and calls and self.failed(tool) >= calls:
+                kinds = ", ".join(f"{counts[kind]} {kind}" for kind in ERRORS if counts[kind])
+                said.append(f"all {calls} calls of the tool {tool} failed ({kinds}); the last: {self._last(tool)}")
+            for kind in ("close", "reward", "shutdown"):
+                if counts[kind]:
+                    said.append(
+                        f"`{kind}` of the tool {tool} failed {counts[kind]} times; the last: {self._last(tool, kind)}"
+                    )
+        return said
+
+    def _last(self, tool: str, kind: str = "calls") -> str:
+        return self.last_error.get((tool, kind), "")
+
 
 # When the runner ends, conversations that are still open have so many seconds together to be closed.
 _CLOSING_S = 5.0

@@ -1,4 +1,4 @@
-"""Tools written for verl: classes with `create`, `execute`, `calc_reward` and `release`, named in a YAML file.
+"""Tools written for verl. Classes with `create`, `execute`, `calc_reward` and `release` are named in a YAML file:
 
 tools:
   - class_name: my_package.my_tool.MyTool
@@ -7,23 +7,27 @@ tools:
 
 One instance of the class serves all conversations; `create` opens one and `release` closes it, as verl calls them. An
 entry of `type: mcp` stands for the tools of MCP servers (`mcp: {mcp_servers_config_path, tool_selected_list}`).
+
+Function tools are functions of a Python file under `@function_tool` (verl.tools.function_tool). Each gives its answer,
+or (answer, reward), or (answer, reward, metrics).
 """
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import json
 import math
 from collections.abc import Hashable, Mapping
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from posttrain.conversations.tools.answers import redacted
-from posttrain.conversations.tools.base import Tool, ToolAnswer
+from posttrain.conversations.tools.base import Tool, ToolAnswer, redacted
 from posttrain.conversations.tools.lookup import find_tool, read_entries
 from posttrain.conversations.tools.mcp import read_mcp_tools, read_servers
-from posttrain.conversations.tools.settings import secrets_of
+from posttrain.conversations.tools.schema import secrets_of
 from posttrain.errors import UserError, first_line
 
 # Classes that come with verl itself, and the built-in tools that do the same.
@@ -189,3 +193,40 @@ def text_of(response: Any) -> str:
 def numbers_of(metrics: Any) -> dict[str, float]:
     items = metrics.items() if isinstance(metrics, Mapping) else ()
     return {str(k): float(v) for k, v in items if isinstance(v, int | float) and math.isfinite(v)}
+
+
+class VerlFunctionTool(Tool):
+    """One function."""
+
+    stateless = True
+
+    def __init__(self, inner: Any, read_result: Any) -> None:
+        self.name, self.schema = inner.name, plain_schema(inner.tool_schema)
+        self.isolated = getattr(inner.fn, "isolated", True)
+        self._inner, self._read_result = inner, read_result
+
+    async def call(self, conversation: Hashable, arguments: dict[str, Any]) -> ToolAnswer:
+        response, reward, metrics = self._read_result(await self._inner.call(arguments))
+        return ToolAnswer(text_of(response), reward=float(reward), metrics=numbers_of(metrics))
+
+
+def read_function_tools(path: str) -> list[Tool]:
+    """The tools of a file; UserError if it has none or cannot be loaded."""
+    try:
+        verl = importlib.import_module("verl.tools.function_tool")
+    except ImportError:
+        raise UserError(
+            f"multi_turn.function_tool_path={path} needs the package posttrain-verl (compat/README.md).\n"
+            f"  to do:  install it, or name the functions: actor_rollout_ref.rollout.tools=[{path}:NAME]"
+        ) from None
+    if not Path(path).is_file():
+        raise UserError(f"multi_turn.function_tool_path={path}: no such file.")
+    try:
+        found = verl.load_function_tools_from_path(path)
+    except Exception as error:
+        raise UserError(
+            f"multi_turn.function_tool_path={path} cannot be loaded: {type(error).__name__}: {first_line(error)}"
+        ) from error
+    if not found:
+        raise UserError(f"{path} registers no tool.\n  to do:  write @function_tool above its functions")
+    return [VerlFunctionTool(one, verl.normalize_function_tool_return) for one in found]

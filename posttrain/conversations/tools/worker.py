@@ -15,8 +15,7 @@ import sys
 from collections.abc import Hashable, Mapping
 from typing import Any
 
-from posttrain.conversations.tools.answers import describe_error
-from posttrain.conversations.tools.base import Tool, ToolAnswer, ToolFault
+from posttrain.conversations.tools.base import Tool, ToolAnswer, ToolFault, describe_error
 from posttrain.rewards.channel import Channel
 from posttrain.texts import well_formed
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from posttrain.data.recipes import hh_rlhf, math, programs, questions
+from posttrain.data.recipes import hh_rlhf, tasks
 from posttrain.data.recipes.arithmetic import arithmetic_rows, write_files
 from posttrain.data.recipes.recipe import Recipe, prepare
 from posttrain.data.rows import DataError, RowTable, load_rows
@@ -17,14 +17,14 @@ from posttrain.spelling import OptionParser
 RECIPES: dict[str, Recipe] = {
     recipe.name: recipe
     for recipe in (
-        math.GSM8K,
-        math.MATH,
-        math.MATH500,
-        programs.MBPP,
-        programs.HUMANEVAL,
-        questions.NQ_OPEN,
-        questions.HOTPOTQA,
-        questions.BANKING77,
+        tasks.GSM8K,
+        tasks.MATH,
+        tasks.MATH500,
+        tasks.MBPP,
+        tasks.HUMANEVAL,
+        tasks.NQ_OPEN,
+        tasks.HOTPOTQA,
+        tasks.BANKING77,
         hh_rlhf.PAIRS,
         hh_rlhf.CONVERSATIONS,
     )

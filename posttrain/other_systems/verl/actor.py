@@ -203,9 +203,7 @@ SAVING: tuple[Rule, ...] = (
         f"remove it; to start from weights alone set {_MODEL}.path to a folder written by `posttrain export`",
         off=("['model', 'optimizer', 'extra']", "[model,optimizer,extra]", '["model","optimizer","extra"]'),
     ),
-    not_needed(
-        "*.checkpoint.{async_save,mbridge_config}", "it configures Megatron's own checkpoint writer, which is not used"
-    ),
+    not_needed("*.checkpoint.mbridge_config", "it configures Megatron's own checkpoint writer, which is not used"),
     not_needed(
         "*.checkpoint.strict",
         "a checkpoint holds all that a run needs to go on, so that nothing is ever missing when it is loaded; "

@@ -17,8 +17,8 @@ from posttrain.kernels.fp8 import OLDEST
 from posttrain.kernels.quantized import FP8
 from posttrain.kernels.tensor_parallel import Team
 from posttrain.models.attention import PagedDecoder
-from posttrain.models.decoder import KNOWN, FastDecoder, can_decode_fast
-from posttrain.models.exactness import check_exact
+from posttrain.models.decodable import KNOWN, can_decode_fast, check_exact
+from posttrain.models.decoder import FastDecoder
 from posttrain.models.feed_forward import MIXTURES
 from posttrain.models.forward import forward_mode_of
 from posttrain.models.routing import RouteShape, check_routes, watch_routers

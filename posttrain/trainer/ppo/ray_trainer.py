@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from posttrain.algorithms import apply_kl_in_reward, correction_is_on, get_adv_estimator, get_kl_controller
+from posttrain.batch.columns import Column
 from posttrain.batch.samples import has_several_rows, sample_of_rows
 from posttrain.config.root import PPOConfig
 from posttrain.controller.pool import LocalWorkers, Workers
@@ -34,7 +35,7 @@ from posttrain.trainer.ppo.validate import Validator
 from posttrain.trainer.ppo.worker_groups import TrainingGroups, WorkerClasses
 from posttrain.trainer.run.memory import named_stage, plan_memory
 from posttrain.trainer.run.result import GracefulStop, RunResult, TrainingStopped
-from posttrain.workers.actor.dp_actor import can_weight_in_update
+from posttrain.workers.actor.correction import can_correct_in_update
 from posttrain.workers.groups import ActorRolloutGroup, CriticGroup, RewardModelGroup, RolloutGroup
 from posttrain.workers.measures import ROW
 
@@ -189,9 +190,9 @@ class RayPPOTrainer(WorkerClasses):
                         break
                     with self.recorder.traces.of(self.step + 1):
                         self._train_step()
-                self.recorder.wait_until_written()
                 status = "finished" if not stop.requested or self.step >= self.sizes.total_steps else "stopped"
                 self._save_if_stopped(stop)
+                self.recorder.wait_until_written()
         except KeyboardInterrupt:
             status = "stopped"
             raise
@@ -303,7 +304,7 @@ class RayPPOTrainer(WorkerClasses):
             or algorithm.use_kl_in_reward
             or algorithm.filter_groups.enable
             or self.estimator.needs_sum_pi_squared
-            or (correction_is_on(correction) and not can_weight_in_update(correction))
+            or (correction_is_on(correction) and not can_correct_in_update(correction))
         )
 
     @property
@@ -316,12 +317,14 @@ class RayPPOTrainer(WorkerClasses):
         off = self.config.trainer.one_step_off  # the old policy is then the one that begins to learn (experience.py)
         from_rollout = self.first_batch.rollout_is_exact and not off and not self._records_routes
         if source == "rollout" or (source == "auto" and from_rollout):
-            return DataProto.from_dict(tensors={"old_log_probs": batch.batch["rollout_log_probs"].clone()})
+            made = batch.batch.column("rollout_log_probs")
+            return DataProto({"old_log_probs": made if isinstance(made, Column) else made.clone()})
         computed = self.actor_rollout_wg.compute_log_prob(batch)
         if source == "auto" and not off and not correction_is_on(self.config.algorithm.rollout_correction):
             # Sampled by earlier weights (surplus of dynamic sampling): those are their old policy.
             older_B = ~torch.from_numpy(is_fresh(batch, self.step))
-            computed.batch["old_log_probs"][older_B] = batch.batch["rollout_log_probs"][older_B]
+            if older_B.any():
+                computed.batch["old_log_probs"][older_B] = batch.batch["rollout_log_probs"][older_B]
         return computed
 
     def _reward_kl(self, batch: DataProto) -> dict[str, float]:
@@ -434,6 +437,8 @@ class RayPPOTrainer(WorkerClasses):
 
     def _save_if_stopped(self, stop: GracefulStop) -> None:
         if stop.requested and self.step < self.sizes.total_steps:
+            self.recorder.is_ending = True
             if self.step and not self._save_is_due():
                 self._save_checkpoint()
+            self.recorder.wait_until_written()
             say(f"Stopped by {stop.requested.name} after step {self.step}; the same command continues this run.")

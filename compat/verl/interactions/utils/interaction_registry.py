@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from posttrain.conversations.interactions import Interactions
+from posttrain.conversations.adapters import Interactions
 from verl._missing import not_given
 
 __getattr__ = not_given(__name__)

@@ -1,24 +1,81 @@
-"""Passages from a retrieval server, or from a search service (services.py).
+"""Passages from a retrieval server, or from a search service whose keys have a known form.
 
 out:  {"queries": ["..."], "topk": 3, "return_scores": true}
 back: {"result": [[{"document": {"contents": "..."}, "score": 0.9}, ...]]}, as Search-R1's server answers, or
       {"results": [{"title": "...", "text": "..."}, ...]} (`content` and `snippet` for `text` are read too)
 
-The key goes out in a header, to this server alone. What may pass is tried again (posting.py).
+A key goes out in a header, to the service whose form it has or to the server of `url`, and to no other. What may pass
+is tried again (posting.py).
 """
 
 from __future__ import annotations
 
 import json
+import re
 import urllib.parse
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
-from posttrain.conversations.tools.answers import redacted
+from posttrain.conversations.tools.base import redacted
 from posttrain.conversations.tools.search.corpus import Passage, passage_of
-from posttrain.conversations.tools.search.services import RETRIEVAL, Service
 from posttrain.errors import UserError
 from posttrain.posting import Patience, Refused, post_json
 from posttrain.texts import mask_urls
+
+ADDRESS = "SEARCH_API_URL"
+"""The environment variable that names a server beside SEARCH_API_KEY."""
+
+
+@dataclass(frozen=True)
+class Service:
+    """One way of asking for passages."""
+
+    name: str
+    url: str
+    key_form: re.Pattern[str] | None
+    body: Callable[[str, int], dict[str, Any]]
+    headers: Callable[[str], dict[str, str]]
+    rows: str
+    """The field of an answer that holds the passages; empty for the forms of retrieval servers."""
+
+
+def _bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"} if key else {}
+
+
+RETRIEVAL = Service(
+    "retrieval",
+    "",
+    None,
+    lambda query, most: {"queries": [query], "topk": most, "return_scores": True},
+    _bearer,
+    "",
+)
+"""A server of one's own, as Search-R1's."""
+TAVILY = Service(
+    "tavily",
+    "https://api.tavily.com/search",
+    re.compile(r"tvly-[\w-]+"),
+    lambda query, most: {"query": query, "max_results": most},
+    _bearer,
+    "results",
+)
+SERPER = Service(
+    "serper",
+    "https://google.serper.dev/search",
+    re.compile(r"[0-9a-f]{40}"),
+    lambda query, most: {"q": query, "num": most},
+    lambda key: {"X-API-KEY": key},
+    "organic",
+)
+SERVICES = {service.name: service for service in (RETRIEVAL, TAVILY, SERPER)}
+
+
+def service_of_key(key: str) -> Service | None:
+    """The service whose keys have this form; None if none is known."""
+    return next((one for one in SERVICES.values() if one.key_form is not None and one.key_form.fullmatch(key)), None)
+
 
 _PATIENCE = Patience(attempts=3, pause_s=0.2, total_s=30.0)
 _SAID = 200

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from posttrain.config.reward import CustomRewardConfig, RewardConfig
+from posttrain.data.rows import load_rows
 from posttrain.errors import UserError
 from posttrain.rewards.loading import resolve_reward
 from posttrain.rewards.scorers.code import code_settings
@@ -39,7 +39,7 @@ def main(args: Sequence[str] | None = None, sample: Sample | None = None, tell: 
         where = options.fn_where if options.reward_func else "custom_reward_function"
         spec = resolve_reward(config, functions=limits.functions, where=where)
         spec.code = code_settings(limits)
-        rows = read_rows(options.data, options.limit or (PROMPTS if options.model else ROWS))
+        rows = load_rows(options.data, limit=options.limit or (PROMPTS if options.model else ROWS), setting="DATA").rows
         responses = _responses(options, rows, sample)
         found = examine(
             rows,
@@ -119,7 +119,7 @@ def _responses(
         assert sample is not None, "the command brings what samples"
         return sample(options, [as_trained(row) for row in rows])
     if options.responses:
-        return _with_truths(read_rows(options.responses, options.limit or ROWS), rows)
+        return _with_truths(load_rows(options.responses, limit=options.limit or ROWS, setting="--responses").rows, rows)
     return None
 
 
@@ -151,38 +151,3 @@ def _with_truths(responses: list[dict[str, Any]], rows: list[dict[str, Any]]) ->
             "give one response per row of --data, or add ground_truth and data_source to the responses",
         )
     return [{**as_trained(row), **response} for row, response in zip(rows, responses, strict=True)]
-
-
-def read_rows(path: str | Path, limit: int | None = None) -> list[dict[str, Any]]:
-    """Read the first `limit` rows of a file; RewardError says what is wrong with it."""
-    path = Path(path).expanduser()
-    if not path.is_file():
-        raise RewardError(f"data file {path} does not exist", todo="give a parquet, json or jsonl file")
-    try:
-        rows = _parquet(path, limit) if path.suffix == ".parquet" else _json(path, limit)
-    except (ValueError, OSError, RecursionError) as error:
-        raise RewardError(
-            f"data file {path} cannot be read: {error}", todo="give a parquet, json or jsonl file"
-        ) from error
-    if not rows or not all(isinstance(row, dict) for row in rows):
-        raise RewardError(f"data file {path} holds no rows", todo="write one JSON object per row")
-    return rows
-
-
-def _parquet(path: Path, limit: int | None) -> list[dict[str, Any]]:
-    import pyarrow.parquet
-
-    rows: list[dict[str, Any]] = []
-    with pyarrow.parquet.ParquetFile(path) as file:
-        for batch in file.iter_batches(batch_size=1024):
-            rows += batch.to_pylist()
-            if limit is not None and len(rows) >= limit:
-                break
-    return rows[:limit]
-
-
-def _json(path: Path, limit: int | None) -> list[dict[str, Any]]:
-    text = path.read_text(encoding="utf-8")
-    if text.lstrip().startswith("["):
-        return json.loads(text)[:limit]
-    return [json.loads(line) for line in text.splitlines() if line.strip()][:limit]
