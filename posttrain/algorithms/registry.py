@@ -83,6 +83,9 @@ class EstimatorDeclaration(Declaration):
     needs_sum_pi_squared: bool = False
     # Learns from the parts of the reward instead of its sum, so KL in the reward would be lost.
     reads_reward_parts: bool = False
+    # Given the scored batch and the section `algorithm`, returns the uids of prompts that the next step repeats, with
+    # new responses. None: every step takes new prompts.
+    prompts_to_repeat: Callable[[Any, Any], list[Any]] | None = None
     # Its paper puts KL into the loss, so a run with KL in the reward gets a note.
     kl_belongs_in_loss: bool = False
     # Reads only the sum of a response's rewards (and whether it has tokens), and gives all its tokens one advantage. It

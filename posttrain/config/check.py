@@ -204,6 +204,14 @@ def _losses_and_shaping(checked: Checked) -> Iterator[Finding]:
     if buffer.enable and buffer.len is not None and buffer.len > limit:
         what = f"reward.overlong_buffer.len={buffer.len} is more than data.max_response_length={limit}."
         yield checked.problem(what, f"set it to at most {limit}", "reward.overlong_buffer.len")
+    early = {
+        "algorithm.filter_groups.enable": config.algorithm.filter_groups.enable,
+        "trainer.one_step_off": config.trainer.one_step_off,
+    }
+    for key, is_on in early.items():
+        if is_on and estimator is not None and estimator.prompts_to_repeat is not None:
+            what = f"{estimator.name} chooses the next step's prompts by this step's scores; {key} needs them before."
+            yield checked.problem(what, f"set {key}=False", key, "algorithm.adv_estimator")
     if config.algorithm.filter_groups.enable and config.actor_rollout_ref.rollout.n == 1:
         what = "algorithm.filter_groups looks for groups whose responses differ, but there is one response per prompt."
         do = "set actor_rollout_ref.rollout.n to 2 or more, or algorithm.filter_groups.enable=False"

@@ -61,6 +61,14 @@ WRONG = {
         ["algorithm.adv_estimator=remax", "algorithm.filter_groups.enable=True"],
         ["one response per prompt"],
     ),
+    "codapo with dynamic sampling": (
+        ["algorithm.adv_estimator=codapo", "algorithm.filter_groups.enable=True"],
+        ["codapo chooses the next step's prompts", "algorithm.filter_groups.enable=False"],
+    ),
+    "codapo one step off": (
+        ["algorithm.adv_estimator=codapo", "trainer.one_step_off=True", "actor_rollout_ref.rollout.n_workers=1"],
+        ["codapo chooses the next step's prompts", "trainer.one_step_off=False"],
+    ),
     "gdpo with KL in the reward": (
         ["algorithm.adv_estimator=gdpo", "algorithm.use_kl_in_reward=True"],
         ["would be lost"],

@@ -70,6 +70,17 @@ def test_every_estimator_and_every_loss_runs_five_steps(tiny_model, sums, tmp_pa
     assert all(("remax/baseline_mean" in line) == (estimator == "remax") for line in lines)
 
 
+def test_codapo_repeats_prompts_of_every_other_step(tiny_model, sums, tmp_path):
+    more = {"algorithm__codapo_top_k": 1, "trainer__total_training_steps": 4, "actor_rollout_ref__rollout__n": 6}
+    result = run(tiny_model, sums, tmp_path, reward=even_share, algorithm__adv_estimator="codapo", **more)
+    assert [line["prompts/repeated"] for line in metrics_of(result.path)] == [0.0, 1.0, 0.0, 1.0]
+    steps = [pq.read_table(result.path / "samples" / f"step_{step}.parquet").to_pylist() for step in range(1, 5)]
+    prompts = [[row["prompt"] for row in rows] for rows in steps]
+    groups = [len({row["uid"] for row in rows}) for rows in steps]
+    assert [len(set(names)) for names in prompts] == [4, 1, 4, 1] and groups == [4, 4, 4, 4]
+    assert prompts[1][0] in prompts[0] and prompts[3][0] in prompts[2]
+
+
 @pytest.mark.parametrize("estimator", ["grpo", "gae"])
 def test_adapters_run_five_steps_and_they_alone_move(tiny_model, sums, tmp_path, seen, estimator):
     more = {"algorithm__adv_estimator": estimator, f"{ACTOR}use_kl_loss": True, **LORA, **FIVE_STEPS}

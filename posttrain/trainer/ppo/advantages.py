@@ -16,7 +16,14 @@ from posttrain.rewards.outcomes import NONE_APPLIES
 from posttrain.tracking.metrics import groups_of
 from posttrain.trainer.ppo.experience import Experience
 
-ESTIMATOR_FIELDS = ("values", "old_log_probs", "ref_log_prob", "reward_baselines", "sum_pi_squared")
+ESTIMATOR_FIELDS = (
+    "values",
+    "old_log_probs",
+    "ref_log_prob",
+    "reward_baselines",
+    "sum_pi_squared",
+    "rollout_log_probs",
+)
 REWARD_FIELDS = {"reward_parts": "reward_parts", "reward_score": "reward_scores", "reward_error": "reward_errors"}
 
 

@@ -22,6 +22,7 @@ from posttrain.data.dataset import PromptDataset, collate
 from posttrain.data.sampler import PromptSampler, make_sampler
 from posttrain.planning.budgets import check_group_size, critic_updates, fit_sizes
 from posttrain.protocol import DataProto
+from posttrain.rollout.native.speculation import speculation_metrics
 from posttrain.tracking.progress import say
 from posttrain.tracking.rundir import RunDirectory
 from posttrain.trainer.ppo.advantages import compute_advantage, greedy_baselines
@@ -227,6 +228,7 @@ class RayPPOTrainer(WorkerClasses):
         with stage("adv"):
             metrics |= self._reward_kl(batch)
             self._advantages(batch)
+            metrics |= self._choose_next_prompts(batch)
         self.recorder.keep_batch(step, batch)  # before the update: `posttrain replay` repeats it from this
         metrics |= self._update(batch, step)
         self.one_step_off.finish()  # a batch has one policy: no sync while it is under way
@@ -250,6 +252,8 @@ class RayPPOTrainer(WorkerClasses):
         batch.meta_info["step"] = step
         if self.config.trainer.one_step_off:
             metrics |= staleness(batch, self.step)
+        if self.config.actor_rollout_ref.rollout.speculation is not None:
+            metrics |= speculation_metrics(self.rollout_wg.take_counts())
         return batch, metrics
 
     def _sample(self) -> DataProto:
@@ -270,7 +274,9 @@ class RayPPOTrainer(WorkerClasses):
         """The next prompts, each with a serial number and a uid of its own."""
         rows = self.sampler.next_batch()
         prompts = collate([self.train_dataset[row] for row in rows], pad_token_id=self.tokenizer.pad_token_id)
-        return self.experience.number(prompts)
+        numbered = self.experience.number(prompts)
+        self.row_of_prompt = dict(zip(numbered.non_tensor_batch["uid"], rows, strict=True))
+        return numbered
 
     def _get_gen_batch(self, batch: DataProto) -> DataProto:
         """The prompt's fields only; everything else stays in `batch`, same rows, same order."""
@@ -339,6 +345,16 @@ class RayPPOTrainer(WorkerClasses):
             torch.from_numpy(sample_of_rows(batch)) if has_several_rows(batch) else None,
         )
         return metrics
+
+    def _choose_next_prompts(self, batch: DataProto) -> dict[str, float]:
+        """Have the next step repeat prompts of this one, if the estimator does so; never those of a repeated step."""
+        choose = self.estimator.prompts_to_repeat
+        if choose is None:
+            return {}
+        is_repeating = self.sampler.is_repeating
+        if not is_repeating:
+            self.sampler.repeat([self.row_of_prompt[uid] for uid in choose(batch, self.config.algorithm)])
+        return {"prompts/repeated": float(is_repeating)}
 
     def _advantages(self, batch: DataProto) -> None:
         weights = reward_weights(
