@@ -124,8 +124,9 @@ class Experience:
         asked.non_tensor_batch.update({name: rows.non_tensor_batch[name] for name in ("uid", "sample", "seed")})
         # A conversation is continued here, from its tokens, and those of a validation are written to its samples; any
         # other response stays where it was written.
-        stays = self.turns is None and not how.get("validate")
-        asked.meta_info = {**how, "store": stays, "texts": self.rewards.pool is not None}
+        asked.meta_info = dict(how)
+        if self.turns is None and not how.get("validate"):
+            asked.meta_info |= {"store": True, "texts": self.rewards.pool is not None}
         self._prompts.update(zip(keys_of(rows), asked.non_tensor_batch["raw_prompt_ids"], strict=True))
         self.rewards.expect(rows)
         if self.turns:

@@ -39,6 +39,7 @@ from posttrain.rewards.scorers import check_sources
 from posttrain.rewards.scorers.code import check_programs, code_settings
 from posttrain.rewards.types import RewardItem, RewardPart, RewardResult, RewardSpec
 from posttrain.rollout.base import Output
+from posttrain.rollout.stored import StoredSequence
 from posttrain.texts import own_words, texts_of
 from posttrain.workers.groups import RewardModelGroup
 
@@ -145,8 +146,9 @@ class RewardManager:
             if more and key in more:
                 extra_info = {**(extra_info or {}), **more[key], "own_words": text if own is None else own}
             prompt = prompt[-1]["content"] if prompt and self.prompts_are_texts else prompt
-            # Functions of TRL's form get the ids; for others those that lie in a store are not fetched.
-            given = list(ids) if self.pool.spec.form == "batch" else None
+            given: Sequence[int] | None = ids
+            if isinstance(ids, StoredSequence):  # fetched only for functions of TRL's form, which may read the ids
+                given = list(ids) if self.pool.spec.form == "batch" else None
             item = RewardItem(
                 source or self.default_source, text, truth, extra_info, uid, size, tokens, own, prompt, given, progress
             )
