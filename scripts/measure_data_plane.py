@@ -139,7 +139,7 @@ class InventingWorker(ActorRolloutRefWorker):
         if not self.waiting:
             return [], False, []
         (key, prompt, how), *self.waiting = self.waiting
-        ids = np.random.default_rng(abs(hash(key))).integers(32, 127, self.tokens).tolist()
+        ids = np.random.default_rng(abs(hash(key))).integers(1, 90, self.tokens).tolist()
         log_probs = np.full(self.tokens, -1.0, np.float32)
         outputs = [Output(key, ids, log_probs, "length", [(0, self.tokens)])]
         if has_store():
@@ -186,7 +186,7 @@ def bytes_held(batch: DataProto) -> int:
 def prompts_of(count: int) -> DataProto:
     ids = np.empty(count, dtype=object)
     for row in range(count):
-        ids[row] = np.random.default_rng(row).integers(32, 127, PROMPT_TOKENS).tolist()
+        ids[row] = np.random.default_rng(row).integers(1, 90, PROMPT_TOKENS).tolist()
     none = np.full(count, None, dtype=object)
     return DataProto.from_dict(
         non_tensors={"raw_prompt_ids": ids, "data_source": none, "ground_truth": none, "extra_info": none}

@@ -16,9 +16,10 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 import torch
 import torch.distributed as dist
@@ -48,14 +49,19 @@ class _HashingStream:
 
     def __init__(self, file: BinaryIO, folder: Path) -> None:
         self.file, self.folder, self.size, self._unsynced = file, folder, 0, 0
-        self._digest = hashlib.sha256()
+        self._digest, self.hasher = hashlib.sha256(), ThreadPoolExecutor(1)
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
         if len(view) >= _LARGE and not self.folder.exists():
             raise GivenUp(f"{self.folder} was removed")
-        self._digest.update(view)  # as the file's write, it lets other threads run
-        self.file.write(view)
+        if len(view) >= _LARGE:  # hashing takes as long as writing: side by side, as both let other threads run
+            hashed = self.hasher.submit(self._digest.update, view)
+            self.file.write(view)
+            hashed.result()
+        else:
+            self._digest.update(view)
+            self.file.write(view)
         self.size += len(view)
         self._unsynced += len(view)
         if self._unsynced >= _SYNC_EVERY:  # one sync of all at the end would stop every other write of the machine
@@ -73,9 +79,6 @@ class _HashingStream:
         self.file.flush()
         return self.file.fileno()
 
-    def close(self) -> None:
-        self.file.close()
-
     def entry(self) -> dict[str, Any]:
         return {"size": self.size, "sha256": self._digest.hexdigest()}
 
@@ -90,8 +93,9 @@ class _HashingFiles(FileSystem):
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
         with Path(path).open(mode) as file:
-            stream = _HashingStream(file, self.folder)  # pyright: ignore[reportArgumentType]
-            yield stream
+            stream = _HashingStream(cast(BinaryIO, file), self.folder)
+            with stream.hasher:
+                yield stream
         self.written[Path(path).name] = stream.entry()
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
@@ -104,6 +108,22 @@ class _Writer(FileSystemWriter):
         super().__init__(folder, sync_files=True)
         self.fs = self.files = _HashingFiles(folder)
 
+    def write_all(self, plan: SavePlan, planner: _Planner) -> list[WriteResult]:
+        """This rank's tensors, one after the other into one file. The library's own loop keeps a host copy of each
+        until the file is complete; here it is freed as soon as it was written."""
+        name, results = f"{plan.storage_data.prefix}0.distcp", []
+        with self.files.create_stream(self.files.folder / name, "wb") as stream:
+            for item in plan.items:
+                tensor = planner.take(item).detach().cpu()
+                if tensor.untyped_storage().nbytes() != tensor.nbytes:
+                    tensor = tensor.clone()  # a view would be saved with all of the memory that it looks into
+                start = stream.tell()
+                torch.save(tensor, stream)
+                length = stream.tell() - start
+                results.append(WriteResult(item.index, length, _StorageInfo(name, start, length)))
+            os.fsync(stream.fileno())
+        return results
+
     def storage_meta(self) -> StorageMeta | None:
         return None  # the library would store the folder's path and a random id; equal tensors should give equal files
 
@@ -113,8 +133,8 @@ class _Planner(DefaultSavePlanner):
 
     copies: dict[MetadataIndex, torch.Tensor] | None = None
 
-    def resolve_data(self, write_item: WriteItem) -> Any:
-        return super().resolve_data(write_item) if self.copies is None else self.copies[write_item.index]
+    def take(self, item: WriteItem) -> Any:
+        return self.resolve_data(item) if self.copies is None else self.copies.pop(item.index)
 
 
 class RolePart:
@@ -191,7 +211,7 @@ class RolePart:
         def write() -> None:
             with suppress(BaseException):  # it is in the report, which the driver reads
                 self._write()
-            self._planner.copies = None  # on a CPU this frees them
+            self._planner.copies = None  # of a write that failed
 
         # Not a daemon: a process that ends normally waits until the files are written.
         threading.Thread(target=write, name="checkpoint").start()
@@ -201,7 +221,7 @@ class RolePart:
         """Write, and report what was written or what went wrong."""
         written = self._writer.files.written
         try:
-            results = self._writer.write_data(self._plan, self._planner).wait()
+            results = self._writer.write_all(self._plan, self._planner)
             if self.rank == 0:
                 self._complete(results)
                 self._report({"files": written})

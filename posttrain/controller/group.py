@@ -24,6 +24,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import update_wrapper
+from itertools import chain
 from types import MethodType
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
@@ -284,6 +285,11 @@ def all_of(results: list[T], calls: Calls) -> list[T]:
 def largest(results: list[dict[str, float]], calls: Calls) -> dict[str, float]:
     """By name, the largest number of any rank."""
     return {name: max(part[name] for part in results if name in part) for name in results[0]}
+
+
+def totals(results: list[dict[str, float]], calls: Calls) -> dict[str, float]:
+    """By name, the sum over all ranks."""
+    return {name: sum(part.get(name, 0) for part in results) for name in dict.fromkeys(chain.from_iterable(results))}
 
 
 def alone(config: Any) -> int:

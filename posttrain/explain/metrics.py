@@ -105,6 +105,17 @@ FAMILIES: dict[str, str] = {
         "Updates between the weights that sampled the responses and those that learn from them, with "
         "trainer.one_step_off: 0 in the first step, then 1. mismatch/* then shows what that update changed, too."
     ),
+    "rollout/speculation_share": (
+        "With actor_rollout_ref.rollout.speculation: share of the sampled tokens that came from passes with drafts, "
+        "since the last step (validation included). 0: many responses ran side by side, or drafts were rarely sampled."
+    ),
+    "rollout/speculation_accepted": (
+        "With actor_rollout_ref.rollout.speculation: share of drafted tokens that were sampled. It is high for "
+        "repetitive responses and similar groups; below about a half speculation switches itself off."
+    ),
+    "rollout/speculation_tokens": (
+        "With actor_rollout_ref.rollout.speculation: tokens that a response gained in one pass with drafts; 1 without."
+    ),
     "mismatch/logp_max": "The largest such difference of one token (see mismatch/logp_mean).",
     "mismatch/kl": "KL of the rollout's policy to the trainer's, by the plain estimate; see mismatch/k3_kl.",
     "mismatch/ppl_ratio": "Perplexity of the trainer over that of the rollout, near 1.",

@@ -13,7 +13,7 @@ import torch
 from posttrain.batch.rows import has_store
 from posttrain.config import needs_reference
 from posttrain.config.root import PPOConfig
-from posttrain.controller.group import all_of, delegate, register, to_all, to_first
+from posttrain.controller.group import all_of, delegate, register, to_all, to_first, totals
 from posttrain.conversations.conversation import Key, TurnRequest
 from posttrain.conversations.settings import turn_settings
 from posttrain.engine.ranks import team_of
@@ -178,6 +178,11 @@ class RolloutWorker:
         decoded = iter(texts_of(read, self.tokenizer) if read else [])
         return keep_outputs(ended, [ids for ids, _ in known], [next(decoded) if text else None for _, text in known])
 
+    @register(to_all, totals)
+    def take_counts(self) -> dict[str, float]:
+        """What the engines have counted since the last call."""
+        return self.engine.take_counts()
+
     def _check_lock_step(self, outputs: Sequence[Output]) -> None:
         # Workers that hold one engine together must sample bitwise identical tokens.
         if self.team is None:
@@ -246,4 +251,5 @@ class RolloutCalls:
     continue_conversations = delegate(RolloutWorker.continue_conversations, to="rollout")
     end_conversations = delegate(RolloutWorker.end_conversations, to="rollout")
     advance = delegate(RolloutWorker.advance, to="rollout")
+    take_counts = delegate(RolloutWorker.take_counts, to="rollout")
     generate_sequences = delegate(RolloutWorker.generate_sequences, to="rollout")

@@ -22,6 +22,7 @@ from posttrain.data.dataset import PromptDataset, collate
 from posttrain.data.sampler import PromptSampler, make_sampler
 from posttrain.planning.budgets import check_group_size, critic_updates, fit_sizes
 from posttrain.protocol import DataProto
+from posttrain.rollout.native.speculation import speculation_metrics
 from posttrain.tracking.progress import say
 from posttrain.tracking.rundir import RunDirectory
 from posttrain.trainer.ppo.advantages import compute_advantage, greedy_baselines
@@ -251,6 +252,8 @@ class RayPPOTrainer(WorkerClasses):
         batch.meta_info["step"] = step
         if self.config.trainer.one_step_off:
             metrics |= staleness(batch, self.step)
+        if self.config.actor_rollout_ref.rollout.speculation is not None:
+            metrics |= speculation_metrics(self.rollout_wg.take_counts())
         return batch, metrics
 
     def _sample(self) -> DataProto:
