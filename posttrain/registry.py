@@ -124,7 +124,7 @@ def name_of(name: str | Enum) -> str:
 def nearest_name(name: object, known: Iterable[str]) -> str | None:
     """The known name that was probably meant. None is better than a wrong one: `gspo` is not `grpo`, but `grop` is."""
     names = sorted(known)
-    near = difflib.get_close_matches(str(name), names, n=1, cutoff=0.8)
+    near = difflib.get_close_matches(str(name), names, n=1, cutoff=0.81)  # above 0.8, which `dapo` and `codapo` have
     return next(iter(near or [known for known in names if sorted(known) == sorted(str(name))]), None)
 
 
