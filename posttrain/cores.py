@@ -7,8 +7,10 @@ them, and in a container, whose quota is counted in cores.
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
+MEMINFO = Path("/proc/meminfo")
 CGROUPS = Path("/sys/fs/cgroup")  # what a container sees here are its own limits
 
 
@@ -39,6 +41,21 @@ def _words(name: str) -> list[str]:
 def machine_memory() -> int:
     """Bytes of memory that the machine has."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def free_memory() -> int:
+    """Bytes that this machine, or this container, can still give to processes."""
+    free = machine_memory()
+    with suppress(OSError, StopIteration, ValueError, IndexError):
+        line = next(line for line in MEMINFO.read_text().splitlines() if line.startswith("MemAvailable:"))
+        free = int(line.split()[1]) * 1024
+    with suppress(ValueError, IndexError):  # "max", or no such file
+        limit, held = int(_words("memory.max")[0]), int(_words("memory.current")[0])
+        stat = _words("memory.stat")
+        # Pages of files count as held, but are given up when a process needs them.
+        files = int(stat[stat.index("file") + 1]) if "file" in stat else 0
+        free = min(free, limit - held + files)
+    return max(0, free)
 
 
 def gpus_present() -> int:

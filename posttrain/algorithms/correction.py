@@ -5,6 +5,7 @@
     weights     token:     w_t = exp(d_t)          sequence:  w = exp(sum of d_t), for all tokens of a response
                 threshold C:                       min(w, C)                                   truncated (TIS)
                 threshold low_high:                w inside [low, high], 0 outside             masked (IcePop)
+                rollout_is_batch_normalize:        w / mean of the mini-batch's w              mean 1
     rejection   k1: exp(d)    k2: d^2 / 2    k3: exp(d) - 1 - d
                 token_k*: of each token; seq_sum_k*, seq_mean_k*, seq_max_k*: of a response (for k1: exp of the sum or
                 mean of d). Above the threshold the token, or all tokens of the response, get weight 0; k1 must lie
@@ -12,7 +13,14 @@
 
 The weights multiply the token losses and carry no gradient; rejected tokens still count in the denominators of losses.
 The loss `geo_mean`, which has one ratio per response, uses one weight per response: the geometric mean of its tokens'
-weights. The gap has three causes: a rollout engine with another precision or other kernels, responses sampled with
+weights.
+
+With actor_rollout_ref.actor.old_log_probs=rollout (bypass mode) no old policy is computed: the update compares the
+policy that is being trained with the rollout, d_t = log_prob_t - rollout_log_prob_t. A loss with a ratio then has this
+ratio in it already, so that importance weights are measured and not applied; rejection acts. The loss `gpg`, which has
+no ratio, becomes REINFORCE with importance weights: -A * w * log_prob.
+
+The gap has three causes: a rollout engine with another precision or other kernels, responses sampled with
 older weights, and sampling from a restricted distribution: top_p, top_k, min_p or a repetition penalty.
 `rollout_log_prob` is the log-prob under the distribution that was sampled from, so all three are covered.
 
@@ -21,16 +29,18 @@ Reinforcement Learning for Trillion-Scale Thinking Model, arXiv 2510.18855.
 
 When to use: a rollout engine with a visible mismatch (see mismatch/k3_kl), or stale responses. `token` has little noise
 and some bias; `sequence` is exact up to the truncation, but noisy for long responses. Masking and rejection drop what
-truncation would still learn from: for mixtures of experts and long runs.
+truncation would still learn from: for mixtures of experts and long runs. Weights of mean 1 keep the size of the
+gradient; without them it shrinks where many weights are truncated or masked.
 
 Settings: algorithm.rollout_correction.rollout_is, algorithm.rollout_correction.rollout_is_threshold (2.0, or 0.5_5.0),
 algorithm.rollout_correction.rollout_rs (e.g. seq_mean_k3, or several with commas),
-algorithm.rollout_correction.rollout_rs_threshold (one per name).
+algorithm.rollout_correction.rollout_rs_threshold (one per name),
+algorithm.rollout_correction.rollout_is_batch_normalize.
 
 Watch: mismatch/k3_kl, mismatch/logp_max, mismatch/ppl_ratio (perplexity of the trainer over the rollout's, near 1);
 rollout_is/mean (near 1), rollout_is/max, rollout_is/truncated and rollout_is/masked (shares out of bounds),
-rollout_is/ess (effective sample size as a share: 1 is none lost); rollout_rs/rejected (share of tokens),
-rollout_rs/rejected_rows.
+rollout_is/ess (effective sample size as a share: 1 is none lost), rollout_is/norm (the mean that weights were divided
+by); rollout_rs/rejected (share of tokens), rollout_rs/rejected_rows.
 
 Signs of failure: ess is far below 1, or many weights are out of bounds: the two policies differ too much to be
 corrected. Sync weights more often, or compare the engines' precision and temperature.
@@ -118,25 +128,39 @@ def _rule(name: str, threshold: Any) -> Rule:
     return Rule(name, None, high)
 
 
+@dataclass
+class Rejection:
+    """What the rules keep: 1 on kept tokens, 0 on rejected ones and outside the mask; and what each of them rejects."""
+
+    kept_BT: torch.Tensor
+    rejected_BT: dict[str, torch.Tensor]
+    lost_rows_B: torch.Tensor
+
+    def shares(self, mean_weights_BT: torch.Tensor, rows: float | torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the rejected shares. The weights of a mean over the mini-batch's tokens, and its number of rows, make
+        those of micro-batches add up."""
+        shares = {f"rollout_rs/{name}": (mean_weights_BT * lost_BT).sum() for name, lost_BT in self.rejected_BT.items()}
+        shares["rollout_rs/rejected"] = (mean_weights_BT * (1 - self.kept_BT)).sum()
+        return shares | {"rollout_rs/rejected_rows": self.lost_rows_B.sum() / rows}
+
+
 @without_gradient
-def kept_tokens(
+def reject(
     old_log_prob: torch.Tensor, rollout_log_prob: torch.Tensor, response_mask: torch.Tensor, rules: list[Rule]
-) -> tuple[torch.Tensor, dict[str, float]]:
-    """Return (1 on kept tokens, 0 on rejected ones and outside the mask; shares that were rejected)."""
+) -> Rejection:
+    """Apply the rules. What is kept of a row does not depend on other rows."""
     mask_BT = response_mask.bool()
     d_BT = keep_masked(old_log_prob - rollout_log_prob, mask_BT).double().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     kept_BT = mask_BT
-    metrics: dict[str, float] = {}
+    rejected_BT: dict[str, torch.Tensor] = {}
     for rule in rules:
         value = _measure(rule.name, d_BT, mask_BT)
         inside = (value <= rule.high) if rule.low is None else (value <= rule.high) & (value >= rule.low)
         kept_BT = kept_BT & inside
-        metrics[f"rollout_rs/{rule.name}"] = _share(~inside.expand_as(mask_BT), mask_BT)
+        rejected_BT[rule.name] = ~inside.expand_as(mask_BT)
     # Rows that had no response tokens were not rejected.
     lost_rows_B = mask_BT.any(-1) & ~kept_BT.any(-1)
-    metrics["rollout_rs/rejected"] = _share(~kept_BT, mask_BT)
-    metrics["rollout_rs/rejected_rows"] = _share(lost_rows_B, mask_BT.any(-1))
-    return kept_BT.to(torch.float32), metrics
+    return Rejection(kept_BT.to(torch.float32), rejected_BT, lost_rows_B)
 
 
 def _measure(name: str, d_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
@@ -152,10 +176,6 @@ def _measure(name: str, d_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tens
         value_BT = value_BT.sum(-1, keepdim=True) / (length_B1 if level == "seq_mean" else 1)
     # k1 is averaged as a log-ratio and compared as a ratio: a geometric mean.
     return value_BT.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp() if kind == "k1" else value_BT
-
-
-def _share(part: torch.Tensor, whole: torch.Tensor) -> float:
-    return float((part & whole).sum() / whole.sum().clamp(min=1))
 
 
 def correction_is_on(config: Any) -> bool:
@@ -174,18 +194,21 @@ def compute_rollout_correction(
 ) -> tuple[torch.Tensor | None, dict[str, float]]:
     """Return (weights (rows, length) or None if the correction is off, diagnostics of mismatch, weights and rejection).
 
-    `config` is the section `algorithm.rollout_correction`. The weights of a row do not depend on other rows; the
-    diagnostics describe the given rows, so pass all of them.
+    `config` is the section `algorithm.rollout_correction`. Without `rollout_is_batch_normalize` the weights of a row do
+    not depend on other rows. With it they do, and diagnostics always describe the given rows: pass a whole mini-batch.
     """
     weights, metrics = rollout_is_weights(old_log_prob, rollout_log_prob, response_mask, config)
     metrics = {**mismatch_metrics(old_log_prob, rollout_log_prob, response_mask), **metrics}
     names, thresholds = (read_setting(config, name, None) for name in ("rollout_rs", "rollout_rs_threshold"))
     rules = rejection_rules(names, thresholds)
     if rules:
-        kept, facts = kept_tokens(old_log_prob, rollout_log_prob, response_mask, rules)
+        found = reject(old_log_prob, rollout_log_prob, response_mask, rules)
         # Rejection alone is a weight of 0 or 1.
-        weights = kept if weights is None else weights * kept
-        metrics |= facts
+        weights = found.kept_BT if weights is None else weights * found.kept_BT
+        mask_BT = response_mask.bool()
+        means_BT = mask_BT.double() / mask_BT.sum().clamp(min=1)
+        shares = found.shares(means_BT, mask_BT.any(-1).sum().clamp(min=1))
+        metrics |= {name: float(share) for name, share in shares.items()}
     return weights, metrics
 
 
@@ -201,6 +224,16 @@ class Importance:
     outside: torch.Tensor
     counted: torch.Tensor
     cut: str
+
+    def mean(self) -> float:
+        """Return the mean of the bounded weights, which normalised weights are divided by; 1 if all are 0."""
+        return norm_of(keep_masked(self.weights.double(), self.counted).sum(), self.counted.sum())
+
+
+def norm_of(weight_sum: torch.Tensor | float, count: torch.Tensor | float) -> float:
+    """Return the mean from a sum and a count, which may be those of several ranks; 1 if all weights are 0."""
+    mean = float(weight_sum) / max(float(count), 1.0)
+    return mean if mean > 1e-8 else 1.0
 
 
 @without_gradient
@@ -240,7 +273,11 @@ def rollout_is_weights(
         return None, {}
     metrics = _weight_metrics(made.ratio, made.weights, made.counted)
     metrics[f"rollout_is/{made.cut}"] = float(masked_mean(made.outside.double(), made.counted))
-    return keep_masked(made.weights.expand_as(old_log_prob), response_mask), metrics
+    weights = made.weights
+    if read_setting(config, "rollout_is_batch_normalize", False):
+        metrics["rollout_is/norm"] = made.mean()
+        weights = weights / metrics["rollout_is/norm"]
+    return keep_masked(weights.expand_as(old_log_prob), response_mask), metrics
 
 
 def _weight_metrics(ratio: torch.Tensor, weights: torch.Tensor, counted: torch.Tensor) -> dict[str, float]:

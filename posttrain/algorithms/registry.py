@@ -83,8 +83,14 @@ class EstimatorDeclaration(Declaration):
     needs_sum_pi_squared: bool = False
     # Learns from the parts of the reward instead of its sum, so KL in the reward would be lost.
     reads_reward_parts: bool = False
+    # Given the scored batch and the section `algorithm`, returns the uids of prompts that the next step repeats, with
+    # new responses. None: every step takes new prompts.
+    prompts_to_repeat: Callable[[Any, Any], list[Any]] | None = None
     # Its paper puts KL into the loss, so a run with KL in the reward gets a note.
     kl_belongs_in_loss: bool = False
+    # Reads only the sum of a response's rewards (and whether it has tokens), and gives all its tokens one advantage. It
+    # is then given rewards and mask of one column, and with several workers no tokens reach the driver for it.
+    per_response: bool = False
     # How a sample of several rows (a conversation with branches) enters it: `sample` gives one advantage to all tokens
     # of all its rows, `turns` reads its turns one after the other as one response. None: such samples are rejected.
     several_rows: Literal["sample", "turns"] | None = None
@@ -98,6 +104,11 @@ class LossDeclaration(Declaration):
     prepare: Callable[..., dict[str, Any]] | None = None
     # The aggregation of its paper, used if `loss_agg_mode` is not set.
     loss_agg_mode: str | None = None
+    # Where its paper takes the old log-probs from, used if `old_log_probs` is not set.
+    old_log_probs: str | None = None
+    # Has the ratio to the old policy in it. Where that is the rollout's (`old_log_probs=rollout`), a loss with a ratio
+    # needs no importance weights, and one without is multiplied by them.
+    has_ratio: bool = True
     # Clips the ratio to 1 - low ... 1 + high, so `low` must not be above 1.
     clips_ratio: bool = False
 

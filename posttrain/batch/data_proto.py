@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from posttrain.batch.columns import Column, Taken
 from posttrain.batch.fields import (
     DecodedText,
     Fields,
@@ -39,7 +40,7 @@ class DataProto:
 
     def __init__(
         self,
-        batch: Mapping[str, torch.Tensor] | None = None,
+        batch: Mapping[str, torch.Tensor | Column] | None = None,
         non_tensor_batch: Mapping[str, Any] | None = None,
         meta_info: Mapping[str, Any] | None = None,
     ) -> None:
@@ -100,8 +101,8 @@ class DataProto:
     # Without the decoder: it holds a tokenizer, which every process has its own of.
     def __getstate__(self) -> dict[str, Any]:
         return {
-            "batch": dict(self.batch),
-            "non_tensor_batch": dict(self.non_tensor_batch),
+            "batch": self.batch.columns(),
+            "non_tensor_batch": self.non_tensor_batch.columns(),
             "meta_info": self.meta_info,
             "rows": self._rows,
         }
@@ -114,9 +115,9 @@ class DataProto:
     # Choosing rows
 
     def _take(self, index: Any) -> DataProto:
-        where = row_index(index, len(self))
-        taken = DataProto(self.batch.take(where), self.non_tensor_batch.take(where), self.meta_info)
-        return taken._with_decoder_of(self)
+        where, taken = row_index(index, len(self)), {}
+        cut = DataProto(self.batch.take(where, taken), self.non_tensor_batch.take(where, taken), self.meta_info)
+        return cut._with_decoder_of(self)
 
     def __getitem__(self, index: Any) -> Any:
         """A row (`DataProtoItem`) for an int; a DataProto for a slice, list, range, mask, array or tensor."""
@@ -199,11 +200,13 @@ class DataProto:
         meta_info: dict[str, Any] = {}
         for part in parts:
             _merge_meta_info(meta_info, part.meta_info)
+        rows, done = sum(len(part) for part in parts), {}
+        tensors: dict[str, Any] = _joined_columns([part.batch for part in parts], done)
         padded = pad_to_common_width([part.batch for part in parts], int(meta_info.get("pad_token_id") or 0))
-        rows = sum(len(part) for part in parts)
-        tensors = {name: _cat(name, [part[name] for part in padded]) for name in _all_names(padded)}
+        tensors |= {n: _cat(n, [part[n] for part in padded]) for n in _all_names(padded) if n not in tensors}
         objects = [part.non_tensor_batch for part in parts]
-        arrays = {name: np.concatenate([fields[name] for fields in objects]) for name in _all_names(objects)}
+        arrays: dict[str, Any] = _joined_columns(objects, done)
+        arrays |= {n: np.concatenate([fields[n] for fields in objects]) for n in _all_names(objects) if n not in arrays}
         joined = DataProto(TensorBatch(tensors, rows), ObjectBatch(arrays, rows), meta_info)
         return joined._with_decoder_of(parts[0])
 
@@ -215,8 +218,8 @@ class DataProto:
         """A batch with only these fields (None: all of that kind); tensors are shared, not copied."""
         tensors = _names(batch_keys, self.batch)
         objects = _names(non_tensor_batch_keys, self.non_tensor_batch)
-        batch = TensorBatch({name: self.batch[name] for name in tensors}, rows=self._rows)
-        arrays = ObjectBatch({name: self.non_tensor_batch[name] for name in objects}, rows=self._rows)
+        batch = TensorBatch({name: self.batch.column(name) for name in tensors}, rows=self._rows)
+        arrays = ObjectBatch({name: self.non_tensor_batch.column(name) for name in objects}, rows=self._rows)
         meta_info = {name: self.meta_info[name] for name in _names(meta_info_keys, self.meta_info)}
         return DataProto(batch, arrays, meta_info)._with_decoder_of(self)
 
@@ -237,7 +240,7 @@ class DataProto:
         if len(old) != len(new):
             raise ValueError(f"rename of {len(old)} fields to {len(new)} names")
         homes: list[Fields[Any]] = [self.batch if name in self.batch else self.non_tensor_batch for name in old]
-        values = [home[name] for home, name in zip(homes, old, strict=True)]
+        values = [home.column(name) for home, name in zip(homes, old, strict=True)]
         for name in new:
             if name not in old and (name in self.batch or name in list(self.non_tensor_batch)):
                 raise ValueError(f"rename: the batch has a field '{name}' already")
@@ -261,14 +264,14 @@ class DataProto:
         # All checks come first: a union that fails leaves the batch as it was.
         for mine, theirs in pairs:
             for name in set(mine) & set(theirs):
-                if not same(mine[name], theirs[name]):
+                if mine.column(name) is not theirs.column(name) and not same(mine[name], theirs[name]):
                     raise ValueError(
                         f"union: both batches have the {mine.kind} '{name}' with different values "
                         f"(shapes {tuple(mine[name].shape)} and {tuple(theirs[name].shape)}); pop one of them first"
                     )
-        check_widths(TensorBatch({**self.batch, **other.batch}))
+        check_widths(TensorBatch({**self.batch.columns(), **other.batch.columns()}))
         for mine, theirs in pairs:
-            mine.update({name: theirs[name] for name in theirs})
+            mine.update(theirs.columns())
         self.meta_info = meta_info
         return self if self.non_tensor_batch.decoded else self._with_decoder_of(other)
 
@@ -313,9 +316,23 @@ def _all_names(parts: Sequence[Fields[Any]]) -> list[str]:
     return list(dict.fromkeys(name for part in parts for name in part))
 
 
+def _joined_columns(parts: Sequence[Fields[Any]], done: Taken) -> dict[str, Column]:
+    """The columns that can be joined without being made; where a part lacks a name or has its values, they are made."""
+    joined = {}
+    for name in _all_names(parts):
+        held = [part.columns().get(name) for part in parts]
+        columns = [column for column in held if isinstance(column, Column)]
+        if len(columns) == len(parts) and (found := columns[0].join(columns[1:], done)) is not None:
+            joined[name] = found
+        elif columns:
+            for part in parts:
+                part[name]
+    return joined
+
+
 def _first_shape(fields: Fields[Any]) -> str:
     name = next(iter(fields), None)
-    return f"{fields.rows} rows" + (f" ('{name}' has shape {tuple(fields[name].shape)})" if name else "")
+    return f"{fields.rows} rows" + (f" ('{name}' has shape {fields.shape(name)})" if name else "")
 
 
 def _merge_meta_info(into: dict[str, Any], other: Mapping[str, Any]) -> None:

@@ -10,10 +10,12 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, Self, TypeVar
 
 import numpy as np
 import torch
+
+from posttrain.batch.columns import Column, Taken, take_once
 
 # Other names of stored tensors; both names read and write the same tensor.
 OTHER_SPELLINGS = {"log_probs": "old_log_probs", "ref_log_probs": "ref_log_prob"}
@@ -46,13 +48,14 @@ Rows = slice | torch.Tensor
 
 
 class Fields(MutableMapping[str, Value], Generic[Value]):
-    """Named values with the same number of rows; `rows` is None until the first value tells it."""
+    """Named values with the same number of rows; `rows` is None until the first value tells it. A `Column` becomes a
+    value when it is first read."""
 
     kind = "field"
 
     def __init__(self, fields: Mapping[str, Any] | None = None, rows: int | None = None) -> None:
         self.rows = rows
-        self._fields: dict[str, Value] = {}
+        self._fields: dict[str, Value | Column] = {}
         for name, value in (fields or {}).items():
             self[name] = value
 
@@ -64,13 +67,43 @@ class Fields(MutableMapping[str, Value], Generic[Value]):
         return name
 
     def __getitem__(self, name: str) -> Value:
+        found = self.column(name)
+        if isinstance(found, Column):
+            found = self._fields[self._spelling(name)] = self._accept(name, found.value())
+        return found
+
+    def column(self, name: str) -> Value | Column:
+        """The value, or the column that it will be made of when it is read."""
         try:
             return self._fields[self._spelling(name)]
         except KeyError:
             raise KeyError(f"no {self.kind} '{name}' in this batch; it has: {', '.join(self) or 'none'}") from None
 
+    def columns(self) -> dict[str, Value | Column]:
+        """All of them by name; none is made."""
+        return dict(self._fields)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of the value, which is not made."""
+        return tuple(self.column(name).shape)  # type: ignore[union-attr]
+
+    def take(self, index: Rows, taken: Taken | None = None) -> Self:
+        """These rows of all fields."""
+        taken = {} if taken is None else taken
+        where = index if isinstance(index, slice) else index.cpu().numpy()
+        cut = type(self)()
+        # Rows are set apart from the fields: a batch may have rows and no fields of this kind at all.
+        cut.rows = _rows_after(index, self.rows or 0)
+        for name, value in self._fields.items():
+            cut._fields[name] = take_once(value, where, taken) if isinstance(value, Column) else self._cut(value, index)
+        return cut
+
+    @abstractmethod
+    def _cut(self, value: Value, index: Rows) -> Value:
+        """These rows of a value."""
+
     def __setitem__(self, name: str, value: Any) -> None:
-        accepted = self._accept(name, value)
+        accepted = value if isinstance(value, Column) else self._accept(name, value)
         rows = len(accepted)  # type: ignore[arg-type]
         if self.rows is not None and rows != self.rows:
             shape = tuple(accepted.shape)  # type: ignore[attr-defined]
@@ -82,7 +115,7 @@ class Fields(MutableMapping[str, Value], Generic[Value]):
         self._fields[self._spelling(name)] = accepted
 
     def __delitem__(self, name: str) -> None:
-        self[name]
+        self.column(name)
         self._fields.pop(self._spelling(name), None)
 
     def __contains__(self, name: object) -> bool:
@@ -135,14 +168,13 @@ class TensorBatch(Fields[torch.Tensor]):
             raise ValueError(f"tensor '{name}' has shape (): it needs a first dimension, the rows")
         return value
 
-    def take(self, index: Rows) -> TensorBatch:
-        # Rows are set apart from the tensors: a batch may have rows and no tensors at all.
-        taken = TensorBatch({name: tensor[_on_device_of(index, tensor)] for name, tensor in self.items()})
-        taken.rows = _rows_after(index, self.rows or 0)
-        return taken
+    def _cut(self, value: torch.Tensor, index: Rows) -> torch.Tensor:
+        return value[index if isinstance(index, slice) else index.to(value.device)]
 
     def __repr__(self) -> str:
-        return ", ".join(f"{name} {str(t.dtype).removeprefix('torch.')} {tuple(t.shape)}" for name, t in self.items())
+        held = self.columns().items()
+        kinds = {n: type(t).__name__ if isinstance(t, Column) else str(t.dtype).removeprefix("torch.") for n, t in held}
+        return ", ".join(f"{name} {kind} {self.shape(name)}" for name, kind in kinds.items())
 
 
 class DecodedText:
@@ -186,19 +218,16 @@ class ObjectBatch(Fields[np.ndarray]):
         values = value.tolist() if isinstance(value, np.ndarray) and value.ndim == 1 else list(value)
         return object_array(values)
 
-    def __getitem__(self, name: str) -> np.ndarray:
+    def column(self, name: str) -> np.ndarray | Column:
         if name not in self._fields and self.decoded is not None and name in self.decoded:
             self[name] = self.decoded.make(name)
-        return super().__getitem__(name)
+        return super().column(name)
 
     def __contains__(self, name: object) -> bool:
         return super().__contains__(name) or (self.decoded is not None and name in self.decoded)
 
-    def take(self, index: Rows) -> ObjectBatch:
-        where = index if isinstance(index, slice) else index.cpu().numpy()
-        taken = ObjectBatch({name: array[where] for name, array in self.items()})
-        taken.rows = _rows_after(index, self.rows or 0)
-        return taken
+    def _cut(self, value: np.ndarray, index: Rows) -> np.ndarray:
+        return value[index if isinstance(index, slice) else index.cpu().numpy()]
 
 
 def object_array(values: Sequence[Any]) -> np.ndarray:
@@ -232,10 +261,6 @@ def row_index(index: Any, rows: int) -> Rows:
     return torch.where(where < 0, where + rows, where)
 
 
-def _on_device_of(index: Rows, tensor: torch.Tensor) -> Rows:
-    return index if isinstance(index, slice) else index.to(tensor.device)
-
-
 def _rows_after(index: Rows, rows: int) -> int:
     return len(range(rows)[index]) if isinstance(index, slice) else len(index)
 
@@ -265,21 +290,23 @@ def check_widths(batch: TensorBatch) -> None:
     """Raises an error that names both shapes when a tensor does not span what its name says."""
     if "responses" not in batch:
         return
-    responses = batch["responses"]
+    responses = batch.shape("responses")
     for name in sorted(RESPONSE_FIELDS & set(batch)):
-        if batch[name].dim() >= 2 and batch[name].shape[1] != responses.shape[1]:
+        shape = batch.shape(name)
+        if len(shape) >= 2 and shape[1] != responses[1]:
             raise ValueError(
-                f"'{name}' has shape {tuple(batch[name].shape)} but 'responses' has shape {tuple(responses.shape)}: "
-                f"'{name}' spans the response"
+                f"'{name}' has shape {shape} but 'responses' has shape {responses}: '{name}' spans the response"
             )
     if "prompts" not in batch:
         return
-    width = batch["prompts"].shape[1] + responses.shape[1]
+    prompts = batch.shape("prompts")
+    width = prompts[1] + responses[1]
     for name in sorted(WHOLE_FIELDS & set(batch)):
-        if batch[name].dim() == 2 and batch[name].shape[1] != width:
+        shape = batch.shape(name)
+        if len(shape) == 2 and shape[1] != width:
             raise ValueError(
-                f"'{name}' has shape {tuple(batch[name].shape)} but 'prompts' {tuple(batch['prompts'].shape)} and "
-                f"'responses' {tuple(responses.shape)} make {width} columns: '{name}' spans prompt and response"
+                f"'{name}' has shape {shape} but 'prompts' {prompts} and 'responses' {responses} make {width} columns: "
+                f"'{name}' spans prompt and response"
             )
 
 
@@ -298,7 +325,10 @@ def pad_to_common_width(parts: Sequence[TensorBatch], pad_token_id: int = 0) -> 
     padded = []
     for part, (prompt, response) in zip(parts, spans, strict=True):
         tensors = {}
-        for name, tensor in part.items():
+        for name, tensor in part.columns().items():
+            if isinstance(tensor, Column):  # columns that are not made yet have the common width already
+                tensors[name] = tensor
+                continue
             left = right = 0
             if name == "prompts":
                 left = prompt_width - prompt
@@ -314,22 +344,22 @@ def pad_to_common_width(parts: Sequence[TensorBatch], pad_token_id: int = 0) -> 
 def _differing(parts: Sequence[TensorBatch]) -> set[str]:
     first = parts[0]
     shared = [(name, part) for part in parts[1:] for name in part if name in first]
-    return {name for name, part in shared if part[name].shape[1:] != first[name].shape[1:]}
+    return {name for name, part in shared if part.shape(name)[1:] != first.shape(name)[1:]}
 
 
 def _spans(part: TensorBatch) -> tuple[int, int]:
     """Widths of the prompt and of the response in this part."""
-    whole = [part[name] for name in sorted(WHOLE_FIELDS & set(part))]
+    whole = [part.shape(name) for name in sorted(WHOLE_FIELDS & set(part))]
     if whole and "prompts" not in part:
         raise ValueError(
-            f"tensors of different widths cannot be joined: of shape {tuple(whole[0].shape)} it is not known where the "
-            "prompt ends, because 'prompts' is missing"
+            f"tensors of different widths cannot be joined: of shape {whole[0]} it is not known where the prompt ends, "
+            "because 'prompts' is missing"
         )
-    prompt = part["prompts"].shape[1] if "prompts" in part else 0
+    prompt = part.shape("prompts")[1] if "prompts" in part else 0
     for name in ["responses", *sorted(RESPONSE_FIELDS)]:
-        if name in part and part[name].dim() >= 2:
-            return prompt, part[name].shape[1]
-    return prompt, whole[0].shape[1] - prompt if whole else 0
+        if name in part and len(part.shape(name)) >= 2:
+            return prompt, part.shape(name)[1]
+    return prompt, whole[0][1] - prompt if whole else 0
 
 
 def _is_per_response(name: str, parts: Sequence[TensorBatch], spans: Sequence[tuple[int, int]]) -> bool:
@@ -337,7 +367,7 @@ def _is_per_response(name: str, parts: Sequence[TensorBatch], spans: Sequence[tu
         return True
     if not all("responses" in part and name in part for part in parts):
         return False
-    widths = [part[name].shape[1] for part in parts]
+    widths = [part.shape(name)[1] for part in parts]
     return len(set(widths)) > 1 and widths == [response for _, response in spans]
 
 

@@ -1,8 +1,8 @@
-"""Tensors to and from a folder in the format of torch.distributed.checkpoint, without trusting a pickle.
+"""Tensors from a folder in the format of torch.distributed.checkpoint, without trusting a pickle.
 
 The format's `.metadata` file is a pickle. Here it is read by an unpickler that knows only the few classes which
 describe tensors, so that a prepared file can call nothing. Entries that are not tensors (which the library would load
-with a full unpickler) are among the classes that are not known.
+with a full unpickler) are among the classes that are not known. `parts.py` writes such folders.
 """
 
 from __future__ import annotations
@@ -17,15 +17,12 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import ReadItem, SavePlan, SavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.checkpoint.storage import WriteResult
-from torch.futures import Future
 
-from posttrain.checkpoint.folders import CheckpointError, find_error, find_os_error, read_manifest
+from posttrain.checkpoint.folders import CheckpointError, read_manifest
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 # What torch's own metadata names. A class that a newer torch adds is refused until it is listed here: loading fails
@@ -51,20 +48,6 @@ class _MetadataUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"{module_name}.{global_name} does not belong into a checkpoint")
 
 
-class _Writer(FileSystemWriter):
-    def storage_meta(self) -> StorageMeta | None:
-        return None  # the library would store the folder's path and a random id; equal tensors should give equal files
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        try:
-            return super().write_data(plan, planner)
-        except Exception as error:
-            # An error that is sent to another rank loses what it was raised from: the disk's own must be on top.
-            if (system := find_os_error(error)) is None:
-                raise
-            raise OSError(system.errno, system.strerror) from error
-
-
 class _Reader(FileSystemReader):
     """Reads with metadata that was read and checked before."""
 
@@ -79,24 +62,6 @@ class _Reader(FileSystemReader):
 class _TensorsOnly(DefaultLoadPlanner):
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         raise CheckpointError(f"{read_item.dest_index.fqn} is not a tensor")
-
-
-def write_tensors(folder: Path, tensors: Mapping[str, torch.Tensor], *, together: bool = False) -> None:
-    """Write `tensors` into the new folder `folder`; not yet synced to the disk.
-
-    This process alone writes all of them, or `together` all ranks write what they hold of tensors that are cut over
-    them, and one of them what all have alike.
-    """
-    odd = [name for name, value in tensors.items() if not isinstance(value, torch.Tensor)]
-    if odd:
-        raise TypeError(f"only tensors can be saved; these are not: {', '.join(odd)}")
-    try:
-        with _quiet():  # the manager syncs the whole checkpoint once, at its end
-            save(dict(tensors), storage_writer=_Writer(folder, sync_files=False), no_dist=not together)
-    except CheckpointException as error:  # a BaseException, which no rank would hand on
-        if isinstance(interrupt := find_error(error, KeyboardInterrupt), KeyboardInterrupt):
-            raise interrupt from None
-        raise find_os_error(error) or RuntimeError(str(error)) from error
 
 
 def read_metadata(folder: Path, listed: Collection[str]) -> Metadata:

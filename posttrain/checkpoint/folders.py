@@ -257,14 +257,22 @@ _OLDER = 1
 _STEP = re.compile(r"global_step_(\d+)")
 
 
-def write_manifest(folder: Path, *, step: int, metric: float | None) -> None:
-    """List what lies in `folder`; written last, so that a folder with a manifest was complete."""
-    paths = files_below(folder)
-    hashes = sha256_of_all(paths)
-    files = {
-        path.relative_to(folder).as_posix(): {"size": path.stat().st_size, "sha256": digest}
-        for path, digest in zip(paths, hashes, strict=True)
-    }
+Entries = dict[str, dict[str, Any]]  # what a manifest says of each file: its size and hash
+
+
+def write_manifest(folder: Path, *, step: int, metric: float | None, known: Entries | None = None) -> None:
+    """List what lies in `folder`; written last, so that a folder with a manifest was complete.
+
+    `known` are entries of files that were hashed while they were written; the others are read for it.
+    """
+    sizes = {path.relative_to(folder).as_posix(): path.stat().st_size for path in files_below(folder)}
+    known = known or {}
+    for name, entry in known.items():
+        if sizes.get(name) != entry["size"]:
+            raise OSError(errno.EIO, f"{name} has {sizes.get(name, 'no')} bytes, but {entry['size']} were written")
+    others = [name for name in sizes if name not in known]
+    hashes = dict(zip(others, sha256_of_all([folder / name for name in others]), strict=True))
+    files = {name: known.get(name) or {"size": size, "sha256": hashes[name]} for name, size in sizes.items()}
     manifest = {"format": FORMAT, "step": step, "metric": metric, "files": files}
     manifest["sha256"] = _own_hash(manifest)
     write_synced(folder / MANIFEST, json.dumps(manifest, indent=1).encode() + b"\n")

@@ -7,7 +7,7 @@
       huggingface/ ...   whatever `extra` wrote
       manifest.json      sizes and hashes of all of it, written last
 
-How they get into their places is in `folders.py`.
+How they get into their places is in `folders.py`, how ranks write their tensors in `parts.py`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ import json
 import math
 import os
 import random
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +32,6 @@ from posttrain.checkpoint.folders import (
     MANIFEST,
     CheckpointError,
     files_below,
-    find_error,
     read_manifest,
     sync_folder,
     sync_tree,
@@ -38,7 +39,8 @@ from posttrain.checkpoint.folders import (
     write_failure,
     write_manifest,
 )
-from posttrain.tracking.safe_files import replace_file
+from posttrain.checkpoint.parts import WRITTEN, RolePart, take_report
+from posttrain.tracking.safe_files import Background, replace_file
 
 
 def state_as_json(state: dict[str, Any]) -> bytes:
@@ -80,7 +82,9 @@ RNG = "rng.safetensors"
 LATEST = "latest_checkpointed_iteration.txt"
 
 
-WriteRole = Callable[[Path], object]
+# Writes a role's tensors into a new folder. In the background it returns None once they may change, and the folder's
+# `.written.json` says when it is complete; a text is why it has been written already.
+WriteRole = Callable[[Path], Any]
 
 
 class CheckpointManager:
@@ -102,6 +106,8 @@ class CheckpointManager:
         self._note = on_note
         # Checkpoints that are verified already: state, generators and each role would hash all files again.
         self._verified: set[Path] = set()
+        self._writing, self._abandoned = Background("checkpoint"), threading.Event()
+        self._noted: set[str] = set()
         folders.clear_leftovers(self.folder)
 
     # -- saving
@@ -115,42 +121,92 @@ class CheckpointManager:
         rng: Mapping[str, torch.Tensor],
         extra: Callable[[Path], None] | None = None,
         metric: float | None = None,
+        background: bool = False,
+        on_saved: Callable[[Path], object] = lambda path: None,
     ) -> Path:
         """Write `global_step_<step>` and return it; then remove checkpoints past `keep`.
 
         `tensors` maps a role (`actor`, `critic`) to its tensors by name, or to what writes them into the folder it is
         given, be it one process or many; `state` is plain JSON, `extra` writes further files. Only when all have
         written is the folder synced, listed and put in its place. After an error nothing of the new checkpoint is left.
+
+        In the `background` this returns as soon as the caller may change the tensors. The next `save`, `wait` or
+        `raise_failure` raises what went wrong. One save at a time: the next waits for it.
         """
+        self.wait()
         target = self.folder / f"global_step_{step}"
         text = state_as_json(state)  # a state that cannot be stored fails before anything is written
-        try:
-            with folders.temporary_folder(target) as folder:
-                for role, held in tensors.items():
-                    held(folder / role) if callable(held) else dcp.write_tensors(folder / role, held)
-                (folder / STATE).write_bytes(text)
-                (folder / RNG).write_bytes(save_safetensors({k: v.contiguous().cpu() for k, v in rng.items()}))
-                if extra is not None:
-                    extra(folder)
+        needed = self._needed(tensors)
+        with ExitStack() as stack:
+            stack.enter_context(_failures_of(target, needed))
+            folder = stack.enter_context(folders.temporary_folder(target))
+            pending = []
+            for role, held in tensors.items():
+                if not callable(held):
+                    RolePart(folder / role, held).save()
+                elif (reason := held(folder / role)) is None and background:
+                    pending.append(role)
+                elif background:
+                    self._note_once(f"note: checkpoints are written while training waits: {reason}.")
+            (folder / STATE).write_bytes(text)
+            (folder / RNG).write_bytes(save_safetensors({k: v.contiguous().cpu() for k, v in rng.items()}))
+            if extra is not None:
+                extra(folder)
+            later = stack.pop_all()  # from here on the folder belongs to whoever completes it
+
+        def complete() -> None:
+            with later:
+                known = self._written_files(folder, tensors, pending)
                 # The order is the guarantee: data on the disk, then the manifest with its hashes, then the final name.
                 # A power cut between any two of them leaves a checkpoint that is not found or not complete.
                 sync_tree(folder)
-                write_manifest(folder, step=step, metric=metric)
+                write_manifest(folder, step=step, metric=metric, known=known)
                 sync_folder(folder)
                 folders.put_in_place(folder, target)
-        # Mistakes of the caller and Ctrl-C pass as they are; everything else is a disk that failed, and gets its own
-        # words.
-        except (KeyboardInterrupt, SystemExit, TypeError, ValueError, CheckpointError):
-            raise
-        except BaseException as error:
-            if find_error(error, KeyboardInterrupt):  # the library wraps it, too
-                raise KeyboardInterrupt from None
-            raise write_failure(target, error, self._needed(tensors)) from error
-        # The same step may be saved again after a resume: what was verified under this name is gone.
-        self._verified.discard(target)
-        self._name_latest(step)
-        self._prune()
+            # The same step may be saved again after a resume: what was verified under this name is gone.
+            self._verified.discard(target)
+            self._name_latest(step)
+            self._prune()
+            on_saved(target)
+
+        if pending:
+            self._writing.run(complete)
+        else:
+            complete()
         return target
+
+    def wait(self) -> None:
+        """Until the last save is in its place; raises what went wrong with it."""
+        self._writing.wait()
+
+    def raise_failure(self) -> None:
+        """What went wrong with a save in the background, if that is known by now; does not wait."""
+        if not self._writing.is_busy:
+            self._writing.wait()
+
+    def abandon(self) -> bool:
+        """Give up a save that is under way, and remove what it wrote; False if there is none."""
+        if not self._writing.is_busy:
+            return False
+        self._abandoned.set()
+        with suppress(Exception):
+            self._writing.wait()
+        self._abandoned.clear()
+        return True
+
+    def _written_files(self, folder: Path, roles: Iterable[str], pending: Collection[str]) -> folders.Entries:
+        """What the ranks say of the files that they wrote: the manager need not read these again."""
+        known: folders.Entries = {}
+        for role in roles:
+            if role in pending or (folder / role / WRITTEN).exists():
+                report = take_report(folder / role, WRITTEN, self._abandoned.is_set)
+                known |= {f"{role}/{name}": entry for name, entry in report["files"].items()}
+        return known
+
+    def _note_once(self, sentence: str) -> None:
+        if sentence not in self._noted:
+            self._noted.add(sentence)
+            self._note(sentence)
 
     def _needed(self, tensors: Mapping[str, Mapping[str, torch.Tensor] | WriteRole]) -> int:
         # Bytes of a checkpoint: as many as the newest one has, where other processes write; 0 if unknown.
@@ -296,6 +352,18 @@ class CheckpointManager:
             names = ", ".join(path.name for path in moved)
             self._note(f"Checkpoints later than step {step} were renamed, as the run goes on from there: {names}.")
         return moved
+
+
+@contextmanager
+def _failures_of(target: Path, needed: int) -> Iterator[None]:
+    """Mistakes of the caller and Ctrl-C pass as they are; everything else is a disk that failed, and gets its own
+    words."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit, TypeError, ValueError, CheckpointError):
+        raise
+    except BaseException as error:
+        raise write_failure(target, error, needed) from error
 
 
 def _metric_of(path: Path) -> float | None:

@@ -204,6 +204,14 @@ def _losses_and_shaping(checked: Checked) -> Iterator[Finding]:
     if buffer.enable and buffer.len is not None and buffer.len > limit:
         what = f"reward.overlong_buffer.len={buffer.len} is more than data.max_response_length={limit}."
         yield checked.problem(what, f"set it to at most {limit}", "reward.overlong_buffer.len")
+    early = {
+        "algorithm.filter_groups.enable": config.algorithm.filter_groups.enable,
+        "trainer.one_step_off": config.trainer.one_step_off,
+    }
+    for key, is_on in early.items():
+        if is_on and estimator is not None and estimator.prompts_to_repeat is not None:
+            what = f"{estimator.name} chooses the next step's prompts by this step's scores; {key} needs them before."
+            yield checked.problem(what, f"set {key}=False", key, "algorithm.adv_estimator")
     if config.algorithm.filter_groups.enable and config.actor_rollout_ref.rollout.n == 1:
         what = "algorithm.filter_groups looks for groups whose responses differ, but there is one response per prompt."
         do = "set actor_rollout_ref.rollout.n to 2 or more, or algorithm.filter_groups.enable=False"
@@ -211,8 +219,9 @@ def _losses_and_shaping(checked: Checked) -> Iterator[Finding]:
 
 
 def _sampling(checked: Checked) -> Iterator[Finding]:
-    """Filters and penalties make what is sampled from another policy; a correction needs two policies."""
+    """Filters and penalties make what is sampled from another policy; a ratio to the rollout needs no weights."""
     section, rollout = checked.config.algorithm.rollout_correction, checked.config.actor_rollout_ref.rollout
+    actor = checked.config.actor_rollout_ref.actor
     # With these, the log-probs before filters are those of the distribution that was sampled from.
     plain = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
     there = [f"{name}={rollout[name]:g}" for name, value in plain.items() if rollout[name] != value]
@@ -222,12 +231,15 @@ def _sampling(checked: Checked) -> Iterator[Finding]:
             f"Responses are sampled with {', '.join(there)}, but trained as if from the whole policy: log-probs are "
             "those before filters and penalties. algorithm.rollout_correction.rollout_is=token weighs by that."
         )
-    if named and not there and checked.config.actor_rollout_ref.actor.old_log_probs == "rollout":
-        keys = [f"algorithm.rollout_correction.{name}" for name in named]
-        what = f"`{' and '.join(keys)}` compares the trainer's log-probs with the rollout's, but "
-        what += f"{_ACTOR}.old_log_probs=rollout takes the rollout's for both: nothing would be corrected."
-        do = f"set {_ACTOR}.old_log_probs=trainer (or auto), or leave {' and '.join(named)} at null"
-        yield checked.problem(what, do, *keys, f"{_ACTOR}.old_log_probs")
+    name = actor.policy_loss.loss_mode
+    loss = POLICY_LOSSES.get(name)
+    has_ratio = loss is None or loss.has_ratio
+    if "rollout_is" in named and not there and actor.old_log_probs == "rollout" and has_ratio:
+        yield (
+            f"Importance weights (rollout_is={section.rollout_is}) are measured and not applied: with "
+            f"{_ACTOR}.old_log_probs=rollout the ratio of the loss {name} is already the one to the rollout. "
+            f"{_ACTOR}.policy_loss.loss_mode=gpg is multiplied by them."
+        )
 
 
 def _rollout_correction(checked: Checked) -> Iterator[Finding]:

@@ -11,6 +11,7 @@ from posttrain.config.choices import (
     EMBEDDED,
     EMBEDDED_SIZES,
     GROUP_ESTIMATORS,
+    OLD_LOG_PROBS,
     PER_RESPONSE,
     PER_RESPONSE_LOSSES,
 )
@@ -41,6 +42,7 @@ def derive(merged: Merged, provided: frozenset[str]) -> None:
     _reference_sizes(merged)
     derive_command(merged)
     _layout(merged)
+    _old_log_probs(merged)
     _importance_weights(merged)
     _recorded_routes(merged)
     _embedded(merged, provided)
@@ -191,12 +193,19 @@ def _aggregation(merged: Merged) -> None:
         merged.set_default(key, PER_RESPONSE, f"under {loss}")
 
 
+def _old_log_probs(merged: Merged) -> None:
+    """Old log-probs come from where the loss's paper takes them, unless the user says otherwise."""
+    key, loss = f"{_ACTOR}.old_log_probs", merged.value(f"{_ACTOR}.policy_loss.loss_mode")
+    if loss in OLD_LOG_PROBS and not merged.is_set(key) and key not in merged.bad:
+        merged.set_default(key, OLD_LOG_PROBS[loss], f"under {loss}")
+
+
 def _importance_weights(merged: Merged) -> None:
     """Samples of another policy than the one that learns get importance weights, unless the user says what else is
     done about them: one step off that policy is older, with fp8 it is rounded."""
     section, rounded = "algorithm.rollout_correction", f"{_ROLLOUT}.quantization"
     said = (f"{section}.rollout_is", f"{section}.rollout_rs", f"{_ACTOR}.old_log_probs")
-    if any(merged.is_set(key) or key in merged.bad for key in said):
+    if any(merged.is_set(key) or key in merged.bad for key in said) or merged.value(said[2]) == "rollout":
         return
     if merged.value("trainer.one_step_off") is True:
         switch, why = "trainer.one_step_off", "as responses are one step older"

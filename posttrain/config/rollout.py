@@ -89,6 +89,10 @@ class RolloutConfig(Section):
     enable_rollout_routing_replay: bool = False
     """Record which experts of a mixture every token takes in the rollout (`native`); `actor.router_replay.mode=R3`
     replays them, and without it `actor/route_changes` says how many differ in the trainer."""
+    speculation: str | None = setting(None, choices=("batch", "epochs"))
+    """Verify drafts of the next tokens where few responses are left and it pays (`native`): the same tokens, sooner.
+    Drafts are what followed the same tokens before: in `batch`, the response, its prompt and its group; in `epochs`,
+    also earlier responses to the prompt. null: off."""
     n_workers: int = setting(0, range=ZERO_OR_MORE)
     """Workers that only generate, each on a device of its own, while those of `trainer` only train; 0: the same workers
     do both."""

@@ -92,6 +92,8 @@ class RolloutCorrectionConfig(Section):
     """`token` or `sequence` importance weights on the policy loss; null switches them off."""
     rollout_is_threshold: Any = setting(2.0, idle=".rollout_is is null")
     """A number: weights above it are truncated to it. `low_high`, e.g. `0.5_5.0`: weights outside become 0 (IcePop)."""
+    rollout_is_batch_normalize: bool = setting(False, idle=".rollout_is is null")
+    """Divide the weights by their mean over the mini-batch."""
     rollout_rs: str | None = None
     """Rejection rules, several with commas: `token_`, `seq_sum_`, `seq_mean_` or `seq_max_` before `k1`, `k2` or
     `k3`; null rejects nothing."""

@@ -24,6 +24,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import update_wrapper
+from itertools import chain
 from types import MethodType
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
@@ -55,6 +56,13 @@ class Calls:
     rows: Sequence[Sequence[int]] | None = None
     reporting_ranks: Sequence[int] | None = None
 
+    def ranks_by_arguments(self) -> list[list[int]]:
+        """The ranks that were given one and the same arguments, in order of their first ranks."""
+        found: dict[int, list[int]] = {}
+        for rank, own in enumerate(self.arguments):
+            found.setdefault(id(own), []).append(rank)
+        return list(found.values())
+
     def reported(self, results: list[Any]) -> list[Any]:
         return results if self.reporting_ranks is None else [results[rank] for rank in self.reporting_ranks]
 
@@ -73,6 +81,10 @@ class WorkerGroup(ABC):
     @abstractmethod
     def _send(self, rank: int, name: str, arguments: tuple[Any, ...]) -> Future[Any]:
         """Start a call on one rank."""
+
+    def _send_same(self, ranks: Sequence[int], name: str, arguments: tuple[Any, ...]) -> list[Future[Any]]:
+        """Start a call with the same arguments on several ranks; between processes these are packed once."""
+        return [self._send(rank, name, arguments) for rank in ranks]
 
     @abstractmethod
     def _joined(self, parts: list[Future[Any]], join: Callable[[list[Any]], Any]) -> Future[Any]:
@@ -97,8 +109,10 @@ class WorkerGroup(ABC):
         """Begin a call on the ranks that its mark says."""
         method, group = self.marked(name), self.teams(name)
         calls: Calls = method.spread(group, *arguments)
-        parts = [group._send(rank, name, own) for rank, own in enumerate(calls.arguments)]
-        return group._joined(parts, lambda results: method.join(results, calls))
+        parts: dict[int, Future[Any]] = {}
+        for ranks in calls.ranks_by_arguments():
+            parts.update(zip(ranks, group._send_same(ranks, name, calls.arguments[ranks[0]]), strict=True))
+        return group._joined([parts[rank] for rank in range(len(parts))], lambda results: method.join(results, calls))
 
     def wait(self, call: Future[Joined]) -> Joined:
         """The result of a call. One-step-off generation is driven from here: the next batch's requests are polled
@@ -216,6 +230,9 @@ class FirstRanks(GroupView):
     def _send(self, rank: int, name: str, arguments: tuple[Any, ...]) -> Future[Any]:
         return self.group._send(rank, name, arguments)
 
+    def _send_same(self, ranks: Sequence[int], name: str, arguments: tuple[Any, ...]) -> list[Future[Any]]:
+        return self.group._send_same(ranks, name, arguments)
+
 
 class Teams(GroupView):
     """A group in which every `size` neighbouring ranks count as one. All ranks of a team get the same calls in the same
@@ -228,7 +245,7 @@ class Teams(GroupView):
 
     def _send(self, rank: int, name: str, arguments: tuple[Any, ...]) -> Future[Any]:
         ranks = range(rank * self.size, (rank + 1) * self.size)
-        return self.group._joined([self.group._send(own, name, arguments) for own in ranks], lambda results: results[0])
+        return self.group._joined(self.group._send_same(ranks, name, arguments), lambda results: results[0])
 
 
 P = ParamSpec("P")
@@ -268,6 +285,11 @@ def all_of(results: list[T], calls: Calls) -> list[T]:
 def largest(results: list[dict[str, float]], calls: Calls) -> dict[str, float]:
     """By name, the largest number of any rank."""
     return {name: max(part[name] for part in results if name in part) for name in results[0]}
+
+
+def totals(results: list[dict[str, float]], calls: Calls) -> dict[str, float]:
+    """By name, the sum over all ranks."""
+    return {name: sum(part.get(name, 0) for part in results) for name in dict.fromkeys(chain.from_iterable(results))}
 
 
 def alone(config: Any) -> int:

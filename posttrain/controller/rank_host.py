@@ -26,26 +26,39 @@ import cloudpickle
 import numpy as np
 import torch
 
+from posttrain.batch.rows import use_store
+from posttrain.controller.ray_store import RayHolder, in_ray, put_block
 from posttrain.controller.stalls import Process, this_process
 from posttrain.errors import UserError
 
-Parcel = tuple[bytes, list[np.ndarray]]
+Parcel = tuple[bytes, list[np.ndarray], list[Any]]
+"""(a pickle, the arrays that it leaves out, the references to objects of Ray's store that it leaves out)"""
 _AS_INTEGERS = {torch.bfloat16: torch.int16}  # what numpy has no name for
 
 
 def pack(value: Any) -> Parcel:
-    """(its pickle, the arrays that the pickle leaves out); the arrays share memory with `value`."""
+    """The value as a parcel; its arrays share memory with `value`."""
     buffers: list[np.ndarray] = []
     stream = io.BytesIO()
-    _Pickler(stream, protocol=5, buffer_callback=lambda buffer: buffers.append(_bytes_of(buffer))).dump(value)
-    return stream.getvalue(), buffers
+    pickler = _Pickler(stream, protocol=5, buffer_callback=lambda buffer: buffers.append(_bytes_of(buffer)))
+    pickler.refs, pickler.slot = [], []
+    # References travel beside the pickle, where Ray sees them: it keeps an object as long as one of them is held.
+    pickler.dump((pickler.slot, value))
+    return stream.getvalue(), buffers, pickler.refs
 
 
 def unpack(parcel: Parcel) -> Any:
     """The value again, with arrays and tensors of its own."""
-    pickled, buffers = parcel
+    pickled, buffers, refs = parcel
     # Copied: Ray's store hands out read-only memory, and torch must not write into what another rank reads.
-    return pickle.loads(pickled, buffers=[bytearray(buffer.data) for buffer in buffers])
+    slot, value = pickle.loads(pickled, buffers=[bytearray(buffer.data) for buffer in buffers])
+    slot.extend(refs)
+    return value
+
+
+def size_of(parcel: Parcel) -> int:
+    """Bytes of a parcel, without what its references stand for."""
+    return len(parcel[0]) + sum(buffer.nbytes for buffer in parcel[1])
 
 
 def _bytes_of(buffer: pickle.PickleBuffer) -> np.ndarray:
@@ -53,9 +66,15 @@ def _bytes_of(buffer: pickle.PickleBuffer) -> np.ndarray:
 
 
 class _Pickler(cloudpickle.Pickler):
-    """Knows functions and classes of scripts and notebooks, and tensors as arrays."""
+    """Knows functions and classes of scripts and notebooks, tensors as arrays, and blocks of Ray's store."""
+
+    refs: list[Any]
+    slot: list[Any]  # empty while it is pickled; filled with `refs` where it is unpacked
 
     def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, RayHolder):
+            self.refs.append(obj.ref)
+            return RayHolder, (self.slot, len(self.refs) - 1)
         if type(obj) is torch.Tensor:  # parameters and other subclasses keep their own way of pickling
             return _tensor, (_array(obj.detach()), obj.dtype)
         return super().reducer_override(obj)
@@ -125,6 +144,7 @@ class RankHost:
         import torch  # after the import paths: the command's own packages, not those of Ray's process
 
         torch.set_num_threads(threads)
+        use_store(put_block if in_ray() else None)
         self.workers: dict[str, Any] = {}
         self.profiler: Any = None
         self.peaks: Any = None
@@ -155,7 +175,7 @@ class RankHost:
             return f"{machine}:{probe.getsockname()[1]}"
 
     @packed
-    def connect(self, address: str, pickled: bytes, buffers: list[np.ndarray]) -> None:
+    def connect(self, address: str, parcel: Parcel) -> None:
         """Join the other ranks, and do what is to be done before workers are made."""
         import torch
 
@@ -167,30 +187,30 @@ class RankHost:
                 "run need the same code, model, data and run directory at the same paths, on a disk that they share"
             )
         join_ranks(self.rank, self.ranks, address, torch.device(self.device))
-        prepare = unpack((pickled, buffers))
+        prepare = unpack(parcel)
         if prepare is not None:
             prepare()
 
     @packed
-    def build(self, role: str, pickled: bytes, buffers: list[np.ndarray]) -> None:
+    def build(self, role: str, parcel: Parcel) -> None:
         """Make the worker of a role."""
-        worker, arguments, named = unpack((pickled, buffers))
+        worker, arguments, named = unpack(parcel)
         self.workers[role] = worker(*arguments, **named)
 
     @packed
-    def call(self, role: str, name: str, pickled: bytes, buffers: list[np.ndarray]) -> Any:
+    def call(self, role: str, name: str, parcel: Parcel) -> Any:
         """Call a worker's method."""
         with self._span(role, name):
-            return getattr(self.workers[role], name)(*unpack((pickled, buffers)))
+            return getattr(self.workers[role], name)(*unpack(parcel))
 
     @packed
-    def take(self, role: str, name: str, answer: Parcel, pickled: bytes, buffers: list[np.ndarray]) -> Any:
+    def take(self, role: str, name: str, answer: Parcel, parcel: Parcel) -> Any:
         """Call a worker's method with what another process answered; where that was an error, it is the answer."""
         first = unpack(answer)
         if isinstance(first, Failure):
             return first
         with self._span(role, name):
-            return getattr(self.workers[role], name)(first, *unpack((pickled, buffers)))
+            return getattr(self.workers[role], name)(first, *unpack(parcel))
 
     @contextmanager
     def _span(self, role: str, name: str) -> Iterator[None]:

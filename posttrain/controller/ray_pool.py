@@ -18,9 +18,11 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from posttrain.controller.group import Future, WorkerGroup
 from posttrain.controller.pool import ROLLOUT, StagePeaks, Workers, as_metrics
-from posttrain.controller.rank_host import RankHost, pack
+from posttrain.controller.rank_host import RankHost, pack, size_of
 from posttrain.controller.ray_cluster import Machine, RayCluster, check_same_programs, machines_for, rollout_machines
 from posttrain.controller.ray_ranks import Rank, RankWatch
+
+SHARED_BYTES = 100_000  # Ray itself copies smaller arguments into the call
 
 
 class RayFuture(Future[Any]):
@@ -73,15 +75,18 @@ class RayWorkerGroup(WorkerGroup):
         self.world_size = len(hosts)
 
     def _send(self, rank: int, name: str, arguments: tuple[Any, ...]) -> Future[Any]:
-        return self._future(self._start(rank, name, arguments))
+        return self._send_same([rank], name, arguments)[0]
 
-    def _start(self, rank: int, name: str, arguments: tuple[Any, ...]) -> Any:
-        return self.hosts[rank].call.remote(self.role, name, *pack(arguments))
+    def _send_same(self, ranks: Sequence[int], name: str, arguments: tuple[Any, ...]) -> list[Future[Any]]:
+        parcel: Any = pack(arguments)
+        if len(ranks) > 1 and size_of(parcel) > SHARED_BYTES:
+            parcel = ray.put(parcel)  # one object, which Ray's store holds once per machine
+        return [self._future(self.hosts[rank].call.remote(self.role, name, parcel)) for rank in ranks]
 
     def _send_answer(self, rank: int, name: str, answer: Future[Any], arguments: tuple[Any, ...]) -> Future[Any]:
         # Ray's store holds the answer once per machine; a rank there reads it from the store.
         assert isinstance(answer, RayFuture) and len(answer.refs) == 1
-        return self._future(self.hosts[rank].take.remote(self.role, name, answer.refs[0], *pack(arguments)))
+        return self._future(self.hosts[rank].take.remote(self.role, name, answer.refs[0], pack(arguments)))
 
     def _future(self, ref: Any) -> RayFuture:
         return RayFuture([ref], lambda results: results[0], self.watch)
@@ -163,7 +168,7 @@ class RayWorkers(Workers):
         joining = []
         for hosts, first in ((self.hosts, homes), (self.rollout_hosts, rooms)):
             address = self.watch.fetch(hosts[0].free_address.remote(first[0].address)) if hosts else ""
-            joining += [host.connect.remote(address, *pack(self.prepare)) for host in hosts]
+            joining += [host.connect.remote(address, pack(self.prepare)) for host in hosts]
         self.watch.gather(joining)
 
     def _all_hosts(self) -> list[Any]:
@@ -187,7 +192,7 @@ class RayWorkers(Workers):
         parcel = pack((worker, arguments, named))
         config = next((value for value in arguments if hasattr(value, "trainer")), None)
         hosts = self.rollout_hosts if role == ROLLOUT else self.hosts
-        self.watch.gather([host.build.remote(role, *parcel) for host in hosts])
+        self.watch.gather([host.build.remote(role, parcel) for host in hosts])
         return RayWorkerGroup(role, worker, config, hosts, self.watch)
 
     def _names(self) -> list[str]:

@@ -54,6 +54,8 @@ class PromptSampler:
         # Epoch of the latest batch, from 0.
         self.epoch = 0
         self._position = 0
+        self._repeated: list[int] = []
+        self.is_repeating = False  # whether the latest batch consists of rows given to `repeat`
         self._order = self._checked_order(0)
         if batch_size < 1 or self.batches_per_epoch == 0:
             raise ValueError(f"a batch of {batch_size} rows cannot be drawn from an epoch of {len(self._order)}")
@@ -65,6 +67,10 @@ class PromptSampler:
 
     def next_batch(self) -> list[int]:
         """Return the row numbers of the next batch; starts the next epoch when this one is used up."""
+        self.is_repeating = bool(self._repeated)
+        if self._repeated:
+            batch, self._repeated = self._repeated, []
+            return batch
         # With drop_last an epoch ends before a partial batch.
         least = self.batch_size if self.drop_last else 1
         if self._position + least > len(self._order):
@@ -74,11 +80,16 @@ class PromptSampler:
         self._position += len(batch)
         return batch.tolist()
 
-    def state_dict(self) -> dict[str, int]:
-        # The order itself is not saved, because it follows from the epoch; its checksum shows whether it still does.
-        return {"epoch": self.epoch, "position": self._position, "order_crc": _crc(self._order)}
+    def repeat(self, rows: Sequence[int]) -> None:
+        """Make the next batch of these rows alone, in turn until it is full; the epoch continues after it."""
+        self._repeated = [rows[place % len(rows)] for place in range(self.batch_size)]
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def state_dict(self) -> dict[str, Any]:
+        # The order itself is not saved, because it follows from the epoch; its checksum shows whether it still does.
+        state = {"epoch": self.epoch, "position": self._position, "order_crc": _crc(self._order)}
+        return state | ({"repeated": self._repeated} if self._repeated else {})
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from `state`; raises if the rows would come in another order than before."""
         order = self._checked_order(state["epoch"])
         if _crc(order) != state["order_crc"]:
@@ -89,6 +100,7 @@ class PromptSampler:
             )
         # Set only after the check: a sampler that refused a state is unchanged.
         self.epoch, self._position, self._order = state["epoch"], state["position"], order
+        self._repeated = state.get("repeated", [])
 
     def _checked_order(self, epoch: int) -> np.ndarray:
         order = np.asarray(self._order_of(epoch), dtype=np.int64)

@@ -144,6 +144,11 @@ def report(
     lines = [*_head(config, plan), *chosen, "", *_table(plan), ""]
     if plan.host:
         lines += [f"In host memory outside their stage: {', '.join(f'{p} {shown(b)}' for p, b in plan.host.items())}."]
+    if plan.saved and config.trainer.async_save:  # pyright: ignore
+        lines += [
+            f"A checkpoint is copied to host memory and written from there: {shown(plan.saved)} per worker "
+            "(trainer.async_save)."
+        ]
     lines += [
         plan.verdict(),
         "What lowers it, with the present values:",

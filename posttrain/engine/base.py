@@ -161,6 +161,12 @@ class TrainEngine(ABC):
     def save(self, folder: Path) -> None:
         """Write into the new folder `folder` everything that an exact continuation needs; each rank writes its part."""
 
+    def begin_save(self, folder: Path) -> str | None:
+        """Copy what `save` writes, and have a thread write the copy (`posttrain.checkpoint.parts`). An engine that
+        does not, or cannot now, writes at once and returns the reason."""
+        self.save(folder)
+        return f"the train engine {type(self).__name__} has no begin_save()"
+
     @abstractmethod
     def load(self, folder: Path) -> None:
         """Take back what `save` wrote, on this or on another number of ranks."""

@@ -8,10 +8,13 @@ from __future__ import annotations
 import heapq
 import math
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from posttrain.batch.columns import StoredColumn
+from posttrain.batch.compact import lengths_of
+from posttrain.batch.rows import key_of
 from posttrain.batch.samples import has_several_rows
 from posttrain.engine.facts import EngineFacts
 from posttrain.protocol import DataProto
@@ -41,6 +44,7 @@ def plan_units(
     joining: float = 0.0,
     max_rows: int | None = None,
     token_budget: int | None = None,
+    digests: bool = False,
 ) -> list[Unit]:
     """Units of the batch, as `packed_units` packs them; none has more rows or tokens than a pass may have, unless it is
     a single row.
@@ -51,8 +55,10 @@ def plan_units(
     The responses of a unit are one sequence: its matrix products take fewer tokens, and attention that computes all
     pairs of a sequence takes more of them; one that skips what is not seen takes fewer, but may have to join what a
     token saw of its prompt and of its response, at the cost of `joining` tokens per token.
+
+    With `digests` responses are compared by these alone: equal ones are found, those that begin with another are not.
     """
-    computed = _computed(data)
+    computed = _computed(data, digests=digests)
     if share and has_several_rows(data):
         candidates = _trees(data, max_rows, token_budget)
     else:
@@ -121,14 +127,12 @@ def _common(one: np.ndarray, other: np.ndarray) -> int:
     return int(differing[0]) if len(differing) else most
 
 
-def _parts(
-    rows: list[int], computed: list[tuple[int, bytes]], max_rows: int | None, token_budget: int | None
-) -> list[list[int]]:
+def _parts(rows: list[int], computed: list[_Row], max_rows: int | None, token_budget: int | None) -> list[list[int]]:
     """The rows of a group, cut where a unit would be larger than a pass."""
     parts: list[list[int]] = []
     tokens = 0
     for row in rows:
-        prompt, response = computed[row][0], len(computed[row][1]) // 8
+        prompt, response = computed[row].prompt, computed[row].response
         too_many = token_budget is not None and tokens + response > token_budget
         if not parts or too_many or len(parts[-1]) == max_rows:
             parts.append([])
@@ -164,7 +168,7 @@ def passes_of_pairs(pairs: list[list[Unit]], facts: EngineFacts) -> list[list[Un
     return [[unit for chosen in units for unit in pairs[chosen.rows[0]]] for units in passes]
 
 
-def units_for(facts: EngineFacts, data: DataProto, max_rows: int | None) -> list[Unit]:
+def units_for(facts: EngineFacts, data: DataProto, max_rows: int | None, *, digests: bool = False) -> list[Unit]:
     """Units of the batch for an engine of which this is known, each of `max_rows` rows at most."""
     return plan_units(
         data,
@@ -174,33 +178,55 @@ def units_for(facts: EngineFacts, data: DataProto, max_rows: int | None) -> list
         joining=facts.joining,
         max_rows=max_rows,
         token_budget=facts.token_budget,
+        digests=digests,
     )
 
 
-def _computed(data: DataProto) -> list[tuple[int, bytes]]:
-    # By row, tokens of its prompt, and what is computed of its response: all but the last token, as int64 in bytes.
-    width = data.batch["responses"].shape[1]
-    mask = data.batch["attention_mask"].cpu()
-    prompts, responses = mask[:, :-width].sum(-1).tolist(), mask[:, -width:].sum(-1).tolist()
-    ids = data.batch["input_ids"][:, -width:].cpu().numpy().astype("int64")
-    return [(p, row[: max(0, r - 1)].tobytes()) for p, r, row in zip(prompts, responses, ids, strict=True)]
+class _Row(NamedTuple):
+    """Tokens of a row's prompt, those that are computed of its response (all but the last), and these as int64 in
+    bytes, or their digest."""
+
+    prompt: int
+    response: int
+    content: bytes
 
 
-def _unit(rows: list[int], computed: list[tuple[int, bytes]]) -> Unit:
+def _computed(data: DataProto, *, digests: bool) -> list[_Row]:
+    prompts, responses = (lengths.tolist() for lengths in lengths_of(data))
+    computed = [max(0, length - 1) for length in responses]
+    contents = _digests(data, "responses") if digests else None
+    if contents is None:
+        width = data.batch.shape("responses")[1]
+        ids = data.batch["input_ids"][:, -width:].cpu().numpy().astype("int64")
+        rows = [row[:length] for row, length in zip(ids, computed, strict=True)]
+        contents = [np.array(key_of(row)).tobytes() if digests else row.tobytes() for row in rows]
+    contents = [content if length else b"" for content, length in zip(contents, computed, strict=True)]
+    return [_Row(*row) for row in zip(prompts, computed, contents, strict=True)]
+
+
+def _digests(data: DataProto, name: str) -> list[bytes] | None:
+    """Of each row's tokens, where they lie in a store: the driver plans by lengths and these alone."""
+    column = data.batch.column(name) if name in data.batch else None
+    if not isinstance(column, StoredColumn) or column.keys_B2 is None:
+        return None
+    return [key.tobytes() for key in column.keys_B2]
+
+
+def _unit(rows: list[int], computed: list[_Row]) -> Unit:
     """These rows as a unit. In the order of their bytes a response stands before those that begin with it."""
     # Sorted from the largest bytes down, a response follows the one that it is the beginning of, if there is one.
-    prompt = computed[rows[0]][0]
+    prompt = computed[rows[0]].prompt
     sources, tokens, longest = [0] * len(rows), prompt, b""
     source = -1
-    for place in sorted(range(len(rows)), key=lambda place: (computed[rows[place]][1], -place), reverse=True):
-        response = computed[rows[place]][1]
-        if source < 0 or not longest.startswith(response):
-            source, longest = place, response
-            tokens += len(response) // 8
+    for place in sorted(range(len(rows)), key=lambda place: (computed[rows[place]].content, -place), reverse=True):
+        content = computed[rows[place]].content
+        if source < 0 or not longest.startswith(content):
+            source, longest = place, content
+            tokens += computed[rows[place]].response
         sources[place] = source
     # The prompt is computed with the first response that is.
     first = next(place for place, source in enumerate(sources) if place == source)
-    shared = [prompt + (0 if own == place else len(computed[rows[place]][1]) // 8) for place, own in enumerate(sources)]
+    shared = [prompt + (0 if own == place else computed[rows[place]].response) for place, own in enumerate(sources)]
     sources, shared[first] = [first if own == place else own for place, own in enumerate(sources)], 0
     return Unit(rows, sources, shared, tokens)
 
@@ -212,10 +238,14 @@ def _cost(tokens: int, width: int) -> int:
 
 def _equal_prompts(data: DataProto) -> list[list[int]]:
     """Rows grouped by equal prompts, in order of their first row."""
+    groups: dict[bytes, list[int]] = {}
+    if (keys := _digests(data, "prompts")) is not None:
+        for row, key in enumerate(keys):
+            groups.setdefault(key, []).append(row)
+        return list(groups.values())
     width = data.batch["input_ids"].shape[1] - data.batch["responses"].shape[1]
     real = data.batch["attention_mask"][:, :width].bool()
     ids = data.batch["input_ids"][:, :width].masked_fill(~real, -1).cpu().numpy()
-    groups: dict[bytes, list[int]] = {}
     for row in range(len(data)):
         groups.setdefault(ids[row].tobytes(), []).append(row)
     return list(groups.values())
@@ -261,7 +291,8 @@ def _units(data: DataProto, facts: EngineFacts, ranks: int) -> list[Unit]:
     rows = min(facts.max_rows or len(data), max(1, math.ceil(len(data) / ranks)))
     # Whole groups first; only if there are fewer of them than ranks are they split, which computes prompts twice.
     for limit in (facts.max_rows, rows):
-        units = units_for(facts, data, limit)
+        # By digests, wherever the tokens lie: a batch that comes out of a checkpoint is planned as the stored one was.
+        units = units_for(facts, data, limit, digests=True)
         if len(units) >= ranks:
             break
     return units
@@ -282,7 +313,10 @@ def _spread_over_ranks(bundles: list[list[Unit]], ranks: int) -> list[list[list[
 def _part(bundles: list[list[Unit]], facts: EngineFacts) -> RankPart:
     rows = sorted(row for bundle in bundles for unit in bundle for row in unit.rows)
     place = {row: number for number, row in enumerate(rows)}
-    own = [[replace(unit, rows=[place[row] for row in unit.rows]) for unit in bundle] for bundle in bundles]
+    own = [
+        [Unit([place[row] for row in unit.rows], unit.sources, unit.shared, unit.tokens) for unit in bundle]
+        for bundle in bundles
+    ]
     if facts.pairs:
         return RankPart(rows, passes_of_pairs(own, facts))
     units = [unit for bundle in own for unit in bundle]

@@ -9,7 +9,9 @@ from pathlib import Path
 import torch
 from torch.distributed.tensor import DTensor
 
-from posttrain.checkpoint.dcp import read_checked, write_tensors
+from posttrain.checkpoint.dcp import read_checked
+from posttrain.checkpoint.host_memory import HostCopies
+from posttrain.checkpoint.parts import RolePart
 from posttrain.config.root import OptimConfig
 from posttrain.engine.base import EngineSettings
 from posttrain.kernels.gradient_sums import added_sum, close_sums, open_sums
@@ -204,6 +206,7 @@ class EngineState:
     ) -> None:
         self.settings, self.optimizer, self.weights, self.movable = settings, optimizer, weights, movable
         self.together, self.parts = together, parts
+        self.copies = HostCopies()
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Everything that an exact continuation needs: live tensors by flat names, the same for any number of ranks.
@@ -216,7 +219,10 @@ class EngineState:
         return {**weights, **(self.optimizer.state() if self.optimizer else {})}
 
     def save(self, folder: Path) -> None:
-        write_tensors(folder, self.tensors(), together=self.together)
+        RolePart(folder, self.tensors(), together=self.together).save()
+
+    def begin_save(self, folder: Path) -> str | None:
+        return RolePart(folder, self.tensors(), together=self.together, copies=self.copies).begin()
 
     def load(self, folder: Path) -> None:
         tensors = self.tensors()

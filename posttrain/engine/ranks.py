@@ -139,6 +139,16 @@ def team_of(size: int, device: torch.device, among: int | None = None) -> Team |
     return None if group is None else Team(group, device)
 
 
+def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
+    """The sum of all ranks' values, on the host. All ranks must call this."""
+    if world_size() == 1:
+        return values
+    # NCCL moves nothing that lies on the host.
+    total = values.cuda() if dist.get_backend() == "nccl" else values.clone()
+    dist.all_reduce(total)
+    return total.cpu()
+
+
 def from_rank_0(number: int, device: torch.device) -> int:
     """The number that rank 0 gives. All ranks must call this."""
     if world_size() == 1:

@@ -324,6 +324,9 @@ class ComposedEngine(TrainEngine):
     def save(self, folder: Path) -> None:
         self.state.save(folder)
 
+    def begin_save(self, folder: Path) -> str | None:
+        return self.state.begin_save(folder)
+
     def load(self, folder: Path) -> None:
         self.state.load(folder)
 

@@ -7,7 +7,7 @@ gather a layer at a time, so that no rank holds more than one whole layer.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
+from posttrain.engine.export import export_by_files
 from posttrain.engine.optim import whole
 from posttrain.engine.ranks import Ranks, this_rank
 from posttrain.models.adapter_files import trained_parameters
@@ -159,23 +159,6 @@ def _copies(modules: Named) -> dict[str, torch.Tensor]:
     return found
 
 
-def host_copies(weights: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Copies in host memory on rank 0, empty on the others, which only take part in gathering.
-
-    A tied weight arrives as one tensor under several names and stays one tensor. The tensors are freed as the walk
-    moves on, and the `id` of a freed one is reused for the next, so copies are looked up by weak references. Weights
-    that are in host memory already are copied too: the same code then runs on a CPU as on a GPU.
-    """
-    copies = WeakTensorKeyDictionary()
-    state = {}
-    for name, weight in weights:
-        if this_rank() == 0:
-            if weight not in copies:
-                copies[weight] = weight.to("cpu", copy=True)
-            state[name] = copies[weight]
-    return state
-
-
 def export_from_ranks(
     model: torch.nn.Module,
     forward_pass: torch.nn.Module,
@@ -185,9 +168,13 @@ def export_from_ranks(
     merged: bool,
 ) -> None:
     """A Hugging Face folder, written by rank 0 with what all ranks give it."""
+
+    def save(part: Path, state: Mapping[str, torch.Tensor]) -> None:
+        save_model(model, part, adapter, merged=merged, state=state)
+
     if adapter is not None and not merged:
         state = {name: whole(weight.detach()).cpu() for name, weight in trained_parameters(model).items()}
+        if this_rank() == 0:
+            save(folder, state)
     else:
-        state = host_copies(whole_state(model, forward_pass))
-    if this_rank() == 0:
-        save_model(model, folder, adapter, merged=merged, state=state)
+        export_by_files(whole_state(model, forward_pass), folder, save)

@@ -105,14 +105,29 @@ FAMILIES: dict[str, str] = {
         "Updates between the weights that sampled the responses and those that learn from them, with "
         "trainer.one_step_off: 0 in the first step, then 1. mismatch/* then shows what that update changed, too."
     ),
+    "rollout/speculation_share": (
+        "With actor_rollout_ref.rollout.speculation: share of the sampled tokens that came from passes with drafts, "
+        "since the last step (validation included). 0: many responses ran side by side, or drafts were rarely sampled."
+    ),
+    "rollout/speculation_accepted": (
+        "With actor_rollout_ref.rollout.speculation: share of drafted tokens that were sampled. It is high for "
+        "repetitive responses and similar groups; below about a half speculation switches itself off."
+    ),
+    "rollout/speculation_tokens": (
+        "With actor_rollout_ref.rollout.speculation: tokens that a response gained in one pass with drafts; 1 without."
+    ),
     "mismatch/logp_max": "The largest such difference of one token (see mismatch/logp_mean).",
     "mismatch/kl": "KL of the rollout's policy to the trainer's, by the plain estimate; see mismatch/k3_kl.",
     "mismatch/ppl_ratio": "Perplexity of the trainer over that of the rollout, near 1.",
     "rollout_is/{mean,max}": "Importance weights of the rollout correction; their mean is near 1.",
     "rollout_is/ess": "Effective sample size as a share: 1 is nothing lost, near 0 a batch that hardly counts.",
     "rollout_is/{truncated,masked}": "Shares of tokens whose importance weight was cut at its bound, or left out.",
+    "rollout_is/norm": (
+        "Mean of the bounded importance weights of a mini-batch, which rollout_is_batch_normalize divides them by."
+    ),
     "rollout_rs/{rejected,rejected_rows}": "Shares of tokens, and of responses, that rejection left out.",
     "rollout_rs/RULE": "Share of tokens that one rule of algorithm.rollout_correction.rollout_rs rejects.",
+    "prompts/repeated": "Under codapo: 1 in a step on prompts of the step before, 0 in a step on prompts of the data.",
     "filter_groups/{kept,gen_batches,missing,surplus}": (
         "Dynamic sampling: share of generated groups with signal, batches per step, groups that could not be had, "
         "groups kept for the next step (see `dapo`)."
@@ -126,6 +141,14 @@ FAMILIES: dict[str, str] = {
         "(actor_rollout_ref.rollout.n_workers); it is compared on every one of them, and another one stops the run."
     ),
     "timing_s/step": "Seconds of the step: the sum of its stages.",
+    "timing_s/save_checkpoint": (
+        "Seconds that training stood still for the checkpoint of the step before: for the copy in host memory, and for "
+        "an earlier save that was still being written; with trainer.async_save=false for all of the writing."
+    ),
+    "timing_s/save_checkpoint_background": (
+        "Seconds from the start of a save to its checkpoint being complete, mostly while training went on "
+        "(trainer.async_save); not part of timing_s/step."
+    ),
     "timing_s/STAGE": "Seconds of one stage: gen (rollout), reward, ref, update_actor, validation, ...",
     "perf/total_num_tokens": "Tokens of the step's prompts and responses.",
     "perf/time_per_step": "Seconds of the step; of a supervised step without validation.",

@@ -78,7 +78,9 @@ class _Rows(ctypes.Structure):
         *((name, _LONG) for name in ("rows", "steps", "stop_at_end")),
         *((name, _POINTER) for name in ("last", "positions", "counts", "limits", "seeds", "temperatures", "greedy")),
         *((name, _POINTER) for name in ("stops", "stop_starts", "stop_ids", "tokens", "log_probs", "ended")),
-        *((name, _POINTER) for name in ("histories", "next_history")),
+        *((name, _POINTER) for name in ("histories", "next_history", "drafts", "drafted")),
+        ("width", _LONG),
+        *((name, _POINTER) for name in ("passes", "tried")),
     )
 
 
@@ -98,6 +100,9 @@ class DecodeRows:
     state of the row. With `steps` 0 it returns everything and starts nothing. `numbers` identify rows for good; a row
     that a call no longer names is gone, with what it had under way. A row without tokens may have its first one under
     way in `first`; its last prompt token then counts as its newest.
+
+    With `drafts` a pass has up to `width` tokens of a row: the newest and drafted ones. As many results count as the
+    draft foresaw, and one more; the call returns when a row has come to the end of its draft.
 
     B rows, S steps, N blocks of a row. `ended` is 1 for a row that came to a stop token and 2 at its limit.
     """
@@ -121,14 +126,19 @@ class DecodeRows:
     steps: int
     stop_at_end: bool
     first: FirstTokens | None = None
+    drafts: Sequence[Sequence[int]] | None = None  # less than S tokens for each row
+    width: int = 1
     tokens: np.ndarray = field(init=False)  # (B, S) int64
     log_probs: np.ndarray = field(init=False)  # (B, S) float32
     ended: np.ndarray = field(init=False)  # (B,) uint8
+    passes: np.ndarray = field(init=False)  # (B,) int64, those with a draft of the row
+    tried: np.ndarray = field(init=False)  # (B,) int64, drafted tokens in these
 
     def __post_init__(self) -> None:
         rows = len(self.last)
         self.tokens, self.log_probs = np.zeros((rows, self.steps), np.int64), np.zeros((rows, self.steps), np.float32)
         self.ended = np.zeros(rows, np.uint8)
+        self.passes, self.tried = np.zeros(rows, np.int64), np.zeros(rows, np.int64)
 
     def only_begun(self) -> np.ndarray:
         """1 for rows whose first token is under way, and nothing else."""
@@ -241,7 +251,8 @@ class WholeStep:
     ) -> None:
         """Embed, compute, sample and end rows, step after step."""
         count, size = len(rows.last), self.ends.head.shape[0]
-        residual, logits = self.like.new_empty(count, self.width), self.like.new_empty(count, size)
+        most = count * rows.width  # tokens of a pass
+        residual, logits = self.like.new_empty(most, self.width), self.like.new_empty(most, size)
         layout = self._layout(count, count, rows.table.shape[1])
         model, work = self._model(caches, rotation), self._workspace(residual)
         tensors = (self.ends.embedding, self.ends.norm, self.head, logits)
@@ -253,6 +264,13 @@ class WholeStep:
         arrays = (rows.last, rows.positions, rows.counts, *settings, rows.tokens, rows.log_probs, rows.ended)
         arrays = (*arrays, rows.histories, rows.next_history)
         of = _Rows(count, rows.steps, rows.stop_at_end, *(array.ctypes.data for array in arrays))
+        of.width, of.passes, of.tried = rows.width, rows.passes.ctypes.data, rows.tried.ctypes.data
+        if rows.drafts is not None:
+            drafted = np.array([len(draft) for draft in rows.drafts], np.int64)
+            drafts = np.zeros((count, rows.steps), np.int64)
+            for place, draft in zip(drafts, rows.drafts, strict=True):
+                place[: len(draft)] = draft
+            of.drafts, of.drafted = drafts.ctypes.data, drafted.ctypes.data
         function = kernel("run_steps", self.like)
         assert function is not None
         pointers = [ctypes.addressof(x) for x in (model, work, layout)]

@@ -258,7 +258,7 @@ class FastDecoder:
             return True
         self._follow_weights()
         if cuda.runs_here(self.embedding):
-            return self._decode_captured(rows, caches, routes_PLK)
+            return rows.drafts is None and self._decode_captured(rows, caches, routes_PLK)
         if self.whole is None:
             return False
         found = [caches(number, self.key_heads, self.size) for number in range(len(self.layers))]

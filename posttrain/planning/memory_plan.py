@@ -152,6 +152,7 @@ class Plan:
     shape: Any  # rows and tokens that meet in one worker's memory, with `workers` and `longest`
     stages: dict[str, Parts] = field(default_factory=dict)
     host: Parts = field(default_factory=dict)  # what offloading moves to host memory while it is not used
+    saved: int = 0  # a checkpoint: trained weights in the optimizer's precision, and two moments
 
     def peak(self, stage: str | None = None) -> int:
         """Bytes at the worst moment of a stage, or of the whole step."""

@@ -136,6 +136,7 @@ class RLPlanner(Planner):
         critic = get_adv_estimator(config.algorithm.adv_estimator).needs_critic
         roles = {"actor": config.actor_rollout_ref.actor} | ({"critic": config.critic} if critic else {})
         held = {role: run.held(role) for role in roles}
+        plan.saved = sum(3 * one.gradients for one in held.values())
         whole = run.count("actor", ModelBytes.of)
         plan.stages["load"] = {}
         plan.stages["generate"] = run.generate(whole)

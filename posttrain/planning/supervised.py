@@ -82,6 +82,7 @@ class SupervisedPlanner(Planner):
         shape = RowShape.of(config, cuts.together if cuts else 1)
         plan = Plan(device, shape, {"load": {}})
         held, whole = self.held(config, device, ROLE, shape.workers), count(ModelBytes.of)
+        plan.saved = 3 * held.gradients
         unpacked = count(counting.unpacked_bytes)  # a pass holds one 4-bit matrix in model.dtype
         size, tokens = (shape.pass_rows, shape.longest), shape.pass_rows * shape.longest
         sizes = count(cuda_bytes.sizes_of) if device.kind == "cuda" else None

@@ -122,6 +122,10 @@ class RolloutEngine(ABC):
         """Tokens of the responses under way, for progress displays; 0 if the engine does not count them."""
         return 0
 
+    def take_counts(self) -> dict[str, float]:
+        """What the engine has counted since the last call, by name, for metrics."""
+        return {}
+
     def so_far(self, ids: Collection[Hashable]) -> list[Output]:
         """What these running requests have, for streaming; an engine that cannot say it gives nothing."""
         return []

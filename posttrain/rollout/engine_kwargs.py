@@ -37,16 +37,25 @@ def longest_row(engine: str, engine_kwargs: Mapping[str, Any], longest: int) -> 
 def check(checked: Checked) -> Iterator[Finding]:
     """`engine_kwargs`, and settings that only one engine follows."""
     if hasattr(checked.config, "actor_rollout_ref"):  # supervised training has no rollout
-        yield from _check_quantization(checked)
+        yield from _check_native_settings(checked)
         yield from _check_engine_kwargs(checked)
 
 
-def _check_quantization(checked: Checked) -> Iterator[Finding]:
-    rollout, key = checked.config.actor_rollout_ref.rollout, f"{ROLLOUT}.quantization"
-    others = [name for name in ROLLOUT_ENGINES if name != "native"]  # an engine of the user's own may read it
-    if rollout.quantization is not None and rollout.name in others:
-        what = f"`{key}={rollout.quantization}` is built for the engine native, and rollout.name={rollout.name}."
-        yield checked.problem(what, f"set {ROLLOUT}.name=native, or remove it", key)
+def _check_native_settings(checked: Checked) -> Iterator[Finding]:
+    rollout, trainer = checked.config.actor_rollout_ref.rollout, checked.config.trainer
+    others = [name for name in ROLLOUT_ENGINES if name != "native"]  # an engine of the user's own may read them
+    for name in ("quantization", "speculation"):
+        key, value = f"{ROLLOUT}.{name}", getattr(rollout, name)
+        if value is not None and rollout.name in others:
+            what = f"`{key}={value}` is built for the engine native, and rollout.name={rollout.name}."
+            yield checked.problem(what, f"set {ROLLOUT}.name=native, or remove it", key)
+    if rollout.speculation == "epochs" and trainer.deterministic and not trainer.exact:
+        key = f"{ROLLOUT}.speculation"
+        what = (
+            f"`{key}=epochs` with trainer.deterministic=True: a resumed run lacks the responses of earlier epochs, "
+            "computes tokens in other passes, and may round otherwise."
+        )
+        yield checked.problem(what, f"set {key}=batch, or trainer.exact=True", key, "trainer.deterministic")
 
 
 def _check_engine_kwargs(checked: Checked) -> Iterator[Finding]:

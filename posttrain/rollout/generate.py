@@ -19,6 +19,7 @@ from posttrain import pulse
 from posttrain.batch.fields import ROUTES, object_array
 from posttrain.protocol import DataProto
 from posttrain.rollout.base import Output, Request, RolloutEngine, Sampling
+from posttrain.rollout.stored import columns_of_stored
 
 # How long a request that is ready may wait for running rows, in seconds or in steps. Each return costs a call between
 # processes (about a millisecond), so it is not done after every step.
@@ -81,8 +82,15 @@ def to_batch(prompts: Sequence[Sequence[int]], outputs: Sequence[Output], pad_to
     """Prompts left-padded and responses right-padded to the batch's longest, with masks and rollout log-probs.
 
     `response_mask` marks sampled tokens; observation tokens are in `attention_mask` only. `sampling_log_probs` are
-    there if filters or penalties changed the distribution that was sampled from.
+    there if filters or penalties changed the distribution that was sampled from. Responses that a worker keeps
+    (`stored.py`) stay there: the batch names them.
     """
+    facts = {
+        "finish_reason": np.array([output.finish_reason for output in outputs], dtype=object),
+        "policy_versions": object_array([output.versions for output in outputs]),
+    }
+    if (stored := columns_of_stored(prompts, outputs, pad_token_id)) is not None:
+        return DataProto(stored[0], {**facts, **stored[1]})
     prompt_BP, prompt_mask_BP = _pad(prompts, pad_token_id, left=True)
     responses = [output.token_ids for output in outputs]
     response_BR, real_BR = _pad(responses, pad_token_id, left=False)
@@ -103,11 +111,7 @@ def to_batch(prompts: Sequence[Sequence[int]], outputs: Sequence[Output], pad_to
             "response_mask": _written(outputs, real_BR),
             "rollout_log_probs": log_probs_BR,
         },
-        non_tensors={
-            "finish_reason": np.array([output.finish_reason for output in outputs], dtype=object),
-            "policy_versions": object_array([output.versions for output in outputs]),
-            **_routes(prompts, outputs),
-        },
+        non_tensors={**facts, **_routes(prompts, outputs)},
     )
 
 

@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from posttrain.batch.columns import Column, EveryTokenColumn, MaskColumn
 from posttrain.batch.samples import has_several_rows, last_rows, sample_of_rows
 from posttrain.tracking.step_line import failing_tools
 
@@ -44,6 +45,21 @@ class Fields:
         """The column as float64 on the host: sums in it do not depend on the batch's dtype."""
         column = self.raw(*names)
         return None if column is None else as_numpy(column, np.float64)
+
+    def column(self, *names: str) -> Any:
+        """As `raw`, but not made where it is made when it is read."""
+        for name in names:
+            for part in self._parts:
+                if part is not None and name in part:
+                    return part.column(name) if hasattr(part, "column") else part[name]
+        return None
+
+    def sums(self, *names: str) -> np.ndarray | None:
+        """(B,) the column's sum over each row's tokens, in float64."""
+        column = self.column(*names)
+        if isinstance(column, Column):
+            return column.row_sums()
+        return None if column is None else _row_sums(as_numpy(column, np.float64))
 
     def objects(self, *names: str) -> list[Any] | None:
         column = self.raw(*names)
@@ -94,21 +110,17 @@ def step_metrics(
     `update` holds the update's metrics by their names (`actor/policy_loss`, ...): numbers, or one per mini-batch.
     """
     rows = Fields(batch)
-    mask_BT = rows.numbers("response_mask")
-    if mask_BT is None or rows.numbers("token_level_scores", "token_level_rewards") is None:
+    if rows.column("response_mask") is None or rows.column("token_level_scores", "token_level_rewards") is None:
         raise KeyError("a step's batch needs response_mask and token_level_scores")
     several = hasattr(batch, "non_tensor_batch") and has_several_rows(batch)
     fields = Fields(_one_row_per_sample(batch)) if several else rows
-    scores_BT = fields.numbers("token_level_scores", "token_level_rewards")
-    mask = fields.numbers("response_mask")
-    assert scores_BT is not None and mask is not None
-    scores = _row_sums(scores_BT)
-    lengths = mask.sum(axis=1)
+    scores, lengths = fields.sums("token_level_scores", "token_level_rewards"), fields.sums("response_mask")
+    assert scores is not None and lengths is not None
     parts: list[Mapping[str, Any]] = [part or {} for part in fields.objects("reward_parts") or [{}] * len(scores)]
     right = right_answers(scores, parts)
     metrics = _score_metrics(fields, scores)
     metrics |= _group_metrics(fields, scores, right)
-    metrics |= _token_metrics(rows, mask_BT)
+    metrics |= _token_metrics(rows)
     metrics |= _length_metrics(fields, lengths, right, max_response_length)
     metrics |= _turn_metrics(fields)
     metrics |= _source_metrics(fields, scores)
@@ -127,7 +139,7 @@ def _one_row_per_sample(batch: Any) -> dict[str, Any]:
     sums: dict[str, Any] = {}
     for name in ("response_mask", "token_level_scores", "token_level_rewards"):
         if name in batch.batch:
-            values_B = _row_sums(as_numpy(batch.batch[name], np.float64))
+            values_B = Fields(batch).sums(name)
             sums[name] = np.bincount(numbers, weights=values_B)[:, None]
     return {**last.batch, **last.non_tensor_batch, **sums}
 
@@ -160,8 +172,8 @@ def sample_deviation(values: Iterable[float]) -> float:
 
 def _score_metrics(fields: Fields, scores: np.ndarray) -> dict[str, float]:
     metrics = {"reward_mean": mean(scores), **_mean_max_min("critic/score", scores)}
-    rewards = fields.numbers("token_level_rewards")
-    metrics["critic/rewards/mean"] = metrics["reward_mean"] if rewards is None else mean(_row_sums(rewards))
+    rewards = fields.sums("token_level_rewards")
+    metrics["critic/rewards/mean"] = metrics["reward_mean"] if rewards is None else mean(rewards)
     return metrics
 
 
@@ -185,21 +197,43 @@ def _group_metrics(fields: Fields, scores: np.ndarray, right: np.ndarray) -> dic
     return {**metrics, "groups/count": float(len(groups)), "right/mean": mean(right)}
 
 
-def _token_metrics(fields: Fields, mask: np.ndarray) -> dict[str, float]:
+def _token_metrics(fields: Fields) -> dict[str, float]:
     metrics: dict[str, float] = {}
     for name in ("advantages", "returns", "values"):
-        values = fields.numbers(name)
-        if values is not None and mask.any():
-            metrics |= _mean_max_min(f"critic/{name}", values[mask > 0])
-    return metrics | _explained_variance(fields, mask)
+        column = fields.column(name)
+        if isinstance(column, EveryTokenColumn):
+            metrics |= _repeated(f"critic/{name}", column)
+        elif column is not None and (mask := _mask(fields)).any():
+            metrics |= _mean_max_min(f"critic/{name}", as_numpy(fields.raw(name), np.float64)[mask])
+    return metrics | _explained_variance(fields)
 
 
-def _explained_variance(fields: Fields, mask: np.ndarray) -> dict[str, float]:
-    # 1 - variance(returns - values) / variance(returns): 1 is a perfect critic, 0 one that knows the mean alone.
-    returns, values = fields.numbers("returns"), fields.numbers("values")
-    if returns is None or values is None or not mask.any():
+def _repeated(name: str, column: EveryTokenColumn) -> dict[str, float]:
+    """Of a number that all tokens of a response share: what its tokens one by one would give, bit for bit."""
+    has_tokens = column.response_B > 0
+    if not has_tokens.any():
         return {}
-    wanted, rest = returns[mask > 0], (returns - values)[mask > 0]
+    values = column.values_B.astype(np.float64)[has_tokens]
+    # A float32 times a count is exact in float64, so the sum is rounded once, as that of all tokens is.
+    total = math.fsum(values * column.response_B[has_tokens])
+    return {
+        f"{name}/mean": total / int(column.response_B.sum()),
+        f"{name}/max": float(values.max()),
+        f"{name}/min": float(values.min()),
+    }
+
+
+def _mask(fields: Fields) -> np.ndarray:
+    return as_numpy(fields.raw("response_mask"), np.float64) > 0
+
+
+def _explained_variance(fields: Fields) -> dict[str, float]:
+    # 1 - variance(returns - values) / variance(returns): 1 is a perfect critic, 0 one that knows the mean alone.
+    if fields.column("returns") is None or fields.column("values") is None or not (mask := _mask(fields)).any():
+        return {}
+    returns, values = fields.numbers("returns"), fields.numbers("values")
+    assert returns is not None and values is not None
+    wanted, rest = returns[mask], (returns - values)[mask]
     variance = _variance(wanted)
     if variance <= ROUNDING * mean(wanted**2):  # equal returns: what is left of them is rounding
         return {}
@@ -294,7 +328,7 @@ def _time_metrics(
     fields: Fields, lengths: np.ndarray, timing: Mapping[str, float], n_devices: int, generated_s: float | None
 ) -> dict[str, float]:
     metrics = {f"timing_s/{stage}": float(seconds) for stage, seconds in timing.items()}
-    attention = fields.numbers("attention_mask")
+    attention = fields.sums("attention_mask")
     tokens = float(lengths.sum() if attention is None else attention.sum())
     metrics["perf/total_num_tokens"] = tokens
     seconds = timing.get("step", math.fsum(timing.values()))
@@ -308,6 +342,9 @@ def _time_metrics(
 
 
 def _prompt_lengths(fields: Fields) -> np.ndarray | None:
+    column = fields.column("attention_mask")
+    if isinstance(column, MaskColumn) and column.prompt_B is not None:
+        return column.prompt_B.astype(np.float64)
     attention, responses = fields.numbers("attention_mask"), fields.raw("responses", "response_mask")
     if attention is None or responses is None:
         return None

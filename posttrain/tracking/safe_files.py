@@ -197,6 +197,10 @@ class Background:
         self._thread = threading.Thread(target=piece, name=self.name)
         self._thread.start()
 
+    @property
+    def is_busy(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
     def wait(self) -> None:
         """Until nothing is under way; raises what the last piece raised, once."""
         if self._thread is not None:

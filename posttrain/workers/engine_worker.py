@@ -39,6 +39,11 @@ class EngineWorker:
         self.engine.save(folder)
 
     @register(to_all)
+    def begin_save(self, folder: Path) -> str | None:
+        """Copy this role's part of a checkpoint and write it in the background; or write it at once, and say why."""
+        return self.engine.begin_save(folder)
+
+    @register(to_all)
     def load(self, folder: Path) -> None:
         """Go on from what `save` wrote."""
         self.engine.load(folder)

@@ -21,7 +21,15 @@ from posttrain.workers.policy import PolicyCalls, PolicyWorker, ReferenceCalls, 
 from posttrain.workers.reward_model import RewardModelWorker
 from posttrain.workers.roles import check_vocabulary, critic_engine, rollout_model
 from posttrain.workers.rollout import RolloutCalls, RolloutWorker
-from posttrain.workers.update_plan import UpdatePlan, batch_of, by_passes, in_row_order, join_updates, plan_updates
+from posttrain.workers.update_plan import (
+    UpdatePlan,
+    batch_of,
+    by_passes,
+    in_row_order,
+    in_store,
+    join_updates,
+    plan_updates,
+)
 
 __all__ = [
     "ActorRefWorker",
@@ -185,7 +193,8 @@ class CriticWorker(EngineWorker):
     @register(by_passes, in_row_order)
     def compute_values(self, data: DataProto, passes: Passes | None = None) -> DataProto:
         with self.engine.on_device():
-            return batch_of(values=self.critic.compute_values(data, passes))
+            found = batch_of(values=self.critic.compute_values(data, passes))
+        return in_store(found, data, self.engine.facts())
 
     @register(plan_critic_updates, join_updates)
     def update_critic(self, plan: UpdatePlan) -> list[Measures]:

@@ -45,6 +45,7 @@ class CriticGroup(RoleGroup):
     notes = CriticWorker.notes
     lora_state = CriticWorker.lora_state
     save = CriticWorker.save
+    begin_save = CriticWorker.begin_save
     load = CriticWorker.load
     compute_values = CriticWorker.compute_values
     update_critic = CriticWorker.update_critic

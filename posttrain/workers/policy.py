@@ -16,12 +16,8 @@ from posttrain.engine.ranks import this_rank
 from posttrain.models.loading import not_finite
 from posttrain.protocol import DataProto
 from posttrain.rollout.weight_buckets import Bucket, split_into_buckets, without_tied_copies
-from posttrain.workers.actor.dp_actor import (
-    DataParallelPPOActor,
-    actor_objective,
-    actor_schedule,
-    finish_importance_metrics,
-)
+from posttrain.workers.actor.correction import finish_importance_metrics
+from posttrain.workers.actor.dp_actor import DataParallelPPOActor, actor_objective, actor_schedule
 from posttrain.workers.engine_worker import ExportingWorker, adapter_notes, lora_state
 from posttrain.workers.measures import Kept, Measures, join_token_stats
 from posttrain.workers.roles import actor_engine, reference_engine
@@ -31,6 +27,7 @@ from posttrain.workers.update_plan import (
     by_passes,
     by_passes_with_routes,
     in_row_order,
+    in_store,
     join_updates,
     plan_updates,
     with_routes,
@@ -74,7 +71,7 @@ class PolicyWorker(ExportingWorker):
             out = self.actor.compute_log_prob(data, passes)
         found = batch_of(old_log_probs=out.get("log_probs"), entropy=out.get("entropy"))
         records = self.config.actor_rollout_ref.actor.router_replay.mode == "R2"
-        return with_routes(found, self.engine.take_routes()) if records else found
+        return in_store(with_routes(found, self.engine.take_routes()) if records else found, data, self.engine.facts())
 
     compute_log_probs = compute_log_prob
 
@@ -91,7 +88,8 @@ class PolicyWorker(ExportingWorker):
             usual = self.engine.log_probs(data, temperature=temperature, passes=passes)
         if not usual:
             return DataProto()
-        return batch_of(sum_pi_squared=(2 * usual["log_probs"] - sharper["log_probs"]).exp())
+        found = batch_of(sum_pi_squared=(2 * usual["log_probs"] - sharper["log_probs"]).exp())
+        return in_store(found, data, self.engine.facts())
 
     @register(plan_actor_updates, join_policy_updates)
     def update_actor(self, plan: UpdatePlan) -> list[Measures]:
@@ -175,6 +173,7 @@ class PolicyCalls:
     vocabulary = delegate(PolicyWorker.vocabulary, to="policy")
     lora_state = delegate(PolicyWorker.lora_state, to="policy")
     save = delegate(PolicyWorker.save, to="policy")
+    begin_save = delegate(PolicyWorker.begin_save, to="policy")
     load = delegate(PolicyWorker.load, to="policy")
     export_hf = delegate(PolicyWorker.export_hf, to="policy")
     compute_log_prob = compute_log_probs = delegate(PolicyWorker.compute_log_prob, to="policy")
@@ -226,7 +225,8 @@ class ReferenceWorker:
         temperature = self.config.actor_rollout_ref.rollout.temperature
         with self._reference_engine() as engine:
             out = engine.log_probs(data, temperature=temperature, passes=passes)
-        return batch_of(ref_log_prob=out.get("log_probs"))
+            facts = engine.facts()
+        return in_store(batch_of(ref_log_prob=out.get("log_probs")), data, facts)
 
 
 class ReferenceCalls:

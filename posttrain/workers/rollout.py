@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from posttrain.batch.rows import has_store
 from posttrain.config import needs_reference
 from posttrain.config.root import PPOConfig
-from posttrain.controller.group import all_of, delegate, register, to_all, to_first
+from posttrain.controller.group import all_of, delegate, register, to_all, to_first, totals
 from posttrain.conversations.conversation import Key, TurnRequest
 from posttrain.conversations.settings import turn_settings
 from posttrain.engine.ranks import team_of
@@ -22,7 +23,9 @@ from posttrain.rollout.base import Output, Request, RolloutEngine, Sampling
 from posttrain.rollout.engines import build_engine
 from posttrain.rollout.generate import advance, generate, to_batch, until_others_may_join
 from posttrain.rollout.settings import sampling_for
+from posttrain.rollout.stored import keep_outputs
 from posttrain.rollout.weight_buckets import Bucket, checksum_of_all
+from posttrain.texts import texts_of
 from posttrain.workers.engine_worker import policy_notes
 from posttrain.workers.policy import PolicyWorker
 from posttrain.workers.roles import engine_ranks, rollout_model
@@ -35,6 +38,8 @@ class RolloutWorker:
 
     engine: RolloutEngine
     awake = False
+    # Prompts whose responses go into the store, and whether their texts are wanted.
+    stored: dict[Key, tuple[Sequence[int], bool]]
     conversations: dict[Key, list[Hashable]]  # of several turns: the requests of each whose KV cache may be kept
 
     def __init__(
@@ -57,7 +62,7 @@ class RolloutWorker:
     def build(self, module: torch.nn.Module) -> None:
         """The engine over this model; it sleeps until it is asked for something."""
         data, rollout = self.config.data, self.config.actor_rollout_ref.rollout
-        self.conversations = {}
+        self.conversations, self.stored = {}, {}
         longest = data.max_prompt_length + data.max_response_length
         self.position_note = check_positions(positions_of(module), longest)
         self.end_ids = end_token_ids(self.tokenizer, model_end_ids(module))
@@ -115,6 +120,8 @@ class RolloutWorker:
         """Queue a request for each row, its id (uid, sample).
 
         `meta_info["validate"]` takes the validation's sampling settings, `meta_info["greedy"]` the likeliest tokens.
+        With `meta_info["store"]` the responses stay in this worker's store, where it has one; `meta_info["texts"]` has
+        their texts sent.
         """
         fields = prompts.non_tensor_batch
         sampling = self._sampling_of(prompts)
@@ -123,8 +130,11 @@ class RolloutWorker:
             self.wake()
         # With several turns the cache of a finished request stays: the next turn continues from it.
         keep = turn_settings(self.config.actor_rollout_ref.rollout.multi_turn).enable
+        stores = has_store() and bool(prompts.meta_info.get("store"))
         for uid, sample, ids, seed in zip(*columns, strict=True):
             self.engine.submit(Request((uid, sample), ids, sampling, int(seed), keep=keep))
+            if stores:
+                self.stored[uid, sample] = ids, bool(prompts.meta_info.get("texts"))
             if keep:
                 self.conversations[uid, sample] = [(uid, sample)]
 
@@ -154,7 +164,24 @@ class RolloutWorker:
         self._check_lock_step(ended)
         self._sleep_if_idle()
         busy = self.engine.has_work()
-        return ended, busy, self.engine.so_far(streams) if streams and busy else []
+        return self._keep(ended), busy, self.engine.so_far(streams) if streams and busy else []
+
+    def _keep(self, ended: list[Output]) -> list[Output]:
+        """The responses, in the store where the driver need not read them itself."""
+        asked = [self.stored.pop(output.id, None) for output in ended]
+        known = [one for one in asked if one is not None]
+        if self.team is not None and self.team.rank > 0:
+            return []  # the first of a team answers for all of it
+        if not ended or len(known) < len(ended):
+            return ended
+        read = [output.token_ids for output, (_, text) in zip(ended, known, strict=True) if text]
+        decoded = iter(texts_of(read, self.tokenizer) if read else [])
+        return keep_outputs(ended, [ids for ids, _ in known], [next(decoded) if text else None for _, text in known])
+
+    @register(to_all, totals)
+    def take_counts(self) -> dict[str, float]:
+        """What the engines have counted since the last call."""
+        return self.engine.take_counts()
 
     def _check_lock_step(self, outputs: Sequence[Output]) -> None:
         # Workers that hold one engine together must sample bitwise identical tokens.
@@ -224,4 +251,5 @@ class RolloutCalls:
     continue_conversations = delegate(RolloutWorker.continue_conversations, to="rollout")
     end_conversations = delegate(RolloutWorker.end_conversations, to="rollout")
     advance = delegate(RolloutWorker.advance, to="rollout")
+    take_counts = delegate(RolloutWorker.take_counts, to="rollout")
     generate_sequences = delegate(RolloutWorker.generate_sequences, to="rollout")

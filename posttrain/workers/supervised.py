@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from posttrain.algorithms.bradley_terry import bradley_terry_loss
+from posttrain.batch.compact import compact
 from posttrain.config.model import SCORE_HEADS
 from posttrain.controller.group import Calls, RoleGroup, WorkerGroup, register, to_all, to_first
 from posttrain.engine.base import EngineSettings, Passes, TrainEngine
@@ -23,7 +24,7 @@ from posttrain.models.lora import with_adapters
 from posttrain.models.scorer_loading import load_scorer
 from posttrain.protocol import DataProto
 from posttrain.workers.engine_worker import ExportingWorker, lora_state
-from posttrain.workers.update_plan import by_passes, in_row_order, parts_by_rank, reporting_ranks
+from posttrain.workers.update_plan import by_passes, each_once, in_row_order, parts_by_rank, reporting_ranks
 
 
 def planned_step(group: WorkerGroup, batch: DataProto) -> Calls:
@@ -31,8 +32,9 @@ def planned_step(group: WorkerGroup, batch: DataProto) -> Calls:
     the batch are those of its rows in all of it, so that shares of the loss add up."""
     if group.world_size == 1:
         return Calls([(batch, None)])
-    parts = parts_by_rank(batch, group)
-    return Calls([(batch[part.rows], part.passes) for part in parts], reporting_ranks=reporting_ranks(group))
+    parts, sent = parts_by_rank(batch, group), compact(batch)
+    arguments = each_once(parts, lambda part: (sent[part.rows], part.passes))
+    return Calls(arguments, reporting_ranks=reporting_ranks(group))
 
 
 def join_steps(results: list[dict[str, Any]], calls: Calls) -> dict[str, Any]:
@@ -173,6 +175,7 @@ class SupervisedGroup(RoleGroup):
     engine_facts = SupervisedWorker.engine_facts
     lora_state = SupervisedWorker.lora_state
     save = SupervisedWorker.save
+    begin_save = SupervisedWorker.begin_save
     load = SupervisedWorker.load
     export_hf = SupervisedWorker.export_hf
 

@@ -15,10 +15,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from posttrain.batch.compact import compact, keep_rows, row_sums
 from posttrain.batch.fields import ROUTES
+from posttrain.batch.rows import has_store
 from posttrain.batch.samples import rows_of_samples
 from posttrain.controller.group import Calls, WorkerGroup
+from posttrain.engine.facts import EngineFacts
 from posttrain.engine.micro_batches import RankPart, plan_ranks
+from posttrain.engine.ranks import this_rank, world_size
 from posttrain.protocol import DataProto
 from posttrain.workers.measures import Measures, reduce_over_ranks, reduce_over_steps
 
@@ -29,8 +33,8 @@ def by_groups(group: WorkerGroup, data: DataProto) -> Calls:
     """Rows with the same uid to the same rank, so that their prompt is computed once; ranks get equal tokens."""
     if group.world_size == 1:
         return Calls([(data,)])
-    rows = split_rows(_groups(data), _tokens(data), group.world_size)
-    return Calls([(data[own],) for own in rows], rows)
+    rows, sent = split_rows(_groups(data), _tokens(data), group.world_size), compact(data)
+    return Calls([(sent[own],) for own in rows], rows)
 
 
 def by_passes(group: WorkerGroup, data: DataProto) -> Calls:
@@ -54,8 +58,15 @@ def _by_passes(group: WorkerGroup, data: DataProto, objects: list[str]) -> Calls
         return Calls([(data.select(None, kept), None)])
     parts = parts_by_rank(data, group)
     # Only what a forward pass reads: the other tensors of a batch would travel to every rank for nothing.
-    needed = data.select([name for name in COMPUTED if name in data.batch], objects, [])
-    return Calls([(needed[part.rows], part.passes) for part in parts], [part.rows for part in parts])
+    needed = compact(data.select([name for name in COMPUTED if name in data.batch], objects, []))
+    arguments = each_once(parts, lambda part: (needed[part.rows], part.passes))
+    return Calls(arguments, [part.rows for part in parts], reporting_ranks(group))
+
+
+def each_once(parts: Sequence[RankPart], make: Callable[[RankPart], Any]) -> list[Any]:
+    """What is made of each part: once, where ranks share one."""
+    made: dict[int, Any] = {}
+    return [made[id(part)] if id(part) in made else made.setdefault(id(part), make(part)) for part in parts]
 
 
 def parts_by_rank(data: DataProto, group: WorkerGroup) -> list[RankPart]:
@@ -100,7 +111,7 @@ def _groups(data: DataProto) -> list[Hashable]:
 
 def _tokens(data: DataProto) -> list[int]:
     if "attention_mask" in data.batch:
-        return data.batch["attention_mask"].sum(-1).tolist()
+        return row_sums(data, "attention_mask").astype(int).tolist()
     return [len(ids) for ids in data.non_tensor_batch["raw_prompt_ids"]]
 
 
@@ -108,16 +119,27 @@ def in_row_order(results: list[DataProto], calls: Calls) -> DataProto:
     """The ranks' rows as one batch, in the order of the caller's."""
     if calls.rows is None:
         return results[0]
-    parts = [(part, rows) for part, rows in zip(results, calls.rows, strict=True) if len(rows)]
+    # What several ranks computed together is taken once.
+    pairs = zip(calls.reported(results), calls.reported(list(calls.rows)), strict=True)
+    parts = [(part, rows) for part, rows in pairs if len(rows)]
     joined = DataProto.concat([part for part, _ in parts])
-    rows = np.concatenate([rows for _, rows in parts])
-    _, first = np.unique(rows, return_index=True)  # what several ranks computed together is taken once
-    return joined[first]
+    return joined[np.argsort(np.concatenate([rows for _, rows in parts]))]
 
 
 def batch_of(**tensors: torch.Tensor | None) -> DataProto:
     """A batch of these; a rank without rows has none to give."""
     return DataProto.from_dict(tensors={name: tensor for name, tensor in tensors.items() if tensor is not None})
+
+
+def in_store(found: DataProto, data: DataProto, facts: EngineFacts) -> DataProto:
+    """What was computed of these rows, left in this worker's store where it has one; of ranks that computed the same
+    rows the one that reports leaves it there, and the others give nothing."""
+    if not has_store() or not len(found):
+        return found
+    first = world_size() - world_size() // facts.pipeline
+    if this_rank() < first or (this_rank() - first) % facts.sequence_parallel:
+        return DataProto()
+    return keep_rows(found, data)
 
 
 def with_routes(batch: DataProto, routes: Sequence[np.ndarray]) -> DataProto:
@@ -208,14 +230,20 @@ def plan_updates(group: WorkerGroup, batch: DataProto, schedule: Schedule, prepa
         return Calls([(one_rank_plan(batch, schedule, prepare),)])
     # Token weights come from the whole mini-batch before it is cut: a mean over tokens is then the same number
     # however many ranks there are and however unevenly their tokens lie.
-    plans = [UpdatePlan(len(batch) * schedule.epochs) for _ in range(group.world_size)]
+    steps: list[list[MiniBatch]] = []
     for mini in mini_batches(batch, schedule):
         whole = prepare(mini)
         # No loss reads these columns, which would travel to every rank.
-        sent = whole.select([name for name in whole.batch if name not in UNUSED], _routes_in(whole))
-        for plan, part in zip(plans, parts_by_rank(whole, group), strict=True):
-            plan.steps.append(MiniBatch(sent[part.rows], part.passes))
-    return Calls([(plan,) for plan in plans], reporting_ranks=reporting_ranks(group))
+        sent = compact(whole.select([name for name in whole.batch if name not in UNUSED], _routes_in(whole)))
+        parts = parts_by_rank(whole, group)
+        steps.append(each_once(parts, lambda part, sent=sent: MiniBatch(sent[part.rows], part.passes)))
+    # Ranks that compute the same rows together have one plan, which is sent once.
+    shared: dict[tuple[int, ...], tuple[UpdatePlan]] = {}
+    arguments = []
+    for own in zip(*steps, strict=True):
+        plan = UpdatePlan(len(batch) * schedule.epochs, steps=list(own))
+        arguments.append(shared.setdefault(tuple(map(id, own)), (plan,)))
+    return Calls(arguments, reporting_ranks=reporting_ranks(group))
 
 
 def join_updates(results: list[list[Measures]], calls: Calls) -> dict[str, float]:

@@ -39,6 +39,17 @@ def test_truncated_weights_equal_the_plain_formula(ragged, level):
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
+def test_normalised_weights_are_divided_by_the_mean_over_tokens_or_responses(ragged, level):
+    chosen = {**config(level), "rollout_is_batch_normalize": True}
+    weights, metrics = compute_rollout_correction(ragged.old_log_prob, ragged.rollout_log_prob, ragged.mask, chosen)
+    plain = plain_weights(ragged, level, 1.5)
+    rows = [row[m.bool()] for row, m in zip(plain, ragged.mask, strict=True) if m.any()]
+    mean = float(torch.cat(rows).mean() if level == "token" else torch.stack([row[0] for row in rows]).mean())
+    assert weights is not None and metrics["rollout_is/norm"] == pytest.approx(mean, rel=1e-6) != 1
+    assert torch.allclose(weights.double(), plain / mean, atol=1e-6)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
 def test_diagnostics_equal_their_plain_formulas(ragged, level):
     _, metrics = compute_rollout_correction(ragged.old_log_prob, ragged.rollout_log_prob, ragged.mask, config(level))
     rows = [row for row in gaps(ragged) if row]

@@ -53,6 +53,7 @@ def call_estimator(name: str) -> set[str]:
     """Settings of the section `algorithm` that it read."""
     config, ones = RecordingConfig(), torch.ones(4, 3)
     more = {"values": ones, "reward_baselines": torch.ones(4), "sum_pi_squared": ones / 2, "old_log_probs": -ones}
+    more |= {"rollout_log_probs": -ones, "reward_scores": [1.0, 0.0, 1.0, 0.0]}
     index = ["a", "a", "b", "b"]
     compute_advantage(name, token_level_rewards=ones, response_mask=ones, index=index, config=config, **more)
     return config.read & {field.name for field in dataclasses.fields(AlgorithmConfig)}

@@ -146,6 +146,22 @@ def plain_gdpo(case, weights=(1.0, 1.0, 1.0)):
     return per_row(case, lambda row: (sums[row] - mean) / (deviation + EPSILON))
 
 
+def codapo_value(case, row: int, key: str) -> float:
+    """Confidence times the parabola over difficulty, of the row's prompt."""
+    group = members(case, row)
+    means = [math.fsum(case.old_log_probs[o, t].item() for t in written(case, o)) for o in group]
+    means = [total / max(len(written(case, o)), 1) for total, o in zip(means, group, strict=True)]
+    difficulty = 1 - sum(case.reward_parts[other][key] == 1 for other in group) / len(group)
+    return math.exp(math.fsum(means) / len(group)) * (1 - 4 * (difficulty - 0.5) ** 2)
+
+
+def plain_codapo(case, offset: float = 0.1, key: str = "acc"):
+    scores = scores_of(case)
+    return per_row(
+        case, lambda row: (codapo_value(case, row, key) + offset) * group_relative(scores, case, row, divide=True)
+    )
+
+
 def plain_optimal_token_baseline(case):
     def energy(row: int, count: int) -> float:
         return sum(
@@ -194,6 +210,7 @@ def case(ragged) -> SimpleNamespace:
     log_probs = uniform.log()
     parts = [
         {"right": float(row % 3 == 0), "format": float(row % 2), "length": uniform[row, 0].item(), "note": "text"}
+        | {"acc": float(row % 4 > 1)}
         for row in range(16)
     ]
     return SimpleNamespace(
@@ -217,6 +234,7 @@ def estimate(name: str, case, **settings) -> tuple[torch.Tensor, torch.Tensor]:
         config=AlgorithmConfig(adv_estimator=name, **settings),
         values=case.values,
         old_log_probs=case.old_log_probs,
+        rollout_log_probs=case.old_log_probs,
         sum_pi_squared=case.sum_pi_squared,
         reward_baselines=case.reward_baselines,
         reward_parts=case.reward_parts,
@@ -246,7 +264,7 @@ def test_equal_rewards_give_no_advantage_but_where_there_is_no_group(case, name)
     for row in range(16):
         if written(case, row):
             case.rewards[row, written(case, row)[-1]] = 0.1
-    case.reward_parts = np.array([{"right": 0.1, "format": 1.0, "length": 0.3}] * 16, dtype=object)
+    case.reward_parts = np.array([{"right": 0.1, "format": 1.0, "length": 0.3, "acc": 0.0}] * 16, dtype=object)
     advantages, _ = estimate(name, case)
     assert torch.isfinite(advantages).all()
     if ADV_ESTIMATORS[name].compares_group and name not in ("gdpo", "reinforce_plus_plus_baseline"):
@@ -307,6 +325,23 @@ def test_gae_discounts_by_written_tokens(case, gamma, lam):
 @pytest.mark.parametrize("name", ["grpo", "grpo_passk"])
 def test_the_division_by_the_deviation_can_be_left_out(case, name):
     assert same(estimate(name, case, norm_adv_by_std_in_grpo=False)[0], PLAIN[name](case, divide=False))
+
+
+def test_codapo_weighs_by_the_part_that_is_named_and_repeats_the_most_valuable_prompts(case):
+    own = {"codapo_weight_offset": 0.4, "codapo_accuracy_key": "right"}
+    advantages, _ = estimate("codapo", case, **own)
+    assert same(advantages, plain_codapo(case, 0.4, "right"))
+    tensors = {"rollout_log_probs": case.old_log_probs, "response_mask": case.mask}
+    batch = SimpleNamespace(
+        batch=tensors, non_tensor_batch={"uid": case.index, "reward_parts": case.reward_parts}, meta_info={}
+    )
+    values = {uid: codapo_value(case, row, "right") for row, uid in enumerate(GROUPS)}
+    for count in (1, 3):
+        config = AlgorithmConfig(adv_estimator="codapo", codapo_top_k=count, **own)
+        chosen = ADV_ESTIMATORS["codapo"].prompts_to_repeat(batch, config)
+        assert chosen == sorted(values, key=lambda uid: -values[uid])[:count]
+    with pytest.raises(AlgorithmError, match="the parts are acc, format, length, note, right"):
+        estimate("codapo", case, codapo_accuracy_key="correct")
 
 
 def test_gpg_makes_up_for_groups_without_signal():

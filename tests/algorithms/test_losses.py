@@ -29,6 +29,11 @@ def settings(**changed) -> ActorConfig:
         tau_pos=1.2,
         tau_neg=1.7,
         ppo_kl_coef=0.6,
+        cppo_w_min=0.5,
+        cppo_delta_b=0.03,
+        cppo_delta_b_q=0.3,
+        cppo_delta_b_k=1.3,
+        cppo_delta_b_max_mult=6.0,
     )
     return ActorConfig(
         **({"clip_ratio_low": LOW, "clip_ratio_high": HIGH, "clip_ratio_c": C, "policy_loss": own} | changed)
@@ -76,6 +81,8 @@ class Token:
         places = [k for k in range(7) if batch.mask[row, k]]
         self.row_d = [lp[row, k].item() - batch.old[row, k].item() for k in places]
         self.row_d_fixed = [at[row, k].item() - batch.old[row, k].item() for k in places]
+        self.row_moved = [abs(math.exp(at[row, k].item()) - math.exp(batch.old[row, k].item())) for k in places]
+        self.place = places.index(t)
         self.row_a = math.fsum(batch.advantages[row, k].item() for k in places) / len(places)
 
 
@@ -129,6 +136,22 @@ def plain_dppo_kl(x: Token, chosen: bool) -> float:
     p, q = math.exp(x.fixed), math.exp(x.q)
     kl = q * math.log(q / p) + (1 - q) * math.log((1 - q + 1e-8) / (1 - p + 1e-8))
     kept = (kl <= HIGH or p <= q) if x.a > 0 else (kl <= LOW or p >= q)
+    return -x.a * min(math.exp(x.d_fixed), C) * x.lp if kept else 0.0
+
+
+def plain_cppo(x: Token, chosen: bool) -> float:
+    """By the recurrences of the paper, with budgets from 0.03 to 0.18, and delta 0.2."""
+    moved, length = x.row_moved, len(x.row_moved)
+    ordered, at = sorted(moved), 0.3 * (length - 1)
+    low, high = ordered[math.floor(at)], ordered[math.ceil(at)]
+    budget = clip(1.3 * (low + (at - math.floor(at)) * (high - low)), 0.03, 0.18)
+    spent = earned = 0.0
+    for t in range(x.place + 1):
+        weight = 1 - 0.5 * t / max(length - 1, 1)
+        threshold = min(0.2, 0.2 + budget * earned - spent)
+        kept = weight * moved[t] <= threshold
+        spent, earned = spent + weight * moved[t], earned + weight
+    kept = kept or x.a * (math.exp(x.d_fixed) - 1) <= 0
     return -x.a * min(math.exp(x.d_fixed), C) * x.lp if kept else 0.0
 
 

@@ -9,6 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from posttrain.config import load_config
+from posttrain.protocol import DataProto
+from posttrain.workers.actor.correction import mean_weight_over_ranks, needs_mean_weight
+from posttrain.workers.actor.dp_actor import actor_objective
 from verl.tools.function_tool import FUNCTION_TOOL_REGISTRY
 from verl.tools.tool_registry import load_all_tools
 from verl.trainer.ppo.core_algos import compute_policy_loss_bypass_mode, get_policy_loss_fn
@@ -98,6 +102,37 @@ def test_bypass_mode_compares_with_the_rollout(chosen: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="loss_type"):
         config["policy_loss"]["rollout_correction"] = {"loss_type": "other"}
         compute_policy_loss_bypass_mode(old, new, advantages, mask, "token-mean", config)
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        {"rollout_is": "token"},
+        {"rollout_rs": "token_k1", "rollout_rs_threshold": 1.4},
+        {"loss_type": "reinforce", "rollout_rs": "seq_mean_k3", "rollout_rs_threshold": 0.05},
+        {"loss_type": "reinforce", "rollout_is": "sequence", "rollout_is_batch_normalize": True},
+        {"loss_type": "reinforce", "rollout_is": "token", "rollout_is_threshold": "0.8_1.3"},
+    ],
+)
+def test_the_update_of_a_run_has_the_loss_of_verls_bypass_mode(chosen: dict[str, Any]) -> None:
+    torch.manual_seed(1)
+    old, advantages = torch.randn(6, 4), torch.randn(6, 4)
+    new, mask = old + 0.3 * torch.randn(6, 4), (torch.rand(6, 4) > 0.2).float()
+    section = {"bypass_mode": True, **chosen}
+    settings = load_config([f"algorithm.rollout_correction.{name}={value}" for name, value in section.items()]).config
+    actor, correction = settings.actor_rollout_ref.actor, settings.algorithm.rollout_correction
+    run = actor_objective(actor, correction, 4)
+    tensors = {"old_log_probs": old, "rollout_log_probs": old, "advantages": advantages, "response_mask": mask}
+    mini = run.prepare(DataProto.from_dict(tensors))
+    if needs_mean_weight(actor, correction):
+        run.mean_weight = mean_weight_over_ranks(new, mini.batch, correction)
+    ours = run(mini, {"log_probs": new, "entropy": torch.zeros_like(new)})
+    # verl counts the tokens of the whole mini-batch before rejection, too.
+    counts = {"batch_num_tokens": int(mask.sum())}
+    config = {"clip_ratio": 0.2, "clip_ratio_c": 3.0, "global_batch_info": counts, "policy_loss": {}}
+    config["policy_loss"]["rollout_correction"] = chosen
+    theirs, _ = compute_policy_loss_bypass_mode(old, new, advantages, mask, "token-mean", config)
+    assert float(ours) == pytest.approx(float(theirs), rel=1e-5)
 
 
 def test_tools_of_both_files_are_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,18 +53,6 @@ WRONG = {
         ["algorithm.rollout_correction.rollout_is=token", "algorithm.rollout_correction.rollout_is_threshold=0"],
         ["is not a threshold"],
     ),
-    "correction of nothing": (
-        ["algorithm.rollout_correction.rollout_is=token", "actor_rollout_ref.actor.old_log_probs=rollout"],
-        ["takes the rollout's for both: nothing would be corrected", "old_log_probs=trainer"],
-    ),
-    "rejection of nothing": (
-        [
-            "algorithm.rollout_correction.rollout_rs=seq_mean_k3",
-            "algorithm.rollout_correction.rollout_rs_threshold=0.01",
-            "actor_rollout_ref.actor.old_log_probs=rollout",
-        ],
-        ["`algorithm.rollout_correction.rollout_rs` compares", "nothing would be corrected"],
-    ),
     "buffer": (
         ["reward.overlong_buffer.enable=True", "reward.overlong_buffer.len=90", "data.max_response_length=80"],
         ["overlong_buffer.len=90", "at most 80"],
@@ -72,6 +60,14 @@ WRONG = {
     "filter of single responses": (
         ["algorithm.adv_estimator=remax", "algorithm.filter_groups.enable=True"],
         ["one response per prompt"],
+    ),
+    "codapo with dynamic sampling": (
+        ["algorithm.adv_estimator=codapo", "algorithm.filter_groups.enable=True"],
+        ["codapo chooses the next step's prompts", "algorithm.filter_groups.enable=False"],
+    ),
+    "codapo one step off": (
+        ["algorithm.adv_estimator=codapo", "trainer.one_step_off=True", "actor_rollout_ref.rollout.n_workers=1"],
+        ["codapo chooses the next step's prompts", "trainer.one_step_off=False"],
     ),
     "gdpo with KL in the reward": (
         ["algorithm.adv_estimator=gdpo", "algorithm.use_kl_in_reward=True"],
@@ -86,6 +82,32 @@ def test_what_cannot_work_is_refused(name):
     with pytest.raises(ConfigError) as caught:
         load_config(args)
     assert all(part in str(caught.value) for part in parts)
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ([], True),
+        (["actor_rollout_ref.actor.policy_loss.loss_mode=gspo"], True),
+        (["actor_rollout_ref.actor.policy_loss.loss_mode=gpg"], False),
+        (["actor_rollout_ref.rollout.top_p=0.9"], False),
+        (["actor_rollout_ref.actor.old_log_probs=trainer"], False),
+    ],
+)
+def test_weights_that_only_losses_without_a_ratio_use_are_noted(more, said):
+    given = ["algorithm.rollout_correction.rollout_is=token", "actor_rollout_ref.actor.old_log_probs=rollout"]
+    assert any("measured and not applied" in note for note in load_config([*given, *more]).notes) == said
+
+
+def test_cppo_compares_with_the_rollout_unless_told_otherwise():
+    old, loss = "actor_rollout_ref.actor.old_log_probs", "actor_rollout_ref.actor.policy_loss.loss_mode=cppo"
+    assert (
+        load_config([loss]).value(old) == "rollout" and load_config([loss.replace("cppo", "gspo")]).value(old) == "auto"
+    )
+    assert load_config([loss, f"{old}=trainer"]).value(old) == "trainer"
+    # Its ratio is the one to the rollout, so that older responses need no importance weights.
+    off = ["trainer.one_step_off=True", "actor_rollout_ref.rollout.n_workers=1"]
+    assert load_config([loss, *off]).value("algorithm.rollout_correction.rollout_is") is None
 
 
 IDLE = {

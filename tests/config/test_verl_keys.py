@@ -20,6 +20,7 @@ from posttrain.other_systems.verl.translations import TRANSLATIONS
 
 ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 REF, CORRECTION = "actor_rollout_ref.ref", "algorithm.rollout_correction"
+LOSS = f"{ACTOR}.policy_loss.loss_mode"
 TURNS = "actor_rollout_ref.rollout.multi_turn"
 BY_MEGATRON = [f"{ACTOR}.strategy=megatron", "trainer.n_workers=2"]
 TREES = {"main_ppo": PPO, "sft_trainer": SFT}
@@ -39,8 +40,8 @@ def answered(program: str, **values: Any) -> Merged:
     return merged
 
 
-def test_all_1591_keys_get_one_of_the_four_answers():
-    assert len(ANSWERS) == 1591 and not [key for key, (_, found) in ANSWERS.items() if found is None]
+def test_all_1604_keys_get_one_of_the_four_answers():
+    assert len(ANSWERS) == 1604 and not [key for key, (_, found) in ANSWERS.items() if found is None]
     counted = Counter(found.kind for _, found in ANSWERS.values() if found)
     assert set(counted) == set(KINDS) and counted[HONOURED] + counted[TRANSLATED] > 300
 
@@ -97,6 +98,7 @@ SPECIAL: dict[str, str] = {
     f"{ACTOR}.policy_loss.loss_mode": "sapo",
     f"{ACTOR}.optim.betas": "[0.8, 0.9]",
     f"{ACTOR}.clip_ratio_c": "5.0",
+    f"{ACTOR}.policy_loss.cppo_delta_b_max_mult": "2.0",
     "critic.optim.betas": "[0.8, 0.9]",
     "optim.betas": "[0.8, 0.9]",
     "fsdp.strategy": "fsdp",
@@ -247,6 +249,16 @@ CASES: dict[str, list[tuple[list[str], dict[str, Any] | str]]] = {
     "bypass": [
         ([f"{CORRECTION}.bypass_mode=true"], {f"{ACTOR}.old_log_probs": "rollout"}),
         ([f"{CORRECTION}.bypass_mode=False"], {f"{ACTOR}.old_log_probs": "trainer"}),
+    ],
+    "loss_type": [
+        (
+            [f"{CORRECTION}.bypass_mode=true", f"{CORRECTION}.loss_type=reinforce", f"{LOSS}=vanilla"],
+            {LOSS: "gpg", f"{ACTOR}.old_log_probs": "rollout"},
+        ),
+        ([f"{CORRECTION}.bypass_mode=true", f"{CORRECTION}.loss_type=ppo_clip"], {LOSS: "vanilla"}),
+        ([f"{CORRECTION}.loss_type=reinforce"], {LOSS: "vanilla", f"{ACTOR}.old_log_probs": "auto"}),
+        ([f"{CORRECTION}.bypass_mode=true", f"{CORRECTION}.loss_type=reinforce", f"{LOSS}=gspo"], "keep one of them"),
+        ([f"{CORRECTION}.loss_type=other"], "neither ppo_clip nor reinforce"),
     ],
     "lower": [
         (

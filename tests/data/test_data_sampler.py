@@ -60,6 +60,18 @@ def test_resume_at_every_position_continues_exactly(drop_last):
         assert second.epoch == first.epoch and batches(second, 12 - done) == whole[done:]
 
 
+def test_repeated_rows_make_the_next_batch_alone_also_after_a_resume():
+    sampler = PromptSampler(10, 4, seed=1)
+    plain = batches(PromptSampler(10, 4, seed=1), 3)
+    assert sampler.next_batch() == plain[0] and not sampler.is_repeating
+    sampler.repeat([7, 2, 5])
+    resumed = PromptSampler(10, 4, seed=1)
+    resumed.load_state_dict(json.loads(json.dumps(sampler.state_dict())))
+    for one in (sampler, resumed):
+        assert one.next_batch() == [7, 2, 5, 7] and one.is_repeating
+        assert batches(one, 2) == plain[1:] and not one.is_repeating
+
+
 def test_resume_on_changed_data_or_seed_is_refused():
     state = PromptSampler(11, 3, seed=7).state_dict()
     for other in (

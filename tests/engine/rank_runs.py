@@ -27,6 +27,7 @@ from forked_ranks import run_ranks
 
 from posttrain.batch.fields import ROUTES
 from posttrain.checkpoint import CheckpointManager
+from posttrain.checkpoint.parts import WRITTEN, take_report
 from posttrain.config.model import ModelConfig
 from posttrain.config.root import OptimConfig
 from posttrain.engine import sharding
@@ -383,8 +384,13 @@ def checkpoint(world: World) -> Any:
         manager.save(step, tensors={"actor": engine.save}, state={}, rng={})
     else:
         engine.save(staged(world, step))
+        behind = world.folder / f"behind_{step}"
+        assert engine.begin_save(behind) is None
         torch.distributed.barrier()
         if this_rank() == 0:
+            take_report(behind, WRITTEN)
+            same = {file.name: file.read_bytes() == (behind / file.name).read_bytes() for file in behind.iterdir()}
+            assert len(same) == step + 1 and all(same.values()), same
             manager.save(step, tensors={"actor": lambda folder: staged(world, step).rename(folder)}, state={}, rng={})
         torch.distributed.barrier()
     found = {}

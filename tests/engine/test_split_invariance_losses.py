@@ -14,7 +14,7 @@ from plain import clipped_loss, flat_gradient, plain_loss, plain_model, plain_ou
 from posttrain.algorithms import AGGREGATION_MODES, call_policy_loss, prepare_policy_loss
 from posttrain.algorithms.registry import POLICY_LOSSES
 from posttrain.config.root import PolicyLossConfig, RolloutCorrectionConfig
-from posttrain.workers.actor.dp_actor import finish_importance_metrics
+from posttrain.workers.actor.correction import finish_importance_metrics
 
 pytestmark = pytest.mark.slow
 LIMITS = {torch.float32: 1e-6, torch.float64: 1e-12}

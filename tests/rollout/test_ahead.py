@@ -317,11 +317,11 @@ def test_exact_decoding_samples_what_the_oracle_samples_and_scores_as_it_decodes
     """With the attention, norms and rotation of training; on a CUDA device in bfloat16, bit for bit."""
     from posttrain.kernels import train
 
+    monkeypatch.setattr("posttrain.rollout.native.build.check_exact", lambda *_: None)
     if ON_CUDA:  # of widths that exactness is built for
         module = model(kind=kind, hidden_size=128, intermediate_size=256, head_dim=64).bfloat16()
     else:
         module = model(kind=kind)
-        monkeypatch.setattr("posttrain.rollout.native.build.check_exact", lambda *_: None)
         monkeypatch.setattr(train, "on_cuda", lambda tensor: True)
     settings = [Sampling(max_tokens=2 + row, temperature=0.7) for row in range(len(PROMPTS))]
     engine = make(module, exact=True)

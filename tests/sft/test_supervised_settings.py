@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,7 @@ from lora_tools import started
 from safetensors.torch import load_file
 from sft_runs import PAIRS, PREFERENCES, metrics_of, reward_model, sft
 
+from posttrain.checkpoint import parts
 from posttrain.config.model import ModelConfig
 from posttrain.config.supervised import PairDataConfig, RewardTrainerConfig, SFTConfig, SFTDataConfig
 from posttrain.data.supervised import PairDataset, SFTDataset
@@ -105,6 +107,22 @@ def test_checkpoints_and_validations_come_when_they_are_due(due):
         "global_step_5",
     ]
     assert (due.path / "checkpoints" / "global_step_4" / "huggingface" / "config.json").exists()
+
+
+def test_the_next_step_does_not_wait_for_a_checkpoint(tiny_model, tmp_path, monkeypatch):
+    threads, write = [], parts._HashingStream.write
+
+    def watched(stream, data):
+        threads.append(threading.current_thread().name)
+        return write(stream, data)
+
+    monkeypatch.setattr(parts._HashingStream, "write", watched)
+    more = {"trainer__total_training_steps": 2, "trainer__save_freq": 1}
+    sft(tiny_model, tmp_path / "behind", **more)
+    assert list(dict.fromkeys(threads)) == ["checkpoint", "MainThread"], "of the last step nothing is copied"
+    threads.clear()
+    sft(tiny_model, tmp_path / "waited", trainer__async_save=False, **more)
+    assert set(threads) == {"MainThread"}
 
 
 def test_a_run_goes_on_from_the_checkpoint_that_is_named_and_leaves_others_alone_if_told(due, tiny_model, tmp_path):

@@ -70,6 +70,17 @@ def test_every_estimator_and_every_loss_runs_five_steps(tiny_model, sums, tmp_pa
     assert all(("remax/baseline_mean" in line) == (estimator == "remax") for line in lines)
 
 
+def test_codapo_repeats_prompts_of_every_other_step(tiny_model, sums, tmp_path):
+    more = {"algorithm__codapo_top_k": 1, "trainer__total_training_steps": 4, "actor_rollout_ref__rollout__n": 6}
+    result = run(tiny_model, sums, tmp_path, reward=even_share, algorithm__adv_estimator="codapo", **more)
+    assert [line["prompts/repeated"] for line in metrics_of(result.path)] == [0.0, 1.0, 0.0, 1.0]
+    steps = [pq.read_table(result.path / "samples" / f"step_{step}.parquet").to_pylist() for step in range(1, 5)]
+    prompts = [[row["prompt"] for row in rows] for rows in steps]
+    groups = [len({row["uid"] for row in rows}) for rows in steps]
+    assert [len(set(names)) for names in prompts] == [4, 1, 4, 1] and groups == [4, 4, 4, 4]
+    assert prompts[1][0] in prompts[0] and prompts[3][0] in prompts[2]
+
+
 @pytest.mark.parametrize("estimator", ["grpo", "gae"])
 def test_adapters_run_five_steps_and_they_alone_move(tiny_model, sums, tmp_path, seen, estimator):
     more = {"algorithm__adv_estimator": estimator, f"{ACTOR}use_kl_loss": True, **LORA, **FIVE_STEPS}
@@ -127,7 +138,40 @@ def test_the_rollout_correction_runs_and_reports(tiny_model, sums, tmp_path):
         1, abs=1e-5
     )
     assert line["rollout_is/masked"] == line["rollout_rs/rejected"] == 0.0
-    assert "timing_s/old_log_prob" in metrics_of(tmp_path / "test" / "run", times=True)[-1]
+    # One update on a batch: the update has the log-probs that both are made from.
+    assert "timing_s/old_log_prob" not in metrics_of(tmp_path / "test" / "run", times=True)[-1]
+
+
+IS, RS = "algorithm__rollout_correction__rollout_is", "algorithm__rollout_correction__rollout_rs"
+BYPASS = {
+    "clip": ({IS: "token"}, "rollout_is/truncated"),
+    "clip, rejection": ({RS: "seq_mean_k3", f"{RS}_threshold": 0.01}, "rollout_rs/rejected_rows"),
+    "reinforce": ({IS: "sequence", f"{ACTOR}policy_loss__loss_mode": "gpg"}, "rollout_is/ess"),
+    "reinforce of mean 1, rejection": (
+        {
+            IS: "token",
+            f"{IS}_threshold": "0.5_1.0",
+            f"{IS}_batch_normalize": True,
+            RS: "token_k1",
+            f"{RS}_threshold": 1.5,
+            f"{ACTOR}policy_loss__loss_mode": "gpg",
+        },
+        "rollout_is/norm",
+    ),
+}
+
+
+@pytest.mark.parametrize("form", BYPASS)
+def test_bypass_mode_runs_two_steps_and_reports(tiny_model, sums, tmp_path, form):
+    settings, metric = BYPASS[form]
+    two = {f"{ACTOR}ppo_mini_batch_size": 2, f"{ACTOR}optim__lr": 1e-2, f"{ACTOR}old_log_probs": "rollout"}
+    lines = metrics_of(run(tiny_model, sums, tmp_path / "a", reward=even_share, **two, **settings).path)
+    assert len(lines) == 2 and all(line["actor/optimizer_steps"] == 2 for line in lines)
+    assert all(math.isfinite(line[metric]) and line["mismatch/ppl_ratio"] > 0 for line in lines)
+    off = {key: value for key, value in settings.items() if "correction" not in key}
+    plain = metrics_of(run(tiny_model, sums, tmp_path / "b", reward=even_share, **two, **off).path)
+    # The second update of the first step is off-policy. In the clipped loss its ratio corrects for that already.
+    assert (plain[0]["actor/grad_norm"] == lines[0]["actor/grad_norm"]) == (form == "clip")
 
 
 def test_sum_pi_squared_is_that_of_the_full_distribution(tiny_model, sums, tmp_path, seen, monkeypatch):

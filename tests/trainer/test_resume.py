@@ -22,9 +22,13 @@ CASES = {
         "algorithm__kl_ctrl__type": "adaptive",
         "critic__optim__lr": 1e-3,
     },
+    "codapo, saved before a step that repeats prompts": {
+        "algorithm__adv_estimator": "codapo",
+        "algorithm__codapo_top_k": 2,
+    },
     "lora": {"actor_rollout_ref__model__lora_rank": 4},
 }
-SLOW = ("grpo", "gae with KL in the reward")
+SLOW = ("grpo", "gae with KL in the reward", "codapo, saved before a step that repeats prompts")
 KILLED = """
     import os, signal, sys
     sys.path.insert(0, {folder!r})

@@ -22,6 +22,7 @@ from posttrain.config.root import PPOConfig
 from posttrain.errors import UserError
 from posttrain.protocol import DataProto
 from posttrain.rewards import resolve_reward
+from posttrain.rollout.native.speculation import PassCost
 from posttrain.tracking.rundir import TIMELINE, read_lines
 from posttrain.tracking.samples import read_vocabulary, sample_files, validation_files
 from posttrain.trainer.ppo import reward
@@ -260,6 +261,17 @@ def test_with_fp8_the_rollout_rounds_and_importance_weights_correct_for_it(tiny_
     steps = metrics_of(result.path)
     # The trainer computes in float32: rounding to 8 bits is what differs, after each weight sync anew.
     assert all(1e-3 < step["mismatch/logp_mean"] < 0.5 for step in steps), steps
+
+
+def test_with_speculation_few_responses_are_verified_and_none_differs(tiny_model, sums, tmp_path, monkeypatch):
+    monkeypatch.setattr(PassCost, "best_width", lambda *_: 4)  # as if it always paid
+    found = []
+    for value in (None, "batch"):
+        result = run(tiny_model, sums, tmp_path / str(value), actor_rollout_ref__rollout__speculation=value, **ONE)
+        found.append((metrics_of(result.path)[0], [row["response"] for row in samples(result.path)]))
+    (plain, responses), (metrics, same) = found
+    assert "rollout/speculation_share" not in plain and metrics["rollout/speculation_share"] > 0
+    assert responses == same
 
 
 def test_the_data_settings_of_a_run_decide_what_the_model_is_asked(tiny_model, tmp_path):

@@ -48,9 +48,9 @@ def test_each_rank_writes_a_trace_of_the_calls_that_it_answered(tmp_path):
 
     host = RankHost.__new__(RankHost)
     host.rank, host.workers, host.spans, host.profiler = 1, {"actor": "a worker"}, [], None
-    host.call("actor", "upper", *pack(()))
+    host.call("actor", "upper", pack(()))
     host.begin_trace()
-    assert unpack(host.call("actor", "upper", *pack(()))) == "A WORKER"
+    assert unpack(host.call("actor", "upper", pack(()))) == "A WORKER"
     path = tmp_path / "elsewhere" / "step_1.rank_1.json.gz"
     assert unpack(host.end_trace(str(path))) is None
     assert ranges(path) == {"actor.upper"} and host.profiler is None

@@ -86,7 +86,7 @@ class PipeGroup(WorkerGroup):
     def _send(self, rank: int, name: str, arguments: tuple[Any, ...]) -> PipeFuture:
         process = self.ranks[rank]
         return PipeFuture(
-            [(process, process.send("call", self.role, name, *pack(arguments)))], lambda results: results[0]
+            [(process, process.send("call", self.role, name, pack(arguments)))], lambda results: results[0]
         )
 
     def _joined(self, parts: list[Any], join: Callable[[list[Any]], Any]) -> PipeFuture:

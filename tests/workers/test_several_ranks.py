@@ -20,12 +20,25 @@ import numpy as np
 import pytest
 import torch
 from left_behind import KILLED, check_nothing_is_left
-from recorded_runs import GOES_ON, RUNS, SAVED, UNSTEADY, Runs, exported, furthest, steps_of, token_loss, weights_of
+from recorded_runs import (
+    GOES_ON,
+    RUN,
+    RUNS,
+    SAVED,
+    UNSTEADY,
+    Runs,
+    exported,
+    furthest,
+    steps_of,
+    token_loss,
+    weights_of,
+)
 from replay import Watched
 from runs import metrics_of, settings
 from textbook import ACTOR, CPU, ROLLOUT, ppo_config
 from toy_workers import Join, OneEngine, Spoiled, Toy, TwoGenerate, group_of, updates
 
+from posttrain.batch.columns import EveryTokenColumn, LastTokenColumn, MaskColumn, PairColumn, StoredColumn
 from posttrain.config import load_config
 from posttrain.controller.pool import LocalWorkers, Workers
 from posttrain.controller.rank_host import RankHost, pack, unpack
@@ -80,7 +93,7 @@ def ranks(cluster):
         if others:
             address = four.watch.fetch(some.rollout_hosts[0].free_address.remote())
         ranked += [(host, (number, others, address)) for number, host in enumerate(some.rollout_hosts)]
-        four.watch.gather([host.build.remote("join", *pack((Join, place, {}))) for host, place in ranked])
+        four.watch.gather([host.build.remote("join", pack((Join, place, {}))) for host, place in ranked])
         some.close = lambda: None  # they serve further runs
         return some
 
@@ -260,6 +273,26 @@ def test_in_float64_the_weights_are_those_of_one_process_too(runs, kind, count):
     for mine, theirs in zip(one.metrics, many.metrics, strict=True):
         shared = {name: value for name, value in mine.items() if not name.startswith(UNSTEADY)}
         assert {name: theirs[name] for name in shared} == pytest.approx(shared, rel=1e-9, abs=1e-9)
+
+
+def test_after_its_first_step_a_run_makes_no_column_of_tokens_on_the_driver(runs, monkeypatch):
+    made: list[str] = []
+    for kind in (StoredColumn, MaskColumn, LastTokenColumn, EveryTokenColumn, PairColumn):
+        plain = kind.value
+        monkeypatch.setattr(kind, "value", lambda own, plain=plain: (made.append(type(own).__name__), plain(own))[1])
+
+    class Counting(RayPPOTrainer):
+        by_step: ClassVar[list[int]] = []
+
+        def _train_step(self) -> None:
+            before = len(made)
+            super()._train_step()
+            self.by_step.append(len(made) - before)
+
+    more = {**RUN, **RUNS["grpo"], "trainer.total_training_steps": 3, "tracking.samples_freq": 0}
+    runs.free("not read", 2, more, Counting)
+    first, *others = Counting.by_step
+    assert first > 0 and others == [0, 0]  # the first batch is compared with the trainer, token by token
 
 
 def test_an_adapter_that_a_run_begins_with_is_in_what_several_processes_generate(runs):
@@ -454,6 +487,20 @@ class AtOnce(RayPPOTrainer):
         moved = [group.meanwhile == self.experience.poll_until for group in groups]
         AtOnce.begun.append(bool(self.experience._advancing or self.experience._outputs) and all(moved))
         return metrics
+
+
+def test_weights_of_mean_1_have_the_mean_of_all_ranks(runs):
+    section = "algorithm.rollout_correction"
+    given = {**FLOAT64, "trainer.total_training_steps": 2, f"{ACTOR}.old_log_probs": "rollout"}
+    given |= {
+        f"{ACTOR}.policy_loss.loss_mode": "gpg",
+        f"{ACTOR}.ppo_mini_batch_size": 2,
+        f"{section}.rollout_is": "token",
+    }
+    given |= {f"{section}.rollout_is_threshold": "0.9_1.0", f"{section}.rollout_is_batch_normalize": True}
+    alone, both = runs.free("mean 1", 1, given), runs.free("mean 1 of two", 2, given)
+    check_same(alone, both)
+    assert all(line["rollout_is/norm"] < 0.95 for line in alone.metrics)
 
 
 @pytest.fixture(scope="module")

@@ -64,6 +64,7 @@ class GDPOSettings:
     reads=("norm_adv_by_std_in_grpo",),
     compares_group=True,
     several_rows="sample",
+    per_response=True,
     reads_reward_parts=True,
 )
 def compute_gdpo_outcome_advantage(

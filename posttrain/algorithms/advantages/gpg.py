@@ -28,7 +28,7 @@ from posttrain.lazy import numpy as np
 from posttrain.lazy import torch
 
 
-@register_adv_est("gpg", reads=(), compares_group=True, several_rows="sample")
+@register_adv_est("gpg", reads=(), compares_group=True, several_rows="sample", per_response=True)
 def compute_gpg_outcome_advantage(
     token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: Any = None, **kwargs: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:

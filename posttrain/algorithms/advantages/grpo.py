@@ -86,6 +86,7 @@ DAPO = Preset(
     presets={"grpo": GRPO, "drgrpo": DRGRPO, "dapo": DAPO},
     compares_group=True,
     several_rows="sample",
+    per_response=True,
     kl_belongs_in_loss=True,
 )
 def compute_grpo_outcome_advantage(

@@ -43,6 +43,7 @@ from posttrain.lazy import torch
     compares_group=True,
     kl_belongs_in_loss=True,
     several_rows="sample",
+    per_response=True,
 )
 def compute_grpo_passk_outcome_advantage(
     token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: Any = None, config: Any = None, **kwargs: Any

@@ -41,7 +41,9 @@ RLOO = Preset(
 )
 
 
-@register_adv_est("rloo", reads=(), presets={"rloo": RLOO}, compares_group=True, several_rows="sample")
+@register_adv_est(
+    "rloo", reads=(), presets={"rloo": RLOO}, compares_group=True, several_rows="sample", per_response=True
+)
 def compute_rloo_outcome_advantage(
     token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: Any = None, **kwargs: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:

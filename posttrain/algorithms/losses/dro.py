@@ -45,7 +45,7 @@ METRICS = {
 }
 
 
-@register_policy_loss("dro", settings=DROSettings, reads=(), metrics=METRICS)
+@register_policy_loss("dro", settings=DROSettings, reads=(), metrics=METRICS, has_ratio=False)
 def compute_policy_loss_dro(
     old_log_prob: torch.Tensor,
     log_prob: torch.Tensor,

@@ -3,6 +3,8 @@
     loss = -A * log_prob
 
 It is only right for responses that the current policy sampled: nothing keeps the policy near the one that sampled.
+With importance weights and actor_rollout_ref.actor.old_log_probs=rollout it is REINFORCE for responses of another
+policy: -A * w * log_prob, where w is the bounded ratio of the current policy to the rollout (see `rollout_correction`).
 
 Source: GPG: A Simple and Strong Reinforcement Learning Baseline for Model Reasoning, arXiv 2504.02546.
 
@@ -27,7 +29,7 @@ from posttrain.algorithms.registry import register_policy_loss
 from posttrain.lazy import torch
 
 
-@register_policy_loss("gpg", reads=(), metrics=PPO_KL)
+@register_policy_loss("gpg", reads=(), metrics=PPO_KL, has_ratio=False)
 def compute_policy_loss_gpg(
     old_log_prob: torch.Tensor,
     log_prob: torch.Tensor,

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from posttrain.engine.base import EngineLayout, EngineSettings
+from posttrain.engine.export import export_by_files, host_copies
 from posttrain.engine.facts import facts_of
 from posttrain.engine.heads import Head, head_of
 from posttrain.engine.megatron.adapters import adapt, adapter_matches, adapters_off, check_adapters, scalings_of
@@ -38,7 +39,6 @@ from posttrain.engine.pipeline import Pipeline
 from posttrain.engine.ranks import this_rank, world_size
 from posttrain.engine.runner import ComposedEngine, PassRunner
 from posttrain.engine.settings import EngineKeys
-from posttrain.engine.sharding import host_copies
 from posttrain.models.adapter_files import stored_name
 from posttrain.models.forward import decoder_of, forward_mode_of, without_adapters
 from posttrain.models.lora import has_adapters, save_model
@@ -270,11 +270,16 @@ class MegatronEngine(ComposedEngine):
             yield f"base_model.model.{stored_name(name)}", weight
 
     def export_hf(self, folder: Path, adapter: Mapping[str, Any] | None, *, merged: bool) -> None:
+        def save(part: Path, state: Mapping[str, torch.Tensor]) -> None:
+            save_model(self.whole, part, adapter, merged=merged, state=state)
+
         with self.on_device():
-            alone = adapter is not None and not merged
-            state = host_copies(self.export_adapters() if alone else self.export_weights())
+            if adapter is None or merged:
+                export_by_files(self.export_weights(), folder, save)
+                return
+            state = host_copies(self.export_adapters())
         if this_rank() == 0:
-            save_model(self.whole, folder, adapter, merged=merged, state=state)
+            save(folder, state)
 
 
 def _check(module: torch.nn.Module, settings: EngineSettings, keys: EngineKeys) -> None:

@@ -124,18 +124,21 @@ struct Rows { // mirrored by kernels/whole_step.py
   uint8_t *ended;    // (rows) out: 1 at a stop token, 2 at the limit
   int64_t *histories;    // (rows) rows with the same number have the same prompt and tokens, up to the newest
   int64_t *next_history; // a number that was never given
+  const int64_t *drafts, *drafted; // (rows, steps) tokens that may come, or null; (rows) how many
+  int64_t width;                   // tokens of a row in one pass
+  int64_t *passes, *tried;         // (rows) out: passes with a draft, and drafted tokens in them
 };
 
 // Rows that have not ended, and those of them that are computed: of rows that are the same up to their newest token one is,
-// and the others take its keys, values and logits.
+// and the others take its keys, values and logits. A computed row has its newest token in a pass, and drafted ones behind it.
 struct Alive {
-  std::vector<int32_t> rows, computed, positions, leader; // leader: of each row, its place among the computed
-  std::vector<int32_t> order, tiles;
+  std::vector<int32_t> rows, computed, leader; // leader: of each row, its place among the computed
+  std::vector<int32_t> order, first;           // first: of each computed row, the place of its newest token in the pass
+  std::vector<int32_t> token_rows, positions, tiles; // of the tokens of a pass
+  std::vector<int64_t> ids, made;                    // made: of each row, tokens since the call began
 
-  explicit Alive(int64_t count) : rows(count), positions(count), leader(count), tiles(count + 1) {
-    for (int64_t i = 0; i <= count; i++) tiles[i] = int32_t(i);
+  explicit Alive(int64_t count) : rows(count), leader(count), made(count) {
     for (int64_t i = 0; i < count; i++) rows[i] = int32_t(i);
-    computed.reserve(count);
   }
 
   void find_leaders(const Rows &all) {
@@ -147,9 +150,37 @@ struct Alive {
       if (!i || key(order[i]) != key(order[i - 1])) computed.push_back(order[i]);
       leader[order[i]] = int32_t(computed.size() - 1);
     }
-    for (int32_t row : rows) all.histories[row] = *all.next_history + leader[row];
-    *all.next_history += int64_t(computed.size());
-    for (size_t i = 0; i < computed.size(); i++) positions[i] = all.positions[computed[i]];
+  }
+
+  void lay_out_tokens(const Rows &all) {
+    constexpr int TOGETHER = 4; // tokens of one row that read the cache together, as in kernels/decode.py
+    for (auto *list : {&first, &token_rows, &positions, &tiles}) list->clear();
+    ids.clear();
+    for (int32_t row : computed) {
+      int64_t wide = all.drafts ? std::min(all.width, 1 + all.drafted[row] - made[row]) : 1;
+      // One token more than the draft is sampled, and neither limit nor results have room for another.
+      wide = std::max<int64_t>(1, std::min({wide, all.limits[row] - all.counts[row], all.steps - made[row]}));
+      first.push_back(int32_t(ids.size()));
+      for (int64_t j = 0; j < wide; j++) {
+        if (j % TOGETHER == 0) tiles.push_back(int32_t(ids.size()));
+        token_rows.push_back(row);
+        positions.push_back(int32_t(all.positions[row] + j));
+        ids.push_back(j ? all.drafts[row * all.steps + made[row] + j - 1] : all.last[row]);
+      }
+    }
+    for (auto *list : {&first, &tiles}) list->push_back(int32_t(ids.size()));
+  }
+
+  // Whether the next pass has drafts for all rows that had one, and room for what it makes.
+  bool can_go_on(const Rows &all) const {
+    for (int32_t row : rows) {
+      if (made[row] >= all.steps) return false;
+      if (all.drafts && !all.drafted[row] && made[row] >= all.width) return false; // there may be a draft by now
+      if (!all.drafts || !all.drafted[row]) continue;
+      int64_t at = row * all.steps + made[row] - 1;
+      if (made[row] >= all.drafted[row] || all.tokens[at] != all.drafts[at]) return false;
+    }
+    return true;
   }
 
   // Whether any are left.
@@ -171,12 +202,13 @@ template <typename T> void copy_token(const Cache<T> &cache, int from, int to, i
   }
 }
 
-// Up to `steps` tokens for every row that has not ended. A row's numbers do not depend on how
-// many steps are made in one call.
+// Up to `steps` tokens for every row that has not ended. A row's numbers do not depend on how many steps are made in one call.
+// With drafts, each pass has several tokens of a row. All are sampled, each with its own random number; those behind the first
+// that the draft did not foresee are dropped, and the call comes back.
 template <typename T>
 void run_steps(const Model &model, const Workspace &work, const Layout &given, const int32_t *table, const int32_t *starts,
                const Ends &ends, const Rows &all) {
-  int64_t width = model.width, step = 0;
+  int64_t width = model.width;
   Alive alive(all.rows);
   Product<T> head{(T *)ends.head, nullptr, width, ends.vocabulary};
   T *residual = (T *)work.residual, *x = (T *)work.x, *logits = (T *)ends.logits;
@@ -187,40 +219,51 @@ void run_steps(const Model &model, const Workspace &work, const Layout &given, c
     SampleScratch scratch(ends.vocabulary);
     while (more) {
 #pragma omp single
-      alive.find_leaders(all);
+      {
+        alive.find_leaders(all);
+        alive.lay_out_tokens(all);
+      }
       Layout at = given;
-      int64_t rows = int64_t(alive.rows.size()), computed = at.tokens = at.tiles = int64_t(alive.computed.size());
+      int64_t rows = int64_t(alive.rows.size()), tokens = at.tokens = int64_t(alive.ids.size());
+      at.tiles = int64_t(alive.tiles.size()) - 1;
 #pragma omp for schedule(static)
-      for (int64_t i = 0; i < computed; i++) {
-        const T *from = (const T *)ends.embedding + all.last[alive.computed[i]] * width;
+      for (int64_t i = 0; i < tokens; i++) {
+        const T *from = (const T *)ends.embedding + alive.ids[i] * width;
         std::copy(from, from + width, residual + i * width);
       }
-      Tokens of{table, starts, alive.computed.data(), alive.positions.data(), alive.tiles.data()};
+      Tokens of{table, starts, alive.token_rows.data(), alive.positions.data(), alive.tiles.data()};
       team_layers<T>(model, work, at, of, nullptr);
-      norm_rows(residual, ends.norm, x, computed, width, at.epsilon);
-      multiply<PLAIN>(head, x, computed, logits, ends.vocabulary);
+      norm_rows(residual, ends.norm, x, tokens, width, at.epsilon);
+      multiply<PLAIN>(head, x, tokens, logits, ends.vocabulary);
 #pragma omp for schedule(static)
       for (int64_t i = 0; i < rows; i++) {
-        int64_t row = alive.rows[i], place = all.counts[row]++, leader = alive.leader[row];
-        for (int64_t number = 0; alive.computed[leader] != row && number < model.layers; number++) {
-          const Layer &layer = model.layer[number];
-          Cache<T> cache{(T *)layer.keys, (T *)layer.values, table, starts, at.table_width, at.key_heads, at.size};
-          copy_token(cache, alive.computed[leader], int(row), alive.positions[leader]);
+        int64_t row = alive.rows[i], leader = alive.leader[row], begin = alive.first[leader], end = alive.first[leader + 1];
+        const int64_t *stop = all.stop_ids + all.stop_starts[all.stops[row]];
+        const int64_t *stop_end = all.stop_ids + all.stop_starts[all.stops[row] + 1];
+        if (end - begin > 1) all.passes[row]++, all.tried[row] += end - begin - 1;
+        for (int64_t t = begin; t < end; t++) {
+          for (int64_t number = 0; alive.computed[leader] != row && number < model.layers; number++) {
+            const Layer &layer = model.layer[number];
+            Cache<T> cache{(T *)layer.keys, (T *)layer.values, table, starts, at.table_width, at.key_heads, at.size};
+            copy_token(cache, alive.computed[leader], int(row), alive.positions[t]);
+          }
+          int64_t place = all.counts[row]++, result = row * all.steps + alive.made[row]++;
+          int64_t token = sample_row(logits + t * ends.vocabulary, ends.vocabulary, all.temperatures[row], all.greedy[row],
+                                     uniform_of(all.seeds[row], place), scratch, all.log_probs + result);
+          all.tokens[result] = all.last[row] = token;
+          all.positions[row]++;
+          // Rows with the same leader that end a pass at the same token have the same past.
+          all.histories[row] = *all.next_history + t;
+          if (std::binary_search(stop, stop_end, token)) all.ended[row] = 1;
+          else if (place + 1 >= all.limits[row]) all.ended[row] = 2;
+          if (all.ended[row] || (t + 1 < end && token != alive.ids[t + 1])) break;
         }
-        double uniform = uniform_of(all.seeds[row], place);
-        int64_t token = sample_row(logits + leader * ends.vocabulary, ends.vocabulary, all.temperatures[row],
-                                   all.greedy[row], uniform, scratch, all.log_probs + row * all.steps + step);
-        all.tokens[row * all.steps + step] = all.last[row] = token;
-        all.positions[row]++;
-        const int64_t *first = all.stop_ids + all.stop_starts[all.stops[row]];
-        const int64_t *last = all.stop_ids + all.stop_starts[all.stops[row] + 1];
-        if (std::binary_search(first, last, token)) all.ended[row] = 1;
-        else if (place + 1 >= all.limits[row]) all.ended[row] = 2;
       }
 #pragma omp single
       {
+        *all.next_history += tokens;
         bool some = alive.drop(all.ended);
-        more = ++step < all.steps && some && !(all.stop_at_end && int64_t(alive.rows.size()) < rows);
+        more = some && alive.can_go_on(all) && !(all.stop_at_end && int64_t(alive.rows.size()) < rows);
       }
     }
     close_tiles(T{});

@@ -39,10 +39,24 @@ BATCHING: tuple[Rule, ...] = (
         "critic.forward_{micro_batch_size,micro_batch_size_per_gpu,max_token_len_per_gpu}",
         "passes for values are packed up to critic.ppo_max_token_len_per_gpu; results do not depend on it",
     ),
-    not_needed("trainer.balance_batch", "rows are always spread over the workers by their tokens"),
+    not_needed(
+        "trainer.{balance_batch,balance_keep_minibatch}", "rows are always spread over the workers by their tokens"
+    ),
     not_needed(f"{_ANY}.{{pad_to_length,pad_to_length_bucket}}", "rows are packed without padding"),
     not_needed(f"{_ANY}.fsdp_config.{{pad_to_length,pad_to_length_bucket}}", "rows are packed without padding"),
-    not_needed(f"{_ACTOR}.use_prefix_grouper", "a prompt is computed once for all its responses anyway"),
+    not_needed(
+        f"{{{_ACTOR}.use_prefix_grouper,{_MODEL}.use_prefix_tree,{_MODEL}.prefix_tree_attention}}",
+        "a prompt is computed once for all its responses where the engine can; results do not depend on it",
+    ),
+    not_supported(
+        f"{_ACTOR}.policy_loss.cppo.cppo_w_len_mode",
+        "a token's weight depends on the length of its own response",
+        "set it to sequence",
+        off=("sequence",),
+    ),
+    not_supported(
+        f"{_MODEL}.modules_to_save", "with adapters, the base model is frozen as a whole", "remove it", off=()
+    ),
 )
 
 COMPUTING: tuple[Rule, ...] = (
@@ -203,9 +217,7 @@ SAVING: tuple[Rule, ...] = (
         f"remove it; to start from weights alone set {_MODEL}.path to a folder written by `posttrain export`",
         off=("['model', 'optimizer', 'extra']", "[model,optimizer,extra]", '["model","optimizer","extra"]'),
     ),
-    not_needed(
-        "*.checkpoint.{async_save,mbridge_config}", "it configures Megatron's own checkpoint writer, which is not used"
-    ),
+    not_needed("*.checkpoint.mbridge_config", "it configures Megatron's own checkpoint writer, which is not used"),
     not_needed(
         "*.checkpoint.strict",
         "a checkpoint holds all that a run needs to go on, so that nothing is ever missing when it is loaded; "

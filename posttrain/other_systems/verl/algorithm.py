@@ -13,13 +13,11 @@ ALGORITHM: tuple[Rule, ...] = (
         "bypass",
         "`actor_rollout_ref.actor.old_log_probs`: `rollout`, or `trainer` if false",
     ),
-    not_supported(
+    translated(
         f"{_CORRECTION}.loss_type",
-        "the loss is the policy loss",
-        "set actor_rollout_ref.actor.policy_loss.loss_mode",
-        off=("ppo_clip",),
+        "loss_type",
+        "in bypass mode `reinforce` is `actor_rollout_ref.actor.policy_loss.loss_mode=gpg`, times importance weights",
     ),
-    not_supported(f"{_CORRECTION}.rollout_is_batch_normalize", "weights are not divided by their mean", "remove it"),
     translated(f"{_CORRECTION}.rollout_rs_threshold_lower", "lower", "`rollout_rs_threshold`: the pair low_high"),
     not_supported(
         f"{_CORRECTION}.rollout_token_veto_threshold",

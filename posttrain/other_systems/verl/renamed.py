@@ -53,6 +53,10 @@ RENAMED: dict[str, str] = {
     **{f"{role}.rollout_n": f"{_ROLLOUT}.n" for role in (_ACTOR, "actor_rollout_ref.ref", "critic")},
     **{f"critic.model.lora.{old}": f"critic.model.{new}" for old, new in _LORA.items()},
     **{f"{_ACTOR}.clip_cov_{name}": f"{_ACTOR}.policy_loss.clip_cov_{name}" for name in ("ratio", "lb", "ub")},
+    **{
+        f"{_ACTOR}.policy_loss.cppo.cppo_{name}": f"{_ACTOR}.policy_loss.cppo_{name}"
+        for name in ("w_min", "delta_b", "delta_b_q", "delta_b_k", "delta_b_max_mult")
+    },
     f"{_ACTOR}.loss_mode": f"{_ACTOR}.policy_loss.loss_mode",
     f"{_ACTOR}.use_remove_padding": f"{_MODEL}.use_remove_padding",
     f"{_ROLLOUT}.enforce_eager": f"{_ROLLOUT}.engine_kwargs.vllm.enforce_eager",
@@ -72,6 +76,8 @@ RENAMED: dict[str, str] = {
     "trainer.max_actor_ckpt_to_keep": "trainer.max_ckpt_to_keep",
     "trainer.max_critic_ckpt_to_keep": "trainer.max_ckpt_to_keep",
     "global_profiler.steps": "trainer.profile_steps",
+    f"{_ACTOR}.checkpoint.async_save": "trainer.async_save",
+    "critic.checkpoint.async_save": "trainer.async_save",
 }
 
 SUPERVISED_RENAMED: dict[str, str] = {

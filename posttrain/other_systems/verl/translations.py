@@ -137,6 +137,22 @@ def _bypass(merged: Merged, key: str, entry: Entry) -> None:
         merged.put(f"{_ACTOR}.old_log_probs", "rollout" if plain(entry.value) in ON else "trainer", entry)
 
 
+def _loss_type(merged: Merged, key: str, entry: Entry) -> None:
+    """REINFORCE or the clipped loss, in bypass mode."""
+    section, loss = key.rpartition(".")[0], f"{_ACTOR}.policy_loss.loss_mode"
+    if _empty(entry) or plain(entry.value) == "ppo_clip":
+        return
+    if plain(entry.value) != "reinforce":
+        _refuse(merged, entry, "it is neither ppo_clip nor reinforce", f"set {loss}")
+    elif given(merged, f"{section}.bypass_mode") not in ON:
+        merged.note(f"`{entry.spelling}={entry.value}` is not needed here: {section}.bypass_mode is not on.")
+    else:
+        # In verl this key replaces the loss; a script that also names the default loss means nothing by it.
+        if plain(merged.value(loss)) == "vanilla":
+            merged.entries.pop(loss, None)
+        merged.put(loss, "gpg", entry)
+
+
 def _lower(merged: Merged, key: str, entry: Entry) -> None:
     target = key.removesuffix("_lower")
     upper = merged.entries.get(target)
@@ -295,6 +311,7 @@ TRANSLATIONS: dict[str, Callable[[Merged, str, Entry], None]] = {
     "one_checkpoint": _one_checkpoint,
     "critic": _critic,
     "bypass": _bypass,
+    "loss_type": _loss_type,
     "lower": _lower,
     "gen_batch": _gen_batch,
     "manager": _manager,

@@ -23,11 +23,14 @@ from posttrain.models.feed_forward import MIXTURES
 from posttrain.models.forward import forward_mode_of
 from posttrain.models.routing import RouteShape, check_routes, watch_routers
 from posttrain.models.shards import KEY, own_key_heads
+from posttrain.rollout.native.drafts import Drafts
 from posttrain.rollout.native.engine import NativeEngine
 from posttrain.rollout.native.pool import Pool
+from posttrain.rollout.native.speculation import PassCost, Speculation
 
 TOGETHER = 2**31  # parameters that are multiplied before a step comes back: large models answer token by token
 MOST = 64  # tokens of a row in one step; on a CUDA device the kernels' own number
+HOST_STEP = 4e6  # parameters that a row multiplies while Python finds drafts and reads what a round made of them
 CACHE_SHARE = 0.3  # of the device's memory, where nothing is set
 TOKENS, TOKENS_ON_CUDA = 8192, 16384  # of one step, where nothing is set: a GPU must be at it longer than the host
 
@@ -80,12 +83,25 @@ def build_native(
         decode=decode,
         shares_weights=share or not fast,
         ranks=size,
+        speculation=_speculation(module, config, captured=captured),
     )
     cut = f", cut over {size} workers" if size > 1 else ""
     cut += ", exact" if exact else ""
     cut += "" if routes is None else ", routes recorded"
+    cut += "" if config.speculation is None else ", speculation"
     name = f"native ({'fused decoder' if fast else 'general decoder'}, {_kernels(weight.dtype, device)}{cut})"
     return (engine, use_fp8(engine, name)) if fp8 else (engine, name)
+
+
+def _speculation(module: torch.nn.Module, config: RolloutConfig, *, captured: bool) -> Speculation | None:
+    if config.speculation is None:
+        return None
+    size = sum(weight.numel() for weight in module.parameters())
+    if captured:  # plain steps are captured; passes with drafts are launched kernel by kernel
+        cost = PassCost(tile=64, block=64, token=0.5, host=64)
+    else:
+        cost = PassCost(tile=8, block=5, token=0.4, host=HOST_STEP / size)
+    return Speculation(Drafts(keeps_epochs=config.speculation == "epochs"), cost)
 
 
 def _recorded_routes(module: torch.nn.Module, config: RolloutConfig) -> RouteShape | None:

@@ -3,7 +3,8 @@
 A step admits requests while blocks and slots are free, computes one flat batch (the newest token of every running row,
 and pieces of new prompts up to a budget), and samples one token of every row whose logits are there (`next_tokens.py`).
 Equal prompts are computed once (`admission.py`). While no request can join, rows decode several tokens in one step
-if the decoder supports it (`rounds.py`); rows with an identical prefix share one decode.
+if the decoder supports it (`rounds.py`); rows with an identical prefix share one decode. Few rows may have drafts of
+their next tokens verified instead (`speculation.py`).
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ from posttrain.rollout.native.decoder import Decoder
 from posttrain.rollout.native.next_tokens import forward, sample_next, sources
 from posttrain.rollout.native.pool import Pool
 from posttrain.rollout.native.prompts import Prompt
-from posttrain.rollout.native.rounds import Ended, Rounds
+from posttrain.rollout.native.rounds import Drafted, Ended, Rounds
 from posttrain.rollout.native.scoring import score_rows
 from posttrain.rollout.native.slots import Slots
+from posttrain.rollout.native.speculation import Speculation
 
 MANY, MANY_TOKENS = 16, 512  # steps of a row, or tokens of all rows, for which it pays to lay weights out anew
 FEW = 512  # prompt tokens for which weights laid out for decoding are as good as any
@@ -43,9 +45,10 @@ class NativeEngine(RolloutEngine):
         decode: Callable[[list[int]], str] | None = None,
         shares_weights: bool = True,
         ranks: int = 1,
+        speculation: Speculation | None = None,
     ) -> None:
         self.decoder, self.pool, self.decode, self.shares_weights = decoder, pool, decode, shares_weights
-        self.ranks = ranks
+        self.ranks, self.speculation = ranks, speculation
         self.budget, self.slots = max_num_batched_tokens, Slots(max_num_seqs)
         self.queue = Queue(pool, SEGMENT if tokens_unseen is None else SEGMENT_AHEAD)
         lengths = {"tokens_per_step": tokens_per_step, "tokens_unseen": tokens_unseen}
@@ -66,10 +69,15 @@ class NativeEngine(RolloutEngine):
 
     def abort(self, ids: Iterable[Hashable]) -> list[Output]:
         wanted, slots, self.steady = set(ids), self.slots, False
+        removed = self.queue.remove(wanted)
         gone = [
             Output(request.id, [], [], "abort", []) if progress is None else progress.output(request, "abort")
-            for request, progress in self.queue.remove(wanted)
+            for request, progress in removed
         ]
+        if self.speculation is not None:
+            for request, progress in removed:
+                if progress is not None:
+                    self.speculation.end(request, np.asarray(progress.tokens, np.int64))
         leaving = [slot for slot in slots.active.tolist() if slots.requests[slot].id in wanted]  # pyright: ignore
         reasons = {slot: self.late.pop(slot, "abort") for slot in leaving}
         return gone + self._finish(
@@ -91,6 +99,9 @@ class NativeEngine(RolloutEngine):
             if request is not None and request.id in ids
         ]
 
+    def take_counts(self) -> dict[str, float]:
+        return {} if self.speculation is None else self.speculation.take_counts()
+
     @property
     def response_tokens(self) -> int:
         """Computed since the engine was made."""
@@ -101,12 +112,15 @@ class NativeEngine(RolloutEngine):
     def step(self) -> list[Output]:
         decoding = self.slots.active
         plain = self.slots.plain(decoding)
-        if not plain:
+        width = self._draft_width(decoding)
+        if not plain or width > 1:
             self.late |= self.rounds.collect()
         if self.late:
             ended, self.late = self.late, {}
             return self._finish(ended)
-        if plain and self._alone(decoding):
+        if width > 1:
+            return self._speculate(decoding, width, plain=plain)
+        if plain and self.rounds.tokens_per_step > 1 and self._alone(decoding):
             ended = self.rounds.run(decoding, stop_at_end=bool(self.queue.prompts))
             if ended is not None:
                 return self._finish(ended)
@@ -116,7 +130,28 @@ class NativeEngine(RolloutEngine):
 
     def _alone(self, decoding: np.ndarray) -> bool:
         """Whether these rows can decode several tokens: no request can join them before one of them ends."""
-        return self.rounds.tokens_per_step > 1 and bool(len(decoding)) and (self.steady or not self.queue.prompts)
+        return bool(len(decoding)) and (self.steady or not self.queue.prompts)
+
+    def _draft_width(self, decoding: np.ndarray) -> int:
+        """Tokens of each row in the next pass: more than one if drafts pay."""
+        if self.speculation is None or not self._alone(decoding):
+            return 1
+        return self.speculation.width(self.slots, decoding)
+
+    def _speculate(self, decoding: np.ndarray, width: int, *, plain: bool) -> list[Output]:
+        """Draft the next tokens of these rows, and verify them: pass after pass within a round, or in one pass."""
+        speculation, slots, rounds = self.speculation, self.slots, self.rounds
+        assert speculation is not None
+        if plain and rounds.tokens_unseen is None and rounds.tokens_per_step > 1:
+            drafts, before = speculation.drafts(slots, decoding, rounds.tokens_per_step), slots.count[decoding]
+            drafted = Drafted(drafts, width)
+            ended = rounds.run(decoding, stop_at_end=bool(self.queue.prompts), drafts=drafted)
+            if ended is not None:
+                speculation.note_round(slots, decoding, before, drafted)
+                return self._finish(ended)
+        drafts = speculation.drafts(slots, decoding, width)
+        speculation.verify(self.decoder, self.pool, slots, decoding, drafts, self._stopped_by_text)
+        return self._finish(self._ended(decoding))
 
     def _one_token(self, decoding: np.ndarray, moved: np.ndarray) -> list[Output]:
         """Admit what there is room for; the next token of the rows in `moved`, and the first of new ones."""
@@ -218,6 +253,8 @@ class NativeEngine(RolloutEngine):
         for slot in ended:
             prompt, request = slots.prompts[slot], slots.requests[slot]
             assert prompt is not None and request is not None
+            if self.speculation is not None:
+                self.speculation.end(request, slots.tokens[slot, : slots.count[slot]])
             if request.keep:
                 ids = [*request.prompt_ids, *slots.written(slot)][: slots.length[slot]]  # the newest may not be there
                 self.queue.kept.keep(request.id, ids, slots.blocks[slot], prompt.gap)
@@ -269,6 +306,8 @@ class NativeEngine(RolloutEngine):
         return self.pool.limit * BLOCK
 
     def _give_back(self) -> None:
+        if self.speculation is not None:
+            self.speculation.forget()
         self.queue.forget()
         self.pool.sleep()
         self.decoder.drop_fast_copies()

@@ -61,19 +61,38 @@ def sources(logits_NV: torch.Tensor | None, decoding: int, prompts: list[Prompt]
 def sample_next(slots: Slots, slots_B: np.ndarray, logits_NV: torch.Tensor, source_B: np.ndarray) -> None:
     """The next token of every row."""
     places_B = slots.count[slots_B]
-    tokens_B, log_probs_B = sample_plain(
-        logits_NV, source_B, slots.temperature[slots_B], slots.greedy[slots_B], slots.seed[slots_B], places_B
-    )
-    special = np.flatnonzero(slots.special[slots_B])
-    if len(special):
-        requests: list[Request] = [slots.requests[slot] for slot in slots_B[special]]  # pyright: ignore
-        seen = [(r.prompt_ids, slots.written(slot)) for r, slot in zip(requests, slots_B[special], strict=True)]
-        logits_BV = logits_NV[torch.from_numpy(source_B[special]).to(logits_NV.device)]
-        uniform_B = torch.from_numpy(uniforms(slots.seed[slots_B[special]], places_B[special]))
-        some = sample(logits_BV, [r.sampling for r in requests], uniform_B, seen)
-        tokens_B[special], log_probs_B[special], drawn = (x.cpu().numpy() for x in some)
-        for slot, value in zip(slots_B[special].tolist(), drawn.tolist(), strict=True):
-            slots.drawn.setdefault(slot, []).append(value)
+    tokens_B, log_probs_B, drawn = draw(slots, slots_B, logits_NV, source_B, np.zeros_like(slots_B), slots_B)
+    for place, value in drawn.items():
+        slots.drawn.setdefault(int(slots_B[place]), []).append(value)
     slots.tokens[slots_B, places_B] = slots.last[slots_B] = tokens_B
     slots.log_probs[slots_B, places_B] = log_probs_B
     slots.count[slots_B] += 1
+
+
+def draw(
+    slots: Slots,
+    slots_T: np.ndarray,
+    logits_NV: torch.Tensor,
+    source_T: np.ndarray,
+    ahead_T: np.ndarray,
+    ids_T: np.ndarray,
+) -> tuple[np.ndarray, np.ndarray, dict[int, float]]:
+    """(tokens, log-probs, and of special rows the log-probs of what was sampled from) after what rows have written and
+    the `ahead_T` tokens of a draft, which end with `ids_T[t]`."""
+    places_T = slots.count[slots_T] + ahead_T
+    tokens_T, log_probs_T = sample_plain(
+        logits_NV, source_T, slots.temperature[slots_T], slots.greedy[slots_T], slots.seed[slots_T], places_T
+    )
+    special = np.flatnonzero(slots.special[slots_T])
+    if not len(special):
+        return tokens_T, log_probs_T, {}
+    requests: list[Request] = [slots.requests[slot] for slot in slots_T[special]]  # pyright: ignore
+    seen = [
+        (request.prompt_ids, slots.written(slots_T[place]) + ids_T[place + 1 - ahead_T[place] : place + 1].tolist())
+        for request, place in zip(requests, special, strict=True)
+    ]
+    logits_BV = logits_NV[torch.from_numpy(source_T[special]).to(logits_NV.device)]
+    uniform_B = torch.from_numpy(uniforms(slots.seed[slots_T[special]], places_T[special]))
+    some = sample(logits_BV, [request.sampling for request in requests], uniform_B, seen)
+    tokens_T[special], log_probs_T[special], drawn = (x.cpu().numpy() for x in some)
+    return tokens_T, log_probs_T, dict(zip(special.tolist(), drawn.tolist(), strict=True))

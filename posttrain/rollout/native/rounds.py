@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -27,6 +28,16 @@ _COLUMNS_OF_ROWS = {
 _REASONS = {1: "stop", 2: "length"}
 Ended = dict[int, str]
 """Slots of rows that have ended, and why."""
+
+
+@dataclass
+class Drafted:
+    """Drafts of rows' next tokens, of which a pass has less than `width`; and what a round made of them, by row."""
+
+    tokens: list[list[int]]
+    width: int
+    passes: np.ndarray = field(init=False)  # those with a draft
+    tried: np.ndarray = field(init=False)  # drafted tokens in these
 
 
 class Rounds:
@@ -55,17 +66,19 @@ class Rounds:
         active = self.slots.active
         return self._round(active, 0, False) or {} if self.slots.under_way[active].any() else {}
 
-    def run(self, decoding: np.ndarray, *, stop_at_end: bool) -> Ended | None:
+    def run(self, decoding: np.ndarray, *, stop_at_end: bool, drafts: Drafted | None = None) -> Ended | None:
         """Several tokens for every row, up to its end: the rows that ended; None if the decoder cannot. With
-        `stop_at_end` the round is over as soon as one has.
+        `stop_at_end` the round is over as soon as one has. With `drafts` a pass verifies several tokens of a row.
 
         Of a decoder that runs ahead this begins the next tokens and gives those begun before. Rows that end or are
         aborted leave blocks to others while it still reads (or writes) them: what computes the others' tokens is queued
         on the device behind that.
         """
-        return self._round(decoding, self._steps(decoding), stop_at_end)
+        return self._round(decoding, self._steps(decoding), stop_at_end, drafts)
 
-    def _round(self, decoding: np.ndarray, steps: int, stop_at_end: bool) -> Ended | None:
+    def _round(
+        self, decoding: np.ndarray, steps: int, stop_at_end: bool, drafts: Drafted | None = None
+    ) -> Ended | None:
         slots = self.slots
         ended = {} if steps else self._read_first_tokens()
         before, known = slots.count[decoding], int(slots.next_history[0])
@@ -78,10 +91,14 @@ class Rounds:
             steps=steps,
             stop_at_end=stop_at_end,
             first=FirstTokens.joined(self.first) if self.first else None,
+            drafts=None if drafts is None else [draft[: steps - 1] for draft in drafts.tokens],
+            width=1 if drafts is None else drafts.width,
         )
         if not self.decoder.decode(rows, self.pool.layer, self.pool.routes_PLK):
             return None
         self.first = []
+        if drafts is not None:
+            drafts.passes, drafts.tried = rows.passes, rows.tried
         made = rows.counts - before
         row, step = np.nonzero(np.arange(rows.tokens.shape[1]) < made[:, None])
         places = (decoding[row], before[row] + step)

@@ -102,7 +102,7 @@ class Slots:
             if row.prompt.progress is not None:
                 self._restore(slot, row.prompt.progress)
         self.limit[slots] = self.count[slots] + [row.granted for row in rows]
-        self._number(slots)
+        self.renumber(slots)
         return slots
 
     def _set_tables(self, slots: np.ndarray) -> None:
@@ -115,7 +115,7 @@ class Slots:
                 starts[kind] = _padded(block_starts(*kind), FAR, self.width)
             self.starts[slot] = starts[kind]
 
-    def _number(self, slots: np.ndarray) -> None:
+    def renumber(self, slots: np.ndarray) -> None:
         """New numbers: a decoder that runs ahead reads rows anew by these."""
         self.number[slots] = np.arange(self.started, self.started + len(slots))
         self.started += len(slots)
@@ -124,7 +124,7 @@ class Slots:
         """The row has blocks for so many tokens more."""
         self.limit[slot] += granted
         self._set_tables(np.array([slot]))
-        self._number(np.array([slot]))
+        self.renumber(np.array([slot]))
 
     def save(self, slot: int, version: int) -> Progress:
         """What the row has made; `version` made what is new."""

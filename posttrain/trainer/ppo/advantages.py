@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from posttrain import algorithms
+from posttrain.batch.columns import EveryTokenColumn, LastTokenColumn
 from posttrain.batch.samples import BRANCH_FIELDS, has_several_rows, last_rows, rows_of_samples
 from posttrain.config.root import AlgorithmConfig
 from posttrain.protocol import DataProto
@@ -15,7 +16,14 @@ from posttrain.rewards.outcomes import NONE_APPLIES
 from posttrain.tracking.metrics import groups_of
 from posttrain.trainer.ppo.experience import Experience
 
-ESTIMATOR_FIELDS = ("values", "old_log_probs", "ref_log_prob", "reward_baselines", "sum_pi_squared")
+ESTIMATOR_FIELDS = (
+    "values",
+    "old_log_probs",
+    "ref_log_prob",
+    "reward_baselines",
+    "sum_pi_squared",
+    "rollout_log_probs",
+)
 REWARD_FIELDS = {"reward_parts": "reward_parts", "reward_score": "reward_scores", "reward_error": "reward_errors"}
 
 
@@ -39,14 +47,22 @@ def compute_advantage(
             data.batch[name] = joined.split(whole.batch[name])
         return data
     batch = data.batch
-    found: dict[str, Any] = {name: batch[name] for name in ESTIMATOR_FIELDS if name in batch}
+    column = batch.column("token_level_rewards")
+    estimator = algorithms.get_adv_estimator(adv_estimator)
+    outcomes = column if isinstance(column, LastTokenColumn) and estimator.per_response else None
+    if outcomes is not None:  # one number in place of a response's tokens, which lie elsewhere
+        given = torch.from_numpy(outcomes.values_B)[:, None], torch.from_numpy(outcomes.response_B > 0)[:, None].long()
+        found: dict[str, Any] = {}
+    else:
+        given = batch["token_level_rewards"], batch["response_mask"]
+        found = {name: batch[name] for name in ESTIMATOR_FIELDS if name in batch}
     rows = data.non_tensor_batch
     unscored_B = np.array([error == NONE_APPLIES for error in rows["reward_error"]] if "reward_error" in rows else [])
     found |= {argument: rows[name] for name, argument in REWARD_FIELDS.items() if name in rows}
     advantages, returns = algorithms.compute_advantage(
         adv_estimator,
-        token_level_rewards=batch["token_level_rewards"],
-        response_mask=batch["response_mask"],
+        token_level_rewards=given[0],
+        response_mask=given[1],
         index=_groups(data, unscored_B),
         config=config,
         data=data,
@@ -56,7 +72,11 @@ def compute_advantage(
     if unscored_B.any():
         kept_B1 = torch.from_numpy(~unscored_B).to(advantages).unsqueeze(-1)
         advantages, returns = advantages * kept_B1, returns * kept_B1
-    batch["advantages"], batch["returns"] = advantages, returns
+    for name, tensor in (("advantages", advantages), ("returns", returns)):
+        if outcomes is None:
+            batch[name] = tensor
+        else:
+            batch[name] = EveryTokenColumn(tensor[:, 0].numpy(), outcomes.response_B, outcomes.width)
     return data
 
 

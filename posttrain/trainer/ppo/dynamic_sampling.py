@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from posttrain.algorithms.reward_terms import finite_number
+from posttrain.batch.compact import row_sums
 from posttrain.batch.samples import BRANCH_FIELDS, last_rows
 from posttrain.config.root import FilterGroupsConfig
 from posttrain.errors import UserError
@@ -71,7 +72,7 @@ class GroupFilter:
         """(B,) the metric of each response; one that has no number of that name counts as one that failed."""
         metric, fields = self.config.metric, batch.non_tensor_batch
         if metric in ("score", "seq_reward", "seq_final_reward"):
-            return batch.batch["token_level_scores"].double().sum(-1).numpy()
+            return row_sums(batch, "token_level_scores")
         if metric == "acc":
             return right_answers(fields["reward_score"].astype(float), list(fields["reward_parts"])).astype(float)
         values = [finite_number(part.get(metric)) for part in fields["reward_parts"]]

@@ -48,6 +48,7 @@ from posttrain.rewards.types import RewardResult
 from posttrain.rollout.base import Output
 from posttrain.rollout.generate import no_garbage_collection, to_batch
 from posttrain.rollout.sampling import sample_seeds
+from posttrain.rollout.stored import StoredOutput
 from posttrain.tracking.metrics import GENERATED_S
 from posttrain.trainer.ppo.reward import (
     AgentWatch,
@@ -57,7 +58,7 @@ from posttrain.trainer.ppo.reward import (
     add_overlong_penalty,
     feed_turns,
     keys_of,
-    place_on_last_token,
+    on_last_token,
 )
 from posttrain.workers.groups import RolloutGroup
 
@@ -121,7 +122,10 @@ class Experience:
         parts = (self.config.trainer.seed, *(() if stream is None else (stream,)))
         rows.non_tensor_batch["seed"] = np.array(sample_seeds(serials, samples, *parts), dtype=object)
         asked.non_tensor_batch.update({name: rows.non_tensor_batch[name] for name in ("uid", "sample", "seed")})
-        asked.meta_info = dict(how)
+        # A conversation is continued here, from its tokens, and those of a validation are written to its samples; any
+        # other response stays where it was written.
+        stays = self.turns is None and not how.get("validate")
+        asked.meta_info = {**how, "store": stays, "texts": self.rewards.pool is not None}
         self._prompts.update(zip(keys_of(rows), asked.non_tensor_batch["raw_prompt_ids"], strict=True))
         self.rewards.expect(rows)
         if self.turns:
@@ -166,7 +170,7 @@ class Experience:
         keys = keys_of(rows)
         wanted = set(keys)
         self._scores.update(self.rewards.poll())
-        with pulse.work("scores", len(wanted - self._scores.keys())) as work:
+        with no_garbage_collection(), pulse.work("scores", len(wanted - self._scores.keys())) as work:
             while not wanted <= self._scores.keys():
                 new = self.rewards.wait()
                 self._scores.update(new)
@@ -183,10 +187,11 @@ class Experience:
 
     def with_token_scores(self, rows: DataProto) -> DataProto:
         """The rows with `token_level_scores`: each score on the last token of its sample, too long ones punished."""
-        scores = place_on_last_token(rows.non_tensor_batch["reward_score"], rows)
-        scores[last_rows(rows) != np.arange(len(rows))] = 0.0
-        add_overlong_penalty(scores, rows, self.config.reward.overlong_buffer, self.config.data.max_response_length)
-        rows.batch["token_level_scores"] = rows.batch["token_level_rewards"] = scores
+        scores_B = np.array([float(score) for score in rows.non_tensor_batch["reward_score"]], np.float32)
+        scores_B[last_rows(rows) != np.arange(len(rows))] = 0.0
+        add_overlong_penalty(scores_B, rows, self.config.reward.overlong_buffer, self.config.data.max_response_length)
+        placed = on_last_token(scores_B, rows)
+        rows.batch["token_level_scores"] = rows.batch["token_level_rewards"] = placed
         return rows
 
     def begin(self) -> None:
@@ -223,11 +228,11 @@ class Experience:
             self._advance()
         self._outputs.update((output.id, output) for output in ended)
         self.last_ended = time.perf_counter() if ended else self.last_ended
-        fed: list[tuple[Any, list[int]]] = [(output.id, output.token_ids) for output in ended]
         if self.turns:
             feed_turns(self.rewards, self.turns, ended, failed=self.config.reward.failure_score, alone=self._no_reward)
         else:
-            self.rewards.feed(fed)
+            texts = {output.id: output.text for output in ended if isinstance(output, StoredOutput) and output.text}
+            self.rewards.feed([(output.id, output.token_ids) for output in ended], texts=texts)
         return ended
 
     @property

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from posttrain.algorithms import apply_kl_in_reward, correction_is_on, get_adv_estimator, get_kl_controller
+from posttrain.batch.columns import Column
 from posttrain.batch.samples import has_several_rows, sample_of_rows
 from posttrain.config.root import PPOConfig
 from posttrain.controller.pool import LocalWorkers, Workers
@@ -21,6 +22,7 @@ from posttrain.data.dataset import PromptDataset, collate
 from posttrain.data.sampler import PromptSampler, make_sampler
 from posttrain.planning.budgets import check_group_size, critic_updates, fit_sizes
 from posttrain.protocol import DataProto
+from posttrain.rollout.native.speculation import speculation_metrics
 from posttrain.tracking.progress import say
 from posttrain.tracking.rundir import RunDirectory
 from posttrain.trainer.ppo.advantages import compute_advantage, greedy_baselines
@@ -33,7 +35,7 @@ from posttrain.trainer.ppo.validate import Validator
 from posttrain.trainer.ppo.worker_groups import TrainingGroups, WorkerClasses
 from posttrain.trainer.run.memory import named_stage, plan_memory
 from posttrain.trainer.run.result import GracefulStop, RunResult, TrainingStopped
-from posttrain.workers.actor.dp_actor import can_weight_in_update
+from posttrain.workers.actor.correction import can_correct_in_update
 from posttrain.workers.groups import ActorRolloutGroup, CriticGroup, RewardModelGroup, RolloutGroup
 from posttrain.workers.measures import ROW
 
@@ -188,9 +190,9 @@ class RayPPOTrainer(WorkerClasses):
                         break
                     with self.recorder.traces.of(self.step + 1):
                         self._train_step()
-                self.recorder.wait_until_written()
                 status = "finished" if not stop.requested or self.step >= self.sizes.total_steps else "stopped"
                 self._save_if_stopped(stop)
+                self.recorder.wait_until_written()
         except KeyboardInterrupt:
             status = "stopped"
             raise
@@ -226,6 +228,7 @@ class RayPPOTrainer(WorkerClasses):
         with stage("adv"):
             metrics |= self._reward_kl(batch)
             self._advantages(batch)
+            metrics |= self._choose_next_prompts(batch)
         self.recorder.keep_batch(step, batch)  # before the update: `posttrain replay` repeats it from this
         metrics |= self._update(batch, step)
         self.one_step_off.finish()  # a batch has one policy: no sync while it is under way
@@ -249,6 +252,8 @@ class RayPPOTrainer(WorkerClasses):
         batch.meta_info["step"] = step
         if self.config.trainer.one_step_off:
             metrics |= staleness(batch, self.step)
+        if self.config.actor_rollout_ref.rollout.speculation is not None:
+            metrics |= speculation_metrics(self.rollout_wg.take_counts())
         return batch, metrics
 
     def _sample(self) -> DataProto:
@@ -269,7 +274,9 @@ class RayPPOTrainer(WorkerClasses):
         """The next prompts, each with a serial number and a uid of its own."""
         rows = self.sampler.next_batch()
         prompts = collate([self.train_dataset[row] for row in rows], pad_token_id=self.tokenizer.pad_token_id)
-        return self.experience.number(prompts)
+        numbered = self.experience.number(prompts)
+        self.row_of_prompt = dict(zip(numbered.non_tensor_batch["uid"], rows, strict=True))
+        return numbered
 
     def _get_gen_batch(self, batch: DataProto) -> DataProto:
         """The prompt's fields only; everything else stays in `batch`, same rows, same order."""
@@ -300,7 +307,7 @@ class RayPPOTrainer(WorkerClasses):
             or algorithm.use_kl_in_reward
             or algorithm.filter_groups.enable
             or self.estimator.needs_sum_pi_squared
-            or (correction_is_on(correction) and not can_weight_in_update(correction))
+            or (correction_is_on(correction) and not can_correct_in_update(correction))
         )
 
     @property
@@ -313,12 +320,14 @@ class RayPPOTrainer(WorkerClasses):
         off = self.config.trainer.one_step_off  # the old policy is then the one that begins to learn (experience.py)
         from_rollout = self.first_batch.rollout_is_exact and not off and not self._records_routes
         if source == "rollout" or (source == "auto" and from_rollout):
-            return DataProto.from_dict(tensors={"old_log_probs": batch.batch["rollout_log_probs"].clone()})
+            made = batch.batch.column("rollout_log_probs")
+            return DataProto({"old_log_probs": made if isinstance(made, Column) else made.clone()})
         computed = self.actor_rollout_wg.compute_log_prob(batch)
         if source == "auto" and not off and not correction_is_on(self.config.algorithm.rollout_correction):
             # Sampled by earlier weights (surplus of dynamic sampling): those are their old policy.
             older_B = ~torch.from_numpy(is_fresh(batch, self.step))
-            computed.batch["old_log_probs"][older_B] = batch.batch["rollout_log_probs"][older_B]
+            if older_B.any():
+                computed.batch["old_log_probs"][older_B] = batch.batch["rollout_log_probs"][older_B]
         return computed
 
     def _reward_kl(self, batch: DataProto) -> dict[str, float]:
@@ -336,6 +345,16 @@ class RayPPOTrainer(WorkerClasses):
             torch.from_numpy(sample_of_rows(batch)) if has_several_rows(batch) else None,
         )
         return metrics
+
+    def _choose_next_prompts(self, batch: DataProto) -> dict[str, float]:
+        """Have the next step repeat prompts of this one, if the estimator does so; never those of a repeated step."""
+        choose = self.estimator.prompts_to_repeat
+        if choose is None:
+            return {}
+        is_repeating = self.sampler.is_repeating
+        if not is_repeating:
+            self.sampler.repeat([self.row_of_prompt[uid] for uid in choose(batch, self.config.algorithm)])
+        return {"prompts/repeated": float(is_repeating)}
 
     def _advantages(self, batch: DataProto) -> None:
         weights = reward_weights(
@@ -431,6 +450,8 @@ class RayPPOTrainer(WorkerClasses):
 
     def _save_if_stopped(self, stop: GracefulStop) -> None:
         if stop.requested and self.step < self.sizes.total_steps:
+            self.recorder.is_ending = True
             if self.step and not self._save_is_due():
                 self._save_checkpoint()
+            self.recorder.wait_until_written()
             say(f"Stopped by {stop.requested.name} after step {self.step}; the same command continues this run.")

@@ -95,7 +95,7 @@ class Recorder(RunWriter):
             max_response_length=self.config.data.max_response_length,
             generated_s=batch.meta_info.get(GENERATED_S),
         )
-        metrics = {**metrics, **validation, **self.peaks.take()}
+        metrics = {**metrics, **validation, **self.peaks.take(), **self.take_background_times()}
         self.timing = {}
         error = most_common_error(batch.non_tensor_batch.get("reward_error", ()))
         tools = describe_failures(failing_tools(batch.non_tensor_batch.get("tool_calls", ())))
@@ -113,6 +113,7 @@ class Recorder(RunWriter):
             append_line(self.run.path / DIAGNOSIS, {"step": step, "advice": said})
         self.loggers.log(step, metrics, said)
         self.history.append(metrics)
+        self.checkpoints.raise_failure()
 
     def samples_are_due(self, step: int) -> bool:
         freq = self.config.tracking.samples_freq
@@ -257,9 +258,9 @@ class Checkpoints:
             if self.recorder.export_is_due(progress.step):
                 self.actor.export_hf(folder / "huggingface")
 
-        tensors: dict[str, Any] = {"actor": self.actor.save}
+        roles: dict[str, ActorRolloutGroup | CriticGroup] = {"actor": self.actor}
         if self.critic:
-            tensors["critic"] = self.critic.save
+            roles["critic"] = self.critic
         state = {
             "step": progress.step,
             "bad_steps": progress.bad_steps,
@@ -267,7 +268,7 @@ class Checkpoints:
             **{name: not held.is_empty for name, held in self.batches.items()},
             "lora": self._adapters(),
         }
-        return self.recorder.save(progress.step, tensors=tensors, state=state, export=extra)
+        return self.recorder.save(progress.step, roles=roles, state=state, export=extra)
 
     def restore(self) -> Progress | None:
         """Continue from `resume_from_path`, or from the newest good checkpoint of the run directory; None where there

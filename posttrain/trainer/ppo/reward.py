@@ -22,6 +22,8 @@ import torch
 
 from posttrain.algorithms import overlong_penalty
 from posttrain.algorithms.reward_terms import OVERLONG, SCORE
+from posttrain.batch.columns import Column, LastTokenColumn, MaskColumn
+from posttrain.batch.compact import lengths_of
 from posttrain.batch.samples import last_rows
 from posttrain.config.reward import OverlongBufferConfig, RewardConfig, RewardModelConfig
 from posttrain.conversations.batch import reward_info
@@ -120,27 +122,33 @@ class RewardManager:
         responses: Sequence[tuple[Key, Sequence[int]]],
         more: Mapping[Key, Mapping[str, Any]] | None = None,
         marks: Mapping[Key, Sequence[Any]] | None = None,
+        texts: Mapping[Key, str] | None = None,
     ) -> None:
         """Score responses, each with its row's key and its token ids; returns at once. `more` is added to the
         `extra_info` of some. `marks` say which tokens the model wrote itself, of those of several turns; their
-        `extra_info` has these words as `own_words`."""
+        `extra_info` has these words as `own_words`. `texts` are those of responses that were decoded already."""
         expected = [self._expected.pop(key) for key, _ in responses]
         if self.pool is None:
             self._unscored += [(key, RewardResult(0.0)) for key, _ in responses]
             return
         if not responses:
             return
-        texts, written = self._texts([ids for _, ids in responses]), self._written(responses, marks or {})
+        known = texts or {}
+        decoded = iter(self._texts([ids for key, ids in responses if key not in known]))
+        whole = [known[key] if key in known else next(decoded) for key, _ in responses]
+        written = self._written(responses, marks or {})
         items: list[tuple[Key, RewardItem]] = []
         progress = self.progress  # one object: what items share is pickled once
-        for (key, ids), text, row in zip(responses, texts, expected, strict=True):
+        for (key, ids), text, row in zip(responses, whole, expected, strict=True):
             uid, size, source, truth, extra_info, prompt = row
             own, tokens = written.get(key, (None, len(ids)))
             if more and key in more:
                 extra_info = {**(extra_info or {}), **more[key], "own_words": text if own is None else own}
             prompt = prompt[-1]["content"] if prompt and self.prompts_are_texts else prompt
+            # Functions of TRL's form get the ids; for others those that lie in a store are not fetched.
+            given = list(ids) if self.pool.spec.form == "batch" else None
             item = RewardItem(
-                source or self.default_source, text, truth, extra_info, uid, size, tokens, own, prompt, ids, progress
+                source or self.default_source, text, truth, extra_info, uid, size, tokens, own, prompt, given, progress
             )
             items.append((key, item))
         self.pool.submit_many(items)
@@ -233,27 +241,30 @@ def _real_responses(data: DataProto) -> torch.Tensor:
 
 def place_on_last_token(scores: Any, data: DataProto) -> torch.Tensor:
     """(B, R) token-level scores: each score on the last real token of its response."""
-    out = torch.zeros(data.batch["responses"].shape, dtype=torch.float32)
-    out[_last_token(data)] = torch.tensor([float(score) for score in scores], dtype=torch.float32)
+    out = torch.zeros(data.batch.shape("responses"), dtype=torch.float32)
+    last_B = _real_responses(data).long().cumsum(-1).argmax(-1)
+    out[torch.arange(len(data)), last_B] = torch.tensor([float(score) for score in scores], dtype=torch.float32)
     return out
 
 
-def _last_token(data: DataProto) -> tuple[torch.Tensor, torch.Tensor]:
-    """(row, place) of each response's last real token."""
-    return torch.arange(len(data)), _real_responses(data).long().cumsum(-1).argmax(-1)
+def on_last_token(scores_B: np.ndarray, data: DataProto) -> torch.Tensor | Column:
+    """The same; of responses that lie in a store as a column that is made where it is read."""
+    if isinstance(data.batch.column("attention_mask"), MaskColumn):
+        return LastTokenColumn(scores_B, lengths_of(data)[1], data.batch.shape("responses")[1])
+    return place_on_last_token(scores_B, data)
 
 
-def add_overlong_penalty(scores_BR: torch.Tensor, data: DataProto, config: OverlongBufferConfig, limit: int) -> None:
+def add_overlong_penalty(scores_B: np.ndarray, data: DataProto, config: OverlongBufferConfig, limit: int) -> None:
     """Takes the penalty of responses near the length limit from their scores; `overlong_reward` becomes a part."""
     if not config.enable:
         return
-    length_B = _real_responses(data).sum(-1)
+    length_B = torch.from_numpy(lengths_of(data)[1])
     last_B = torch.from_numpy(last_rows(data))
     # The limit is that of a row, so the longest row of a sample decides; its penalty counts once, with the score.
     length_B = torch.zeros_like(length_B).scatter_reduce_(0, last_B, length_B, "amax")[last_B]
     penalty_B = overlong_penalty(length_B, limit, config.len or max(1, limit // 5), config.penalty_factor)
     placed_B = torch.where(last_B == torch.arange(len(data)), penalty_B, 0.0)
-    scores_BR[_last_token(data)] += placed_B.to(scores_BR.dtype)
+    scores_B += placed_B.to(torch.float32).numpy()
     for part, penalty in zip(data.non_tensor_batch["reward_parts"], penalty_B.tolist(), strict=True):
         part["overlong_reward"] = penalty
 

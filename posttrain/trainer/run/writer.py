@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from posttrain.checkpoint.folders import CheckpointError
-from posttrain.checkpoint.manager import CheckpointManager, WriteRole, capture_rng, restore_rng
+from posttrain.checkpoint.manager import CheckpointManager, capture_rng, restore_rng
 from posttrain.config.environment import installed
 from posttrain.controller.pool import StagePeaks, Workers, begin_trace, end_trace
+from posttrain.controller.stalls import WorkerDied
 from posttrain.tracking.loggers import open_loggers, read_metrics
 from posttrain.tracking.progress import Progress, say
 from posttrain.tracking.row import Every
@@ -21,6 +23,10 @@ from posttrain.tracking.rundir import TIMELINE, RunDirectory, append_line
 from posttrain.tracking.safe_files import Background
 from posttrain.tracking.status import FRESH_S, STATUS_FILE, write_origin, write_status
 from posttrain.trainer.run.memory import named_stage
+
+if TYPE_CHECKING:  # a supervised run does not load the workers of the others
+    from posttrain.workers.groups import ActorRolloutGroup, CriticGroup
+    from posttrain.workers.supervised import SupervisedGroup
 
 # Role -> the settings of its model; `model` is what a supervised run trains.
 _SECTIONS = {"actor": "actor_rollout_ref.model", "critic": "critic.model", "model": "model"}
@@ -78,6 +84,8 @@ class RunWriter:
         self.worker_spans: Callable[[], list[list[Any]]] = list
         self.behind = Background("samples")
         self._stack, self._linked = ExitStack(), False
+        self.is_ending = False  # no further step will be made
+        self._background_s: list[float] = []  # seconds of each save that was completed since the last step
 
     def start(self, step: int) -> None:
         """Open loggers and the bar; `step` steps are done already, what lies beyond them is cut off."""
@@ -117,12 +125,15 @@ class RunWriter:
     def wait_until_written(self) -> None:
         """Wait until everything of the steps so far is on the disk; what could not be written is raised here."""
         self.behind.wait()
+        with self.showing("saving"):
+            self.checkpoints.wait()
 
     def close(self, status: str) -> None:
         try:
             self.behind.wait()
         except Exception as error:  # a good end has waited already; otherwise the error that ended the run matters more
             say(f"{self.run.samples}: the last samples could not be written: {error}.")
+        self._end_saves(sys.exception())
         try:
             self._stack.close()  # the status is kept fresh until here
         finally:
@@ -130,6 +141,19 @@ class RunWriter:
                 write_status(self.run.path, status, self.step, self.total_steps)
             except OSError as error:  # a full disk: what ended the run matters more
                 say(f"{self.run.path / STATUS_FILE} could not be written: {error}.")
+
+    def _end_saves(self, reason: BaseException | None) -> None:
+        """Let a save that is under way come to its end, whatever ended the run: its copy is whole. But whoever leaves
+        at once does not wait, and a worker that died writes no more."""
+        if isinstance(reason, KeyboardInterrupt | WorkerDied):
+            if self.checkpoints.abandon():
+                say("The checkpoint that was being written is incomplete and was removed; earlier ones are intact.")
+            return
+        try:
+            with self.showing("saving"):
+                self.checkpoints.wait()
+        except Exception as error:
+            say(str(error))
 
     def showing(self, name: str) -> AbstractContextManager[None]:
         """Inside, the console and `status.json` name this stage; a run that was not started has neither."""
@@ -158,22 +182,42 @@ class RunWriter:
         self,
         step: int,
         *,
-        tensors: Mapping[str, Mapping[str, torch.Tensor] | WriteRole],
+        roles: Mapping[str, ActorRolloutGroup | CriticGroup | SupervisedGroup],
         state: dict[str, Any],
         export: Callable[[Path], None] | None,
     ) -> Path:
-        """An atomic checkpoint of step `step`; a run that continues from it has all that came before."""
-        with self.showing("saving"):
+        """An atomic checkpoint of step `step`; a run that continues from it has all that came before. With
+        `trainer.async_save` it is written while the next steps are computed."""
+        # Where nothing is left to compute, a copy would only cost memory.
+        background = self.config.trainer.async_save and not self.is_ending and step < self.total_steps
+        started = time.perf_counter()
+
+        def saved(path: Path) -> None:
+            say(f"saved {path}")
+            if not self._linked:
+                self._linked = True
+                self.run.link_as_newest()
+            if background:
+                self._background_s.append(time.perf_counter() - started)
+
+        with self.stage("save_checkpoint"), self.showing("saving"):
             # Samples are written behind the loop. A checkpoint promises everything up to its step, so they come first.
             self.wait_until_written()
-            path = self.checkpoints.save(
-                step, tensors=tensors, state=state, rng=capture_rng(), extra=export, metric=self._metric(step)
+            return self.checkpoints.save(
+                step,
+                tensors={name: role.begin_save if background else role.save for name, role in roles.items()},
+                state=state,
+                rng=capture_rng(),
+                extra=export,
+                metric=self._metric(step),
+                background=background,
+                on_saved=saved,
             )
-        say(f"saved {path}")
-        if not self._linked:
-            self._linked = True
-            self.run.link_as_newest()
-        return path
+
+    def take_background_times(self) -> dict[str, float]:
+        """Of saves that were completed since the last step: seconds from their start to their end, as a metric."""
+        taken, self._background_s = self._background_s, []
+        return {"timing_s/save_checkpoint_background": sum(taken)} if taken else {}
 
     def export_is_due(self, step: int) -> bool:
         """Whether the checkpoint of this step gets a Hugging Face folder."""

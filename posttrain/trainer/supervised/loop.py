@@ -57,6 +57,7 @@ class SupervisedRecorder(RunWriter):
         logged = {NAMES.get(name, f"train/{name}"): value for name, value in metrics.items()}
         logged |= {"train/epoch": epoch, **validation}
         logged |= {f"timing_s/{stage}": spent for stage, spent in self.timing.items()}
+        logged |= self.take_background_times()
         logged |= {"perf/time_per_step": seconds, "perf/throughput": metrics["tokens"] / seconds if seconds else 0.0}
         self.timing = {}
         quiet = "console" not in self.config.trainer.logger
@@ -64,6 +65,7 @@ class SupervisedRecorder(RunWriter):
         self.write_timeline(step)
         self.loggers.log(step, logged)
         self.history.append({"step": step, **logged})
+        self.checkpoints.raise_failure()
 
     def record_validation(self, step: int, metrics: dict[str, float]) -> None:
         self.validations.append((step, metrics))
@@ -116,6 +118,7 @@ class SupervisedTrainer:
                         self._train_step()
                 status = "finished" if self.step >= self.total_steps else "stopped"
                 self._save_if_stopped(stop)
+                self.recorder.wait_until_written()
         except KeyboardInterrupt:
             status = "stopped"
             raise
@@ -178,7 +181,7 @@ class SupervisedTrainer:
         }
         return self.recorder.save(
             self.step,
-            tensors={ROLE: self.task.group.save},
+            roles={ROLE: self.task.group},
             state=state,
             export=self._export if self.recorder.export_is_due(self.step) else None,
         )
@@ -202,8 +205,10 @@ class SupervisedTrainer:
 
     def _save_if_stopped(self, stop: GracefulStop) -> None:
         if stop.requested and self.step < self.total_steps:
+            self.recorder.is_ending = True
             if self.step and not self._is_due(self.config.trainer.save_freq):
                 self._save()
+            self.recorder.wait_until_written()
             say(f"Stopped by {stop.requested.name} after step {self.step}; the same command continues this run.")
 
 

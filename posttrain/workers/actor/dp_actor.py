@@ -5,95 +5,38 @@ The actor's loss on one mini-batch: policy loss + KL loss - entropy bonus, with 
 `prepare` gives every response token its weight once per mini-batch; the loss of a micro-batch is the weighted sum over
 its own tokens, so the shares add up to the same number however the rows are split.
 
-With one optimizer step on a batch the update computes the old policy's log-probs itself, so that importance weights
-(`algorithm.rollout_correction`) are made inside of it, and no extra pass over the batch is needed for them. Their
-diagnostics are shares of sums over the whole mini-batch; two are combined from such sums in the end.
+With one optimizer step on a batch the update computes the old policy's log-probs itself. Importance weights and
+rejection (`algorithm.rollout_correction`) are in `correction.py`.
 
 Shapes: b rows of a micro-batch, B rows of the mini-batch, R response width.
 """
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 
 from posttrain import pulse
 from posttrain.algorithms import (
-    aggregation_weights,
     call_policy_loss,
-    compute_rollout_correction,
-    correction_is_on,
     kl_penalty,
-    mask_counts,
     prepare_policy_loss,
-    sampled_from,
     scalar_loss_note,
 )
-from posttrain.algorithms.common import keep_masked
-from posttrain.algorithms.correction import importance
-from posttrain.algorithms.kl import MAX_LOG_RATIO
-from posttrain.batch.samples import has_several_rows, sample_of_rows
 from posttrain.config.root import ActorConfig, PPOConfig, RolloutCorrectionConfig
 from posttrain.engine.base import Passes, TrainEngine
 from posttrain.protocol import DataProto
+from posttrain.workers.actor.correction import (
+    finish_importance_metrics,
+    mean_weight_over_ranks,
+    needs_mean_weight,
+    weights_before_update,
+    weights_in_update,
+)
 from posttrain.workers.measures import Measures, TokenStats, reduce_over_steps
+from posttrain.workers.token_weights import token_weights
 from posttrain.workers.update_plan import MiniBatch, Schedule, UpdatePlan, one_rank_plan
-
-_WEIGHT, _SQUARE, _GAP = "sum of weights", "sum of squared weights", "sum of log-perplexity gaps"
-# Metric -> (the sums that it is made of, and how).
-COMBINED = {
-    "rollout_is/ess": ((_WEIGHT, _SQUARE), lambda weight, square: weight**2 / max(square, 1e-30)),
-    "mismatch/ppl_ratio": ((_GAP,), math.exp),
-}
-
-
-def can_weight_in_update(correction: Any) -> bool:
-    """Whether these settings ask for weights alone; what is rejected is decided beforehand."""
-    return correction.rollout_is is not None and correction.rollout_rs is None
-
-
-@torch.no_grad()
-def importance_weights(
-    log_prob: torch.Tensor, micro: DataProto, correction: Any, measures: Measures
-) -> torch.Tensor | None:
-    """(rows, length) the weights of a micro-batch without old log-probs; None where there is nothing to weigh."""
-    batch = micro.batch
-    if not can_weight_in_update(correction) or "old_log_probs" in batch or "rollout_log_probs" not in batch:
-        return None
-    mask, rollout = batch["response_mask"], sampled_from(batch)
-    made = importance(log_prob, rollout, mask, correction)
-    assert made is not None
-    # A sequence has one context, so that the rows of a sample are weighted one by one.
-    rows = batch["row_count"][0] if "row_count" in batch else micro.meta_info["counts"]["total_rows"]
-    share = batch["mean_weights"].double() if made.ratio.shape == mask.shape else made.counted.double() / rows
-    measures.add("rollout_is/mean", (share * made.ratio).sum())
-    measures.most("rollout_is/max", keep_masked(made.ratio, made.counted).max())
-    measures.add(f"rollout_is/{made.cut}", (share * made.outside).sum())
-    measures.add(_WEIGHT, (share * made.weights).sum())
-    measures.add(_SQUARE, (share * made.weights.double() ** 2).sum())
-    _mismatch(keep_masked(log_prob - rollout, mask).double(), mask, batch["mean_weights"], rows, measures)
-    return keep_masked(made.weights.expand_as(log_prob), mask)
-
-
-def _mismatch(
-    log_ratio: torch.Tensor, mask: torch.Tensor, mean_weights: torch.Tensor, rows: Any, measures: Measures
-) -> None:
-    limited = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    measures.add("mismatch/kl", -(mean_weights * log_ratio).sum(), steps="first")
-    measures.add("mismatch/k3_kl", (mean_weights * (torch.expm1(limited) - limited)).sum(), steps="first")
-    gap_B = -limited.sum(-1) / mask.bool().sum(-1).clamp(min=1)  # trainer less rollout
-    measures.add(_GAP, gap_B.sum() / rows, steps="first")
-
-
-def finish_importance_metrics(metrics: dict[str, float]) -> dict[str, float]:
-    """The metrics of a batch, those that are made of sums in their place."""
-    for name, (parts, made_of) in COMBINED.items():
-        if all(part in metrics for part in parts):
-            metrics[name] = made_of(*(metrics.pop(part) for part in parts))
-    return metrics
-
 
 ROUTER_METRICS = ("router_entropy", "route_changes", "router_balance")  # outputs of a mixture's passes, per token
 PREPARED = "prepared_"  # prefix of the fields that a loss's `prepare` gave per row
@@ -105,6 +48,7 @@ class ActorObjective:
 
     def __init__(self, config: ActorConfig, correction: RolloutCorrectionConfig, loss_scale_factor: float) -> None:
         self.config, self.correction, self.loss_scale_factor = config, correction, loss_scale_factor
+        self.mean_weight = 1.0  # what importance weights that are made in the update are divided by
         self.notes: list[str] = []
         self.measures = Measures()
         self.seen = TokenStats()
@@ -114,26 +58,18 @@ class ActorObjective:
 
         What the loss's `prepare` gives per row goes with the rows into their micro-batches, the rest to all of them.
         """
-        mask_BR = mini.batch["response_mask"]
-        weights, facts = self._importance(mini)
-        sample_B = torch.from_numpy(sample_of_rows(mini)) if has_several_rows(mini) else None
-        tensors = {
-            "loss_weights": aggregation_weights(
-                mask_BR, self.config.loss_agg_mode, loss_scale_factor=self.loss_scale_factor, sample_B=sample_B
-            ),
-            "mean_weights": aggregation_weights(mask_BR, "token-mean"),
-            **weights,
-        }
-        if sample_B is not None:
-            tensors["row_count"] = mask_counts(mask_BR)[1].expand(len(mini)).clone()
+        weights, facts = weights_before_update(mini.batch, self.config, self.correction)
+        made, counted = token_weights(mini, self.config.loss_agg_mode, self.loss_scale_factor)
+        tensors: dict[str, Any] = dict(made)
+        if weights is not None:
+            tensors["rollout_is_weights"] = weights
         prepared = prepare_policy_loss(self.config.policy_loss.loss_mode, mini, self.config)
         for name, value in list(prepared.items()):
             if isinstance(value, torch.Tensor) and value.ndim > 0 and len(value) == len(mini):
                 tensors[f"{PREPARED}{name}"] = prepared.pop(name)
-        tokens, samples = mask_counts(mask_BR, sample_B)
-        counts = {"total_tokens": int(tokens), "total_rows": int(samples), "loss_scale_factor": self.loss_scale_factor}
+        counts = {**counted, "loss_scale_factor": self.loss_scale_factor}
         known = {"prepared": prepared, "measured": facts, "counts": counts}
-        mini = mini.union(DataProto.from_dict(tensors=tensors, meta_info=known))
+        mini = mini.union(DataProto(tensors, meta_info=known))
         self.begin(mini)
         return mini
 
@@ -200,22 +136,8 @@ class ActorObjective:
             return 0.0
         return self.config.router_aux_loss_coef * (mean_weights * outputs["router_balance"]).sum()
 
-    def _importance(self, mini: DataProto) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
-        """(weights for the gap to the rollout, its diagnostics over the whole mini-batch), if configured."""
-        batch = mini.batch
-        if not correction_is_on(self.correction) or not {"old_log_probs", "rollout_log_probs"} <= set(batch):
-            return {}, {}
-        weights, facts = compute_rollout_correction(
-            batch["old_log_probs"], sampled_from(batch), batch["response_mask"], self.correction
-        )
-        facts.pop("mismatch/logp_max")  # measured against the policy being trained, in `_measure_agreement`
-        assert weights is not None
-        return {"rollout_is_weights": weights}, facts
-
     def _weights(self, log_prob: torch.Tensor, micro: DataProto) -> torch.Tensor | None:
-        # Weights of `prepare`; without old log-probs they are made from the policy that is being differentiated.
-        known = micro.batch.get("rollout_is_weights")
-        return importance_weights(log_prob, micro, self.correction, self.measures) if known is None else known
+        return weights_in_update(log_prob, micro, self.config, self.correction, self.measures, self.mean_weight)
 
     def _measure_agreement(self, log_prob: torch.Tensor, old: torch.Tensor, batch: Any) -> None:
         # How far the policy moved from the old one, and how well rollout and trainer agree: of a batch's first
@@ -276,11 +198,22 @@ class DataParallelPPOActor:
 
     def execute(self, plan: UpdatePlan) -> list[Measures]:
         """The optimizer steps of a plan; gives the metrics of each."""
-        with pulse.work("rows", plan.rows):
+        passes = 2 if self._measures_weights_first else 1
+        with pulse.work("rows", passes * plan.rows):
             return [self._step(mini) for mini in plan]
+
+    @property
+    def _measures_weights_first(self) -> bool:
+        return needs_mean_weight(self.objective.config, self.objective.correction)
 
     def _step(self, mini: MiniBatch) -> Measures:
         measures = self.objective.begin(mini.data)
+        if self._measures_weights_first:
+            # A mean over each micro-batch would make the gradient depend on how the mini-batch is cut.
+            log_prob = self.compute_log_prob(mini.data, mini.passes).get("log_probs")
+            mean = mean_weight_over_ranks(log_prob, mini.data.batch, self.objective.correction)
+            self.objective.mean_weight = mean
+            measures.tell("rollout_is/norm", mean)
         made = self.engine.update(mini.data, self.objective, temperature=self.temperature, passes=mini.passes)
         measures.tell_update("actor", made)
         return measures.read_values()

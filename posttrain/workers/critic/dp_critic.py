@@ -7,12 +7,12 @@ from functools import partial
 import torch
 
 from posttrain import pulse
-from posttrain.algorithms import aggregation_weights, compute_value_loss
-from posttrain.batch.samples import has_several_rows, sample_of_rows
+from posttrain.algorithms import compute_value_loss
 from posttrain.config.root import ActorConfig, CriticConfig, PPOConfig
 from posttrain.engine.base import Passes, TrainEngine
 from posttrain.protocol import DataProto
 from posttrain.workers.measures import Measures, reduce_over_steps
+from posttrain.workers.token_weights import token_weights
 from posttrain.workers.update_plan import MiniBatch, Schedule, UpdatePlan, one_rank_plan
 
 
@@ -24,11 +24,8 @@ def critic_schedule(critic: CriticConfig, actor: ActorConfig, seed: int) -> Sche
 
 def prepare_values(mini: DataProto, loss_agg_mode: str, longest: int) -> DataProto:
     """The mini-batch with its token weights; responses have `longest` tokens at most."""
-    mask = mini.batch["response_mask"]
-    sample_B = torch.from_numpy(sample_of_rows(mini)) if has_several_rows(mini) else None
-    weights = aggregation_weights(mask, loss_agg_mode, loss_scale_factor=float(longest), sample_B=sample_B)
-    extra = {"loss_weights": weights, "mean_weights": aggregation_weights(mask, "token-mean")}
-    return mini.union(DataProto.from_dict(tensors=extra))
+    made, _ = token_weights(mini, loss_agg_mode, float(longest))
+    return mini.union(DataProto(made))
 
 
 class DataParallelPPOCritic:

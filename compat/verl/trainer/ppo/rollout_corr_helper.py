@@ -47,12 +47,8 @@ def compute_rollout_correction_weights(
     if low is not None:
         metrics["rollout_is_oob_ratio"] = float(masked_mean(made.outside.expand_as(mask).float(), response_mask))
     if rollout_is_batch_normalize:
-        mean = masked_mean(weights, response_mask)
-        if rollout_is == "sequence":
-            there = response_mask.sum(-1) > 0
-            mean = masked_mean(weights, response_mask, axis=-1)[there].mean()
-        metrics["rollout_is_batch_norm_factor"] = float(mean) if mean > 1e-8 else 1.0
-        weights = weights / metrics["rollout_is_batch_norm_factor"]
+        metrics["rollout_is_batch_norm_factor"] = made.mean()
+        weights = weights / made.mean()
     return weights, metrics
 
 
