@@ -49,7 +49,7 @@ SETTINGS = "settings"
 SAME = "read_by_the_same_code"
 CAUGHT = LISTS / "caught.txt"
 IGNORE = Path("scripts", "mutants", "ignore")
-SECONDS = 900  # of one test: that of Megatron starts twenty processes, and takes minutes
+SECONDS = 300
 TREES = {
     "": "posttrain.config.root:PPOConfig",
     "sft": "posttrain.config.supervised:SFTConfig",

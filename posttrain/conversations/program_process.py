@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import math
 import os
 import resource
 import shlex
@@ -11,8 +13,9 @@ import signal
 from collections import deque
 from contextlib import suppress
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
+from posttrain.conversations.serving.requests import ApiError
 from posttrain.conversations.settings import AGENT_KEY as KEY
 from posttrain.conversations.settings import AgentSettings
 from posttrain.errors import UserError
@@ -21,6 +24,10 @@ from posttrain.texts import well_formed
 KEY_VARIABLE = "POSTTRAIN_API_KEY"
 _SHOWN = 300  # characters of a program's last line that its error shows
 _READ = 8192
+
+
+class ProgramFailed(Exception):
+    """A program that ended with an error; the message is for its author."""
 
 
 def find_command(settings: AgentSettings) -> list[str]:
@@ -98,6 +105,22 @@ class Program:
 
 def describe_status(status: int) -> str:
     return f"signal {-status}" if status < 0 else f"status {status}"
+
+
+def parse_reward(body: Any) -> float:
+    """The number of `0.5` or `{"reward": 0.5}`; ApiError otherwise."""
+    value = body.get("reward") if isinstance(body, dict) else body
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ApiError('A reward is a finite number: {"reward": 0.5}.', param="reward")
+    return float(value)
+
+
+def read_reward(path: Path) -> float:
+    """The reward that a program wrote into its file."""
+    try:
+        return parse_reward(json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, ApiError, OSError, RecursionError):
+        raise ProgramFailed("POSTTRAIN_REWARD_FILE has no finite number in it") from None
 
 
 class Slots:

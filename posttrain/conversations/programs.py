@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-import math
 import os
 import secrets
 import socket
@@ -31,10 +30,13 @@ from posttrain.conversations.conversation import TooManyRows
 from posttrain.conversations.program_process import (
     KEY_VARIABLE,
     Program,
+    ProgramFailed,
     Slots,
     addresses,
     describe_status,
     find_command,
+    parse_reward,
+    read_reward,
 )
 from posttrain.conversations.serving.model import ServedModel
 from posttrain.conversations.serving.process import ServerProcess, listen, url_of
@@ -53,10 +55,6 @@ QUIET_S = 60.0  # after which the user is told that no program asks for samples
 _LOOK_S = 0.05  # between two looks at whether the program of the run is to be started or ended
 _LONGEST_ERROR = 2000  # characters
 _LONGEST_VARIABLE = 100_000  # bytes; Linux starts no program with a longer one
-
-
-class ProgramFailed(Exception):
-    """A program that ended with an error; the message is for its author."""
 
 
 @dataclass(eq=False)
@@ -315,7 +313,7 @@ class Programs:
                     raise ProgramFailed(session.error)
                 status = await ended
             if reward_file.is_file():
-                session.reward = _read_reward(reward_file)
+                session.reward = read_reward(reward_file)
             if status:
                 raise ProgramFailed(f"it ended with {describe_status(status)}{program.last_words()}")
 
@@ -438,21 +436,6 @@ def _gone() -> ApiError:
 def _resolve(future: Future[Any], value: Any) -> None:
     if not future.done():
         future.set_result(value)
-
-
-def parse_reward(body: Any) -> float:
-    """The number of `0.5` or `{"reward": 0.5}`; ApiError otherwise."""
-    value = body.get("reward") if isinstance(body, dict) else body
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ApiError('A reward is a finite number: {"reward": 0.5}.', param="reward")
-    return float(value)
-
-
-def _read_reward(path: Path) -> float:
-    try:
-        return parse_reward(json.loads(path.read_text(encoding="utf-8")))
-    except (ValueError, ApiError, OSError, RecursionError):
-        raise ProgramFailed("POSTTRAIN_REWARD_FILE has no finite number in it") from None
 
 
 def _plain(value: Any) -> Any:

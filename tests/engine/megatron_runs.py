@@ -1,8 +1,9 @@
 """One suite of checks for all registered train engines, run once for all tests of `test_megatron.py`:
 
-    python megatron_runs.py FOLDER [cuda]
+    python megatron_runs.py FOLDER [cuda | gradients]
 
-With `cuda` the cases of one rank run on that device (`test_megatron_cuda.py`). Ranks are forked after everything is
+With `cuda` the cases of one rank run on that device (`test_megatron_cuda.py`), with `gradients` a few updates alone
+(`test_megatron_gradients.py`). Ranks are forked after everything is
 imported. Each case (model, engine, how it is cut) writes what every check found.
 """
 
@@ -520,13 +521,28 @@ def run_rank(rank: int, ranks: int, folder: Path) -> None:
         torch.save(refusals(folder), folder / "refusals.pt")
 
 
+GRADIENTS = [("qwen3", FSDP, 1), ("qwen3", "megatron 1,1,1", 2), ("qwen2", FSDP, 1), ("qwen2", "megatron 1,2,1", 2)]
+"""Two copies of a model beside one of torch's engine, and two stages of one with a tied embedding."""
+
+
+def run_gradients(rank: int, ranks: int, folder: Path) -> None:
+    for model, cut, world in GRADIENTS:
+        if world == ranks:
+            found = updates(case := Case(folder, model, cut))
+            if rank == 0:
+                torch.save(found, folder / f"{case.name}.pt")
+            leave_groups()
+
+
 if __name__ == "__main__":
-    target = Path(sys.argv[1])
-    DEVICE = torch.device(sys.argv[2] if sys.argv[2:] else "cpu")
+    target, wanted = Path(sys.argv[1]), sys.argv[2] if sys.argv[2:] else "cpu"
+    DEVICE = torch.device("cpu" if wanted == "gradients" else wanted)
     for name in ("models.gpt", "models.gpt.gpt_layer_specs", "parallel_state", "transformer"):
         part(name)
     write_models(target)
     if DEVICE.type == "cuda":
         run_rank(0, 1, target)  # a forked process cannot use the device
+    elif wanted == "gradients":
+        sys.exit(not all(run_ranks(ranks, run_gradients, target) for ranks in (1, 2)))
     else:
         sys.exit(not all(run_ranks(ranks, run_rank, target) for ranks in (1, 2, 4)))
