@@ -103,7 +103,7 @@ def draw_round(tokenizer: Any, number: int, rows: int) -> tuple[list[list[int]],
         Sampling(max_tokens=MOST, stop_token_ids=ends),
         Sampling(max_tokens=MOST, temperature=0.7, stop_token_ids=ends),
         Sampling(max_tokens=MOST, temperature=1.2),
-        Sampling(max_tokens=MOST // 4, top_k=5, top_p=0.9),
+        Sampling(max_tokens=MOST // 16, top_k=5, top_p=0.9),
     ]
     samplings = [kinds[(number + at // GROUP) % len(kinds)] for at in range(rows)]
     return [prompts[at // GROUP] for at in range(rows)], samplings, [1000 * number + at for at in range(rows)]
