@@ -204,7 +204,7 @@ class RolePart:
         if self._lack is not None:
             self.save()
             return self._lack
-        live = {item.index: self._planner.resolve_data(item) for item in self._plan.items}
+        live: dict[MetadataIndex, Any] = {item.index: self._planner.resolve_data(item) for item in self._plan.items}
         self._planner.copies = self.copies.take(live)
         self._planner.state_dict = {}
 

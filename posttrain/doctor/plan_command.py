@@ -144,7 +144,7 @@ def report(
     lines = [*_head(config, plan), *chosen, "", *_table(plan), ""]
     if plan.host:
         lines += [f"In host memory outside their stage: {', '.join(f'{p} {shown(b)}' for p, b in plan.host.items())}."]
-    if plan.saved and config.trainer.async_save:  # pyright: ignore
+    if plan.saved and config.to_dict()["trainer"]["async_save"]:
         lines += [
             f"A checkpoint is copied to host memory and written from there: {shown(plan.saved)} per worker "
             "(trainer.async_save)."
