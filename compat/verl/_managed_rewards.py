@@ -36,6 +36,7 @@ class ManagedRewards(RewardManager):
         responses: Sequence[tuple[Key, Sequence[int]]],
         more: Mapping[Key, Mapping[str, Any]] | None = None,
         marks: Mapping[Key, Sequence[Any]] | None = None,
+        texts: Mapping[Key, str] | None = None,
     ) -> None:
         """As verl's, a manager sees all tokens of a response: what the model was told in it, too."""
         self._fed += responses

@@ -33,6 +33,7 @@ STAGE_WORDS = {
     "update_actor": "update",
     "update_critic": "critic update",
     "sync": "weight sync",
+    "save_checkpoint": "saving",
 }
 SHORT_STEP = 1.0  # stages of steps below this many seconds would only flicker
 _DROP = ("number", "unit", "tokens", "bar", "percent", "rate", "stage_left", "run_left", "counts", "stage")

@@ -232,8 +232,7 @@ def test_of_a_model_on_the_hub_the_config_alone_is_fetched(tmp_path, monkeypatch
         return str(tmp_path / "config.json")
 
     monkeypatch.setattr("huggingface_hub.hf_hub_download", fetch)
-    for module in ("folders", "model_files"):
-        monkeypatch.setattr(f"posttrain.models.{module}.why_not_from_hub", lambda name: None)
+    monkeypatch.setattr("posttrain.models.model_files.why_not_from_hub", lambda name: None)
     resolved = load_config([BY_MEGATRON, "actor_rollout_ref.model.path=openai/gpt-oss-20b"])
     found = [problem.what for problem in check_environment(resolved, tmp_path) if "gpt_oss" in problem.what]
     assert len(found) == 1 and asked == [("openai/gpt-oss-20b", "config.json")]

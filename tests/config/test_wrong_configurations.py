@@ -15,7 +15,10 @@ from posttrain.rollout.engines import ENGINES
 ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 RM = ("reward_model.enable=True", "reward_model.model.path=a/b")
 TEN = {
-    "misspelt estimator": (["algorithm.adv_estimator=gropo"], ["known: gae, ", " grpo, ", "did you mean `grpo`"]),
+    "misspelt estimator": (
+        ["algorithm.adv_estimator=gropo"],
+        ["known: codapo, gae, ", " grpo, ", "did you mean `grpo`"],
+    ),
     "misspelt key": ([f"{ROLLOUT}.temprature=1"], ["Unknown key", f"did you mean `{ROLLOUT}.temperature`"]),
     "wrong type": (["data.train_batch_size=many"], ["expected an integer, got 'many'", "command line"]),
     "wrong name": ([f"{ACTOR}.loss_agg_mode=mean"], ["is not known", "token-mean", "seq-mean-token-sum-norm"]),

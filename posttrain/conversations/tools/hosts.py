@@ -36,11 +36,16 @@ class ToolHost(ABC):
 
     async def shutdown(self) -> list[BaseException]:
         """Lets the tool end what it started; gives what it raised."""
-        try:
-            await Threads().run(self.tool.shutdown)
-        except Exception as error:
-            return [error]
-        return []
+
+        def end() -> BaseException | None:
+            try:
+                self.tool.shutdown()
+            except BaseException as error:
+                return error
+            return None
+
+        error = await Threads().run(end)
+        return [] if error is None else [error]
 
     def close(self) -> None:  # noqa: B027
         """Leaves what still hangs to itself."""
