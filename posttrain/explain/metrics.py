@@ -145,7 +145,7 @@ FAMILIES: dict[str, str] = {
         "Seconds that training stood still for the checkpoint of the step before: for the copy in host memory, and for "
         "an earlier save that was still being written; with trainer.async_save=false for all of the writing."
     ),
-    "perf/save_background_s": (
+    "perf/time_of_background_save": (
         "Seconds from the start of a save to its checkpoint being complete, mostly while training went on "
         "(trainer.async_save); not part of timing_s/step."
     ),

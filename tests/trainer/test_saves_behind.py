@@ -84,8 +84,8 @@ def test_a_run_goes_on_while_its_checkpoint_is_written_and_gives_the_same_files(
     lines = metrics_of(behind.path, times=True)
     assert ["timing_s/save_checkpoint" in line for line in lines] == [False, True, True]
     assert lines[1]["timing_s/step"] >= lines[1]["timing_s/save_checkpoint"] > 0
-    assert lines[2]["perf/save_background_s"] > lines[1]["timing_s/save_checkpoint"]
-    assert not any("perf/save_background_s" in line for line in metrics_of(waited.path, times=True))
+    assert lines[2]["perf/time_of_background_save"] > lines[1]["timing_s/save_checkpoint"]
+    assert not any("perf/time_of_background_save" in line for line in metrics_of(waited.path, times=True))
 
 
 def test_a_full_disk_behind_the_loop_ends_the_run_and_the_same_command_goes_on(

@@ -217,7 +217,7 @@ class RunWriter:
     def take_background_times(self) -> dict[str, float]:
         """Of saves that were completed since the last step: seconds from their start to their end, as a metric."""
         taken, self._background_s = self._background_s, []
-        return {"perf/save_background_s": sum(taken)} if taken else {}
+        return {"perf/time_of_background_save": sum(taken)} if taken else {}
 
     def export_is_due(self, step: int) -> bool:
         """Whether the checkpoint of this step gets a Hugging Face folder."""
