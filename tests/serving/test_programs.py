@@ -471,6 +471,15 @@ def test_the_number_of_http_processes_follows_the_cores(cores, settings, count, 
     assert AgentSettings(**settings).count_http_processes() == count
 
 
+def test_http_processes_listen_at_ports_one_after_another(tmp_path, monkeypatch):
+    listen, asked = programs.listen, []
+    monkeypatch.setattr(programs, "listen", lambda host, port: (asked.append(port), listen(host, 0))[1])
+    for port, count in ((7001, 3), (0, 2)):
+        with conversations(tmp_path, TWO_TURNS, port=port, http_processes=count) as (_, (record,), _, _):
+            assert record.score == 1.0
+    assert asked == [7001, 7002, 7003, 0, 0]
+
+
 def test_a_program_of_the_run_that_ends_costs_the_samples_it_had_and_is_started_again(tmp_path):
     code = "for number in range(2):\n    play(claim(), 1.0)\nclaim()\nraise ValueError('two are enough')\n"
     with conversations(tmp_path, code, count=4, header=RUN_HEADER, program_per="run") as (_, records, _, _):

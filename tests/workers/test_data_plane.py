@@ -205,3 +205,13 @@ def test_the_bytes_of_the_driver_do_not_grow_with_the_responses(store):
 
     (moved, held), (moved_long, held_long) = step(64), step(4096)
     assert moved_long < 1.01 * moved and held_long < 1.01 * held
+
+
+def test_a_number_per_response_stands_on_its_last_token_or_on_all_of_them():
+    values, lengths = np.array([2.0, 3.0, 5.0], np.float32), np.array([3, 1, 0])
+    last, every = (kind(values, lengths, 3) for kind in (LastTokenColumn, EveryTokenColumn))
+    # A response without tokens keeps its score, at the first place: it has no other.
+    assert last.value().tolist() == [[0.0, 0.0, 2.0], [3.0, 0.0, 0.0], [5.0, 0.0, 0.0]]
+    assert every.value().tolist() == [[2.0, 2.0, 2.0], [3.0, 0.0, 0.0], [0.0, 0.0, 0.0]]
+    for column in (last, every):
+        assert column.row_sums().tolist() == column.value().double().sum(-1).tolist()
