@@ -93,6 +93,8 @@ SUPERVISED_RENAMED: dict[str, str] = {
 # Name in verl -> (main file here, settings that verl's file has).
 MAINS: dict[str, tuple[str, tuple[str, ...]]] = {
     "ppo_megatron_trainer": ("ppo_trainer", ("actor_rollout_ref.actor.strategy=megatron",)),
+    "fully_async_ppo_megatron_trainer": ("ppo_trainer", ("actor_rollout_ref.actor.strategy=megatron",)),
+    "fully_async_ppo_trainer": ("ppo_trainer", ()),
     "sft_trainer_engine": ("sft_trainer", ()),
 }
 

@@ -67,7 +67,7 @@ ENGINE: tuple[Rule, ...] = (
     ),
     not_supported(f"{_ROLLOUT}.seed", "one seed decides the run", "set trainer.seed", off=("42", "0", "1")),
     translated(f"{_ROLLOUT}.full_determinism", "deterministic", "`trainer.deterministic`"),
-    not_supported(f"{_ROLLOUT}.over_sample_rate", "every response is waited for", "set it to 0", off=("0",)),
+    not_needed(f"{_ROLLOUT}.over_sample_rate", "every response is waited for, and none is given up (nor in verl 0.9)"),
     not_supported(f"{_ROLLOUT}.mtp", "multi-token prediction is not built", "remove it"),
     not_supported(
         f"{_ROLLOUT}.disaggregation.*",
