@@ -218,7 +218,7 @@ def open_workers(config: Any, device: torch.device, external: str | None, logs: 
     say(f"{who}: starting Ray; the loop, the data and Ctrl-C stay in this process.")
     prepare, settings = partial(_prepare, config.trainer, device, external), config.trainer.ray_init
     with waiting("starting Ray"):
-        teams = rollout > 0 and config.actor_rollout_ref.rollout.tensor_model_parallel_size > 1
+        team = config.actor_rollout_ref.rollout.tensor_model_parallel_size if rollout else 1
         workers = RayWorkers(
             ranks,
             device,
@@ -227,7 +227,8 @@ def open_workers(config: Any, device: torch.device, external: str | None, logs: 
             tell=say,
             settings=settings,
             rollout=rollout,
-            teams=teams,
+            team=team,
+            placement_s=config.trainer.placement_timeout_s,
             stopped_s=config.trainer.stopped_worker_timeout_s,
             logs=logs,
             shared=Path(config.trainer.default_local_dir),
