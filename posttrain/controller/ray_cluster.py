@@ -27,7 +27,7 @@ from posttrain.controller.ray_address import (
     users_secret_is_shown,
     wrong_secret,
 )
-from posttrain.controller.ray_node import RayHead, Watched
+from posttrain.controller.ray_node import OF_A_START, RayHead, Watched
 from posttrain.errors import UserError
 
 ITSELF = "127.0.0.1"
@@ -40,6 +40,21 @@ class Machine:
     id: str
     address: str
     cores: int
+
+
+def has_gpus() -> bool:
+    """Whether a machine of the Ray that the environment names has GPUs; False without such a Ray."""
+    address = given_address()
+    if ray.is_initialized():
+        return any(node["Resources"].get("GPU", 0) for node in ray.nodes() if node["Alive"])
+    if not address:
+        return False
+    cluster = RayCluster(1)
+    cluster.start()
+    try:
+        return has_gpus()
+    finally:
+        cluster.stop()
 
 
 PLACE = "in"  # the folder of posttrain: reported, and free to differ
@@ -181,12 +196,15 @@ class RayCluster:
             head.tell_users(self.tell, self.machines)
 
     def _join(self, address: str) -> None:
+        settings = {name: value for name, value in self.settings.items() if name not in OF_A_START}
+        if left_out := [f"trainer.ray_init.{name}" for name in self.settings if name in OF_A_START]:
+            self.tell(f"note: {', '.join(left_out)} not used: the Ray at {address} was started with its own.")
         # The address is tried first: where nothing answers, `ray.init` tries for two minutes and then ends the process.
         if (error_there := connection_error(address)) is not None:
             raise no_ray(address, error_there)
         try:
-            with refused_by_ray(self.settings), users_secret_is_shown():
-                ray.init(address=address, **{**_QUIET, **self.settings})
+            with refused_by_ray(settings), users_secret_is_shown():
+                ray.init(address=address, **{**_QUIET, **settings})
         except (ConnectionError, RayError) as error:
             if asks_for_a_secret(error):
                 raise wrong_secret(address, bool(users_secret())) from error

@@ -206,6 +206,9 @@ class RayWorkers(Workers):
     def peaks(self) -> StagePeaks:
         return RayPeaks(self.hosts, self.rollout_hosts, self.watch)
 
+    def gpu(self) -> tuple[str, int, bool] | None:
+        return self.watch.fetch(self.hosts[0].gpu.remote())
+
     @contextmanager
     def traced(self, stem: Path) -> Iterator[None]:
         for ref in [host.begin_trace.remote() for host in self._all_hosts()]:
