@@ -73,6 +73,7 @@ RENAMED: dict[str, str] = {
     "reward.reward_model.enable": "reward_model.enable",
     "reward.reward_model.model_path": "reward_model.model.path",
     **dict.fromkeys(("ray_kwargs.ray_init", "ray_init"), "trainer.ray_init"),
+    "trainer.ray_wait_register_center_timeout": "trainer.placement_timeout_s",
     "trainer.max_actor_ckpt_to_keep": "trainer.max_ckpt_to_keep",
     "trainer.max_critic_ckpt_to_keep": "trainer.max_ckpt_to_keep",
     "global_profiler.steps": "trainer.profile_steps",

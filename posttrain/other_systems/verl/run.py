@@ -12,7 +12,6 @@ RUN: tuple[Rule, ...] = (
         off=(),
     ),
     not_needed("ray_kwargs.timeline_json_file", "trainer.profile_steps writes traces of every rank"),
-    not_needed("trainer.ray_wait_register_center_timeout", "the run waits for its workers without a timeout"),
     not_needed("trainer.{use_legacy_worker_impl,use_v1}", "there is one implementation of the trainer"),
     not_supported(
         "trainer.v1.trainer_mode",
