@@ -14,11 +14,12 @@ from typing import Any
 
 import pytest
 import torch
-from textbook import ACTOR, CPU, ROLLOUT, ppo_config
+from textbook import ACTOR, CPU, MODEL, ROLLOUT, batch, ppo_config
 
 from posttrain.controller.pool import LocalWorkers
 from posttrain.errors import UserError
 from posttrain.models.loading import load_tokenizer
+from posttrain.models.lora import merged_state
 from posttrain.rollout.weight_buckets import Bucket, SyncError, split_into_buckets
 from posttrain.workers.fsdp_workers import PolicyWorker, RolloutWorker
 from posttrain.workers.groups import DisaggregatedGroup, PolicyGroup, RolloutGroup
@@ -153,7 +154,8 @@ def pair(tiny_model, monkeypatch):
     monkeypatch.setattr("posttrain.workers.rollout.place_of", other)
 
     def made(**settings: Any) -> DisaggregatedGroup:
-        named = {f"{ROLLOUT}.{name}": value for name, value in settings.items()}
+        sections = {"lora_rank": MODEL}
+        named = {f"{sections.get(name, ROLLOUT)}.{name}": value for name, value in settings.items()}
         config = ppo_config(tiny_model, {f"{ACTOR}.optim.lr": 1e-2, f"{ROLLOUT}.n_workers": 1, **named})
         workers, arguments = LocalWorkers(), (config, load_tokenizer(config.actor_rollout_ref.model), CPU)
         training = PolicyGroup(workers.create("policy", PolicyWorker, *arguments, total_updates=8))
@@ -194,3 +196,21 @@ def test_buckets_have_the_size_that_is_set(tiny_model):
         while not worker.was_last_bucket():
             made.append(worker.next_bucket(False))
         assert len(made) == count
+
+
+@pytest.mark.parametrize("engine", ["native", "hf"])
+def test_with_lora_only_the_adapters_travel_and_the_rollout_has_the_trainers_weights_bit_for_bit(pair, engine):
+    group = pair(name=engine, lora_rank=4)
+    training, rollout = group.training.group.worker, group.rollout.group.worker
+    group.update_actor(batch())
+    sent, transport = list[Bucket](), training.sender.transport
+    send = transport.send
+    transport.send = lambda bucket: sent.append(bucket) or send(bucket)
+    assert group.sync_weights(1)["sync/probe_max"] < 1e-6
+    names = [entry.name for bucket in sent for entry in bucket.entries]
+    assert names and all(".lora_" in name for name in names)
+    there, here = (
+        merged_state(getattr(rollout.engine, "decoder", rollout.engine).module),
+        dict(training.engine.export_weights()),
+    )
+    assert there.keys() == here.keys() and all(torch.equal(there[name], here[name]) for name in here)
