@@ -303,7 +303,8 @@ def check_sync(world: World, name: str, *, adapters: bool) -> None:
     layout = EngineLayout() if world.size > 1 else None
     dtype, place = _dtype(world, name), _place(world, team)
     trainer = world.engine((_adapted(world) if adapters else world.module()).to(dtype), layout)
-    held = (_adapted(world, place) if adapters and can_take_adapters(name) else world.module(place)).to(dtype)
+    beside = adapters and can_take_adapters(name, 1 if team is None else team.size)
+    held = (_adapted(world, place) if beside else world.module(place)).to(dtype)
     rollout = _rollout(world, name, held, team)
     try:
         _sync(world, trainer, rollout, first=True)

@@ -50,6 +50,7 @@ RENAMED: dict[str, str] = {
     },
     **{f"{role}.optim.{old}": f"{role}.{new}" for role in (_ACTOR, "critic") for old, new in _OPTIM.items()},
     f"{_ACTOR}.fsdp_config.strategy": f"{_ACTOR}.strategy",
+    f"{_ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes": f"{_ROLLOUT}.update_weights_bucket_megabytes",
     **{f"{role}.rollout_n": f"{_ROLLOUT}.n" for role in (_ACTOR, "actor_rollout_ref.ref", "critic")},
     **{f"critic.model.lora.{old}": f"critic.model.{new}" for old, new in _LORA.items()},
     **{f"{_ACTOR}.clip_cov_{name}": f"{_ACTOR}.policy_loss.clip_cov_{name}" for name in ("ratio", "lb", "ub")},

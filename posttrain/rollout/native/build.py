@@ -21,6 +21,7 @@ from posttrain.models.decodable import KNOWN, can_decode_fast, check_exact
 from posttrain.models.decoder import FastDecoder
 from posttrain.models.feed_forward import MIXTURES
 from posttrain.models.forward import forward_mode_of
+from posttrain.models.lora import has_adapters
 from posttrain.models.routing import RouteShape, check_routes, watch_routers
 from posttrain.models.shards import KEY, own_key_heads
 from posttrain.rollout.native.drafts import Drafts
@@ -85,6 +86,7 @@ def build_native(
         ranks=size,
         speculation=_speculation(module, config, captured=captured),
     )
+    engine.takes_adapters = engine.shares_weights and has_adapters(module)
     cut = f", cut over {size} workers" if size > 1 else ""
     cut += ", exact" if exact else ""
     cut += "" if routes is None else ", routes recorded"
