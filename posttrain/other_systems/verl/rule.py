@@ -17,7 +17,7 @@ KINDS = (HONOURED, TRANSLATED, NOT_NEEDED, NOT_SUPPORTED)
 # Values that ask for nothing, whatever the key.
 NOTHING = ("null", "none", "", "{}", "[]")
 # Of keys of verl's asynchronous trainers.
-ASYNC = "a step trains on whole batches, which are one update old at most"
+ASYNC = "there is one trainer, and asynchronous training is a setting of it"
 
 
 @dataclass(frozen=True)
