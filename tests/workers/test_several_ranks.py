@@ -478,12 +478,12 @@ class InTurn(RayPPOTrainer):
     """One process that generates the next step's responses and then trains: what is done at once elsewhere."""
 
     def __init__(self, config, **parts) -> None:
+        config.trainer.max_staleness = 1
         super().__init__(config, **parts)
-        self.config.trainer.one_step_off = True
 
     def _start_next_rollout(self) -> None:
         super()._start_next_rollout()
-        self.one_step_off.finish()
+        self.pending.finish()
 
 
 class AtOnce(RayPPOTrainer):

@@ -106,11 +106,13 @@ ENGINE: tuple[Rule, ...] = (
 )
 
 ELSEWHERE: tuple[Rule, ...] = (
-    not_supported(
-        f"{_ROLLOUT}.{{total_rollout_steps,test_freq,total_epochs,standalone_gpu_memory_utilization}}",
-        ASYNC,
-        "set trainer.total_training_steps, trainer.total_epochs and trainer.test_freq, and start main_ppo",
+    translated(
+        f"{_ROLLOUT}.total_rollout_steps",
+        "total_prompts",
+        "`trainer.total_training_steps`: prompts divided by data.train_batch_size",
     ),
+    translated(f"{_ROLLOUT}.{{test_freq,total_epochs}}", "of_trainer", "`trainer.test_freq`, `trainer.total_epochs`"),
+    not_supported(f"{_ROLLOUT}.standalone_gpu_memory_utilization", ASYNC, f"set {_ROLLOUT}.gpu_memory_utilization"),
 )
 
 AGENTS: tuple[Rule, ...] = (

@@ -196,9 +196,9 @@ def _settings_that_keep_rows(config: PPOConfig) -> str:
     """The settings because of which checkpoints hold rows of the data; empty where they hold none."""
     named = {
         "algorithm.filter_groups.enable": config.algorithm.filter_groups.enable,
-        "trainer.one_step_off": config.trainer.one_step_off,
+        "trainer.max_staleness": config.trainer.max_staleness,
     }
-    return " and ".join(f"{name}=True" for name, on in named.items() if on)
+    return " and ".join(f"{name}={value}" for name, value in named.items() if value)
 
 
 def _can_judge(reward_model: RewardModelConfig, sources: set[str | None], *data: PromptDataset | None) -> bool:
