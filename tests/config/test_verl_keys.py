@@ -181,6 +181,7 @@ def test_a_renamed_key_sets_the_setting_that_it_stands_for(program):
 
 
 MICRO = "ppo_micro_batch_size_per_gpu"
+APART = ["actor_rollout_ref.rollout.n_workers=1"]
 CASES: dict[str, list[tuple[list[str], dict[str, Any] | str]]] = {
     "one_checkpoint": [
         (["trainer.remove_previous_ckpt_in_save=True"], {"trainer.max_ckpt_to_keep": 1}),
@@ -303,6 +304,44 @@ CASES: dict[str, list[tuple[list[str], dict[str, Any] | str]]] = {
         ([*BY_MEGATRON, f"{REF}.megatron.param_offload=True"], {f"{REF}.fsdp_config.param_offload": True}),
         ([*BY_MEGATRON, "critic.megatron.optimizer_offload=True"], {"critic.fsdp_config.optimizer_offload": True}),
     ],
+    "staleness": [
+        ([*APART, "async_training.staleness_threshold=0.5"], {"trainer.max_staleness": 1}),
+        ([*APART, "async_training.staleness_threshold=2"], {"trainer.max_staleness": 2}),
+        ([*APART, "async_training.staleness_threshold=0"], {"trainer.max_staleness": 0}),
+        ([*APART, "async_training.staleness_threshold=some"], "set trainer.max_staleness"),
+        (["async_training.staleness_threshold=1"], "n_workers=1 or more, which only generate"),
+    ],
+    "partial": [
+        ([*APART, "trainer.max_staleness=1", "async_training.partial_rollout=True"], {"trainer.partial_rollout": True}),
+    ],
+    "sync_step": [
+        (
+            [
+                "data.train_batch_size=0",
+                "data.gen_batch_size=1",
+                f"{ACTOR}.ppo_mini_batch_size=32",
+                "async_training.require_batches=2",
+                "async_training.trigger_parameter_sync_step=4",
+            ],
+            {"data.train_batch_size": 256, f"{ACTOR}.ppo_mini_batch_size": 32},
+        ),
+        (
+            ["data.train_batch_size=64", f"{ACTOR}.ppo_mini_batch_size=32", "async_training.require_batches=4"],
+            {"data.train_batch_size": 64},
+        ),
+    ],
+    "old_policy": [
+        (["async_training.use_rollout_log_probs=True"], {f"{ACTOR}.old_log_probs": "rollout"}),
+        (
+            ["async_training.use_rollout_log_probs=True", "async_training.compute_prox_log_prob=True"],
+            {f"{ACTOR}.old_log_probs": "auto"},
+        ),
+    ],
+    "total_prompts": [
+        (["data.train_batch_size=64", "rollout.total_rollout_steps=6400"], {"trainer.total_training_steps": 100}),
+        (["rollout.total_rollout_steps=many"], "set trainer.total_training_steps"),
+    ],
+    "of_trainer": [(["rollout.test_freq=7"], {"trainer.test_freq": 7})],
     "sampler": [
         (["data.sampler.class_path=mine.py", "data.sampler.class_name=Mine"], {"data.sampler": "mine.py:Mine"}),
         (["data.sampler.class_path=null", "data.sampler.class_name=null"], {"data.sampler": "default"}),

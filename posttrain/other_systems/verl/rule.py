@@ -18,7 +18,7 @@ KINDS = (HONOURED, TRANSLATED, NOT_NEEDED, NOT_SUPPORTED)
 NOTHING = ("null", "none", "", "{}", "[]")
 PACKED = "the Megatron engine packs rows, which gives the same numbers"
 # Of keys of verl's asynchronous trainers.
-ASYNC = "a step trains on whole batches, which are one update old at most"
+ASYNC = "there is one trainer, and asynchronous training is a setting of it"
 
 
 @dataclass(frozen=True)

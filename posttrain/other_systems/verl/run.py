@@ -12,12 +12,11 @@ RUN: tuple[Rule, ...] = (
         off=(),
     ),
     not_needed("ray_kwargs.timeline_json_file", "trainer.profile_steps writes traces of every rank"),
-    not_needed("trainer.ray_wait_register_center_timeout", "the run waits for its workers without a timeout"),
     not_needed("trainer.{use_legacy_worker_impl,use_v1}", "there is one implementation of the trainer"),
     not_supported(
         "trainer.v1.trainer_mode",
         ASYNC,
-        "set it to sync, and trainer.one_step_off=True to generate while others train",
+        "set it to sync, and trainer.max_staleness to 1 or more to generate while others train",
         off=("sync",),
     ),
     not_needed("trainer.v1.*", "settings of verl's asynchronous trainers"),
@@ -50,10 +49,35 @@ RUN: tuple[Rule, ...] = (
     ),
     not_needed("*.profiler.*", "trainer.profile_steps alone traces every stage and every rank"),
     not_needed("{global_profiler,trainer.npu_profile}.*", "traces are those of torch's profiler, without options"),
+    translated(
+        "{async_training.staleness_threshold,async_flow.staleness}",
+        "staleness",
+        "`trainer.max_staleness`: the next whole number, as it counts policy versions",
+    ),
+    translated("async_training.partial_rollout", "partial", "`trainer.partial_rollout`"),
+    translated(
+        "async_training.{require_batches,trigger_parameter_sync_step}",
+        "sync_step",
+        "`data.train_batch_size`: the mini-batch times both, which is what verl trains between two weight syncs",
+    ),
+    translated(
+        "async_training.{use_rollout_log_probs,compute_prox_log_prob}",
+        "old_policy",
+        "`actor_rollout_ref.actor.old_log_probs=rollout` with the first alone; else those of the policy that begins to "
+        "learn",
+    ),
+    not_needed("async_training.use_trainer_do_validate", "the rollout workers validate"),
+    not_needed("async_training.enable_reward_queue", "each response goes to the reward workers as soon as it ends"),
     not_supported(
-        "{async_training,async_flow,async_resources}.*",
-        ASYNC,
-        "remove it, and start main_ppo with trainer.one_step_off=True instead of the recipe",
+        "async_training.{use_dynamic_resource_scheduling,dynamic_schedule_*}",
+        "a worker trains or generates for the whole run",
+        "remove it, and set actor_rollout_ref.rollout.n_workers",
+        switch="async_training.use_dynamic_resource_scheduling",
+    ),
+    not_supported(
+        "async_resources.*",
+        "the actor's passes and updates share their workers",
+        "remove it, and set trainer.n_gpus_per_node and actor_rollout_ref.rollout.n_workers",
     ),
     *(
         not_supported(
