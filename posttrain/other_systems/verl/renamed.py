@@ -74,6 +74,7 @@ RENAMED: dict[str, str] = {
     "reward.reward_model.enable": "reward_model.enable",
     "reward.reward_model.model_path": "reward_model.model.path",
     **dict.fromkeys(("ray_kwargs.ray_init", "ray_init"), "trainer.ray_init"),
+    "trainer.ray_wait_register_center_timeout": "trainer.placement_timeout_s",
     "trainer.max_actor_ckpt_to_keep": "trainer.max_ckpt_to_keep",
     "trainer.max_critic_ckpt_to_keep": "trainer.max_ckpt_to_keep",
     "global_profiler.steps": "trainer.profile_steps",
@@ -94,6 +95,8 @@ SUPERVISED_RENAMED: dict[str, str] = {
 # Name in verl -> (main file here, settings that verl's file has).
 MAINS: dict[str, tuple[str, tuple[str, ...]]] = {
     "ppo_megatron_trainer": ("ppo_trainer", ("actor_rollout_ref.actor.strategy=megatron",)),
+    "fully_async_ppo_megatron_trainer": ("ppo_trainer", ("actor_rollout_ref.actor.strategy=megatron",)),
+    "fully_async_ppo_trainer": ("ppo_trainer", ()),
     "sft_trainer_engine": ("sft_trainer", ()),
 }
 
