@@ -26,7 +26,7 @@ from posttrain.rollout.engines import check_engine_name
 from posttrain.tracking.progress import say
 from posttrain.trainer.embedded import ensure_embedded
 from posttrain.trainer.ppo.ray_trainer import RayPPOTrainer
-from posttrain.trainer.ppo.reward import RewardManager, make_reward_pool
+from posttrain.trainer.ppo.reward import RewardManager, make_reward_pool, spread_rewards
 from posttrain.trainer.run.process import (
     driven_by_one_machine,
     find_run_device,
@@ -79,6 +79,7 @@ def opened_training(
         rewards = _open_rewards(stack, config, spec, first_worker, tokenizer, turns, train, val)
         workers = stack.enter_context(open_workers(config, device, external, run.logs))
         stack.callback(keep_worker_logs, workers, run.logs)
+        spread_rewards(stack, rewards.pool, config.reward, workers, say)
         yield (trainer_class or RayPPOTrainer)(
             config,
             tokenizer=tokenizer,
