@@ -22,6 +22,7 @@ from posttrain.config.trainer import (
 )
 from posttrain.cores import gpus_present
 
+WEIGHT_SYNC = "actor_rollout_ref.rollout.weight_sync"
 _HOW_TO_GIVE_A_CLUSTER = (
     "give the command on every machine, on the first with RAY_HEAD_ADDRESS=auto trainer.node_rank=0, on the others "
     "with RAY_HEAD_ADDRESS=HOST:6379 trainer.node_rank=1, ...; or by torchrun --nnodes=N --node_rank=0 "
@@ -91,6 +92,9 @@ def _check_workers(resolved: Resolved, cwd: Path) -> Iterator[Problem]:
         what = f"`trainer.node_rank={resolved.node_rank}` joins machine 0, and `auto` does not say where that is."
         do = "set RAY_HEAD_ADDRESS=HOST:6379, as the command of machine 0 prints it"
         yield Problem(what, "environment variable RAY_HEAD_ADDRESS", do)
+    if generating and on_cpu and resolved.value(WEIGHT_SYNC) == "nccl":
+        what = f"`{WEIGHT_SYNC}=nccl` sends weights from GPU to GPU, but the run is on the CPU."
+        yield Problem(what, resolved.where(WEIGHT_SYNC), f"set {WEIGHT_SYNC}=auto, ipc or gloo")
     if resolved.value("trainer.device") == "cuda" and present == 0 and not in_cluster:
         what = "`trainer.device=cuda`, but this machine shows no GPU."
         do = "set trainer.device=auto or cpu; or name a Ray cluster that has GPUs by RAY_ADDRESS=HOST:6379"

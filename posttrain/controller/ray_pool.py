@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections import Counter
@@ -80,6 +81,8 @@ class RayWorkerGroup(WorkerGroup):
 
     def _send_same(self, ranks: Sequence[int], name: str, arguments: tuple[Any, ...]) -> list[Future[Any]]:
         parcel: Any = pack(arguments)
+        for rank in ranks:
+            self.watch.note_call(self.hosts[rank], f"{self.role}.{name}")
         if len(ranks) > 1 and size_of(parcel) > SHARED_BYTES:
             parcel = ray.put(parcel)  # one object, which Ray's store holds once per machine
         return [self._future(self.hosts[rank].call.remote(self.role, name, parcel)) for rank in ranks]
@@ -87,6 +90,7 @@ class RayWorkerGroup(WorkerGroup):
     def _send_answer(self, rank: int, name: str, answer: Future[Any], arguments: tuple[Any, ...]) -> Future[Any]:
         # Ray's store holds the answer once per machine; a rank there reads it from the store.
         assert isinstance(answer, RayFuture) and len(answer.refs) == 1
+        self.watch.note_call(self.hosts[rank], f"{self.role}.{name}")
         return self._future(self.hosts[rank].take.remote(self.role, name, answer.refs[0], pack(arguments)))
 
     def _future(self, ref: Any) -> RayFuture:
@@ -112,7 +116,8 @@ class RayWorkers(Workers):
     They live in a Ray that is started for them, or in `cluster`, which they leave running. Each calls `prepare` first.
     `rollout` further processes only generate (disaggregated rollout). Each of these is a world of one rank, unless a
     `team` of several holds one engine. Ray has `placement_s` seconds to find room for all. A process that is stopped
-    for longer than `stopped_s` seconds ends the run; the last output of one that died is written to `logs`.
+    for longer than `stopped_s` seconds counts as lost, and so do all that neither answer nor compute for `hung_s`; the
+    last output of one that died is written to `logs`.
     """
 
     in_ray = True
@@ -130,10 +135,11 @@ class RayWorkers(Workers):
         team: int = 1,
         placement_s: float = 300.0,
         stopped_s: float = 300.0,
+        hung_s: float = math.inf,
         logs: Path | None = None,
         shared: Path | None = None,
     ) -> None:
-        self.watch = RankWatch(stopped_s, tell, logs)
+        self.watch = RankWatch(stopped_s, tell, logs, hung_s)
         self.world_size, self.prepare, self.machines, self.tell = ranks, prepare, machines, tell
         self.hosts, self.rollout_hosts = [], []
         self.placement: Placement | None = None

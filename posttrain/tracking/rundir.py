@@ -4,6 +4,7 @@ outputs/<project>/<experiment>/
   config.yaml     the resolved settings without secrets
   run.json        command, versions and machine of each start
   metrics.jsonl   one line per step; so have diagnosis.jsonl and timeline.jsonl
+  events.jsonl    of an asynchronous run: its groups, weights and engines, for trainer.replay_events
   samples/        step_N.parquet, val_N.parquet
   batches/        for `posttrain replay`, tensors and JSON, no pickle: replay.json has the settings of the workers,
                   adjusted to the data, and the run's updates; step_N/ a saved DataProto as the updates received it
@@ -11,6 +12,7 @@ outputs/<project>/<experiment>/
   checkpoints/    global_step_N/
   traces/         step_N.json.gz of trainer.profile_steps
   crash/          what was known when a run failed
+  incidents/      a page for each worker that died or hung
 outputs/checkpoints -> the checkpoints of the newest run that has one
 """
 
@@ -35,12 +37,13 @@ from posttrain.tracking.safe_files import DamagedFile, clear_leftovers, replace_
 from posttrain.yaml_text import dump_yaml
 
 _SAMPLES = re.compile(r"(?:step|val)_(\d+)\.parquet")
-_BY_STEP = ("metrics.jsonl", "diagnosis.jsonl", "timeline.jsonl")
+_BY_STEP = ("metrics.jsonl", "diagnosis.jsonl", "timeline.jsonl", "events.jsonl")
 _FREE_TO_CHANGE = {
     "trainer.total_training_steps",
     "trainer.total_epochs",
     "trainer.resume_mode",
     "trainer.resume_from_path",
+    "trainer.replay_events",
 }
 
 
@@ -67,6 +70,8 @@ class RunDirectory:
         self.log = self.logs / "run.log"
         self.checkpoints = self.path / "checkpoints"
         self.crash = self.path / "crash"
+        self.incidents = self.path / "incidents"
+        self.restarts = 0  # how often the run was started again by this process, from what it had saved
         self._note = on_note
         self._lock = RunLock(self.path / "run.lock")
 
@@ -257,7 +262,7 @@ def read_before(folder: Path) -> Before | None:
 
 
 # One JSON object per step: its line and advice; when each stage began and how long it took.
-DIAGNOSIS, TIMELINE = "diagnosis.jsonl", "timeline.jsonl"
+DIAGNOSIS, TIMELINE, EVENTS = "diagnosis.jsonl", "timeline.jsonl", "events.jsonl"
 
 
 def append_line(path: Path, line: Mapping[str, Any]) -> None:

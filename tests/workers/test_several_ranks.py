@@ -110,10 +110,11 @@ def test_settings_for_ray_are_seen_in_its_resources_and_by_the_ranks(ranks, monk
     made = Mock(**{"return_value.cluster.was_there": True})
     monkeypatch.setattr(ray_pool, "RayWorkers", made)
     given = ["trainer.ray_init.num_cpus=3", "trainer.stopped_worker_timeout_s=7", "trainer.n_workers=2"]
-    given.append("trainer.placement_timeout_s=9")
+    given += ["trainer.hung_worker_timeout_s=8", "trainer.placement_timeout_s=9"]
     open_workers(load_config(given).config, CPU, None)
     named = made.call_args.kwargs
-    assert (named["settings"], named["stopped_s"], named["placement_s"]) == ({"num_cpus": 3}, 7, 9)
+    assert named["settings"] == {"num_cpus": 3}
+    assert (named["stopped_s"], named["hung_s"], named["placement_s"]) == (7, 8, 9)
     assert "trainer.ray_init has no effect: this process is connected to a Ray already" in capsys.readouterr().out
 
 
@@ -324,15 +325,19 @@ def test_a_checkpoint_of_four_processes_goes_on_on_two_and_on_one(runs, kind, ca
 SIX = {"trainer.total_training_steps": 6, "trainer.save_freq": 3}
 
 
-def test_six_steps_on_two_processes_are_three_killed_and_three_to_the_bit_and_the_killed_leaves_nothing(runs, forked):
+def test_a_rank_that_is_killed_and_then_the_run_that_is_killed_change_no_bit_and_leave_nothing(runs, forked):
     straight = runs.free("straight", 2, SIX)
     wanted = {**settings(runs.model, runs.data, runs.folder / "killed"), **SIX, "trainer.n_gpus_per_node": 2}
     code = textwrap.dedent(KILLED).format(paths=[path for path in sys.path if path], settings=wanted)
     shared = set(os.listdir("/dev/shm"))
     killed = forked.run(code)
     assert killed.returncode == -signal.SIGKILL, killed.stdout[-2000:] + killed.stderr[-2000:]
-    check_nothing_is_left(killed.stdout.partition("Ray's folder: ")[2].split()[0], shared)
+    first, second = (part.split()[0] for part in killed.stdout.split("Ray's folder: ")[1:])
+    assert re.search(r"Rank 1 .* died in step 2, stage \w+\. Restart 1 of 3", killed.stdout)
+    check_nothing_is_left(first, shared)
+    check_nothing_is_left(second, shared)
     path = runs.folder / "killed" / "test" / "run"
+    assert "## Stacks of Rank 0" in (path / "incidents" / "001.md").read_text()
     assert [line["step"] for line in metrics_of(path)] == [1, 2, 3, 4]
     runs.free("killed", 2, SIX)
     assert metrics_of(path) == metrics_of(straight.path) and len(metrics_of(path)) == 6
@@ -351,15 +356,19 @@ def test_a_rank_that_is_stopped_or_dies_is_named_and_its_peers_error_is_not_take
         _, second = group.process()
         group.nap(5.0)  # a worker that takes its time is not reported
         assert told == [] and group.meet() == [2, 2]
-        with pytest.raises(RuntimeError, match="Connection reset by peer"):  # both are alive
+        with pytest.raises(ray_ranks.PeerLost, match=r"all of them are alive: .*Connection reset by peer"):
             group.lose_touch()
         os.kill(second, signal.SIGSTOP)
-        with pytest.raises(WorkerStopped, match=rf"Rank 1 \(process {second} on .*\) has been stopped .* 4 s"):
+        named = rf"Rank 1 \(process {second} on .*\)"
+        with pytest.raises(WorkerStopped, match=rf"{named} has been stopped .* 4 s") as stopped:
             group.meet()  # the first waits for it inside gloo
+        (known,) = stopped.value.incident.stacks.values()  # of the first; the second cannot print them
+        assert "in meet" in known and set(stopped.value.incident.calls.values()) == {"toy.meet"}
+        assert [words.split(";")[0] for words in stopped.value.incident.states.values()] == ["waiting", "stopped"]
         os.kill(second, signal.SIGCONT)
         assert len(told) == 1 and f"Rank 1 (process {second} on" in told[0] and "kill -CONT" in told[0]
         assert group.meet() == [2, 2]
-        with pytest.raises(ray_ranks.WorkerDied, match=rf"Rank 1 \(process {second} on .*\) died") as death:
+        with pytest.raises(ray_ranks.WorkerDied, match=f"{named} died") as death:
             group.lose_touch("its last words")
         log = tmp_path / "workers.log"
         assert str(log) in str(death.value) and "its last words" in log.read_text().splitlines()
@@ -469,12 +478,12 @@ class InTurn(RayPPOTrainer):
     """One process that generates the next step's responses and then trains: what is done at once elsewhere."""
 
     def __init__(self, config, **parts) -> None:
+        config.trainer.max_staleness = 1
         super().__init__(config, **parts)
-        self.config.trainer.one_step_off = True
 
     def _start_next_rollout(self) -> None:
         super()._start_next_rollout()
-        self.one_step_off.finish()
+        self.pending.finish()
 
 
 class AtOnce(RayPPOTrainer):

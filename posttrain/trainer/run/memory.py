@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from posttrain.controller.incidents import WorkerDied
 from posttrain.controller.pool import Workers
 from posttrain.errors import first_line
 from posttrain.tracking.progress import say
@@ -42,18 +43,23 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @contextmanager
 def named_stage(name: str) -> Iterator[None]:
-    """Running out of memory inside is told to have happened in this stage; the innermost name counts."""
+    """Inside, errors of memory and lost workers are noted to have happened in this stage; the innermost name counts."""
     try:
         yield
-    except (MemoryError, RuntimeError) as error:
-        if is_out_of_memory(error) and not hasattr(error, _STAGE):
+    except (MemoryError, RuntimeError, WorkerDied) as error:
+        if (is_out_of_memory(error) or isinstance(error, WorkerDied)) and stage_of(error) is None:
             setattr(error, _STAGE, name)
         raise
 
 
+def stage_of(error: BaseException) -> str | None:
+    """The stage that `named_stage` has noted."""
+    return getattr(error, _STAGE, None)
+
+
 def explain_out_of_memory(config: Any, error: BaseException) -> str:
     """The stage, who takes the most there by the plan, and the settings that lower it."""
-    stage = getattr(error, _STAGE, None)
+    stage = stage_of(error)
     lines = [f"Out of memory{f' in the stage {stage}' if stage else ''}: {first_line(error)}"]
     try:
         lines += _advice_by_plan(config, stage, of_host=not isinstance(error, torch.OutOfMemoryError))

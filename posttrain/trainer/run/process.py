@@ -27,8 +27,8 @@ from posttrain.checkpoint.folders import disk_words
 from posttrain.config.resolved import Resolved
 from posttrain.config.trainer import RunConfig, one_process, rollout_workers_of, workers_of
 from posttrain.controller import ray_address
+from posttrain.controller.incidents import append_log, printed_lines
 from posttrain.controller.pool import LocalWorkers, Workers
-from posttrain.controller.stalls import append_log, printed_lines
 from posttrain.errors import UserError
 from posttrain.external import KEY, import_external
 from posttrain.kernels.onednn import fix_product_library
@@ -106,25 +106,28 @@ _DETERMINISTIC: Any = torch.utils.deterministic  # its attribute exists at run t
 
 
 @contextmanager
-def opened_run(resolved: Resolved, stem: str | None = None) -> Iterator[tuple[ExitStack, Any, RunDirectory]]:
-    """(stack, settings, opened directory) of a run, with a log of its output and errors turned into advice.
-
-    The stack closes what the run opens before the directory. `stem` begins the names of runs that have none of their
-    own.
-    """
-    config = copy.deepcopy(resolved.config)  # sizes and paths are filled in later; the caller's stays as it was
+def opened_run(resolved: Resolved, stem: str | None = None) -> Iterator[RunDirectory]:
+    """The opened directory of a run, with a log of its output. `stem` begins the names of runs that have none of their
+    own."""
     with ExitStack() as stack:
         stack.enter_context(ignore_hangup())
         stack.enter_context(restore_determinism())
-        run, _ = open_run_directory(config, say, stem=stem)
+        run, _ = open_run_directory(resolved.config, say, stem=stem)
         stack.callback(run.close)
         stack.enter_context(tee_output(run.log))
         say(f"Run directory: {run.path}")
         for note in resolved.notes:
             say(f"note: {note}")
-        # Innermost: an error is explained before workers are shut down, which may take a while or fail, too.
-        with explain_errors(run, config):
-            yield stack, config, run
+        yield run
+
+
+@contextmanager
+def opened_attempt(resolved: Resolved, run: RunDirectory) -> Iterator[tuple[ExitStack, Any]]:
+    """(stack, settings) for everything that a run opens in its directory, with errors turned into advice."""
+    config = copy.deepcopy(resolved.config)  # sizes and paths are filled in later; the caller's stays as it was
+    # An error is explained before workers are shut down, which may take a while or fail, too.
+    with ExitStack() as stack, explain_errors(run, config):
+        yield stack, config
 
 
 def load_external(name: str | None, setting: str = KEY) -> None:
@@ -257,6 +260,7 @@ def open_workers(config: Any, device: torch.device, external: str | None, logs: 
             team=team,
             placement_s=config.trainer.placement_timeout_s,
             stopped_s=config.trainer.stopped_worker_timeout_s,
+            hung_s=config.trainer.hung_worker_timeout_s,
             logs=logs,
             shared=Path(config.trainer.default_local_dir),
         )

@@ -7,6 +7,7 @@ run of a resolved configuration: directory, data, task, loop, and tidy ends.
 from __future__ import annotations
 
 import copy
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +31,9 @@ from posttrain.trainer.run.process import (
     keep_worker_logs,
     load_external,
     open_workers,
-    opened_run,
     prepare_torch,
 )
+from posttrain.trainer.run.recovery import run_with_restarts
 from posttrain.trainer.run.result import GracefulStop, RunResult, TrainingStopped
 from posttrain.trainer.run.writer import RunWriter
 from posttrain.trainer.supervised.tasks import ROLE, Task
@@ -215,7 +216,8 @@ class SupervisedTrainer:
 @driven_by_one_machine
 def run_supervised(resolved: Resolved, task_class: type[Task], *, data: Any = None, val_data: Any = None) -> RunResult:
     """One whole run. `data` and `val_data` stand in for files."""
-    with opened_run(resolved, task_class.stem) as (stack, config, run):
+
+    def attempt(stack: ExitStack, config: Any, run: RunDirectory) -> RunResult:
         stored = copy.deepcopy(config)
         load_external(config.model.external_lib, "model.external_lib")
         device = find_run_device(config.trainer)
@@ -242,6 +244,8 @@ def run_supervised(resolved: Resolved, task_class: type[Task], *, data: Any = No
         trainer.recorder.worker_spans = workers.spans
         trainer.recorder.traces.workers = workers
         return trainer.fit()
+
+    return run_with_restarts(resolved, attempt, task_class.stem)
 
 
 def _say_model(config: Any, task: Task, device: torch.device, longest: int) -> None:
