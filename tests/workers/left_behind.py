@@ -1,4 +1,4 @@
-"""A run on several processes that kills a rank and then itself; and what runs leave: processes, shared memory, files."""
+"""A run on several processes that kills a rank, then itself; and what runs leave: processes, shared memory, folders."""
 
 from __future__ import annotations
 

@@ -240,6 +240,8 @@ class RayPPOTrainer(WorkerClasses):
         self._count_bad_steps(metrics)  # after the metrics are written: they show what went wrong
         if self._save_is_due():
             self._save_checkpoint()
+        else:
+            self.checkpoints.snapshot(Progress(self.step, self.bad_steps))
 
     # -- stages ---------------------------------------------------------------------------------------------------
     def _rollout(self, step: int) -> tuple[DataProto, dict[str, float]]:
