@@ -24,8 +24,8 @@ INSTEAD = {
     "verl.experimental.agent_loop": "`verl.experimental.agent_loop.agent_loop` gives AgentLoopBase, AgentLoopOutput "
     "and register, `tool_agent_loop` ToolAgentLoop, `single_turn_agent_loop` SingleTurnAgentLoop, `tool_parser` "
     "ToolParser; other formats of calls are in posttrain/conversations/formats.",
-    "verl.experimental": "Not built: fully asynchronous trainers. Rewards already run while other responses are "
-    "generated, and trainer.one_step_off=True generates while others train.",
+    "verl.experimental": "Not built. There is one trainer: rewards run while other responses are generated, and "
+    "trainer.max_staleness generates while others train.",
     "verl.interactions": "`verl.interactions.base` gives BaseInteraction, `verl.interactions.gsm8k_interaction` verl's "
     "example; an environment of your own answers the model as well (docs/own_agent.md).",
     "verl.trainer.ppo.v1": "There is one trainer: `verl.trainer.ppo.ray_trainer.RayPPOTrainer`.",

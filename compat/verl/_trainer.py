@@ -141,10 +141,11 @@ class RayPPOTrainer:
         changed = [name for name in STAGES if getattr(type(self), name) is not getattr(RayPPOTrainer, name)]
         try:
             inner: Any = self._inner
-            if changed and inner.config.trainer.one_step_off:
+            if changed and (bound := inner.config.trainer.max_staleness):
+                stages = ", ".join(changed)
                 raise UserError(
-                    f"trainer.one_step_off=True: {type(self).__name__} has stages of its own ({', '.join(changed)}), "
-                    "and these are called one after the other. Set it to False, or leave the stages as they are."
+                    f"trainer.max_staleness={bound}: {type(self).__name__} has stages of its own ({stages}), "
+                    "and these are called one after the other. Set it to 0, or leave the stages as they are."
                 )
             return self._fit_by_stages() if changed else inner.fit()
         finally:

@@ -206,12 +206,13 @@ def _losses_and_shaping(checked: Checked) -> Iterator[Finding]:
         yield checked.problem(what, f"set it to at most {limit}", "reward.overlong_buffer.len")
     early = {
         "algorithm.filter_groups.enable": config.algorithm.filter_groups.enable,
-        "trainer.one_step_off": config.trainer.one_step_off,
+        _staleness_key(config): config.trainer.max_staleness,
     }
     for key, is_on in early.items():
         if is_on and estimator is not None and estimator.prompts_to_repeat is not None:
             what = f"{estimator.name} chooses the next step's prompts by this step's scores; {key} needs them before."
-            yield checked.problem(what, f"set {key}=False", key, "algorithm.adv_estimator")
+            off = 0 if key == "trainer.max_staleness" else False
+            yield checked.problem(what, f"set {key}={off}", key, "algorithm.adv_estimator")
     if config.algorithm.filter_groups.enable and config.actor_rollout_ref.rollout.n == 1:
         what = "algorithm.filter_groups looks for groups whose responses differ, but there is one response per prompt."
         do = "set actor_rollout_ref.rollout.n to 2 or more, or algorithm.filter_groups.enable=False"
@@ -275,12 +276,23 @@ def _is_threshold(value: Any) -> bool:
     return (len(numbers) == 1 and numbers[0] > 0) or (len(numbers) == 2 and 0 <= numbers[0] < numbers[1])
 
 
-def check_one_step_off(checked: Checked) -> Iterator[Finding]:
-    """Who trains cannot generate meanwhile."""
-    if checked.config.trainer.one_step_off and not rollout_workers_of(checked.config):
-        what = "`trainer.one_step_off=True` generates while it trains, but the same workers do both."
-        do = f"set {ROLLOUT_WORKERS}=1 or more, which only generate, or trainer.one_step_off=False"
-        yield checked.problem(what, do, "trainer.one_step_off")
+def _staleness_key(config: Any) -> str:
+    """The setting by which the user asked for asynchronous training."""
+    return "trainer.one_step_off" if config.trainer.one_step_off else "trainer.max_staleness"
+
+
+def check_staleness(checked: Checked) -> Iterator[Finding]:
+    """Workers that train cannot generate at the same time; one-step-off is a staleness of exactly one."""
+    trainer, key = checked.config.trainer, _staleness_key(checked.config)
+    if trainer.one_step_off and trainer.max_staleness != 1:
+        what = f"`trainer.one_step_off=True` is a staleness of 1, but `trainer.max_staleness={trainer.max_staleness}`."
+        do = "remove trainer.one_step_off; trainer.max_staleness alone says how old responses may be"
+        yield checked.problem(what, do, "trainer.one_step_off", "trainer.max_staleness")
+    elif trainer.max_staleness and not rollout_workers_of(checked.config):
+        value, off = (True, False) if trainer.one_step_off else (trainer.max_staleness, 0)
+        what = f"`{key}={value}` generates while it trains, but the same workers do both."
+        do = f"set {ROLLOUT_WORKERS}=1 or more, which only generate, or {key}={off}"
+        yield checked.problem(what, do, key)
 
 
 def check_colocated_workers(checked: Checked) -> Iterator[Finding]:
@@ -400,7 +412,7 @@ PPO_CHECKS = (
     check_resume,
     check_quantization,
     check_sizes,
-    check_one_step_off,
+    check_staleness,
     check_exact,
     check_router_replay,
     check_colocated_workers,

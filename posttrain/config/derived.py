@@ -43,6 +43,7 @@ def derive(merged: Merged, provided: frozenset[str]) -> None:
     derive_command(merged)
     _layout(merged)
     _old_log_probs(merged)
+    _staleness(merged)
     _importance_weights(merged)
     _recorded_routes(merged)
     _embedded(merged, provided)
@@ -200,15 +201,23 @@ def _old_log_probs(merged: Merged) -> None:
         merged.set_default(key, OLD_LOG_PROBS[loss], f"under {loss}")
 
 
+def _staleness(merged: Merged) -> None:
+    """One-step-off is a staleness of one; a contradiction is left for the checks."""
+    if merged.value("trainer.one_step_off") is True and not merged.is_set("trainer.max_staleness"):
+        merged.set_default("trainer.max_staleness", 1, "under trainer.one_step_off")
+
+
 def _importance_weights(merged: Merged) -> None:
     """Samples of another policy than the one that learns get importance weights, unless the user says what else is
-    done about them: one step off that policy is older, with fp8 it is rounded."""
+    done about them: in asynchronous training that policy is older, with fp8 it is rounded."""
     section, rounded = "algorithm.rollout_correction", f"{_ROLLOUT}.quantization"
     said = (f"{section}.rollout_is", f"{section}.rollout_rs", f"{_ACTOR}.old_log_probs")
     if any(merged.is_set(key) or key in merged.bad for key in said) or merged.value(said[2]) == "rollout":
         return
-    if merged.value("trainer.one_step_off") is True:
-        switch, why = "trainer.one_step_off", "as responses are one step older"
+    bound = merged.value("trainer.max_staleness")
+    if isinstance(bound, int) and bound > 0:
+        one = merged.value("trainer.one_step_off") is True
+        switch, why = "trainer.one_step_off" if one else "trainer.max_staleness", "as responses are older than a step"
     elif merged.value(rounded) is not None:
         switch, why = rounded, "as its log-probs differ from the trainer's"
     else:

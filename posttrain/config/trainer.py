@@ -55,6 +55,12 @@ def workers_of(config: Any) -> int:
     return config.trainer.n_gpus_per_node * config.trainer.nnodes
 
 
+def continues_responses(trainer: Any) -> bool:
+    """Whether responses under way continue with new weights, where the engine can do so."""
+    wanted = trainer.partial_rollout
+    return trainer.max_staleness > 1 if wanted is None else wanted and trainer.max_staleness > 0
+
+
 def rollout_workers_of(config: Any) -> int:
     """Processes that only generate; 0 where those that train generate too."""
     roles = getattr(config, "actor_rollout_ref", None)  # supervised runs have none
@@ -142,6 +148,9 @@ class RunConfig(Section):
     """Machines of a Ray cluster, which `RAY_ADDRESS` names; each has `n_gpus_per_node` workers."""
     ray_init: dict[str, Any] = setting(factory=dict, idle=WITHOUT_RAY)
     """Arguments of `ray.init`, which Ray itself checks, e.g. `{num_cpus: 8}`; for several workers."""
+    placement_timeout_s: float = setting(300.0, range=POSITIVE, idle=WITHOUT_RAY)
+    """Seconds that Ray has to find room for all workers: machines may join, and other runs end. Then the run ends and
+    lists what is missing. For several workers."""
     max_restarts: int = setting(3, range=ZERO_OR_MORE, idle=WITHOUT_RAY)
     """Start the workers again, from the newest checkpoint, when one of them dies or hangs: at most so many times in a
     row without a new step; 0 ends the run instead. For several workers."""
@@ -174,10 +183,18 @@ class TrainerConfig(RunConfig):
     """Validation metric (largest is best) whose best checkpoint is kept; null takes the first `val/.../mean@k`."""
     critic_warmup: int = setting(0, range=ZERO_OR_MORE)
     """Steps during which only the critic is trained."""
+    max_staleness: int = setting(0, range=ZERO_OR_MORE)
+    """Generate responses of later steps while this one trains: no token is trained by weights that are more than this
+    many updates newer than those that sampled it; 0 generates and trains in turn. The difference is corrected by
+    importance weights (`algorithm.rollout_correction.rollout_is=token`, unless that is set). For workers that only
+    generate (`actor_rollout_ref.rollout.n_workers`); see docs/asynchronous.md."""
     one_step_off: bool = False
-    """Generate the next step's responses while this one trains; they are one update older than the policy that learns
-    from them, and weighed for it (`algorithm.rollout_correction.rollout_is=token`, unless that is set). For workers
-    that only generate (`actor_rollout_ref.rollout.n_workers`)."""
+    """The same as `trainer.max_staleness=1`."""
+    partial_rollout: bool | None = setting(None, idle=".max_staleness is 0")
+    """Load new weights into the rollout between two decode steps and continue the responses under way with them; false
+    has every weight sync wait for whole responses. null: if `trainer.max_staleness` is 2 or more and the engine can."""
+    replay_events: str | None = setting(None, idle=".max_staleness is 0")
+    """Repeat a run with partial responses bit for bit: the `events.jsonl` of its run directory, under its settings."""
     exact: bool = False
     """Compute rollout and trainer log-probs with the same order of summation, so that they are bitwise equal
     (`mismatch/*` is 0) whatever the batch, packing, turns or workers; slower (docs/exact.md)."""

@@ -239,6 +239,14 @@ class RankHost:
         gpus = ray.get_gpu_ids() if self.device.startswith("cuda") else []
         return socket.gethostname(), [int(gpu) for gpu in gpus], os.getpid(), torch.get_num_threads()
 
+    @packed
+    def gpu(self) -> tuple[str, int, bool]:
+        """(name, bytes, whether it is a Hopper) of this process's GPU."""
+        import torch
+
+        found = torch.cuda.get_device_properties(0)
+        return found.name, found.total_memory, found.major == 9
+
     def begin_stage(self) -> None:
         """Memory is measured from now on."""
         self._measure().begin()

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from posttrain.config.root import PPOConfig
+from posttrain.config.trainer import continues_responses
 from posttrain.conversations.adapters import as_program
 from posttrain.conversations.agents import Agents, name_of
 from posttrain.conversations.chat import Setup
@@ -60,7 +61,9 @@ def open_conversations(
         limit = f"up to {turns.max_assistant_turns}" if turns.max_assistant_turns else "any number of"
         say(f"Tools: {', '.join(one['function']['name'] for one in shown)}; a response has {limit} turns.")
     limits = Limits(data.max_prompt_length, data.max_response_length, agents.max_rows)
-    in_rounds = device.type == "cpu" or config.trainer.deterministic
+    # Rounds wait for the slowest tool. Asynchronous runs do not: their event log makes them repeatable instead.
+    continuous = continues_responses(config.trainer)
+    in_rounds = (device.type == "cpu" or config.trainer.deterministic) and not continuous
     answers = {"max_chars": turns.max_tool_response_length, "side": turns.tool_response_truncate_side}
     with ExitStack() as opened:
         if agents.program:

@@ -102,9 +102,12 @@ FAMILIES: dict[str, str] = {
         "is rounding; a jump means that the two no longer compute the same policy."
     ),
     "rollout/age": (
-        "Updates between the weights that sampled the responses and those that learn from them, with "
-        "trainer.one_step_off: 0 in the first step, then 1. mismatch/* then shows what that update changed, too."
+        "Updates between the weights that sampled the tokens and those that learn from them, on average, with "
+        "trainer.max_staleness: 0 in the first step. mismatch/* then shows what these updates changed, too."
     ),
+    "rollout/age_max": "The same of the oldest token; never more than trainer.max_staleness.",
+    "rollout/partial": "Share of the rows whose tokens several policy versions sampled (trainer.partial_rollout).",
+    "rollout/dropped_groups": "Groups too old for trainer.max_staleness; their prompts are asked for again.",
     "rollout/speculation_share": (
         "With actor_rollout_ref.rollout.speculation: share of the sampled tokens that came from passes with drafts, "
         "since the last step (validation included). 0: many responses ran side by side, or drafts were rarely sampled."

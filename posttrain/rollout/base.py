@@ -85,6 +85,10 @@ class RolloutEngine(ABC):
     """Whether the engine holds LoRA adapters beside their base, so that a weight sync brings the adapters alone, under
     their names in an adapter file."""
 
+    updates_in_flight: bool = False
+    """Whether `load_weights` may come between two steps while responses are under way: these continue, and their
+    `versions` tell the tokens of the old weights from those of the new."""
+
     rounding: torch.dtype | None = None
     """The type that its log-probs are rounded as, where that is not the model's own."""
 

@@ -4,6 +4,7 @@ outputs/<project>/<experiment>/
   config.yaml     the resolved settings without secrets
   run.json        command, versions and machine of each start
   metrics.jsonl   one line per step; so have diagnosis.jsonl and timeline.jsonl
+  events.jsonl    of an asynchronous run: its groups, weights and engines, for trainer.replay_events
   samples/        step_N.parquet, val_N.parquet
   batches/        for `posttrain replay`, tensors and JSON, no pickle: replay.json has the settings of the workers,
                   adjusted to the data, and the run's updates; step_N/ a saved DataProto as the updates received it
@@ -36,12 +37,13 @@ from posttrain.tracking.safe_files import DamagedFile, clear_leftovers, replace_
 from posttrain.yaml_text import dump_yaml
 
 _SAMPLES = re.compile(r"(?:step|val)_(\d+)\.parquet")
-_BY_STEP = ("metrics.jsonl", "diagnosis.jsonl", "timeline.jsonl")
+_BY_STEP = ("metrics.jsonl", "diagnosis.jsonl", "timeline.jsonl", "events.jsonl")
 _FREE_TO_CHANGE = {
     "trainer.total_training_steps",
     "trainer.total_epochs",
     "trainer.resume_mode",
     "trainer.resume_from_path",
+    "trainer.replay_events",
 }
 
 
@@ -261,7 +263,7 @@ def read_before(folder: Path) -> Before | None:
 
 
 # One JSON object per step: its line and advice; when each stage began and how long it took.
-DIAGNOSIS, TIMELINE = "diagnosis.jsonl", "timeline.jsonl"
+DIAGNOSIS, TIMELINE, EVENTS = "diagnosis.jsonl", "timeline.jsonl", "events.jsonl"
 
 
 def append_line(path: Path, line: Mapping[str, Any]) -> None:

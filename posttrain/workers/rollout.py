@@ -13,6 +13,7 @@ import torch
 from posttrain.batch.rows import has_store
 from posttrain.config import needs_reference
 from posttrain.config.root import PPOConfig
+from posttrain.config.trainer import continues_responses
 from posttrain.controller.group import all_of, delegate, register, to_all, to_first, totals
 from posttrain.conversations.conversation import Key, TurnRequest
 from posttrain.conversations.settings import turn_settings
@@ -31,6 +32,10 @@ from posttrain.workers.policy import PolicyWorker
 from posttrain.workers.roles import engine_ranks, rollout_model
 from posttrain.workers.update_plan import by_groups, in_row_order
 from posttrain.workers.weight_sync import WeightProbe
+from posttrain.workers.weight_transport import Endpoint, Place, Route, machine_address, place_of
+
+Entry = tuple[int, str, list[Any]]
+"""(steps of the engine before it; `submit`, `turns`, `end` or `weights`; of which requests, or which version)."""
 
 
 class RolloutWorker:
@@ -41,11 +46,15 @@ class RolloutWorker:
     # Prompts whose responses go into the store, and whether their texts are wanted.
     stored: dict[Key, tuple[Sequence[int], bool]]
     conversations: dict[Key, list[Hashable]]  # of several turns: the requests of each whose KV cache may be kept
+    # Steps of the engine so far, and what was done to it between which of them: enough to repeat it bit for bit.
+    steps: int = 0
+    schedule: list[Entry]
 
     def __init__(
         self, config: PPOConfig, tokenizer: Any, device: torch.device, policy: PolicyWorker | None = None
     ) -> None:
         self.config, self.tokenizer, self.device, self.policy = config, tokenizer, device, policy
+        self.receiver = Endpoint(device)
 
     @register(to_all)
     def init_model(self) -> None:
@@ -62,7 +71,7 @@ class RolloutWorker:
     def build(self, module: torch.nn.Module) -> None:
         """The engine over this model; it sleeps until it is asked for something."""
         data, rollout = self.config.data, self.config.actor_rollout_ref.rollout
-        self.conversations, self.stored = {}, {}
+        self.conversations, self.stored, self.schedule = {}, {}, []
         longest = data.max_prompt_length + data.max_response_length
         self.position_note = check_positions(positions_of(module), longest)
         self.end_ids = end_token_ids(self.tokenizer, model_end_ids(module))
@@ -77,6 +86,12 @@ class RolloutWorker:
             exact=self.config.trainer.exact,
         )
         self.engine.sleep()
+        self._scheduled_version = self.engine.version
+
+    @register(to_first)
+    def updates_in_flight(self) -> bool:
+        """Whether a weight sync need not wait for the responses under way."""
+        return self.engine.updates_in_flight
 
     @register(to_first)
     def rollout_engine(self) -> str:
@@ -97,16 +112,28 @@ class RolloutWorker:
         return [note for note in (self.position_note, no_end, *about) if note]
 
     # -- weights from others --------------------------------------------------------------------------------------
+    @register(to_all, all_of)
+    def receiver_place(self) -> Place:
+        """Where the worker is that receives weights."""
+        return place_of(self.device, machine_address())
+
+    @register(to_all)
+    def join_as_receiver(self, route: Route, rank: int) -> None:
+        """Receive weights by this route from now on; the sender (rank 0) and the others join it at the same time."""
+        self.receiver.join(route, rank)
+
     @register(to_all)
     def take_bucket(self, bucket: Bucket, version: int) -> int:
         """Load some of the weights after a look at their checksums; gives the checksum of all so far. The cache sleeps
         meanwhile."""
+        bucket = self.receiver.transport.receive(bucket)
         bucket.check()  # before anything is loaded: an engine never holds half of a broken sync
         if bucket.first:
             self.engine.wake("weights")
             self._arrived = 0
         self.engine.load_weights(bucket.tensors.items(), version)
         self._arrived = checksum_of_all(self._arrived, bucket)
+        self.receiver.transport.loaded(last=bucket.last)
         return self._arrived
 
     @register(to_all, all_of)
@@ -123,6 +150,7 @@ class RolloutWorker:
         With `meta_info["store"]` the responses stay in this worker's store, where it has one; `meta_info["texts"]` has
         their texts sent.
         """
+        self._note("submit", [])
         fields = prompts.non_tensor_batch
         sampling = self._sampling_of(prompts)
         columns = [fields[name].tolist() for name in ("uid", "sample", "raw_prompt_ids", "seed")]
@@ -141,6 +169,7 @@ class RolloutWorker:
     @register(to_all, team=engine_ranks)
     def continue_conversations(self, turns: Sequence[TurnRequest]) -> None:
         """Queue turns of conversations; what the turn before left in the cache serves them."""
+        self._note("turns", [list(turn.id) for turn in turns])
         if not self.awake:
             self.wake()
         for turn in turns:
@@ -149,22 +178,52 @@ class RolloutWorker:
     @register(to_all, team=engine_ranks)
     def end_conversations(self, conversations: Sequence[Key]) -> None:
         """These have had their last turn."""
+        self._note("end", [list(key) for key in conversations])
         self.engine.release([id for key in conversations for id in self.conversations.pop(key)])
         self._sleep_if_idle()
 
     @register(to_all, team=engine_ranks)
     def advance(
-        self, others_may_join: bool = False, streams: Collection[Hashable] = ()
-    ) -> tuple[list[Output], bool, list[Output]]:
-        """(responses that ended, whether others are under way, what `streams` have so far): decodes until there is
-        news, or nothing to do; or for a moment only, where turns of others may become ready meanwhile, or where
-        clients read along."""
-        soon = others_may_join or streams
-        ended = advance(self.engine, until_others_may_join(self.engine)) if soon else advance(self.engine)
+        self, others_may_join: bool = False, streams: Collection[Hashable] = (), most_steps: int | None = None
+    ) -> tuple[list[Output], bool, list[Output], int]:
+        """(responses that ended, whether others are under way, what `streams` have so far, steps so far): decodes until
+        there is news, or nothing to do; or for a moment only, where turns of others or new weights may become ready
+        meanwhile, or where clients read along. `most_steps` counts steps instead of time."""
+        self._note_weights()
+        soon = most_steps is None and (others_may_join or streams)
+        over = until_others_may_join(self.engine) if soon else lambda: False
+        last = None if most_steps is None else self.steps + most_steps
+
+        def until() -> bool:
+            if self.steps == last or over():
+                return True
+            self.steps += 1
+            return False
+
+        ended = advance(self.engine, until)
         self._check_lock_step(ended)
         self._sleep_if_idle()
         busy = self.engine.has_work()
-        return self._keep(ended), busy, self.engine.so_far(streams) if streams and busy else []
+        return self._keep(ended), busy, self.engine.so_far(streams) if streams and busy else [], self.steps
+
+    def _note(self, what: str, ids: list[Any]) -> None:
+        """Schedule an entry behind the steps so far."""
+        self._note_weights()
+        if continues_responses(self.config.trainer):  # others take no schedule: it would only grow
+            self.schedule.append((self.steps, what, ids))
+
+    def _note_weights(self) -> None:
+        # Looked at before every other entry and step: however weights arrive, they are found between the same steps.
+        if self.engine.version != self._scheduled_version and continues_responses(self.config.trainer):
+            self._scheduled_version = self.engine.version
+            self.schedule.append((self.steps, "weights", [self.engine.version]))
+
+    @register(to_all, all_of, team=engine_ranks)
+    def take_schedule(self) -> tuple[int, list[Entry]]:
+        """Steps of the engine so far, and what was done to it since the last call."""
+        self._note_weights()
+        found, self.schedule = self.schedule, []
+        return self.steps, found
 
     def _keep(self, ended: list[Output]) -> list[Output]:
         """The responses, in the store where the driver need not read them itself."""
@@ -242,9 +301,13 @@ class RolloutWorker:
 class RolloutCalls:
     """The rollout's methods, of a worker that has it as `rollout` and of that worker's group."""
 
+    updates_in_flight = delegate(RolloutWorker.updates_in_flight, to="rollout")
+    take_schedule = delegate(RolloutWorker.take_schedule, to="rollout")
     rollout_engine = delegate(RolloutWorker.rollout_engine, to="rollout")
     takes_adapters = delegate(RolloutWorker.takes_adapters, to="rollout")
     rollout_notes = delegate(RolloutWorker.rollout_notes, to="rollout")
+    receiver_place = delegate(RolloutWorker.receiver_place, to="rollout")
+    join_as_receiver = delegate(RolloutWorker.join_as_receiver, to="rollout")
     take_bucket = delegate(RolloutWorker.take_bucket, to="rollout")
     rollout_scores = delegate(RolloutWorker.rollout_scores, to="rollout")
     submit = delegate(RolloutWorker.submit, to="rollout")

@@ -177,3 +177,17 @@ def test_one_step_off_policy_is_a_setting_and_needs_workers_that_only_generate(m
     given = ["--config-path=config", "--config-name='one_step_off_ppo_trainer.yaml'", "rollout.nnodes=1"]
     assert main.settings(given) == ["trainer.one_step_off=True", "rollout.nnodes=1"]
     assert main.settings(["--config-path=mine"]) == ["trainer.one_step_off=True", "--config-path=mine"]
+
+
+def test_fully_async_policy_is_a_setting_with_verls_defaults_unless_they_are_set(monkeypatch, capfd):
+    for module in (
+        "verl.experimental.fully_async_policy.fully_async_main",
+        "recipe.fully_async_policy.fully_async_main",
+    ):
+        assert command(monkeypatch, module, *RUN) == 2
+        assert "set actor_rollout_ref.rollout.n_workers=1 or more, which only generate" in capfd.readouterr().err
+    main = importlib.import_module("verl.experimental.fully_async_policy.fully_async_main")
+    given = ["--config-name=fully_async_ppo_trainer.yaml", "async_training.staleness_threshold=2", "rollout.nnodes=1"]
+    *defaults, staleness, layout = main.settings(given)
+    assert (staleness, layout) == tuple(given[1:]) and "async_training.trigger_parameter_sync_step=4" in defaults
+    assert not any("staleness" in one for one in defaults)

@@ -234,6 +234,6 @@ def test_stages_of_ones_own_are_not_done_at_once(config):
             raise AssertionError
 
     trainer = Own(config, tokenizer=None)
-    trainer._inner = Mock(**{"config.trainer.one_step_off": True})
-    with pytest.raises(UserError, match=r"one_step_off=True: Own has stages of its own \(_compute_advantage\)"):
+    trainer._inner = Mock(**{"config.trainer.max_staleness": 1})
+    with pytest.raises(UserError, match=r"max_staleness=1: Own has stages of its own \(_compute_advantage\)"):
         trainer.fit()

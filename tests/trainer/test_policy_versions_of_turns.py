@@ -26,12 +26,12 @@ class InTurn(RayPPOTrainer):
     """One step off in one process: the next step's responses are generated, then this step trains."""
 
     def __init__(self, config, **parts) -> None:
+        config.trainer.max_staleness = 1
         super().__init__(config, **parts)
-        self.config.trainer.one_step_off = True
 
     def _start_next_rollout(self) -> None:
         super()._start_next_rollout()
-        self.one_step_off.finish()
+        self.pending.finish()
 
 
 @pytest.fixture(autouse=True)

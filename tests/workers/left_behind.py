@@ -1,4 +1,4 @@
-"""A run on several processes that kills a rank, then itself; and what runs leave: processes, shared memory, folders."""
+"""A run on several processes that kills a rank and then itself; what runs leave: processes, shared memory, files."""
 
 from __future__ import annotations
 

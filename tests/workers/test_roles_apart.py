@@ -142,8 +142,7 @@ def test_weights_that_changed_on_the_way_are_named_and_an_engine_that_ignores_th
     plain, load = LocalWorkerGroup._send_answer, apart["rollout"].worker.engine.load_weights
 
     def changed(self, rank, name, answer, arguments):
-        tensors = answer.result().tensors
-        tensors["model.norm.weight"] = tensors["model.norm.weight"] + 1e-9
+        answer.result().tensors["model.norm.weight"].add_(1e-6)
         return plain(self, rank, name, answer, arguments)
 
     monkeypatch.setattr(LocalWorkerGroup, "_send_answer", changed)
@@ -247,6 +246,13 @@ def test_one_step_off_older_responses_are_weighed_unless_somebody_says_what_is_d
     assert load_config([*off, f"{ACTOR}.old_log_probs=rollout"]).value(key) is None
     with pytest.raises(UserError, match=r"n_workers=1 or more, which only generate"):
         load_config(["trainer.one_step_off=True"])
+    assert load_config([apart, "trainer.max_staleness=4"]).value(key) == "token"
+    assert load_config(off).value("trainer.max_staleness") == 1
+    assert load_config([*off, "trainer.max_staleness=1"]).value("trainer.max_staleness") == 1
+    with pytest.raises(UserError, match=r"one_step_off=True` is a staleness of 1, but `trainer.max_staleness=2`"):
+        load_config([*off, "trainer.max_staleness=2"])
+    with pytest.raises(UserError, match=r"(?s)max_staleness=2` generates while it trains.*or trainer.max_staleness=0"):
+        load_config(["trainer.max_staleness=2"])
 
 
 def test_a_group_does_something_else_while_its_caller_waits():
@@ -258,11 +264,19 @@ def test_a_group_does_something_else_while_its_caller_waits():
     assert len(seen) == 1  # nobody waits
 
 
-def test_responses_are_asked_for_ahead_once_and_not_behind_the_last_step():
-    run = Mock(**{"config.trainer.one_step_off": True, "sizes.total_steps": 5, "step": 0})
-    asked = []
-    for step, is_empty in ((0, True), (0, False), (3, True), (4, True)):  # one that nobody took stays
-        run.step, run.one_step_off.is_empty = step, is_empty
+@pytest.mark.parametrize("bound", [0, 1, 3])
+def test_responses_are_asked_for_up_to_the_bound_and_not_behind_the_last_step(bound):
+    class Pending(list):
+        def start(self, prompts, n):
+            self.append(prompts)
+
+    def asked(step: int, pending: int = 0, surplus: int = 0) -> int:
+        run = Mock(**{"config.trainer.max_staleness": bound, "sizes.total_steps": 9, "sizes.prompts": 4})
+        run.pending, run.step, run.group_filter.groups = Pending([None] * pending), step, surplus
+        run._can_ask_ahead = lambda: RayPPOTrainer._can_ask_ahead(run)
         RayPPOTrainer._start_next_rollout(run)
-        asked.append(run.one_step_off.start.call_count)
-    assert asked == [1, 1, 2, 2]
+        return len(run.pending) - pending
+
+    assert asked(0) == bound and asked(0, pending=bound) == 0  # those that wait stay
+    assert asked(7) == min(bound, 1) and asked(8) == 0
+    assert asked(0, surplus=9) == max(0, bound - 2)  # of dynamic sampling: two batches, which are trained before

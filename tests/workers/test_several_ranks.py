@@ -57,7 +57,7 @@ from posttrain.controller.ray_cluster import RayCluster  # noqa: E402
 
 pytestmark = pytest.mark.slow
 
-RAYS_OWN = ["ray_init.num_cpus=5", "ray_kwargs.ray_init.runtime_env.env_vars.SEEN_BY_RANKS=1", "trainer.n_workers=4"]
+RAYS_OWN = ["ray_init.num_cpus=12", "ray_kwargs.ray_init.runtime_env.env_vars.SEEN_BY_RANKS=1", "trainer.n_workers=4"]
 
 
 @pytest.fixture(scope="module")
@@ -105,14 +105,16 @@ def test_settings_for_ray_are_seen_in_its_resources_and_by_the_ranks(ranks, monk
     from posttrain.controller import ray_pool
     from posttrain.trainer.run.process import open_workers
 
-    assert ray.cluster_resources()["CPU"] == 5
+    assert ray.cluster_resources()["CPU"] == 12
     assert ranks(2).create("toy", Toy, None).variable("SEEN_BY_RANKS") == ["1", "1"]
     made = Mock(**{"return_value.cluster.was_there": True})
     monkeypatch.setattr(ray_pool, "RayWorkers", made)
     given = ["trainer.ray_init.num_cpus=3", "trainer.stopped_worker_timeout_s=7", "trainer.n_workers=2"]
-    open_workers(load_config([*given, "trainer.hung_worker_timeout_s=8"]).config, CPU, None)
-    assert made.call_args.kwargs["settings"] == {"num_cpus": 3}
-    assert (made.call_args.kwargs["stopped_s"], made.call_args.kwargs["hung_s"]) == (7, 8)
+    given += ["trainer.hung_worker_timeout_s=8", "trainer.placement_timeout_s=9"]
+    open_workers(load_config(given).config, CPU, None)
+    named = made.call_args.kwargs
+    assert named["settings"] == {"num_cpus": 3}
+    assert (named["stopped_s"], named["hung_s"], named["placement_s"]) == (7, 8, 9)
     assert "trainer.ray_init has no effect: this process is connected to a Ray already" in capsys.readouterr().out
 
 
@@ -476,12 +478,12 @@ class InTurn(RayPPOTrainer):
     """One process that generates the next step's responses and then trains: what is done at once elsewhere."""
 
     def __init__(self, config, **parts) -> None:
+        config.trainer.max_staleness = 1
         super().__init__(config, **parts)
-        self.config.trainer.one_step_off = True
 
     def _start_next_rollout(self) -> None:
         super()._start_next_rollout()
-        self.one_step_off.finish()
+        self.pending.finish()
 
 
 class AtOnce(RayPPOTrainer):
@@ -648,7 +650,7 @@ def test_workers_that_only_generate_know_each_other_where_they_hold_engines_toge
         open_workers(load_config([f"{ROLLOUT}.n_workers=2", f"{SIZE}={size}"]).config, CPU, None)
         assert made.call_args.kwargs["teams"] == (size == 2) and made.call_args.kwargs["rollout"] == 2
     monkeypatch.undo()
-    workers = ray_pool.RayWorkers(1, CPU, cluster, rollout=2, teams=True)
+    workers = ray_pool.RayWorkers(1, CPU, cluster, rollout=2, team=2)
     try:
         assert [float(got) for got in workers.create("rollout", Toy, None).plus_rank(torch.zeros(()))] == [1.0, 2.0]
     finally:
@@ -821,8 +823,9 @@ def test_a_ray_with_a_token_is_joined_by_its_address_with_the_token(cluster, for
 def test_a_machine_that_joins_is_waited_for_has_its_rank_and_leaves_when_it_is_gone(cluster, monkeypatch):
     """Two nodes of Ray, each with processes and a folder of its own, on this machine."""
     from posttrain.controller.ray_address import OWN
-    from posttrain.controller.ray_cluster import check_same_programs, machines_for
+    from posttrain.controller.ray_cluster import check_same_programs
     from posttrain.controller.ray_node import RayNode, serve
+    from posttrain.controller.ray_placement import Placement
     from posttrain.controller.ray_pool import RayWorkers
 
     told: list[str] = []
@@ -838,12 +841,13 @@ def test_a_machine_that_joins_is_waited_for_has_its_rank_and_leaves_when_it_is_g
     address = ray.get_runtime_context().gcs_address
     serving = threading.Thread(target=serve, args=(address, told.append, OWN), daemon=True)
     serving.start()
-    here, there = machines_for(2, 1, "cpu", told.append)
+    placement = Placement("cpu", 2, 1, tell=told.append)
+    here, there = placement.training
     rank = RayWorkers._host(Mock(world_size=1), 0, there, 1, CPU)
-    check_same_programs([unpack(ray.get(rank.programs.remote()))], [there.address])
+    check_same_programs([unpack(ray.get(rank.programs.remote()))], [there.machine.address])
     assert at_work.wait(60) and serving.is_alive()
-    ray.kill(rank)
+    placement.close()  # ends the rank, too
     serving.join(60)
-    assert here.id == ray.get_runtime_context().get_node_id() != there.id
-    assert told[0].startswith("Waiting 60 s for machines to join")
+    assert here.machine.id == ray.get_runtime_context().get_node_id() != there.machine.id
+    assert told[0].startswith("Waiting for up to 300 s (trainer.placement_timeout_s) for room in Ray: the training")
     assert told[-1] == "The run has left this machine."

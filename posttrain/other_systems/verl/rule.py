@@ -16,8 +16,9 @@ NOT_NEEDED, NOT_SUPPORTED = "not needed", "not supported"
 KINDS = (HONOURED, TRANSLATED, NOT_NEEDED, NOT_SUPPORTED)
 # Values that ask for nothing, whatever the key.
 NOTHING = ("null", "none", "", "{}", "[]")
+PACKED = "the Megatron engine packs rows, which gives the same numbers"
 # Of keys of verl's asynchronous trainers.
-ASYNC = "a step trains on whole batches, which are one update old at most"
+ASYNC = "there is one trainer, and asynchronous training is a setting of it"
 
 
 @dataclass(frozen=True)

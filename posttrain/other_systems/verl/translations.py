@@ -8,31 +8,16 @@ from dataclasses import replace
 
 from posttrain.config.choices import CRITIC_ESTIMATORS
 from posttrain.config.merge import Entry, Merged
-from posttrain.config.resolved import Problem
 from posttrain.config.values import parse_yaml
-from posttrain.other_systems.verl.rule import NOTHING, plain
+from posttrain.other_systems.verl.asynchronous import ASYNCHRONOUS
+from posttrain.other_systems.verl.rule import NOTHING, PACKED, plain
+from posttrain.other_systems.verl.written import ON, given, is_empty, number, refuse
 
 _ACTOR, _MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
 _STRATEGY, _SUPERVISED_STRATEGY = f"{_ACTOR}.strategy", "fsdp.strategy"
 _DTYPES = {"bf16": "bfloat16", "bfloat16": "bfloat16", "fp32": "float32", "float32": "float32", "auto": "auto"}
 _ENGINES = ("dp", "fsdp", "fsdp2", "legacy")
 _MANAGERS = ("naive", "dapo", "gdpo", "prime")
-
-
-def _number(merged: Merged, key: str, default: float) -> float:
-    try:
-        return float(str(merged.value(key)))
-    except (KeyError, ValueError):
-        return default
-
-
-def _refuse(merged: Merged, entry: Entry, why: str, do: str) -> None:
-    what = f"`{entry.spelling}={entry.value}` cannot be used: {why}."
-    merged.problems.append(Problem(what, entry.source, do))
-
-
-def _empty(entry: Entry) -> bool:
-    return plain(entry.value) in NOTHING or plain(entry.value).startswith("${oc.select")
 
 
 def _dynamic(merged: Merged, key: str, entry: Entry) -> None:
@@ -50,14 +35,14 @@ def _dynamic(merged: Merged, key: str, entry: Entry) -> None:
 
 def _share(merged: Merged, key: str, entry: Entry) -> None:
     """Rows over all workers, divided by the workers."""
-    if _empty(entry):
+    if is_empty(entry):
         return
     # Read as text: types are given later, when all keys have been answered.
-    workers = _number(merged, "trainer.n_gpus_per_node", 1) * _number(merged, "trainer.nnodes", 1)
+    workers = number(merged, "trainer.n_gpus_per_node", 1) * number(merged, "trainer.nnodes", 1)
     try:
         rows = max(1, int(float(str(entry.value)) // workers))
     except ValueError:
-        _refuse(merged, entry, "it is no number", f"set {key}_per_gpu")
+        refuse(merged, entry, "it is no number", f"set {key}_per_gpu")
         return
     merged.put(f"{key}_per_gpu", rows, entry)
 
@@ -65,13 +50,13 @@ def _share(merged: Merged, key: str, entry: Entry) -> None:
 def _floor(merged: Merged, key: str, entry: Entry) -> None:
     """The last learning rate, as a share of the first."""
     section = key.rpartition(".")[0]
-    rate = _number(merged, f"{section}.lr", merged.names.leaves[f"{section}.lr"].default)
-    if _empty(entry):
+    rate = number(merged, f"{section}.lr", merged.names.leaves[f"{section}.lr"].default)
+    if is_empty(entry):
         return
     try:
         merged.put(f"{section}.min_lr_ratio", float(str(entry.value)) / rate, entry)
     except (ValueError, ZeroDivisionError):
-        _refuse(merged, entry, f"it is no share of {section}.lr={rate:g}", f"set {section}.min_lr_ratio")
+        refuse(merged, entry, f"it is no share of {section}.lr={rate:g}", f"set {section}.min_lr_ratio")
 
 
 def _cpu_optimizer(merged: Merged, key: str, entry: Entry) -> None:
@@ -93,7 +78,7 @@ def _deterministic(merged: Merged, key: str, entry: Entry) -> None:
 
 def _dtype(merged: Merged, key: str, entry: Entry) -> None:
     target = f"{_MODEL}.dtype" if f"{_MODEL}.dtype" in merged.names.leaves else "model.dtype"
-    if _empty(entry):
+    if is_empty(entry):
         return
     if ".megatron" in key and plain(merged.value(_STRATEGY)) != "megatron":
         merged.note(f"`{entry.spelling}` is not needed here: {_STRATEGY} is not megatron.")
@@ -101,15 +86,15 @@ def _dtype(merged: Merged, key: str, entry: Entry) -> None:
     if plain(entry.value) in _DTYPES:
         merged.put(target, _DTYPES[plain(entry.value)], entry)
     else:
-        _refuse(merged, entry, "this type is not offered", f"set {target} to bfloat16 or float32")
+        refuse(merged, entry, "this type is not offered", f"set {target} to bfloat16 or float32")
 
 
 def _stored_dtype(merged: Merged, key: str, entry: Entry) -> None:
     if plain(entry.value) in ("bf16", "bfloat16"):
         _dtype(merged, key, entry)
         merged.note(f"`{entry.spelling}={entry.value}`: computed in bfloat16; the optimizer's weights stay float32.")
-    elif plain(entry.value) not in ("fp32", "float32") and not _empty(entry):
-        _refuse(merged, entry, "this type is not offered", "set it to fp32 or bf16")
+    elif plain(entry.value) not in ("fp32", "float32") and not is_empty(entry):
+        refuse(merged, entry, "this type is not offered", "set it to fp32 or bf16")
 
 
 def _contents(merged: Merged, key: str, entry: Entry) -> None:
@@ -126,24 +111,24 @@ def _one_checkpoint(merged: Merged, key: str, entry: Entry) -> None:
 def _critic(merged: Merged, key: str, entry: Entry) -> None:
     name = merged.value("algorithm.adv_estimator")
     # The estimator decides; a script that says the same is right, and one that says otherwise expects another run.
-    if _empty(entry) or (plain(entry.value) in ON) == (name in CRITIC_ESTIMATORS):
+    if is_empty(entry) or (plain(entry.value) in ON) == (name in CRITIC_ESTIMATORS):
         return
     has = "has a critic" if name in CRITIC_ESTIMATORS else "has none"
-    _refuse(merged, entry, f"the estimator {name} {has}", "remove it; algorithm.adv_estimator=gae has a critic")
+    refuse(merged, entry, f"the estimator {name} {has}", "remove it; algorithm.adv_estimator=gae has a critic")
 
 
 def _bypass(merged: Merged, key: str, entry: Entry) -> None:
-    if not _empty(entry):
+    if not is_empty(entry):
         merged.put(f"{_ACTOR}.old_log_probs", "rollout" if plain(entry.value) in ON else "trainer", entry)
 
 
 def _loss_type(merged: Merged, key: str, entry: Entry) -> None:
     """REINFORCE or the clipped loss, in bypass mode."""
     section, loss = key.rpartition(".")[0], f"{_ACTOR}.policy_loss.loss_mode"
-    if _empty(entry) or plain(entry.value) == "ppo_clip":
+    if is_empty(entry) or plain(entry.value) == "ppo_clip":
         return
     if plain(entry.value) != "reinforce":
-        _refuse(merged, entry, "it is neither ppo_clip nor reinforce", f"set {loss}")
+        refuse(merged, entry, "it is neither ppo_clip nor reinforce", f"set {loss}")
     elif given(merged, f"{section}.bypass_mode") not in ON:
         merged.note(f"`{entry.spelling}={entry.value}` is not needed here: {section}.bypass_mode is not on.")
     else:
@@ -157,10 +142,10 @@ def _lower(merged: Merged, key: str, entry: Entry) -> None:
     target = key.removesuffix("_lower")
     upper = merged.entries.get(target)
     # `low_high` says both already.
-    if _empty(entry) or (upper is not None and "_" in str(upper.value)):
+    if is_empty(entry) or (upper is not None and "_" in str(upper.value)):
         return
     if upper is None or plain(upper.value) in NOTHING:
-        _refuse(merged, entry, f"there is no {target} beside it", f"set {target}={entry.value}_HIGH")
+        refuse(merged, entry, f"there is no {target} beside it", f"set {target}={entry.value}_HIGH")
         return
     both = f"{entry.value}_{upper.value}"
     merged.note(f"`{entry.spelling}={entry.value}` with `{upper.spelling}={upper.value}` is `{target}={both}`.")
@@ -170,7 +155,10 @@ def _lower(merged: Merged, key: str, entry: Entry) -> None:
 def _gen_batch(merged: Merged, key: str, entry: Entry) -> None:
     batch = merged.value("data.train_batch_size")
     filtered = merged.entries.get("algorithm.filter_groups.enable")
-    if _empty(entry) or plain(entry.value) == plain(batch):
+    if is_empty(entry) or plain(entry.value) == plain(batch):
+        return
+    if any(key.startswith("async_training.") for key in merged.elsewhere):
+        merged.note(f"`{entry.spelling}={entry.value}`: prompts are asked for in batches of {batch}.")
         return
     if filtered is not None and plain(filtered.value) in ON:
         merged.note(
@@ -179,11 +167,11 @@ def _gen_batch(merged: Merged, key: str, entry: Entry) -> None:
         )
         return
     why = f"each step generates data.train_batch_size={batch} prompts"
-    _refuse(merged, entry, why, "remove it, or set data.train_batch_size")
+    refuse(merged, entry, why, "remove it, or set data.train_batch_size")
 
 
 def _manager(merged: Merged, key: str, entry: Entry) -> None:
-    if plain(entry.value) in _MANAGERS or _empty(entry):
+    if plain(entry.value) in _MANAGERS or is_empty(entry):
         merged.note(
             f"`{entry.spelling}={entry.value}`: one manager does it (reward.overlong_buffer, reward.functions, the "
             "parts that a function gives)."
@@ -194,14 +182,14 @@ def _manager(merged: Merged, key: str, entry: Entry) -> None:
         "takes (completions, ground_truths). `python3 -m verl.trainer.main_ppo` of the package posttrain-verl calls "
         "`batch` and managers of your own as verl does"
     )
-    _refuse(merged, entry, "there is one manager of rewards", do)
+    refuse(merged, entry, "there is one manager of rewards", do)
 
 
 def _longest(merged: Merged, key: str, entry: Entry) -> None:
-    limit = _number(merged, "data.max_response_length", 0)
-    if not _empty(entry) and plain(entry.value) not in (plain(int(limit)), plain(limit)):
+    limit = number(merged, "data.max_response_length", 0)
+    if not is_empty(entry) and plain(entry.value) not in (plain(int(limit)), plain(limit)):
         why = f"the overlong buffer ends at data.max_response_length={limit:g}"
-        _refuse(merged, entry, why, "set both to the same number")
+        refuse(merged, entry, why, "set both to the same number")
 
 
 def _engine(merged: Merged, key: str, entry: Entry) -> None:
@@ -209,12 +197,12 @@ def _engine(merged: Merged, key: str, entry: Entry) -> None:
         if key != "optim":  # the optimizer's group is that of the engine
             merged.put(_SUPERVISED_STRATEGY if key == "engine" else _STRATEGY, "megatron", entry)
         return
-    if plain(entry.value) in _ENGINES or _empty(entry):
+    if plain(entry.value) in _ENGINES or is_empty(entry):
         merged.note(f"`{entry.spelling}={entry.value}`: FSDP is the engine.")
         return
     name = "fsdp" if key in ("engine", "optim") else "dp"
     do = f"set {key}={name}: keys of other engines then have no effect"
-    _refuse(merged, entry, "this engine is not built in this version", do)
+    refuse(merged, entry, "this engine is not built in this version", do)
 
 
 def _megatron_offload(merged: Merged, key: str, entry: Entry) -> None:
@@ -237,7 +225,7 @@ def _megatron_sizes(merged: Merged, key: str, entry: Entry) -> None:
         merged.note(f"`{entry.spelling}` is not needed here: {_STRATEGY} is not megatron.")
     elif own != wanted:
         why = f"reference and critic are cut as the actor is, over {wanted}"
-        _refuse(merged, entry, why, f"set {_ACTOR}.megatron_config.{name}={entry.value}, which holds for all")
+        refuse(merged, entry, why, f"set {_ACTOR}.megatron_config.{name}={entry.value}, which holds for all")
 
 
 def _supervised_sizes(merged: Merged, key: str, entry: Entry) -> None:
@@ -253,27 +241,27 @@ def _same_engine(merged: Merged, key: str, entry: Entry) -> None:
     """Of the reference and the critic: the actor's engine, by any of its names."""
     actors, own = plain(merged.value(_STRATEGY)), plain(entry.value)
     # All roles of a run share one engine, so that they plan the same passes.
-    if own == actors or {own, actors} <= {"fsdp", "fsdp2"} or _empty(entry):
+    if own == actors or {own, actors} <= {"fsdp", "fsdp2"} or is_empty(entry):
         return
     name = "fsdp2" if actors in ("fsdp", "fsdp2") else actors
-    _refuse(merged, entry, f"it is computed by the actor's engine, {actors}", f"remove it, or set {key}={name}")
+    refuse(merged, entry, f"it is computed by the actor's engine, {actors}", f"remove it, or set {key}={name}")
 
 
 def _model_group(merged: Merged, key: str, entry: Entry) -> None:
     if plain(entry.value) != "hf_model":
-        _refuse(merged, entry, "verl's group files are not here", f"remove it; set {key}.path")
+        refuse(merged, entry, "verl's group files are not here", f"remove it; set {key}.path")
 
 
 def _user_turns(merged: Merged, key: str, entry: Entry) -> None:
     """Tool results and other words between the model's turns, which has one turn more than there are of these."""
     section, name = key.rpartition(".")[0], "max_assistant_turns"
-    if _empty(entry) or plain(entry.value) == "0":  # 0 is no bound, as in verl
+    if is_empty(entry) or plain(entry.value) == "0":  # 0 is no bound, as in verl
         return
     try:
         # The model speaks before the first and after the last of them.
         turns = int(str(entry.value)) + 1
     except ValueError:
-        _refuse(merged, entry, "it is no whole number", f"set {section}.{name}")
+        refuse(merged, entry, "it is no whole number", f"set {section}.{name}")
         return
     turns_set = merged.value(section)
     own = plain(turns_set.get(name) if isinstance(turns_set, dict) else None)
@@ -289,10 +277,10 @@ def _sampler(merged: Merged, key: str, entry: Entry) -> None:
     """The file and the class are one name."""
     section, _, which = key.rpartition(".")
     other = merged.elsewhere.get(f"{section}.{'class_name' if which == 'class_path' else 'class_path'}")
-    if _empty(entry):
+    if is_empty(entry):
         return
-    if other is None or _empty(other):
-        _refuse(merged, entry, "a sampler has a file and a class", f"set {section}=FILE.py:CLASS")
+    if other is None or is_empty(other):
+        refuse(merged, entry, "a sampler has a file and a class", f"set {section}=FILE.py:CLASS")
     elif which == "class_path":
         merged.put(section, f"{entry.value}:{other.value}", entry)
 
@@ -324,18 +312,11 @@ TRANSLATIONS: dict[str, Callable[[Merged, str, Entry], None]] = {
     "model_group": _model_group,
     "user_turns": _user_turns,
     "sampler": _sampler,
+    **ASYNCHRONOUS,
 }
 
 
 _FSDP_NAMES = ("fsdp", "fsdp2", "dp")
-ON = ("true", "1", "yes", "on")
-
-
-def given(merged: Merged, key: str) -> str:
-    """What the user said under a key, as plain text; empty if nothing."""
-    # Only what the user said: a default of ours must not decide what verl's script means.
-    entry = merged.elsewhere.get(key) or merged.entries.get(key)
-    return plain(entry.value) if entry is not None and entry.explicit else ""
 
 
 def _fsdp(merged: Merged, key: str) -> bool:
@@ -380,9 +361,35 @@ def translate_values(merged: Merged) -> None:
         if entry is not None and plain(entry.value) == word:
             entry.value = value
             merged.note(f"`{entry.spelling}={word}` is read as {'null' if value is None else value}.")
+    _after_each_epoch(merged)
+    _packed(merged)
     _greedy(merged)
     _no_adapter(merged)
     _loggers(merged)
+
+
+def _after_each_epoch(merged: Merged) -> None:
+    """verl's word for saving or validating at the end of an epoch: with one epoch, the end of the run."""
+    for key in ("trainer.save_freq", "trainer.test_freq"):
+        entry = merged.entries.get(key)
+        if entry is None or plain(entry.value) != "after_each_epoch":
+            continue
+        if _number(merged, "trainer.total_epochs", merged.names.leaves["trainer.total_epochs"].default) == 1:
+            merged.note(f"`{entry.spelling}=after_each_epoch` is read as -1: the run has one epoch.")
+        else:
+            _refuse(merged, entry, "how often is a number of steps", f"set {key} to the steps of an epoch")
+        entry.value = -1
+
+
+def _packed(merged: Merged) -> None:
+    """verl pads rows for models that Megatron-Core cannot pack, and its scripts say so beside the engine."""
+    if all(given(merged, key) != "megatron" for key in ("model_engine", f"{_ACTOR}.model_engine", "engine")):
+        return
+    for key in (f"{_MODEL}.use_remove_padding", "critic.model.use_remove_padding", "model.use_remove_padding"):
+        entry = merged.entries.get(key)
+        if entry is not None and plain(entry.value) == "false":
+            entry.value = True
+            merged.note(f"`{entry.spelling}=False` is read as True: {PACKED}.")
 
 
 def _greedy(merged: Merged) -> None:

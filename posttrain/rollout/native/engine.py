@@ -31,7 +31,13 @@ FEW = 512  # prompt tokens for which weights laid out for decoding are as good a
 
 
 class NativeEngine(RolloutEngine):
-    """Decodes with `decoder`; `decode` turns ids into text for stop strings."""
+    """Decodes with `decoder`; `decode` turns ids into text for stop strings.
+
+    Weights that arrive between two steps: rows that are running keep the keys and values that older weights computed;
+    waiting prompts and kept turns are computed anew.
+    """
+
+    updates_in_flight = True
 
     def __init__(
         self,
@@ -150,7 +156,7 @@ class NativeEngine(RolloutEngine):
                 speculation.note_round(slots, decoding, before, drafted)
                 return self._finish(ended)
         drafts = speculation.drafts(slots, decoding, width)
-        speculation.verify(self.decoder, self.pool, slots, decoding, drafts, self._stopped_by_text)
+        speculation.verify(rounds, decoding, drafts, self._stopped_by_text)
         return self._finish(self._ended(decoding))
 
     def _one_token(self, decoding: np.ndarray, moved: np.ndarray) -> list[Output]:
@@ -284,7 +290,8 @@ class NativeEngine(RolloutEngine):
     @torch.no_grad()
     def score(self, token_ids: Sequence[Sequence[int]], *, temperature: float = 1.0) -> list[torch.Tensor]:
         self.check_awake("weights")
-        pool = self.pool.empty_twin() if "cache" in self.asleep else self.pool  # a twin is gone with the call
+        # A twin is gone with the call; running rows may have filled the pool.
+        pool = self.pool.empty_twin() if "cache" in self.asleep or self.has_work() else self.pool
         if self.copies_pay and sum(map(len, token_ids)) <= FEW:
             self.decoder.make_fast_copies()  # what is scored now will be decoded with next
         return score_rows(self.decoder, pool, token_ids, temperature, self.budget)

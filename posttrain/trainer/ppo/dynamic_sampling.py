@@ -62,6 +62,24 @@ class GroupFilter:
         self.surplus = _take(pool, prompts, None) if _groups([pool]) > prompts else None
         return _take(pool, 0, prompts), metrics
 
+    @property
+    def groups(self) -> int:
+        """In the surplus."""
+        return 0 if self.surplus is None else _groups([self.surplus])
+
+    def drop(self, is_too_old: Callable[[DataProto], bool]) -> DataProto | None:
+        """Take the groups out of the surplus that are too old to be trained, if there are any."""
+        if self.surplus is None:
+            return None
+        groups = [list(rows) for rows in groups_of(self.surplus.non_tensor_batch["uid"])]
+        old = [rows for rows in groups if is_too_old(self.surplus[rows])]
+        if not old:
+            return None
+        dropped = self.surplus[[row for rows in old for row in rows]]
+        kept = [row for rows in groups if rows not in old for row in rows]
+        self.surplus = self.surplus[kept] if kept else None
+        return dropped
+
     def _divide(self, batch: DataProto) -> tuple[list[list[int]], list[list[int]]]:
         values_B = self._values(batch)[last_rows(batch)]  # the last row of a sample has its score
         groups = [list(rows) for rows in groups_of(batch.non_tensor_batch["uid"])]
@@ -117,6 +135,9 @@ def _alike(parts: list[DataProto]) -> list[DataProto]:
     if any("seed" in part.non_tensor_batch for part in parts):
         for part in parts:  # checkpoints of earlier versions have no seeds
             part.non_tensor_batch.setdefault("seed", np.full(len(part), None))
+    if any("dataset_row" in part.non_tensor_batch for part in parts):
+        for part in parts:  # only asynchronous training numbers them
+            part.non_tensor_batch.setdefault("dataset_row", np.full(len(part), None))
     if any("branch" in part.non_tensor_batch for part in parts):
         for part in parts:  # nor have they branches: their conversations have one row each
             for name in BRANCH_FIELDS:

@@ -6,33 +6,17 @@
     experience.complete(rows)            both, and the reward model's
 
 Any number of batches may be under way; a prompt may give any number of rows. There are no callbacks: waiting for one
-batch polls the rollout and the reward workers, and so advances all batches. Synchronous and one-step-off training
-differ only in when they ask and when they wait.
+batch polls the rollout and the reward workers, and so advances all batches. Synchronous and asynchronous training
+differ only in when they ask and when they wait (`pending.py`).
 
 A prompt's uid and the seeds of its samples follow from its serial number, counted over the whole run and saved with it:
 what is sampled depends neither on the step, nor on the size of batches, nor on who decodes it.
-
-One-step-off training: the next step's responses are generated while this one trains.
-
-    step 1: generate 1 | train on 1, generate 2 | sync
-    step 2:              train on 2, generate 3 | sync         (2 was sampled before step 1's update)
-
-Weights go to the rollout only when the batch under way is whole. So each batch is sampled by one policy, which is one
-update older than the one that learns from it, and what is sampled depends on no clock: a run is the same every time,
-and continues bit-for-bit from a checkpoint, which holds the batch.
-
-The old policy of such a batch is the one that begins to learn from it, not the one that sampled it: clipping then holds
-the policy near where it stands. Clipped around where it was, what the last update moved has no gradient any more, and a
-run learns less (docs/layouts.md). The difference from the sampling policy is corrected by importance weights
-(`algorithm.rollout_correction.rollout_is`).
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
-from pathlib import Path
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -40,7 +24,7 @@ import numpy as np
 from posttrain import pulse
 from posttrain.batch.samples import last_rows
 from posttrain.config.root import PPOConfig
-from posttrain.controller.group import Future, WorkerGroup
+from posttrain.controller.group import Future
 from posttrain.conversations.batch import begin_conversations, join_rows
 from posttrain.conversations.loop import ConversationLoop
 from posttrain.protocol import DataProto
@@ -49,7 +33,7 @@ from posttrain.rollout.base import Output
 from posttrain.rollout.generate import no_garbage_collection, to_batch
 from posttrain.rollout.sampling import sample_seeds
 from posttrain.rollout.stored import StoredOutput
-from posttrain.tracking.metrics import GENERATED_S
+from posttrain.trainer.ppo.events import Due, EngineClock, ReplayError
 from posttrain.trainer.ppo.reward import (
     AgentWatch,
     Key,
@@ -84,12 +68,15 @@ class Experience:
         self._prompts: dict[Key, Sequence[int]] = {}
         self._outputs: dict[Key, Output] = {}
         self._scores: dict[Key, RewardResult] = {}
-        self._advancing: dict[int, Future[tuple[list[Output], bool, list[Output]]]] = {}
+        self._ended_at: dict[Key, float] = {}
+        self._advancing: dict[int, Future[tuple[list[Output], bool, list[Output], int]]] = {}
         self._busy: set[int] = set()
         # Ranks that got requests while they were at work: that they had none left, as they say next, is no news.
         self._asked_while_busy: set[int] = set()
         self._pending_calls: list[Future[None]] = []
         self._watch = AgentWatch()
+        # Where weights change while responses are under way: counts the engines' steps, and replays them.
+        self.clock: EngineClock | None = None
 
     def number(self, prompts: DataProto) -> DataProto:
         """Gives each prompt its serial number, its uid (the same as text)."""
@@ -132,6 +119,7 @@ class Experience:
         if self.turns:
             asked = asked[begin_conversations(self.turns, keys_of(rows), asked, rows, self._engines)]
         if len(asked):
+            self.reach("submit")
             self.rollout.submit(asked)
             self._have_work(range(self._engines))
         return rows
@@ -142,8 +130,32 @@ class Experience:
         return self.rollout.submit.world_size
 
     def _have_work(self, ranks: Iterable[int]) -> None:
-        self._busy |= set(ranks)
-        self._asked_while_busy |= self._advancing.keys() & set(ranks)
+        asked = set(ranks)
+        self._busy |= asked
+        self._asked_while_busy |= self._advancing.keys() & asked
+
+    def reach(self, what: str) -> None:
+        """In a replay: decode up to where the recorded run did this, `submit` or `weights`, to the engines."""
+        if self.clock is not None:
+            while not self.clock.is_due(what):
+                self._poll_replay()
+            self.clock.done(what)
+
+    def settle(self) -> None:
+        """In a replay: do all that was done to the engines before they were drained."""
+        while self.clock is not None and any(self.clock.expected):
+            self._poll_replay()
+
+    def _poll_replay(self) -> list[Output]:
+        """As `poll`; an error if everything stands still, as the run is another than the recorded one."""
+        clock = self.clock
+        before = None if clock is None else (list(clock.steps), [len(rest) for rest in clock.expected])
+        ended = self.poll()
+        if clock is None or ended or self._advancing or (self.turns and self.turns.waits()):
+            return ended
+        if before == (clock.steps, [len(rest) for rest in clock.expected]):
+            raise ReplayError("This run does not do what the replayed run did: its settings or its data differ.")
+        return ended
 
     # -- waiting --------------------------------------------------------------------------------------------------
     def wait_for_responses(self, rows: DataProto) -> DataProto:
@@ -154,9 +166,10 @@ class Experience:
         longest = self.config.data.max_response_length
         with no_garbage_collection(), pulse.work("responses", len(keys), most_tokens=longest) as work:
             while not wanted <= self._outputs.keys():
-                ended = self.poll()
+                ended = self._poll_replay()
                 work.advance(len(ended), sum(len(output.token_ids) for output in ended), work.running_tokens)
         prompts, outputs = [self._prompts.pop(key) for key in keys], [self._outputs.pop(key) for key in keys]
+        self.last_ended = max(self._ended_at.pop(key) for key in keys)
         if self.turns:
             if self.turns.has_agents:
                 self._watch.look([self.turns.records[key] for key in keys])
@@ -204,6 +217,8 @@ class Experience:
         """Poll while a call to other workers is under way; returns early if no response is missing."""
         while len(self._outputs) < len(self._prompts) and not call.done():
             self.poll(call)
+            if self.clock is not None and not self._advancing:
+                return  # a replay holds all engines until the call is done
 
     def poll(self, *others: Future[Any]) -> list[Output]:
         """Advance everything that is under way. Responses that ended go to the rewards, and are returned. Returns when
@@ -215,9 +230,12 @@ class Experience:
         ended: list[Output] = []
         for rank, future in list(self._advancing.items()):
             if future.done():
-                outputs, busy, *so_far = self._advancing.pop(rank).result()
-                if self.turns and any(so_far):
-                    self.turns.show(rank, so_far[0])
+                answer = self._advancing.pop(rank).result()
+                outputs, busy = answer[:2]  # of a worker of the user's own there may be no more
+                if self.clock is not None:
+                    self.clock.note_steps(rank, answer[3])
+                if self.turns and any(answer[2:3]):
+                    self.turns.show(rank, answer[2])
                 ended += self.turns.receive(rank, outputs) if self.turns else outputs
                 # "Idle" may be older than requests that were sent while the rank answered: then it is busy after all.
                 if not busy and rank not in self._asked_while_busy:
@@ -228,7 +246,7 @@ class Experience:
         if self.rollout.group.overlaps:
             self._advance()
         self._outputs.update((output.id, output) for output in ended)
-        self.last_ended = time.perf_counter() if ended else self.last_ended
+        self._ended_at.update((output.id, time.perf_counter()) for output in ended)
         if self.turns:
             feed_turns(self.rewards, self.turns, ended, failed=self.config.reward.failure_score, alone=self._no_reward)
         else:
@@ -243,14 +261,20 @@ class Experience:
 
     def _continue_conversations(self, turns: ConversationLoop) -> list[Output]:
         """Submit the next turns of conversations; gives responses that are whole because no tokens are left."""
-        at_rest = not self._busy
+        clock = self.clock
+        # A replay may hold all engines until a turn comes: then there is nothing else to wait for.
+        at_rest = not self._busy or (clock is not None and clock.holds(self._busy))
         following, full = turns.next(wait=at_rest) if at_rest or not turns.in_rounds else ({}, [])
-        self._pending_calls += [self.rollout.continue_conversations.on(rank, own) for rank, own in following.items()]
-        self._pending_calls += [self.rollout.end_conversations.on(rank, keys) for rank, keys in turns.ended().items()]
+        due: list[Due] = [("turns", rank, own) for rank, own in following.items()]
+        due += [("end", rank, keys) for rank, keys in turns.ended().items()]
+        if clock is not None:
+            due = clock.admit(due)
+        calls = {"turns": self.rollout.continue_conversations, "end": self.rollout.end_conversations}
+        self._pending_calls += [calls[what].on(rank, own) for what, rank, own in due]
         for call in [call for call in self._pending_calls if call.done()]:
             self._pending_calls.remove(call)
             call.result()  # raises the worker's error, if there was one
-        self._have_work(following)
+        self._have_work(rank for what, rank, _ in due if what == "turns")
         return full
 
     def _advance(self) -> None:
@@ -258,7 +282,12 @@ class Experience:
         idle = self._busy - self._advancing.keys()
         turns = self.turns
         for rank in sorted(idle):
-            if turns is None:  # without arguments: a worker of the user's own may know nothing of conversations
+            if self.clock is not None:
+                # For a moment only, so that new weights need not wait; in a replay as many steps as were made then.
+                streams = turns.streams(rank) if turns else ()
+                if (most := self.clock.steps_left(rank)) != 0:
+                    self._advancing[rank] = self.rollout.advance.on(rank, True, streams, most)
+            elif turns is None:  # without arguments: a worker of the user's own may know nothing of conversations
                 self._advancing[rank] = self.rollout.advance.on(rank)
             else:
                 self._advancing[rank] = self.rollout.advance.on(rank, turns.others_may_join, turns.streams(rank))
@@ -270,66 +299,3 @@ class Experience:
 def take_prompts(batch: DataProto) -> DataProto:
     """The prompt's fields only; everything else stays in `batch`, same rows, same order."""
     return batch.pop([name for name in PROMPT_TENSORS if name in batch.batch], PROMPT_FIELDS)
-
-
-FOLDER, AGE = "ahead", "rollout/age"
-
-
-def staleness(batch: DataProto, version: int) -> dict[str, float]:
-    """By how many updates the weights are newer that learn from these tokens than those that sampled them."""
-    spans = [span for row in batch.non_tensor_batch["policy_versions"] for span in row]
-    tokens = sum(count for _, count in spans)
-    return {AGE: sum((version - sampled) * count for sampled, count in spans) / tokens if tokens else 0.0}
-
-
-Stage = Callable[[str], AbstractContextManager[None]]  # names a stage of the step, and takes its time
-
-
-class OneStepOff:
-    """Holds the batch that is generated ahead of its step. Calls to `training` move it on while they are waited for;
-    these workers must be others than those that generate."""
-
-    def __init__(self, experience: Experience, stage: Stage, training: Iterable[WorkerGroup] = ()) -> None:
-        self.experience, self._stage = experience, stage
-        self.rows: DataProto | None = None
-        self._asked: float | None = None  # when the responses were asked for; None where they are there
-        for group in training:
-            # One thread drives everything: while it waits for the trainer it polls the rollout, so that finished
-            # responses go to the reward workers and the ranks that generate never stand idle.
-            group.meanwhile = experience.poll_until
-
-    @property
-    def is_empty(self) -> bool:
-        return self.rows is None
-
-    def start(self, prompts: DataProto, n: int) -> None:
-        """Begin to generate the responses of the next step, without waiting for them."""
-        self.rows, self._asked = self.experience.ask(prompts, n), time.perf_counter()
-        self.experience.begin()
-
-    def finish(self) -> None:
-        """Wait for the responses that are under way. New weights may go to the rollout from here on."""
-        # Called before every sync, also in synchronous runs: weights must not change under a batch that is generated.
-        if self._asked is None or self.rows is None:
-            return
-        with self._stage("gen"):
-            self.rows = self.experience.wait_for_responses(self.rows)
-        self.rows.meta_info[GENERATED_S] = self.experience.last_ended - self._asked
-        self._asked = None
-
-    def take(self) -> DataProto | None:
-        """The batch with its responses, which `finish` has waited for, if one was asked for."""
-        rows, self.rows = self.rows, None
-        return rows
-
-    # -- checkpoints ----------------------------------------------------------------------------------------------
-    def save(self, folder: Path) -> None:
-        """Write the batch into a checkpoint's folder, with its scores: the reward workers end with the run."""
-        if self.rows is not None:
-            if "reward_score" not in self.rows.non_tensor_batch:
-                self.experience.wait_for_scores(self.rows)
-            self.rows.save_to_disk(folder / FOLDER)
-
-    def load(self, folder: Path) -> None:
-        """Read what `save` wrote into a checkpoint that was verified."""
-        self.rows = DataProto.load_from_disk(folder / FOLDER).set_decoder(self.experience.decode)

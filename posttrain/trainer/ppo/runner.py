@@ -30,6 +30,7 @@ from posttrain.trainer.ppo.ray_trainer import RayPPOTrainer
 from posttrain.trainer.ppo.reward import RewardManager, make_reward_pool
 from posttrain.trainer.run.process import (
     driven_by_one_machine,
+    find_run_device,
     keep_worker_logs,
     load_external,
     open_workers,
@@ -39,7 +40,6 @@ from posttrain.trainer.run.process import (
 )
 from posttrain.trainer.run.recovery import run_with_restarts
 from posttrain.trainer.run.result import RunResult
-from posttrain.workers.roles import pick_device
 
 Rows = Sequence[dict[str, Any]]
 
@@ -90,7 +90,7 @@ def _open_trainer(
     load_external(external)
     check_engine_name(config.actor_rollout_ref.rollout.name)
     spec, first_worker = _load_reward(stack, config, reward)
-    device = pick_device(config.trainer.device)
+    device = find_run_device(config.trainer)
     prepare_torch(config.trainer, device)
     _fill_embedded(config, data)
     tokenizer = load_tokenizer(config.actor_rollout_ref.model)
@@ -196,9 +196,9 @@ def _settings_that_keep_rows(config: PPOConfig) -> str:
     """The settings because of which checkpoints hold rows of the data; empty where they hold none."""
     named = {
         "algorithm.filter_groups.enable": config.algorithm.filter_groups.enable,
-        "trainer.one_step_off": config.trainer.one_step_off,
+        "trainer.max_staleness": config.trainer.max_staleness,
     }
-    return " and ".join(f"{name}=True" for name, on in named.items() if on)
+    return " and ".join(f"{name}={value}" for name, value in named.items() if value)
 
 
 def _can_judge(reward_model: RewardModelConfig, sources: set[str | None], *data: PromptDataset | None) -> bool:

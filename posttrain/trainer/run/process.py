@@ -8,6 +8,7 @@ drives a run over several; the same command on another machine lends it that mac
 from __future__ import annotations
 
 import copy
+import importlib.util
 import os
 import random
 import re
@@ -25,6 +26,7 @@ import torch
 from posttrain.checkpoint.folders import disk_words
 from posttrain.config.resolved import Resolved
 from posttrain.config.trainer import RunConfig, one_process, rollout_workers_of, workers_of
+from posttrain.controller import ray_address
 from posttrain.controller.incidents import append_log, printed_lines
 from posttrain.controller.pool import LocalWorkers, Workers
 from posttrain.errors import UserError
@@ -38,6 +40,7 @@ from posttrain.tracking.status import read_status
 from posttrain.tracking.tee import tee_output
 from posttrain.trainer.run.memory import explain_out_of_memory, is_out_of_memory, named_stage
 from posttrain.trainer.run.result import RunResult
+from posttrain.workers.roles import pick_device
 
 Say = Callable[[str], object]
 
@@ -134,11 +137,34 @@ def load_external(name: str | None, setting: str = KEY) -> None:
         say(f"Loaded {name}.")
 
 
+def find_run_device(settings: RunConfig) -> torch.device:
+    """The workers' device. `trainer.device=auto` on a driver without GPUs, as on the head of many clusters, is CUDA
+    where a machine of the Ray that the environment names has one; the settings then say so, too."""
+    device = pick_device(settings.device)
+    if settings.device == "auto" and device.type == "cpu" and not ray_address.is_meeting() and _cluster_has_gpus():
+        settings.device = "cuda"
+        return torch.device("cuda")
+    return device
+
+
+def _cluster_has_gpus() -> bool:
+    if importlib.util.find_spec("ray") is None or not any(os.environ.get(name) for name in ray_address.ADDRESSES):
+        return False
+    from posttrain.controller.ray_cluster import has_gpus
+
+    try:
+        return has_gpus()
+    except UserError:  # no Ray answers there: reported when workers are started, if the run needs any
+        return False
+
+
 def prepare_torch(settings: RunConfig, device: torch.device) -> None:
     """Seed and determinism as the section `trainer` says, and the device in words."""
     seed_and_determinism(settings, device)
     threads = torch.get_num_threads()
-    what = torch.cuda.get_device_name() if device.type == "cuda" else f"{threads} thread{'s' * (threads != 1)}"
+    what = f"{threads} thread{'s' * (threads != 1)}"
+    if device.type == "cuda":
+        what = torch.cuda.get_device_name() if torch.cuda.is_available() else "of other machines; this one drives"
     say(f"Device: {device} ({what})")
 
 
@@ -211,7 +237,8 @@ def open_workers(config: Any, device: torch.device, external: str | None, logs: 
     """One worker in this process, or as many as `trainer.n_gpus_per_node` says, on each of `trainer.nnodes` machines,
     and `rollout.n_workers` that only generate, in processes that Ray starts; these import `external` too, which may
     register losses, models and engines. What a process printed that died is written to the folder `logs`."""
-    if one_process(config):
+    elsewhere = device.type == "cuda" and not torch.cuda.is_available()  # this process can only drive
+    if one_process(config) and not elsewhere:
         return LocalWorkers()
     from posttrain.controller.ray_pool import RayWorkers
 
@@ -221,7 +248,7 @@ def open_workers(config: Any, device: torch.device, external: str | None, logs: 
     say(f"{who}: starting Ray; the loop, the data and Ctrl-C stay in this process.")
     prepare, settings = partial(_prepare, config.trainer, device, external), config.trainer.ray_init
     with waiting("starting Ray"), named_stage("start"):
-        teams = rollout > 0 and config.actor_rollout_ref.rollout.tensor_model_parallel_size > 1
+        team = config.actor_rollout_ref.rollout.tensor_model_parallel_size if rollout else 1
         workers = RayWorkers(
             ranks,
             device,
@@ -230,7 +257,8 @@ def open_workers(config: Any, device: torch.device, external: str | None, logs: 
             tell=say,
             settings=settings,
             rollout=rollout,
-            teams=teams,
+            team=team,
+            placement_s=config.trainer.placement_timeout_s,
             stopped_s=config.trainer.stopped_worker_timeout_s,
             hung_s=config.trainer.hung_worker_timeout_s,
             logs=logs,
@@ -286,7 +314,6 @@ def driven_by_one_machine(run: Run[Named]) -> Run[Named]:
 
 def _serve(resolved: Resolved) -> RunResult:
     """Join the Ray of machine 0 until its run has ended."""
-    from posttrain.controller import ray_address
     from posttrain.controller.ray_address import given_address
     from posttrain.controller.ray_node import serve
 

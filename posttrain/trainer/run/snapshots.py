@@ -3,12 +3,14 @@
 A snapshot is a checkpoint in `/dev/shm`, made between those on the disk, so that little more than the step in flight is
 repeated. It is made as checkpoints are, in the background, and so rarely that training waits for it 1% of the time. It
 ends with the command, however that ends. Runs on several machines have none: ranks restore from files of one machine.
+Asynchronous runs have none, either.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -43,7 +45,8 @@ def snapshot_folder(config: Any) -> Iterator[Path | None]:
     from posttrain.controller.ray_node import Watched
 
     # Ranks of a Ray that runs already may be on any machine.
-    if given_address() or not os.access(MEMORY, os.W_OK):
+    connected = "ray" in sys.modules and sys.modules["ray"].is_initialized()
+    if given_address() or connected or not os.access(MEMORY, os.W_OK):
         yield None
         return
     watched = Watched(str(MEMORY))

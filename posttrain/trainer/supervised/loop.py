@@ -27,6 +27,7 @@ from posttrain.trainer.embedded import ensure_embedded
 from posttrain.trainer.run.memory import named_stage, plan_memory
 from posttrain.trainer.run.process import (
     driven_by_one_machine,
+    find_run_device,
     keep_worker_logs,
     load_external,
     open_workers,
@@ -37,7 +38,6 @@ from posttrain.trainer.run.result import GracefulStop, RunResult, TrainingStoppe
 from posttrain.trainer.run.writer import RunWriter
 from posttrain.trainer.supervised.tasks import ROLE, Task
 from posttrain.workers.engine_worker import adapter_notes
-from posttrain.workers.roles import pick_device
 
 # A step's metrics with another name in the log than `train/NAME`.
 NAMES = {"skipped": "train/bad_steps", "tokens": "perf/total_num_tokens"}
@@ -225,7 +225,7 @@ def run_supervised(resolved: Resolved, task_class: type[Task], *, data: Any = No
     def attempt(stack: ExitStack, config: Any, run: RunDirectory) -> RunResult:
         stored = copy.deepcopy(config)
         load_external(config.model.external_lib, "model.external_lib")
-        device = pick_device(config.trainer.device)
+        device = find_run_device(config.trainer)
         prepare_torch(config.trainer, device)
         _fill_embedded(config, data, task_class)
         tokenizer = load_tokenizer(config.model)
@@ -237,8 +237,8 @@ def run_supervised(resolved: Resolved, task_class: type[Task], *, data: Any = No
         batch, steps = count_steps(config, len(train))
         if batch < config.data.train_batch_size:
             say(f"note: data.train_batch_size is lowered to the {batch} training rows that there are.")
-        plan_memory(config, device, resolved.explicit)
         workers = stack.enter_context(open_workers(config, device, config.model.external_lib, run.logs))
+        plan_memory(config, device, resolved.explicit, workers)
         stack.callback(keep_worker_logs, workers, run.logs)
         parts = {"tokenizer": tokenizer, "train": train, "val": val, "device": device, "workers": workers}
         with named_stage("load"):

@@ -12,12 +12,16 @@ OWN = "one_step_off_ppo_trainer", "one_step_off_ppo_megatron_trainer"
 """verl's files of settings for this program. What they add to verl's usual ones is the layout."""
 
 
+def without_own_files(args: list[str], files: tuple[str, ...]) -> list[str]:
+    """A command's arguments without those that name these files of settings of verl's."""
+    named = {f"--config-name={name}{end}" for name in files for end in ("", ".yaml")}
+    own = [arg for arg in args if arg.replace("'", "") in named]
+    return [arg for arg in args if arg not in own and not (own and arg.startswith("--config-path="))]
+
+
 def settings(args: list[str]) -> list[str]:
     """The command's arguments for posttrain."""
-    named = {f"--config-name={name}{end}" for name in OWN for end in ("", ".yaml")}
-    own = [arg for arg in args if arg.replace("'", "") in named]
-    kept = [arg for arg in args if arg not in own and not (own and arg.startswith("--config-path="))]
-    return ["trainer.one_step_off=True", *kept]
+    return ["trainer.one_step_off=True", *without_own_files(args, OWN)]
 
 
 def main(config: Any = None) -> Any:

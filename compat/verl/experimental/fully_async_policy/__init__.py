@@ -1,0 +1,1 @@
+"""Responses of later steps are generated while this one trains: `trainer.max_staleness`."""

@@ -1,0 +1,162 @@
+"""Asynchronous training: responses of later steps are generated while a step trains (`trainer.max_staleness`).
+
+With a bound of 1, which is one-step-off training:
+
+    step 1: generate 1 | train on 1, generate 2 | sync
+    step 2:              train on 2, generate 3 | sync         (2 was sampled before step 1's update)
+
+With a bound of K, K batches are under way or wait, beside the one that trains. Prompts are asked for at the beginning
+of a step, K steps before they are trained: so no token is more than K updates older than the policy that learns from
+it. Batches are trained in the order in which they were asked for. A batch of the first responses that happen to be
+whole would gain no time (every response has K steps either way), and would prefer short ones.
+
+Without partial rollout, weights go to the rollout only when all responses under way are whole: each response is sampled
+by one policy, and what is sampled depends on no clock. With it, weights go there between two decode steps, and a
+response may have tokens of several versions; the event log makes such a run repeatable (`events.py`).
+
+The old policy of a batch is the one that begins to learn from it, not the one that sampled it: clipping then holds the
+policy near where it stands. Clipped around where it was, what the last update moved has no gradient any more, and a run
+learns less (docs/layouts.md). The difference from the sampling policy is corrected, token by token, by importance
+weights (`algorithm.rollout_correction.rollout_is`).
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+
+from posttrain.controller.group import WorkerGroup
+from posttrain.protocol import DataProto
+from posttrain.tracking.metrics import GENERATED_S
+from posttrain.trainer.ppo.experience import Experience
+
+FOLDER, AGAIN = "ahead", "asked_again.json"
+ROW = "dataset_row"  # the field with the number of a prompt's row in the data
+
+Stage = Callable[[str], AbstractContextManager[None]]  # names a stage of the step, and takes its time
+
+
+@dataclass
+class Batch:
+    """Rows that are under way, or that have their responses."""
+
+    rows: DataProto
+    asked: float | None = None  # when the responses were asked for; None where they are there
+
+
+class PendingBatches:
+    """Holds the batches that are generated before their steps, oldest first. Calls to `training` advance them while
+    they are waited for; these workers must be others than those that generate.
+
+    `bound` is the largest staleness. Batches that are too old are dropped, and their prompts are asked for `again`.
+    """
+
+    def __init__(
+        self, experience: Experience, stage: Stage, bound: int = 0, training: Iterable[WorkerGroup] = ()
+    ) -> None:
+        self.experience, self.bound, self._stage = experience, bound, stage
+        self.batches: deque[Batch] = deque()
+        self.again: list[int] = []  # rows of the data
+        self.dropped = 0  # groups, in this step
+        for group in training:
+            # One thread drives everything: while it waits for the trainer it polls the rollout, so that finished
+            # responses go to the reward workers and the ranks that generate never stand idle.
+            group.meanwhile = experience.poll_until
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def start(self, prompts: DataProto, n: int) -> None:
+        """Begin to generate the responses of a later step, without waiting for them."""
+        self.batches.append(Batch(self.experience.ask(prompts, n), time.perf_counter()))
+        self.experience.begin()
+
+    def finish(self) -> None:
+        """Wait for the responses that are under way. Weights that change from here on change none of them."""
+        for batch in self.batches:
+            if batch.asked is not None:
+                with self._stage("gen"):
+                    self._wait(batch)
+
+    def _wait(self, batch: Batch) -> None:
+        if batch.asked is not None:
+            batch.rows = self.experience.wait_for_responses(batch.rows)
+            batch.rows.meta_info[GENERATED_S] = self.experience.last_ended - batch.asked
+            batch.asked = None
+
+    def take(self, version: int) -> DataProto | None:
+        """The oldest batch, with its responses, for the policy of this version to learn from; None where there is none
+        that may be trained."""
+        while self.batches:
+            batch = self.batches.popleft()
+            self._wait(batch)
+            if oldest_version(batch.rows) >= version - self.bound:
+                return batch.rows
+            self.drop(batch.rows)
+        return None
+
+    def drop(self, rows: DataProto) -> None:
+        """Have the prompts of these groups asked for again."""
+        numbers = rows.non_tensor_batch.get(ROW, [None] * len(rows))  # checkpoints of earlier versions have none
+        groups = dict(zip(rows.non_tensor_batch["uid"], numbers, strict=True))
+        self.again += [int(row) for row in groups.values() if row is not None]
+        self.dropped += len(groups)
+
+    def next_rows(self, draw: Callable[[], Sequence[int]], size: int) -> list[int]:
+        """Rows of the data to ask for: those that are asked for again come before what `draw` gives."""
+        again, self.again = self.again[:size], self.again[size:]
+        return again if len(again) == size else [*again, *draw()]
+
+    # -- checkpoints ----------------------------------------------------------------------------------------------
+    @property
+    def is_empty(self) -> bool:
+        return not self.batches and not self.again
+
+    def save(self, folder: Path) -> None:
+        """Write the batches into a checkpoint's folder, with their scores: the reward workers end with the run."""
+        for number, batch in enumerate(self.batches):
+            if "reward_score" not in batch.rows.non_tensor_batch:
+                self.experience.wait_for_scores(batch.rows)
+            batch.rows.save_to_disk(folder / _name(number))
+        if self.again:
+            (folder / AGAIN).write_text(json.dumps(self.again))
+
+    def load(self, folder: Path) -> None:
+        """Read what `save` wrote into a checkpoint that was verified."""
+        while (saved := folder / _name(len(self.batches))).exists():
+            rows = DataProto.load_from_disk(saved).set_decoder(self.experience.decode)
+            self.batches.append(Batch(rows))
+        self.again = json.loads((folder / AGAIN).read_text()) if (folder / AGAIN).exists() else []
+
+
+def _name(number: int) -> str:
+    # The first has the name that the one batch of earlier versions had.
+    return FOLDER if number == 0 else f"{FOLDER}_{number}"
+
+
+def versions_of(rows: DataProto) -> list[int]:
+    """The policy versions that sampled tokens of these rows, in order."""
+    return sorted({version for spans in rows.non_tensor_batch["policy_versions"] for version, _ in spans})
+
+
+def oldest_version(rows: DataProto) -> float:
+    """Of all tokens; infinite where the policy sampled none."""
+    return min(versions_of(rows), default=float("inf"))
+
+
+def staleness(rows: DataProto, version: int) -> dict[str, float]:
+    """By how many updates the weights are newer that learn from these tokens than those that sampled them."""
+    spans = [span for row in rows.non_tensor_batch["policy_versions"] for span in row]
+    tokens = sum(count for _, count in spans)
+    mean = sum((version - sampled) * count for sampled, count in spans) / tokens if tokens else 0.0
+    mixed = sum(len(row) > 1 for row in rows.non_tensor_batch["policy_versions"])
+    return {
+        "rollout/age": mean,
+        "rollout/age_max": float(max((version - sampled for sampled, _ in spans), default=0)),
+        "rollout/partial": mixed / len(rows),
+    }

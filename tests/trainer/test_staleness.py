@@ -1,0 +1,159 @@
+"""Asynchronous training beyond one step, in one process: the bound, partial responses, replay and resume."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+from runs import metrics_of, run
+
+from posttrain.controller.pool import LocalWorkers
+from posttrain.errors import UserError
+from posttrain.trainer.ppo import runner as rl
+from posttrain.trainer.ppo.events import Replay
+from posttrain.trainer.ppo.ray_trainer import RayPPOTrainer
+
+R = "actor_rollout_ref__rollout__"
+LONG = {"data__max_response_length": 24, f"{R}max_num_seqs": 8, f"{R}n_workers": 1, "trainer__total_training_steps": 6}
+
+
+class Beside(RayPPOTrainer):
+    """A dice throw says how many steps the engine makes while an update is computed."""
+
+    dice: ClassVar[random.Random] = random.Random(0)
+    batches: ClassVar[list[Any]] = []
+
+    def _update(self, batch, step):
+        self.batches.append(batch)
+        found = super()._update(batch, step)
+        for _ in range(self.dice.randrange(4)):
+            if len(self.experience._outputs) < len(self.experience._prompts):
+                self.experience.poll()
+        return found
+
+
+@pytest.fixture
+def beside(monkeypatch, tiny_model, sums, tmp_path):
+    """`beside(name, seed, ...)`: a run with a worker of its own for rollout, in this process, whose engine makes other
+    numbers of steps at other times for another seed."""
+    workers = LocalWorkers()
+    workers.rollout_size = 1
+    monkeypatch.setattr(rl, "open_workers", lambda *given: workers)
+    monkeypatch.setattr(rl, "RayPPOTrainer", Beside)
+
+    def steps(engine):
+        left = iter(range(Beside.dice.randrange(1, 4)))
+        return lambda: next(left, None) is None
+
+    monkeypatch.setattr("posttrain.workers.rollout.until_others_may_join", steps)
+
+    def start(name: str, seed: int, *, bound: int = 2, **more: Any):
+        Beside.dice, Beside.batches = random.Random(seed), []
+        return run(
+            tiny_model, sums, tmp_path / name, **LONG | ({"trainer__max_staleness": bound} if bound else {}) | more
+        )
+
+    return start
+
+
+def events_of(result) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (Path(result.path) / "events.jsonl").read_text().splitlines()]
+
+
+def same(one, other) -> bool:
+    return metrics_of(one.path) == metrics_of(other.path)
+
+
+@pytest.mark.parametrize("bound", [0, 1, 3])
+def test_no_token_is_older_than_the_bound_and_the_bound_is_used(beside, bound):
+    def ages(name: str, **more: Any) -> list[float]:
+        lines = metrics_of(beside(name, 1, bound=bound, **more if bound else {}).path)
+        return [line.get("rollout/age_max", 0.0) for line in lines]
+
+    used = [float(min(step, bound)) for step in range(6)]
+    assert ages("whole", trainer__partial_rollout=False) == used
+    assert all(age <= most for age, most in zip(ages("partial", trainer__partial_rollout=True), used, strict=True))
+
+
+def test_a_response_of_two_versions_is_weighted_token_by_token(beside):
+    """Each token by the policy that begins to learn, over the weights that sampled it: further away in older spans."""
+    given = {"actor_rollout_ref__actor__old_log_probs": "trainer", "algorithm__rollout_correction__rollout_is": "token"}
+    lines = metrics_of(beside("run", 3, algorithm__rollout_correction__rollout_is_threshold=1e6, **given).path)
+    gaps: dict[bool, list[float]] = {True: [], False: []}
+    for step, (batch, line) in enumerate(zip(Beside.batches, lines, strict=True)):
+        gap = batch.batch["old_log_probs"] - batch.batch["rollout_log_probs"]
+        written = batch.batch["response_mask"].bool()
+        assert line["rollout_is/mean"] == pytest.approx(float(gap[written].exp().mean()), rel=1e-5)
+        for row, spans in enumerate(batch.non_tensor_batch["policy_versions"]):
+            assert sum(count for _, count in spans) == int(written[row].sum())
+            assert [version for version, _ in spans] == sorted({version for version, _ in spans})
+            if len(spans) == 2 and spans[1][0] == step:
+                own, first = gap[row][written[row]].abs(), spans[0][1]
+                gaps[True] += own[:first].tolist()
+                gaps[False] += own[first:].tolist()
+    assert np.mean(gaps[True]) > 1.2 * np.mean(gaps[False]) > 0
+
+
+def test_a_replay_is_bitwise_what_another_timing_is_not(beside):
+    first = beside("first", 5, trainer__test_freq=2, data__val_files="held_out")
+    assert any(line.get("rollout/partial", 0) > 0 for line in metrics_of(first.path))
+    more = {"trainer__test_freq": 2, "data__val_files": "held_out"}
+    assert not same(first, beside("other", 6, **more))
+    log = str(Path(first.path) / "events.jsonl")
+    again = beside("again", 7, trainer__replay_events=log, **more)
+    assert same(first, again) and events_of(first) == events_of(again)
+    with pytest.raises(UserError, match=r"other settings: trainer.max_staleness=3 \(it had 2\)"):
+        beside("differs", 7, bound=3, trainer__replay_events=log, **more)
+    with pytest.raises(UserError, match="is no event log"):
+        beside("none", 7, trainer__replay_events=str(first.path / "metrics.jsonl"), **more)
+
+
+def test_a_killed_run_loses_no_prompt_and_trains_none_twice_and_its_replay_is_bitwise(beside):
+    """It continues from a checkpoint of step 2, by the log bitwise as if it had never ended."""
+    saves = {"trainer__save_freq": 2}
+    whole = beside("whole", 8, **saves)
+    log = str(Path(whole.path) / "events.jsonl")
+    resumed = {}
+    for name, replay in (("free", None), ("replayed", log)):
+        folder = Path(whole.path).parents[1]
+        copied = Path(shutil.copytree(folder, folder.parent / name)) / "test" / "run"
+        for step in (4, 6):
+            shutil.rmtree(copied / "checkpoints" / f"global_step_{step}")
+        resumed[name] = beside(name, 9, **saves | ({"trainer__replay_events": replay} if replay else {}))
+    assert same(whole, resumed["replayed"]) and not same(whole, resumed["free"])
+    assert events_of(whole) == events_of(resumed["replayed"])
+    for result in (whole, *resumed.values()):
+        trained = [uid for line in events_of(result) for uid in line.get("take", [])]
+        assert sorted(map(int, trained)) == list(range(24))
+
+
+def test_a_log_of_a_stopped_and_continued_run_is_replayed_from_its_beginning(beside):
+    """The recorded run was drained where it was stopped, as its replay is, which saves nothing there."""
+    first = beside("first", 10, trainer__save_freq=3)
+    path = Path(first.path) / "events.jsonl"
+    assert Replay(str(path)).drains == {3, 6}
+    lines = path.read_text().replace('"trainer.save_freq": 3', '"trainer.save_freq": -1')
+    path.write_text(lines)
+    assert same(first, beside("again", 11, trainer__save_freq=-1, trainer__replay_events=str(path)))
+
+
+def test_one_step_off_waits_for_whole_responses_and_depends_on_no_clock(beside):
+    first, other = beside("first", 12, bound=1), beside("other", 13, bound=0, trainer__one_step_off=True)
+    assert same(first, other)
+    assert [line["rollout/age"] for line in metrics_of(first.path)] == [0.0, *[1.0] * 5]
+    whole = beside("whole", 14, bound=3, trainer__partial_rollout=False)
+    assert not any(line["rollout/partial"] for line in metrics_of(whole.path))
+
+
+def test_a_lower_bound_drops_what_is_too_old_and_asks_its_prompts_again(beside):
+    first = beside("run", 15, bound=3, trainer__partial_rollout=False, trainer__save_freq=4)
+    shutil.rmtree(Path(first.path) / "checkpoints" / "global_step_6")
+    lower = beside("run", 15, bound=1, trainer__partial_rollout=False, trainer__save_freq=4)
+    last = metrics_of(lower.path)[4:]
+    assert [line["rollout/dropped_groups"] for line in last] == [8.0, 0.0]  # two batches waited
+    assert max(line["rollout/age_max"] for line in last) <= 1
