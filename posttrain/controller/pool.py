@@ -101,6 +101,10 @@ class Workers(ABC):
         times say it all."""
         return []
 
+    def check(self) -> None:
+        """Raises WorkerDied where a worker is gone, or is stopped for too long."""
+        return
+
     def peaks(self) -> StagePeaks:
         """Measures the workers' memory by stage; this process's, where they are in it."""
         return StagePeaks()

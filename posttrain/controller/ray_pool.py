@@ -212,6 +212,9 @@ class RayWorkers(Workers):
         found = [self.watch.plain(ref) for ref in [host.take_spans.remote() for host in self._all_hosts()]]
         return [[*span, who] for who, own in zip(self._names(), found, strict=True) for span in own]
 
+    def check(self) -> None:
+        self.watch.gather([host.identity.remote() for host in self._all_hosts()])
+
     def peaks(self) -> StagePeaks:
         return RayPeaks(self.hosts, self.rollout_hosts, self.watch)
 

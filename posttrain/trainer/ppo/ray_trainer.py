@@ -264,7 +264,9 @@ class RayPPOTrainer(WorkerClasses):
         self._count_bad_steps(metrics)  # after the metrics are written: they show what went wrong
         if self._save_is_due():
             self._save_checkpoint()
-        elif self.events is not None and self.events.replayed is not None and step in self.events.replayed.drains:
+        elif self.events is None:  # otherwise responses are under way, which a snapshot would have to wait for
+            self.checkpoints.snapshot(Progress(self.step, self.bad_steps))
+        elif self.events.replayed is not None and step in self.events.replayed.drains:
             self._drain()  # the recorded run was stopped here, and continued
 
     # -- stages ---------------------------------------------------------------------------------------------------

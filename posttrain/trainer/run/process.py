@@ -38,7 +38,7 @@ from posttrain.tracking.row import waiting
 from posttrain.tracking.rundir import RunDirectory, RunDirectoryError, RunTaken
 from posttrain.tracking.status import read_status
 from posttrain.tracking.tee import tee_output
-from posttrain.trainer.run.memory import explain_out_of_memory, is_out_of_memory
+from posttrain.trainer.run.memory import explain_out_of_memory, is_out_of_memory, named_stage
 from posttrain.trainer.run.result import RunResult
 from posttrain.workers.roles import pick_device
 
@@ -247,7 +247,7 @@ def open_workers(config: Any, device: torch.device, external: str | None, logs: 
     who = f"{ranks} worker(s){where} to train and {rollout} to generate" if rollout else f"{ranks} workers{where}"
     say(f"{who}: starting Ray; the loop, the data and Ctrl-C stay in this process.")
     prepare, settings = partial(_prepare, config.trainer, device, external), config.trainer.ray_init
-    with waiting("starting Ray"):
+    with waiting("starting Ray"), named_stage("start"):
         team = config.actor_rollout_ref.rollout.tensor_model_parallel_size if rollout else 1
         workers = RayWorkers(
             ranks,
