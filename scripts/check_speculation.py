@@ -4,6 +4,7 @@
     python scripts/check_speculation.py same --tokens 1000000           # with trainer.exact: no token may differ
     python scripts/check_speculation.py rounding --tokens 100000        # without: beside another batch size
     python scripts/check_speculation.py tail                            # seconds of the tail of long-tailed batches
+    python scripts/check_speculation.py tail --device cuda --model FOLDER  # ... of what a chat model writes
     python scripts/check_speculation.py costs --device cuda --shape 0.5b
 
 On a CPU the model is the embedded one. `same`, `rounding` and `tail` train it on worked sums that it repeats and checks
@@ -19,20 +20,23 @@ import random
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from posttrain.bench import bench_folder
 from posttrain.bench.workload import PRESETS, draw, find_shape
+from posttrain.config.model import ModelConfig
 from posttrain.config.rollout import RolloutConfig
 from posttrain.config.root import OptimConfig
 from posttrain.engine.base import EngineSettings
 from posttrain.engine.torch_engine import TorchEngine
+from posttrain.models.decodable import why_not_exact
 from posttrain.models.embedded import build_model, byte_tokenizer
-from posttrain.models.loading import DTYPES, fuse_and_prove
+from posttrain.models.loading import DTYPES, fuse_and_prove, load_causal_lm
 from posttrain.rollout.base import Output, Request, Sampling
 from posttrain.rollout.generate import generate
 from posttrain.rollout.native.build import build_native
@@ -83,10 +87,10 @@ def make_model(tokenizer: Any, steps: int) -> Any:
 
 
 def make_engine(
-    module: Any, speculation: str, *, exact: bool, always: bool = False
+    module: Any, speculation: str, *, exact: bool, always: bool = False, rows: int = 64, gigabytes: float = 0.5
 ) -> tuple[NativeEngine, Speculation]:
     """An engine, and what `engine.speculation` is set to for drafts, or None for plain decoding."""
-    config = RolloutConfig(kv_cache_gb=0.5, max_num_seqs=64, speculation=speculation)
+    config = RolloutConfig(kv_cache_gb=gigabytes, max_num_seqs=rows, speculation=speculation)
     engine = build_native(module, config, decode=None, exact=exact)[0]
     assert engine.speculation is not None
     if always:
@@ -152,45 +156,103 @@ def tail_seconds(engine: NativeEngine, given: Any, few: int) -> tuple[list[Outpu
     """Seconds of a batch, and of its tail: from the step at which at most `few` responses are left."""
     for row, (prompt, sampling, seed) in enumerate(zip(*given, strict=True)):
         engine.submit(Request(row, prompt, sampling, seed))
-    outputs, started, tail = [], time.process_time(), None
+    # On a CPU the seconds that it computed, so that other programs do not count; with one thread that is the time.
+    clock = time.perf_counter if torch.cuda.is_available() else time.process_time
+    outputs, started, tail = [], clock(), None
     while engine.has_work():
         outputs += engine.step()
         if tail is None and len(outputs) >= len(given[0]) - few:
-            tail = time.process_time()
-    ended = time.process_time()
+            tail = clock()
+    ended = clock()
     engine.sleep()
     engine.wake()
     return sorted(outputs, key=lambda output: output.id), ended - started, ended - (tail or started)
 
 
+def sums_batch(tokenizer: Any, number: int, *, ends: bool) -> Any:
+    """A batch of the embedded model. Four responses never end; the others end by themselves, or after 24 tokens."""
+    rng = random.Random(number)
+    prompts = [tokenizer.encode(worked_sum(rng)[0]) for _ in range(8)]
+    rows = [prompts[at // GROUP] for at in range(64)]
+    short = Sampling(max_tokens=MOST if ends else 24, stop_token_ids=(tokenizer.eos_token_id,))
+    samplings = [short if at % 16 else Sampling(max_tokens=MOST) for at in range(64)]
+    return rows, samplings, [1000 * number + at for at in range(64)]
+
+
+def questions_batch(tokenizer: Any, number: int, responses: int, longest: int) -> Any:
+    """Word problems for a chat model, `GROUP` responses to each; they end by themselves, or at `longest` tokens."""
+    rng, prompts = random.Random(number), []
+    for _ in range(responses // GROUP):
+        a, b, c = (rng.randrange(3, 60) for _ in range(3))
+        question = rng.choice(QUESTIONS).format(a=a, b=b, c=c)
+        text = [{"role": "user", "content": f"{question} Think step by step, and check your answer."}]
+        prompts.append(list(tokenizer.apply_chat_template(text, add_generation_prompt=True, return_dict=False)))
+    sampling = Sampling(max_tokens=longest, stop_token_ids=(tokenizer.eos_token_id,))
+    rows = [prompts[at // GROUP] for at in range(responses)]
+    return rows, [sampling] * responses, [10_000 * number + at for at in range(responses)]
+
+
+QUESTIONS = (
+    "A shop sells {a} boxes a day, each with {b} pencils. How many pencils does it sell in {c} days?",
+    "Tom has {a} marbles. He wins {b} and loses {c}. How many has he now?",
+    "A train drives {a} km in the first hour, {b} km in the second and {c} km in the third. How far does it come?",
+    "Write a list of the multiples of {a} up to {b} times {a}, with a sentence about each.",
+)
+
+
 def check_tail(options: argparse.Namespace) -> None:
+    if options.model:
+        tokenizer, device = AutoTokenizer.from_pretrained(options.model), torch.device(options.device)
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        module = load_causal_lm(ModelConfig(path=options.model), dtype=dtype, device=device).eval()
+        for exact in (True, False) if why_not_exact(module) is None else (False,):
+            name = f"{options.responses} responses, {'exact' if exact else 'not exact'}"
+            engine, learnt = make_engine(module, "batch", exact=exact, rows=options.responses, gigabytes=16)
+            batches = lambda n: questions_batch(tokenizer, n, options.responses, options.length)  # noqa: E731
+            measure_tail(options, name, engine, learnt, batches, same=exact)
+        return
     tokenizer = byte_tokenizer()
     for name, steps in {"trained": options.steps, "random": 0}.items():
-        module = make_model(tokenizer, steps)
-        engine, learnt = make_engine(module, "batch", exact=True)
-        sides: dict[str, Speculation | None] = {"plain": None, "drafts": learnt}
-        ratios: list[tuple[float, float]] = []
-        counts: dict[str, float] = {}
-        for number in range(options.rounds):
-            rng = random.Random(number)
-            prompts = [tokenizer.encode(worked_sum(rng)[0]) for _ in range(8)]
-            rows = [prompts[at // GROUP] for at in range(64)]
-            # Four responses never end. The others end by themselves; with random weights, after 24 tokens.
-            short = Sampling(max_tokens=MOST if steps else 24, stop_token_ids=(tokenizer.eos_token_id,))
-            samplings = [short if at % 16 else Sampling(max_tokens=MOST) for at in range(64)]
-            given = rows, samplings, [1000 * number + at for at in range(64)]
-            made = {}
-            for key in ("plain", "drafts") if number % 2 else ("drafts", "plain"):
-                engine.speculation = sides[key]
-                made[key] = tail_seconds(engine, given, options.few)
+        engine, learnt = make_engine(make_model(tokenizer, steps), "batch", exact=True)
+        measure_tail(
+            options, name, engine, learnt, lambda n, ends=steps > 0: sums_batch(tokenizer, n, ends=ends), same=True
+        )
+
+
+def measure_tail(
+    options: argparse.Namespace,
+    name: str,
+    engine: NativeEngine,
+    learnt: Speculation,
+    batch: Callable[[int], Any],
+    *,
+    same: bool,
+) -> None:
+    sides: dict[str, Speculation | None] = {"plain": None, "drafts": learnt}
+    seconds: list[tuple[float, ...]] = []
+    counts: dict[str, float] = {}
+    for number in range(-1, options.rounds):  # the first warms up: kernels are compiled, steps captured
+        given, made = batch(number), {}
+        for key in ("plain", "drafts") if number % 2 else ("drafts", "plain"):
+            engine.speculation = sides[key]
+            made[key] = tail_seconds(engine, given, options.few)
+        if same:
             assert [x.token_ids for x in made["plain"][0]] == [x.token_ids for x in made["drafts"][0]]
-            ratios.append((made["plain"][1] / made["drafts"][1], made["plain"][2] / made["drafts"][2]))
-            for key, value in learnt.take_counts().items():
-                counts[key] = counts.get(key, 0) + value
-            learnt.forget()
-        whole, tail = (statistics.median(column) for column in zip(*ratios, strict=True))
-        times = {"batch": round(whole, 3), "tail": round(tail, 3)}
-        print(json.dumps({"text": name, "times faster": times, "counts": counts}), flush=True)
+        found = learnt.take_counts()
+        learnt.forget()
+        if number < 0:
+            continue
+        lengths = sorted(len(output.token_ids) for output in made["plain"][0])
+        seconds.append((*made["plain"][1:], *made["drafts"][1:], lengths[len(lengths) // 2], lengths[-1]))
+        for key, value in found.items():
+            counts[key] = counts.get(key, 0) + value
+    plain, plain_tail, drafts, drafts_tail, median, longest = (
+        statistics.median(column) for column in zip(*seconds, strict=True)
+    )
+    times = {"batch": round(plain / drafts, 3), "tail": round(plain_tail / drafts_tail, 3)}
+    took = {"plain": [round(plain, 3), round(plain_tail, 3)], "drafts": [round(drafts, 3), round(drafts_tail, 3)]}
+    facts = {"seconds of batch and tail": took, "tokens of a response": [median, longest]}
+    print(json.dumps({"text": name, "times faster": times, **facts, "counts": counts}), flush=True)
 
 
 def check_costs(options: argparse.Namespace) -> None:
@@ -247,9 +309,11 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5, help="batches of which the median is taken (tail)")
     parser.add_argument("--few", type=int, default=4, help="responses that are left when the tail begins (tail)")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--model", help="the folder of a chat model (tail)")
+    parser.add_argument("--responses", type=int, default=512, help="of a batch of that model (tail)")
     parser.add_argument("--shape", default="1m", help="a preset of posttrain bench (costs)")
     parser.add_argument("--rows", default="1,8,64", help="responses side by side (costs)")
-    parser.add_argument("--length", type=int, default=256, help="tokens of a response (costs)")
+    parser.add_argument("--length", type=int, default=256, help="tokens of a response (costs, tail with --model)")
     parser.add_argument("--exact", action="store_true", help="also with trainer.exact (costs)")
     options = parser.parse_args()
     torch.set_num_threads(1)

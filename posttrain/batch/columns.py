@@ -129,8 +129,8 @@ class MaskColumn(Column):
 
 
 @dataclass(frozen=True, eq=False)
-class LastTokenColumn(Column):
-    """A number on each response's last token, 0 elsewhere."""
+class _NumberColumn(Column):
+    """A number for each response, on some of its tokens; 0 elsewhere."""
 
     values_B: np.ndarray
     response_B: np.ndarray
@@ -139,6 +139,10 @@ class LastTokenColumn(Column):
     @property
     def shape(self) -> torch.Size:
         return torch.Size((len(self.values_B), self.width))
+
+
+class LastTokenColumn(_NumberColumn):
+    """A number on each response's last token, 0 elsewhere."""
 
     def value(self) -> torch.Tensor:
         made = torch.zeros(self.shape, dtype=torch.from_numpy(self.values_B).dtype)
@@ -150,17 +154,8 @@ class LastTokenColumn(Column):
         return self.values_B.astype(np.float64)
 
 
-@dataclass(frozen=True, eq=False)
-class EveryTokenColumn(Column):
+class EveryTokenColumn(_NumberColumn):
     """A number on every token of a response, 0 behind it."""
-
-    values_B: np.ndarray
-    response_B: np.ndarray
-    width: int
-
-    @property
-    def shape(self) -> torch.Size:
-        return torch.Size((len(self.values_B), self.width))
 
     def value(self) -> torch.Tensor:
         real = torch.arange(self.width) < torch.from_numpy(self.response_B)[:, None]

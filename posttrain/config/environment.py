@@ -22,6 +22,7 @@ from posttrain.config.trainer import (
 )
 from posttrain.cores import gpus_present
 
+WEIGHT_SYNC = "actor_rollout_ref.rollout.weight_sync"
 _HOW_TO_GIVE_A_CLUSTER = (
     "give the command on every machine, on the first with RAY_HEAD_ADDRESS=auto trainer.node_rank=0, on the others "
     "with RAY_HEAD_ADDRESS=HOST:6379 trainer.node_rank=1, ...; or by torchrun --nnodes=N --node_rank=0 "
@@ -70,13 +71,16 @@ def _check_workers(resolved: Resolved, cwd: Path) -> Iterator[Problem]:
     generating = rollout_workers_of(resolved.config)
     by_torchrun = resolved.where("trainer.nnodes") == TORCHRUN
     addresses = [os.environ.get(name) for name in ("RAY_ADDRESS", "RAY_HEAD_ADDRESS") if os.environ.get(name)]
-    in_cluster = (nodes > 1 or (generating > 0 and not on_cpu)) and bool(addresses) and not by_torchrun
+    # A Ray that runs has its own machines; `auto` may start one here. What is free there is known when it is asked.
+    named = any(address != "auto" for address in addresses)
+    several = nodes > 1 or (generating > 0 and not on_cpu)
+    in_cluster = (named or (several and bool(addresses))) and not by_torchrun
     most = cores.usable() if on_cpu else present
     # Workers that only generate are spread evenly over the machines.
     here, count = resolved.value(key) + math.ceil(generating / max(nodes, 1)), workers_of(resolved.config) + generating
     if here > max(most, 1) and not in_cluster:  # without any GPU the device is wrong, and reported
         yield _too_many(resolved, key, generating, f"{most} CPU core(s)" if on_cpu else f"{present} GPU(s)", most)
-    elif count > 1 and importlib.util.find_spec("ray") is None:
+    elif (count > 1 or (named and not on_cpu and present == 0)) and importlib.util.find_spec("ray") is None:
         several, none = (ROLLOUT_WORKERS, 0) if generating else (key, 1)
         asked = f"`{several}={resolved.value(several)}` asks for {count} workers"
         what = f"{asked}, which Ray starts; the package ray is not installed."
@@ -88,9 +92,17 @@ def _check_workers(resolved: Resolved, cwd: Path) -> Iterator[Problem]:
         what = f"`trainer.node_rank={resolved.node_rank}` joins machine 0, and `auto` does not say where that is."
         do = "set RAY_HEAD_ADDRESS=HOST:6379, as the command of machine 0 prints it"
         yield Problem(what, "environment variable RAY_HEAD_ADDRESS", do)
-    if resolved.value("trainer.device") == "cuda" and present == 0:
+    if generating and on_cpu and resolved.value(WEIGHT_SYNC) == "nccl":
+        what = f"`{WEIGHT_SYNC}=nccl` sends weights from GPU to GPU, but the run is on the CPU."
+        yield Problem(what, resolved.where(WEIGHT_SYNC), f"set {WEIGHT_SYNC}=auto, ipc or gloo")
+    if resolved.value("trainer.device") == "cuda" and present == 0 and not in_cluster:
         what = "`trainer.device=cuda`, but this machine shows no GPU."
-        yield Problem(what, resolved.where("trainer.device"), "set trainer.device=auto or cpu")
+        do = "set trainer.device=auto or cpu; or name a Ray cluster that has GPUs by RAY_ADDRESS=HOST:6379"
+        yield Problem(what, resolved.where("trainer.device"), do)
+    dashboard = resolved.value("trainer.ray_init").get("include_dashboard")
+    if dashboard and importlib.util.find_spec("aiohttp_cors") is None:
+        what = "`trainer.ray_init.include_dashboard=true`: Ray's dashboard and job server are not installed."
+        yield Problem(what, resolved.where("trainer.ray_init"), 'pip install "posttrain[cluster]"')
 
 
 def _too_many(resolved: Resolved, key: str, generating: int, present: str, most: int) -> Problem:

@@ -7,7 +7,7 @@ from typing import Any
 
 from posttrain.config.data import NO_VALIDATION
 from posttrain.config.schema import Section, section
-from posttrain.config.trainer import ON_CPU
+from posttrain.config.trainer import ON_CPU, rollout_workers_of
 from posttrain.settings import (
     COUNT_OR_ALL,
     GROUP,
@@ -17,12 +17,14 @@ from posttrain.settings import (
     SECONDS,
     SHARE,
     ZERO_OR_MORE,
+    Idle,
     setting,
 )
 
 _GREEDY = (".do_sample is False", NO_VALIDATION)
 _SERVER = ".name is server, where it is an option of `posttrain serve`"
 _NO_SERVER = "actor_rollout_ref.rollout.name is not server"
+_COLOCATED = Idle("the workers that generate also train", lambda config: not rollout_workers_of(config))
 _WAVES = (".name is hf, which decodes in waves", _SERVER)
 
 
@@ -98,6 +100,11 @@ class RolloutConfig(Section):
     do both."""
     colocated_workers: int = setting(0, range=ZERO_OR_MORE)
     """How many of the workers that train also generate: the first so many; 0: all of them."""
+    weight_sync: str = setting("auto", choices=("auto", "ipc", "nccl", "gloo", "ray"), idle=_COLOCATED)
+    """How weights reach workers that only generate: `ipc` (shared memory of a machine or of a GPU), `nccl` (from GPU to
+    GPU), `gloo` (over TCP), `ray` (Ray's object store), or `auto`: the first of these that serves all of them."""
+    update_weights_bucket_megabytes: int = setting(256, range=ONE_OR_MORE, idle=_COLOCATED)
+    """MiB of weights that are sent to those workers at once; sender and receiver hold up to two such buckets."""
     tensor_model_parallel_size: int = setting(1, range=ONE_OR_MORE)
     """Neighbouring workers that hold one rollout engine, each a part of the model's heads and feed-forward columns and
     its cache (`native`, `vllm`)."""

@@ -148,9 +148,18 @@ class RunConfig(Section):
     """Machines of a Ray cluster, which `RAY_ADDRESS` names; each has `n_gpus_per_node` workers."""
     ray_init: dict[str, Any] = setting(factory=dict, idle=WITHOUT_RAY)
     """Arguments of `ray.init`, which Ray itself checks, e.g. `{num_cpus: 8}`; for several workers."""
+    placement_timeout_s: float = setting(300.0, range=POSITIVE, idle=WITHOUT_RAY)
+    """Seconds that Ray has to find room for all workers: machines may join, and other runs end. Then the run ends and
+    lists what is missing. For several workers."""
+    max_restarts: int = setting(3, range=ZERO_OR_MORE, idle=WITHOUT_RAY)
+    """Start the workers again, from the newest checkpoint, when one of them dies or hangs: at most so many times in a
+    row without a new step; 0 ends the run instead. For several workers."""
     stopped_worker_timeout_s: float = setting(300.0, range=POSITIVE, idle=WITHOUT_RAY)
-    """End the run when the process of a worker was stopped by a signal for so many seconds; a worker that computes is
+    """Take a worker for lost when its process was stopped by a signal for so many seconds; a worker that computes is
     never ended. For several workers."""
+    hung_worker_timeout_s: float = setting(1800.0, range=POSITIVE_OR_INFINITE, idle=WITHOUT_RAY)
+    """Take workers for hung when none of them has answered or computed anything for so many seconds. For several
+    workers."""
     device: str = setting("auto", choices=("auto", "cpu", "cuda"))
     """`auto` (CUDA if there is one), `cpu` or `cuda`."""
     seed: int = setting(1, range=SEED)

@@ -104,6 +104,10 @@ class Workers(ABC):
         """Measures the workers' memory by stage; this process's, where they are in it."""
         return StagePeaks()
 
+    def gpu(self) -> tuple[str, int, bool] | None:
+        """(name, bytes, whether it is a Hopper) of a worker's GPU; None where it is this process's own."""
+        return None
+
     def traced(self, stem: Path) -> AbstractContextManager[None]:
         """Inside, every rank records what it does, and writes STEM.rank_R.json.gz in the end; nothing where the
         caller's own trace says it all."""

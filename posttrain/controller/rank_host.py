@@ -8,6 +8,7 @@ receiver holds.
 
 from __future__ import annotations
 
+import faulthandler
 import io
 import os
 import pickle
@@ -28,7 +29,7 @@ import torch
 
 from posttrain.batch.rows import use_store
 from posttrain.controller.ray_store import RayHolder, in_ray, put_block
-from posttrain.controller.stalls import Process, this_process
+from posttrain.controller.stalls import STACK_SIGNAL, Process, this_process
 from posttrain.errors import UserError
 
 Parcel = tuple[bytes, list[np.ndarray], list[Any]]
@@ -138,6 +139,8 @@ class RankHost:
     def __init__(self, rank: int, ranks: int, device: str, threads: int, folder: str, paths: list[str]) -> None:
         self.rank, self.ranks, self.device = rank, ranks, device
         self.folder = folder
+        # In C, at once: also for a rank that waits in a collective, or holds the interpreter's lock.
+        faulthandler.register(STACK_SIGNAL, file=2, all_threads=True)
         if os.path.isdir(folder):
             os.chdir(folder)
         sys.path[:] = [*paths, *(path for path in sys.path if path not in paths)]
@@ -235,6 +238,14 @@ class RankHost:
 
         gpus = ray.get_gpu_ids() if self.device.startswith("cuda") else []
         return socket.gethostname(), [int(gpu) for gpu in gpus], os.getpid(), torch.get_num_threads()
+
+    @packed
+    def gpu(self) -> tuple[str, int, bool]:
+        """(name, bytes, whether it is a Hopper) of this process's GPU."""
+        import torch
+
+        found = torch.cuda.get_device_properties(0)
+        return found.name, found.total_memory, found.major == 9
 
     def begin_stage(self) -> None:
         """Memory is measured from now on."""

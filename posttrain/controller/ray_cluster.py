@@ -1,13 +1,12 @@
 """Ray for one run: started by itself, or found running; what was started here is gone with the run.
 
-The machines of a Ray that the ranks of a run live on: which ones, and whether they have the same programs.
+All machines of a run must have the same programs.
 """
 
 from __future__ import annotations
 
 import hashlib
 import platform
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,7 +16,6 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from posttrain import cores
 from posttrain.controller import ray_address
 from posttrain.controller.ray_address import (
     OWN,
@@ -29,20 +27,10 @@ from posttrain.controller.ray_address import (
     users_secret_is_shown,
     wrong_secret,
 )
-from posttrain.controller.ray_node import RayHead, Watched
+from posttrain.controller.ray_node import OF_A_START, RayHead, Watched
 from posttrain.errors import UserError
 
 ITSELF = "127.0.0.1"
-WAIT_S = 60.0  # for machines that join late
-COMING_S = 300.0  # for machines that join a head that has only just been started
-
-
-class TooFewMachines(UserError):
-    """The cluster has not as many machines as the run asks for, but `found`."""
-
-    def __init__(self, text: str, found: int) -> None:
-        super().__init__(text)
-        self.found = found
 
 
 @dataclass(frozen=True)
@@ -54,83 +42,19 @@ class Machine:
     cores: int
 
 
-def machines_for(
-    count: int, each: int, device: str, tell: Callable[[str], None] = print, *, coming: bool = False
-) -> list[Machine]:
-    """`count` machines, each for `each` ranks on `device`: the command's own first, if it can, and one is always it.
-    Others may join the cluster a while after the command was given, and do where all are only `coming`; the user is
-    told who is waited for."""
-    own = ray.get_runtime_context().get_node_id()
-    if count == 1:
-        return [Machine(own, ITSELF, cores.usable())]
-    here = f"{{found}} of {count} are here" if coming else ""
-    return _wait_for(
-        lambda: choose_machines(ray.nodes(), own, count, each, device), COMING_S if coming else WAIT_S, tell, here
-    )
-
-
-def _wait_for(
-    choose: Callable[[], list[Machine]], wait_s: float, tell: Callable[[str], None], here: str = ""
-) -> list[Machine]:
-    """What `choose` gives once enough machines have joined; `here` says how many have, instead of its error."""
-    until, reported = time.monotonic() + wait_s, False
-    while True:
-        try:
-            return choose()
-        except TooFewMachines as error:
-            if time.monotonic() > until:
-                raise
-            if not reported:
-                tell(f"Waiting {wait_s:.0f} s for machines to join. {here.format(found=error.found) or error}.")
-            reported = True
-        time.sleep(1)
-
-
-def rollout_machines(
-    count: int, each: int, machines: Sequence[Machine], device: str, tell: Callable[[str], None] = print
-) -> list[Machine]:
-    """Where `count` further workers go beside the `each` on these machines. Free GPUs anywhere in the run's Ray
-    are taken, those of the first machines first; on a CPU the machines themselves share them evenly."""
-    if device != "cuda":
-        return [machines[number % len(machines)] for number in range(count)]
-    taken = dict.fromkeys([machine.id for machine in machines], each)
-    return _wait_for(lambda: free_gpus(ray.nodes(), machines[0].id, count, taken), WAIT_S, tell)
-
-
-def free_gpus(nodes: Sequence[Mapping[str, Any]], here: str, count: int, taken: Mapping[str, int]) -> list[Machine]:
-    """`count` free GPUs of what Ray says of its nodes, `taken` by id are not; those of machines in use first."""
-    alive = [node for node in nodes if node["Alive"]]
-    ordered = sorted(alive, key=lambda node: (node["NodeID"] != here, node["NodeID"] not in taken, node["NodeID"]))
-    free = {node["NodeID"]: int(node["Resources"].get("GPU", 0)) - taken.get(node["NodeID"], 0) for node in ordered}
-    found = [_machine(node) for node in ordered for _ in range(free[node["NodeID"]])]
-    if len(found) < count:
-        raise TooFewMachines(
-            f"actor_rollout_ref.rollout.n_workers={count}: beside the workers that train, the Ray of this run has "
-            f"{len(found)} free GPU(s) on {len(alive)} machine(s). Start Ray on further ones (ray start "
-            "--address=HOST:6379) and name the cluster by RAY_ADDRESS; or lower one of the two numbers",
-            found=len(found),
-        )
-    return found[:count]
-
-
-def choose_machines(nodes: Sequence[Mapping[str, Any]], here: str, count: int, each: int, device: str) -> list[Machine]:
-    """Of what Ray says of its nodes."""
-    alive = [node for node in nodes if node["Alive"]]
-    fit = [node for node in alive if device != "cuda" or node["Resources"].get("GPU", 0) >= each]
-    if len(fit) < count:
-        kind = f" with {each} GPU(s)" if device == "cuda" else ""
-        raise TooFewMachines(
-            f"trainer.nnodes={count}: the Ray of this run has {len(fit)} machine(s){kind}, {len(alive)} in all. Give "
-            "the others the command with trainer.node_rank, or start Ray on them (ray start --address=HOST:6379) and "
-            "name the cluster by RAY_ADDRESS; or lower trainer.nnodes",
-            found=len(fit),
-        )
-    ordered = sorted(fit, key=lambda node: (node["NodeID"] != here, node["NodeManagerAddress"], node["NodeID"]))
-    return [_machine(node) for node in ordered[:count]]
-
-
-def _machine(node: Mapping[str, Any]) -> Machine:
-    return Machine(node["NodeID"], node["NodeManagerAddress"], max(1, int(node["Resources"].get("CPU", 1))))
+def has_gpus() -> bool:
+    """Whether a machine of the Ray that the environment names has GPUs; False without such a Ray."""
+    address = given_address()
+    if ray.is_initialized():
+        return any(node["Resources"].get("GPU", 0) for node in ray.nodes() if node["Alive"])
+    if not address:
+        return False
+    cluster = RayCluster(1)
+    cluster.start()
+    try:
+        return has_gpus()
+    finally:
+        cluster.stop()
 
 
 PLACE = "in"  # the folder of posttrain: reported, and free to differ
@@ -272,12 +196,15 @@ class RayCluster:
             head.tell_users(self.tell, self.machines)
 
     def _join(self, address: str) -> None:
+        settings = {name: value for name, value in self.settings.items() if name not in OF_A_START}
+        if left_out := [f"trainer.ray_init.{name}" for name in self.settings if name in OF_A_START]:
+            self.tell(f"note: {', '.join(left_out)} not used: the Ray at {address} was started with its own.")
         # The address is tried first: where nothing answers, `ray.init` tries for two minutes and then ends the process.
         if (error_there := connection_error(address)) is not None:
             raise no_ray(address, error_there)
         try:
-            with refused_by_ray(self.settings), users_secret_is_shown():
-                ray.init(address=address, **{**_QUIET, **self.settings})
+            with refused_by_ray(settings), users_secret_is_shown():
+                ray.init(address=address, **{**_QUIET, **settings})
         except (ConnectionError, RayError) as error:
             if asks_for_a_secret(error):
                 raise wrong_secret(address, bool(users_secret())) from error

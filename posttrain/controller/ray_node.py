@@ -160,6 +160,8 @@ class RayNode:
 PORT = 6379  # of a head whose address the user types on the other machines
 _OF_A_NODE = ("num_cpus", "num_gpus", "resources", "labels", "object_store_memory")
 _OF_A_HEAD = ("include_dashboard", "dashboard_host", "dashboard_port")
+# Arguments of `ray.init` that concern a Ray that is started; Ray rejects most of them for one that runs.
+OF_A_START = (*_OF_A_NODE, *_OF_A_HEAD, "_node_ip_address", "_memory", "_system_config")
 
 
 class PortTaken(UserError):

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections import Counter
@@ -14,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from posttrain.controller.group import Future, WorkerGroup
 from posttrain.controller.pool import ROLLOUT, StagePeaks, Workers, as_metrics
 from posttrain.controller.rank_host import RankHost, pack, size_of
-from posttrain.controller.ray_cluster import Machine, RayCluster, check_same_programs, machines_for, rollout_machines
+from posttrain.controller.ray_cluster import RayCluster, check_same_programs
+from posttrain.controller.ray_placement import Placement, Seat
 from posttrain.controller.ray_ranks import Rank, RankWatch
 
 SHARED_BYTES = 100_000  # Ray itself copies smaller arguments into the call
@@ -79,6 +80,8 @@ class RayWorkerGroup(WorkerGroup):
 
     def _send_same(self, ranks: Sequence[int], name: str, arguments: tuple[Any, ...]) -> list[Future[Any]]:
         parcel: Any = pack(arguments)
+        for rank in ranks:
+            self.watch.note_call(self.hosts[rank], f"{self.role}.{name}")
         if len(ranks) > 1 and size_of(parcel) > SHARED_BYTES:
             parcel = ray.put(parcel)  # one object, which Ray's store holds once per machine
         return [self._future(self.hosts[rank].call.remote(self.role, name, parcel)) for rank in ranks]
@@ -86,6 +89,7 @@ class RayWorkerGroup(WorkerGroup):
     def _send_answer(self, rank: int, name: str, answer: Future[Any], arguments: tuple[Any, ...]) -> Future[Any]:
         # Ray's store holds the answer once per machine; a rank there reads it from the store.
         assert isinstance(answer, RayFuture) and len(answer.refs) == 1
+        self.watch.note_call(self.hosts[rank], f"{self.role}.{name}")
         return self._future(self.hosts[rank].take.remote(self.role, name, answer.refs[0], pack(arguments)))
 
     def _future(self, ref: Any) -> RayFuture:
@@ -109,8 +113,9 @@ class RayWorkers(Workers):
     """`ranks` processes, each with a GPU or a share of its machine's cores, equally many on each machine.
 
     They live in a Ray that is started for them, or in `cluster`, which they leave running. Each calls `prepare` first.
-    `rollout` further processes only generate (disaggregated rollout). Each of these is a world of one rank, unless
-    `teams` of them hold one engine. A process that is stopped for longer than `stopped_s` seconds ends the run; the
+    `rollout` further processes only generate (disaggregated rollout). Each of these is a world of one rank, unless a
+    `team` of several holds one engine. Ray has `placement_s` seconds to find room for all. A process that is stopped
+    for longer than `stopped_s` seconds counts as lost, and so do all that neither answer nor compute for `hung_s`; the
     last output of one that died is written to `logs`.
     """
 
@@ -124,64 +129,65 @@ class RayWorkers(Workers):
         tell: Callable[[str], None] = print,
         settings: Mapping[str, Any] | None = None,
         rollout: int = 0,
-        teams: bool = False,
+        team: int = 1,
+        placement_s: float = 300.0,
         stopped_s: float = 300.0,
+        hung_s: float = math.inf,
         logs: Path | None = None,
         shared: Path | None = None,
     ) -> None:
-        self.watch = RankWatch(stopped_s, tell, logs)
+        self.watch = RankWatch(stopped_s, tell, logs, hung_s)
         self.world_size, self.prepare, self.machines, self.tell = ranks, prepare, machines, tell
         self.hosts, self.rollout_hosts = [], []
+        self.placement: Placement | None = None
         self.cluster, self._shared = (
             cluster or RayCluster(ranks + rollout, settings, machines, tell, shared),
             cluster is not None,
         )
         try:
-            self._start(ranks, rollout, device, teams)
+            self._start(ranks, rollout, device, team, placement_s)
         except BaseException:
             self.close()
             raise
 
-    def _start(self, ranks: int, rollout: int, device: Any, teams: bool) -> None:
+    def _start(self, ranks: int, rollout: int, device: Any, team: int, placement_s: float) -> None:
         if not self._shared:
             self.cluster.start()
-        # Ranks are placed by machine, not by Ray's scheduler: neighbouring ranks share a machine, so that teams,
-        # FSDP groups and sequence-parallel groups talk over its own bus and not over the network.
         each = ranks // self.machines
-        machines = machines_for(self.machines, each, device.type, self.tell, coming=self.cluster.is_head)
-        homes = [machines[rank // each] for rank in range(ranks)]
-        rooms = rollout_machines(rollout, each, machines, device.type, self.tell)
+        self.placement = Placement(device.type, self.machines, each, rollout, team, placement_s, self.tell)
+        homes, rooms = self.placement.training, self.placement.rollout
+        seats = (*homes, *rooms)
         # All processes of a machine share its cores: too many threads in each would slow all of them down.
-        crowd = Counter(machine.id for machine in (*homes, *rooms))
-        self.hosts = [self._host(rank, home, crowd[home.id], device) for rank, home in enumerate(homes)]
+        crowd = Counter(seat.machine.id for seat in seats)
+        self.hosts = [self._host(rank, home, crowd[home.machine.id], device) for rank, home in enumerate(homes)]
         # A rollout worker is a world of one rank: no collective can make it wait for another, or for training.
-        known = rollout if teams else 1
+        known = rollout if team > 1 else 1
         self.rollout_hosts = [
-            self._host(number, room, crowd[room.id], device, known) for number, room in enumerate(rooms)
+            self._host(number, room, crowd[room.machine.id], device, known) for number, room in enumerate(rooms)
         ]
-        pairs = zip(self._names(), self._all_hosts(), (*homes, *rooms), strict=True)
-        self.watch.begin([Rank(name, host, machine) for name, host, machine in pairs])
+        pairs = zip(self._names(), self._all_hosts(), seats, strict=True)
+        self.watch.begin([Rank(name, host, seat.machine) for name, host, seat in pairs])
         if len(crowd) > 1:  # different versions would show as other numbers, or as a collective that never ends
             there = self.watch.gather([host.programs.remote() for host in self._all_hosts()])
-            check_same_programs(there, [machine.address for machine in (*homes, *rooms)])
+            check_same_programs(there, [seat.machine.address for seat in seats])
         # All ranks join at once: the rendezvous of torch.distributed returns when the last of them has come.
         joining = []
         for hosts, first in ((self.hosts, homes), (self.rollout_hosts, rooms)):
-            address = self.watch.fetch(hosts[0].free_address.remote(first[0].address)) if hosts else ""
+            address = self.watch.fetch(hosts[0].free_address.remote(first[0].machine.address)) if hosts else ""
             joining += [host.connect.remote(address, pack(self.prepare)) for host in hosts]
         self.watch.gather(joining)
 
     def _all_hosts(self) -> list[Any]:
         return [*self.hosts, *self.rollout_hosts]
 
-    def _host(self, rank: int, machine: Machine, crowd: int, device: Any, ranks: int | None = None) -> Any:
-        """The process of a rank, on its machine, whose cores so many share; it is one of `ranks` (all that train)."""
-        # No CPUs are reserved: threads are set below, and the driver and reward workers need cores as well.
+    def _host(self, rank: int, seat: Seat, crowd: int, device: Any, ranks: int | None = None) -> Any:
+        """The process of a rank, in its seat; `crowd` processes share that machine's cores. It is one of `ranks` (all
+        that train)."""
+        # No CPUs are taken of the seat: threads are set below, and a machine may have fewer cores than workers.
         resources = {"num_gpus": 1, "num_cpus": 0} if device.type == "cuda" else {"num_cpus": 0}
-        there = NodeAffinitySchedulingStrategy(machine.id, soft=False)
         # One call at a time: calls of a rank happen in the order in which the driver made them, as collectives need.
-        actor = ray.remote(RankHost).options(max_concurrency=1, scheduling_strategy=there, **resources)
-        threads, paths = max(1, machine.cores // crowd), [folder for folder in sys.path if folder]
+        actor = ray.remote(RankHost).options(max_concurrency=1, scheduling_strategy=seat.strategy, **resources)
+        threads, paths = max(1, seat.machine.cores // crowd), [folder for folder in sys.path if folder]
         return actor.remote(rank, ranks or self.world_size, str(device), threads, os.getcwd(), paths)
 
     @property
@@ -205,6 +211,9 @@ class RayWorkers(Workers):
 
     def peaks(self) -> StagePeaks:
         return RayPeaks(self.hosts, self.rollout_hosts, self.watch)
+
+    def gpu(self) -> tuple[str, int, bool] | None:
+        return self.watch.fetch(self.hosts[0].gpu.remote())
 
     @contextmanager
     def traced(self, stem: Path) -> Iterator[None]:
@@ -239,6 +248,8 @@ class RayWorkers(Workers):
         if self._shared or self.cluster.was_there:
             for host in self._all_hosts():
                 ray.kill(host)
+            if self.placement is not None:
+                self.placement.close()
             self.watch.end()
         if not self._shared:
             self.cluster.stop()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import os
+import signal
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -13,25 +16,25 @@ import ray
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from posttrain.controller.rank_host import Failure, Identity, unpack
-from posttrain.controller.ray_cluster import ITSELF, Machine
-from posttrain.controller.stalls import (
+from posttrain.controller.incidents import (
     CONTINUES,
-    EVERY_S,
-    Process,
-    StallWatch,
-    State,
+    Incident,
+    PeerLost,
     WorkerDied,
     append_log,
     death_of,
     facts_of,
     is_about_a_peer,
     printed_lines,
-    state_of,
 )
+from posttrain.controller.rank_host import Failure, Identity, unpack
+from posttrain.controller.ray_cluster import ITSELF, Machine
+from posttrain.controller.stalls import EVERY_S, STOPPED, TRACED, Process, StallWatch, State, dump_stacks, state_of
+from posttrain.errors import first_line
 
 # For Ray's word on the other ranks when one could not talk to them; of a lost machine it takes Ray 15 s or more.
 PEERS_S = 60.0
+LINES = 40  # of what a lost rank printed last, on the page of the incident
 
 
 class NodeObserver:
@@ -43,6 +46,20 @@ class NodeObserver:
 
     def read(self, files: list[str]) -> list[str]:
         return printed_lines(files)
+
+    def stacks(self, processes: list[tuple[Process, str]]) -> list[str]:
+        return [dump_stacks(*process) for process in processes]
+
+    def end(self, processes: list[Process]) -> None:
+        for process in processes:
+            end_process(process)
+
+
+def end_process(process: Process) -> None:
+    """Kill a rank. Ray asks a process to end itself, which one that is stopped does not do."""
+    if state_of(process) is not None:
+        with suppress(OSError):
+            os.kill(process.pid, signal.SIGKILL)
 
 
 @dataclass
@@ -79,11 +96,15 @@ class _Asked:
 class RankWatch:
     """Waits for the ranks' answers. `logs` is the folder that what a dead rank printed is written to."""
 
-    def __init__(self, limit_s: float, tell: Callable[[str], None], logs: Path | None = None) -> None:
+    def __init__(
+        self, limit_s: float, tell: Callable[[str], None], logs: Path | None = None, hung_s: float = math.inf
+    ) -> None:
         self.ranks: list[Rank] = []
+        self._calls: dict[str, str] = {}  # by actor, the last method that it was asked for
+        self._seen: dict[str, State] = {}  # by rank, its process when it was last looked at and there
         self.logs = logs
         self.kept: set[str] = set()  # files of Ray that are in the log already
-        self.stalls = StallWatch(limit_s, tell)
+        self.stalls = StallWatch(limit_s, tell, hung_s=hung_s)
         self._observers: dict[str, tuple[Any, _Asked]] = {}
         self._own_node = ""
 
@@ -99,21 +120,37 @@ class RankWatch:
 
     def end(self) -> None:
         """The ranks are ended on purpose."""
+        for rank in self.ranks:
+            if rank.identity is not None and rank.machine.id == self._own_node:
+                end_process(rank.identity.process)
+        for machine, (observer, _) in self._observers.items():
+            there = [r.identity.process for r in self.ranks if r.identity is not None and r.machine.id == machine]
+            with suppress(Exception):  # the machine may be lost
+                ray.get(observer.end.remote(there), timeout=5)
         for observer, _ in self._observers.values():
             with suppress(Exception):
                 ray.kill(observer)
         self._observers = {}
 
+    def note_call(self, host: Any, method: str) -> None:
+        """A rank is asked for a method: a page on an incident names it."""
+        self._calls[host._actor_id.hex()] = method
+
     # -- waiting ------------------------------------------------------------------------------------------------------
     def wait(self, refs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """(one that is ready, the others). Raises WorkerStopped where a rank is stopped for too long."""
+        """(one that is ready, the others). Raises WorkerStopped where a rank is stopped for too long, and WorkersHung
+        where none goes on."""
         while True:
             # Never without a timeout: a stopped process neither answers nor fails, and is only seen by looking at it.
             ready, waiting = ray.wait(list(refs), num_returns=1, timeout=EVERY_S)
             if ready:
                 self.stalls.answered()
             if self.stalls.is_due():
-                self.stalls.look(self._states(), self._ranks_awaited(waiting))
+                try:
+                    self.stalls.look(self._states(), self._ranks_awaited(waiting))
+                except WorkerDied as lost:
+                    lost.incident = self._describe(lost.who)
+                    raise
             if ready:
                 return ready, waiting
 
@@ -160,6 +197,7 @@ class RankWatch:
             if asked.ref is None:
                 asked.of, asked.ref = list(there), observer.look.remote(list(there.values()))
             states |= asked.states
+        self._seen |= {who: state for who, state in states.items() if state is not None and state.memory_gb}
         return states
 
     def _ranks_awaited(self, refs: Sequence[Any]) -> list[str]:
@@ -169,13 +207,18 @@ class RankWatch:
     # -- errors -------------------------------------------------------------------------------------------------------
     def _cause_of(self, error: Exception) -> Exception:
         # A rank that could not talk to another fails before Ray knows that the other is gone. It is waited for what
-        # Ray says of the others; without a word, the error itself is the cause.
+        # Ray says of the others; without a word, all are alive and only their connection is gone.
         if not is_about_a_peer(error):
             return error
         death = self._word_of_peers()
-        if death is not None:
-            death.__cause__ = error
-        return death or error
+        if death is None:
+            death = PeerLost(
+                f"A worker could not talk to the others, though all of them are alive: {first_line(error)}. The "
+                f"network between them was cut, or a device failed. {CONTINUES}"
+            )
+            death.incident = self._describe("")
+        death.__cause__ = error
+        return death
 
     def _word_of_peers(self) -> WorkerDied | None:
         asked = {rank.host.identity.remote(): rank for rank in self.ranks}
@@ -197,23 +240,49 @@ class RankWatch:
         actor = facts_of(error).get("actor_id") or getattr(error, "actor_id", None)
         rank = rank or next((own for own in self.ranks if own.actor_id == actor), None)
         if rank is None:
-            return death_of(error)
-        rollout = rank.name.startswith("rollout")
-        return death_of(error, rank.who, rollout=rollout, printed=self._printed(rank))
+            death = death_of(error)
+            death.incident = self._describe("")
+            return death
+        lines = self._printed(rank)
+        death = death_of(error, rank.who, rollout=rank.name.startswith("rollout"), printed=self._keep(rank, lines))
+        death.who, death.incident = rank.who, self._describe(rank.who, lines)
+        return death
 
-    def _printed(self, rank: Rank) -> str:
-        """Writes what it has printed to the run's log; a sentence that says where, once it is there."""
-        if rank.identity is None or self.logs is None:
-            return ""
+    def _describe(self, who: str, printed: Sequence[str] = ()) -> Incident:
+        """What is known of all ranks now. The lost one's stacks are gone with it, or it cannot print them."""
+        seen = self._seen  # a process that is gone says nothing any more
+        states = {name: _in_words(state, seen.get(name)) for name, state in self._states().items()}
+        calls = {rank.who: self._calls[rank.actor_id] for rank in self.ranks if rank.actor_id in self._calls}
+        return Incident(who, calls, states, self._stacks(), printed[-LINES:])
+
+    def _stacks(self) -> dict[str, str]:
+        found: dict[str, str] = {}
+        for machine in dict.fromkeys(rank.machine.id for rank in self.ranks):
+            known = [(rank.who, rank.identity) for rank in self.ranks if rank.machine.id == machine]
+            there = {who: (own.process, own.files[-1]) for who, own in known if own is not None and own.files}
+            if machine == self._own_node:
+                stacks = [dump_stacks(*process) for process in there.values()]
+            else:
+                try:
+                    asked = self._observers[machine][0].stacks.remote(list(there.values()))
+                    stacks = ray.get(asked, timeout=10)
+                except (RayError, KeyError):
+                    continue
+            found |= {who: text for who, text in zip(there, stacks, strict=True) if text}
+        return found
+
+    def _printed(self, rank: Rank) -> list[str]:
+        if rank.identity is None:
+            return []
         files = rank.identity.files
-        if rank.machine.id == self._own_node:
-            lines = printed_lines(files)
-        else:
-            lines = self._read_there(rank.machine.id, files)
-        path = append_log(lines, rank.who, self.logs)
-        if path is None:
+        return printed_lines(files) if rank.machine.id == self._own_node else self._read_there(rank.machine.id, files)
+
+    def _keep(self, rank: Rank, lines: Sequence[str]) -> str:
+        """Writes what it has printed to the run's log; a sentence that says where, once it is there."""
+        path = append_log(lines, rank.who, self.logs) if self.logs is not None else None
+        if path is None or rank.identity is None:
             return ""
-        self.kept |= {Path(file).name for file in files}
+        self.kept |= {Path(file).name for file in rank.identity.files}
         return f" What it printed last is in {path}."
 
     def _read_there(self, machine: str, files: Sequence[str]) -> list[str]:
@@ -221,6 +290,15 @@ class RankWatch:
             return ray.get(self._observers[machine][0].read.remote(list(files)), timeout=5)
         except (RayError, KeyError):
             return []
+
+
+_KINDS = {"R": "computing", "S": "waiting", "D": "waiting for a disk", STOPPED: "stopped", TRACED: "in a debugger"}
+
+
+def _in_words(state: State | None, before: State | None) -> str:
+    kind = "gone" if state is None else _KINDS.get(state.letter, "gone")
+    known = before if kind == "gone" else state
+    return kind if known is None else f"{kind}; {known.memory_gb:.2f} GB resident, {known.seconds:.0f} s computed"
 
 
 def _unreachable(error: Exception) -> WorkerDied:

@@ -149,7 +149,8 @@ class TrainEngine(ABC):
         """Adapters alone, under their names in an adapter file; for rollouts that hold the base."""
         raise UserError(
             f"The train engine {type(self).__name__} has no export_adapters(), so the rollout cannot hold adapters.\n"
-            "  to do:  set actor_rollout_ref.rollout.engine_kwargs.vllm.enable_lora=false, to fold them into the base"
+            "  to do:  write it (contracts.md), or train all weights (model.lora_rank=0); where vLLM generates,\n"
+            "          actor_rollout_ref.rollout.engine_kwargs.vllm.enable_lora=false folds them into the base"
         )
 
     @abstractmethod

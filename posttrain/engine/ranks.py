@@ -62,13 +62,28 @@ def join_ranks(
 
 
 def _store(rank: int, world_size: int, address: str, timeout: timedelta) -> Any:
-    # The store that the ranks meet at. By default rank 0 would listen on all interfaces; here it listens only on the
-    # one whose address the other ranks have.
     host, _, port = address.rpartition(":")
+    return meeting_store(host, int(port), world_size, timeout, hosts=rank == 0)
+
+
+def meeting_store(host: str, port: int, world_size: int, timeout: timedelta, *, hosts: bool, wait: bool = True) -> Any:
+    """The store that ranks meet at; one of them `hosts` it, at a free port where `port` is 0, and may `wait` for the
+    others to come."""
+    # By default the host would listen on all interfaces; here it listens only on the one whose address the others have.
     made: Any = getattr(dist, "TCPStore")  # noqa: B009  (public, though not marked so for type checkers)
-    listening = socket.create_server((host, int(port))).detach() if rank == 0 else None
+    listening = None
+    if hosts:
+        server = socket.create_server((host, port))
+        port, listening = server.getsockname()[1], server.detach()
     return made(
-        host, int(port), world_size, is_master=rank == 0, timeout=timeout, multi_tenant=True, master_listen_fd=listening
+        host,
+        port,
+        world_size,
+        is_master=hosts,
+        timeout=timeout,
+        wait_for_workers=wait,
+        multi_tenant=True,
+        master_listen_fd=listening,
     )
 
 

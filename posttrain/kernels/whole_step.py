@@ -104,6 +104,8 @@ class DecodeRows:
     With `drafts` a pass has up to `width` tokens of a row: the newest and drafted ones. As many results count as the
     draft foresaw, and one more; the call returns when a row has come to the end of its draft.
 
+    `together`: rows may be tokens of one sequence, of which each attends to those before it.
+
     B rows, S steps, N blocks of a row. `ended` is 1 for a row that came to a stop token and 2 at its limit.
     """
 
@@ -128,6 +130,7 @@ class DecodeRows:
     first: FirstTokens | None = None
     drafts: Sequence[Sequence[int]] | None = None  # less than S tokens for each row
     width: int = 1
+    together: bool = False
     tokens: np.ndarray = field(init=False)  # (B, S) int64
     log_probs: np.ndarray = field(init=False)  # (B, S) float32
     ended: np.ndarray = field(init=False)  # (B,) uint8

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -107,6 +107,31 @@ def fill_adapters(model: torch.nn.Module, weights: Mapping[str, torch.Tensor], s
         )
     for name, weight in own.items():
         weight.copy_(weights[name])
+
+
+Named = Iterable[tuple[str, torch.Tensor]]
+
+
+@torch.no_grad()
+def take_adapters(model: torch.nn.Module, weights: Named) -> Iterator[tuple[str, torch.Tensor]]:
+    """Copy those of these weights that are the model's adapters into it, unless they are there already; yield the
+    others."""
+    own = adapter_parameters(model)
+    for name, weight in weights:
+        if name not in own:
+            yield name, weight
+        elif own[name].data_ptr() != weight.data_ptr():
+            own[name].copy_(weight)
+
+
+@torch.no_grad()
+def load_module(model: torch.nn.Module, weights: Named) -> None:
+    """Copy weights under their Hugging Face names, and adapters, into a model, unless they are there already."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model  # pyright: ignore
+    own = {name.replace(".base_layer.", "."): weight for name, weight in base.state_dict().items()}
+    for name, tensor in take_adapters(model, weights):
+        if name in own and own[name].data_ptr() != tensor.data_ptr():
+            own[name].copy_(tensor)
 
 
 PIECES, PIECE = 4, 256  # per tensor: this many pieces of this many bytes, evenly spread

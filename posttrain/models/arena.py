@@ -144,7 +144,9 @@ class Arena:
         self, module: Any, *, share: bool, shards: WeightShards | None = None, device: torch.device | None = None
     ) -> None:
         base = without_adapters(module)
-        self.share, self.adapters, self.shards, self.device = share, base is not module, shards, device
+        self.share, self.shards, self.device = share, shards, device
+        # Its adapters are trained: the base then belongs to the trainer, and is its reference.
+        self.is_trained = base is not module and any(weight.requires_grad for weight in module.parameters())
         self.layers: list[dict[str, Projection]] = []
         self.named: dict[str, torch.Tensor] = {}
         held: dict[int, torch.Tensor] = {}  # keyed by the parameter's identity, so that tied weights stay tied
@@ -209,7 +211,7 @@ class Arena:
             # The same memory already holds the new values.
             if own is None or own.data_ptr() == tensor.data_ptr():
                 continue
-            if self.share and self.adapters:
+            if self.share and self.is_trained:
                 raise RuntimeError("weights with adapters folded in must not be written over the live base weights")
             own.copy_(tensor if self.shards is None else self.shards.part(name, tensor))
 

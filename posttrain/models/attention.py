@@ -21,6 +21,7 @@ from posttrain.kernels.decode import LayerCache, StepTokens, attention
 from posttrain.kernels.packed_attention import active_layout
 from posttrain.kernels.sequence_parallel import stretch_attention
 from posttrain.kernels.whole_step import DecodeRows
+from posttrain.models.adapter_files import load_module
 from posttrain.models.forward import decoder_of, logits_of
 from posttrain.models.routing import RoutePass, routed
 
@@ -85,13 +86,9 @@ class PagedDecoder:
         """Return False: the module is called once per token."""
         return False
 
-    @torch.no_grad()
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Copy weights that this module does not already hold (it may be the trainer's own)."""
-        own = self.module.state_dict()
-        for name, tensor in weights:
-            if name in own and own[name].data_ptr() != tensor.data_ptr():
-                own[name].copy_(tensor)
+        load_module(self.module, weights)
 
     def make_fast_copies(self) -> None:
         """Do nothing: the module's own layers compute."""

@@ -17,6 +17,7 @@ KNOWN = ("qwen2", "qwen3", "llama", "mistral")  # architectures without experts;
 # One window for all layers, in the config; other models state it per layer.
 _WINDOW_IN_SETTINGS = ("mistral", "mixtral", "olmoe")
 _FIXED_ROTATIONS = ("default", "linear", "llama3", "yarn")  # others depend on the sequence length
+ALIGNED = 8  # tokens, 16 bytes: of 97 tokens, the logits of one or two rows have other bits than those of many (H200)
 WHOLE = 64  # numbers in a step of a matrix unit; torch multiplies other widths by kernels with other sums
 
 
@@ -90,6 +91,9 @@ def _why_not_on_cuda(module: Any) -> str | None:
     config = module.config
     if any(size % WHOLE for size in (config.hidden_size, config.intermediate_size)):
         return f"on CUDA it is built for models whose widths are multiples of {WHOLE}"
+    if config.vocab_size % ALIGNED:
+        size = config.vocab_size
+        return f"on CUDA it is built for vocabularies of a multiple of {ALIGNED} tokens, and this one has {size}"
     if any(window_of(layer) for layer in without_adapters(module).base_model.layers):
         return "on CUDA it is not built for sliding windows"
     return None

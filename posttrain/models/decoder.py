@@ -25,6 +25,7 @@ from posttrain.kernels.quantized import Quantized
 from posttrain.kernels.tensor_parallel import Team
 from posttrain.kernels.train import norm_forward, split_heads
 from posttrain.kernels.whole_step import MATRICES, DecodeRows, EndWeights, LayerWeights, WholeStep, can_run_whole
+from posttrain.models.adapter_files import take_adapters
 from posttrain.models.arena import Arena, Projection
 from posttrain.models.decodable import window_of
 from posttrain.models.feed_forward import Gated, Mixture, feed_forward
@@ -396,7 +397,7 @@ class FastDecoder:
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         if self.is_released:
             self._bind()
-        self.arena.load(weights)
+        self.arena.load(take_adapters(self.module, weights))
 
     def make_fast_copies(self) -> None:
         """Create copies that multiply faster; called when the weights stay the same for many steps."""

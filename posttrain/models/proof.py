@@ -107,25 +107,25 @@ def find_forward_mode(model: Any, plain: Plain, what: str) -> ForwardMode:
     def why_not(compute: Compute) -> str | None:
         return disagreement(model, plain, compute, lambda ours_N, theirs_N: agree(ours_N, theirs_N, model))
 
-    own = model.config._attn_implementation
+    own, reason = model.config._attn_implementation, "it has layers that cannot be packed"
     if layer_kinds(model) <= PACKABLE:
         set_attention(model, ATTENTION)
-        if why_not(_packed) is None and why_not(_padded) is None:
+        if (reason := why_not(_packed) or why_not(_padded)) is None:
             return ForwardMode(packed=True, padded=True)
         set_attention(model, own)
     split = why_not(_alone) is None
-    if not split and (reason := why_not(_own_each)):
-        raise ProofError(f"{what}: the model's own forward pass does not give the same twice: {reason}")
+    if not split and (unsteady := why_not(_own_each)):
+        raise ProofError(f"{what}: the model's own forward pass does not give the same twice: {unsteady}")
     padded = why_not(_padded if split else _own) is None
-    return ForwardMode(padded=padded, split_head=split, note=_words(model, padded, split))
+    return ForwardMode(padded=padded, split_head=split, note=_words(model, reason, padded, split))
 
 
-def _words(model: Any, padded: bool, split: bool) -> str:
+def _words(model: Any, reason: str, padded: bool, split: bool) -> str:
     how = "padded rows" if padded else "one row at a time, which is slow"
     head = "" if split else ", all logits at once"
     return (
-        f"{model.config.model_type}: packed rows do not give what transformers' own forward pass gives (the model's "
-        f"attention or its layers do not take them); it is computed in {how}{head}."
+        f"{model.config.model_type}: packed rows do not give what transformers' own forward pass gives "
+        f"({' '.join(reason.split())[:200]}); it is computed in {how}{head}."
     )
 
 

@@ -63,14 +63,18 @@ def find_device(config: Any, gpu_gb: float | None = None) -> Device:
         return Device("cuda", int(gpu_gb * GIB), f"a GPU of {gpu_gb:g} GiB")
     if wanted != "cpu" and torch.cuda.is_available():
         found = torch.cuda.get_device_properties(0)
-        words = f"{found.name}, {found.total_memory / GIB:.1f} GiB"
-        return Device("cuda", found.total_memory, words, is_hopper(torch.device("cuda", 0)))
+        return gpu_elsewhere(found.name, found.total_memory, is_hopper(torch.device("cuda", 0)))
     if wanted == "cuda":
         raise UserError(
             "trainer.device=cuda, but no GPU was found here; `posttrain plan --gpu_gb 80 ...` plans for one elsewhere"
         )
     size = machine_memory()
     return Device("cpu", size, f"the CPU, {size / GIB:.1f} GiB of host memory")
+
+
+def gpu_elsewhere(name: str, size: int, hopper: bool) -> Device:
+    """A GPU by what its own process says of it."""
+    return Device("cuda", size, f"{name}, {size / GIB:.1f} GiB", hopper)
 
 
 def is_hopper(device: torch.device) -> bool:

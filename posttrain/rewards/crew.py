@@ -98,6 +98,14 @@ class WorkerProcess:
         hint = ", perhaps because the machine ran out of memory" if -code == signal.SIGKILL else ""
         return f"killed by {signal.Signals(-code).name}{hint}"
 
+    def is_stopped(self) -> bool:
+        """Whether a signal (SIGSTOP) holds it."""
+        try:
+            stat = Path(f"/proc/{self.process.pid}/stat").read_text(errors="replace")
+        except OSError:
+            return False
+        return stat.rpartition(")")[2].split()[:1] == ["T"]
+
     def was_killed(self) -> bool:
         """Whether it ended by SIGKILL, which the kernel sends when memory is short."""
         return self.process.poll() == -signal.SIGKILL
@@ -200,7 +208,7 @@ class Task:
     payloads: list[Payload]
     # How long the call took; None if it did not return.
     seconds: float | None = None
-    # Its worker was killed from outside, perhaps before it began. It gets one second try.
+    # Its worker was killed or stopped from outside, perhaps before it began. It gets one second try.
     killed_once: bool = False
 
 
@@ -300,7 +308,8 @@ class Crew:
 
     def _gets_second_try(self, worker: _Worker) -> bool:
         # The kernel may have killed an idle worker just when it got work. A faulty task fails again.
-        if not worker.pending or not worker.handle.was_killed() or worker.pending[0].killed_once:
+        lost = worker.handle.was_killed() or worker.handle.is_stopped()
+        if not worker.pending or not lost or worker.pending[0].killed_once:
             return False
         worker.pending[0].killed_once = True
         return True
@@ -379,9 +388,8 @@ class Crew:
                 if worker.damaged:
                     self._replace_worker(worker, _ENDED, blame=False)
                 elif worker.pending and worker.pending[0] is slow:
-                    self._replace_worker(
-                        worker, f"took longer than {self._timeout:g} s" if alive else worker.fault or _ENDED
-                    )
+                    reason = f"took longer than {self._timeout:g} s" if alive else worker.fault or _ENDED
+                    self._replace_worker(worker, reason, blame=not self._gets_second_try(worker))
 
     def _replace_worker(self, worker: _Worker, reason: str, *, blame: bool = True) -> None:
         # The first task fails with `reason` if it is to blame; the others return to the front of the backlog.

@@ -58,23 +58,27 @@ ENGINES: Registry[Maker] = Registry("rollout engine")
 
 
 _BY_TEAMS: set[str] = set()  # engines that several workers can hold together
-_WITH_ADAPTERS: set[str] = set()  # engines that can compute LoRA adapters beside a base of their own
+# Engines that can compute LoRA adapters beside a base of their own, and whether several workers can together.
+_WITH_ADAPTERS: dict[str, bool] = {}
 
 
-def register_engine(name: str, *, by_teams: bool = False, with_adapters: bool = False) -> Callable[[Maker], Maker]:
+def register_engine(
+    name: str, *, by_teams: bool = False, with_adapters: bool = False, adapters_by_teams: bool = False
+) -> Callable[[Maker], Maker]:
     """Makes an engine known under a name; one that is taken already is an error. `by_teams`: several workers can hold
     one together, and then its maker gets an order with a `team`. `with_adapters`: where the policy has LoRA adapters,
-    the order's module has them too, and the engine may set `takes_adapters`."""
+    the order's module has them too, and the engine may set `takes_adapters`; `adapters_by_teams`: with a team, too."""
     if by_teams:
         _BY_TEAMS.add(name)
-    if with_adapters:
-        _WITH_ADAPTERS.add(name)
+    if with_adapters or adapters_by_teams:
+        _WITH_ADAPTERS[name] = adapters_by_teams
     return ENGINES.register(name)
 
 
-def can_take_adapters(name: str) -> bool:
-    """Whether the engine of this name wants a model with adapters, where the policy has them."""
-    return name in _WITH_ADAPTERS
+def can_take_adapters(name: str, ranks: int = 1) -> bool:
+    """Whether the engine of this name, held by so many workers, wants a model with adapters, where the policy has
+    them."""
+    return name in _WITH_ADAPTERS and (ranks == 1 or _WITH_ADAPTERS[name])
 
 
 def check_engine_name(name: str) -> None:
@@ -133,7 +137,7 @@ def _kind(module: Any) -> str:
     return module.config.model_type
 
 
-@register_engine("native", by_teams=True)
+@register_engine("native", by_teams=True, with_adapters=True)
 def make_native(order: Order) -> Made | str:
     """posttrain's own."""
     if not can_run_native(order.module):
@@ -149,7 +153,7 @@ def make_native(order: Order) -> Made | str:
     return problem or (engine, name)
 
 
-@register_engine("hf")
+@register_engine("hf", with_adapters=True)
 def make_hf(order: Order) -> Made | str:
     """transformers, in the first of its ways that is right for this model."""
     problem = "there is no way through it"
@@ -168,7 +172,7 @@ def make_hf(order: Order) -> Made | str:
     return problem
 
 
-@register_engine("vllm", by_teams=True, with_adapters=True)
+@register_engine("vllm", by_teams=True, with_adapters=True, adapters_by_teams=True)
 def make_vllm(order: Order) -> Made | str:
     """vLLM, where it is installed."""
     return _made_outside(order, partial(build_vllm, team=order.team))

@@ -15,7 +15,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from posttrain.models.adapter_files import load_module
 from posttrain.models.forward import next_logits, row_log_probs
+from posttrain.models.lora import has_adapters
 from posttrain.rollout.base import Output, Request, RolloutEngine, Stage
 from posttrain.rollout.sampling import sample, uniforms
 
@@ -65,7 +67,7 @@ class HFEngine(RolloutEngine):
     ) -> None:
         """`mode` is one of `MODES`."""
         self.module, self.pad, self.max_num_seqs, self.decode = module, pad_token_id, max_num_seqs, decode
-        self.mode = mode
+        self.mode, self.takes_adapters = mode, has_adapters(module)
         self.waiting: deque[Request] = deque()
         self.rows: list[_Row] = []
         self._clear()
@@ -215,14 +217,10 @@ class HFEngine(RolloutEngine):
         self.module.eval()
         return [log_probs.float().cpu() for log_probs in row_log_probs(self.module, token_ids, temperature)]
 
-    @torch.no_grad()
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """Copies what does not already live in this module (the trainer's own tensors do)."""
         self.check_awake("weights")
-        own = self.module.state_dict()
-        for name, tensor in weights:
-            if name in own and own[name].data_ptr() != tensor.data_ptr():
-                own[name].copy_(tensor)
+        load_module(self.module, weights)
         self.version = version
 
     def cache_bytes(self) -> int:

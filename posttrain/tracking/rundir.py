@@ -12,6 +12,7 @@ outputs/<project>/<experiment>/
   checkpoints/    global_step_N/
   traces/         step_N.json.gz of trainer.profile_steps
   crash/          what was known when a run failed
+  incidents/      a page for each worker that died or hung
 outputs/checkpoints -> the checkpoints of the newest run that has one
 """
 
@@ -69,6 +70,8 @@ class RunDirectory:
         self.log = self.logs / "run.log"
         self.checkpoints = self.path / "checkpoints"
         self.crash = self.path / "crash"
+        self.incidents = self.path / "incidents"
+        self.restarts = 0  # how often the run was started again by this process, from what it had saved
         self._note = on_note
         self._lock = RunLock(self.path / "run.lock")
 

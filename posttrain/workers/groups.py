@@ -23,6 +23,7 @@ from posttrain.workers.fsdp_workers import (
 from posttrain.workers.policy import PolicyCalls, ReferenceCalls
 from posttrain.workers.rollout import RolloutCalls
 from posttrain.workers.weight_sync import compare_scores
+from posttrain.workers.weight_transport import Route, route_for
 
 
 class PolicyGroup(RoleGroup, PolicyCalls, ReferenceCalls):
@@ -78,14 +79,41 @@ class ColocatedGroup(RoleGroup, PolicyCalls, ReferenceCalls, RolloutCalls):
 
 
 class WeightCarrier:
-    """Moves weights through the object store: rank 0 of the training workers puts each bucket there once, and every
-    rollout worker reads it while the next one is gathered. So the store holds two buckets at most."""
+    """Moves weights from rank 0 of the training workers to every rollout worker, in buckets: while one is sent and
+    loaded, the next is gathered. The driver passes on what a bucket consists of; its memory takes a `Route`."""
 
     def __init__(self, training: PolicyGroup, rollout: RolloutGroup) -> None:
         self.training, self.rollout = training, rollout
+        self.route: Route | None = None
 
     def carry(self, version: int) -> list[int]:
         """All weights, as they are now; gives the checksum of all that reached each worker."""
+        try:
+            if self.route is None:
+                self.route = self._join()
+            return self._carry(version)
+        except BaseException:
+            self.forget_route()  # a broadcast that broke off cannot be continued
+            raise
+
+    def forget_route(self) -> None:
+        """The workers join again at the next sync; needed when one of them was replaced."""
+        self.route = None
+
+    def _join(self) -> Route:
+        config = self.training.group.config
+        receivers = self.rollout.receiver_place()
+        wanted = config.actor_rollout_ref.rollout.weight_sync
+        limit = config.trainer.stopped_worker_timeout_s
+        route = self.training.host_sync(route_for(wanted, self.training.sender_place(), receivers, limit))
+        # All join at once: a process group is complete when the last of them has come.
+        joining = [self.training.join_as_sender.on(0, route)]
+        joining += [self.rollout.join_as_receiver.on(rank, route, 1 + rank) for rank in range(len(receivers))]
+        for one in joining:
+            one.result()
+        return route
+
+    def _carry(self, version: int) -> list[int]:
         taking: Future[list[int]] | None = None
         last, first, adapters = False, True, self.rollout.takes_adapters.once()
         while not last:
@@ -94,11 +122,13 @@ class WeightCarrier:
             for part in parts[1:]:
                 part.result()  # other ranks only help to gather: they give nothing but errors
             if taking is not None:
-                taking.result()  # two buckets at most are in the store
+                taking.result()  # a sender has two buffers
             taking = self.rollout.take_bucket.hand_over(parts[0], version)
             last, first = was_last.result(), False
         assert taking is not None
-        return taking.result()
+        sums = taking.result()
+        self.training.finish_sync()
+        return sums
 
 
 class DisaggregatedGroup(RoleGroup, PolicyCalls, ReferenceCalls, RolloutCalls):

@@ -33,6 +33,7 @@ from posttrain.workers.update_plan import (
     with_routes,
 )
 from posttrain.workers.weight_sync import WeightProbe
+from posttrain.workers.weight_transport import Endpoint, Place, Route, machine_address, place_of
 
 
 def plan_actor_updates(group: WorkerGroup, batch: DataProto) -> Calls:
@@ -53,6 +54,7 @@ class PolicyWorker(ExportingWorker):
 
     def __init__(self, config: PPOConfig, tokenizer: Any, device: torch.device, *, total_updates: int = 1) -> None:
         self.config, self.tokenizer, self.device, self.total_updates = config, tokenizer, device, total_updates
+        self.sender = Endpoint(device)
 
     @register(to_all)
     def init_model(self) -> None:
@@ -109,6 +111,26 @@ class PolicyWorker(ExportingWorker):
             self.probe.dry_run(self.engine, self.actor, rows, prompt_length)
 
     # -- weights for others ---------------------------------------------------------------------------------------
+    @register(to_first)
+    def sender_place(self) -> Place:
+        """Where the worker is that sends the weights."""
+        return place_of(self.device, machine_address())
+
+    @register(to_first)
+    def host_sync(self, route: Route) -> Route:
+        """Open the place where the workers of a route meet; the route, with what they need to find it."""
+        return self.sender.host(route)
+
+    @register(to_first)
+    def join_as_sender(self, route: Route) -> None:
+        """Send weights by this route from now on; the receivers join it at the same time."""
+        self.sender.join(route, 0)
+
+    @register(to_first)
+    def finish_sync(self) -> None:
+        """All receivers have loaded the last bucket."""
+        self.sender.transport.finish()
+
     @register(to_all)
     def next_bucket(self, first: bool, adapters: bool = False) -> Bucket:
         """The next of the weights (or of the `adapters` alone), from the beginning with `first`; all ranks must be
@@ -129,7 +151,14 @@ class PolicyWorker(ExportingWorker):
             # Tied weights share memory only in a whole live model. Gathered layers are copies whose memory is reused,
             # so that an address says nothing there.
             whole = self.engine.live_model() is not None
-            yield from split_into_buckets(without_tied_copies(weights) if whole else weights, keep=this_rank() == 0)
+            sent = without_tied_copies(weights) if whole else weights
+            limit = self.config.actor_rollout_ref.rollout.update_weights_bucket_megabytes * 2**20
+            if this_rank() > 0:
+                yield from split_into_buckets(sent, limit=limit, keep=False)
+                return
+            transport = self.sender.transport
+            for bucket in split_into_buckets(sent, limit=limit, buffer=transport.buffer):
+                yield transport.send(bucket)
 
     @register(to_first)
     def was_last_bucket(self) -> bool:
@@ -181,6 +210,10 @@ class PolicyCalls:
     update_actor = delegate(PolicyWorker.update_actor, to="policy")
     token_stats = delegate(PolicyWorker.token_stats, to="policy")
     dry_run = delegate(PolicyWorker.dry_run, to="policy")
+    sender_place = delegate(PolicyWorker.sender_place, to="policy")
+    host_sync = delegate(PolicyWorker.host_sync, to="policy")
+    join_as_sender = delegate(PolicyWorker.join_as_sender, to="policy")
+    finish_sync = delegate(PolicyWorker.finish_sync, to="policy")
     next_bucket = delegate(PolicyWorker.next_bucket, to="policy")
     was_last_bucket = delegate(PolicyWorker.was_last_bucket, to="policy")
     probe_scores = delegate(PolicyWorker.probe_scores, to="policy")

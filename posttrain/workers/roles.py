@@ -78,7 +78,7 @@ def rollout_model(config: PPOConfig, device: torch.device) -> torch.nn.Module:
     """A whole model of this process's own, to decode with where the trained one is cut over ranks. Where several hold
     an engine it stays in host memory (mapped, if its file is in the model's type): they take their parts from there."""
     model, policy = _language_model(config, device), config.actor_rollout_ref.model
-    beside = policy.lora_rank > 0 and can_take_adapters(config.actor_rollout_ref.rollout.name)
+    beside = policy.lora_rank > 0 and can_take_adapters(config.actor_rollout_ref.rollout.name, engine_ranks(config))
     if beside and policy.quantization is None:  # a 4-bit base is not the same as this one, which is loaded whole
         model = with_adapters(model, policy)
     model.requires_grad_(False)

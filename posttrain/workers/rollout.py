@@ -32,6 +32,7 @@ from posttrain.workers.policy import PolicyWorker
 from posttrain.workers.roles import engine_ranks, rollout_model
 from posttrain.workers.update_plan import by_groups, in_row_order
 from posttrain.workers.weight_sync import WeightProbe
+from posttrain.workers.weight_transport import Endpoint, Place, Route, machine_address, place_of
 
 Entry = tuple[int, str, list[Any]]
 """(steps of the engine before it; `submit`, `turns`, `end` or `weights`; of which requests, or which version)."""
@@ -53,6 +54,7 @@ class RolloutWorker:
         self, config: PPOConfig, tokenizer: Any, device: torch.device, policy: PolicyWorker | None = None
     ) -> None:
         self.config, self.tokenizer, self.device, self.policy = config, tokenizer, device, policy
+        self.receiver = Endpoint(device)
 
     @register(to_all)
     def init_model(self) -> None:
@@ -110,16 +112,28 @@ class RolloutWorker:
         return [note for note in (self.position_note, no_end, *about) if note]
 
     # -- weights from others --------------------------------------------------------------------------------------
+    @register(to_all, all_of)
+    def receiver_place(self) -> Place:
+        """Where the worker is that receives weights."""
+        return place_of(self.device, machine_address())
+
+    @register(to_all)
+    def join_as_receiver(self, route: Route, rank: int) -> None:
+        """Receive weights by this route from now on; the sender (rank 0) and the others join it at the same time."""
+        self.receiver.join(route, rank)
+
     @register(to_all)
     def take_bucket(self, bucket: Bucket, version: int) -> int:
         """Load some of the weights after a look at their checksums; gives the checksum of all so far. The cache sleeps
         meanwhile."""
+        bucket = self.receiver.transport.receive(bucket)
         bucket.check()  # before anything is loaded: an engine never holds half of a broken sync
         if bucket.first:
             self.engine.wake("weights")
             self._arrived = 0
         self.engine.load_weights(bucket.tensors.items(), version)
         self._arrived = checksum_of_all(self._arrived, bucket)
+        self.receiver.transport.loaded(last=bucket.last)
         return self._arrived
 
     @register(to_all, all_of)
@@ -292,6 +306,8 @@ class RolloutCalls:
     rollout_engine = delegate(RolloutWorker.rollout_engine, to="rollout")
     takes_adapters = delegate(RolloutWorker.takes_adapters, to="rollout")
     rollout_notes = delegate(RolloutWorker.rollout_notes, to="rollout")
+    receiver_place = delegate(RolloutWorker.receiver_place, to="rollout")
+    join_as_receiver = delegate(RolloutWorker.join_as_receiver, to="rollout")
     take_bucket = delegate(RolloutWorker.take_bucket, to="rollout")
     rollout_scores = delegate(RolloutWorker.rollout_scores, to="rollout")
     submit = delegate(RolloutWorker.submit, to="rollout")

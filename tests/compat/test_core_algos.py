@@ -106,6 +106,20 @@ def test_older_forms_and_the_critics_loss_are_verls():
     close(rewards, verl.REWARDS - 0.5 * (verl.NEW - verl.OLD))
 
 
+def test_cppo_takes_its_settings_from_verls_group_and_drops_what_verl_drops():
+    old, new = torch.tensor([[0.1, 0.4, 0.5, 0.6]]).log(), torch.tensor([[0.28, 0.45, 0.58, 0.61]]).log()
+    own = {"cppo_w_min": 0.7, "cppo_delta_b": 0.02, "cppo_delta_b_q": 0.5, "cppo_delta_b_max_mult": 5.0}
+    section = {"clip_ratio": 0.15, "clip_ratio_c": 2.0}
+    tensors = (old, new, torch.ones(1, 4), torch.ones(1, 4))
+    loss, metrics = core_algos.compute_policy_loss_cppo(*tensors, config=section | {"policy_loss": {"cppo": own}})
+    # Shifts 0.18, 0.05, 0.08, 0.01 weigh 1, 0.9, 0.8, 0.7, and their median 0.065 is the budget. The first is over
+    # 0.15; so are 0.045 over 0.15 + 0.065 - 0.18 and 0.064 over 0.15 + 0.1235 - 0.225. Only the last token counts.
+    close(loss, -(0.61 / 0.6) * new[0, 3] / 4)
+    assert metrics["actor/pg_clipfrac"] == 0.75
+    flat, _ = core_algos.compute_policy_loss_cppo(*tensors, config=section | {"policy_loss": own})
+    assert flat == loss and core_algos.get_policy_loss_fn("cppo") is core_algos.compute_policy_loss_cppo
+
+
 def test_kl_controllers_move_as_verls():
     controller = core_algos.AdaptiveKLController(0.2, 6.0, 100)
     controller.update(9.0, 10)

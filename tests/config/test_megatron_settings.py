@@ -129,7 +129,6 @@ def test_the_sizes_of_the_large_run_are_taken(load):
         ([f"{KEY}.virtual_pipeline_parallel_size=2"], "there is one stage"),
         ([f"{KEY}.sequence_parallel=often"], "expected true or false"),
         ([f"{ACTOR}.megatron.expert_tensor_parallel_size=2"], "an expert lies whole on one rank"),
-        ([f"{ACTOR}.megatron.use_remove_padding=False"], "rows are always packed"),
         (["actor_rollout_ref.model.use_remove_padding=False"], "packed rows only"),
         (
             ["trainer.n_workers=2", f"{ACTOR}.ulysses_sequence_parallel_size=2"],

@@ -40,8 +40,8 @@ def answered(program: str, **values: Any) -> Merged:
     return merged
 
 
-def test_all_1604_keys_get_one_of_the_four_answers():
-    assert len(ANSWERS) == 1604 and not [key for key, (_, found) in ANSWERS.items() if found is None]
+def test_every_known_key_gets_one_of_the_four_answers():
+    assert len(ANSWERS) > 1600 and not [key for key, (_, found) in ANSWERS.items() if found is None]
     counted = Counter(found.kind for _, found in ANSWERS.values() if found)
     assert set(counted) == set(KINDS) and counted[HONOURED] + counted[TRANSLATED] > 300
 
@@ -447,6 +447,9 @@ def test_keys_of_one_reason_are_told_in_one_sentence(load, problems):
         ),
         (["trainer.save_freq=0"], "trainer.save_freq", -1),
         (["trainer.device=gpu"], "trainer.device", "cuda"),
+        ([f"{MODEL}.use_remove_padding=False", "model_engine=megatron"], f"{MODEL}.use_remove_padding", True),
+        ([f"{MODEL}.use_remove_padding=False", "model_engine=dp"], f"{MODEL}.use_remove_padding", False),
+        (["trainer.test_freq=after_each_epoch", "trainer.total_epochs=1"], "trainer.test_freq", -1),
         (["actor_rollout_ref.model.lora_rank=0", "actor_rollout_ref.model.lora_alpha=0"], f"{MODEL}.lora_alpha", 16),
         (["algorithm.adv_estimator=grpo_vectorized"], "algorithm.adv_estimator", "grpo"),
         (["algorithm.adv_estimator=rloo_vectorized"], "algorithm.adv_estimator", "rloo"),
@@ -458,6 +461,11 @@ def test_keys_of_one_reason_are_told_in_one_sentence(load, problems):
 )
 def test_values_as_verls_users_write_them(load, arguments, key, value):
     assert load(*arguments).value(key) == value
+
+
+def test_a_frequency_in_epochs_asks_for_steps_where_there_are_several(problems):
+    text = problems("trainer.save_freq=after_each_epoch", "trainer.total_epochs=3")
+    assert "how often is a number of steps" in text and "set trainer.save_freq to the steps of an epoch" in text
 
 
 def test_the_keys_of_generation_are_those_that_its_entry_reads():

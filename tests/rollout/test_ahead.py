@@ -249,7 +249,7 @@ def test_rows_become_many_and_few_again(make):
         engine.submit(Request(row, prompts[row], settings[row], row))
     found = rest_of(engine)
     same([found[row] for row in range(18)], theirs)
-    assert {size for size, _ in engine.decoder.graphs.replays} == {24, 16, 8}
+    assert {size for size, _, _ in engine.decoder.graphs.replays} == {24, 16, 8}
 
 
 def test_a_sleeping_engine_holds_no_cache_and_goes_on_with_another(make, monkeypatch):
@@ -317,9 +317,9 @@ def test_exact_decoding_samples_what_the_oracle_samples_and_scores_as_it_decodes
     """With the attention, norms and rotation of training; on a CUDA device in bfloat16, bit for bit."""
     from posttrain.kernels import train
 
-    monkeypatch.setattr("posttrain.rollout.native.build.check_exact", lambda *_: None)
-    if ON_CUDA:  # of widths that exactness is built for
-        module = model(kind=kind, hidden_size=128, intermediate_size=256, head_dim=64).bfloat16()
+    monkeypatch.setattr("posttrain.rollout.native.build.check_exact", lambda *_: None)  # nobody proved the model
+    if ON_CUDA:  # of widths and a vocabulary that exactness is built for
+        module = model(kind=kind, hidden_size=128, intermediate_size=256, head_dim=64, vocab_size=96).bfloat16()
     else:
         module = model(kind=kind)
         monkeypatch.setattr(train, "on_cuda", lambda tensor: True)
@@ -333,3 +333,31 @@ def test_exact_decoding_samples_what_the_oracle_samples_and_scores_as_it_decodes
     if not ON_CUDA:
         theirs = generate(HFEngine(model(kind=kind), pad_token_id=0, decode=text), PROMPTS, settings, range(6))
         assert [output.token_ids for output in outputs] == [output.token_ids for output in theirs]
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_drafted_tokens_are_verified_as_rows_of_one_captured_step(wrong, make, monkeypatch):
+    """Drafts are the tokens that are sampled, or differ from them at every third place."""
+    settings = [
+        Sampling(max_tokens=9 + row, greedy=row % 2 == 0, stop_token_ids=(90,) if row == 1 else ()) for row in range(6)
+    ]
+    theirs = oracle(PROMPTS, settings, range(6))
+    engine = make(speculation="batch")
+    speculation = engine.speculation
+    assert speculation is not None
+    monkeypatch.setattr(type(speculation), "width", lambda self, slots, rows: 4)
+
+    def drafts(self, slots, rows, width):
+        found = []
+        for slot in rows.tolist():
+            count, most = int(slots.count[slot]), min(width, int(slots.limit[slot] - slots.count[slot])) - 1
+            left = theirs[slots.requests[slot].id].token_ids[count : count + most]
+            found.append([(token + (wrong and place % 3 == 2)) % 97 for place, token in enumerate(left)])
+        return found
+
+    monkeypatch.setattr(type(speculation), "drafts", drafts)
+    same(generate(engine, PROMPTS, settings, range(6)), theirs)
+    assert {kind[2] for kind in engine.decoder.graphs.replays} == {True}
+    counts = speculation.take_counts()
+    assert counts["accepted"] == counts["drafted"] if not wrong else 0 < counts["accepted"] < counts["drafted"]
+    assert engine.pool.used == 0

@@ -19,7 +19,7 @@ from posttrain.errors import UserError
 from posttrain.kernels import ordered
 from posttrain.models import layer_weights
 from posttrain.models.decodable import why_not_exact
-from posttrain.models.loading import load_causal_lm
+from posttrain.models.loading import fuse_and_prove, load_causal_lm
 from posttrain.models.lora import with_adapters
 from posttrain.rollout.base import Request, Sampling
 from posttrain.rollout.generate import advance, generate, to_batch
@@ -263,6 +263,20 @@ def test_models_that_cannot_be_exact_are_rejected(kind, dtype, why):
     assert why in (why_not_exact(module) or "")
     with pytest.raises(UserError, match=r"trainer\.exact=True"):
         build_native(module, RolloutConfig(), decode=None, exact=True)
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ({"vocab_size": 104, "hidden_size": 128}, None),
+        ({"vocab_size": 97, "hidden_size": 128}, "multiple of 8 tokens, and this one has 97"),
+        ({"vocab_size": 104}, "widths are multiples of 64"),
+    ],
+)
+def test_on_cuda_sizes_whose_products_depend_on_the_rows_are_rejected(changed, why, monkeypatch):
+    monkeypatch.setattr("posttrain.models.decodable.why_not_ordered", lambda *_: None)
+    found = why_not_exact(fuse_and_prove(tiny("qwen2", **changed), "a model"), torch.device("cuda"))
+    assert found is None if why is None else why in (found or "")
 
 
 def test_without_a_compiler_it_is_rejected_and_the_reason_is_said(monkeypatch):

@@ -1,4 +1,4 @@
-"""A run on several processes that kills itself, and what runs leave behind: processes, shared memory, Ray's folder."""
+"""A run on several processes that kills a rank and then itself; what runs leave: processes, shared memory, files."""
 
 from __future__ import annotations
 
@@ -24,6 +24,8 @@ KILLED = """
         print("Ray's folder:", self.folder, flush=True)
 
     def killed(self, batch, step):
+        if step == 2 and not self.run.restarts:
+            os.kill(self.workers.watch.ranks[1].identity.process.pid, signal.SIGKILL)
         if step == 5:
             os.kill(os.getpid(), signal.SIGKILL)
         return update(self, batch, step)

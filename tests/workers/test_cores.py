@@ -45,11 +45,3 @@ def test_more_workers_than_cores_that_may_be_used_are_refused(machine):
     machine(2)
     with pytest.raises(ConfigError, match=r"asks for 3 workers; this machine has 2 CPU core\(s\)"):
         load_config(["trainer.n_workers=3", "trainer.device=cpu"], environment=True)
-
-
-def test_ranks_share_the_cores_that_may_be_used(machine, monkeypatch):
-    ray_machines = pytest.importorskip("posttrain.controller.ray_cluster", exc_type=ImportError)
-    context = type("Context", (), {"get_node_id": lambda self: "0"})
-    monkeypatch.setattr(ray_machines.ray, "get_runtime_context", context)
-    machine(6)
-    assert ray_machines.machines_for(1, 2, "cpu")[0].cores == 6

@@ -57,7 +57,7 @@ from posttrain.controller.ray_cluster import RayCluster  # noqa: E402
 
 pytestmark = pytest.mark.slow
 
-RAYS_OWN = ["ray_init.num_cpus=5", "ray_kwargs.ray_init.runtime_env.env_vars.SEEN_BY_RANKS=1", "trainer.n_workers=4"]
+RAYS_OWN = ["ray_init.num_cpus=12", "ray_kwargs.ray_init.runtime_env.env_vars.SEEN_BY_RANKS=1", "trainer.n_workers=4"]
 
 
 @pytest.fixture(scope="module")
@@ -105,13 +105,16 @@ def test_settings_for_ray_are_seen_in_its_resources_and_by_the_ranks(ranks, monk
     from posttrain.controller import ray_pool
     from posttrain.trainer.run.process import open_workers
 
-    assert ray.cluster_resources()["CPU"] == 5
+    assert ray.cluster_resources()["CPU"] == 12
     assert ranks(2).create("toy", Toy, None).variable("SEEN_BY_RANKS") == ["1", "1"]
     made = Mock(**{"return_value.cluster.was_there": True})
     monkeypatch.setattr(ray_pool, "RayWorkers", made)
     given = ["trainer.ray_init.num_cpus=3", "trainer.stopped_worker_timeout_s=7", "trainer.n_workers=2"]
+    given += ["trainer.hung_worker_timeout_s=8", "trainer.placement_timeout_s=9"]
     open_workers(load_config(given).config, CPU, None)
-    assert made.call_args.kwargs["settings"] == {"num_cpus": 3} and made.call_args.kwargs["stopped_s"] == 7
+    named = made.call_args.kwargs
+    assert named["settings"] == {"num_cpus": 3}
+    assert (named["stopped_s"], named["hung_s"], named["placement_s"]) == (7, 8, 9)
     assert "trainer.ray_init has no effect: this process is connected to a Ray already" in capsys.readouterr().out
 
 
@@ -322,15 +325,19 @@ def test_a_checkpoint_of_four_processes_goes_on_on_two_and_on_one(runs, kind, ca
 SIX = {"trainer.total_training_steps": 6, "trainer.save_freq": 3}
 
 
-def test_six_steps_on_two_processes_are_three_killed_and_three_to_the_bit_and_the_killed_leaves_nothing(runs, forked):
+def test_a_rank_that_is_killed_and_then_the_run_that_is_killed_change_no_bit_and_leave_nothing(runs, forked):
     straight = runs.free("straight", 2, SIX)
     wanted = {**settings(runs.model, runs.data, runs.folder / "killed"), **SIX, "trainer.n_gpus_per_node": 2}
     code = textwrap.dedent(KILLED).format(paths=[path for path in sys.path if path], settings=wanted)
     shared = set(os.listdir("/dev/shm"))
     killed = forked.run(code)
     assert killed.returncode == -signal.SIGKILL, killed.stdout[-2000:] + killed.stderr[-2000:]
-    check_nothing_is_left(killed.stdout.partition("Ray's folder: ")[2].split()[0], shared)
+    first, second = (part.split()[0] for part in killed.stdout.split("Ray's folder: ")[1:])
+    assert re.search(r"Rank 1 .* died in step 2, stage \w+\. Restart 1 of 3", killed.stdout)
+    check_nothing_is_left(first, shared)
+    check_nothing_is_left(second, shared)
     path = runs.folder / "killed" / "test" / "run"
+    assert "## Stacks of Rank 0" in (path / "incidents" / "001.md").read_text()
     assert [line["step"] for line in metrics_of(path)] == [1, 2, 3, 4]
     runs.free("killed", 2, SIX)
     assert metrics_of(path) == metrics_of(straight.path) and len(metrics_of(path)) == 6
@@ -349,15 +356,19 @@ def test_a_rank_that_is_stopped_or_dies_is_named_and_its_peers_error_is_not_take
         _, second = group.process()
         group.nap(5.0)  # a worker that takes its time is not reported
         assert told == [] and group.meet() == [2, 2]
-        with pytest.raises(RuntimeError, match="Connection reset by peer"):  # both are alive
+        with pytest.raises(ray_ranks.PeerLost, match=r"all of them are alive: .*Connection reset by peer"):
             group.lose_touch()
         os.kill(second, signal.SIGSTOP)
-        with pytest.raises(WorkerStopped, match=rf"Rank 1 \(process {second} on .*\) has been stopped .* 4 s"):
+        named = rf"Rank 1 \(process {second} on .*\)"
+        with pytest.raises(WorkerStopped, match=rf"{named} has been stopped .* 4 s") as stopped:
             group.meet()  # the first waits for it inside gloo
+        (known,) = stopped.value.incident.stacks.values()  # of the first; the second cannot print them
+        assert "in meet" in known and set(stopped.value.incident.calls.values()) == {"toy.meet"}
+        assert [words.split(";")[0] for words in stopped.value.incident.states.values()] == ["waiting", "stopped"]
         os.kill(second, signal.SIGCONT)
         assert len(told) == 1 and f"Rank 1 (process {second} on" in told[0] and "kill -CONT" in told[0]
         assert group.meet() == [2, 2]
-        with pytest.raises(ray_ranks.WorkerDied, match=rf"Rank 1 \(process {second} on .*\) died") as death:
+        with pytest.raises(ray_ranks.WorkerDied, match=f"{named} died") as death:
             group.lose_touch("its last words")
         log = tmp_path / "workers.log"
         assert str(log) in str(death.value) and "its last words" in log.read_text().splitlines()
@@ -657,7 +668,7 @@ def test_workers_that_only_generate_know_each_other_where_they_hold_engines_toge
         open_workers(load_config([f"{ROLLOUT}.n_workers=2", f"{SIZE}={size}"]).config, CPU, None)
         assert made.call_args.kwargs["teams"] == (size == 2) and made.call_args.kwargs["rollout"] == 2
     monkeypatch.undo()
-    workers = ray_pool.RayWorkers(1, CPU, cluster, rollout=2, teams=True)
+    workers = ray_pool.RayWorkers(1, CPU, cluster, rollout=2, team=2)
     try:
         assert [float(got) for got in workers.create("rollout", Toy, None).plus_rank(torch.zeros(()))] == [1.0, 2.0]
     finally:
@@ -830,8 +841,9 @@ def test_a_ray_with_a_token_is_joined_by_its_address_with_the_token(cluster, for
 def test_a_machine_that_joins_is_waited_for_has_its_rank_and_leaves_when_it_is_gone(cluster, monkeypatch):
     """Two nodes of Ray, each with processes and a folder of its own, on this machine."""
     from posttrain.controller.ray_address import OWN
-    from posttrain.controller.ray_cluster import check_same_programs, machines_for
+    from posttrain.controller.ray_cluster import check_same_programs
     from posttrain.controller.ray_node import RayNode, serve
+    from posttrain.controller.ray_placement import Placement
     from posttrain.controller.ray_pool import RayWorkers
 
     told: list[str] = []
@@ -847,12 +859,13 @@ def test_a_machine_that_joins_is_waited_for_has_its_rank_and_leaves_when_it_is_g
     address = ray.get_runtime_context().gcs_address
     serving = threading.Thread(target=serve, args=(address, told.append, OWN), daemon=True)
     serving.start()
-    here, there = machines_for(2, 1, "cpu", told.append)
+    placement = Placement("cpu", 2, 1, tell=told.append)
+    here, there = placement.training
     rank = RayWorkers._host(Mock(world_size=1), 0, there, 1, CPU)
-    check_same_programs([unpack(ray.get(rank.programs.remote()))], [there.address])
+    check_same_programs([unpack(ray.get(rank.programs.remote()))], [there.machine.address])
     assert at_work.wait(60) and serving.is_alive()
-    ray.kill(rank)
+    placement.close()  # ends the rank, too
     serving.join(60)
-    assert here.id == ray.get_runtime_context().get_node_id() != there.id
-    assert told[0].startswith("Waiting 60 s for machines to join")
+    assert here.machine.id == ray.get_runtime_context().get_node_id() != there.machine.id
+    assert told[0].startswith("Waiting for up to 300 s (trainer.placement_timeout_s) for room in Ray: the training")
     assert told[-1] == "The run has left this machine."

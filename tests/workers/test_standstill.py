@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import subprocess
@@ -17,6 +18,7 @@ from posttrain.controller.stalls import (
     Process,
     StallWatch,
     State,
+    WorkersHung,
     WorkerStopped,
     state_of,
     this_process,
@@ -28,9 +30,9 @@ ONE, TWO = "Rank 0 (process 11 on a)", "Rank 1 (process 22 on b)"
 class Watched:
     """A Standstill with a clock of its own: `look` lets some seconds pass, and shows two processes' states."""
 
-    def __init__(self, limit_s: float = 300.0) -> None:
+    def __init__(self, limit_s: float = 300.0, hung_s: float = math.inf) -> None:
         self.now, self.told, self.used = 0.0, [], 0.0
-        self.standstill = StallWatch(limit_s, self.told.append, lambda: self.now)
+        self.standstill = StallWatch(limit_s, self.told.append, lambda: self.now, hung_s)
 
     def look(self, letters: str, *, looks: int = 1, passed: float = EVERY_S, load: float = 1.0) -> None:
         """`load` is the share of a core that the second process uses."""
@@ -86,7 +88,7 @@ def test_a_worker_that_computes_is_never_told_of(letters):
     assert watched.told == []
 
 
-def test_workers_that_neither_answer_nor_compute_are_told_of_more_and_more_rarely_and_never_end_the_run():
+def test_workers_that_neither_answer_nor_compute_are_told_of_more_and_more_rarely():
     watched = Watched()
     watched.look("SD", looks=int(20 * IDLE_S / EVERY_S), load=0.01)
     assert len(watched.told) == 5  # after 1, 2, 4, 8 and 16 times the limit
@@ -94,6 +96,16 @@ def test_workers_that_neither_answer_nor_compute_are_told_of_more_and_more_rarel
     watched.standstill.answered()
     watched.look("SD", looks=int(IDLE_S / EVERY_S) - 1, load=0.01)
     assert len(watched.told) == 5
+
+
+def test_workers_that_neither_answer_nor_compute_are_taken_for_hung_at_the_limit_and_not_if_one_computes():
+    watched = Watched(hung_s=600)
+    watched.look("SD", looks=5000, load=0.2)
+    watched.look("SD", looks=int(600 / EVERY_S) - 1, load=0.01)
+    assert "up to 600 s (trainer.hung_worker_timeout_s)" in watched.told[0]
+    with pytest.raises(WorkersHung, match=r"Rank 0 .*Rank 1 .* 600 s \(trainer\.hung_worker_timeout_s\)") as hung:
+        watched.look("SD", load=0.01)
+    assert hung.value.who == f"{ONE}, {TWO}"
 
 
 def test_nothing_is_said_where_nothing_is_known():

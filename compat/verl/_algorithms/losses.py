@@ -19,9 +19,11 @@ Loss = tuple[torch.Tensor, dict[str, float]]
 CLIP_FRACTIONS = ("actor/pg_clipfrac", "actor/pg_clipfrac_lower")
 
 
-def _by_verl(name: str, fixed: str | None = None, always: tuple[str, ...] = CLIP_FRACTIONS) -> Callable[..., Loss]:
+def _by_verl(
+    name: str, fixed: str | None = None, always: tuple[str, ...] = CLIP_FRACTIONS, group: str = ""
+) -> Callable[..., Loss]:
     """The loss of this name with verl's signature. `fixed` is the aggregation of losses that know only one, `always`
-    are metrics that are 0 where there are none."""
+    are metrics that are 0 where there are none, `group` is where verl keeps its settings within `policy_loss`."""
     per_token = POLICY_LOSSES[name]  # posttrain's own, whoever takes the name later
 
     def compute(
@@ -34,6 +36,9 @@ def _by_verl(name: str, fixed: str | None = None, always: tuple[str, ...] = CLIP
         rollout_is_weights: torch.Tensor | None = None,
     ) -> Loss:
         assert config is not None, f"the loss {name} reads its settings from config"
+        counts = setting(config, "global_batch_info", {}) or {}
+        if group and (own := setting(setting(config, "policy_loss", None), group, None)) is not None:
+            config = {key: setting(config, key, None) for key in per_token.reads or ()} | {"policy_loss": own}
         # verl chooses tokens by the covariance with the present log-probs.
         tensors = {"old_log_probs": log_prob.detach(), "advantages": advantages, "response_mask": response_mask}
         prepared = {} if per_token.prepare is None else per_token.prepare(DataProto(tensors), config)
@@ -47,7 +52,6 @@ def _by_verl(name: str, fixed: str | None = None, always: tuple[str, ...] = CLIP
             **prepared,
         )
         metrics = {key: float(masked_mean(value.detach().float(), response_mask)) for key, value in measured.items()}
-        counts = setting(config, "global_batch_info", {}) or {}
         loss = agg_loss(losses, response_mask, fixed or loss_agg_mode, **counts)
         return loss, {key: 0.0 for key in always} | metrics
 
@@ -60,6 +64,7 @@ def _by_verl(name: str, fixed: str | None = None, always: tuple[str, ...] = CLIP
 compute_policy_loss_vanilla = _by_verl("vanilla")
 compute_policy_loss_dppo_tv = _by_verl("dppo_tv")
 compute_policy_loss_dppo_kl = _by_verl("dppo_kl")
+compute_policy_loss_cppo = _by_verl("cppo", group="cppo")
 compute_policy_loss_gspo = _by_verl("gspo")
 compute_policy_loss_sapo = _by_verl("sapo", fixed="seq-mean-token-mean")
 compute_policy_loss_gpg = _by_verl("gpg", always=())

@@ -7,10 +7,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from posttrain.data.recipes.recipe import Recipe, Row, SkippedRow, Split, text_of
-from posttrain.data.rows import DataError, RowTable
+from posttrain.data.recipes.recipe import Converted, Recipe, SkippedRow, SourceRow, Split
+from posttrain.data.rows import DataError
 
 COLUMNS = "chosen and rejected"
 ROLES = {"Human": "user", "Assistant": "assistant"}
@@ -18,33 +18,24 @@ _TURN = re.compile(r"\n\n(Human|Assistant):")
 Turns = list[dict[str, str]]
 
 
-def pair_rows(table: RowTable, split: str) -> Iterator[Row | SkippedRow]:
-    for number in range(len(table)):
-        chosen, rejected = (text_of(table, number, COLUMNS, name) for name in ("chosen", "rejected"))
+def pair_rows(rows: Sequence[SourceRow]) -> Iterator[Converted]:
+    for row in rows:
+        chosen, rejected = row.text("chosen"), row.text("rejected")
         prompt = _find_shared_start(chosen, rejected)
         if not prompt:
-            raise DataError(f"The two conversations of {table.where(number)} do not begin with the same question.")
+            raise DataError(f"The two conversations of {row.where} do not begin with the same question.")
         # What follows is the answer, even if someone wrote `Human:` in it.
         answers = [text[len(prompt) :].removeprefix("\n\nAssistant:").strip() for text in (chosen, rejected)]
         if not all(answers):
             yield SkippedRow("an answer is empty")
             continue
-        yield {
-            "prompt": _turns(prompt),
-            "chosen": answers[0],
-            "rejected": answers[1],
-            "data_source": "hh_rlhf",
-            "extra_info": {"index": number, "split": split},
-        }
+        yield {"prompt": _turns(prompt), "chosen": answers[0], "rejected": answers[1]}
 
 
-def conversation_rows(table: RowTable, split: str) -> Iterator[Row | SkippedRow]:
-    for number in range(len(table)):
-        messages = _turns(text_of(table, number, COLUMNS, "chosen"))
-        if not messages[-1]["content"]:
-            yield SkippedRow("an answer is empty")
-            continue
-        yield {"messages": messages, "data_source": "hh_rlhf", "extra_info": {"index": number, "split": split}}
+def conversation_rows(rows: Sequence[SourceRow]) -> Iterator[Converted]:
+    for row in rows:
+        messages = _turns(row.text("chosen"))
+        yield {"messages": messages} if messages[-1]["content"] else SkippedRow("an answer is empty")
 
 
 def _find_shared_start(chosen: str, rejected: str) -> str:
@@ -85,4 +76,5 @@ CONVERSATIONS = Recipe(
     columns=COLUMNS,
     rows=conversation_rows,
     hub_id="Anthropic/hh-rlhf",
+    data_source="hh_rlhf",
 )

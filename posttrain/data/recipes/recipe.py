@@ -8,10 +8,10 @@ from __future__ import annotations
 import csv
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from posttrain.data.recipes.arithmetic import write_files
 from posttrain.data.rows import DataError, RowTable, load_rows, table_of_rows
@@ -24,6 +24,36 @@ class SkippedRow:
     """A row that cannot be used, and why; the command counts such rows."""
 
     reason: str
+
+
+# None: a row of another split.
+Converted = Row | SkippedRow | None
+
+
+class SourceRow(NamedTuple):
+    """A row as the data set's authors wrote it."""
+
+    table: RowTable
+    number: int
+    split: str
+    columns: str
+
+    @property
+    def where(self) -> str:
+        return self.table.where(self.number)
+
+    def get(self, name: str) -> Any:
+        return self.table.rows[self.number].get(name)
+
+    def text(self, *names: str) -> str:
+        """The text in the first of `names` that the row has; an error names the row and the data set's columns."""
+        for name in names:
+            if isinstance(value := self.get(name), str) and value.strip():
+                return value
+        raise DataError(
+            f"The {names[0]} of {self.where} is missing: the columns are {self.columns}, "
+            f"this row has {', '.join(self.table.rows[self.number]) or 'none'}."
+        )
 
 
 @dataclass(frozen=True)
@@ -41,18 +71,20 @@ class Split:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A data set. `rows(table, split)` converts its rows; a skipped row comes with its reason."""
+    """A data set. `rows` converts each row in turn; its number and split, and the data set's name, are added to it."""
 
     name: str
     sentence: str
     splits: tuple[Split, ...]
     # The columns of a copy, for messages.
     columns: str
-    rows: Callable[[RowTable, str], Iterator[Row | SkippedRow]]
+    rows: Callable[[Sequence[SourceRow]], Iterator[Converted]]
     hub_id: str
     hub_config: str = "default"
     # A split's file in the hub's repository; by default the hub's own parquet conversion is fetched.
     hub_file: str | None = None
+    # What rows say in `data_source`; the recipe's name if empty.
+    data_source: str = ""
 
     @property
     def folder(self) -> Path:
@@ -60,16 +92,13 @@ class Recipe:
         return Path.home() / "data" / self.name
 
 
-def text_of(table: RowTable, number: int, columns: str, *names: str) -> str:
-    """Return the text in the first of `names` that the row has; an error names the row and the data set's columns."""
-    row = table.rows[number]
-    for name in names:
-        if isinstance(row.get(name), str) and row[name].strip():
-            return row[name]
-    raise DataError(
-        f"The {names[0]} of {table.where(number)} is missing: the columns are {columns}, "
-        f"this row has {', '.join(row) or 'none'}."
-    )
+def _convert(recipe: Recipe, table: RowTable, split: str) -> Iterator[Converted]:
+    sources = [SourceRow(table, number, split, recipe.columns) for number in range(len(table))]
+    for number, row in enumerate(recipe.rows(sources)):
+        if isinstance(row, dict):
+            row["data_source"] = recipe.data_source or recipe.name
+            row["extra_info"] = {"index": number, "split": split, **row.get("extra_info", {})}
+        yield row
 
 
 # A folder's own layout first, then that of a downloaded copy of the hub's repository. Texts come before parquet, so
@@ -203,7 +232,7 @@ def prepare(
     folder = Path(out).expanduser() if out is not None else recipe.folder
     tables = from_hub(recipe) if source is None else from_folder(recipe, Path(source).expanduser(), folder)
     # All of them, before any file is written.
-    made = {split: list(recipe.rows(table, split)) for split, table in tables.items()}
+    made = {split: list(_convert(recipe, table, split)) for split, table in tables.items()}
     rows = {split: kept for split, found in made.items() if (kept := [row for row in found if isinstance(row, dict)])}
     if not rows:
         raise DataError(f"No row of {', '.join(tables)} is of use for `posttrain data {recipe.name}`.")

@@ -19,29 +19,25 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from posttrain.data.recipes.recipe import Recipe, Row, SkippedRow, Split, text_of
-from posttrain.data.rows import DataError, RowTable
+from posttrain.data.recipes.recipe import Converted, Recipe, SkippedRow, SourceRow, Split
+from posttrain.data.rows import DataError
 
 NUMBER_INSTRUCTION = "Think step by step and end with a line `#### N`, where N is the answer as a number."
-GSM8K_COLUMNS = "question and answer"
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 BOXED_INSTRUCTION = "Think step by step and put your final answer within \\boxed{}."
 MATH_COLUMNS = "problem, solution and (where there is one) answer"
 
 
-def gsm8k_rows(table: RowTable, split: str) -> Iterator[Row]:
-    """Convert rows with `question` and `answer`."""
-    for number in range(len(table)):
-        question, answer = (text_of(table, number, GSM8K_COLUMNS, name) for name in ("question", "answer"))
+def gsm8k_rows(rows: Sequence[SourceRow]) -> Iterator[Converted]:
+    for row in rows:
+        answer = row.text("answer")
         yield {
-            "prompt": f"{question.strip()}\n{NUMBER_INSTRUCTION}",
-            "ground_truth": _final_number(answer, table.where(number)),
+            "prompt": f"{row.text('question').strip()}\n{NUMBER_INSTRUCTION}",
+            "ground_truth": _final_number(answer, row.where),
             "response": answer,
-            "data_source": "gsm8k",
-            "extra_info": {"index": number, "split": split},
         }
 
 
@@ -58,7 +54,7 @@ GSM8K = Recipe(
     name="gsm8k",
     sentence="grade-school word problems, with solutions (also for SFT); scored by number",
     splits=(Split("train"), Split("test")),
-    columns=GSM8K_COLUMNS,
+    columns="question and answer",
     rows=gsm8k_rows,
     hub_id="openai/gsm8k",
     hub_config="main",
@@ -66,9 +62,9 @@ GSM8K = Recipe(
 )
 
 
-def _math_rows(table: RowTable, split: str, source: str) -> Iterator[Row | SkippedRow]:
-    for number, row in enumerate(table.rows):
-        problem, solution = (text_of(table, number, MATH_COLUMNS, name) for name in ("problem", "solution"))
+def math_rows(rows: Sequence[SourceRow]) -> Iterator[Converted]:
+    for row in rows:
+        problem, solution = row.text("problem"), row.text("solution")
         answer = row.get("answer") or last_boxed(solution)
         if not answer:
             yield SkippedRow("the solution boxes no answer")
@@ -78,8 +74,7 @@ def _math_rows(table: RowTable, split: str, source: str) -> Iterator[Row | Skipp
             "prompt": f"{problem.strip()}\n{BOXED_INSTRUCTION}",
             "ground_truth": str(answer),
             "response": solution,
-            "data_source": source,
-            "extra_info": {"index": number, "split": split, "subject": str(subject or ""), "level": str(level or "")},
+            "extra_info": {"subject": str(subject or ""), "level": str(level or "")},
         }
 
 
@@ -104,7 +99,7 @@ MATH = Recipe(
     sentence="competition mathematics (MATH: 7,500 and 5,000 problems); scored by the boxed answer",
     splits=(Split("train"), Split("test")),
     columns=MATH_COLUMNS,
-    rows=lambda table, split: _math_rows(table, split, "math"),
+    rows=math_rows,
     hub_id="DigitalLearningGmbH/MATH-lighteval",
 )
 MATH500 = Recipe(
@@ -112,48 +107,40 @@ MATH500 = Recipe(
     sentence="500 problems of MATH's test set, for evaluation; scored by the boxed answer",
     splits=(Split("test", files=("math500.jsonl",)),),
     columns=MATH_COLUMNS,
-    rows=lambda table, split: _math_rows(table, split, "math500"),
+    rows=math_rows,
     hub_id="HuggingFaceH4/MATH-500",
 )
 
 
 ANSWER_INSTRUCTION = "Give your final answer, as short as possible, within <answer> and </answer>."
-NQ_COLUMNS = "question and answer (a list)"
-HOTPOT_COLUMNS = "question, answer, context and supporting_facts"
-BANKING_COLUMNS = "text and category (or label_text)"
 
 
-def nq_open_rows(table: RowTable, split: str) -> Iterator[Row | SkippedRow]:
-    for number, row in enumerate(table.rows):
-        question = text_of(table, number, NQ_COLUMNS, "question").strip()
-        answers = [row["answer"]] if isinstance(row.get("answer"), str) else row.get("answer")
+def nq_open_rows(rows: Sequence[SourceRow]) -> Iterator[Converted]:
+    for row in rows:
+        question, given = row.text("question").strip(), row.get("answer")
+        answers = [given] if isinstance(given, str) else given
         if not isinstance(answers, list) or not answers or not all(isinstance(answer, str) for answer in answers):
-            raise DataError(f"The answer of {table.where(number)} is missing: the columns are {NQ_COLUMNS}.")
+            raise DataError(f"The answer of {row.where} is missing: the columns are {row.columns}.")
         if not any(char.isalnum() for answer in answers for char in answer):
             yield SkippedRow("its answers hold no letter or digit")
             continue
         yield {
             "prompt": f"{question.removesuffix('?')}?\n{ANSWER_INSTRUCTION}",
             "ground_truth": answers,
-            "data_source": "nq_open",
-            "extra_info": {"index": number, "split": split},
         }
 
 
-def hotpotqa_rows(table: RowTable, split: str) -> Iterator[Row]:
-    for number, row in enumerate(table.rows):
-        question = text_of(table, number, HOTPOT_COLUMNS, "question").strip()
+def hotpotqa_rows(rows: Sequence[SourceRow]) -> Iterator[Converted]:
+    for row in rows:
+        question = row.text("question").strip()
         passages = [f"{title}: {''.join(lines).strip()}" for title, lines in _pairs(row.get("context"), "sentences")]
         if not passages:
-            raise DataError(f"The context of {table.where(number)} is missing: the columns are {HOTPOT_COLUMNS}.")
+            raise DataError(f"The context of {row.where} is missing: the columns are {row.columns}.")
         facts = _pairs(row.get("supporting_facts"), "sent_id")
         yield {
             "prompt": "\n\n".join([*passages, f"{question}\n{ANSWER_INSTRUCTION}"]),
-            "ground_truth": text_of(table, number, HOTPOT_COLUMNS, "answer"),
-            "data_source": "hotpotqa",
+            "ground_truth": row.text("answer"),
             "extra_info": {
-                "index": number,
-                "split": split,
                 "supporting": list(dict.fromkeys(str(title) for title, _ in facts)),
                 "type": str(row.get("type") or ""),
                 "level": str(row.get("level") or ""),
@@ -175,7 +162,7 @@ NQ_OPEN = Recipe(
         Split("train", files=("NQ-open.train.jsonl*",), optional=True),
         Split("validation", files=("NQ-open.dev.jsonl*", "NQ-open.efficientqa.dev*.jsonl*")),
     ),
-    columns=NQ_COLUMNS,
+    columns="question and answer (a list)",
     rows=nq_open_rows,
     hub_id="google-research-datasets/nq_open",
     hub_config="nq_open",
@@ -187,27 +174,23 @@ HOTPOTQA = Recipe(
         Split("train", files=("hotpot_train*.json*",), optional=True),
         Split("validation", files=("hotpot_dev_distractor*.json*", "hotpot_distractor*.json*")),
     ),
-    columns=HOTPOT_COLUMNS,
+    columns="question, answer, context and supporting_facts",
     rows=hotpotqa_rows,
     hub_id="hotpotqa/hotpot_qa",
     hub_config="distractor",
 )
 
 
-def banking77_rows(table: RowTable, split: str) -> Iterator[Row]:
-    answers = [
-        text_of(table, number, BANKING_COLUMNS, "category", "label_text").strip() for number in range(len(table))
-    ]
+def banking77_rows(rows: Sequence[SourceRow]) -> Iterator[Converted]:
+    answers = [row.text("category", "label_text").strip() for row in rows]
     labels = sorted(set(answers))
-    for number, answer in enumerate(answers):
-        message = text_of(table, number, BANKING_COLUMNS, "text").strip()
+    for row, answer in zip(rows, answers, strict=True):
         yield {
-            "prompt": f"A bank's customer writes: {message}\n"
+            "prompt": f"A bank's customer writes: {row.text('text').strip()}\n"
             f"Answer with the one label that fits, out of: {', '.join(labels)}.",
             "ground_truth": answer,
             "response": answer,
-            "data_source": "banking77",
-            "extra_info": {"index": number, "split": split, "labels": labels},
+            "extra_info": {"labels": labels},
         }
 
 
@@ -215,48 +198,45 @@ BANKING77 = Recipe(
     name="banking77",
     sentence="customers' messages to be sorted into 77 labels; scored by the label",
     splits=(Split("train"), Split("test")),
-    columns=BANKING_COLUMNS,
+    columns="text and category (or label_text)",
     rows=banking77_rows,
     hub_id="mteb/banking77",
 )
 
 
 CODE_INSTRUCTION = "Answer with one Python program in a ```python block."
-MBPP_COLUMNS = "task_id, prompt (or text), code, test_list"
-HUMANEVAL_COLUMNS = "task_id, prompt, entry_point, canonical_solution, test"
 # Last task of each split, by the data set's own division of its 974 tasks.
 MBPP_LAST = {"prompt": 10, "test": 510, "validation": 600, "train": 974}
 
 
-def mbpp_rows(table: RowTable, split: str) -> Iterator[Row]:
+def mbpp_rows(rows: Sequence[SourceRow]) -> Iterator[Converted]:
     """Convert the tasks of this split: one file may hold all of them."""
-    for number, row in enumerate(table.rows):
+    for row in rows:
         task, tests = row.get("task_id"), row.get("test_list")
         if not isinstance(task, int) or not isinstance(tests, list) or not tests:
-            raise DataError(f"The task_id or test_list of {table.where(number)} is missing; columns: {MBPP_COLUMNS}.")
-        if split != next((name for name, last in MBPP_LAST.items() if task <= last), None):
+            raise DataError(f"The task_id or test_list of {row.where} is missing; columns: {row.columns}.")
+        if row.split != next((name for name, last in MBPP_LAST.items() if task <= last), None):
+            yield None
             continue
-        text = text_of(table, number, MBPP_COLUMNS, "prompt", "text").strip()
+        text = row.text("prompt", "text").strip()
         setup = [*(row.get("test_imports") or []), row.get("test_setup_code") or ""]
         yield {
             "prompt": f"{text}\nYour program must pass tests such as:\n```python\n{tests[0]}\n```\n{CODE_INSTRUCTION}",
             "ground_truth": json.dumps({"test_list": tests, "test_imports": [line for line in setup if line]}),
-            "response": _fence(text_of(table, number, MBPP_COLUMNS, "code")),
-            "data_source": "mbpp",
-            "extra_info": {"index": number, "split": split, "task_id": str(task)},
+            "response": _fence(row.text("code")),
+            "extra_info": {"task_id": str(task)},
         }
 
 
-def humaneval_rows(table: RowTable, split: str) -> Iterator[Row]:
+def humaneval_rows(rows: Sequence[SourceRow]) -> Iterator[Converted]:
     names = ("task_id", "prompt", "entry_point", "canonical_solution", "test")
-    for number in range(len(table)):
-        task, prompt, entry, solution, test = (text_of(table, number, HUMANEVAL_COLUMNS, name) for name in names)
+    for row in rows:
+        task, prompt, entry, solution, test = (row.text(name) for name in names)
         yield {
             "prompt": f"Complete this function.\n```python\n{prompt.rstrip()}\n```\n{CODE_INSTRUCTION}",
             "ground_truth": json.dumps({"test": test, "entry_point": entry, "prompt": prompt}),
             "response": _fence(prompt + solution),
-            "data_source": "humaneval",
-            "extra_info": {"index": number, "split": split, "task_id": task},
+            "extra_info": {"task_id": task},
         }
 
 
@@ -269,7 +249,7 @@ MBPP = Recipe(
     name="mbpp",
     sentence="short Python tasks with tests (sanitized MBPP), divided by task number; scored in the sandbox",
     splits=tuple(Split(name, files=_MBPP_FILES, optional=True) for name in ("train", "validation", "test", "prompt")),
-    columns=MBPP_COLUMNS,
+    columns="task_id, prompt (or text), code, test_list",
     rows=mbpp_rows,
     hub_id="google-research-datasets/mbpp",
     hub_config="sanitized",
@@ -278,7 +258,7 @@ HUMANEVAL = Recipe(
     name="humaneval",
     sentence="164 Python functions to complete, for evaluation; scored in the sandbox",
     splits=(Split("test", files=("HumanEval.jsonl.gz", "HumanEval.jsonl")),),
-    columns=HUMANEVAL_COLUMNS,
+    columns="task_id, prompt, entry_point, canonical_solution, test",
     rows=humaneval_rows,
     hub_id="openai/openai_humaneval",
     hub_config="openai_humaneval",

@@ -161,7 +161,7 @@ class GraphedSteps:
     ) -> None:
         self.model, self.vocabulary, self.key_heads = model, vocabulary, key_heads
         self.block, self.device = block, device
-        self.replays: dict[tuple[int, int], Replay] = {}
+        self.replays: dict[tuple[int, int, bool], Replay] = {}
         self.memory = None
         self.stop_ids, self.stop_sets = torch.full((1, 1), -1, dtype=torch.int32, device=device), []
         self.rows = RowBuffers(0, 0, vocabulary, device)
@@ -208,7 +208,8 @@ class GraphedSteps:
         self.rows.made.zero_()
         self._place_rows(rows, which, size)
         splits = splits_for(size, self.key_heads, rows.longest)
-        replay = self.replays.get((size, splits)) or self._capture(size, splits)
+        kind = size, splits, rows.together
+        replay = self.replays.get(kind) or self._capture(*kind)
         for _ in range(rows.steps):
             replay()
         self.pending = PendingResults(self.order.numbers[:size], self.rows.results(size, rows.steps))
@@ -249,35 +250,36 @@ class GraphedSteps:
             table[number, : len(ids)] = ids
         self.stop_ids.copy_(to_device(torch.from_numpy(table), self.device))
 
-    def _capture(self, size: int, splits: int) -> Replay:
+    def _capture(self, size: int, splits: int, together: bool) -> Replay:
         # Capturing runs the step once before. All rows are marked as ended meanwhile, so that it writes nothing.
         if self.device.type != "cuda":  # Triton's interpreter has no graphs: the step itself is run each time
-            self.replays[size, splits] = lambda: self._whole_step(size, splits)
-            return self.replays[size, splits]
+            self.replays[size, splits, together] = lambda: self._whole_step(size, splits, together)
+            return self.replays[size, splits, together]
         ended = self.rows.ended[:size].clone()
         self.rows.ended[:size].fill_(1)
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            self._whole_step(size, splits)  # a warm-up: kernels are compiled now and not during capture
+            self._whole_step(size, splits, together)  # a warm-up: kernels are compiled now and not during capture
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         if self.memory is None:
             self.memory = torch.cuda.graph_pool_handle()  # all graphs share one pool: only one runs at a time
         with torch.cuda.graph(graph, pool=self.memory):
-            self._whole_step(size, splits)
+            self._whole_step(size, splits, together)
         self.rows.ended[:size].copy_(ended)
-        self.replays[size, splits] = graph.replay
+        self.replays[size, splits, together] = graph.replay
         return graph.replay
 
-    def _whole_step(self, size: int, splits: int) -> None:
+    def _whole_step(self, size: int, splits: int, together: bool) -> None:
         rows, table = self.rows, self.rows.table[:size]
         _begin[(triton.cdiv(size, 128),)](
             rows.position, rows.prompt, rows.ended, rows.table, *rows.seen, size, rows.width, self.block, 128,
             num_warps=4,
         )  # fmt: skip
-        seen = (column[:size] for column in rows.seen)
-        hidden_BE = self.model.next_hidden(rows.token[:size], StepRows(*seen, table, splits))
+        seen = [column[:size] for column in rows.seen]
+        nowhere = torch.full_like(seen[1], -1) if together else None
+        hidden_BE = self.model.next_hidden(rows.token[:size], StepRows(*seen, table, splits, nowhere))
         weight_VE, logits_BV = self.model.head_weight(), None
         if fused_products.takes(hidden_BE, weight_VE, LEAST_ROWS):
             chunk, width = FINE, hidden_BE.shape[1]

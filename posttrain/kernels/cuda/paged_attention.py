@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from posttrain.kernels.cuda.dependent_launch import _wait, comes_early
-from posttrain.kernels.cuda.elementwise import _heads
+from posttrain.kernels.cuda.elementwise import _heads, rotate_and_store
 
 PROGRAMS = 1024  # programs that keep the device busy; with fewer, rows are split into pieces
 SHORTEST = 256  # keys of a piece, at least
@@ -30,7 +30,10 @@ LOG2_E = tl.constexpr(1.4426950408889634)  # scores are scaled by it, since expo
 @dataclass
 class StepRows:
     """The rows of one step: (B,) each, `table` (B, N). `lengths` counts the places of a row in its blocks up to the
-    newest token's, empty ones at the end of its prompt included; `slots` says where that is (nowhere: -1)."""
+    newest token's, empty ones at the end of its prompt included; `slots` says where that is (nowhere: -1).
+
+    `nowhere` is -1 for every row if rows may be tokens of one sequence: all keys then enter the cache before a row
+    attends."""
 
     positions: torch.Tensor
     slots: torch.Tensor
@@ -38,6 +41,7 @@ class StepRows:
     prompts: torch.Tensor
     table: torch.Tensor
     splits: int = 1
+    nowhere: torch.Tensor | None = None
 
 
 @triton.jit
@@ -171,7 +175,13 @@ def decode_attention(
     if splits > 1:
         part = qkv_BC.new_empty(count, splits, heads, size, dtype=torch.float32)
         best, total = (qkv_BC.new_empty(count, splits, heads, dtype=torch.float32) for _ in range(2))
-    seen = (rows.positions, rows.slots, rows.lengths, rows.prompts, rows.table)
+    slots = rows.slots
+    if rows.nowhere is not None:
+        query, key, value = qkv_BC.unflatten(1, (-1, size)).split([heads, key_heads, key_heads], dim=1)
+        how = {"rotation": rotation, "norms": norms, "epsilon": epsilon}
+        rotate_and_store(query, key, value, cache, rows.positions, slots, **how)
+        slots = rows.nowhere
+    seen = (rows.positions, slots, rows.lengths, rows.prompts, rows.table)
     _decode[(count, key_heads, splits)](
         qkv_BC, *cache, out, part, best, total, *seen, *(rotation or (None, None)), *(norms or (None, None)),
         epsilon, scale, columns, rows.table.shape[1], window or 0,

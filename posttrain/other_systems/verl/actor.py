@@ -10,6 +10,9 @@ _ANY = f"{{{_ACTOR},{_REF},critic,reward_model}}"
 _BUDGET = f"{_ACTOR}.ppo_max_token_len_per_gpu"
 _MODEL = "actor_rollout_ref.model"
 _FLOAT32 = ("fp32", "float32")
+OWN_TEMPLATE, RESUMED_WHOLE = "the chat template is the tokenizer's", "a run is resumed whole"
+SPAN = "the schedule spans all updates of the run"
+EVERYTHING = ("['model', 'optimizer', 'extra']", "[model,optimizer,extra]", '["model","optimizer","extra"]')
 _FUSED = "fused kernels are used wherever they give the same result"
 
 BATCHING: tuple[Rule, ...] = (
@@ -35,6 +38,7 @@ BATCHING: tuple[Rule, ...] = (
         "max_token_len_per_gpu}",
         f"passes for log-probs are packed up to {_BUDGET}, as those of the update; results do not depend on it",
     ),
+    not_needed("actor_rollout_ref.rollout.use_dynamic_bsz", "passes are always filled by tokens"),
     not_needed(
         "critic.forward_{micro_batch_size,micro_batch_size_per_gpu,max_token_len_per_gpu}",
         "passes for values are packed up to critic.ppo_max_token_len_per_gpu; results do not depend on it",
@@ -94,14 +98,14 @@ OPTIMIZER: tuple[Rule, ...] = (
     translated(f"{_OPTIM}.min_lr", "floor", "`optim.min_lr_ratio`: this divided by `optim.lr`"),
     not_supported(
         f"{_OPTIM}.lr_decay_steps",
-        "the schedule spans all updates of the run",
+        SPAN,
         "remove it, and let trainer.total_training_steps say how long the run is",
         idle="constant",
     ),
     not_needed(f"{_OPTIM}.lr_wsd_decay_*", "settings of Megatron's schedule WSD, which is not offered"),
     not_supported(
         f"{_OPTIM}.{{total_training_steps,lr_scheduler_num_training_steps,lr_scheduler.num_training_steps}}",
-        "the schedule spans all updates of the run",
+        SPAN,
         "set trainer.total_training_steps",
         off=("-1",),
         idle="constant",
@@ -213,9 +217,9 @@ SAVING: tuple[Rule, ...] = (
     ),
     not_supported(
         "*.checkpoint.load_contents",
-        "a run is resumed whole",
+        RESUMED_WHOLE,
         f"remove it; to start from weights alone set {_MODEL}.path to a folder written by `posttrain export`",
-        off=("['model', 'optimizer', 'extra']", "[model,optimizer,extra]", '["model","optimizer","extra"]'),
+        off=EVERYTHING,
     ),
     not_needed("*.checkpoint.mbridge_config", "it configures Megatron's own checkpoint writer, which is not used"),
     not_needed(
@@ -235,15 +239,10 @@ MODEL: tuple[Rule, ...] = (
     not_needed("{*.model,data}.use_shm", "files are read where they lie"),
     not_supported(
         "*.model.custom_chat_template",
-        "the chat template is the tokenizer's",
+        OWN_TEMPLATE,
         "write it into tokenizer_config.json, or set model.tokenizer_path to a folder that has it",
     ),
     not_supported("*.model.hf_config_path", "config.json is read from the model's folder", "set model.override_config"),
-    not_supported(
-        "*.policy_loss.{cppo,cppo.*}",
-        "the loss `cppo` (position-weighted thresholds and a budget per prefix) is not built",
-        "set actor_rollout_ref.actor.policy_loss.loss_mode to a loss of docs/algorithms.md",
-    ),
     not_supported(
         "*.model.{mtp,mtp.*}",
         "multi-token prediction is not built: a model's further heads are neither trained nor decoded with",
@@ -252,7 +251,13 @@ MODEL: tuple[Rule, ...] = (
     ),
     not_supported("*.model.lora.{dropout,lora_dropout}", "adapters have no dropout", "set it to 0", off=("0",)),
     not_needed("*.model.lora.dropout_position", "adapters have no dropout"),
-    not_supported("*.model.lora.dtype", "adapters are trained in float32", "remove it"),
+    not_supported("*.model.lora.dtype", "adapters are trained in float32", "remove it", off=_FLOAT32),
+    not_supported(
+        "*.model.lora.{lora_plus_ratio,experts_shared_outer_loras}",
+        "A and B of an adapter have one learning rate, and experts have adapters of their own",
+        "remove it",
+        off=("1", "false"),
+    ),
     not_supported(
         "*.model.lora.lora_A_init_method",
         "adapters begin as in peft: A by Kaiming's rule, B at 0",

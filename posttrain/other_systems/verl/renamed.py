@@ -50,6 +50,7 @@ RENAMED: dict[str, str] = {
     },
     **{f"{role}.optim.{old}": f"{role}.{new}" for role in (_ACTOR, "critic") for old, new in _OPTIM.items()},
     f"{_ACTOR}.fsdp_config.strategy": f"{_ACTOR}.strategy",
+    f"{_ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes": f"{_ROLLOUT}.update_weights_bucket_megabytes",
     **{f"{role}.rollout_n": f"{_ROLLOUT}.n" for role in (_ACTOR, "actor_rollout_ref.ref", "critic")},
     **{f"critic.model.lora.{old}": f"critic.model.{new}" for old, new in _LORA.items()},
     **{f"{_ACTOR}.clip_cov_{name}": f"{_ACTOR}.policy_loss.clip_cov_{name}" for name in ("ratio", "lb", "ub")},
@@ -73,6 +74,7 @@ RENAMED: dict[str, str] = {
     "reward.reward_model.enable": "reward_model.enable",
     "reward.reward_model.model_path": "reward_model.model.path",
     **dict.fromkeys(("ray_kwargs.ray_init", "ray_init"), "trainer.ray_init"),
+    "trainer.ray_wait_register_center_timeout": "trainer.placement_timeout_s",
     "trainer.max_actor_ckpt_to_keep": "trainer.max_ckpt_to_keep",
     "trainer.max_critic_ckpt_to_keep": "trainer.max_ckpt_to_keep",
     "global_profiler.steps": "trainer.profile_steps",
@@ -93,6 +95,8 @@ SUPERVISED_RENAMED: dict[str, str] = {
 # Name in verl -> (main file here, settings that verl's file has).
 MAINS: dict[str, tuple[str, tuple[str, ...]]] = {
     "ppo_megatron_trainer": ("ppo_trainer", ("actor_rollout_ref.actor.strategy=megatron",)),
+    "fully_async_ppo_megatron_trainer": ("ppo_trainer", ("actor_rollout_ref.actor.strategy=megatron",)),
+    "fully_async_ppo_trainer": ("ppo_trainer", ()),
     "sft_trainer_engine": ("sft_trainer", ()),
 }
 

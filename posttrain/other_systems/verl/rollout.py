@@ -25,9 +25,10 @@ ENGINE: tuple[Rule, ...] = (
         "they are arguments of an engine that is not built here",
     ),
     not_needed(
-        f"{_ROLLOUT}.{{checkpoint_engine.*,update_weights_bucket_megabytes,layer_name_map.*}}",
-        "weights reach the rollout without buckets",
+        f"{_ROLLOUT}.checkpoint_engine.{{backend,custom_backend_module,engine_kwargs,engine_kwargs.*}}",
+        "weights take the fastest way that serves all workers: rollout.weight_sync=auto, which is nccl between GPUs",
     ),
+    not_needed(f"{_ROLLOUT}.layer_name_map.*", "weights travel under their Hugging Face names"),
     not_needed(f"{_ROLLOUT}.max_model_len", "the longest row is data.max_prompt_length + data.max_response_length"),
     not_needed(f"{_ROLLOUT}.data_parallel_size", "prompts are spread over all engines that there are"),
     not_needed(
@@ -67,7 +68,7 @@ ENGINE: tuple[Rule, ...] = (
     ),
     not_supported(f"{_ROLLOUT}.seed", "one seed decides the run", "set trainer.seed", off=("42", "0", "1")),
     translated(f"{_ROLLOUT}.full_determinism", "deterministic", "`trainer.deterministic`"),
-    not_supported(f"{_ROLLOUT}.over_sample_rate", "every response is waited for", "set it to 0", off=("0",)),
+    not_needed(f"{_ROLLOUT}.over_sample_rate", "every response is waited for, and none is given up (nor in verl 0.9)"),
     not_supported(f"{_ROLLOUT}.mtp", "multi-token prediction is not built", "remove it"),
     not_supported(
         f"{_ROLLOUT}.disaggregation.*",

@@ -16,6 +16,7 @@ NOT_NEEDED, NOT_SUPPORTED = "not needed", "not supported"
 KINDS = (HONOURED, TRANSLATED, NOT_NEEDED, NOT_SUPPORTED)
 # Values that ask for nothing, whatever the key.
 NOTHING = ("null", "none", "", "{}", "[]")
+PACKED = "the Megatron engine packs rows, which gives the same numbers"
 # Of keys of verl's asynchronous trainers.
 ASYNC = "there is one trainer, and asynchronous training is a setting of it"
 

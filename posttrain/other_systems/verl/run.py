@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from posttrain.other_systems.verl.rule import ASYNC, Rule, not_needed, not_supported, translated
+from posttrain.other_systems.verl.rule import ASYNC, PACKED, Rule, not_needed, not_supported, translated
 
 RUN: tuple[Rule, ...] = (
     not_supported(
@@ -12,7 +12,6 @@ RUN: tuple[Rule, ...] = (
         off=(),
     ),
     not_needed("ray_kwargs.timeline_json_file", "trainer.profile_steps writes traces of every rank"),
-    not_needed("trainer.ray_wait_register_center_timeout", "the run waits for its workers without a timeout"),
     not_needed("trainer.{use_legacy_worker_impl,use_v1}", "there is one implementation of the trainer"),
     not_supported(
         "trainer.v1.trainer_mode",
@@ -88,6 +87,7 @@ RUN: tuple[Rule, ...] = (
     ),
 )
 
+NO_SUCH = "the Megatron engine has no such setting here"
 _MEGATRON_DO = "set actor_rollout_ref.actor.strategy=fsdp2 (and critic.strategy=fsdp2); the key then has no effect"
 _ROLES = "{actor_rollout_ref.actor,actor_rollout_ref.ref,critic,reward_model}"
 _MEGATRON = f"{_ROLES}.{{megatron,megatron_config}}"
@@ -104,19 +104,29 @@ def transformer_overrides(prefix: str, model: str) -> tuple[Rule, ...]:
         ),
         not_needed(
             f"{prefix}.{{apply_dsa_kernel_fusion,apply_rope_fusion,attention_backend,bias_activation_fusion,"
-            "bias_dropout_fusion,context_parallel_algo,deallocate_pipeline_outputs,gradient_accumulation_fusion,"
-            "masked_softmax_fusion,moe_enable_deepep,moe_flex_dispatcher_backend,moe_grouped_gemm,moe_permute_fusion,"
-            "moe_router_fusion,moe_shared_expert_overlap,moe_token_dispatcher_type,persist_layer_norm,use_flash_attn,"
-            "use_fused_mhc,use_fused_rmsnorm,use_fused_rotary_pos_emb,use_fused_swiglu}",
+            "bias_dropout_fusion,context_parallel_algo,cp_comm_type,cp_partition_mode,cuda_graph_impl,"
+            "cuda_graph_scope,deallocate_pipeline_outputs,gradient_accumulation_fusion,masked_softmax_fusion,"
+            "max_seqlen_per_dp_cp_rank,moe_enable_deepep,moe_flex_dispatcher_backend,moe_grouped_gemm,moe_permute_fusion,"
+            "moe_router_fusion,moe_shared_expert_overlap,moe_token_dispatcher_type,persist_layer_norm,"
+            "sequence_packing_scheduler,use_flash_attn,use_fused_mhc,use_fused_rmsnorm,use_fused_rotary_pos_emb,"
+            "use_fused_swiglu,use_fused_weighted_squared_relu,use_te_rng_tracker}",
             "which kernels and messages Megatron computes with; the engine chooses them, and the numbers are the same",
+        ),
+        not_needed(
+            f"{prefix}.calculate_per_token_loss", "how losses are averaged is a setting of the loss, for every engine"
         ),
         not_needed(f"{prefix}.moe_router_dtype", "scores of experts are computed in the type that transformers takes"),
         not_needed(
-            f"{prefix}.{{multi_head_latent_attention,moe_router_enable_expert_bias,normalization,rope_scaling_*,"
+            f"{prefix}.{{init_method_std,multi_head_latent_attention,multi_latent_attention,moe_router_enable_expert_bias,normalization,rope_scaling_*,"
             "seq_length,swiglu,use_naive_l2norm,yarn_scaling_factor}",
             f"the shape of a model is that of its config.json, and of {model}.override_config",
         ),
         *(not_supported(f"{prefix}.{name}", says, do, off=off, idle="fsdp") for name, says, do, off in _OVERRIDES),
+        not_needed(
+            f"{prefix.removesuffix('transformer_config')}ddp_config.{{average_in_collective,bucket_size,"
+            "check_for_nan_in_grad,grad_reduce_in_fp32,overlap_grad_reduce,overlap_param_gather}",
+            "gradients are summed over the workers in float32, and a step with one that is not finite is skipped",
+        ),
     )
 
 
@@ -147,6 +157,8 @@ _OVERRIDES = (
         "set it to 0, or remove it",
         ("0", "null"),
     ),
+    ("mtp_*", "multi-token prediction is not built", "remove it", ("0", "false")),
+    ("keep_mtp_spec_in_bf16", "multi-token prediction is not built", "remove it", ("false",)),
     ("moe_router_load_balancing_type", "it adds a loss of the router", "set it to none", ("none",)),
     ("{attention_dropout,hidden_dropout}", "the engine computes without dropout", "set it to 0", ("0",)),
     ("{fp8,fp8_*,fp4,fp4_*}", "it needs TransformerEngine, which is not used", "remove it", ("false", "null")),
@@ -207,9 +219,7 @@ OTHER_ENGINES: tuple[Rule, ...] = (
         "{actor_rollout_ref.ref,reward_model}.{megatron,megatron_config}.dtype",
         "a frozen model is computed in its `model.dtype`",
     ),
-    not_supported(
-        f"{_MEGATRON}.use_remove_padding", "rows are always packed", "set it to True, or remove it", off=("true",)
-    ),
+    not_needed(f"{_MEGATRON}.use_remove_padding", PACKED),
     not_needed(
         f"{_MEGATRON}.{{seed,forward_only}}", "the engine uses no random numbers, and a reference is never updated"
     ),
@@ -223,7 +233,7 @@ OTHER_ENGINES: tuple[Rule, ...] = (
     *(
         not_supported(
             pattern,
-            "the Megatron engine has no such setting here",
+            NO_SUCH,
             "remove it (docs/megatron.md names what there is), or set actor_rollout_ref.actor.strategy=fsdp2",
             idle="fsdp",
         )
@@ -233,7 +243,8 @@ OTHER_ENGINES: tuple[Rule, ...] = (
         )
     ),
     not_supported(
-        "{actor_rollout_ref.actor,actor_rollout_ref.ref,critic}.{veomni,torchtitan,engine,automodel,mindspeed}.*",
+        "{actor_rollout_ref.actor,actor_rollout_ref.ref,critic}."
+        "{veomni,torchtitan,engine,automodel,automodel_config,mindspeed}.*",
         "this engine is not built",
         _MEGATRON_DO,
         idle="fsdp",

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from posttrain.other_systems.verl.actor import EVERYTHING, OWN_TEMPLATE, RESUMED_WHOLE, SPAN
 from posttrain.other_systems.verl.rule import Rule, not_needed, not_supported, translated
-from posttrain.other_systems.verl.run import transformer_overrides
+from posttrain.other_systems.verl.run import NO_SUCH, transformer_overrides
 
 _OTHER = "this engine is not built"
 
@@ -67,6 +68,12 @@ SUPERVISED_RULES: tuple[Rule, ...] = (
         off=("1",),
         idle="fsdp",
     ),
+    not_supported(
+        "engine.{use_megatron_fsdp,override_*}",
+        NO_SUCH,
+        "remove it (docs/megatron.md names what there is)",
+        idle="fsdp",
+    ),
     not_supported("engine.*", _OTHER, "set engine=fsdp; the key then has no effect", idle="fsdp"),
     translated("optim.{min_lr,lr_min}", "floor", "`optim.min_lr_ratio`: this divided by `optim.lr`"),
     not_supported("optim.{lr_warmup_init,init_lr_ratio}", "warm-up begins at lr / steps", "remove it", off=("0",)),
@@ -95,6 +102,11 @@ SUPERVISED_RULES: tuple[Rule, ...] = (
     ),
     not_needed("optim.{master_weights,store_param_remainders}", "the optimizer's weights are float32"),
     not_needed("optim.muon_*", "settings of the optimizer Muon; the optimizer is AdamW"),
+    not_supported(
+        "optim.lr_decay_steps", SPAN, "remove it, and let trainer.total_training_steps say how long the run is"
+    ),
+    not_supported("model.custom_chat_template", OWN_TEMPLATE, "write it into tokenizer_config.json"),
+    not_supported("checkpoint.load_contents", RESUMED_WHOLE, "remove it", off=EVERYTHING),
     translated(
         "checkpoint.save_contents",
         "contents",

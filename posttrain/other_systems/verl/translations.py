@@ -10,7 +10,7 @@ from posttrain.config.choices import CRITIC_ESTIMATORS
 from posttrain.config.merge import Entry, Merged
 from posttrain.config.values import parse_yaml
 from posttrain.other_systems.verl.asynchronous import ASYNCHRONOUS
-from posttrain.other_systems.verl.rule import NOTHING, plain
+from posttrain.other_systems.verl.rule import NOTHING, PACKED, plain
 from posttrain.other_systems.verl.written import ON, given, is_empty, number, refuse
 
 _ACTOR, _MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
@@ -361,9 +361,35 @@ def translate_values(merged: Merged) -> None:
         if entry is not None and plain(entry.value) == word:
             entry.value = value
             merged.note(f"`{entry.spelling}={word}` is read as {'null' if value is None else value}.")
+    _after_each_epoch(merged)
+    _packed(merged)
     _greedy(merged)
     _no_adapter(merged)
     _loggers(merged)
+
+
+def _after_each_epoch(merged: Merged) -> None:
+    """verl's word for saving or validating at the end of an epoch: with one epoch, the end of the run."""
+    for key in ("trainer.save_freq", "trainer.test_freq"):
+        entry = merged.entries.get(key)
+        if entry is None or plain(entry.value) != "after_each_epoch":
+            continue
+        if _number(merged, "trainer.total_epochs", merged.names.leaves["trainer.total_epochs"].default) == 1:
+            merged.note(f"`{entry.spelling}=after_each_epoch` is read as -1: the run has one epoch.")
+        else:
+            _refuse(merged, entry, "how often is a number of steps", f"set {key} to the steps of an epoch")
+        entry.value = -1
+
+
+def _packed(merged: Merged) -> None:
+    """verl pads rows for models that Megatron-Core cannot pack, and its scripts say so beside the engine."""
+    if all(given(merged, key) != "megatron" for key in ("model_engine", f"{_ACTOR}.model_engine", "engine")):
+        return
+    for key in (f"{_MODEL}.use_remove_padding", "critic.model.use_remove_padding", "model.use_remove_padding"):
+        entry = merged.entries.get(key)
+        if entry is not None and plain(entry.value) == "false":
+            entry.value = True
+            merged.note(f"`{entry.spelling}=False` is read as True: {PACKED}.")
 
 
 def _greedy(merged: Merged) -> None:

@@ -21,12 +21,13 @@ from posttrain.models.decodable import KNOWN, can_decode_fast, check_exact
 from posttrain.models.decoder import FastDecoder
 from posttrain.models.feed_forward import MIXTURES
 from posttrain.models.forward import forward_mode_of
+from posttrain.models.lora import has_adapters
 from posttrain.models.routing import RouteShape, check_routes, watch_routers
 from posttrain.models.shards import KEY, own_key_heads
 from posttrain.rollout.native.drafts import Drafts
 from posttrain.rollout.native.engine import NativeEngine
 from posttrain.rollout.native.pool import Pool
-from posttrain.rollout.native.speculation import PassCost, Speculation
+from posttrain.rollout.native.speculation import MOST_ROWS, WIDEST, PassCost, Speculation
 
 TOGETHER = 2**31  # parameters that are multiplied before a step comes back: large models answer token by token
 MOST = 64  # tokens of a row in one step; on a CUDA device the kernels' own number
@@ -85,6 +86,7 @@ def build_native(
         ranks=size,
         speculation=_speculation(module, config, captured=captured),
     )
+    engine.takes_adapters = engine.shares_weights and has_adapters(module)
     cut = f", cut over {size} workers" if size > 1 else ""
     cut += ", exact" if exact else ""
     cut += "" if routes is None else ", routes recorded"
@@ -97,8 +99,11 @@ def _speculation(module: torch.nn.Module, config: RolloutConfig, *, captured: bo
     if config.speculation is None:
         return None
     size = sum(weight.numel() for weight in module.parameters())
-    if captured:  # plain steps are captured; passes with drafts are launched kernel by kernel
-        cost = PassCost(tile=64, block=64, token=0.5, host=64)
+    if captured:
+        # Drafted tokens are further rows of a captured step. On an H200 such a step reads all weights and launches its
+        # kernels whatever its rows (0.7 ms), a row adds its products, and the host keeps it waiting (3 ms at 8 rows).
+        row = 4e-15 * size
+        cost = PassCost(tile=WIDEST * MOST_ROWS, block=(5e-13 * size + 7e-4) / row, token=1.0, host=3e-3 / row)
     else:
         cost = PassCost(tile=8, block=5, token=0.4, host=HOST_STEP / size)
     return Speculation(Drafts(keeps_epochs=config.speculation == "epochs"), cost)

@@ -156,7 +156,7 @@ class NativeEngine(RolloutEngine):
                 speculation.note_round(slots, decoding, before, drafted)
                 return self._finish(ended)
         drafts = speculation.drafts(slots, decoding, width)
-        speculation.verify(self.decoder, self.pool, slots, decoding, drafts, self._stopped_by_text)
+        speculation.verify(rounds, decoding, drafts, self._stopped_by_text)
         return self._finish(self._ended(decoding))
 
     def _one_token(self, decoding: np.ndarray, moved: np.ndarray) -> list[Output]:

@@ -113,6 +113,34 @@ class Rounds:
         reasons = (_REASONS[code] for code in rows.ended[over].tolist())
         return ended | dict(zip(decoding[over].tolist(), reasons, strict=True))
 
+    def sample_each(
+        self, slots_T: np.ndarray, ids_T: np.ndarray, ahead_T: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray] | None:
+        """(tokens, log-probs): what follows each of these tokens, of which `ahead_T[t]` are drafts of row `slots_T[t]`.
+        In a captured step each is a row of its own; None where steps are not captured."""
+        slots = self.slots
+        if self.tokens_unseen is None or not slots.plain(slots_T):
+            return None
+        given = {name: slots.columns[column][slots_T] for name, column in _COLUMNS_OF_ROWS.items()}
+        given["last"], given["positions"] = ids_T.astype(np.int64), given["positions"] + ahead_T.astype(np.int32)
+        given["counts"] = given["counts"] + ahead_T
+        given["numbers"] = -2 - np.arange(len(ids_T))  # of no row, and not FREE
+        rows = DecodeRows(
+            **given,
+            table=slots.table[slots_T],
+            starts=slots.starts[slots_T],
+            stop_sets=slots.stop_sets,
+            next_history=slots.next_history.copy(),
+            steps=1,
+            stop_at_end=False,
+            together=True,
+        )
+        if not self.decoder.decode(rows, self.pool.layer, self.pool.routes_PLK):
+            return None
+        rows.steps = 0  # give what was begun, and keep nothing of these rows
+        self.decoder.decode(rows, self.pool.layer, self.pool.routes_PLK)
+        return rows.tokens[:, 0].astype(np.int64), rows.log_probs[:, 0]
+
     def _steps(self, decoding: np.ndarray) -> int:
         """How many tokens the rows may decode before the host looks at them."""
         slots = self.slots

@@ -21,11 +21,9 @@ import numpy as np
 
 from posttrain.rollout.base import Request
 from posttrain.rollout.native.batch import step_tokens
-from posttrain.rollout.native.decoder import Decoder
 from posttrain.rollout.native.drafts import Drafts
 from posttrain.rollout.native.next_tokens import draw
-from posttrain.rollout.native.pool import Pool
-from posttrain.rollout.native.rounds import Drafted
+from posttrain.rollout.native.rounds import Drafted, Rounds
 from posttrain.rollout.native.slots import Slots
 
 WIDEST = 16  # tokens of a row in one pass
@@ -158,24 +156,27 @@ class Speculation:
     # -- the pass -----------------------------------------------------------------------------------------------------
     def verify(
         self,
-        decoder: Decoder,
-        pool: Pool,
-        slots: Slots,
+        rounds: Rounds,
         rows: np.ndarray,
         drafts: list[list[int]],
         stopped_by_text: Callable[[int], bool],
     ) -> None:
         """The next tokens of these rows: as many of each draft as were sampled, and one more."""
-        widths = [len(draft) + 1 for draft in drafts]
+        slots, widths = rounds.slots, [len(draft) + 1 for draft in drafts]
         row_T = np.repeat(np.arange(len(rows), dtype=np.int32), widths)
         ahead_T = np.concatenate([np.arange(width) for width in widths])
         ids_T = np.concatenate([[last, *draft] for last, draft in zip(slots.last[rows], drafts, strict=True)])
-        positions_T = (slots.length[rows][row_T] + ahead_T).astype(np.int32)
-        table = slots.table[rows], slots.starts[rows]
-        step = step_tokens([ids_T.astype(np.int64)], [positions_T], [row_T], table, pool.device)
-        logits_TV = decoder.logits(decoder.hidden(step, pool.layer, None, pool.routes_PLK))
+        drawn_T: dict[int, float] = {}
+        if (found := rounds.sample_each(rows[row_T], ids_T, ahead_T)) is not None:
+            tokens_T, log_probs_T = found
+        else:
+            decoder, pool = rounds.decoder, rounds.pool
+            positions_T = (slots.length[rows][row_T] + ahead_T).astype(np.int32)
+            table = slots.table[rows], slots.starts[rows]
+            step = step_tokens([ids_T.astype(np.int64)], [positions_T], [row_T], table, pool.device)
+            logits_TV = decoder.logits(decoder.hidden(step, pool.layer, None, pool.routes_PLK))
+            tokens_T, log_probs_T, drawn_T = draw(slots, rows[row_T], logits_TV, np.arange(len(ids_T)), ahead_T, ids_T)
         slots.computed += len(ids_T)
-        tokens_T, log_probs_T, drawn_T = draw(slots, rows[row_T], logits_TV, np.arange(len(ids_T)), ahead_T, ids_T)
         starts = np.cumsum([0, *widths]).tolist()
         histories: dict[tuple[int, ...], int] = {}
         for slot, draft, start in zip(rows.tolist(), drafts, starts, strict=False):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 from collections.abc import Hashable, Iterable
 from typing import Any
 
@@ -12,11 +11,11 @@ import numpy as np
 import torch
 
 from posttrain.rollout.base import Output, Request, Sampling
-from posttrain.rollout.weight_buckets import Bucket
+from posttrain.rollout.weight_buckets import Bucket, Entry
 
 # Headers of a request, beside its body: the session that it belongs to, and the policy version of weights.
 SESSION, VERSION = "X-Posttrain-Session", "X-Posttrain-Version"
-ROOT = "/rollout/v1"
+ROOT = "/rollout/v2"
 """Where a server answers runs; the path changes with the protocol."""
 
 Shapes = dict[str, list[Any]]
@@ -65,46 +64,24 @@ def _numbers(values: Any) -> list[float]:
 
 
 def write_bucket(bucket: Bucket) -> bytes:
-    """The length of a JSON header, the header (name, type, shape and checksum of each tensor), and their bytes."""
-    header = [
-        [name, _dtype(tensor), list(tensor.shape), bucket.checksums[name]] for name, tensor in bucket.tensors.items()
-    ]
-    words = json.dumps(header).encode()
-    parts = [len(words).to_bytes(8, "little"), _padded(words)]
-    for tensor in bucket.tensors.values():
-        parts.append(_padded(tensor.reshape(-1).view(torch.uint8).numpy().tobytes()))
-    return b"".join(parts)
+    """The length of a JSON header, the header (name, type, shape and checksum of each weight), and the memory."""
+    words = json.dumps([[one.name, one.dtype, list(one.shape), one.checksum] for one in bucket.entries]).encode()
+    assert bucket.data is not None
+    return b"".join([len(words).to_bytes(8, "little"), words, bucket.data.numpy().tobytes()])
 
 
 def read_bucket(body: bytes) -> Bucket:
     """What `write_bucket` wrote; its checksums are still to be compared."""
     size = int.from_bytes(body[:8], "little")
-    bucket, at = Bucket(), 8 + _rounded(size)
-    data = torch.frombuffer(bytearray(body), dtype=torch.uint8)  # a copy that may be written to, for torch's sake
-    for name, kind, shape, checksum in json.loads(body[8 : 8 + size]):
-        dtype = getattr(torch, kind)
-        nbytes = math.prod(shape) * dtype.itemsize
-        bucket.tensors[name] = data[at : at + nbytes].view(dtype).reshape(shape)
-        bucket.checksums[name] = checksum
-        at += _rounded(nbytes)
-    return bucket
-
-
-def _rounded(size: int) -> int:
-    return -(-size // 8) * 8  # torch reads numbers only at multiples of their size
-
-
-def _padded(data: bytes) -> bytes:
-    return data.ljust(_rounded(len(data)), b" ")
-
-
-def _dtype(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
+    entries = [Entry(name, kind, tuple(shape), sum_) for name, kind, shape, sum_ in json.loads(body[8 : 8 + size])]
+    # A copy that may be written to, for torch's sake, and begins where any type can be read.
+    data = bytearray(memoryview(body)[8 + size :])
+    return Bucket(entries, torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8))
 
 
 def shapes_of(weights: Iterable[tuple[str, torch.Tensor]]) -> Shapes:
     """The type and shape of each weight."""
-    return {name: [_dtype(weight), list(weight.shape)] for name, weight in weights}
+    return {name: [str(weight.dtype).removeprefix("torch."), list(weight.shape)] for name, weight in weights}
 
 
 def tied_names(weights: Iterable[tuple[str, torch.Tensor]]) -> list[str]:

@@ -103,7 +103,7 @@ class RayPPOTrainer(WorkerClasses):
         self.sizes, notes = fit_sizes(self.config, explicit, len(self.train_dataset), critic=self.use_critic)
         for sentence in (*notes, self.sizes.words()):
             say(sentence)
-        plan_memory(self.config, self.device, explicit)
+        plan_memory(self.config, self.device, explicit, self.workers)
         self.sampler: PromptSampler = make_sampler(
             self.train_dataset, self.config.data, batch_size=self.sizes.prompts, seed=self.config.trainer.seed
         )

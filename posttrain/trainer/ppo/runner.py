@@ -24,19 +24,22 @@ from posttrain.rewards.scorers.code import code_settings
 from posttrain.rewards.types import RewardError, RewardList, RewardSpec
 from posttrain.rollout.engines import check_engine_name
 from posttrain.tracking.progress import say
+from posttrain.tracking.rundir import RunDirectory
 from posttrain.trainer.embedded import ensure_embedded
 from posttrain.trainer.ppo.ray_trainer import RayPPOTrainer
 from posttrain.trainer.ppo.reward import RewardManager, make_reward_pool
 from posttrain.trainer.run.process import (
     driven_by_one_machine,
+    find_run_device,
     keep_worker_logs,
     load_external,
     open_workers,
+    opened_attempt,
     opened_run,
     prepare_torch,
 )
+from posttrain.trainer.run.recovery import run_with_restarts
 from posttrain.trainer.run.result import RunResult
-from posttrain.workers.roles import pick_device
 
 Rows = Sequence[dict[str, Any]]
 
@@ -50,8 +53,11 @@ def run_training(
     val_data: Rows | None = None,
 ) -> RunResult:
     """One whole run. `reward`, `data` and `val_data` stand in for files when called from Python."""
-    with opened_training(resolved, reward=reward, data=data, val_data=val_data) as trainer:
-        return trainer.fit()
+
+    def attempt(stack: ExitStack, config: PPOConfig, run: RunDirectory) -> RunResult:
+        return _open_trainer(stack, config, run, resolved, reward, data, val_data).fit()
+
+    return run_with_restarts(resolved, attempt)
 
 
 @contextmanager
@@ -63,35 +69,49 @@ def opened_training(
     val_data: Rows | None = None,
     trainer_class: type[RayPPOTrainer] | None = None,
 ) -> Iterator[RayPPOTrainer]:
-    """The trainer of a run, with everything around it; what was opened for it is closed behind it."""
-    with opened_run(resolved) as (stack, config, run):
-        stored = copy.deepcopy(config)  # for config.yaml: the settings as given, which a resumed run is compared with
-        external = config.actor_rollout_ref.model.external_lib
-        load_external(external)
-        check_engine_name(config.actor_rollout_ref.rollout.name)
-        spec, first_worker = _load_reward(stack, config, reward)
-        device = pick_device(config.trainer.device)
-        prepare_torch(config.trainer, device)
-        _fill_embedded(config, data)
-        tokenizer = load_tokenizer(config.actor_rollout_ref.model)
-        turns = stack.enter_context(open_conversations(config, tokenizer, device, say))
-        train, val = _open_data(config, resolved.explicit, tokenizer, turns, data, val_data)
-        rewards = _open_rewards(stack, config, spec, first_worker, tokenizer, turns, train, val)
-        workers = stack.enter_context(open_workers(config, device, external, run.logs))
-        stack.callback(keep_worker_logs, workers, run.logs)
-        yield (trainer_class or RayPPOTrainer)(
-            config,
-            tokenizer=tokenizer,
-            run=run,
-            train_dataset=train,
-            val_dataset=val,
-            reward_fn=rewards,
-            device=device,
-            explicit=resolved.explicit,
-            stored_config=stored,
-            workers=workers,
-            turns=turns,
-        )
+    """The trainer of a run, with everything around it; what was opened for it is closed behind it. A caller that has
+    its own loop ends when a worker is lost; `run_training` goes on."""
+    with opened_run(resolved) as run, opened_attempt(resolved, run) as (stack, config):
+        yield _open_trainer(stack, config, run, resolved, reward, data, val_data, trainer_class or RayPPOTrainer)
+
+
+def _open_trainer(
+    stack: ExitStack,
+    config: PPOConfig,
+    run: RunDirectory,
+    resolved: Resolved,
+    reward: Any,
+    data: Rows | None,
+    val_data: Rows | None,
+    trainer_class: type[RayPPOTrainer] = RayPPOTrainer,
+) -> RayPPOTrainer:
+    stored = copy.deepcopy(config)  # for config.yaml: the settings as given, which a resumed run is compared with
+    external = config.actor_rollout_ref.model.external_lib
+    load_external(external)
+    check_engine_name(config.actor_rollout_ref.rollout.name)
+    spec, first_worker = _load_reward(stack, config, reward)
+    device = find_run_device(config.trainer)
+    prepare_torch(config.trainer, device)
+    _fill_embedded(config, data)
+    tokenizer = load_tokenizer(config.actor_rollout_ref.model)
+    turns = stack.enter_context(open_conversations(config, tokenizer, device, say))
+    train, val = _open_data(config, resolved.explicit, tokenizer, turns, data, val_data)
+    rewards = _open_rewards(stack, config, spec, first_worker, tokenizer, turns, train, val)
+    workers = stack.enter_context(open_workers(config, device, external, run.logs))
+    stack.callback(keep_worker_logs, workers, run.logs)
+    return trainer_class(
+        config,
+        tokenizer=tokenizer,
+        run=run,
+        train_dataset=train,
+        val_dataset=val,
+        reward_fn=rewards,
+        device=device,
+        explicit=resolved.explicit,
+        stored_config=stored,
+        workers=workers,
+        turns=turns,
+    )
 
 
 def _load_reward(stack: ExitStack, config: PPOConfig, function: Any) -> tuple[RewardSpec, list[WorkerProcess]]:

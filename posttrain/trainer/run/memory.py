@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from posttrain.controller.incidents import WorkerDied
+from posttrain.controller.pool import Workers
 from posttrain.errors import first_line
 from posttrain.tracking.progress import say
 
@@ -41,18 +43,23 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @contextmanager
 def named_stage(name: str) -> Iterator[None]:
-    """Running out of memory inside is told to have happened in this stage; the innermost name counts."""
+    """Inside, errors of memory and lost workers are noted to have happened in this stage; the innermost name counts."""
     try:
         yield
-    except (MemoryError, RuntimeError) as error:
-        if is_out_of_memory(error) and not hasattr(error, _STAGE):
+    except (MemoryError, RuntimeError, WorkerDied) as error:
+        if (is_out_of_memory(error) or isinstance(error, WorkerDied)) and stage_of(error) is None:
             setattr(error, _STAGE, name)
         raise
 
 
+def stage_of(error: BaseException) -> str | None:
+    """The stage that `named_stage` has noted."""
+    return getattr(error, _STAGE, None)
+
+
 def explain_out_of_memory(config: Any, error: BaseException) -> str:
     """The stage, who takes the most there by the plan, and the settings that lower it."""
-    stage = getattr(error, _STAGE, None)
+    stage = stage_of(error)
     lines = [f"Out of memory{f' in the stage {stage}' if stage else ''}: {first_line(error)}"]
     try:
         lines += _advice_by_plan(config, stage, of_host=not isinstance(error, torch.OutOfMemoryError))
@@ -84,15 +91,18 @@ def _advice_by_plan(config: Any, stage: str | None, *, of_host: bool) -> list[st
     return [*lines, "What lowers it, with the present values:", *(f"  {r.words()}" for r in remedies[:REMEDIES])]
 
 
-def plan_memory(config: Any, device: torch.device, explicit: set[str]) -> None:
-    """On a CUDA device: set the cache's size and the tokens of a pass as the plan says, where they were left unset."""
+def plan_memory(config: Any, device: torch.device, explicit: set[str], workers: Workers | None = None) -> None:
+    """On a CUDA device: set the cache's size and the tokens of a pass as the plan says, where they were left unset.
+    A driver without GPUs plans for those of its `workers`."""
     if device.type != "cuda":
         return
     from posttrain.planning.budgets import DOES_NOT_FIT, apply_plan, planner_for
-    from posttrain.planning.memory_plan import find_device
+    from posttrain.planning.memory_plan import find_device, gpu_elsewhere
 
     try:
-        sentences = apply_plan(config, find_device(config), explicit, planner_for(config))
+        there = None if workers is None or torch.cuda.is_available() else workers.gpu()
+        found = gpu_elsewhere(*there) if there else find_device(config)
+        sentences = apply_plan(config, found, explicit, planner_for(config))
     except Exception as error:  # a model whose code cannot be counted is no reason not to train it
         say(f"note: No memory plan could be made, so that defaults stay as they are: {first_line(error)}")
         return

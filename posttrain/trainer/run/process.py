@@ -8,6 +8,7 @@ drives a run over several; the same command on another machine lends it that mac
 from __future__ import annotations
 
 import copy
+import importlib.util
 import os
 import random
 import re
@@ -25,8 +26,9 @@ import torch
 from posttrain.checkpoint.folders import disk_words
 from posttrain.config.resolved import Resolved
 from posttrain.config.trainer import RunConfig, one_process, rollout_workers_of, workers_of
+from posttrain.controller import ray_address
+from posttrain.controller.incidents import append_log, printed_lines
 from posttrain.controller.pool import LocalWorkers, Workers
-from posttrain.controller.stalls import append_log, printed_lines
 from posttrain.errors import UserError
 from posttrain.external import KEY, import_external
 from posttrain.kernels.onednn import fix_product_library
@@ -38,6 +40,7 @@ from posttrain.tracking.status import read_status
 from posttrain.tracking.tee import tee_output
 from posttrain.trainer.run.memory import explain_out_of_memory, is_out_of_memory
 from posttrain.trainer.run.result import RunResult
+from posttrain.workers.roles import pick_device
 
 Say = Callable[[str], object]
 
@@ -103,25 +106,28 @@ _DETERMINISTIC: Any = torch.utils.deterministic  # its attribute exists at run t
 
 
 @contextmanager
-def opened_run(resolved: Resolved, stem: str | None = None) -> Iterator[tuple[ExitStack, Any, RunDirectory]]:
-    """(stack, settings, opened directory) of a run, with a log of its output and errors turned into advice.
-
-    The stack closes what the run opens before the directory. `stem` begins the names of runs that have none of their
-    own.
-    """
-    config = copy.deepcopy(resolved.config)  # sizes and paths are filled in later; the caller's stays as it was
+def opened_run(resolved: Resolved, stem: str | None = None) -> Iterator[RunDirectory]:
+    """The opened directory of a run, with a log of its output. `stem` begins the names of runs that have none of their
+    own."""
     with ExitStack() as stack:
         stack.enter_context(ignore_hangup())
         stack.enter_context(restore_determinism())
-        run, _ = open_run_directory(config, say, stem=stem)
+        run, _ = open_run_directory(resolved.config, say, stem=stem)
         stack.callback(run.close)
         stack.enter_context(tee_output(run.log))
         say(f"Run directory: {run.path}")
         for note in resolved.notes:
             say(f"note: {note}")
-        # Innermost: an error is explained before workers are shut down, which may take a while or fail, too.
-        with explain_errors(run, config):
-            yield stack, config, run
+        yield run
+
+
+@contextmanager
+def opened_attempt(resolved: Resolved, run: RunDirectory) -> Iterator[tuple[ExitStack, Any]]:
+    """(stack, settings) for everything that a run opens in its directory, with errors turned into advice."""
+    config = copy.deepcopy(resolved.config)  # sizes and paths are filled in later; the caller's stays as it was
+    # An error is explained before workers are shut down, which may take a while or fail, too.
+    with ExitStack() as stack, explain_errors(run, config):
+        yield stack, config
 
 
 def load_external(name: str | None, setting: str = KEY) -> None:
@@ -131,11 +137,34 @@ def load_external(name: str | None, setting: str = KEY) -> None:
         say(f"Loaded {name}.")
 
 
+def find_run_device(settings: RunConfig) -> torch.device:
+    """The workers' device. `trainer.device=auto` on a driver without GPUs, as on the head of many clusters, is CUDA
+    where a machine of the Ray that the environment names has one; the settings then say so, too."""
+    device = pick_device(settings.device)
+    if settings.device == "auto" and device.type == "cpu" and not ray_address.is_meeting() and _cluster_has_gpus():
+        settings.device = "cuda"
+        return torch.device("cuda")
+    return device
+
+
+def _cluster_has_gpus() -> bool:
+    if importlib.util.find_spec("ray") is None or not any(os.environ.get(name) for name in ray_address.ADDRESSES):
+        return False
+    from posttrain.controller.ray_cluster import has_gpus
+
+    try:
+        return has_gpus()
+    except UserError:  # no Ray answers there: reported when workers are started, if the run needs any
+        return False
+
+
 def prepare_torch(settings: RunConfig, device: torch.device) -> None:
     """Seed and determinism as the section `trainer` says, and the device in words."""
     seed_and_determinism(settings, device)
     threads = torch.get_num_threads()
-    what = torch.cuda.get_device_name() if device.type == "cuda" else f"{threads} thread{'s' * (threads != 1)}"
+    what = f"{threads} thread{'s' * (threads != 1)}"
+    if device.type == "cuda":
+        what = torch.cuda.get_device_name() if torch.cuda.is_available() else "of other machines; this one drives"
     say(f"Device: {device} ({what})")
 
 
@@ -208,7 +237,8 @@ def open_workers(config: Any, device: torch.device, external: str | None, logs: 
     """One worker in this process, or as many as `trainer.n_gpus_per_node` says, on each of `trainer.nnodes` machines,
     and `rollout.n_workers` that only generate, in processes that Ray starts; these import `external` too, which may
     register losses, models and engines. What a process printed that died is written to the folder `logs`."""
-    if one_process(config):
+    elsewhere = device.type == "cuda" and not torch.cuda.is_available()  # this process can only drive
+    if one_process(config) and not elsewhere:
         return LocalWorkers()
     from posttrain.controller.ray_pool import RayWorkers
 
@@ -218,7 +248,7 @@ def open_workers(config: Any, device: torch.device, external: str | None, logs: 
     say(f"{who}: starting Ray; the loop, the data and Ctrl-C stay in this process.")
     prepare, settings = partial(_prepare, config.trainer, device, external), config.trainer.ray_init
     with waiting("starting Ray"):
-        teams = rollout > 0 and config.actor_rollout_ref.rollout.tensor_model_parallel_size > 1
+        team = config.actor_rollout_ref.rollout.tensor_model_parallel_size if rollout else 1
         workers = RayWorkers(
             ranks,
             device,
@@ -227,8 +257,10 @@ def open_workers(config: Any, device: torch.device, external: str | None, logs: 
             tell=say,
             settings=settings,
             rollout=rollout,
-            teams=teams,
+            team=team,
+            placement_s=config.trainer.placement_timeout_s,
             stopped_s=config.trainer.stopped_worker_timeout_s,
+            hung_s=config.trainer.hung_worker_timeout_s,
             logs=logs,
             shared=Path(config.trainer.default_local_dir),
         )
@@ -282,7 +314,6 @@ def driven_by_one_machine(run: Run[Named]) -> Run[Named]:
 
 def _serve(resolved: Resolved) -> RunResult:
     """Join the Ray of machine 0 until its run has ended."""
-    from posttrain.controller import ray_address
     from posttrain.controller.ray_address import given_address
     from posttrain.controller.ray_node import serve
 

@@ -30,6 +30,7 @@ class RunResult:
     metrics: list[dict[str, Any]] = field(default_factory=list)
     validation: list[tuple[int, dict[str, float]]] = field(default_factory=list)
     stopped_by: int | None = None
+    restarts: int = 0  # how often its workers were started again
 
     def __str__(self) -> str:
         return f"{self.status} at step {self.steps}{self._reached()}: {self.path}"
@@ -46,6 +47,14 @@ class RunResult:
     def exit_status(self) -> int:
         """0, or what a shell expects of a program that a signal ended."""
         return 0 if self.stopped_by is None or self.status == "finished" else 128 + self.stopped_by
+
+
+_WHILE_STOPPING = "came_while_stopping"  # of an error
+
+
+def came_while_stopping(error: BaseException) -> bool:
+    """Whether a signal had asked the run to stop when this error came."""
+    return getattr(error, _WHILE_STOPPING, False)
 
 
 class GracefulStop:
@@ -66,7 +75,9 @@ class GracefulStop:
                 self._before[number] = signal.signal(number, self._handle)
         return self
 
-    def __exit__(self, *exc: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None and self.requested is not None:
+            setattr(error, _WHILE_STOPPING, True)
         for number, handler in self._before.items():
             signal.signal(number, handler)  # pyright: ignore
         if self._left:

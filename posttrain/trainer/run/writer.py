@@ -14,8 +14,8 @@ import torch
 from posttrain.checkpoint.folders import CheckpointError
 from posttrain.checkpoint.manager import CheckpointManager, capture_rng, restore_rng
 from posttrain.config.environment import installed
+from posttrain.controller.incidents import WorkerDied
 from posttrain.controller.pool import StagePeaks, Workers, begin_trace, end_trace
-from posttrain.controller.stalls import WorkerDied
 from posttrain.tracking.loggers import open_loggers, read_metrics
 from posttrain.tracking.progress import Progress, say
 from posttrain.tracking.row import Every
@@ -228,8 +228,11 @@ class RunWriter:
         """The checkpoint to continue from, and its state: `resume_from_path`, or the newest good one of the run
         directory. `adapters`: role -> `lora_state` of this run, which must match the checkpoint's."""
         settings = self.config.trainer
-        given = settings.resume_from_path if settings.resume_mode == "resume_path" else None
-        path = Path(given) if given else self.checkpoints.newest() if settings.resume_mode == "auto" else None
+        path = None
+        if settings.resume_mode == "auto" or self.run.restarts:
+            path = self.checkpoints.newest()
+        if path is None and settings.resume_mode == "resume_path" and settings.resume_from_path:
+            path = Path(settings.resume_from_path)
         if path is None:
             return None
         state = self.checkpoints.load_state(path)

@@ -7,6 +7,7 @@ run of a resolved configuration: directory, data, task, loop, and tidy ends.
 from __future__ import annotations
 
 import copy
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -26,17 +27,17 @@ from posttrain.trainer.embedded import ensure_embedded
 from posttrain.trainer.run.memory import named_stage, plan_memory
 from posttrain.trainer.run.process import (
     driven_by_one_machine,
+    find_run_device,
     keep_worker_logs,
     load_external,
     open_workers,
-    opened_run,
     prepare_torch,
 )
+from posttrain.trainer.run.recovery import run_with_restarts
 from posttrain.trainer.run.result import GracefulStop, RunResult, TrainingStopped
 from posttrain.trainer.run.writer import RunWriter
 from posttrain.trainer.supervised.tasks import ROLE, Task
 from posttrain.workers.engine_worker import adapter_notes
-from posttrain.workers.roles import pick_device
 
 # A step's metrics with another name in the log than `train/NAME`.
 NAMES = {"skipped": "train/bad_steps", "tokens": "perf/total_num_tokens"}
@@ -215,10 +216,11 @@ class SupervisedTrainer:
 @driven_by_one_machine
 def run_supervised(resolved: Resolved, task_class: type[Task], *, data: Any = None, val_data: Any = None) -> RunResult:
     """One whole run. `data` and `val_data` stand in for files."""
-    with opened_run(resolved, task_class.stem) as (stack, config, run):
+
+    def attempt(stack: ExitStack, config: Any, run: RunDirectory) -> RunResult:
         stored = copy.deepcopy(config)
         load_external(config.model.external_lib, "model.external_lib")
-        device = pick_device(config.trainer.device)
+        device = find_run_device(config.trainer)
         prepare_torch(config.trainer, device)
         _fill_embedded(config, data, task_class)
         tokenizer = load_tokenizer(config.model)
@@ -230,8 +232,8 @@ def run_supervised(resolved: Resolved, task_class: type[Task], *, data: Any = No
         batch, steps = count_steps(config, len(train))
         if batch < config.data.train_batch_size:
             say(f"note: data.train_batch_size is lowered to the {batch} training rows that there are.")
-        plan_memory(config, device, resolved.explicit)
         workers = stack.enter_context(open_workers(config, device, config.model.external_lib, run.logs))
+        plan_memory(config, device, resolved.explicit, workers)
         stack.callback(keep_worker_logs, workers, run.logs)
         parts = {"tokenizer": tokenizer, "train": train, "val": val, "device": device, "workers": workers}
         with named_stage("load"):
@@ -242,6 +244,8 @@ def run_supervised(resolved: Resolved, task_class: type[Task], *, data: Any = No
         trainer.recorder.worker_spans = workers.spans
         trainer.recorder.traces.workers = workers
         return trainer.fit()
+
+    return run_with_restarts(resolved, attempt, task_class.stem)
 
 
 def _say_model(config: Any, task: Task, device: torch.device, longest: int) -> None:

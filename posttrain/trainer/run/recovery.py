@@ -1,0 +1,133 @@
+"""A run that goes on when it loses a worker: all workers are ended and started again, from the newest checkpoint.
+
+A run that continues from a checkpoint is bitwise the one that was never interrupted, so a restart changes no number; it
+repeats the steps since that checkpoint. Everything that a run opens is closed and opened anew, reward workers and
+conversations too: they hold requests of the step that was cut off. The run's directory, its log and the console stay.
+
+Errors of the user's own code and settings, and memory that would run out again, end the run as before.
+"""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any
+
+from posttrain.config.resolved import Resolved
+from posttrain.controller.incidents import CONTINUES, Incident, WorkerDied
+from posttrain.tracking.progress import say
+from posttrain.tracking.rundir import RunDirectory
+from posttrain.tracking.status import read_status, write_status
+from posttrain.trainer.run.memory import stage_of
+from posttrain.trainer.run.process import opened_attempt, opened_run
+from posttrain.trainer.run.result import RunResult, came_while_stopping
+
+LIMIT = "trainer.max_restarts"
+Attempt = Callable[[ExitStack, Any, RunDirectory], RunResult]
+
+
+class Restarts:
+    """Counts the restarts in a row that led to no new step; at most `most` of them are made."""
+
+    def __init__(self, most: int) -> None:
+        self.most, self.count, self._furthest = most, 0, -1
+
+    def another(self, step: int) -> bool:
+        """Whether to start again after a failure behind `step`."""
+        # Compared with the furthest step of all attempts: steps that are only repeated are no progress.
+        if step > self._furthest:
+            self._furthest, self.count = step, 0
+        self.count += 1
+        return self.count <= self.most
+
+
+def run_with_restarts(resolved: Resolved, attempt: Attempt, stem: str | None = None) -> RunResult:
+    """A run in its directory. `attempt` opens everything else on the stack that it is given, and trains."""
+    with opened_run(resolved, stem) as run:
+        restarts = Restarts(resolved.config.trainer.max_restarts)
+        while True:
+            try:
+                with opened_attempt(resolved, run) as (stack, config):
+                    result = attempt(stack, config, run)
+            except WorkerDied as death:
+                _go_on_or_raise(death, run, restarts)
+                continue
+            if run.restarts:
+                result.restarts = run.restarts
+                say(f"Workers were lost and started again {run.restarts} time(s): {run.incidents}.")
+            return result
+
+
+def _go_on_or_raise(death: WorkerDied, run: RunDirectory, restarts: Restarts) -> None:
+    status = read_status(run.path) if run.holds_run() else {}
+    step = int(status.get("step", 0))
+    decision = _decide(death, restarts, step)
+    page = write_page(run.incidents, death, step, decision)
+    where = f" See {page}." if page else ""
+    if not decision.startswith("Restart"):
+        raise WorkerDied(f"{death} {decision}{where}") from death
+    run.restarts += 1
+    who = death.who or "A worker"
+    say(f"  ! {who} {death.what}{_at(death, step)}. {decision}{where}")
+    with suppress(OSError):  # a full disk is reported where something that matters is written
+        write_status(run.path, "running", step, int(status.get("total_steps", 0)))
+
+
+def _decide(death: WorkerDied, restarts: Restarts, step: int) -> str:
+    """What is done now, in words."""
+    if death.recurs:
+        return f"The run ends, since new workers would meet the same end ({LIMIT} has no effect)."
+    if came_while_stopping(death):
+        return "The run ends, as it was asked to stop."
+    if restarts.another(step):
+        return f"Restart {restarts.count} of {restarts.most} from the newest checkpoint ({LIMIT})."
+    if restarts.most == 0:
+        return f"The run ends, since {LIMIT} is 0."
+    return f"The run ends: {restarts.most} restart(s) led to no step after step {step} ({LIMIT})."
+
+
+def _at(death: WorkerDied, step: int) -> str:
+    stage = stage_of(death)
+    return f" in step {step + 1}{f', stage {stage}' if stage else ''}"
+
+
+def write_page(folder: Path, death: WorkerDied, step: int, decision: str) -> Path | None:
+    """`incidents/NNN.md`: who, where, in which stage, what was known, what is done. None where it cannot be written."""
+    try:
+        folder.mkdir(exist_ok=True)
+        number = 1 + max((int(path.stem) for path in folder.glob("*.md") if path.stem.isdigit()), default=0)
+        path = folder / f"{number:03}.md"
+        path.write_text("\n".join(_page_lines(number, death, step, decision)) + "\n", encoding="utf-8")
+        return path
+    except OSError as error:
+        say(f"The page of the incident could not be written: {error}.")
+        return None
+
+
+def _page_lines(number: int, death: WorkerDied, step: int, decision: str) -> Iterator[str]:
+    incident = death.incident or Incident(death.who)
+    yield f"# Incident {number}: {incident.who or 'a worker'} {death.what}"
+    yield ""
+    yield f"- time: {time.strftime('%Y-%m-%d %H:%M:%S %z')}"
+    yield f"- step: {step + 1}, stage: {stage_of(death) or 'unknown'}"
+    yield f"- what happened: {str(death).replace(CONTINUES, '').strip()}"
+    yield f"- what was done: {decision}"
+    yield ""
+    yield "| worker | process | last call |"
+    yield "|---|---|---|"
+    for who in dict.fromkeys([*incident.states, *incident.calls]):
+        yield f"| {who} | {incident.states.get(who, 'unknown')} | `{incident.calls.get(who, 'none')}` |"
+    if death.__cause__ is not None:
+        # Without the driver's own stack; a rank's traceback is a note of its error.
+        yield from _section("Error that was seen first", "".join(traceback.format_exception_only(death.__cause__)))
+    if incident.printed:
+        yield from _section("What it printed last", "\n".join(incident.printed))
+    for who, stack in incident.stacks.items():
+        yield from _section(f"Stacks of {who}", stack)
+
+
+def _section(title: str, text: str) -> Iterator[str]:
+    yield from ("", f"## {title}", "", "```", text.rstrip(), "```")
