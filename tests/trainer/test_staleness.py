@@ -210,3 +210,11 @@ def test_a_replay_of_conversations_is_bitwise_however_long_their_tools_take(besi
         assert same(first, again) and events_of(first) == events_of(again)
     finally:
         AGENTS.clear()
+
+
+def test_a_synchronous_run_does_not_train_what_waits_in_an_asynchronous_checkpoint(beside):
+    first = beside("run", 18, trainer__save_freq=4)
+    shutil.rmtree(Path(first.path) / "checkpoints" / "global_step_6")
+    synchronous = beside("run", 18, bound=0, trainer__save_freq=4, algorithm__rollout_correction__rollout_is="token")
+    trained = metrics_of(synchronous.path)
+    assert [line["step"] for line in trained] == [1, 2, 3, 4, 5, 6] and trained[4]["mismatch/logp_max"] < 1e-5

@@ -374,10 +374,10 @@ def _after_each_epoch(merged: Merged) -> None:
         entry = merged.entries.get(key)
         if entry is None or plain(entry.value) != "after_each_epoch":
             continue
-        if _number(merged, "trainer.total_epochs", merged.names.leaves["trainer.total_epochs"].default) == 1:
+        if number(merged, "trainer.total_epochs", merged.names.leaves["trainer.total_epochs"].default) == 1:
             merged.note(f"`{entry.spelling}=after_each_epoch` is read as -1: the run has one epoch.")
         else:
-            _refuse(merged, entry, "how often is a number of steps", f"set {key} to the steps of an epoch")
+            refuse(merged, entry, "how often is a number of steps", f"set {key} to the steps of an epoch")
         entry.value = -1
 
 
