@@ -447,13 +447,15 @@ def test_the_run_says_which_processes_train_and_which_generate_and_none_does_bot
 
 def test_with_adapters_they_change_none_either(runs):
     lora = {**HALF, "actor_rollout_ref.model.lora_rank": 4}
-    check_same(runs.free("colocated lora", 1, lora), runs.free("apart lora", (2, 1), lora))
+    by_ray = {**lora, f"{ROLLOUT}.weight_sync": "ray"}
+    check_same(runs.free("colocated lora", 1, lora), runs.free("apart lora", (2, 1), by_ray))
 
 
 @pytest.mark.parametrize("estimator", ["gae", "remax"])
 def test_a_critic_and_greedy_baselines_work_beside_them(runs, estimator):
     given = {**HALF, "algorithm.adv_estimator": estimator, "trainer.total_training_steps": 2}
-    check_same(runs.free(f"colocated {estimator}", 1, given), runs.free(f"apart {estimator}", (1, 1), given))
+    by_gloo = {**given, f"{ROLLOUT}.weight_sync": "gloo"}
+    check_same(runs.free(f"colocated {estimator}", 1, given), runs.free(f"apart {estimator}", (1, 1), by_gloo))
 
 
 def test_six_steps_apart_are_three_and_three_to_the_bit_and_each_layout_goes_on_from_the_other(runs, colocated, apart):
@@ -561,6 +563,24 @@ def test_a_critic_greedy_baselines_and_filtered_groups_work_one_step_off(runs, e
     AtOnce.begun = []
     check_same(in_turn, runs.free(f"one step off {estimator}", (1, 1), off, AtOnce))
     assert AtOnce.begun == [True] * 3 + [False]
+
+
+def test_two_steps_off_weights_arrive_in_flight_and_the_log_repeats_it_to_the_bit(runs):
+    """Two engines in processes of their own: every run has a timing of its own, except a replay of its log, which here
+    begins at a checkpoint."""
+    given = {**FLOAT64, "trainer.max_staleness": 2, "data.max_response_length": 60, f"{ROLLOUT}.max_num_seqs": 4}
+    given |= {"trainer.total_training_steps": 5, "trainer.save_freq": 2}
+    first = runs.free("two off", (1, 2), given)
+    assert max(line["rollout/age_max"] for line in first.metrics) == 2
+    assert any(line["rollout/partial"] > 0 for line in first.metrics)
+    copied = shutil.copytree(first.path, runs.folder / "two off again" / "test" / "run")
+    for step in (4, 5):
+        shutil.rmtree(copied / "checkpoints" / f"global_step_{step}")
+    log = {"trainer.replay_events": str(first.path / "events.jsonl")}
+    again = runs.free("two off again", (1, 2), given | log)
+    assert metrics_of(again.path) == metrics_of(first.path)
+    assert furthest(weights_of(again.path), weights_of(first.path)) == 0.0
+    assert (again.path / "events.jsonl").read_text() == (first.path / "events.jsonl").read_text()
 
 
 # -- one rollout engine over several workers ---------------------------------------------------------------------------
