@@ -260,7 +260,7 @@ class Drill:
             seen.update(descendants(process.pid))
             if until():
                 return True
-            time.sleep(0.02)
+            time.sleep(0.1)
         return False
 
     def finish(self, process: subprocess.Popen[bytes], record: Record, seen: set[int]) -> None:

@@ -16,7 +16,7 @@ from posttrain.errors import UserError
 from posttrain.trainer.ppo import runner
 from posttrain.trainer.ppo.ray_trainer import RayPPOTrainer
 from posttrain.trainer.run import snapshots
-from posttrain.trainer.run.recovery import Restarts
+from posttrain.trainer.run.recovery import Restarts, _decide
 
 SIX = {"trainer__total_training_steps": 6, "trainer__save_freq": 2, "trainer__n_gpus_per_node": 2}
 WHO = "Rank 1 (process 7 on vm)"
@@ -189,3 +189,8 @@ def test_only_a_step_that_no_attempt_had_reached_is_progress():
         *(True, True),
         *(True, True, False),
     ]
+
+
+def test_over_several_machines_the_run_ends_where_the_others_leave_with_its_ray():
+    assert "RAY_ADDRESS" in _decide(lost(), Restarts(3, keeps_machines=False), 4, 2)
+    assert _decide(lost(), Restarts(3), 4, 2).startswith("Restart 1 of 3 after step 2")

@@ -35,8 +35,8 @@ Attempt = Callable[[ExitStack, Any, RunDirectory], RunResult]
 class Restarts:
     """Counts the restarts in a row that led to no new step; at most `most` of them are made."""
 
-    def __init__(self, most: int) -> None:
-        self.most, self.count, self._furthest = most, 0, -1
+    def __init__(self, most: int, *, keeps_machines: bool = True) -> None:
+        self.most, self.count, self._furthest, self.keeps_machines = most, 0, -1, keeps_machines
 
     def another(self, step: int) -> bool:
         """Whether to start again after a failure behind `step`."""
@@ -50,7 +50,7 @@ class Restarts:
 def run_with_restarts(resolved: Resolved, attempt: Attempt, stem: str | None = None) -> RunResult:
     """A run in its directory. `attempt` opens everything else on the stack that it is given, and trains."""
     with opened_run(resolved, stem) as run, snapshot_folder(resolved.config) as run.snapshots:
-        restarts = Restarts(resolved.config.trainer.max_restarts)
+        restarts = Restarts(resolved.config.trainer.max_restarts, keeps_machines=_keeps_machines(resolved.config))
         while True:
             try:
                 with opened_attempt(resolved, run) as (stack, config):
@@ -62,6 +62,15 @@ def run_with_restarts(resolved: Resolved, attempt: Attempt, stem: str | None = N
                 result.restarts = run.restarts
                 say(f"Workers were lost and started again {run.restarts} time(s): {run.incidents}.")
             return result
+
+
+def _keeps_machines(config: Any) -> bool:
+    """Whether the machines of the run are still there when its workers were ended."""
+    if config.trainer.nnodes == 1:
+        return True
+    from posttrain.controller.ray_address import given_address
+
+    return given_address() is not None  # the other machines leave a Ray that this run started, when it ends
 
 
 def _go_on_or_raise(death: WorkerDied, run: RunDirectory, restarts: Restarts) -> None:
@@ -91,6 +100,8 @@ def _decide(death: WorkerDied, restarts: Restarts, step: int, saved: int) -> str
         return f"The run ends, since new workers would meet the same end ({LIMIT} has no effect)."
     if came_while_stopping(death):
         return "The run ends, as it was asked to stop."
+    if not restarts.keeps_machines:
+        return f"The run ends: over several machines {LIMIT} requires a Ray that runs already (RAY_ADDRESS)."
     if restarts.another(step):
         where = f"after step {saved}" if saved else "at the first step, as nothing was saved"
         return f"Restart {restarts.count} of {restarts.most} {where} ({LIMIT})."
