@@ -178,7 +178,7 @@ VERBS: dict[str, tuple[Callable[[Arguments], int] | str, str]] = {
     ),
     "bench": (
         "posttrain.bench.command:main",
-        "`bench rollout`, `step`, `train`, `sync`, `sweep`: speed beside peers; `bench algorithms`: what is learnt",
+        "`bench rollout`, `step`, `train`, `sync`, `sweep`, `scale`: speed, beside peers; `algorithms`: what is learnt",
     ),
     "version": (version, "print the version"),
 }

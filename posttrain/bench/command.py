@@ -17,7 +17,7 @@ from posttrain.cores import usable
 
 
 def main(args: Sequence[str]) -> int:
-    """`posttrain bench rollout|step|train|sync|sweep|algorithms ...`."""
+    """`posttrain bench rollout|step|train|sync|sweep|scale|algorithms ...`."""
     options = parser().parse_args(args)
     with exit_on_sigterm():
         return importlib.import_module(f"posttrain.bench.{options.job}").main(options)
@@ -86,8 +86,23 @@ def parser() -> argparse.ArgumentParser:
     text = "measure nothing, show what --json wrote here"
     sweep.add_argument("--from", dest="from_json", type=Path, metavar="FILE", help=text)
     _common(sweep)
+    _scale(
+        jobs.add_parser(
+            "scale", help="seconds of a step by workers and layout, with Ray and without, and where they go"
+        )
+    )
     _algorithms(jobs.add_parser("algorithms", help="what every algorithm learns on the embedded task, by seeds"))
     return top
+
+
+def _scale(job: argparse.ArgumentParser) -> None:
+    job.add_argument("--workers", type=numbers, default=[1, 2, 4], metavar="A,B", help="numbers of workers (1,2,4)")
+    job.add_argument("--steps", type=positive, default=12, help="steps of a run; those from the third on count (12)")
+    job.add_argument("--repeat", type=positive, default=1, help="runs of each layout, in alternation (1)")
+    job.add_argument("--device", choices=DEVICES, default="auto", help="cpu or cuda (what is there)")
+    job.add_argument("--json", type=Path, metavar="FILE", help="write everything that was measured here")
+    text = "settings of the runs, as `posttrain train` takes them, e.g. actor_rollout_ref.model.path=FOLDER"
+    job.add_argument("settings", nargs="*", metavar="KEY=VALUE", help=text)
 
 
 def _algorithms(job: argparse.ArgumentParser) -> None:

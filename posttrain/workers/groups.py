@@ -9,6 +9,9 @@ loop calls both in the same way. `WeightCarrier` moves weights from the workers 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 
 from posttrain.controller.group import FirstRanks, Future, RoleGroup, WorkerGroup
@@ -109,26 +112,33 @@ class WeightCarrier:
         # All join at once: a process group is complete when the last of them has come.
         joining = [self.training.join_as_sender.on(0, route)]
         joining += [self.rollout.join_as_receiver.on(rank, route, 1 + rank) for rank in range(len(receivers))]
-        for one in joining:
-            one.result()
+        self._settle(joining)
         return route
 
+    def _settle(self, calls: Sequence[Future[Any]]) -> None:
+        """Wait for calls of both groups. The first error of any is raised, though the others may wait for that worker
+        until their time is over."""
+        waiting = list(calls)
+        while waiting:
+            self.rollout.group.wait_any(waiting)
+            for call in [call for call in waiting if call.done()]:
+                call.result()
+                waiting.remove(call)
+
     def _carry(self, version: int) -> list[int]:
-        taking: Future[list[int]] | None = None
-        last, first, adapters = False, True, self.rollout.takes_adapters.once()
+        taking: list[Future[list[int]]] = []
+        last, adapters = False, self.rollout.takes_adapters.once()
         while not last:
-            parts = [self.training.next_bucket.on(rank, first, adapters) for rank in range(self.training.world_size)]
+            ranks, first = range(self.training.world_size), not taking
+            parts = [self.training.next_bucket.on(rank, first, adapters) for rank in ranks]
             was_last = self.training.was_last_bucket.on(0)
-            for part in parts[1:]:
-                part.result()  # other ranks only help to gather: they give nothing but errors
-            if taking is not None:
-                taking.result()  # a sender has two buffers
-            taking = self.rollout.take_bucket.hand_over(parts[0], version)
-            last, first = was_last.result(), False
-        assert taking is not None
-        sums = taking.result()
+            # Ranks other than 0 only help to gather, and give nothing but errors. The bucket before must have been
+            # taken: a sender has two buffers.
+            self._settle([*parts[1:], was_last, *taking])
+            taking, last = [self.rollout.take_bucket.hand_over(parts[0], version)], was_last.result()
+        self._settle(taking)
         self.training.finish_sync()
-        return sums
+        return taking[0].result()
 
 
 class DisaggregatedGroup(RoleGroup, PolicyCalls, ReferenceCalls, RolloutCalls):

@@ -447,13 +447,15 @@ def test_the_run_says_which_processes_train_and_which_generate_and_none_does_bot
 
 def test_with_adapters_they_change_none_either(runs):
     lora = {**HALF, "actor_rollout_ref.model.lora_rank": 4}
-    check_same(runs.free("colocated lora", 1, lora), runs.free("apart lora", (2, 1), lora))
+    by_ray = {**lora, f"{ROLLOUT}.weight_sync": "ray"}
+    check_same(runs.free("colocated lora", 1, lora), runs.free("apart lora", (2, 1), by_ray))
 
 
 @pytest.mark.parametrize("estimator", ["gae", "remax"])
 def test_a_critic_and_greedy_baselines_work_beside_them(runs, estimator):
     given = {**HALF, "algorithm.adv_estimator": estimator, "trainer.total_training_steps": 2}
-    check_same(runs.free(f"colocated {estimator}", 1, given), runs.free(f"apart {estimator}", (1, 1), given))
+    by_gloo = {**given, f"{ROLLOUT}.weight_sync": "gloo"}
+    check_same(runs.free(f"colocated {estimator}", 1, given), runs.free(f"apart {estimator}", (1, 1), by_gloo))
 
 
 def test_six_steps_apart_are_three_and_three_to_the_bit_and_each_layout_goes_on_from_the_other(runs, colocated, apart):

@@ -245,6 +245,8 @@ class RayPPOTrainer(WorkerClasses):
         self._count_bad_steps(metrics)  # after the metrics are written: they show what went wrong
         if self._save_is_due():
             self._save_checkpoint()
+        elif not self.config.trainer.max_staleness:  # otherwise responses are under way: a snapshot would wait for them
+            self.checkpoints.snapshot(Progress(self.step, self.bad_steps))
         elif self.pending.was_drained(step):
             self.pending.drain(step)  # the replayed run was stopped here, and continued
 
