@@ -214,7 +214,11 @@ class Drill:
                 env["RAY_HEAD_ADDRESS"] = f"{HEAD}:6379"
             given = self.machines.on(number, command)
             started.append(subprocess.Popen(given, env=env, cwd=self.folder, stdout=log, stderr=log))
-        statuses = [run.wait() for run in started]
+        try:
+            statuses = [run.wait() for run in started]
+        finally:
+            for run in started:
+                run.kill()
         seconds = time.monotonic() - began
         if any(statuses):
             self.row(name, f"exit statuses {statuses}; see {self.folder}/{name}_*.log", False)
