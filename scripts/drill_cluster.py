@@ -33,6 +33,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -64,10 +65,14 @@ SMALL = {
 
 
 class Machines:
-    """Network namespaces on one bridge, which is in the first; gone at the end of `with`."""
+    """Network namespaces on one bridge, which is in the first; gone at the end of `with`.
 
-    def __init__(self, count: int) -> None:
+    Each sees a folder of its own at the path `temporary`: Ray reads there which machine it is on.
+    """
+
+    def __init__(self, count: int, temporary: Path) -> None:
         self.names = [f"posttrain{os.getpid()}m{number}" for number in range(count)]
+        self.temporary = temporary
 
     def __enter__(self) -> Machines:
         for name in self.names:
@@ -92,7 +97,10 @@ class Machines:
 
     def on(self, number: int, command: Sequence[str]) -> list[str]:
         """The command, given on machine `number`."""
-        return ["ip", "netns", "exec", self.names[number], *command]
+        own = self.temporary.with_name(f"m{number}")
+        own.mkdir(exist_ok=True)
+        mounted = ["unshare", "-m", "sh", "-c", 'mount --bind "$0" "$1" && shift && exec "$@"', own, self.temporary]
+        return ["ip", "netns", "exec", self.names[number], *map(str, mounted), *command]
 
 
 def _ip(*arguments: str) -> None:
@@ -118,9 +126,8 @@ class Nodes:
             raise
 
     def _start(self, number: int, options: list[str]) -> None:
-        own = self.drill.rays / f"n{number}"  # a folder of its own, as on a machine of its own
         common = [
-            f"--temp-dir={own}",
+            f"--temp-dir={self.drill.rays}",
             "--block",
             "--num-gpus=0",
             "--object-store-memory=100000000",
@@ -207,7 +214,11 @@ class Drill:
                 env["RAY_HEAD_ADDRESS"] = f"{HEAD}:6379"
             given = self.machines.on(number, command)
             started.append(subprocess.Popen(given, env=env, cwd=self.folder, stdout=log, stderr=log))
-        statuses = [run.wait() for run in started]
+        try:
+            statuses = [run.wait() for run in started]
+        finally:
+            for run in started:
+                run.kill()
         seconds = time.monotonic() - began
         if any(statuses):
             self.row(name, f"exit statuses {statuses}; see {self.folder}/{name}_*.log", False)
@@ -263,6 +274,8 @@ class Drill:
 
 
 def in_a_running_ray(drill: Drill, only: Sequence[str]) -> None:
+    if not {"existing", "elsewhere", "submitted", "killed"} & set(only):
+        return
     nodes = Nodes(drill)
     named = {"RAY_ADDRESS": nodes.address}
     both = {"colocated": ["trainer.nnodes=2"], "separate": [SEPARATE]}
@@ -342,10 +355,11 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # machines and nodes are taken down
     need("ray", get=f"{sys.executable} -m pip install 'ray>=2.50'")
     made: Any = tempfile.TemporaryDirectory()
-    with made as folder, tempfile.TemporaryDirectory(prefix="r", dir="/tmp") as rays, Machines(3) as machines:
-        kept = Path(args.folder or folder)
-        kept.mkdir(parents=True, exist_ok=True)
-        drill = Drill(kept, Path(rays), machines, args.steps)
+    with made as folder, tempfile.TemporaryDirectory(prefix="r", dir="/tmp") as rays, ExitStack() as stack:
+        kept, temporary = Path(args.folder or folder), Path(rays, "t")
+        for path in (kept, temporary):
+            path.mkdir(parents=True, exist_ok=True)
+        drill = Drill(kept, temporary, stack.enter_context(Machines(3, temporary)), args.steps)
         subprocess.run(drill.trains("one"), env=drill.env, cwd=kept, check=True, stdout=2)
         print("| way and layout | exit statuses | seconds | logs | reward machines | metrics apart | weights apart |")
         print("|---|---|---|---|---|---|---|")

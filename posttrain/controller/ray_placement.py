@@ -195,7 +195,10 @@ def cpu_share(
     if not present:
         return 1.0  # all machines are still to come
     smallest = present[:machines][-1]
-    parts = max(math.ceil(each / smallest), math.ceil((machines * each + rollout) / sum(present)), 1)
+    total = sum(present) + smallest * max(
+        0, machines - len(present)
+    )  # those that are still to come are like the others
+    parts = max(math.ceil(each / smallest), math.ceil((machines * each + rollout) / total), 1)
     return math.floor(10_000 / parts) / 10_000  # Ray counts in such steps
 
 

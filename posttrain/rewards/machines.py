@@ -20,11 +20,13 @@ from itertools import count
 from typing import Any
 
 from posttrain import cores
+from posttrain.errors import first_line
 from posttrain.rewards.channel import Channel
 from posttrain.rewards.crew import SEND_S, WorkerProcess
 from posttrain.rewards.pool import MOST, pool_size
 from posttrain.rewards.types import RewardSpec
 
+ANSWER_S = 120.0  # for a machine to start its host
 LOOK_S = 10.0  # an answer without content, so that a host that nobody asks any more can end
 _READ = 1 << 18
 READING = "reading"  # of the actor: beside the calls that change something, which come one after the other
@@ -256,7 +258,10 @@ def other_machines(
         asked.append((node["NodeManagerAddress"], host, host.check.remote(check)))
     machines = []
     for address, host, answer in asked:
-        usable, problem = ray.get(answer)
+        try:
+            usable, problem = ray.get(answer, timeout=ANSWER_S)
+        except Exception as error:  # a machine that cannot start a process is no reason not to train
+            usable, problem = 0, first_line(error)
         if problem:
             say(f"note: rewards are not computed on {address}: {problem}")
             ray.kill(host)
