@@ -135,7 +135,7 @@ class Placement:
 
     def _seats(self, pool: Pool, own: str) -> list[Seat]:
         """A seat per worker of the pool, those on the driver's machine first."""
-        target = own if pool.strategy == "STRICT_PACK" else None
+        target = own if pool.by_machine and pool.count == 1 else None
         name = f"posttrain {pool.name} {secrets.token_hex(4)}"  # Ray rejects a name that another group has
         group = placement_group([pool.bundle] * pool.count, pool.strategy, name, _soft_target_node_id=target)
         self.groups.append(group)
