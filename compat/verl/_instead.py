@@ -37,7 +37,7 @@ INSTEAD = {
     "verl.utils.vllm": "vLLM is not patched here.",
     "verl.utils.vllm_utils": "vLLM is not patched here.",
     "verl.utils.sglang": "SGLang is not patched here.",
-    "verl.utils.fsdp_utils": "FSDP is applied by `posttrain.engine.sharding`.",
+    "verl.utils.fsdp_utils": "FSDP is applied by `posttrain.engine.torch_engine`.",
     "verl.utils.ulysses": "Sequence parallelism is `posttrain.kernels.sequence_parallel`.",
     "verl.utils.kernel": "Kernels are in `posttrain.kernels`.",
     "verl.utils.reward_score.sandbox_fusion": "Programs are judged by posttrain's own sandbox, without a server: "

@@ -166,6 +166,12 @@ def steps_in(folder: Path) -> list[int]:
     return sorted(int(match[1]) for match in matches if match)
 
 
+def step_of(path: Path) -> int:
+    """The step of a checkpoint's folder; 0 where its name does not say it."""
+    match = _NAME.fullmatch(path.name)
+    return int(match[1]) if match else 0
+
+
 def free_name(path: Path) -> Path:
     """The path, or one with a number behind it where that is taken."""
     count = 1

@@ -40,6 +40,7 @@ from posttrain.checkpoint.folders import (
     write_manifest,
 )
 from posttrain.checkpoint.parts import WRITTEN, RolePart, take_report
+from posttrain.errors import UserError
 from posttrain.tracking.safe_files import Background, replace_file
 
 
@@ -183,6 +184,11 @@ class CheckpointManager:
         """What went wrong with a save in the background, if that is known by now; does not wait."""
         if not self._writing.is_busy:
             self._writing.wait()
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether a save is under way in the background."""
+        return self._writing.is_busy
 
     def abandon(self) -> bool:
         """Give up a save that is under way, and remove what it wrote; False if there is none."""
@@ -356,11 +362,11 @@ class CheckpointManager:
 
 @contextmanager
 def _failures_of(target: Path, needed: int) -> Iterator[None]:
-    """Mistakes of the caller and Ctrl-C pass as they are; everything else is a disk that failed, and gets its own
-    words."""
+    """Mistakes of the caller, lost workers and Ctrl-C pass as they are; everything else is a disk that failed, and gets
+    its own words."""
     try:
         yield
-    except (KeyboardInterrupt, SystemExit, TypeError, ValueError, CheckpointError):
+    except (KeyboardInterrupt, SystemExit, TypeError, ValueError, UserError):
         raise
     except BaseException as error:
         raise write_failure(target, error, needed) from error

@@ -6,7 +6,7 @@ from dataclasses import field
 from typing import Any
 
 from posttrain.config.schema import Section, section
-from posttrain.config.trainer import OffloadConfig
+from posttrain.config.trainer import WITHOUT_RAY, OffloadConfig
 from posttrain.settings import DTYPES, LARGEST_SCORE, ONE_OR_MORE, PROCESSES, SCORE, SECONDS, Range, at_least, setting
 
 FACTOR = Range(lambda value: 0 < value <= LARGEST_SCORE, f"above 0 and at most {LARGEST_SCORE:g}")
@@ -93,7 +93,9 @@ class RewardConfig(Section):
     functions: dict[str, Any] = field(default_factory=dict)
     """Several rewards by name, summed with their weights; empty takes `custom_reward_function`, or the data source."""
     num_workers: int | None = setting(None, range=PROCESSES)
-    """Worker processes; null takes one per core, at most 8."""
+    """Worker processes on each machine; null takes one per core, at most 8."""
+    on_all_machines: bool = setting(True, idle=WITHOUT_RAY)
+    """Score on every machine of the run's Ray that has cores; false keeps reward workers on the driver's."""
     timeout_s: float = setting(10.0, range=SECONDS)
     """Seconds that the scoring of one response (or one group) may take."""
     failure_score: float = setting(0.0, range=SCORE)

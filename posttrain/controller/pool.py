@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
@@ -90,6 +90,7 @@ class Workers(ABC):
     world_size: int
     # Further processes, for the role `rollout` alone; without them it is made on every rank, as the others are.
     rollout_size: int = 0
+    in_ray: bool = False
 
     @abstractmethod
     def create(self, role: str, worker: type, *arguments: Any, **named: Any) -> WorkerGroup:
@@ -100,9 +101,18 @@ class Workers(ABC):
         times say it all."""
         return []
 
+    def check(self) -> None:
+        """Raises WorkerDied where a worker is gone, or is stopped for too long."""
+        return
+
     def peaks(self) -> StagePeaks:
         """Measures the workers' memory by stage; this process's, where they are in it."""
         return StagePeaks()
+
+    def printed(self) -> Iterator[tuple[str, list[str], list[str] | None]]:
+        """(worker, files on its machine, their lines) of what workers print; lines are None where this machine has the
+        files, and nothing is given for this process."""
+        return iter(())
 
     def gpu(self) -> tuple[str, int, bool] | None:
         """(name, bytes, whether it is a Hopper) of a worker's GPU; None where it is this process's own."""

@@ -42,10 +42,10 @@ _TORCHRUNS = (
 
 
 class Watched:
-    """A folder for Ray, and the watcher that ends what is started inside `environment` and removes the folder."""
+    """A folder (in `base`), and the watcher that ends what is started inside `environment` and removes the folder."""
 
-    def __init__(self) -> None:
-        base = tempfile.gettempdir()
+    def __init__(self, base: str | None = None) -> None:
+        base = base or tempfile.gettempdir()
         base = base if len(base) + 20 <= LONGEST_FOLDER else "/tmp"
         self.folder = tempfile.mkdtemp(prefix="posttrain-", dir=base)
         self._mark = secrets.token_hex(8)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray.exceptions import RayError
 
 from posttrain.controller.group import Future, WorkerGroup
 from posttrain.controller.pool import ROLLOUT, StagePeaks, Workers, as_metrics
@@ -119,6 +120,8 @@ class RayWorkers(Workers):
     last output of one that died is written to `logs`.
     """
 
+    in_ray = True
+
     def __init__(
         self,
         ranks: int,
@@ -209,8 +212,23 @@ class RayWorkers(Workers):
         found = [self.watch.plain(ref) for ref in [host.take_spans.remote() for host in self._all_hosts()]]
         return [[*span, who] for who, own in zip(self._names(), found, strict=True) for span in own]
 
+    def check(self) -> None:
+        self.watch.gather([host.identity.remote() for host in self._all_hosts()])
+
     def peaks(self) -> StagePeaks:
         return RayPeaks(self.hosts, self.rollout_hosts, self.watch)
+
+    def printed(self) -> Iterator[tuple[str, list[str], list[str] | None]]:
+        own, lost = ray.get_runtime_context().get_node_id(), set()
+        for rank in self.watch.ranks:
+            machine, files = rank.machine.id, rank.identity.files if rank.identity else []
+            if machine == own:
+                yield rank.who, files, None
+            elif files and machine not in lost:
+                try:
+                    yield rank.who, files, self.watch.read_there(machine, files)
+                except (RayError, KeyError):  # a machine that does not answer is asked once
+                    lost.add(machine)
 
     def gpu(self) -> tuple[str, int, bool] | None:
         return self.watch.fetch(self.hosts[0].gpu.remote())

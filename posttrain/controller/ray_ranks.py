@@ -287,9 +287,13 @@ class RankWatch:
 
     def _read_there(self, machine: str, files: Sequence[str]) -> list[str]:
         try:
-            return ray.get(self._observers[machine][0].read.remote(list(files)), timeout=5)
+            return self.read_there(machine, files)
         except (RayError, KeyError):
             return []
+
+    def read_there(self, machine: str, files: Sequence[str]) -> list[str]:
+        """Lines that a rank of another machine has printed to these files there."""
+        return ray.get(self._observers[machine][0].read.remote(list(files)), timeout=5)
 
 
 _KINDS = {"R": "computing", "S": "waiting", "D": "waiting for a disk", STOPPED: "stopped", TRACED: "in a debugger"}

@@ -10,8 +10,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from posttrain.checkpoint.dcp import read_checked
-from posttrain.checkpoint.host_memory import HostCopies
-from posttrain.checkpoint.parts import RolePart
+from posttrain.checkpoint.parts import HostCopies, RolePart
 from posttrain.config.root import OptimConfig
 from posttrain.engine.base import EngineSettings
 from posttrain.kernels.gradient_sums import added_sum, close_sums, open_sums

@@ -18,8 +18,7 @@ def dialect(program: str) -> Dialect:
     from posttrain.config.checked import Dialect
     from posttrain.other_systems.names import counterpart
     from posttrain.other_systems.verl import renamed
-    from posttrain.other_systems.verl.answers import find_rule, verl_keys
-    from posttrain.other_systems.verl.apply import apply_answers
+    from posttrain.other_systems.verl.answers import apply_answers, find_rule, verl_keys
     from posttrain.other_systems.verl.renamed import as_ours
 
     rl = program == "ppo_trainer"

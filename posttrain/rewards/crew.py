@@ -20,7 +20,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from posttrain.rewards.channel import CHUNK, CHUNK_S, Channel, Payload
 from posttrain.rewards.outcomes import Outcome, failure
@@ -37,11 +37,14 @@ _ONE_THREAD = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NU
 # Seconds that importing the user's file may take.
 IMPORT_S = 120.0
 # How long a worker that should be reading may accept nothing of a message.
-_SEND_S = 60.0
+SEND_S = 60.0
 
 
 class WorkerProcess:
     """A running `posttrain.rewards.worker` with its reward; it sends ("ready", spec) or ("failed", what, todo)."""
+
+    where = ""  # the address of its machine, if that is not the driver's
+    shares_clock = True  # whether its times can be compared with ours
 
     def __init__(self, spec: RewardSpec) -> None:
         ours, theirs = socket.socketpair()
@@ -58,7 +61,7 @@ class WorkerProcess:
         )
         _guard(self.process.pid)
         theirs.close()
-        self.channel = Channel(ours, send_s=_SEND_S)
+        self.channel = Channel(ours, send_s=SEND_S)
         with contextlib.suppress(OSError):  # a worker that is already dead is noticed when it is read
             self.channel.send(spec)
 
@@ -212,9 +215,28 @@ class Task:
     killed_once: bool = False
 
 
+class Places(Protocol):
+    """Where a Crew's workers are started: `room` says how many there may be."""
+
+    @property
+    def room(self) -> int: ...
+
+    def start(self, spec: RewardSpec) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Here:
+    """On this machine."""
+
+    room: int
+
+    def start(self, spec: RewardSpec) -> WorkerProcess:
+        return WorkerProcess(spec)
+
+
 @dataclass
 class _Worker:
-    handle: WorkerProcess
+    handle: Any  # a WorkerProcess, or what looks like one (machines.py)
     deadline: float
     ready: bool = False
     warm: bool = False
@@ -238,7 +260,8 @@ class Crew:
         first: WorkerProcess | None = None,
     ) -> None:
         self.backlog: deque[Task] = deque()
-        self._spec, self._size, self._timeout, self._on_print = spec, size, timeout_s, on_print
+        self._spec, self._timeout, self._on_print = spec, timeout_s, on_print
+        self.places: Places = Here(size)
         self._workers = [_Worker(first, 0.0, ready=True)] if first else []
         self._done: list[tuple[Task, list[Outcome]]] = []
         self._useless_deaths, self._lost_idle = 0, False
@@ -248,9 +271,9 @@ class Crew:
     def work(self, wake: int) -> list[tuple[Task, list[Outcome]]]:
         """Hand out tasks, and wait until a worker sends something, a deadline passes or `wake` can be read."""
         # A worker that died idle (the kernel picks one when memory is short) is replaced when there is work for it.
-        while len(self._workers) < self._size and (self.backlog or not self._lost_idle):
-            self._workers.append(_Worker(WorkerProcess(self._spec), time.monotonic() + IMPORT_S))
-        self._lost_idle = self._lost_idle and len(self._workers) < self._size
+        while len(self._workers) < self.places.room and (self.backlog or not self._lost_idle):
+            self._workers.append(_Worker(self.places.start(self._spec), time.monotonic() + IMPORT_S))
+        self._lost_idle = self._lost_idle and len(self._workers) < self.places.room
         self._hand_out()
         self._let_answers_accumulate()
         self._wait_for_messages(wake)
@@ -281,7 +304,7 @@ class Crew:
         if self._task_s is None:
             return 1
         task_s = max(self._task_s, 1e-6)
-        share = -(-waiting // (idle if self._quick() else self._size))
+        share = -(-waiting // (idle if self._quick() else self.places.room))
         most = max(1, min(CHUNK, int(CHUNK_S / task_s), waiting))
         return min(most, max(share, int(_TRIFLE_S / task_s)))
 
@@ -346,7 +369,8 @@ class Crew:
                 worker.ready = True
             case ("failed", str(what), str(todo)):
                 where = "reward.functions" if self._spec.kind == "combined" else "custom_reward_function"
-                worker.complaint = RewardError(what, where, todo)
+                machine = f" (on {worker.handle.where})" if worker.handle.where else ""
+                worker.complaint = RewardError(what + machine, where, todo)
             case _:
                 return False
         return True
@@ -358,8 +382,8 @@ class Crew:
             return False
         task = worker.pending.popleft()
         task.seconds = end - start
-        # By the worker's clock, which is also ours: the answer may have waited in the channel.
-        worker.deadline = end + self._timeout
+        # By the worker's clock, which is also ours on one machine: the answer may have waited in the channel.
+        worker.deadline = (end if worker.handle.shares_clock else time.monotonic()) + self._timeout
         if worker.warm:  # the first task may have imported something, so its time says nothing about the next
             seconds = end - start
             known = seconds if self._task_s is None else self._task_s
@@ -403,7 +427,7 @@ class Crew:
         else:
             self._useless_deaths += 1
             # Workers that were ready may all have died at once, at the moment they got work.
-            if self._useless_deaths >= _USELESS_DEATHS + worker.ready * self._size:
+            if self._useless_deaths >= _USELESS_DEATHS + worker.ready * self.places.room:
                 raise worker.complaint or RewardError(
                     f"{_USELESS_DEATHS} reward workers in a row were lost, the last because {reason}",
                     self._spec.label,

@@ -19,15 +19,17 @@ from typing import Any
 
 from posttrain import cores, pulse
 from posttrain.rewards.channel import Payload
-from posttrain.rewards.crew import Crew, Task, WorkerProcess
+from posttrain.rewards.crew import Crew, Places, Task, WorkerProcess
 from posttrain.rewards.outcomes import Outcome
 from posttrain.rewards.types import RewardError, RewardItem, RewardResult, RewardSpec
 from posttrain.texts import well_formed
 
+MOST = 8  # workers of a machine, unless `reward.num_workers` says otherwise
+
 
 def pool_size(num_workers: int | None) -> int:
     """Return the number of worker processes for `reward.num_workers`; null means one per core, at most eight."""
-    return num_workers or min(8, cores.usable())
+    return num_workers or min(MOST, cores.usable())
 
 
 class RewardPool:
@@ -42,8 +44,11 @@ class RewardPool:
         failure_score: float = 0.0,
         on_print: Callable[[str], Any] = print,
         first: WorkerProcess | None = None,
+        check_machine: Callable[[], Any] | None = None,
     ) -> None:
-        # `first` is a worker that is ready and already has this spec; the pool owns it from now on.
+        # `first` is a worker that is ready and already has this spec; the pool owns it from now on. `check_machine`
+        # raises where the reward cannot be computed on the machine that calls it.
+        self.check_machine = check_machine
         if num_workers is not None and num_workers < 1:
             raise RewardError(
                 f"reward.num_workers is {num_workers}", "reward.num_workers", "set it to 1 or more, or to null"
@@ -130,6 +135,14 @@ class RewardPool:
             self._check_usable()
             done, self._done = self._done, {}
         return done
+
+    def spread(self, places: Places) -> None:
+        """Start further workers where `places` says, up to its room."""
+        with self._changed:
+            self._crew.places = places  # read by the pool's thread when it has been woken
+            if not self._woken:
+                self._woken = True
+                os.write(self._wake_write, b".")
 
     def close(self) -> None:
         """End all workers; results that were not fetched are lost."""

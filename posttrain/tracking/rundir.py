@@ -72,6 +72,7 @@ class RunDirectory:
         self.crash = self.path / "crash"
         self.incidents = self.path / "incidents"
         self.restarts = 0  # how often the run was started again by this process, from what it had saved
+        self.snapshots: Path | None = None  # where it saves between checkpoints, in memory
         self._note = on_note
         self._lock = RunLock(self.path / "run.lock")
 

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from posttrain.checkpoint import CheckpointError, CheckpointManager, parts, verify
-from posttrain.checkpoint.host_memory import HostCopies
-from posttrain.checkpoint.parts import RolePart
+from posttrain.checkpoint.parts import HostCopies, RolePart
 
 
 class Engine:

@@ -16,8 +16,7 @@ import yaml
 
 from posttrain import cli
 from posttrain.checkpoint import CheckpointManager
-from posttrain.commands.push import main
-from posttrain.tracking.model_card import write_card
+from posttrain.commands.push import main, write_card
 
 STEP = 4
 

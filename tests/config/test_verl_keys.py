@@ -12,8 +12,7 @@ from posttrain.config.merge import Entry, Merged
 from posttrain.config.schema import leaves
 from posttrain.config.trees import PPO, SFT
 from posttrain.config.values import split_hint
-from posttrain.other_systems.verl.answers import PPO_RULES, all_answers
-from posttrain.other_systems.verl.apply import apply_answers
+from posttrain.other_systems.verl.answers import PPO_RULES, all_answers, apply_answers
 from posttrain.other_systems.verl.rule import HONOURED, KINDS, NOT_NEEDED, NOT_SUPPORTED, TRANSLATED, Rule
 from posttrain.other_systems.verl.supervised import GENERATION, SUPERVISED_RULES
 from posttrain.other_systems.verl.translations import TRANSLATIONS

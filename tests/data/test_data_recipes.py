@@ -19,9 +19,8 @@ from posttrain import cli
 from posttrain.config.data import DataConfig
 from posttrain.data.dataset import PromptDataset
 from posttrain.data.recipes.command import RECIPES
-from posttrain.data.recipes.hh_rlhf import _turns
 from posttrain.data.recipes.recipe import prepare
-from posttrain.data.recipes.tasks import last_boxed
+from posttrain.data.recipes.tasks import _turns, last_boxed
 from posttrain.data.rows import RECIPES as HINTED
 from posttrain.data.rows import DataError, how_to_make, load_rows
 from posttrain.rewards.scorers import code, score_by_source

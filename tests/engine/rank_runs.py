@@ -30,12 +30,11 @@ from posttrain.checkpoint import CheckpointManager
 from posttrain.checkpoint.parts import WRITTEN, take_report
 from posttrain.config.model import ModelConfig
 from posttrain.config.root import OptimConfig
-from posttrain.engine import sharding
+from posttrain.engine import torch_engine
 from posttrain.engine.base import EngineSettings
 from posttrain.engine.heads import ScoreHead
 from posttrain.engine.ranks import group_ranks, this_rank, world_size
-from posttrain.engine.sharding import sharded_parts
-from posttrain.engine.torch_engine import TorchEngine
+from posttrain.engine.torch_engine import TorchEngine, sharded_parts
 from posttrain.errors import UserError
 from posttrain.models import fused_layer
 from posttrain.models.attention import ATTENTION
@@ -168,7 +167,7 @@ def loaded(world: World) -> Any:
     low = {name: weight.bfloat16() for name, weight in load_file(world.model / "model.safetensors").items()}
     save_file(low, folder / "model.safetensors", {"format": "pt"})
     model = load_causal_lm(ModelConfig(path=str(folder)), dtype=torch.bfloat16, device=CPU)
-    pages, plain, own, parts = pages_of(folder / "model.safetensors"), sharding.fully_shard, [], []
+    pages, plain, own, parts = pages_of(folder / "model.safetensors"), torch_engine.fully_shard, [], []
     before = own_bytes(model, pages)
 
     def watched(part, **named):
@@ -176,11 +175,11 @@ def loaded(world: World) -> Any:
         parts.append(own_bytes(part))
         return plain(part, **named)
 
-    sharding.fully_shard = watched
+    torch_engine.fully_shard = watched
     try:
         engine = world.engine(model)
     finally:
-        sharding.fully_shard = plain
+        torch_engine.fully_shard = plain
     same = {name: weight.equal(low.get(name, weight)) for name, weight in engine.export_weights()}
     return {"before": before, "own": own, "parts": parts, "same": all(same.values()) and low.keys() <= same.keys()}
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from posttrain.controller.pool import LocalWorkers
 from posttrain.errors import UserError
 from posttrain.trainer.ppo import runner
 from posttrain.trainer.ppo.ray_trainer import RayPPOTrainer
+from posttrain.trainer.run import snapshots
 from posttrain.trainer.run.recovery import Restarts
 
 SIX = {"trainer__total_training_steps": 6, "trainer__save_freq": 2, "trainer__n_gpus_per_node": 2}
@@ -30,9 +33,14 @@ def lost(who: str = WHO) -> WorkerDied:
 
 @pytest.fixture
 def failing(monkeypatch):
-    """`failing(errors)`: so many updates of a step (by its number) fail with an error; the workers are this process."""
+    """`failing(errors)`: so many updates of a step (by its number) fail with an error; the workers are this process.
+    Without `snapshots` a restart finds checkpoints only; with them, one of every step."""
 
-    def prepare(errors: dict[int, list[Exception]]) -> list[int]:
+    def prepare(errors: dict[int, list[Exception]], *, with_snapshots: bool = False) -> list[int]:
+        if with_snapshots:
+            monkeypatch.setattr(snapshots, "SHARE", math.inf)
+        else:
+            monkeypatch.setattr(snapshots, "MEMORY", Path("/nowhere"))
         update, steps = RayPPOTrainer._update_actor, []
 
         def failing_update(self, batch, **given):
@@ -46,6 +54,17 @@ def failing(monkeypatch):
         return steps
 
     return prepare
+
+
+def wait_for_snapshots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if they were written at once: otherwise the next step may come before one is in its place."""
+    take = snapshots.Snapshots.take
+
+    def complete(self: Any, step: int, **given: Any) -> None:
+        take(self, step, **given)
+        self.end()
+
+    monkeypatch.setattr(snapshots.Snapshots, "take", complete)
 
 
 def final_files(path: Path) -> dict[str, bytes]:
@@ -79,6 +98,48 @@ def test_a_run_that_loses_workers_goes_on_from_its_checkpoint_to_the_bit(failing
     said = capsys.readouterr().out
     assert f"{WHO} died in step 4, stage update_actor. Restart 1 of 3" in said and str(pages[1]) in said
     assert "started again 3 time(s)" in said
+
+
+def test_snapshots_let_only_the_step_in_flight_be_repeated_and_are_gone_with_the_run(
+    failing, tiny_model, sums, tmp_path, monkeypatch, capsys
+):
+    unsaved = {**SIX, "trainer__save_freq": -1}
+    failing({})
+    straight = run(tiny_model, sums, tmp_path / "straight", **unsaved)
+    memory = tmp_path / "memory"
+    memory.mkdir()
+    steps = failing({4: [lost()], 6: [lost()]}, with_snapshots=True)
+    monkeypatch.setattr(snapshots, "MEMORY", memory)
+    wait_for_snapshots(monkeypatch)
+    result = run(tiny_model, sums, tmp_path / "lost", **unsaved)
+    assert steps == [1, 2, 3, 4, 4, 5, 6, 6]
+    assert "Restart 1 of 3 after step 3" in capsys.readouterr().out
+    assert metrics_of(result.path) == metrics_of(straight.path) and final_files(result.path) == final_files(
+        straight.path
+    )
+    assert list(memory.iterdir()) == []
+
+
+def test_snapshots_are_as_rare_as_they_are_slow_and_end_where_there_is_no_room(tmp_path, capsys):
+    now, facts = [0.0], SimpleNamespace(parameters=1000)
+    group: Any = SimpleNamespace(group=SimpleNamespace(once=lambda name: facts))
+
+    def write(folder: Path) -> str:
+        now[0] += 2.0
+        folder.mkdir()
+        return "this engine writes at once"
+
+    made = snapshots.Snapshots(tmp_path, lambda: now[0])
+    given = {"roles": {"actor": group}, "writers": {"actor": write}, "state": {}}
+    assert made.is_due()
+    made.take(1, **given)
+    now[0] += 199.0
+    assert not made.is_due()
+    now[0] += 2.0
+    assert made.is_due() and made.newest() == tmp_path / "global_step_1"
+    facts.parameters = 10**15
+    made.take(2, **given)
+    assert "no snapshots are kept in memory" in capsys.readouterr().out and not made.is_due()
 
 
 def test_the_same_step_is_tried_so_many_times_and_no_more(failing, tiny_model, sums, tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 import shutil
@@ -10,9 +11,11 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+from light_rewards import rarely_right
 from runs import metrics_of, run
 
 from posttrain.controller.pool import LocalWorkers
+from posttrain.conversations.agents import AGENTS, register_agent
 from posttrain.errors import UserError
 from posttrain.trainer.ppo import runner as rl
 from posttrain.trainer.ppo.events import Replay
@@ -78,6 +81,33 @@ def test_no_token_is_older_than_the_bound_and_the_bound_is_used(beside, bound):
     used = [float(min(step, bound)) for step in range(6)]
     assert ages("whole", trainer__partial_rollout=False) == used
     assert all(age <= most for age, most in zip(ages("partial", trainer__partial_rollout=True), used, strict=True))
+
+
+def test_what_dynamic_sampling_keeps_for_the_next_step_is_not_trained_past_the_bound(beside):
+    given = {
+        "algorithm__filter_groups__enable": True,
+        "trainer__partial_rollout": False,
+        f"{R}n": 2,
+        "trainer__seed": 3,
+    }
+    given |= {"trainer__total_training_steps": 12}  # a group is too old about once in five steps
+    result = beside("run", 2, bound=1, reward=rarely_right, **given)
+    lines = metrics_of(result.path)
+    assert max(line["rollout/age_max"] for line in lines) == 1
+    asked = [uid for line in events_of(result) for uid in line.get("ask", [])]
+    trained = [uid for line in events_of(result) for uid in line.get("take", [])]
+    assert len(trained) == len(set(trained)) == 48 < len(asked) == len(set(asked))
+    assert any(line["rollout/dropped_groups"] for line in lines)
+
+
+def test_an_engine_that_cannot_load_weights_in_flight_waits_for_whole_responses_and_says_so(beside, capsys):
+    more = {f"{R}name": "hf", "trainer__total_training_steps": 3}
+    result = beside("run", 2, **more)
+    assert "name=hf cannot load weights while it generates: every weight sync waits" in capsys.readouterr().out
+    assert [line["rollout/age_max"] for line in metrics_of(result.path)] == [0, 1, 2]
+    assert not any(line["rollout/partial"] for line in metrics_of(result.path))
+    with pytest.raises(UserError, match=r"partial_rollout=True, but .*name=hf cannot load weights"):
+        beside("again", 2, trainer__partial_rollout=True, **more)
 
 
 def test_a_response_of_two_versions_is_weighted_token_by_token(beside):
@@ -157,3 +187,34 @@ def test_a_lower_bound_drops_what_is_too_old_and_asks_its_prompts_again(beside):
     last = metrics_of(lower.path)[4:]
     assert [line["rollout/dropped_groups"] for line in last] == [8.0, 0.0]  # two batches waited
     assert max(line["rollout/age_max"] for line in last) <= 1
+
+
+def test_a_replay_of_conversations_is_bitwise_however_long_their_tools_take(beside):
+    """Turns join between other decode steps in every run, and in a replay between the same ones."""
+
+    @register_agent("slow")
+    async def slow(chat, row):
+        for _ in range(2):
+            await asyncio.sleep(random.SystemRandom().random() * 0.02)
+            await chat.say(max_tokens=8)
+            chat.tell("go on")
+        return float(row["sample"])
+
+    more = {f"{R}agent": "slow", f"{R}agent__processes": 2, "data__max_response_length": 40}
+    more |= {"trainer__save_freq": 3, "trainer__total_training_steps": 5}
+    try:
+        first = beside("first", 16, **more)
+        assert any(line["rollout/partial"] > 0 for line in metrics_of(first.path))
+        assert {"turns", "end", "weights"} <= {line.get("do") for line in events_of(first)}
+        again = beside("again", 17, trainer__replay_events=str(Path(first.path) / "events.jsonl"), **more)
+        assert same(first, again) and events_of(first) == events_of(again)
+    finally:
+        AGENTS.clear()
+
+
+def test_a_synchronous_run_does_not_train_what_waits_in_an_asynchronous_checkpoint(beside):
+    first = beside("run", 18, trainer__save_freq=4)
+    shutil.rmtree(Path(first.path) / "checkpoints" / "global_step_6")
+    synchronous = beside("run", 18, bound=0, trainer__save_freq=4, algorithm__rollout_correction__rollout_is="token")
+    trained = metrics_of(synchronous.path)
+    assert [line["step"] for line in trained] == [1, 2, 3, 4, 5, 6] and trained[4]["mismatch/logp_max"] < 1e-5

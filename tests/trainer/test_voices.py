@@ -120,5 +120,12 @@ def test_what_ranks_printed_outlives_rays_folder(tmp_path):
     (logs / "worker-1.out").write_text(":job_id:01\n:actor_name:RankHost\n[Gloo] Rank 0 is connected\n")
     (logs / "worker-1.err").write_text(":job_id:01\n:actor_name:RankHost\n")
     (logs / "raylet.out").write_text("of no interest")
-    keep_worker_logs(SimpleNamespace(cluster=SimpleNamespace(folder=str(tmp_path / "ray"))), tmp_path)  # pyright: ignore
-    assert (tmp_path / "workers.log").read_text() == "--- worker-1.out\n[Gloo] Rank 0 is connected\n"
+    watch, far = SimpleNamespace(kept={"worker-4.out"}), str(tmp_path / "far" / "worker-9.out")
+    printed = [("Rank 1 (on 10.0.0.2)", [far], ["from another machine"]), ("Rank 2", ["worker-4.out"], ["kept before"])]
+    cluster = SimpleNamespace(folder=str(tmp_path / "ray"))
+    workers = SimpleNamespace(cluster=cluster, watch=watch, printed=lambda: printed)
+    keep_worker_logs(workers, tmp_path)  # pyright: ignore
+    assert (tmp_path / "workers.log").read_text().splitlines() == [
+        *("--- Rank 1 (on 10.0.0.2)", "from another machine"),
+        *("--- worker-1.out", "[Gloo] Rank 0 is connected"),
+    ]

@@ -258,7 +258,7 @@ def test_health_names_the_metric_behind_each_advice_and_the_inputs_of_failures(m
 
 def test_the_memory_plan_names_the_runs_stages_or_says_why_there_is_none(client, tmp_path, tiny_model):
     from posttrain.config.root import PPOConfig
-    from posttrain.view.health import planned_memory
+    from posttrain.view.answers import planned_memory
 
     config = PPOConfig()
     config.actor_rollout_ref.model.path = str(tiny_model)

@@ -259,7 +259,7 @@ def test_the_terminal_lists_a_damaged_run_too(bad, capsys):
 
 
 def test_a_plan_runs_no_code_that_comes_with_a_model(tmp_path):
-    from posttrain.view.health import _without_model_code
+    from posttrain.view.answers import _without_model_code
 
     tree = {"actor_rollout_ref": {"model": {"path": "x", "trust_remote_code": True}}, "list": [1]}
     assert _without_model_code(tree) == {

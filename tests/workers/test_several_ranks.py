@@ -565,6 +565,24 @@ def test_a_critic_greedy_baselines_and_filtered_groups_work_one_step_off(runs, e
     assert AtOnce.begun == [True] * 3 + [False]
 
 
+def test_two_steps_off_weights_arrive_in_flight_and_the_log_repeats_it_to_the_bit(runs):
+    """Two engines in processes of their own: every run has a timing of its own, except a replay of its log, which here
+    begins at a checkpoint."""
+    given = {**FLOAT64, "trainer.max_staleness": 2, "data.max_response_length": 60, f"{ROLLOUT}.max_num_seqs": 4}
+    given |= {"trainer.total_training_steps": 5, "trainer.save_freq": 2}
+    first = runs.free("two off", (1, 2), given)
+    assert max(line["rollout/age_max"] for line in first.metrics) == 2
+    assert any(line["rollout/partial"] > 0 for line in first.metrics)
+    copied = shutil.copytree(first.path, runs.folder / "two off again" / "test" / "run")
+    for step in (4, 5):
+        shutil.rmtree(copied / "checkpoints" / f"global_step_{step}")
+    log = {"trainer.replay_events": str(first.path / "events.jsonl")}
+    again = runs.free("two off again", (1, 2), given | log)
+    assert metrics_of(again.path) == metrics_of(first.path)
+    assert furthest(weights_of(again.path), weights_of(first.path)) == 0.0
+    assert (again.path / "events.jsonl").read_text() == (first.path / "events.jsonl").read_text()
+
+
 # -- one rollout engine over several workers ---------------------------------------------------------------------------
 
 SIZE = f"{ROLLOUT}.tensor_model_parallel_size"

@@ -5,15 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from posttrain.conversations.serving import openai_chat
 from posttrain.conversations.serving.openai_chat import error, take_choices, usage
-from posttrain.conversations.serving.requests import (
-    Answer,
-    ApiError,
-    Choice,
-    Delta,
-    Fields,
-    ModelRequest,
-)
+from posttrain.conversations.serving.requests import Answer, ApiError, Choice, Delta, Fields, ModelRequest
 
 __all__ = ["Stream", "error", "read", "write"]
 
@@ -80,15 +74,8 @@ def _log_probs(answer: Answer, ids: Any, values: Any) -> dict[str, Any]:
     }
 
 
-class Stream:
+class Stream(openai_chat.Stream):
     """Writes the events of a streamed answer."""
-
-    def __init__(self, request: ModelRequest, answer: Answer) -> None:
-        self.request, self.answer = request, answer
-        self.begun: set[int] = set()
-
-    def start(self) -> Iterator[Any]:
-        return iter(())
 
     def delta(self, piece: Delta) -> Iterator[Any]:
         choice: dict[str, Any] = {"index": piece.index, "text": piece.text, "logprobs": None}
@@ -100,9 +87,7 @@ class Stream:
             if piece.index not in self.begun:
                 choice["prompt_token_ids"] = self.answer.prompt_of(piece.index)
         self.begun.add(piece.index)
-        yield _root(self.answer) | {"choices": [choice]}
+        yield self._chunk([choice])
 
-    def end(self, answer: Answer) -> Iterator[Any]:
-        if self.request.include_usage:
-            yield _root(answer) | {"choices": [], "usage": usage(answer)}
-        yield "[DONE]"
+    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return _root(self.answer) | {"choices": choices}

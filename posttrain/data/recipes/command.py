@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from posttrain.data.recipes import hh_rlhf, tasks
+from posttrain.data.recipes import tasks
 from posttrain.data.recipes.arithmetic import arithmetic_rows, write_files
 from posttrain.data.recipes.recipe import Recipe, prepare
 from posttrain.data.rows import DataError, RowTable, load_rows
@@ -25,8 +25,8 @@ RECIPES: dict[str, Recipe] = {
         tasks.NQ_OPEN,
         tasks.HOTPOTQA,
         tasks.BANKING77,
-        hh_rlhf.PAIRS,
-        hh_rlhf.CONVERSATIONS,
+        tasks.HH_RLHF,
+        tasks.HH_RLHF_SFT,
     )
 }
 

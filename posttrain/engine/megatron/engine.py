@@ -20,7 +20,6 @@ from posttrain.engine.export import export_by_files, host_copies
 from posttrain.engine.facts import facts_of
 from posttrain.engine.heads import Head, head_of
 from posttrain.engine.megatron.adapters import adapt, adapter_matches, adapters_off, check_adapters, scalings_of
-from posttrain.engine.megatron.checkpoints import Cut, PartState
 from posttrain.engine.megatron.groups import ParallelSizes, check_sizes, join_groups
 from posttrain.engine.megatron.model import build, check_model, stage_chunks, stage_layers
 from posttrain.engine.megatron.optimizer import EMBEDDING, TIED_COPY, MegatronOptimizer
@@ -28,7 +27,9 @@ from posttrain.engine.megatron.package import PACKAGE, MegatronError, version
 from posttrain.engine.megatron.stage import MegatronStage
 from posttrain.engine.megatron.weights import (
     CUT,
+    Cut,
     Match,
+    PartState,
     exported,
     named_weights,
     own_part,

@@ -10,9 +10,8 @@ _ANY = f"{{{_ACTOR},{_REF},critic,reward_model}}"
 _BUDGET = f"{_ACTOR}.ppo_max_token_len_per_gpu"
 _MODEL = "actor_rollout_ref.model"
 _FLOAT32 = ("fp32", "float32")
-OWN_TEMPLATE, RESUMED_WHOLE = "the chat template is the tokenizer's", "a run is resumed whole"
-SPAN = "the schedule spans all updates of the run"
-EVERYTHING = ("['model', 'optimizer', 'extra']", "[model,optimizer,extra]", '["model","optimizer","extra"]')
+_SPAN = "the schedule spans all updates of the run"
+_EVERYTHING = ("['model', 'optimizer', 'extra']", "[model,optimizer,extra]", '["model","optimizer","extra"]')
 _FUSED = "fused kernels are used wherever they give the same result"
 
 BATCHING: tuple[Rule, ...] = (
@@ -90,65 +89,78 @@ COMPUTING: tuple[Rule, ...] = (
     translated("critic.enable", "critic", "checked: the estimator gae has a critic, the others have none"),
 )
 
-_OPTIM = f"{_TRAINED}.optim"
-OPTIMIZER: tuple[Rule, ...] = (
-    not_supported(f"{_OPTIM}.optimizer", "the optimizer is AdamW", "remove it", off=("adamw", "adam")),
-    not_supported(f"{_OPTIM}.optimizer_impl", "the optimizer is torch's AdamW", "remove it", off=("torch.optim",)),
-    not_needed(f"{_OPTIM}.muon_*", "settings of the optimizer Muon; the optimizer is AdamW"),
-    translated(f"{_OPTIM}.min_lr", "floor", "`optim.min_lr_ratio`: this divided by `optim.lr`"),
-    not_supported(
-        f"{_OPTIM}.lr_decay_steps",
-        SPAN,
-        "remove it, and let trainer.total_training_steps say how long the run is",
-        idle="constant",
-    ),
-    not_needed(f"{_OPTIM}.lr_wsd_decay_*", "settings of Megatron's schedule WSD, which is not offered"),
-    not_supported(
-        f"{_OPTIM}.{{total_training_steps,lr_scheduler_num_training_steps,lr_scheduler.num_training_steps}}",
-        SPAN,
-        "set trainer.total_training_steps",
-        off=("-1",),
-        idle="constant",
-    ),
-    not_supported(
-        f"{_OPTIM}.{{num_cycles,lr_scheduler_num_cycles,lr_scheduler.num_cycles}}",
-        "cosine falls once from lr to its end",
-        "remove it",
-        off=("0.5",),
-        idle="constant",
-    ),
-    not_supported(f"{_OPTIM}.lr_warmup_init", "warm-up begins at lr / steps", "remove it", off=("0",)),
-    not_supported(
-        f"{_OPTIM}.min_lr_factor", "the end of the schedule is a share of lr", "set optim.min_lr_ratio", idle="constant"
-    ),
-    not_supported(f"{_OPTIM}.weight_decay_incr_style", "weight decay is constant", "remove it", off=("constant",)),
-    not_supported(f"{_OPTIM}.zero_indexed_step", "warm-up counts its first update as 1", "set it to False"),
-    not_needed(f"{_OPTIM}.use_checkpoint_opt_param_scheduler", "a resumed run goes on with its schedule where it was"),
-    not_needed(f"{_OPTIM}.use_layer_wise_distributed_optimizer", "FSDP shards the optimizer state"),
-    not_supported(
-        f"{_OPTIM}.{{exp_avg_dtype,exp_avg_sq_dtype,main_grads_dtype,main_params_dtype}}",
-        "weights, gradients and moments of the optimizer are float32",
-        "remove it",
-        off=_FLOAT32,
-    ),
-    not_needed(
-        f"{_OPTIM}.{{use_precision_aware_optimizer,override_optimizer_config.use_precision_aware_optimizer}}",
-        "moments of the optimizer are float32",
-    ),
-    translated(
-        f"{_OPTIM}.override_optimizer_config.optimizer_cpu_offload", "cpu_optimizer", "`fsdp_config.optimizer_offload`"
-    ),
-    not_needed(
-        f"{_OPTIM}.override_optimizer_config.{{optimizer_offload_fraction,offload_fraction,"
-        "overlap_cpu_optimizer_d2h_h2d}",
-        "details of Megatron's optimizer offload; fsdp_config.optimizer_offload turns offloading on",
-    ),
-    not_supported(
-        f"{_OPTIM}.{{override_optimizer_config,override_optimizer_config.*}}",
-        "the optimizer's settings are lr, betas, eps and weight_decay",
-        "set optim.betas, optim.eps or optim.weight_decay",
-    ),
-)
+
+def optimizer_rules(optim: str) -> tuple[Rule, ...]:
+    """Rules for the optimizer whose section this is."""
+    return (
+        not_supported(f"{optim}.optimizer", "the optimizer is AdamW", "remove it", off=("adamw", "adam")),
+        not_supported(f"{optim}.optimizer_impl", "the optimizer is torch's AdamW", "remove it", off=("torch.optim",)),
+        not_needed(f"{optim}.muon_*", "settings of the optimizer Muon; the optimizer is AdamW"),
+        translated(f"{optim}.{{min_lr,lr_min}}", "floor", "`optim.min_lr_ratio`: this divided by `optim.lr`"),
+        not_supported(
+            f"{optim}.lr_decay_steps",
+            _SPAN,
+            "remove it, and let trainer.total_training_steps say how long the run is",
+            idle="constant",
+        ),
+        not_needed(f"{optim}.lr_wsd_decay_*", "settings of Megatron's schedule WSD, which is not offered"),
+        not_supported(
+            f"{optim}.{{total_training_steps,lr_scheduler_num_training_steps,lr_scheduler.num_training_steps}}",
+            _SPAN,
+            "set trainer.total_training_steps",
+            off=("-1",),
+            idle="constant",
+        ),
+        not_supported(
+            f"{optim}.{{num_cycles,lr_scheduler_num_cycles,lr_scheduler.num_cycles}}",
+            "cosine falls once from lr to its end",
+            "remove it",
+            off=("0.5",),
+            idle="constant",
+        ),
+        not_supported(
+            f"{optim}.{{lr_warmup_init,init_lr_ratio}}", "warm-up begins at lr / steps", "remove it", off=("0",)
+        ),
+        not_supported(
+            f"{optim}.min_lr_factor",
+            "the end of the schedule is a share of lr",
+            "set optim.min_lr_ratio",
+            idle="constant",
+        ),
+        not_supported(f"{optim}.weight_decay_incr_style", "weight decay is constant", "remove it", off=("constant",)),
+        not_supported(f"{optim}.zero_indexed_step", "warm-up counts its first update as 1", "set it to False"),
+        not_needed(
+            f"{optim}.use_checkpoint_opt_param_scheduler", "a resumed run goes on with its schedule where it was"
+        ),
+        not_needed(f"{optim}.use_layer_wise_distributed_optimizer", "FSDP shards the optimizer state"),
+        not_supported(
+            f"{optim}.{{exp_avg_dtype,exp_avg_sq_dtype,main_grads_dtype,main_params_dtype}}",
+            "weights, gradients and moments of the optimizer are float32",
+            "remove it",
+            off=_FLOAT32,
+        ),
+        not_needed(
+            f"{optim}.{{use_precision_aware_optimizer,override_optimizer_config.use_precision_aware_optimizer,"
+            "override_optimizer_config.decoupled_weight_decay,master_weights,store_param_remainders}",
+            "always so: weights and moments of AdamW are float32, and its weight decay is decoupled",
+        ),
+        translated(
+            f"{optim}.override_optimizer_config.optimizer_cpu_offload",
+            "cpu_optimizer",
+            "`fsdp_config.optimizer_offload`",
+        ),
+        not_needed(
+            f"{optim}.override_optimizer_config.{{optimizer_offload_fraction,offload_fraction,"
+            "overlap_cpu_optimizer_d2h_h2d}",
+            "details of how Megatron moves an optimizer to the host; optimizer_cpu_offload says whether it does",
+        ),
+        not_supported(
+            f"{optim}.{{override_optimizer_config,override_optimizer_config.*}}",
+            "the optimizer's settings are lr, betas, eps and weight_decay",
+            "set optim.betas, optim.eps or optim.weight_decay",
+        ),
+    )
+
 
 _FSDP = f"{_ANY}.fsdp_config"
 SHARDING: tuple[Rule, ...] = (
@@ -209,66 +221,80 @@ SHARDING: tuple[Rule, ...] = (
     not_needed("{actor_rollout_ref,critic,reward_model}.nccl_timeout", "workers wait as long as their work takes"),
 )
 
-SAVING: tuple[Rule, ...] = (
-    translated(
-        "*.checkpoint.save_contents",
-        "contents",
-        "a checkpoint always holds model, optimizer and the rest; `hf_model` in it sets `trainer.export_hf=all`",
-    ),
-    not_supported(
-        "*.checkpoint.load_contents",
-        RESUMED_WHOLE,
-        f"remove it; to start from weights alone set {_MODEL}.path to a folder written by `posttrain export`",
-        off=EVERYTHING,
-    ),
-    not_needed("*.checkpoint.mbridge_config", "it configures Megatron's own checkpoint writer, which is not used"),
-    not_needed(
-        "*.checkpoint.strict",
-        "a checkpoint holds all that a run needs to go on, so that nothing is ever missing when it is loaded; "
-        f"{_MODEL}.allow_other_weights=True starts from a model's folder that lacks weights",
-    ),
-)
+
+def saving_rules(section: str, model: str) -> tuple[Rule, ...]:
+    """Rules for what a checkpoint holds; `model` is the section of the model."""
+    return (
+        translated(
+            f"{section}.save_contents",
+            "contents",
+            "a checkpoint always holds model, optimizer and the rest; `hf_model` in it sets `trainer.export_hf=all`",
+        ),
+        not_supported(
+            f"{section}.load_contents",
+            "a run is resumed whole",
+            f"remove it; to start from weights alone set {model}.path to a folder written by `posttrain export`",
+            off=_EVERYTHING,
+        ),
+        not_needed(f"{section}.mbridge_config", "it configures Megatron's own checkpoint writer, which is not used"),
+        not_needed(
+            f"{section}.strict",
+            "a checkpoint holds all that a run needs to go on, so that nothing is ever missing when it is loaded; "
+            f"{model}.allow_other_weights=True starts from a model's folder that lacks weights",
+        ),
+    )
+
+
+def model_rules(model: str) -> tuple[Rule, ...]:
+    """Rules for a model that is trained, and its adapters."""
+    return (
+        not_needed(f"{model}.{{use_fused_kernels,use_liger,fused_kernel_options*}}", _FUSED),
+        not_needed(f"{model}.tiled_mlp.*", "activations are saved by enable_gradient_checkpointing"),
+        not_needed(
+            f"{model}.{{enable_activation_offload,enable_activation_offloading}}",
+            "activations stay on their device; enable_gradient_checkpointing=True saves their memory",
+        ),
+        not_supported(
+            f"{model}.custom_chat_template",
+            "the chat template is the tokenizer's",
+            "write it into tokenizer_config.json, or set model.tokenizer_path to a folder that has it",
+        ),
+        not_supported(
+            f"{model}.hf_config_path", "config.json is read from the model's folder", "set model.override_config"
+        ),
+        not_supported(
+            f"{model}.{{mtp,mtp.*}}",
+            "multi-token prediction is not built: a model's further heads are neither trained nor decoded with",
+            "remove it",
+            switch="mtp.enable",
+        ),
+        not_supported(f"{model}.lora.{{dropout,lora_dropout}}", "adapters have no dropout", "set it to 0", off=("0",)),
+        not_needed(f"{model}.lora.dropout_position", "adapters have no dropout"),
+        not_supported(f"{model}.lora.dtype", "adapters are trained in float32", "remove it", off=_FLOAT32),
+        not_supported(
+            f"{model}.lora.{{lora_plus_ratio,experts_shared_outer_loras}}",
+            "A and B of an adapter have one learning rate, and experts have adapters of their own",
+            "remove it",
+            off=("1", "false"),
+        ),
+        not_supported(
+            f"{model}.lora.lora_A_init_method",
+            "adapters begin as in peft: A by Kaiming's rule, B at 0",
+            "set it to kaiming",
+            off=("kaiming",),
+        ),
+        not_supported(
+            f"{model}.lora.lora_B_init_method", "adapters begin as in peft: B at 0", "set it to zero", off=("zero",)
+        ),
+        not_needed(
+            f"{model}.lora.{{merge,a2a_experimental}}", "the rollout reads the trainer's own weights and adapters"
+        ),
+        not_needed(f"{model}.lora.freeze_*", "with LoRA all other weights are frozen"),
+    )
+
 
 MODEL: tuple[Rule, ...] = (
-    not_needed("*.model.{use_fused_kernels,use_liger,fused_kernel_options*}", _FUSED),
-    not_needed("*.model.tiled_mlp.*", "activations are saved by enable_gradient_checkpointing"),
-    not_needed(
-        "*.model.{enable_activation_offload,enable_activation_offloading}",
-        "activations stay on their device; enable_gradient_checkpointing=True saves their memory",
-    ),
     not_needed("{*.model,data}.use_shm", "files are read where they lie"),
-    not_supported(
-        "*.model.custom_chat_template",
-        OWN_TEMPLATE,
-        "write it into tokenizer_config.json, or set model.tokenizer_path to a folder that has it",
-    ),
-    not_supported("*.model.hf_config_path", "config.json is read from the model's folder", "set model.override_config"),
-    not_supported(
-        "*.model.{mtp,mtp.*}",
-        "multi-token prediction is not built: a model's further heads are neither trained nor decoded with",
-        "remove it",
-        switch="mtp.enable",
-    ),
-    not_supported("*.model.lora.{dropout,lora_dropout}", "adapters have no dropout", "set it to 0", off=("0",)),
-    not_needed("*.model.lora.dropout_position", "adapters have no dropout"),
-    not_supported("*.model.lora.dtype", "adapters are trained in float32", "remove it", off=_FLOAT32),
-    not_supported(
-        "*.model.lora.{lora_plus_ratio,experts_shared_outer_loras}",
-        "A and B of an adapter have one learning rate, and experts have adapters of their own",
-        "remove it",
-        off=("1", "false"),
-    ),
-    not_supported(
-        "*.model.lora.lora_A_init_method",
-        "adapters begin as in peft: A by Kaiming's rule, B at 0",
-        "set it to kaiming",
-        off=("kaiming",),
-    ),
-    not_supported(
-        "*.model.lora.lora_B_init_method", "adapters begin as in peft: B at 0", "set it to zero", off=("zero",)
-    ),
-    not_needed("*.model.lora.{merge,a2a_experimental}", "the rollout reads the trainer's own weights and adapters"),
-    not_needed("*.model.lora.freeze_*", "with LoRA all other weights are frozen"),
     not_supported(
         "critic.model.{lora_adapter_path,lora.adapter_path}", "the critic's adapters begin anew", "remove it"
     ),
@@ -287,4 +313,12 @@ MODEL: tuple[Rule, ...] = (
     not_supported(f"{_ACTOR}.freeze_vision_tower", "only text models are trained", "remove it"),
 )
 
-ACTOR_RULES: tuple[Rule, ...] = (*BATCHING, *COMPUTING, *OPTIMIZER, *SHARDING, *SAVING, *MODEL)
+ACTOR_RULES: tuple[Rule, ...] = (
+    *BATCHING,
+    *COMPUTING,
+    *optimizer_rules(f"{_TRAINED}.optim"),
+    *SHARDING,
+    *saving_rules("*.checkpoint", _MODEL),
+    *model_rules("*.model"),
+    *MODEL,
+)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from posttrain.other_systems.verl.actor import EVERYTHING, OWN_TEMPLATE, RESUMED_WHOLE, SPAN
+from posttrain.other_systems.verl.actor import model_rules, optimizer_rules, saving_rules
 from posttrain.other_systems.verl.rule import Rule, not_needed, not_supported, translated
 from posttrain.other_systems.verl.run import NO_SUCH, transformer_overrides
 
@@ -27,12 +27,6 @@ SUPERVISED_RULES: tuple[Rule, ...] = (
     not_needed("{data,model}.use_shm", "files are read where they lie"),
     not_needed("data.{num_workers,dataloader_num_workers}", "rows are read and tokenized in the run's process"),
     not_supported("data.custom_cls.*", "rows are read by posttrain", "write rows as parquet or JSON (docs/sft.md)"),
-    not_needed("model.{use_liger,use_fused_kernels}", "fused kernels are used wherever they give the same result"),
-    not_supported("model.{mtp,mtp.*}", "multi-token prediction is not built", "remove it", switch="mtp.enable"),
-    not_needed(
-        "model.{enable_activation_offload,enable_activation_offloading}",
-        "activations stay on their device; model.enable_gradient_checkpointing=True saves their memory",
-    ),
     translated(
         "engine",
         "engine",
@@ -75,43 +69,15 @@ SUPERVISED_RULES: tuple[Rule, ...] = (
         idle="fsdp",
     ),
     not_supported("engine.*", _OTHER, "set engine=fsdp; the key then has no effect", idle="fsdp"),
-    translated("optim.{min_lr,lr_min}", "floor", "`optim.min_lr_ratio`: this divided by `optim.lr`"),
-    not_supported("optim.{lr_warmup_init,init_lr_ratio}", "warm-up begins at lr / steps", "remove it", off=("0",)),
     not_supported(
-        "optim.{optimizer,optimizer_impl}",
-        "the optimizer is torch's AdamW",
-        "remove it",
-        off=("adamw", "adam", "torch.optim"),
-    ),
-    not_supported(
-        "optim.{exp_avg_dtype,exp_avg_sq_dtype}",
-        "moments of the optimizer are float32",
-        "remove it",
-        off=("fp32", "float32"),
-    ),
-    not_needed(
-        "optim.override_optimizer_config.{use_precision_aware_optimizer,decoupled_weight_decay,"
-        "overlap_cpu_optimizer_d2h_h2d}",
-        "always so: AdamW's moments are float32, its weight decay is decoupled",
-    ),
-    not_supported(
-        "optim.{override_optimizer_config,override_optimizer_config.*}",
-        "the optimizer's settings are lr, betas, eps and weight_decay, and its state stays on its device",
+        "optim.override_optimizer_config.{optimizer_cpu_offload,optimizer_offload_fraction,offload_fraction}",
+        "the state of the optimizer stays on its device in supervised training",
         "remove it",
         off=("false", "0"),
     ),
-    not_needed("optim.{master_weights,store_param_remainders}", "the optimizer's weights are float32"),
-    not_needed("optim.muon_*", "settings of the optimizer Muon; the optimizer is AdamW"),
-    not_supported(
-        "optim.lr_decay_steps", SPAN, "remove it, and let trainer.total_training_steps say how long the run is"
-    ),
-    not_supported("model.custom_chat_template", OWN_TEMPLATE, "write it into tokenizer_config.json"),
-    not_supported("checkpoint.load_contents", RESUMED_WHOLE, "remove it", off=EVERYTHING),
-    translated(
-        "checkpoint.save_contents",
-        "contents",
-        "a checkpoint always holds model, optimizer and the rest; `hf_model` in it sets `trainer.export_hf=all`",
-    ),
+    *optimizer_rules("optim"),
+    *model_rules("model"),
+    *saving_rules("checkpoint", "model"),
     not_needed("{profiler,global_profiler}.*", "trainer.profile_steps alone traces every stage and every rank"),
     not_needed(
         "trainer.{balance_batch,log_val_generations}", "rows are always spread over the workers by their tokens"

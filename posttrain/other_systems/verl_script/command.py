@@ -9,8 +9,7 @@ from pathlib import Path
 
 from posttrain.config.commandline import lost_lines
 from posttrain.errors import UserError
-from posttrain.other_systems.verl_script.main_file import find_main_file, main_file
-from posttrain.other_systems.verl_script.program import Call, find_calls
+from posttrain.other_systems.verl_script.program import Call, find_calls, find_main_file, main_file
 from posttrain.other_systems.verl_script.report import ASSUMED, TREES, Report, as_text, examine
 from posttrain.other_systems.verl_script.shell import Script
 from posttrain.spelling import OptionParser

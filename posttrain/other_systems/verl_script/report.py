@@ -14,12 +14,10 @@ from posttrain.config.commandline import cut_short
 from posttrain.config.merge import Entry, Merged, Spellings
 from posttrain.config.trees import PPO, SFT, Tree
 from posttrain.errors import UserError
-from posttrain.other_systems.verl.answers import answer
-from posttrain.other_systems.verl.apply import apply_answers
+from posttrain.other_systems.verl.answers import answer, apply_answers
 from posttrain.other_systems.verl.renamed import as_ours
 from posttrain.other_systems.verl.rule import HONOURED, KINDS, NOT_NEEDED, NOT_SUPPORTED, TRANSLATED
-from posttrain.other_systems.verl_script.main_file import find_main_file, settings_of_file
-from posttrain.other_systems.verl_script.program import FROM_OUTSIDE, Call
+from posttrain.other_systems.verl_script.program import FROM_OUTSIDE, Call, find_main_file, settings_of_file
 
 ENGINE = "actor_rollout_ref.rollout.name"
 # Settings whose value is one of the names that were registered.

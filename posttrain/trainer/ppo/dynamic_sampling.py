@@ -67,18 +67,18 @@ class GroupFilter:
         """In the surplus."""
         return 0 if self.surplus is None else _groups([self.surplus])
 
-    def drop(self, is_too_old: Callable[[DataProto], bool]) -> DataProto | None:
-        """Take the groups out of the surplus that are too old to be trained, if there are any."""
+    def take_out(self, is_unwanted: Callable[[DataProto], bool]) -> DataProto | None:
+        """The groups of the surplus that are not to be trained any more; None where there are none."""
         if self.surplus is None:
             return None
         groups = [list(rows) for rows in groups_of(self.surplus.non_tensor_batch["uid"])]
-        old = [rows for rows in groups if is_too_old(self.surplus[rows])]
-        if not old:
+        out = [rows for rows in groups if is_unwanted(self.surplus[rows])]
+        if not out:
             return None
-        dropped = self.surplus[[row for rows in old for row in rows]]
-        kept = [row for rows in groups if rows not in old for row in rows]
+        taken = self.surplus[[row for rows in out for row in rows]]
+        kept = [row for rows in groups if rows not in out for row in rows]
         self.surplus = self.surplus[kept] if kept else None
-        return dropped
+        return taken
 
     def _divide(self, batch: DataProto) -> tuple[list[list[int]], list[list[int]]]:
         values_B = self._values(batch)[last_rows(batch)]  # the last row of a sample has its score

@@ -26,7 +26,7 @@ from posttrain.workers.rollout import Entry
 
 Due = tuple[str, int, list[Any]]
 """(`turns` or `end`, engine, of which): what is to be done to an engine for conversations."""
-SETTINGS = "settings"  # the first line: what a replay must have in common with the run
+SETTINGS = "settings"  # what a replay must have in common with the run: its first line, and where they were changed
 
 
 class ReplayError(UserError):
@@ -42,8 +42,11 @@ class EventLog:
     def begin(self, step: int, settings: Mapping[str, Any]) -> None:
         """The first event of a run; one that continues `step` has its log up to there."""
         self.step = step + 1
-        if not self.path.exists():
-            append_line(self.path, {"step": 0, SETTINGS: dict(settings)})
+        if step == 0:
+            self.path.unlink(missing_ok=True)  # of a run that was begun here before
+        known = [line[SETTINGS] for line in read_lines(self.path) if SETTINGS in line]
+        if known[-1:] != [settings]:
+            append_line(self.path, {"step": step, SETTINGS: dict(settings)})
         if self.replayed is not None:
             self.replayed.begin(step, settings)
 
@@ -69,12 +72,18 @@ class Replay:
                 "by runs with trainer.max_staleness above 0."
             )
         self.checksums = {line["weights"]: line["checksum"] for line in self.lines if "weights" in line}
-        self.drains = {line["step"] for line in self.lines if line.get("drained")}
-        self.last_step = self.lines[-1]["step"]
+
+    @property
+    def drains(self) -> set[int]:
+        """Steps behind which nothing was under way."""
+        return {line["step"] for line in self.lines if line.get("drained")}
 
     def begin(self, step: int, settings: Mapping[str, Any]) -> None:
         """Check that this run can repeat the recorded one from here on."""
-        known = self.lines[0][SETTINGS]
+        # A run that was continued with other settings is repeated up to there.
+        changed = [at for at, line in enumerate(self.lines) if SETTINGS in line and line["step"] > step]
+        self.lines = self.lines[: changed[0]] if changed else self.lines
+        known = next(line[SETTINGS] for line in reversed(self.lines) if SETTINGS in line)
         differ = [f"{key}={settings.get(key)} (it had {was})" for key, was in known.items() if settings.get(key) != was]
         if differ:
             raise ReplayError(f"trainer.replay_events={self.path}: the recorded run had other settings: "
@@ -87,8 +96,7 @@ class Replay:
 
     def entries(self, step: int, engines: int) -> list[list[Entry]]:
         """By engine, its schedule from behind this step up to where it was drained next."""
-        ends = [drained for drained in self.drains if drained > step]
-        end = min(ends, default=self.last_step)
+        end = min((drained for drained in self.drains if drained > step), default=self.lines[-1]["step"])
         found: list[list[Entry]] = [[] for _ in range(engines)]
         for line in self.lines:
             if "engine" in line and step < line["step"] <= end:

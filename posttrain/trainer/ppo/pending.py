@@ -30,9 +30,15 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
+from posttrain.config.root import PPOConfig
+from posttrain.config.trainer import continues_responses
 from posttrain.controller.group import WorkerGroup
+from posttrain.errors import UserError
 from posttrain.protocol import DataProto
 from posttrain.tracking.metrics import GENERATED_S
+from posttrain.trainer.ppo.events import EngineClock, EventLog, Replay
 from posttrain.trainer.ppo.experience import Experience
 
 FOLDER, AGAIN = "ahead", "asked_again.json"
@@ -53,16 +59,20 @@ class PendingBatches:
     """Holds the batches that are generated before their steps, oldest first. Calls to `training` advance them while
     they are waited for; these workers must be others than those that generate.
 
-    `bound` is the largest staleness. Batches that are too old are dropped, and their prompts are asked for `again`.
+    `bound` is the largest staleness; with 0 nothing is held, and there is no event log. Batches that are too old are
+    dropped, and their prompts are asked for `again`.
     """
 
+    events: EventLog | None = None  # of an asynchronous run
+
     def __init__(
-        self, experience: Experience, stage: Stage, bound: int = 0, training: Iterable[WorkerGroup] = ()
+        self, config: PPOConfig, experience: Experience, stage: Stage, training: Iterable[WorkerGroup] = ()
     ) -> None:
-        self.experience, self.bound, self._stage = experience, bound, stage
+        self.config, self.experience, self._stage = config, experience, stage
+        self.bound = config.trainer.max_staleness
         self.batches: deque[Batch] = deque()
         self.again: list[int] = []  # rows of the data
-        self.dropped = 0  # groups, in this step
+        self.dropped = 0  # groups, since the last batch was trained
         for group in training:
             # One thread drives everything: while it waits for the trainer it polls the rollout, so that finished
             # responses go to the reward workers and the ranks that generate never stand idle.
@@ -95,13 +105,19 @@ class PendingBatches:
         while self.batches:
             batch = self.batches.popleft()
             self._wait(batch)
-            if oldest_version(batch.rows) >= version - self.bound:
+            if not self.is_too_old(batch.rows, version):
                 return batch.rows
             self.drop(batch.rows)
         return None
 
-    def drop(self, rows: DataProto) -> None:
+    def is_too_old(self, rows: DataProto, version: int) -> bool:
+        """Whether a token is older than the bound, for the policy of this version."""
+        return min(versions_of(rows), default=version) < version - self.bound
+
+    def drop(self, rows: DataProto | None) -> None:
         """Have the prompts of these groups asked for again."""
+        if rows is None:
+            return
         numbers = rows.non_tensor_batch.get(ROW, [None] * len(rows))  # checkpoints of earlier versions have none
         groups = dict(zip(rows.non_tensor_batch["uid"], numbers, strict=True))
         self.again += [int(row) for row in groups.values() if row is not None]
@@ -111,6 +127,86 @@ class PendingBatches:
         """Rows of the data to ask for: those that are asked for again come before what `draw` gives."""
         again, self.again = self.again[:size], self.again[size:]
         return again if len(again) == size else [*again, *draw()]
+
+    # -- policy versions and events -------------------------------------------------------------------------------
+    def log_events(self, folder: Path, say: Callable[[str], object]) -> None:
+        """Write the event log of an asynchronous run into its folder, and load weights in flight where that is set and
+        the engine can do so."""
+        trainer, rollout = self.config.trainer, self.experience.rollout
+        if self.bound == 0:
+            return
+        self.events = EventLog(folder, Replay(trainer.replay_events) if trainer.replay_events else None)
+        if not continues_responses(trainer):
+            return
+        if rollout.updates_in_flight():
+            self.experience.clock = EngineClock(rollout, self.events)
+            return
+        what = f"actor_rollout_ref.rollout.name={self.config.actor_rollout_ref.rollout.name} cannot load weights while"
+        if trainer.partial_rollout:
+            raise UserError(f"trainer.partial_rollout=True, but {what} it generates. Set it to False, or name=native.")
+        say(f"note: {what} it generates: every weight sync waits for whole responses (trainer.partial_rollout=False).")
+
+    def begin(self, step: int, total_steps: int) -> None:
+        """Begin the event log, or continue it behind the checkpoint of this step."""
+        if self.events is None:
+            return
+        trainer, clock = self.config.trainer, self.experience.clock
+        names = ("max_staleness", "seed", "save_freq", "test_freq", "val_before_train")
+        settings = {f"trainer.{name}": trainer[name] for name in names}
+        settings |= {"trainer.total_training_steps": total_steps, "trainer.partial_rollout": clock is not None}
+        self.events.begin(step, settings | {"engines": self.experience.rollout.submit.world_size})
+        if clock is not None:
+            clock.restart(step)
+
+    def begin_step(self, step: int) -> None:
+        """Events from here on belong to this step."""
+        if self.events is not None:
+            self.events.step = step
+
+    def note_asked(self, prompts: DataProto, rows: Sequence[int], version: int) -> DataProto:
+        """The prompts with the numbers of their rows in the data, by which they can be asked for again."""
+        if self.events is not None:
+            prompts.non_tensor_batch[ROW] = np.array(rows, dtype=object)
+            self.events.add(ask=list(prompts.non_tensor_batch["uid"]), version=version)
+        return prompts
+
+    def note_trained(self, rows: DataProto, version: int) -> dict[str, float]:
+        """Metrics on the staleness of a batch that the policy of this version learns from."""
+        if self.events is None:
+            return {}
+        self.events.add(take=list(dict.fromkeys(rows.non_tensor_batch["uid"])), versions=versions_of(rows))
+        dropped, self.dropped = self.dropped, 0
+        return {**staleness(rows, version), "rollout/dropped_groups": float(dropped)}
+
+    def reach_sync(self) -> None:
+        """Come to where new weights may be loaded: between two decode steps, or behind whole responses."""
+        if self.experience.clock is None:
+            self.finish()
+        else:
+            self.experience.reach("weights")
+
+    def note_weights(self, version: int, checksum: float | None) -> None:
+        """The rollout has the weights of this version."""
+        if self.experience.clock is not None:
+            self.experience.clock.write_schedule()
+        if self.events is not None:
+            self.events.add_weights(version, checksum)
+
+    def was_drained(self, step: int) -> bool:
+        """Whether the replayed run had nothing under way behind this step."""
+        return self.events is not None and self.events.replayed is not None and step in self.events.replayed.drains
+
+    def drain(self, step: int) -> None:
+        """Wait for all that is under way; engines count their steps from here on."""
+        self.finish()
+        clock = self.experience.clock
+        if clock is not None:
+            self.experience.settle()
+            clock.write_schedule()
+        if self.events is not None:
+            self.events.add(drained=True)
+        if clock is not None:
+            clock.restart(step)
 
     # -- checkpoints ----------------------------------------------------------------------------------------------
     @property
@@ -142,11 +238,6 @@ def _name(number: int) -> str:
 def versions_of(rows: DataProto) -> list[int]:
     """The policy versions that sampled tokens of these rows, in order."""
     return sorted({version for spans in rows.non_tensor_batch["policy_versions"] for version, _ in spans})
-
-
-def oldest_version(rows: DataProto) -> float:
-    """Of all tokens; infinite where the policy sampled none."""
-    return min(versions_of(rows), default=float("inf"))
 
 
 def staleness(rows: DataProto, version: int) -> dict[str, float]:

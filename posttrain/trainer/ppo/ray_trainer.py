@@ -10,19 +10,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from posttrain.algorithms import apply_kl_in_reward, correction_is_on, get_adv_estimator, get_kl_controller
 from posttrain.batch.columns import Column
 from posttrain.batch.samples import has_several_rows, sample_of_rows
 from posttrain.config.root import PPOConfig
-from posttrain.config.trainer import continues_responses
 from posttrain.controller.pool import LocalWorkers, Workers
 from posttrain.conversations.loop import ConversationLoop
 from posttrain.data.dataset import PromptDataset, collate
 from posttrain.data.sampler import PromptSampler, make_sampler
-from posttrain.errors import UserError
 from posttrain.planning.budgets import check_group_size, critic_updates, fit_sizes
 from posttrain.protocol import DataProto
 from posttrain.rollout.native.speculation import speculation_metrics
@@ -30,11 +27,9 @@ from posttrain.tracking.progress import say
 from posttrain.tracking.rundir import RunDirectory
 from posttrain.trainer.ppo.advantages import compute_advantage, greedy_baselines
 from posttrain.trainer.ppo.dynamic_sampling import GroupFilter
-from posttrain.trainer.ppo.events import EngineClock, EventLog, Replay
 from posttrain.trainer.ppo.experience import Experience, take_prompts
 from posttrain.trainer.ppo.first_batch import FirstBatchChecks, is_fresh
-from posttrain.trainer.ppo.pending import ROW as DATASET_ROW
-from posttrain.trainer.ppo.pending import PendingBatches, oldest_version, staleness, versions_of
+from posttrain.trainer.ppo.pending import PendingBatches
 from posttrain.trainer.ppo.recorder import Checkpoints, Progress, Recorder
 from posttrain.trainer.ppo.reward import ModelReward, RewardManager, reward_weights
 from posttrain.trainer.ppo.validate import Validator
@@ -116,7 +111,9 @@ class RayPPOTrainer(WorkerClasses):
         self.experience = Experience(
             config, self.tokenizer, self.rollout_wg, self.reward_fn, model_reward=self.model_reward, turns=turns
         )
-        self._make_asynchronous()
+        training = self.groups.training() if config.trainer.max_staleness else ()
+        self.pending = PendingBatches(config, self.experience, self.recorder.stage, training)
+        self.pending.log_events(self.run.path, say)
         self.validator = None
         if val_dataset is not None:
             n = config.actor_rollout_ref.rollout.val_kwargs.n
@@ -138,24 +135,6 @@ class RayPPOTrainer(WorkerClasses):
             },
             batches={"surplus": self.group_filter, "ahead": self.pending},
         )
-
-    def _make_asynchronous(self) -> None:
-        """What generates while others train; with a bound of 0 it holds nothing."""
-        trainer = self.config.trainer
-        training = self.groups.training() if trainer.max_staleness else ()
-        self.pending = PendingBatches(self.experience, self.recorder.stage, trainer.max_staleness, training)
-        replayed = Replay(trainer.replay_events) if trainer.max_staleness and trainer.replay_events else None
-        self.events = EventLog(self.run.path, replayed) if trainer.max_staleness else None
-        if self.events is None or not continues_responses(trainer):
-            return
-        if self.rollout_wg.updates_in_flight():
-            self.experience.clock = EngineClock(self.rollout_wg, self.events)
-            return
-        engine = self.config.actor_rollout_ref.rollout.name
-        what = f"actor_rollout_ref.rollout.name={engine} cannot load weights while it generates"
-        if trainer.partial_rollout:
-            raise UserError(f"trainer.partial_rollout=True, but {what}. Set it to False, or name=native.")
-        say(f"note: {what}: every weight sync waits for whole responses (trainer.partial_rollout=False).")
 
     def init_workers(self) -> None:
         """Create the workers and load their models; no step is made."""
@@ -207,7 +186,7 @@ class RayPPOTrainer(WorkerClasses):
             if self.config.tracking.samples_freq > 0:
                 self.recorder.keep_vocabulary(self.tokenizer)
             with GracefulStop(say) as stop:
-                self._begin_events()
+                self.pending.begin(self.step, self.sizes.total_steps)
                 self._validate_at_start()
                 while self.step < self.sizes.total_steps and not self.config.trainer.val_only:
                     if stop.requested:
@@ -230,8 +209,7 @@ class RayPPOTrainer(WorkerClasses):
         stage = self.recorder.stage
         step = self.step + 1
         self.reward_fn.progress = (self.step, self.sizes.total_steps)
-        if self.events is not None:
-            self.events.step = step
+        self.pending.begin_step(step)
         # Every stage adds its fields to this one batch; rows keep their order from here to the update.
         batch, metrics = self._rollout(step)
         self._start_next_rollout()  # from here on other workers generate while these train
@@ -257,32 +235,33 @@ class RayPPOTrainer(WorkerClasses):
             metrics |= self._choose_next_prompts(batch)
         self.recorder.keep_batch(step, batch)  # before the update: `posttrain replay` repeats it from this
         metrics |= self._update(batch, step)
-        metrics |= self._sync(step)
+        self.pending.reach_sync()  # waits for whole responses, unless they continue with new weights
+        with stage("sync"):
+            metrics |= self.actor_rollout_wg.sync_weights(step)
+            self.pending.note_weights(step, metrics.get("sync/checksum"))
         self.step = step
         validation = self._validate_if_due()
         self.recorder.finish_step(step, batch, metrics, validation)
         self._count_bad_steps(metrics)  # after the metrics are written: they show what went wrong
         if self._save_is_due():
             self._save_checkpoint()
-        elif self.events is not None and self.events.replayed is not None and step in self.events.replayed.drains:
-            self._drain()  # the recorded run was stopped here, and continued
+        elif not self.config.trainer.max_staleness:  # otherwise responses are under way: a snapshot would wait for them
+            self.checkpoints.snapshot(Progress(self.step, self.bad_steps))
+        elif self.pending.was_drained(step):
+            self.pending.drain(step)  # the replayed run was stopped here, and continued
 
     # -- stages ---------------------------------------------------------------------------------------------------
     def _rollout(self, step: int) -> tuple[DataProto, dict[str, float]]:
         """The step's responses with their scores; with dynamic sampling as many batches as fill one with signal."""
-        bound = self.config.trainer.max_staleness
         if not self.config.algorithm.filter_groups.enable:
             batch, metrics = self._sample(), {}
         else:
-            if bound and (old := self.group_filter.drop(lambda rows: oldest_version(rows) < self.step - bound)):
-                self.pending.drop(old)
+            if self.pending.bound:  # in synchronous training surplus is a step old, and trained
+                self.pending.drop(self.group_filter.take_out(lambda rows: self.pending.is_too_old(rows, self.step)))
             batch, metrics = self.group_filter.fill(lambda _: self._sample(), self.sizes.prompts)
             batch.set_decoder(self.experience.decode)
         batch.meta_info["step"] = step
-        if self.events is not None:
-            metrics |= staleness(batch, self.step) | {"rollout/dropped_groups": float(self.pending.dropped)}
-            self.pending.dropped = 0
-            self.events.add(take=list(dict.fromkeys(batch.non_tensor_batch["uid"])), versions=versions_of(batch))
+        metrics |= self.pending.note_trained(batch, self.step)
         if self.config.actor_rollout_ref.rollout.speculation is not None:
             metrics |= speculation_metrics(self.rollout_wg.take_counts())
         return batch, metrics
@@ -309,10 +288,7 @@ class RayPPOTrainer(WorkerClasses):
         """The next prompts, each with a serial number and a uid of its own."""
         rows = self.pending.next_rows(self.sampler.next_batch, self.sizes.prompts)
         prompts = collate([self.train_dataset[row] for row in rows], pad_token_id=self.tokenizer.pad_token_id)
-        numbered = self.experience.number(prompts)
-        if self.events is not None:
-            numbered.non_tensor_batch[DATASET_ROW] = np.array(rows, dtype=object)
-            self.events.add(ask=list(numbered.non_tensor_batch["uid"]), version=self.step)
+        numbered = self.pending.note_asked(self.experience.number(prompts), rows, self.step)
         self.row_of_prompt = dict(zip(numbered.non_tensor_batch["uid"], rows, strict=True))
         return numbered
 
@@ -424,19 +400,6 @@ class RayPPOTrainer(WorkerClasses):
                     say(f"note: {note}")
         return metrics
 
-    def _sync(self, step: int) -> dict[str, float]:
-        """The new weights to the rollout, and to the event log."""
-        if self.experience.clock is None:
-            self.pending.finish()  # a response has one policy: no sync while it is under way
-        with self.recorder.stage("sync"):
-            self.experience.reach("weights")
-            metrics = self.actor_rollout_wg.sync_weights(step)
-            if self.experience.clock is not None:
-                self.experience.clock.write_schedule()
-        if self.events is not None:
-            self.events.add_weights(step, metrics.get("sync/checksum"))
-        return metrics
-
     def _update_actor(self, batch: DataProto, *, keep_tokens: bool) -> dict[str, float]:
         """All optimizer steps on a batch; `keep_tokens` gives it the `new_log_probs` and `entropy` of these."""
         # Keeping log-probs of every token costs memory on the device: only steps whose samples are written do.
@@ -492,30 +455,8 @@ class RayPPOTrainer(WorkerClasses):
         freq = self.config.trainer.save_freq
         return self.step >= self.sizes.total_steps or (freq > 0 and self.step % freq == 0)
 
-    def _begin_events(self) -> None:
-        """Begin the event log of an asynchronous run, or continue it behind the checkpoint."""
-        if self.events is None:
-            return
-        trainer, clock = self.config.trainer, self.experience.clock
-        names = ("max_staleness", "seed", "save_freq", "test_freq", "val_before_train")
-        settings = {f"trainer.{name}": trainer[name] for name in names}
-        settings |= {"trainer.total_training_steps": self.sizes.total_steps, "trainer.partial_rollout": bool(clock)}
-        self.events.begin(self.step, settings | {"engines": self.rollout_wg.submit.world_size})
-        if clock is not None:
-            clock.restart(self.step)
-
-    def _drain(self) -> None:
-        """Wait for all that is under way: a checkpoint has whole groups only, so that resuming it is exact."""
-        self.pending.finish()
-        clock, events = self.experience.clock, self.events
-        if clock is not None and events is not None:
-            self.experience.settle()
-            clock.write_schedule()
-            events.add(drained=True)
-            clock.restart(self.step)
-
     def _save_checkpoint(self) -> Path:
-        self._drain()
+        self.pending.drain(self.step)  # a checkpoint has whole groups only, so that resuming it is exact
         return self.checkpoints.save(Progress(self.step, self.bad_steps))
 
     def _load_checkpoint(self) -> None:

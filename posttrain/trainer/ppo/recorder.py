@@ -53,6 +53,7 @@ class Recorder(RunWriter):
     ) -> None:
         super().__init__(config, run, total_steps, stored_config=stored_config)
         self.peaks, self.worker_spans, self.traces.workers = workers.peaks(), workers.spans, workers
+        self.check_workers = workers.check
         self.validations: list[tuple[int, dict[str, float], list[dict[str, Any]]]] = []
         self.before: Before | None = None
         self.tokenizer: Any = None
@@ -253,22 +254,36 @@ class Checkpoints:
         """Write the checkpoint of this step, with a Hugging Face folder where one is due."""
 
         def extra(folder: Path) -> None:
-            for held in self.batches.values():
-                held.save(folder)
+            self._save_batches(folder)
             if self.recorder.export_is_due(progress.step):
                 self.actor.export_hf(folder / "huggingface")
 
-        roles: dict[str, ActorRolloutGroup | CriticGroup] = {"actor": self.actor}
-        if self.critic:
-            roles["critic"] = self.critic
-        state = {
+        return self.recorder.save(progress.step, roles=self._roles(), state=self._state(progress), export=extra)
+
+    def snapshot(self, progress: Progress) -> None:
+        """Keep the state of this step in memory, if that is due: lost workers are started again from it."""
+        if self.recorder.snapshot_is_due():
+            roles = self._roles()
+            writers = {name: role.begin_save for name, role in roles.items()}
+            self.recorder.snapshots.take(
+                progress.step, roles=roles, writers=writers, state=self._state(progress), extra=self._save_batches
+            )
+
+    def _roles(self) -> dict[str, ActorRolloutGroup | CriticGroup]:
+        return {"actor": self.actor, **({"critic": self.critic} if self.critic else {})}
+
+    def _save_batches(self, folder: Path) -> None:
+        for held in self.batches.values():
+            held.save(folder)
+
+    def _state(self, progress: Progress) -> dict[str, Any]:
+        return {
             "step": progress.step,
             "bad_steps": progress.bad_steps,
             **{name: part.state_dict() for name, part in self.parts.items()},
             **{name: not held.is_empty for name, held in self.batches.items()},
             "lora": self._adapters(),
         }
-        return self.recorder.save(progress.step, roles=roles, state=state, export=extra)
 
     def restore(self) -> Progress | None:
         """Continue from `resume_from_path`, or from the newest good checkpoint of the run directory; None where there

@@ -15,6 +15,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,6 +28,7 @@ from posttrain.batch.columns import Column, LastTokenColumn, MaskColumn
 from posttrain.batch.compact import lengths_of
 from posttrain.batch.samples import last_rows
 from posttrain.config.reward import OverlongBufferConfig, RewardConfig, RewardModelConfig
+from posttrain.controller.pool import Workers
 from posttrain.conversations.batch import reward_info
 from posttrain.conversations.conversation import Conversation
 from posttrain.conversations.loop import ConversationLoop
@@ -66,7 +69,8 @@ def make_reward_pool(
         check_sources(sources)
     spec.code = code_settings(limits)
     named = named_sources(spec)
-    for note in check_programs(sources | named, limits.sandbox, must_run=by_source or bool(named)):
+    check_machine = partial(check_programs, sources | named, limits.sandbox, must_run=by_source or bool(named))
+    for note in check_machine():
         say(f"note: {note}")
     return RewardPool(
         spec,
@@ -75,7 +79,21 @@ def make_reward_pool(
         failure_score=limits.failure_score,
         on_print=PrintLimiter(say),
         first=first,
+        check_machine=check_machine,
     )
+
+
+def spread_rewards(
+    stack: ExitStack, pool: RewardPool | None, limits: RewardConfig, workers: Workers, say: Callable[[str], object]
+) -> None:
+    """Let the other machines of the run's Ray score as well, until the stack is closed."""
+    if pool is None or not limits.on_all_machines or not workers.in_ray:
+        return
+    from posttrain.rewards.machines import other_machines
+
+    machines = stack.enter_context(other_machines(limits.num_workers, pool.check_machine, say))
+    if machines is not None:
+        pool.spread(machines)
 
 
 class RewardManager:

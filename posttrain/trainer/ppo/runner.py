@@ -27,7 +27,7 @@ from posttrain.tracking.progress import say
 from posttrain.tracking.rundir import RunDirectory
 from posttrain.trainer.embedded import ensure_embedded
 from posttrain.trainer.ppo.ray_trainer import RayPPOTrainer
-from posttrain.trainer.ppo.reward import RewardManager, make_reward_pool
+from posttrain.trainer.ppo.reward import RewardManager, make_reward_pool, spread_rewards
 from posttrain.trainer.run.process import (
     driven_by_one_machine,
     find_run_device,
@@ -72,7 +72,7 @@ def opened_training(
     """The trainer of a run, with everything around it; what was opened for it is closed behind it. A caller that has
     its own loop ends when a worker is lost; `run_training` goes on."""
     with opened_run(resolved) as run, opened_attempt(resolved, run) as (stack, config):
-        yield _open_trainer(stack, config, run, resolved, reward, data, val_data, trainer_class or RayPPOTrainer)
+        yield _open_trainer(stack, config, run, resolved, reward, data, val_data, trainer_class)
 
 
 def _open_trainer(
@@ -83,7 +83,7 @@ def _open_trainer(
     reward: Any,
     data: Rows | None,
     val_data: Rows | None,
-    trainer_class: type[RayPPOTrainer] = RayPPOTrainer,
+    trainer_class: type[RayPPOTrainer] | None = None,
 ) -> RayPPOTrainer:
     stored = copy.deepcopy(config)  # for config.yaml: the settings as given, which a resumed run is compared with
     external = config.actor_rollout_ref.model.external_lib
@@ -99,7 +99,8 @@ def _open_trainer(
     rewards = _open_rewards(stack, config, spec, first_worker, tokenizer, turns, train, val)
     workers = stack.enter_context(open_workers(config, device, external, run.logs))
     stack.callback(keep_worker_logs, workers, run.logs)
-    return trainer_class(
+    spread_rewards(stack, rewards.pool, config.reward, workers, say)
+    return (trainer_class or RayPPOTrainer)(
         config,
         tokenizer=tokenizer,
         run=run,

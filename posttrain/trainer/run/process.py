@@ -38,7 +38,7 @@ from posttrain.tracking.row import waiting
 from posttrain.tracking.rundir import RunDirectory, RunDirectoryError, RunTaken
 from posttrain.tracking.status import read_status
 from posttrain.tracking.tee import tee_output
-from posttrain.trainer.run.memory import explain_out_of_memory, is_out_of_memory
+from posttrain.trainer.run.memory import explain_out_of_memory, is_out_of_memory, named_stage
 from posttrain.trainer.run.result import RunResult
 from posttrain.workers.roles import pick_device
 
@@ -247,7 +247,7 @@ def open_workers(config: Any, device: torch.device, external: str | None, logs: 
     who = f"{ranks} worker(s){where} to train and {rollout} to generate" if rollout else f"{ranks} workers{where}"
     say(f"{who}: starting Ray; the loop, the data and Ctrl-C stay in this process.")
     prepare, settings = partial(_prepare, config.trainer, device, external), config.trainer.ray_init
-    with waiting("starting Ray"):
+    with waiting("starting Ray"), named_stage("start"):
         team = config.actor_rollout_ref.rollout.tensor_model_parallel_size if rollout else 1
         workers = RayWorkers(
             ranks,
@@ -270,13 +270,20 @@ def open_workers(config: Any, device: torch.device, external: str | None, logs: 
 
 
 def keep_worker_logs(workers: Workers, folder: Path) -> None:
-    """What the processes of the ranks printed, before Ray's own folder is gone: added to `workers.log`, where that of
-    a process that died is already."""
+    """What the workers printed on all machines, before Ray's own folders are gone: added to `workers.log`, where that
+    of a process that died is already."""
     cluster, watch = getattr(workers, "cluster", None), getattr(workers, "watch", None)
-    if cluster is None or not cluster.folder:  # this process, or a Ray of the user's, which keeps its logs
+    if cluster is None:  # one process: what it printed is in the run's own log
+        return
+    for who, files, lines in workers.printed():
+        names = {Path(file).name for file in files}
+        if not names <= watch.kept:
+            append_log(printed_lines(files) if lines is None else lines, who, folder)
+            watch.kept |= names
+    if not cluster.folder:  # a Ray of the user's, whose other processes are not this run's
         return
     for path in sorted(Path(cluster.folder).glob("session_latest/logs/worker-*")):
-        if path.suffix not in (".out", ".err") or (watch is not None and path.name in watch.kept):
+        if path.suffix not in (".out", ".err") or path.name in watch.kept:
             continue
         append_log(printed_lines([str(path)]), path.name, folder)
 

@@ -1,8 +1,9 @@
-"""A run that goes on when it loses a worker: all workers are ended and started again, from the newest checkpoint.
+"""A run that goes on when it loses a worker: all workers are ended and started again, from what was saved last.
 
 A run that continues from a checkpoint is bitwise the one that was never interrupted, so a restart changes no number; it
-repeats the steps since that checkpoint. Everything that a run opens is closed and opened anew, reward workers and
-conversations too: they hold requests of the step that was cut off. The run's directory, its log and the console stay.
+repeats the steps since the newest checkpoint or snapshot (`snapshots.py`). Everything that a run opens is closed and
+opened anew, reward workers and conversations too: they hold requests of the step that was cut off. The run's directory,
+its log and the console stay.
 
 Errors of the user's own code and settings, and memory that would run out again, end the run as before.
 """
@@ -16,6 +17,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
+from posttrain.checkpoint.folders import steps_in
 from posttrain.config.resolved import Resolved
 from posttrain.controller.incidents import CONTINUES, Incident, WorkerDied
 from posttrain.tracking.progress import say
@@ -24,6 +26,7 @@ from posttrain.tracking.status import read_status, write_status
 from posttrain.trainer.run.memory import stage_of
 from posttrain.trainer.run.process import opened_attempt, opened_run
 from posttrain.trainer.run.result import RunResult, came_while_stopping
+from posttrain.trainer.run.snapshots import snapshot_folder
 
 LIMIT = "trainer.max_restarts"
 Attempt = Callable[[ExitStack, Any, RunDirectory], RunResult]
@@ -46,7 +49,7 @@ class Restarts:
 
 def run_with_restarts(resolved: Resolved, attempt: Attempt, stem: str | None = None) -> RunResult:
     """A run in its directory. `attempt` opens everything else on the stack that it is given, and trains."""
-    with opened_run(resolved, stem) as run:
+    with opened_run(resolved, stem) as run, snapshot_folder(resolved.config) as run.snapshots:
         restarts = Restarts(resolved.config.trainer.max_restarts)
         while True:
             try:
@@ -64,7 +67,7 @@ def run_with_restarts(resolved: Resolved, attempt: Attempt, stem: str | None = N
 def _go_on_or_raise(death: WorkerDied, run: RunDirectory, restarts: Restarts) -> None:
     status = read_status(run.path) if run.holds_run() else {}
     step = int(status.get("step", 0))
-    decision = _decide(death, restarts, step)
+    decision = _decide(death, restarts, step, _newest(run))
     page = write_page(run.incidents, death, step, decision)
     where = f" See {page}." if page else ""
     if not decision.startswith("Restart"):
@@ -76,14 +79,21 @@ def _go_on_or_raise(death: WorkerDied, run: RunDirectory, restarts: Restarts) ->
         write_status(run.path, "running", step, int(status.get("total_steps", 0)))
 
 
-def _decide(death: WorkerDied, restarts: Restarts, step: int) -> str:
+def _newest(run: RunDirectory) -> int:
+    """The step of the newest checkpoint or snapshot; 0 without one."""
+    folders = (run.checkpoints, *([run.snapshots] if run.snapshots else []))
+    return max((step for folder in folders for step in steps_in(folder)), default=0)
+
+
+def _decide(death: WorkerDied, restarts: Restarts, step: int, saved: int) -> str:
     """What is done now, in words."""
     if death.recurs:
         return f"The run ends, since new workers would meet the same end ({LIMIT} has no effect)."
     if came_while_stopping(death):
         return "The run ends, as it was asked to stop."
     if restarts.another(step):
-        return f"Restart {restarts.count} of {restarts.most} from the newest checkpoint ({LIMIT})."
+        where = f"after step {saved}" if saved else "at the first step, as nothing was saved"
+        return f"Restart {restarts.count} of {restarts.most} {where} ({LIMIT})."
     if restarts.most == 0:
         return f"The run ends, since {LIMIT} is 0."
     return f"The run ends: {restarts.most} restart(s) led to no step after step {step} ({LIMIT})."

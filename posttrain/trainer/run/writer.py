@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from posttrain.checkpoint.folders import CheckpointError
+from posttrain.checkpoint.folders import CheckpointError, step_of
 from posttrain.checkpoint.manager import CheckpointManager, capture_rng, restore_rng
 from posttrain.config.environment import installed
 from posttrain.controller.incidents import WorkerDied
@@ -23,6 +23,7 @@ from posttrain.tracking.rundir import TIMELINE, RunDirectory, append_line
 from posttrain.tracking.safe_files import Background
 from posttrain.tracking.status import FRESH_S, STATUS_FILE, write_origin, write_status
 from posttrain.trainer.run.memory import named_stage
+from posttrain.trainer.run.snapshots import Snapshots
 
 if TYPE_CHECKING:  # a supervised run does not load the workers of the others
     from posttrain.workers.groups import ActorRolloutGroup, CriticGroup
@@ -30,6 +31,9 @@ if TYPE_CHECKING:  # a supervised run does not load the workers of the others
 
 # Role -> the settings of its model; `model` is what a supervised run trains.
 _SECTIONS = {"actor": "actor_rollout_ref.model", "critic": "critic.model", "model": "model"}
+
+
+CHECK_S = 2.0  # between two looks at the workers while a checkpoint is waited for
 
 
 class StepTraces:
@@ -75,6 +79,7 @@ class RunWriter:
         self.stored_config = stored_config.to_dict()
         self.config, self.run, self.total_steps = config, run, total_steps
         self.checkpoints = CheckpointManager(run.checkpoints, keep=config.trainer.max_ckpt_to_keep, on_note=say)
+        self.snapshots = Snapshots(run.snapshots)
         self.history: list[dict[str, Any]] = []
         self.timing: dict[str, float] = {}
         self.peaks = StagePeaks()  # of this process; of the workers' where these are others
@@ -82,6 +87,7 @@ class RunWriter:
         self.spans: list[list[Any]] = []  # [stage, when it began, its seconds] of this step
         # The same of the workers, with who it was; empty where they are in this process.
         self.worker_spans: Callable[[], list[list[Any]]] = list
+        self.check_workers: Callable[[], None] = lambda: None
         self.behind = Background("samples")
         self._stack, self._linked = ExitStack(), False
         self.is_ending = False  # no further step will be made
@@ -126,7 +132,17 @@ class RunWriter:
         """Wait until everything of the steps so far is on the disk; what could not be written is raised here."""
         self.behind.wait()
         with self.showing("saving"):
+            self._wait_for_writers()
             self.checkpoints.wait()
+
+    def _wait_for_writers(self) -> None:
+        # Ranks write in the background and report through files: of one that is gone, nothing would be heard.
+        looked = time.monotonic()
+        while self.checkpoints.is_writing or self.snapshots.is_writing:
+            time.sleep(0.02)
+            if time.monotonic() - looked > CHECK_S:
+                self.check_workers()
+                looked = time.monotonic()
 
     def close(self, status: str) -> None:
         try:
@@ -145,6 +161,7 @@ class RunWriter:
     def _end_saves(self, reason: BaseException | None) -> None:
         """Let a save that is under way come to its end, whatever ended the run: its copy is whole. But whoever leaves
         at once does not wait, and a worker that died writes no more."""
+        self.snapshots.end(abandon=True)
         if isinstance(reason, KeyboardInterrupt | WorkerDied):
             if self.checkpoints.abandon():
                 say("The checkpoint that was being written is incomplete and was removed; earlier ones are intact.")
@@ -203,6 +220,7 @@ class RunWriter:
         with self.stage("save_checkpoint"), self.showing("saving"):
             # Samples are written behind the loop. A checkpoint promises everything up to its step, so they come first.
             self.wait_until_written()
+            self.snapshots.end()  # ranks have memory for one copy of their state at a time
             return self.checkpoints.save(
                 step,
                 tensors={name: role.begin_save if background else role.save for name, role in roles.items()},
@@ -213,6 +231,10 @@ class RunWriter:
                 background=background,
                 on_saved=saved,
             )
+
+    def snapshot_is_due(self) -> bool:
+        """Whether the state of this step should be kept in memory; not while a checkpoint is being written."""
+        return self.snapshots.is_due() and not self.checkpoints.is_writing
 
     def take_background_times(self) -> dict[str, float]:
         """Of saves that were completed since the last step: seconds from their start to their end, as a metric."""
@@ -231,6 +253,9 @@ class RunWriter:
         path = None
         if settings.resume_mode == "auto" or self.run.restarts:
             path = self.checkpoints.newest()
+            snapshot = self.snapshots.newest()
+            if snapshot and (path is None or step_of(snapshot) > step_of(path)):
+                path = snapshot
         if path is None and settings.resume_mode == "resume_path" and settings.resume_from_path:
             path = Path(settings.resume_from_path)
         if path is None:

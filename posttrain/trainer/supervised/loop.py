@@ -139,6 +139,9 @@ class SupervisedTrainer:
         self._count_bad_steps(metrics)
         if self._is_due(self.config.trainer.save_freq):
             self._save()
+        elif self.recorder.snapshot_is_due():
+            roles, writers = {ROLE: self.task.group}, {ROLE: self.task.group.begin_save}
+            self.recorder.snapshots.take(self.step, roles=roles, writers=writers, state=self._state())
 
     def _epoch(self) -> float:
         """Passes over the data that are done."""
@@ -174,18 +177,20 @@ class SupervisedTrainer:
         return found
 
     def _save(self) -> Path:
-        state = {
+        return self.recorder.save(
+            self.step,
+            roles={ROLE: self.task.group},
+            state=self._state(),
+            export=self._export if self.recorder.export_is_due(self.step) else None,
+        )
+
+    def _state(self) -> dict[str, Any]:
+        return {
             "step": self.step,
             "sampler": self.sampler.state_dict(),
             "bad_steps": self.bad_steps,
             "lora": self._adapters(),
         }
-        return self.recorder.save(
-            self.step,
-            roles={ROLE: self.task.group},
-            state=state,
-            export=self._export if self.recorder.export_is_due(self.step) else None,
-        )
 
     def _export(self, folder: Path) -> None:
         self.task.group.export_hf(folder / "huggingface")
@@ -241,7 +246,7 @@ def run_supervised(resolved: Resolved, task_class: type[Task], *, data: Any = No
         say(task.describe(train, val, steps))
         _say_model(config, task, device, max(train.longest, val.longest if val else 0))
         trainer = SupervisedTrainer(config, task, run, stored_config=stored)
-        trainer.recorder.worker_spans = workers.spans
+        trainer.recorder.worker_spans, trainer.recorder.check_workers = workers.spans, workers.check
         trainer.recorder.traces.workers = workers
         return trainer.fit()
 

@@ -106,7 +106,7 @@ FAULTS = {
     "shuffled ranks": ("posttrain.engine.ranks", shuffled_ranks),
     "missing sync": ("posttrain.rollout.native.engine", missing_sync),
     "stale adapter": ("peft.tuners.lora.layer", stale_adapter),
-    "gradient scale": ("posttrain.engine.sharding", gradient_scale),
+    "gradient scale": ("posttrain.engine.torch_engine", gradient_scale),
     "dropped bucket": ("posttrain.rollout.weight_buckets", dropped_bucket),
     "swapped slices": ("posttrain.kernels.tensor_parallel", swapped_slices),
     "optimizer not saved": ("posttrain.engine.optim", optimizer_not_saved),
