@@ -15,12 +15,14 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import statistics
+import sys
 import time
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.multiprocessing
+from needs import need
 
 from posttrain.rollout.weight_buckets import Bucket, Weights, split_into_buckets
 from posttrain.workers.weight_transport import Endpoint, Route
@@ -171,6 +173,7 @@ def measure(transport: str, options: argparse.Namespace) -> list[dict[str, float
 
 def measure_ray(options: argparse.Namespace) -> list[dict[str, float]]:
     """The same through Ray's object store, with the two ends in actors, as a run packs values."""
+    need("ray", get=f"{sys.executable} -m pip install 'posttrain[ray]'")
     import ray
 
     from posttrain.controller.rank_host import pack, unpack

@@ -184,6 +184,9 @@ def _train(workers: str, in_ray: str, *settings: str) -> int:
     """In the process of a run: train, with one worker in Ray if asked, and with more workers than there are cores."""
     from posttrain import cores
     from posttrain.trainer import main_ppo
+    from posttrain.trainer.constants_ppo import apply_environment
+
+    apply_environment()  # before torch is imported: its threads would spin, and slow a busy machine down many times
     from posttrain.trainer.run import process
 
     own = cores.usable()

@@ -22,12 +22,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from posttrain.engine.ranks import meeting_store, name_interface
+from posttrain.engine.ranks import GLOO, address_facing, meeting_store, name_interface
 from posttrain.errors import UserError
 from posttrain.rollout.weight_buckets import Bucket, host_memory
 
@@ -40,19 +41,22 @@ class Place:
     """Where a worker's process is, as far as transports care."""
 
     process: int
-    machine: str  # the same for processes that can open each other's files under /proc
-    network: str  # the same for processes that can talk over loopback
+    machine: str  # the same for processes that can open each other's files under /proc; empty where there is none
+    network: str  # the same for processes that can talk over loopback; empty where that is not known
     address: str  # of its machine, for the others
     device: str  # "cpu", or the GPU's own id
 
 
 def place_of(device: torch.device, address: str = LOOPBACK) -> Place:
     """Of this process; `address` is that of its machine."""
-    with open("/proc/sys/kernel/random/boot_id") as file:
-        boot = file.read().strip()
-    namespaces = [os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "net")]
     own = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else "cpu"
-    return Place(os.getpid(), f"{boot} {namespaces[0]}", f"{boot} {namespaces[1]}", address, own)
+    try:
+        # Containers of one machine have the same boot, and other namespaces.
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        machine, network = (f"{boot} {os.readlink(f'/proc/self/ns/{kind}')}" for kind in ("pid", "net"))
+    except OSError:  # not Linux
+        machine = network = ""
+    return Place(os.getpid(), machine, network, address, own)
 
 
 def machine_address() -> str:
@@ -69,9 +73,9 @@ def choose(wanted: str, sender: Place, receivers: Sequence[Place]) -> str:
     """The transport for these workers: what `weight_sync` says, or with `auto` the fastest one that serves them all."""
     places = [sender, *receivers]
     gpus = [place.device for place in places if place.device != "cpu"]
-    if all(place.process == sender.process and place.machine == sender.machine for place in places):
+    if all(replace(place, address=sender.address) == sender for place in receivers):
         return "ray"  # one process: there is nothing to cross
-    shared = len({place.machine for place in places}) == 1 and len({place.device for place in places}) == 1
+    shared = bool(sender.machine) and len({(place.machine, place.device) for place in places}) == 1
     separate = len(set(gpus)) == len(places)
     if wanted == "auto":
         return "ipc" if shared else "nccl" if separate else "gloo"
@@ -102,7 +106,7 @@ class Route:
 
 def route_for(wanted: str, sender: Place, receivers: Sequence[Place], timeout_s: float) -> Route:
     """The route from a sender to its receivers."""
-    near = all(place.network == sender.network for place in receivers)
+    near = all(place.network == sender.network != "" for place in receivers) or sender.address == LOOPBACK
     return Route(
         choose(wanted, sender, receivers),
         1 + len(receivers),
@@ -254,6 +258,14 @@ class CudaMemory(Transport):
         self.buffers, self.opened = [], {}
 
 
+def _gloo_device(host: str) -> Any:
+    """The interface that faces `host`, unless the user named one. Given to the group alone: a later one, with a worker
+    on another machine, may need another interface."""
+    named = os.environ.get(GLOO)
+    made = dist.ProcessGroupGloo.create_device
+    return made(interface=named) if named else made(hostname=address_facing(host) or host)
+
+
 class Broadcast(Transport):
     """A process group of the sender (rank 0) and its receivers, beside those that they train or generate in."""
 
@@ -264,13 +276,16 @@ class Broadcast(Transport):
         self.timeout = timedelta(seconds=route.timeout_s)
         self.memory = [self._memory(0), self._memory(0)]
         self.sending: list[Any] = []
-        name_interface(route.host)
         if self.on_device:
+            name_interface(route.host)
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = self.timeout
             self.group: Any = dist.ProcessGroupNCCL(store, rank, route.size, options)
         else:
-            self.group = dist.ProcessGroupGloo(store, rank, route.size, self.timeout)
+            gloo: Any = dist.ProcessGroupGloo  # its options have other names for type checkers
+            options = gloo._Options()
+            options._timeout, options._devices = self.timeout, [_gloo_device(route.host)]
+            self.group = gloo(store, rank, route.size, options)
         self.store = store  # the host's must live as long as the group
 
     def _memory(self, nbytes: int) -> torch.Tensor:

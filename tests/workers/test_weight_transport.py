@@ -145,6 +145,8 @@ def test_the_transport_follows_from_where_the_workers_are_unless_it_is_set():
     assert route_for("auto", HERE, [other], 7.0) == Route("ipc", 2, "127.0.0.1", 0, 7.0)
     assert route_for("auto", HERE, [far], 7.0).host == "10.0.0.1"  # of the sender, which the others must reach
     assert place_of(CPU) == place_of(CPU) and place_of(CPU).device == "cpu"
+    nowhere = replace(HERE, machine="", network="", address="127.0.0.1")  # without /proc, but on one machine
+    assert route_for("auto", nowhere, [replace(nowhere, process=2)], 7.0) == Route("gloo", 2, "127.0.0.1", 0, 7.0)
 
 
 @pytest.fixture
