@@ -17,9 +17,9 @@ from posttrain.trainer.main_ppo import run_ppo
 
 pytest.importorskip("ray")
 from posttrain.controller import ray_address, ray_cluster, ray_node
+from posttrain.controller.incidents import death_of
 from posttrain.controller.ray_address import OWN
 from posttrain.controller.ray_cluster import RayCluster
-from posttrain.controller.stalls import death_of
 
 
 class Node:
