@@ -172,7 +172,7 @@ def test_the_trainers_of_every_kind_settle_memory_before_workers_are_made(tiny_m
     class Settled(Exception):
         pass
 
-    def instead(config, device, explicit):
+    def instead(config, device, explicit, workers=None):
         raise Settled(sorted(explicit)[-1])
 
     rows = [{"prompt": "1 + 1 =", "ground_truth": "2", "data_source": "math"}] * 4

@@ -335,11 +335,11 @@ def test_unless_said_there_is_a_reward_worker_for_each_core_that_the_process_may
     monkeypatch.setattr("os.cpu_count", lambda: 7)
     monkeypatch.setattr("os.sched_getaffinity", lambda process: {0, 5}, raising=False)
     with Scoring(PPOConfig(), ["math_reasoning"], print) as scoring:
-        assert scoring._pool._crew._size == 2
+        assert scoring._pool._crew.places.room == 2
     with reward.make_reward_pool(
         resolve_reward(CustomRewardConfig()), RewardConfig(), {"math_reasoning"}, print
     ) as pool:
-        assert pool._crew._size == 2
+        assert pool._crew.places.room == 2
 
 
 def test_several_rewards_of_a_run_are_summed_by_weight(tiny_model, sums, tmp_path):
