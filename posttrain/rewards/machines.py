@@ -89,7 +89,7 @@ class RewardHost:
             return []
         found: Arrived = []
         for source in ready:
-            if source == self._wake_read:
+            if isinstance(source, int):  # the pipe that wakes this up
                 os.read(self._wake_read, 1)
                 continue
             number = sources[source]
@@ -171,7 +171,7 @@ class Machine:
             try:
                 ready, _, _ = select.select([*sources, self._wake_read], [], [], LOOK_S)
                 for source in ready:
-                    if source == self._wake_read:
+                    if isinstance(source, int):  # the pipe that wakes this up
                         os.read(self._wake_read, 1)
                     elif data := source.recv(_READ):
                         self.host.write.remote(sources[source], data)
@@ -252,7 +252,8 @@ def other_machines(
     asked = []
     for node in nodes:
         there = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-        actor = ray.remote(num_cpus=0, concurrency_groups={READING: 1})(RewardHost)
+        groups: dict[str, Any] = {"concurrency_groups": {READING: 1}}  # Ray's annotations do not have it
+        actor: Any = ray.remote(num_cpus=0, **groups)(RewardHost)
         actor = actor.options(scheduling_strategy=there, max_concurrency=1)
         host = actor.remote(os.getcwd(), variables)
         asked.append((node["NodeManagerAddress"], host, host.check.remote(check)))

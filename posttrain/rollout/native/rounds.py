@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -82,8 +83,9 @@ class Rounds:
         slots = self.slots
         ended = {} if steps else self._read_first_tokens()
         before, known = slots.count[decoding], int(slots.next_history[0])
+        columns: dict[str, Any] = {name: slots.columns[column][decoding] for name, column in _COLUMNS_OF_ROWS.items()}
         rows = DecodeRows(
-            **{name: slots.columns[column][decoding] for name, column in _COLUMNS_OF_ROWS.items()},
+            **columns,
             table=slots.table[decoding],
             starts=slots.starts[decoding],
             stop_sets=slots.stop_sets,
@@ -121,7 +123,7 @@ class Rounds:
         slots = self.slots
         if self.tokens_unseen is None or not slots.plain(slots_T):
             return None
-        given = {name: slots.columns[column][slots_T] for name, column in _COLUMNS_OF_ROWS.items()}
+        given: dict[str, Any] = {name: slots.columns[column][slots_T] for name, column in _COLUMNS_OF_ROWS.items()}
         given["last"], given["positions"] = ids_T.astype(np.int64), given["positions"] + ahead_T.astype(np.int32)
         given["counts"] = given["counts"] + ahead_T
         given["numbers"] = -2 - np.arange(len(ids_T))  # of no row, and not FREE

@@ -273,7 +273,7 @@ def keep_worker_logs(workers: Workers, folder: Path) -> None:
     """What the workers printed on all machines, before Ray's own folders are gone: added to `workers.log`, where that
     of a process that died is already."""
     cluster, watch = getattr(workers, "cluster", None), getattr(workers, "watch", None)
-    if cluster is None:  # one process: what it printed is in the run's own log
+    if cluster is None or watch is None:  # one process: what it printed is in the run's own log
         return
     for who, files, lines in workers.printed():
         names = {Path(file).name for file in files}
