@@ -608,7 +608,7 @@ def in_turns(group: Any) -> dict[Any, tuple[list[int], list[float]]]:
         for engine in engines:
             busy = True
             while busy:
-                outputs, busy, _ = group.advance.on(engine).result()
+                outputs, busy, *_ = group.advance.on(engine).result()
                 new += [(engine, output) for output in outputs]
         ended.update({output.id: (output.token_ids, list(map(float, output.log_probs))) for _, output in new})
         return new
@@ -668,7 +668,7 @@ def test_workers_that_only_generate_know_each_other_where_they_hold_engines_toge
     monkeypatch.setattr(ray_pool, "RayWorkers", made)
     for size in (1, 2):
         open_workers(load_config([f"{ROLLOUT}.n_workers=2", f"{SIZE}={size}"]).config, CPU, None)
-        assert made.call_args.kwargs["teams"] == (size == 2) and made.call_args.kwargs["rollout"] == 2
+        assert made.call_args.kwargs["team"] == size and made.call_args.kwargs["rollout"] == 2
     monkeypatch.undo()
     workers = ray_pool.RayWorkers(1, CPU, cluster, rollout=2, team=2)
     try:
