@@ -128,17 +128,22 @@ class RolloutWorker:
         meanwhile."""
         bucket = self.receiver.transport.receive(bucket)
         bucket.check()  # before anything is loaded: an engine never holds half of a broken sync
+        self._wake_weights()
         if bucket.first:
-            self.engine.wake("weights")
             self._arrived = 0
         self.engine.load_weights(bucket.tensors.items(), version)
         self._arrived = checksum_of_all(self._arrived, bucket)
         self.receiver.transport.loaded(last=bucket.last)
         return self._arrived
 
+    def _wake_weights(self) -> None:
+        # For every call of a sync: with weights in flight, decoding may end between two of them, and the engine sleeps.
+        self.engine.wake("weights")
+
     @register(to_all, all_of)
     def rollout_scores(self) -> torch.Tensor:
         """Of the probe's rows, with the weights that arrived."""
+        self._wake_weights()
         return self.probe.score_with_rollout(self.engine)
 
     # -- responses ------------------------------------------------------------------------------------------------

@@ -157,6 +157,23 @@ def test_weights_that_changed_on_the_way_are_named_and_an_engine_that_ignores_th
     pair.sync_weights(3)
 
 
+def test_an_engine_that_falls_asleep_during_a_sync_gets_all_weights_and_is_probed(apart, monkeypatch):
+    """As one does whose last response ends between two calls of a sync that does not wait for responses."""
+    pair = DisaggregatedGroup(PolicyGroup(apart["policy"]), RolloutGroup(apart["rollout"]))
+    engine, loaded = apart["rollout"].worker.engine, []
+    load = engine.load_weights
+
+    def then_sleep(weights, version):
+        load(weights, version)
+        loaded.append(version)
+        engine.sleep()
+
+    monkeypatch.setattr(engine, "load_weights", then_sleep)
+    rollout = apart["policy"].worker.config.actor_rollout_ref.rollout
+    monkeypatch.setattr(rollout, "update_weights_bucket_megabytes", 1 / 64)
+    assert pair.sync_weights(3)["sync/probe_max"] < 1e-6 and len(loaded) > 1
+
+
 def test_workers_that_were_given_different_weights_stop_the_run(apart, monkeypatch):
     pair = DisaggregatedGroup(PolicyGroup(apart["policy"]), RolloutGroup(apart["rollout"]))
     monkeypatch.setattr(pair.carrier, "carry", lambda version: [7, 8])
