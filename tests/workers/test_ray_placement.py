@@ -53,6 +53,7 @@ def test_workers_take_a_core_each_or_a_part_where_there_are_fewer():
     assert cpu_share(large, "1", 0, 2, 8, 4) == 1.0
     assert cpu_share(laptop, "1", 0, 1, 2, 0) == 1.0 and cpu_share(laptop, "1", 0, 1, 3, 0) == 0.5
     assert cpu_share(laptop, "1", 0, 1, 2, 4) == 0.3333  # six workers on two cores
+    assert cpu_share([*large[:1], *laptop], "1", 0, 2, 4, 0) == 0.5  # as the smaller machine requires
     assert cpu_share(laptop, "1", 1.0, 1, 2, 0) == 0.5  # the driver is an actor that has one of the two
     assert cpu_share([headless, *laptop], "9", 0, 1, 2, 0) == 1.0
     assert cpu_share(laptop, "1", 0, 3, 1, 0) == 1.0  # two more are still to come
