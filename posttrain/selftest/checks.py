@@ -15,8 +15,7 @@ import time
 import traceback
 import warnings
 import zlib
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -241,37 +240,20 @@ def _installed(name: str) -> Callable[[int], str | None]:
 def _team(world: World, name: str) -> Team | None:
     """Neighbours that hold one engine: pairs, where the engine and the number of ranks allow it."""
     by_teams = name not in OUTSIDE or OUTSIDE[name].by_teams
-    if name in OUTSIDE and _shares_gpu(world):
-        by_teams = False  # other systems' tensor parallelism takes NCCL, which rejects two ranks on one GPU
+    if name in OUTSIDE and world.device.type == "cuda" and dist.get_backend() == "gloo":
+        by_teams = False  # ranks share a GPU: other systems' tensor parallelism takes NCCL, which rejects that
     return team_of(2, world.device) if by_teams and world.size % 2 == 0 else None
 
 
-def _shares_gpu(world: World) -> bool:
-    return world.device.type == "cuda" and dist.get_backend() == "gloo"
-
-
-@contextmanager
-def _one_at_a_time(world: World) -> Iterator[None]:
-    # vLLM measures free memory while it starts, and ends with an error if another process takes or frees some.
-    for _ in range(world.rank):
-        dist.barrier()
-    try:
-        yield
-    finally:
-        for _ in range(world.size - world.rank):
-            dist.barrier()
-
-
 def _rollout(world: World, name: str, module: torch.nn.Module, team: Team | None) -> RolloutEngine:
+    # The cache has a given size: vLLM would derive it from free memory, which other ranks on the same GPU change.
     config = RolloutConfig(name=name, kv_cache_gb=0.05, max_num_seqs=8)
-    if name in OUTSIDE and world.device.type == "cuda":  # the trainer's model lies beside it, and ranks may share a GPU
-        config = RolloutConfig(name=name, gpu_memory_utilization=0.2, max_num_seqs=8)
-    turns = _one_at_a_time(world) if name in OUTSIDE and _shares_gpu(world) else nullcontext()
+    if name in OUTSIDE and world.device.type == "cuda":  # the trainer's model lies beside it
+        config = RolloutConfig(name=name, kv_cache_gb=0.5, gpu_memory_utilization=0.2, max_num_seqs=8)
     try:
-        with turns:
-            engine, said = build_engine(
-                config, module.requires_grad_(False), world.tokenizer, device=world.device, longest=LONGEST, team=team
-            )
+        engine, said = build_engine(
+            config, module.requires_grad_(False), world.tokenizer, device=world.device, longest=LONGEST, team=team
+        )
     except UserError as error:  # an engine is proved when it is built
         how = ": a rank holds another part of a matrix than its own, or parts are summed wrongly" if team else ""
         raise Wrong(f"{error}{how}") from error
