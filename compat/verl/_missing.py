@@ -1,4 +1,4 @@
-"""What this package does not give says so, and what to use instead: modules by an import hook, names by `not_given`."""
+"""What this package does not give says so, and what to use instead: an import hook answers for modules and names."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import dis
 import sys
 from collections.abc import Callable
 from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from typing import Any
 
 from verl._instead import instead_of
@@ -34,18 +35,32 @@ def _is_import(frame: Any) -> bool:
     return frame is not None and frame.f_code.co_code[frame.f_lasti] == _IMPORT_FROM
 
 
-class _Finder(MetaPathFinder):
-    """Asked last: whatever is below `verl` and was not found has no file here."""
+class _Loader(SourceFileLoader):
+    """Gives a module its `__getattr__`; one that the module itself defines replaces it."""
 
-    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> None:
-        if fullname.startswith("verl."):
+    def exec_module(self, module: Any) -> None:
+        module.__getattr__ = not_given(module.__name__)
+        super().exec_module(module)
+
+
+class _Finder(MetaPathFinder):
+    """Asked first: it loads what is below `verl`, and answers for modules that have no file here."""
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if not fullname.startswith("verl."):
+            return None
+        spec = PathFinder.find_spec(fullname, path, target)
+        if spec is None:
             raise ModuleNotFoundError(_words(fullname), name=fullname)
+        if isinstance(spec.loader, SourceFileLoader):
+            spec.loader = _Loader(fullname, spec.loader.path)
+        return spec
 
 
 def install() -> None:
-    """Have imports of missing modules answered in words."""
+    """Have imports of missing modules, and of missing names in modules, answered in words."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        sys.meta_path.append(_Finder())
+        sys.meta_path.insert(0, _Finder())
 
 
 def _words(name: str) -> str:

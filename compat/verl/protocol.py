@@ -17,7 +17,6 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict
 
 from posttrain.batch.fields import object_array, row_index, same
 from verl import _saved
-from verl._missing import not_given
 from verl._tensors import BatchTensors
 from verl.utils.py_functional import list_of_dict_to_dict_of_list, union_two_dict
 
@@ -32,7 +31,6 @@ __all__ = [
     "union_tensor_dict",
     "unpad_dataproto",
 ]
-__getattr__ = not_given(__name__)
 
 
 class _PaddingSwitch(type):

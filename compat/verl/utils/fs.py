@@ -8,10 +8,7 @@ import shutil
 import tempfile
 from typing import Any
 
-from verl._missing import not_given
 from verl.utils.hdfs_io import _is_non_local, copy
-
-__getattr__ = not_given(__name__)
 
 
 def is_non_local(path: str) -> bool:

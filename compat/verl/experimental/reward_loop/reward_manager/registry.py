@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from verl._missing import not_given
-
-__getattr__ = not_given(__name__)
 REWARD_MANAGER: dict[str, Any] = {}
 
 
