@@ -122,7 +122,7 @@ def compose(folders: list[Path], name: str, groups: list[str], cwd: Path, names:
             what = f"{_label(chosen, cwd)} holds no keys."
             raise ConfigError([Problem(what, "command line, --config-name", "write `section:` and keys under it")])
         lay_over = "defaults" not in own
-        composed = _compose_once(folders, names.program if lay_over else name, groups, cwd, names)
+        composed = _compose_once(folders, names.main if lay_over else name, groups, cwd, names)
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # ComposeError and OmegaConf's are ValueErrors
         what = f"The configuration files do not compose: {str(error).strip()}"
         raise ConfigError([Problem(what, _label(chosen, cwd), "correct the file")]) from None
@@ -192,7 +192,7 @@ def _layer(config_path: str, package: str, loaded: ConfigFile, cwd: Path, names:
         return Layer(f"preset {Path(config_path).name}", values, explicit=False)
     same_name = PACKAGE_TREE / f"{config_path}.yaml"
     model = (
-        same_name if same_name.is_file() else PACKAGE_TREE / f"{names.program if loaded.defaults else config_path}.yaml"
+        same_name if same_name.is_file() else PACKAGE_TREE / f"{names.main if loaded.defaults else config_path}.yaml"
     )
     copied = frozenset(values) if in_package else _find_copied_keys(values, model, package, names)
     own_section = package if group and package == group.replace("/", ".") else ""

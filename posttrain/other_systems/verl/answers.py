@@ -62,12 +62,11 @@ class Answer(NamedTuple):
 
 def answer(key: str, tree: Tree) -> Answer | None:
     """The answer to a key of this tree's program; None for an unknown key."""
-    names = tree.spellings
     # The same lookup as for a command line, so that the page cannot differ from what a run does.
-    found = names.canonical(key)
-    if found.key is not None and found.key == key and names.leaf_of(key) is not None:
+    found = tree.canonical(key)
+    if found.key is not None and found.key == key and tree.leaf_of(key) is not None:
         return Answer(HONOURED, "")
-    if found.key is not None and names.leaf_of(found.key) is not None:
+    if found.key is not None and tree.leaf_of(found.key) is not None:
         return Answer(TRANSLATED, f"`{found.key}`")
     if found.key is not None:
         return Answer(TRANSLATED, "it follows from other settings; a value that contradicts them is an error")

@@ -114,8 +114,8 @@ def _of_main_file(call: Call, folder: Path) -> list[str]:
 
 def _takes_any_text(key: str, tree: Tree) -> bool:
     """Whether the setting is a name or a path of the user's, so that `$NAME` in it is as good as what it stands for."""
-    found = tree.spellings.canonical(key).key
-    leaf = tree.spellings.leaf_of(found) if found is not None and found not in _REGISTERED else None
+    found = tree.canonical(key).key
+    leaf = tree.leaf_of(found) if found is not None and found not in _REGISTERED else None
     return leaf is not None and not leaf.choices and "str" in str(leaf.hint)
 
 
@@ -195,11 +195,11 @@ def answer_all(settings: Iterable[str], tree: Tree) -> list[Answered]:
     """The answer to each `key=value`; the last value of a key counts."""
     last = {_pair(setting)[1]: _pair(setting) for setting in settings}
     # All at once: what a key means can depend on others of the script.
-    merged, pairs = Merged(tree.spellings), list(last.values())
+    merged, pairs = Merged(tree), list(last.values())
     for _, key, value in pairs:
         merged.add(Entry(value, key, "script", 1))
     aside = apply_answers(merged)
-    return [_answer_one(setting, key, value, aside, tree.spellings) for setting, key, value in pairs]
+    return [_answer_one(setting, key, value, aside, tree) for setting, key, value in pairs]
 
 
 def _pair(setting: str) -> tuple[str, str, str]:
