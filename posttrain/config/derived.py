@@ -15,12 +15,12 @@ from posttrain.config.choices import (
     PER_RESPONSE,
     PER_RESPONSE_LOSSES,
 )
-from posttrain.config.data import HELD_OUT
 from posttrain.config.merge import Entry, Merged
 from posttrain.config.model import ADAPTER_CONFIG, read_adapter_config
 from posttrain.config.trainer import (
     AS_THE_ACTOR,
     DRY_RUN,
+    HELD_OUT,
     NODE_RANK,
     ROLLOUT_EACH,
     ROLLOUT_MACHINES,

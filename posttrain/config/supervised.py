@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import field
 from typing import Any
 
-from posttrain.config.data import NO_VALIDATION
 from posttrain.config.model import NO_ADAPTERS, ModelConfig
 from posttrain.config.root import OptimConfig
 from posttrain.config.schema import Section, section
-from posttrain.config.trainer import UNSHARDED, RunConfig
+from posttrain.config.trainer import NO_VALIDATION, UNSHARDED, RunConfig
 from posttrain.settings import (
     COUNT_OR_ALL,
     ONE_OR_MORE,

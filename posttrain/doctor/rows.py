@@ -12,8 +12,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from posttrain.config.data import HELD_OUT
 from posttrain.config.schema import lookup
+from posttrain.config.trainer import HELD_OUT
 from posttrain.data.chat import TemplateError
 from posttrain.data.dataset import PromptDataset, describe_held_out, hold_out
 from posttrain.data.fields import is_missing

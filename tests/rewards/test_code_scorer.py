@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy
 import pytest
 
-from posttrain.config.reward import RewardConfig, SandboxConfig
+from posttrain.config.rollout import RewardConfig, SandboxConfig
 from posttrain.rewards import RewardError, RewardItem, RewardPool, RewardSpec, score_by_source, try_reward
 from posttrain.rewards.scorers import canonical_source, code
 from posttrain.rewards.scorers.code import NOT_ISOLATED, check_programs, code_settings, same_text, same_value

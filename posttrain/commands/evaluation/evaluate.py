@@ -14,7 +14,7 @@ from posttrain.commands.evaluation.scoring import ScoredPrompt, Scoring
 from posttrain.commands.generation.files import COLUMNS, OF_TURNS, Parts
 from posttrain.commands.generation.session import Session, say
 from posttrain.commands.generation.settings import Settings
-from posttrain.config.data import DataConfig
+from posttrain.config.trainer import DataConfig
 from posttrain.data.fields import PromptFields, fields_of
 from posttrain.data.rows import DataError, RowTable
 from posttrain.rewards.types import RewardResult

@@ -14,8 +14,7 @@ from posttrain.config.merge import Entry, Merged
 from posttrain.config.resolved import Problem
 from posttrain.config.trees import Tree
 from posttrain.other_systems.verl.actor import ACTOR_RULES
-from posttrain.other_systems.verl.algorithm import ALGORITHM_RULES
-from posttrain.other_systems.verl.rollout import ROLLOUT_RULES
+from posttrain.other_systems.verl.rollout import ALGORITHM_RULES, ROLLOUT_RULES
 from posttrain.other_systems.verl.rule import HONOURED, NOT_NEEDED, NOT_SUPPORTED, TRANSLATED, Rule, Rules
 from posttrain.other_systems.verl.run import RUN_RULES
 from posttrain.other_systems.verl.supervised import GENERATION, SUPERVISED_RULES
