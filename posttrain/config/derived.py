@@ -160,7 +160,7 @@ def _embedded(merged: Merged, provided: frozenset[str]) -> None:
             merged.set_default(key, size, "the embedded task's size")
         if fitted:
             sizes = ", ".join(f"{key}={size}" for key, size in sizes_by_key.items())
-            merged.note(f"Sizes that nobody set are the embedded task's: {sizes}.")
+            merged.note(f"Sizes that are not set are the embedded task's: {sizes}.")
 
 
 def _held_out(merged: Merged, provided: frozenset[str]) -> None:

@@ -184,7 +184,7 @@ class RunConfig(Section):
     max_ckpt_to_keep: int | None = setting(None, range=ONE_OR_MORE)
     """Keep this many newest checkpoints (and the best one by validation); null keeps all."""
     async_save: bool = True
-    """Copy weights and optimizer state to host memory and write the checkpoint while training goes on; `false` waits
+    """Copy weights and optimizer state to host memory and write the checkpoint while training continues; `false` waits
     until it is written."""
     export_hf: str = setting("last", choices=("last", "all", "none"))
     """Write a Hugging Face folder into the `last` checkpoint, into `all`, or into `none`."""

@@ -73,7 +73,7 @@ def _tokenized(case: Case, split: str, table: RowTable) -> Iterator[Finding]:
     except UserError as error:
         if isinstance(error, TemplateError) and template.refuses_all(case):
             yield Finding(
-                ERROR, template.AREA, str(error), template.template_name(case), "mend it, or take another tokenizer"
+                ERROR, template.AREA, str(error), template.template_name(case), "fix it, or take another tokenizer"
             )
         else:
             yield Finding(ERROR, AREA, str(error), case.where(f"data.{split}_files"))

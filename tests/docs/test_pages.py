@@ -36,9 +36,7 @@ def is_known(key: str) -> bool:
 @pytest.mark.parametrize("page", PAGES)
 def test_every_setting_that_a_page_gives_a_value_is_known(page):
     unknown = [key for key in KEY.findall(PAGES[page]) if not is_known(whole(key))]
-    unknown = [
-        key for key in unknown if PPO.canonical(key.rpartition(".")[0]).key is None
-    ]  # entries of a free dict
+    unknown = [key for key in unknown if PPO.canonical(key.rpartition(".")[0]).key is None]  # entries of a free dict
     if page in ("coming_from_verl.md", "verl_keys.md"):
         unknown = [key for key in unknown if PPO.dialect.answer(key) is None]  # keys of verl
     assert set(unknown) <= SLIPS | (VERL if page == "evaluation.md" else set())

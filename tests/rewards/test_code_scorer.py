@@ -346,7 +346,7 @@ def test_programs_of_classes_exceptions_coroutines_and_streams_are_scored():
 
 UNJUDGED = {
     "the tests need not_installed_here, which is not installed": "import not_installed_here\nassert f(1) == 1",
-    "test_f takes arguments (request), which nobody gives here": "def test_f(request):\n    assert f(1) == 1",
+    "test_f takes arguments (request), which are not given here": "def test_f(request):\n    assert f(1) == 1",
     "a module of the tests cannot be handed to the program": "import math\nassert f(math) == 1",
 }
 

@@ -35,7 +35,7 @@ def compute_grpo_outcome_advantage(
     norm_adv_by_std_in_grpo: bool = True,
     config: Any = None,
 ) -> Pair:
-    """Distance from the group's mean, over its deviation unless told otherwise. A group of one keeps its score."""
+    """Distance from the group's mean, over its deviation unless switched off. A group of one keeps its score."""
     return grpo.compute_grpo_outcome_advantage(
         token_level_rewards,
         response_mask,

@@ -22,7 +22,7 @@ from posttrain.texts import redact
 
 
 def evaluate_model(model: str, table: RowTable, settings: Settings, out: Path, *, overwrite: bool) -> dict[str, Any]:
-    """Answer the rows, score the answers while others are made, and write the report; killed, it goes on."""
+    """Answer the rows, score the answers while others are made, and write the report; killed, it continues."""
     with (
         Session(model, table, settings, rewards=True) as session,
         Scoring(settings.config, session.prompts.data_sources, say) as scoring,

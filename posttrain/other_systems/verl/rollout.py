@@ -189,7 +189,7 @@ DATA: tuple[Rule, ...] = (
     ),
     not_needed(
         "data.{return_raw_chat,return_raw_input_ids,return_full_prompt,return_multi_modal_inputs}",
-        "batches always hold the messages; what nobody reads is not kept",
+        "batches always hold the messages; what no stage reads is not kept",
     ),
     not_needed(
         "data.{filter_overlong_prompts_workers,dataloader_num_workers}",
