@@ -246,7 +246,7 @@ def _taken(rest: Sequence[str], given: Labelled) -> dict[str, str]:
 
     written = [*given, *((text, "command line") for text in rest if "=" in text)]
     keys = {text.partition("=")[0].lstrip("+"): source for text, source in written}
-    by_key = {PPO.spellings.canonical(key).key or key: source for key, source in keys.items()}
+    by_key = {PPO.canonical(key).key or key: source for key, source in keys.items()}
     if all("." in text.partition("=")[0] and not text.startswith("-") for text in rest):
         return by_key
     try:  # an option or a group choice: only a first reading of the files tells

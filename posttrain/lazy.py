@@ -1,6 +1,7 @@
-"""`torch` and `numpy` as names that import the package when they are first used.
+"""Imports at first use: `torch` and `numpy` as names, and the names of a package.
 
     from posttrain.lazy import torch
+    __getattr__ = lazy_names(__name__, rows="load_rows resolve_files")
 
 Files that declare settings (algorithms) are imported to check a configuration, which must not take the seconds that
 `import torch` does. Nothing at the level of such a module may touch an attribute: no `@torch.no_grad()`, no default
@@ -10,6 +11,7 @@ such as `dtype=torch.float32`.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -29,4 +31,16 @@ else:
 
     torch, functional, numpy = LazyModule("torch"), LazyModule("torch.nn.functional"), LazyModule("numpy")
 
-__all__ = ["functional", "numpy", "torch"]
+__all__ = ["functional", "lazy_names", "numpy", "torch"]
+
+
+def lazy_names(package: str, **names_by_module: str) -> Callable[[str], Any]:
+    """The `__getattr__` of a package whose modules are imported when one of their names is first asked for."""
+    homes = {name: module for module, names in names_by_module.items() for name in names.split()}
+
+    def find(name: str) -> Any:
+        if name not in homes:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        return getattr(importlib.import_module(f"{package}.{homes[name]}"), name)
+
+    return find

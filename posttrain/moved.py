@@ -15,6 +15,8 @@ from typing import Any
 
 # Old name -> new name; modules below it move along.
 MOVED = {
+    "posttrain.config.data": "posttrain.config.trainer",
+    "posttrain.config.reward": "posttrain.config.rollout",
     "posttrain.config.train_engines": "posttrain.engine.settings",
     "posttrain.rollout.agents": "posttrain.conversations",
     "posttrain.rollout.agents.registry": "posttrain.conversations.agents",

@@ -18,6 +18,12 @@ def closest(word: str, known: Iterable[str]) -> str | None:
     return found[0][1] if found else None
 
 
+def suggest(word: str, known: Iterable[str]) -> str:
+    """A question to put before advice: "did you mean `NAME`? "; empty if the word is no misspelling."""
+    name = closest(word, known)
+    return f"did you mean `{name}`? " if name else ""
+
+
 def _is_slip(word: str, name: str) -> bool:
     """One slip, two in words of eight letters or more; in words of three or fewer no letter may be another."""
     length = max(len(word), len(name))

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from posttrain.config.reward import SandboxConfig
+from posttrain.config.rollout import SandboxConfig
 from posttrain.sandbox import Sandbox
 
 PROGRAM = "print(sum(range(1000)))"

@@ -97,7 +97,7 @@ class Check:
         good = all(value <= (0.0 if exact else ALLOWED[what]) for what, value in apart.items())
         self.failed |= not good
         found = " | ".join(f"{value:.1e}" for value in apart.values())
-        how = "to the bit" if exact else "within rounding"
+        how = "bit for bit" if exact else "within rounding"
         print(f"| {name} | {found} | {how}: {'yes' if good else 'NO'} | {time.monotonic() - begun:.1f} |", flush=True)
 
 

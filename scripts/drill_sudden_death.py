@@ -6,8 +6,8 @@
 Moments: while a checkpoint is being written (its temporary folder is seen), in the middle of a step, at the start
 (while Python imports and the model is loaded), and right after a resume. `kill -9` goes to the trainer alone. After
 every kill all checkpoints are whole, the newest is no older than before, and no process of the run is alive. Every
-start goes on from the newest one. At the end weights, optimizer and metrics equal those of the undisturbed run, to the
-bit. Takes minutes.
+start continues from the newest one. At the end weights, optimizer and metrics equal those of the undisturbed run, bit
+for bit. Takes minutes.
 """
 
 from __future__ import annotations
@@ -79,7 +79,8 @@ def report(kills: list[Kill], drill: Drill, seconds: float) -> None:
         print(f"| {aim} | {len(own)} | {inside} | {count('lost')} | {count('damaged')} | {count('alive')} |")
     print(f"{len(kills)} kills, {drill.resumes} resumes, {drill.round} runs compared, {seconds:.0f} s")
     print(
-        "\n".join(drill.problems) or "final weights, optimizer and metrics are those of the undisturbed run, to the bit"
+        "\n".join(drill.problems)
+        or "final weights, optimizer and metrics are bitwise those of the undisturbed run"
     )
 
 

@@ -19,7 +19,7 @@ import mutants
 
 ROOT = Path(__file__).resolve().parents[1]
 TREE, COPIES = ROOT / "posttrain" / "trainer" / "config", ROOT / "compat" / "verl" / "trainer" / "config"
-MODULES = ("posttrain.config.generate", "posttrain.explain.docs")
+sys.path.insert(0, str(ROOT))  # the settings of this checkout, and not of one that is installed
 
 
 def stale_copies() -> list[Path]:
@@ -27,14 +27,27 @@ def stale_copies() -> list[Path]:
     return [copy for copy in COPIES.glob("*.yaml") if copy.read_text() != (TREE / copy.name).read_text()]
 
 
+def write_stale(files: dict[Path, str], check: bool) -> bool:
+    """Write those of these files that are out of date, or only name them; whether there are any."""
+    stale = {path: text for path, text in files.items() if not path.exists() or path.read_text("utf-8") != text}
+    for path, text in stale.items():
+        if not check:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+        print(f"{'out of date' if check else 'written'}: {path}", flush=True)
+    return bool(stale)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--check", action="store_true", help="compare only; status 1 if something is out of date")
     options = parser.parse_args()
+    import made_settings
+    import made_tables
+
     failed = 0
-    for module in MODULES:  # each in a process of its own: the pages need what the first one writes
-        words = [sys.executable, "-m", module, *(["--check"] if options.check else [])]
-        failed |= subprocess.run(words, cwd=ROOT).returncode
+    for module in (made_settings, made_tables):  # in this order: pages are made from the settings' files, too
+        failed |= write_stale(module.files(), options.check) and options.check
     for copy in stale_copies():
         print(f"{'out of date' if options.check else 'written'}: {copy}", flush=True)
         failed |= options.check

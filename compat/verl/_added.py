@@ -60,5 +60,5 @@ def added_to(section: str) -> dict[str, Any]:
 
 
 def _is_unknown(key: str) -> bool:
-    found = PPO.spellings.canonical(key)
-    return found.key is None and not found.not_built and PPO.spellings.dialect.answer(key) is None
+    found = PPO.canonical(key)
+    return found.key is None and not found.not_built and PPO.dialect.answer(key) is None

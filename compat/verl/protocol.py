@@ -17,8 +17,15 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict
 
 from posttrain.batch.fields import object_array, row_index, same
 from verl import _saved
-from verl._missing import not_given
-from verl._tensors import BatchTensors
+from verl._tensors import (
+    BatchTensors,
+    deserialize_single_tensor,
+    deserialize_tensordict,
+    serialize_single_tensor,
+    serialize_tensordict,
+    union_numpy_dict,
+    union_tensor_dict,
+)
 from verl.utils.py_functional import list_of_dict_to_dict_of_list, union_two_dict
 
 __all__ = [
@@ -27,12 +34,15 @@ __all__ = [
     "DataProtoFuture",
     "DataProtoItem",
     "collate_fn",
+    "deserialize_single_tensor",
+    "deserialize_tensordict",
     "pad_dataproto_to_divisor",
+    "serialize_single_tensor",
+    "serialize_tensordict",
     "union_numpy_dict",
     "union_tensor_dict",
     "unpad_dataproto",
 ]
-__getattr__ = not_given(__name__)
 
 
 class _PaddingSwitch(type):
@@ -374,33 +384,6 @@ def unpad_dataproto(data: DataProto, pad_size: int) -> DataProto:
     return data[:-pad_size] if pad_size else data
 
 
-def union_tensor_dict(tensor_dict1: Any, tensor_dict2: Any) -> Any:
-    """The first with the second's tensors; those of both must be equal."""
-    if tensor_dict1 is None or tensor_dict2 is None:
-        return tensor_dict2 if tensor_dict1 is None else tensor_dict1
-    assert tensor_dict1.batch_size == tensor_dict2.batch_size, (
-        f"{tensor_dict1.batch_size} rows and {tensor_dict2.batch_size} rows cannot be joined"
-    )
-    for name in tensor_dict2.keys():
-        if name in tensor_dict1.keys():
-            assert tensor_dict1[name].equal(tensor_dict2[name]), (
-                f"{name} in tensor_dict1 and tensor_dict2 are not the same object"
-            )
-        else:
-            tensor_dict1[name] = tensor_dict2[name]
-    return tensor_dict1
-
-
-def union_numpy_dict(tensor_dict1: dict[str, Any], tensor_dict2: dict[str, Any]) -> dict[str, Any]:
-    """The first with the second's arrays; those of both must be equal, NaN to NaN."""
-    for name, values in tensor_dict2.items():
-        assert name not in tensor_dict1 or same(tensor_dict1[name], values), (
-            f"`{name}` in tensor_dict1 and tensor_dict2 are not the same object."
-        )
-        tensor_dict1[name] = values
-    return tensor_dict1
-
-
 def fold_batch_dim(data: DataProto, new_batch_size: int) -> DataProto:
     """(rows, ...) as (new_batch_size, rows / new_batch_size, ...)."""
     assert len(data) % new_batch_size == 0, f"{len(data)} rows cannot be folded into {new_batch_size}"
@@ -416,54 +399,6 @@ def unfold_batch_dim(data: DataProto, batch_dims: int = 2) -> DataProto:
     fields = {name: a.reshape(-1, *a.shape[batch_dims:]) for name, a in data.non_tensor_batch.items()}
     rows = next((len(values) for values in [*tensors.values(), *fields.values()]), 0)
     return type(data)(BatchTensors(tensors, batch_size=[rows]) if tensors else None, fields, data.meta_info)
-
-
-def serialize_single_tensor(obj: torch.Tensor) -> tuple[str, tuple[int, ...], memoryview]:
-    """(name of the type, shape, bytes) of a tensor on any device."""
-    flat = obj.detach().cpu().contiguous().flatten()
-    return str(obj.dtype).removeprefix("torch."), tuple(obj.shape), flat.view(torch.uint8).numpy().data
-
-
-def deserialize_single_tensor(arr: Any) -> torch.Tensor:
-    """The tensor that `serialize_single_tensor` gave as (name of the type, shape, bytes)."""
-    name, shape, data = arr
-    dtype = getattr(torch, name, None)
-    assert isinstance(dtype, torch.dtype), f"torch has no type {name}"
-    buffer = bytearray(data)
-    if not buffer:
-        return torch.empty(shape, dtype=dtype)
-    return torch.frombuffer(buffer, dtype=torch.uint8).view(dtype).view(shape)
-
-
-def serialize_tensordict(batch: Any) -> tuple[tuple[int, ...], str | None, dict[str, Any]]:
-    """(batch size, device, encoded tensors); a nested tensor is (layout, its parts)."""
-    encoded: dict[str, Any] = {}
-    for name, value in batch.items():
-        if not value.is_nested:
-            encoded[name] = serialize_single_tensor(value)
-        else:
-            encoded[name] = (
-                str(value.layout).removeprefix("torch."),
-                [serialize_single_tensor(v) for v in value.unbind()],
-            )
-    return tuple(batch.batch_size), None if batch.device is None else str(batch.device), encoded
-
-
-def deserialize_tensordict(arr: Any) -> Any:
-    """The TensorDict that `serialize_tensordict` gave."""
-    batch_size, device, encoded = arr
-    tensors: dict[str, Any] = {}
-    for name, value in encoded.items():
-        if len(value) == 3:
-            tensors[name] = deserialize_single_tensor(value)
-        elif len(value) == 2:
-            layout = getattr(torch, value[0])
-            tensors[name] = torch.nested.as_nested_tensor(
-                [deserialize_single_tensor(v) for v in value[1]], layout=layout
-            )
-        else:
-            raise ValueError(f"Invalid tensor encoding format, expected length 2 or 3, got {len(value)}")
-    return TensorDict(tensors, batch_size=batch_size, device=device)
 
 
 def collate_fn(x: list[DataProtoItem]) -> DataProto:

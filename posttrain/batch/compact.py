@@ -34,13 +34,6 @@ def lengths_of(data: DataProto) -> Lengths:
     return real[:, :split].sum(-1).numpy(), real[:, split:].sum(-1).numpy()
 
 
-def trained_lengths(data: DataProto) -> np.ndarray | None:
-    """(B,) tokens of each response where the policy sampled all of them and none was read; None where that would have
-    to be looked up token by token."""
-    mask = data.batch.column("response_mask")
-    return mask.response_B if isinstance(mask, MaskColumn) else None
-
-
 def row_sums(data: DataProto, name: str) -> np.ndarray:
     """(B,) in float64: the sum of a column over each row's tokens."""
     column = data.batch.column(name)

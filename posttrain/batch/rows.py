@@ -1,4 +1,4 @@
-"""Rows that lie in a store: sequences of unequal lengths, in blocks that whoever made them keeps.
+"""Rows that lie in a store: sequences of unequal lengths, in blocks that the process that made them keeps.
 
 A block holds some rows: by name, all their values end to end, and where each row ends. `keep` puts one into this
 process's store and gives its `Holder`, which travels in place of the block. In the process of a Ray rank that is

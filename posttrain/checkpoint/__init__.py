@@ -7,20 +7,13 @@ folder is no checkpoint must not cost that import.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from posttrain.checkpoint.folders import CheckpointError, verify
+from posttrain.lazy import lazy_names
 
 if TYPE_CHECKING:
     from posttrain.checkpoint.manager import CheckpointManager, capture_rng, restore_rng
 
-_HOMES = {"CheckpointManager": "manager", "capture_rng": "manager", "restore_rng": "manager"}
-
 __all__ = ["CheckpointError", "CheckpointManager", "capture_rng", "restore_rng", "verify"]
-
-
-def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = lazy_names(__name__, manager="CheckpointManager capture_rng restore_rng")

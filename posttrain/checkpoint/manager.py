@@ -153,7 +153,7 @@ class CheckpointManager:
             (folder / RNG).write_bytes(save_safetensors({k: v.contiguous().cpu() for k, v in rng.items()}))
             if extra is not None:
                 extra(folder)
-            later = stack.pop_all()  # from here on the folder belongs to whoever completes it
+            later = stack.pop_all()  # from here on the folder belongs to the process that completes it
 
         def complete() -> None:
             with later:
@@ -356,7 +356,7 @@ class CheckpointManager:
             moved.append(place)
         if moved:
             names = ", ".join(path.name for path in moved)
-            self._note(f"Checkpoints later than step {step} were renamed, as the run goes on from there: {names}.")
+            self._note(f"Checkpoints later than step {step} were renamed, as the run continues from there: {names}.")
         return moved
 
 

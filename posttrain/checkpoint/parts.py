@@ -158,7 +158,7 @@ class RolePart:
         own: Any = None
         try:
             own = self._plan_own(tensors)
-        except Exception as error:  # told to the others first: they would wait for this rank's plan for ever
+        except Exception as error:  # sent to the others first: they would wait for this rank's plan for ever
             own = _described(error)
             if not together:
                 raise
@@ -244,7 +244,7 @@ class RolePart:
         path = self.folder / (WRITTEN if self.rank == 0 else f".rank_{self.rank}.json")
         partial = path.with_name(f"{path.name}.tmp")
         write_synced(partial, json.dumps(report).encode())
-        partial.rename(path)  # whoever sees it sees all of it
+        partial.rename(path)  # a process that sees it sees all of it
 
     def _complete(self, own: list[WriteResult]) -> None:
         """Wait until the others have written, and describe what all of them wrote."""
@@ -257,7 +257,7 @@ class RolePart:
 
 
 def take_report(folder: Path, name: str, is_given_up: Callable[[], bool] = lambda: False) -> dict[str, Any]:
-    """Wait for a report, remove and return it; the error that it tells of is raised."""
+    """Wait for a report, remove and return it; the error that it holds is raised."""
     path, seen, changed, pause = folder / name, -1, time.monotonic(), 0.01
     while not path.exists():
         if is_given_up() or not folder.exists():

@@ -47,7 +47,7 @@ def main(args: Sequence[str]) -> int:
     for made in replay(run, start, options.step, watch):
         losses = ", ".join(f"{name} {made.metrics[name]!r}" for name in COMPARED if name in made.metrics)
         differing = "; ".join(f"{name} was {a!r}, is {b!r}" for name, (a, b) in made.differing.items())
-        print(f"step {made.step}: {losses}; " + (differing or "the recorded values, to the bit"))
+        print(f"step {made.step}: {losses}; " + (differing or "the recorded values, bit for bit"))
         same = same and not made.differing
     return 0 if same else 1
 

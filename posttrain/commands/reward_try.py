@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from posttrain.config.reward import CustomRewardConfig, RewardConfig
+from posttrain.config.rollout import CustomRewardConfig, RewardConfig
 from posttrain.data.rows import load_rows
 from posttrain.errors import UserError
 from posttrain.rewards.loading import resolve_reward

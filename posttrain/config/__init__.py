@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from posttrain.lazy import lazy_names
 
 if TYPE_CHECKING:
     from posttrain.config.check import needs_reference
@@ -21,20 +23,11 @@ __all__ = [
     "needs_reference",
 ]
 
-_HOMES = {
-    "ConfigError": "resolved",
-    "PPOConfig": "root",
-    "Problem": "resolved",
-    "Resolved": "resolved",
-    "check_environment": "environment",
-    "load_config": "load",
-    "needs_reference": "check",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from importlib import import_module
-
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+__getattr__ = lazy_names(
+    __name__,
+    check="needs_reference",
+    environment="check_environment",
+    load="load_config",
+    resolved="ConfigError Problem Resolved",
+    root="PPOConfig",
+)

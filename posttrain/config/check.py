@@ -136,7 +136,7 @@ def check_ray(checked: Checked) -> Iterator[Finding]:
 
 
 def check_one_process(checked: Checked) -> Iterator[Finding]:
-    """A strategy that shards over workers is taken, and said to have nothing to share out."""
+    """A strategy that shards over workers is accepted, with a note that nothing is sharded."""
     named = sorted(key for key in checked.explicit if key.endswith(".strategy"))
     if named and one_worker(checked.config):
         yield f"{', '.join(named)}: one process holds the whole model, nothing is sharded."

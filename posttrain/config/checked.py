@@ -64,11 +64,6 @@ def dialect(program: str) -> Dialect:
     return Dialect() if plugins.dialect is None else importlib.import_module(plugins.dialect).dialect(program)
 
 
-def pages() -> dict[str, str]:
-    """The pages of docs/ that the package makes from its tables: file name -> text."""
-    return {} if plugins.dialect is None else importlib.import_module(plugins.dialect).pages()
-
-
 @dataclass
 class Checked:
     """A typed configuration under examination."""

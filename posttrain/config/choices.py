@@ -1,8 +1,8 @@
 """Settings whose value is one of a few names, the names of what is built in, and the presets.
 
 Names are read from where each is declared. `preset=embedded` is the small task that runs anywhere; `algorithm=grpo`,
-`algorithm=dapo`, ... are declared by the algorithms' files. `python -m posttrain.config.generate` writes the presets to
-the YAML tree. A file of the working folder that registers a name is found by reading the files, without running them.
+`algorithm=dapo`, ... are declared by the algorithms' files. `scripts/generate.py` writes the presets to the YAML
+tree. A file of the working folder that registers a name is found by reading the files, without running them.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from posttrain.config.commandline import CommandLine
 from posttrain.config.defaults_list import ConfigFile, ConfigFiles, DefaultsList, merge_trees, place_at
 from posttrain.config.merge import Entry, Merged
 from posttrain.config.resolved import ConfigError, Problem
-from posttrain.spelling import closest
+from posttrain.spelling import suggest
 from posttrain.yaml_text import read_yaml
 
 if TYPE_CHECKING:
@@ -104,10 +104,8 @@ def _existing_folder(option: str, given: str, cwd: Path) -> Path:
 def _missing_file(name: str, folders: list[Path]) -> Problem:
     folders = list(dict.fromkeys(folders))
     there = sorted({file.stem for folder in folders for file in folder.glob("*.yaml")})
-    close = closest(name, there)
-    hint = f"did you mean `{close}`? " if close else ""
     searched = ", ".join(str(folder) for folder in folders)
-    do = f"{hint}these are there: {', '.join(there) or 'none'}"
+    do = f"{suggest(name, there)}these are there: {', '.join(there) or 'none'}"
     return Problem(f"There is no `{name}.yaml` in {searched}.", "command line, --config-name", do)
 
 
@@ -122,7 +120,7 @@ def compose(folders: list[Path], name: str, groups: list[str], cwd: Path, names:
             what = f"{_label(chosen, cwd)} holds no keys."
             raise ConfigError([Problem(what, "command line, --config-name", "write `section:` and keys under it")])
         lay_over = "defaults" not in own
-        composed = _compose_once(folders, names.program if lay_over else name, groups, cwd, names)
+        composed = _compose_once(folders, names.main if lay_over else name, groups, cwd, names)
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # ComposeError and OmegaConf's are ValueErrors
         what = f"The configuration files do not compose: {str(error).strip()}"
         raise ConfigError([Problem(what, _label(chosen, cwd), "correct the file")]) from None
@@ -192,7 +190,7 @@ def _layer(config_path: str, package: str, loaded: ConfigFile, cwd: Path, names:
         return Layer(f"preset {Path(config_path).name}", values, explicit=False)
     same_name = PACKAGE_TREE / f"{config_path}.yaml"
     model = (
-        same_name if same_name.is_file() else PACKAGE_TREE / f"{names.program if loaded.defaults else config_path}.yaml"
+        same_name if same_name.is_file() else PACKAGE_TREE / f"{names.main if loaded.defaults else config_path}.yaml"
     )
     copied = frozenset(values) if in_package else _find_copied_keys(values, model, package, names)
     own_section = package if group and package == group.replace("/", ".") else ""
@@ -231,9 +229,8 @@ def known_choices(groups: list[tuple[str, str]], folders: list[Path]) -> tuple[l
             good.append(group)
             continue
         options = [name for name in options if (folder, name) != ("algorithm", "rollout_correction")]
-        close = closest(choice, options)
-        hint = f"did you mean `{close}`? " if close else ""
-        if folder == "model" and not close:  # the name of a model, which the group of that name does not take
+        hint = suggest(choice, options)
+        if folder == "model" and not hint:  # the name of a model, which the group of that name does not take
             hint = f"a model to train is named by `actor_rollout_ref.model.path={choice}`; of the group are "
         what = f"`{group}`: the group `{folder}` has no `{choice}`."
         problems.append(Problem(what, source, f"{hint}known: {', '.join(options)}"))

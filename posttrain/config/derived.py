@@ -15,12 +15,12 @@ from posttrain.config.choices import (
     PER_RESPONSE,
     PER_RESPONSE_LOSSES,
 )
-from posttrain.config.data import HELD_OUT
 from posttrain.config.merge import Entry, Merged
 from posttrain.config.model import ADAPTER_CONFIG, read_adapter_config
 from posttrain.config.trainer import (
     AS_THE_ACTOR,
     DRY_RUN,
+    HELD_OUT,
     NODE_RANK,
     ROLLOUT_EACH,
     ROLLOUT_MACHINES,
@@ -160,7 +160,7 @@ def _embedded(merged: Merged, provided: frozenset[str]) -> None:
             merged.set_default(key, size, "the embedded task's size")
         if fitted:
             sizes = ", ".join(f"{key}={size}" for key, size in sizes_by_key.items())
-            merged.note(f"Sizes that nobody set are the embedded task's: {sizes}.")
+            merged.note(f"Sizes that are not set are the embedded task's: {sizes}.")
 
 
 def _held_out(merged: Merged, provided: frozenset[str]) -> None:

@@ -131,7 +131,7 @@ def _folders(resolved: Resolved, cwd: Path) -> Iterator[Problem]:
 
 
 def missing_packages(resolved: Resolved) -> list[Problem]:
-    """One problem per logger of `trainer.logger` whose package is not installed; a run goes on without that logger."""
+    """One problem per logger of `trainer.logger` whose package is not installed; a run continues without it."""
     found = []
     names = resolved.value("trainer.logger")
     for name in sorted(set(names) - set(installed(names)), key=names.index):

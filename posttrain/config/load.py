@@ -74,7 +74,7 @@ def _load(
     if environment and not is_mapping:
         # Only where a machine's checks are wanted, too: it reads the script of the shell above this process.
         line.problems += find_lost_lines(args)
-    labelled = [*tree.spellings.dialect.main_file(line, folder), *labelled]
+    labelled = [*tree.dialect.main_file(line, folder), *labelled]
     try:
         folders, name = find_folders(line, folder, tree.main)
     except ConfigError as error:
@@ -84,7 +84,7 @@ def _load(
         folders, name = [PACKAGE_TREE], tree.main
 
     def is_group(group: str) -> bool:
-        return tree.spellings.dialect.answer(group) is None and any(
+        return tree.dialect.answer(group) is None and any(
             (root / group).is_dir() and any((root / group).glob("*.yaml")) for root in folders
         )
 
@@ -94,12 +94,11 @@ def _load(
     composed = _compose(line, folders, name, folder, tree)
     # Before keys are looked up: an algorithm that was registered in this process may have added settings to a section.
     place_declared_settings()
-    names = tree.spellings
-    named = composed.values | {names.canonical(key).key or key: value for key, value, *_ in [*line.values, *given]}
+    named = composed.values | {tree.canonical(key).key or key: value for key, value, *_ in [*line.values, *given]}
     # A file of the user's is imported here only if an algorithm or a key is unknown without it.
-    failed = load_own_algorithms(named, named.keys() - names.leaves.keys(), folder)
+    failed = load_own_algorithms(named, named.keys() - tree.leaves.keys(), folder)
 
-    merged = Merged(names, problems=list(line.problems))
+    merged = Merged(tree, problems=list(line.problems))
     merged.undeclared = tuple(kind.prefix for kind in KINDS) if failed else ()
     add_files(merged, composed)
     rank = len(composed.layers)
@@ -107,7 +106,7 @@ def _load(
         rank += source != "command line"  # each flag and variable has its own rank; the command line is one
         at = _COMMAND_LINE if source == "command line" else rank
         merged.add(Entry(text, key, source, at, explicit=not source.startswith(_NOT_THE_USERS)))
-    table = names.leaves
+    table = tree.leaves
     # A program that passes on a complete tree has set nothing by that: values at their defaults must stay free to
     # follow from other settings.
     whole_tree = set(table) <= {key for key, _ in given}
@@ -121,7 +120,7 @@ def _load(
         merged.refuse(what, where, "correct the file; the settings that it declares are not known without it", EXTERNAL)
     # The order matters from here on: other systems' keys become settings, then references are resolved, then values get
     # their types, and only then can settings follow from others.
-    tree.spellings.dialect.apply(merged)
+    tree.dialect.apply(merged)
     resolve_references(merged)
     convert_types(merged)
     take_adapter(merged, folder, tree.model, tree.heads)
@@ -145,18 +144,18 @@ def _compose(line: CommandLine, folders: list[Path], name: str, cwd: Path, tree:
     line.problems += unknown
     line.misses_files = line.misses_files or bool(unknown)
     try:
-        return compose(folders, name, choices, cwd, tree.spellings)
+        return compose(folders, name, choices, cwd, tree)
     except ConfigError as error:
         line.misses_files = True
         line.problems += error.problems
-        return compose([PACKAGE_TREE], tree.main, [], cwd, tree.spellings)
+        return compose([PACKAGE_TREE], tree.main, [], cwd, tree)
 
 
 def _from_mapping(args: Mapping[str, Any], line: CommandLine, is_group: Any, tree: Tree) -> list[tuple[str, Any]]:
     """(key, value) pairs of a dict; group choices go to `line`."""
     pairs = []
     plain = _plain({key: value for key, value in args.items() if key != "hydra"})
-    for key, value in tree.spellings.flatten(plain).items():
+    for key, value in tree.flatten(plain).items():
         if "." not in key and isinstance(value, str) and is_group(key):
             line.groups.append((f"{key}={value}", "overrides"))
         else:

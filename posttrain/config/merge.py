@@ -69,8 +69,8 @@ class Spellings:
     """What the settings of one tree are called: their keys, other spellings, and those of other systems."""
 
     root: type[Section]
-    # Name of the tree's main file.
-    program: str
+    # Name of the tree's main file in `trainer/config/`, which names the program too.
+    main: str
     # Prefix -> prefix; applied before the renames. The first that fits is taken.
     own_moved: Mapping[str, str] = field(default_factory=dict)
     own_renamed: Mapping[str, str] = field(default_factory=dict)
@@ -92,7 +92,7 @@ class Spellings:
 
     @property
     def dialect(self) -> Dialect:
-        return dialect(self.program)
+        return dialect(self.main)
 
     @cached_property
     def moved(self) -> Mapping[str, str]:

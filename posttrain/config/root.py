@@ -7,12 +7,10 @@ from typing import Any
 
 from posttrain.algorithms.aggregation import AGGREGATION_MODES
 from posttrain.algorithms.kl import KL_TYPES
-from posttrain.config.data import DataConfig
 from posttrain.config.model import ModelConfig
-from posttrain.config.reward import CustomRewardConfig, RewardConfig, RewardModelConfig
-from posttrain.config.rollout import RolloutConfig
+from posttrain.config.rollout import CustomRewardConfig, RewardConfig, RewardModelConfig, RolloutConfig
 from posttrain.config.schema import ESTIMATOR_KIND, LOSS_KIND, Section, holds_settings_of, section
-from posttrain.config.trainer import ON_CPU, UNSHARDED, OffloadConfig, TrackingConfig, TrainerConfig
+from posttrain.config.trainer import ON_CPU, UNSHARDED, DataConfig, OffloadConfig, TrackingConfig, TrainerConfig
 from posttrain.settings import (
     ABOVE_ONE_OR_INFINITE,
     BETAS,

@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import field
 from typing import Any
 
-from posttrain.config.data import NO_VALIDATION
 from posttrain.config.model import NO_ADAPTERS, ModelConfig
 from posttrain.config.root import OptimConfig
 from posttrain.config.schema import Section, section
-from posttrain.config.trainer import UNSHARDED, RunConfig
+from posttrain.config.trainer import NO_VALIDATION, UNSHARDED, RunConfig
 from posttrain.settings import (
     COUNT_OR_ALL,
     ONE_OR_MORE,
@@ -63,18 +62,15 @@ class RowsConfig(Section):
     """Put before prompts that are plain strings, as a system message."""
 
 
+# Fields that other classes declare too have their sentences from there; here they have other defaults.
 @section
 class SupervisedOptimConfig(OptimConfig):
     """AdamW and its schedule. Example: `optim.lr=2e-5`."""
 
     lr: float = setting(1e-5, range=POSITIVE)
-    """Learning rate after warm-up."""
     lr_warmup_steps_ratio: float = setting(0.05, range=SHARE, idle=".lr_warmup_steps is set")
-    """Share of all optimizer steps spent on warm-up."""
     lr_scheduler_type: str = setting("cosine", choices=SCHEDULES)
-    """After warm-up: `constant`, `linear` or `cosine`."""
     min_lr_ratio: float = setting(0.0, range=SHARE, idle=_CONSTANT)
-    """`linear` and `cosine` end at this share of `lr`."""
     clip_grad: float = setting(1.0, range=POSITIVE_OR_INFINITE)
     """Largest gradient norm; larger gradients are scaled down to it."""
 
@@ -100,11 +96,8 @@ class SupervisedTrainerConfig(RunConfig):
     """The run. Example: `trainer.total_epochs=3 trainer.save_freq=100`."""
 
     project_name: str = "sft"
-    """First level of the run directory, and the loggers' project."""
     total_epochs: int = setting(1, range=ONE_OR_MORE)
-    """Passes over the training data."""
     val_before_train: bool = setting(True, idle=NO_VALIDATION)
-    """Validate before the first step."""
     export_lora: str = setting(
         "merged", choices=("merged", "adapter"), idle=(f"model{NO_ADAPTERS}", ".export_hf is none")
     )

@@ -1,4 +1,4 @@
-"""Sections `trainer` and `tracking`: how long a run is, where it is written, what is saved and logged.
+"""Sections `data`, `trainer` and `tracking`: what is trained on, how long, where it is written, saved and logged.
 
 Also where a run runs: its workers, keys that count them, and the GPUs of this machine.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import field
 from typing import Any
 
-from posttrain.config.data import NO_VALIDATION
 from posttrain.config.model import NO_ADAPTERS
 from posttrain.config.schema import Section, section
 from posttrain.cores import gpus_present
@@ -19,11 +18,70 @@ from posttrain.settings import (
     POSITIVE_OR_INFINITE,
     SEED,
     STEPS,
+    WEIGHTS,
     ZERO_OR_MORE,
     Idle,
     at_least,
     setting,
 )
+
+HELD_OUT = "held_out"
+"""The word for `data.val_files` that stands for some of the training rows."""
+NO_VALIDATION = Idle("there is no validation file (data.val_files)", lambda c: c.data.val_files is None)
+TOO_LONG_DROPPED = Idle(
+    "data.filter_overlong_prompts drops prompts that are too long", lambda c: c.data.filter_overlong_prompts
+)
+# A sampler of the user's own may read the key too.
+NO_CURRICULUM = Idle("data.sampler is not curriculum", lambda c: c.data.sampler == "default")
+
+
+@section
+class DataConfig(Section):
+    """Prompts. Example: `data.train_files=data/train.parquet`."""
+
+    train_files: Any = setting(None, is_path=True)
+    """One path or a list of paths: parquet, json or jsonl; unset, the embedded arithmetic data serves."""
+    val_files: Any = setting(None, is_path=True)
+    """Validation files, as above; null means no validation. `held_out` takes a tenth of the training rows (256 at most,
+    none of fewer than 20), which are then not trained on."""
+    train_weights: list[float] | None = setting(None, range=WEIGHTS)
+    """One weight per training file: how often its rows are drawn relative to the others; null draws every row once
+    per epoch."""
+    prompt_key: str = "prompt"
+    """Column that holds the prompt: a string, or a list of chat messages."""
+    data_source: str | None = None
+    """Data source of rows that do not name one; it chooses the built-in scorer."""
+    train_batch_size: int = setting(1024, range=ONE_OR_MORE)
+    """Prompts per step, over all workers."""
+    val_batch_size: int | None = setting(None, range=ONE_OR_MORE, idle=NO_VALIDATION)
+    """Prompts per validation batch; null takes the whole file."""
+    max_prompt_length: int = setting(512, range=ONE_OR_MORE)
+    """Longest prompt in tokens."""
+    max_response_length: int = setting(1024, range=ONE_OR_MORE)
+    """Longest response in tokens."""
+    filter_overlong_prompts: bool = True
+    """Drop prompts that are too long, and say how many; false handles them by `truncation`."""
+    truncation: str = setting("error", choices=("error", "left", "right", "middle"), idle=TOO_LONG_DROPPED)
+    """What happens to a prompt that is too long and not dropped: `error`, or cut `left`, `right` or in the `middle`."""
+    train_max_samples: int = setting(-1, range=COUNT_OR_ALL)
+    """Use at most this many training rows; -1 takes all."""
+    val_max_samples: int = setting(-1, range=COUNT_OR_ALL, idle=NO_VALIDATION)
+    """Use at most this many validation rows; -1 takes all."""
+    shuffle: bool = True
+    """Draw the rows of an epoch in random order."""
+    seed: int | None = setting(None, range=SEED, idle=".shuffle is False")
+    """Seed of the order of rows; null takes `trainer.seed`."""
+    sampler: str = "default"
+    """Order of rows: `default`, `curriculum`, one registered by your own file, or a class of it (`FILE.py:CLASS`)."""
+    curriculum_key: str = setting("difficulty", idle=NO_CURRICULUM)
+    """Column that `sampler=curriculum` sorts by, easy (small) first."""
+    apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Passed to the tokenizer's chat template, e.g. `{enable_thinking: false}`."""
+    custom_cls: dict[str, Any] = field(default_factory=dict)
+    """Your own data set class, which makes the rows: `{path: FILE.py, name: CLASS, config: {...}}` (docs/data.md)."""
+    system_prompt: str | None = setting(None, is_literal=True)
+    """Put before prompts that are plain strings, as a system message."""
+
 
 _ACTOR = "actor_rollout_ref.actor"
 # The source of settings that torchrun decides.
@@ -126,7 +184,7 @@ class RunConfig(Section):
     max_ckpt_to_keep: int | None = setting(None, range=ONE_OR_MORE)
     """Keep this many newest checkpoints (and the best one by validation); null keeps all."""
     async_save: bool = True
-    """Copy weights and optimizer state to host memory and write the checkpoint while training goes on; `false` waits
+    """Copy weights and optimizer state to host memory and write the checkpoint while training continues; `false` waits
     until it is written."""
     export_hf: str = setting("last", choices=("last", "all", "none"))
     """Write a Hugging Face folder into the `last` checkpoint, into `all`, or into `none`."""

@@ -34,16 +34,12 @@ from posttrain.config.trainer import AS_THE_ACTOR, OF_THE_COMMAND, ROLLOUT_EACH,
 from posttrain.errors import UserError
 
 
-@dataclass(frozen=True)
-class Tree:
-    """One tree of settings and the rules that belong to it."""
+@dataclass(frozen=True, kw_only=True)
+class Tree(Spellings):
+    """One tree of settings: what they are called, and the rules that belong to it."""
 
-    # Name of the main file in `trainer/config/`.
-    main: str
-    root: type[Section]
     # The section of the model that is trained.
     model: str
-    spellings: Spellings
     # The answer to a start with no argument at all.
     nothing_given: Problem
     # Settings that follow from others; gets the keys that a Python caller hands over as objects.
@@ -166,10 +162,15 @@ PROGRAMS: dict[type[Section], tuple[str, str]] = {
 }
 
 PPO = Tree(
-    main="ppo_trainer",
-    root=PPOConfig,
+    PPOConfig,
+    "ppo_trainer",
+    own_moved=MOVED_SECTIONS,
+    own_renamed=RENAMED,
+    derived=DERIVED,
+    not_built=NOT_BUILT,
+    free_dicts=FREE_DICTS,
+    programs=PROGRAMS,
     model="actor_rollout_ref.model",
-    spellings=Spellings(PPOConfig, "ppo_trainer", MOVED_SECTIONS, RENAMED, DERIVED, NOT_BUILT, FREE_DICTS, PROGRAMS),
     nothing_given=nothing_given(
         "one key, usually algorithm.adv_estimator=grpo, actor_rollout_ref.model.path=MODEL, data.train_files=FILE and "
         "actor_rollout_ref.rollout.n=5; `preset=embedded` alone runs the built-in task"
@@ -277,23 +278,25 @@ def _notes(checked: Checked) -> Iterator[Finding]:
 _CHECKS = (check_choices, check_ranges, check_resume, check_quantization, check_sizes, check_ray, _notes)
 
 SFT = Tree(
-    main="sft_trainer",
-    root=SFTConfig,
+    SFTConfig,
+    "sft_trainer",
+    own_renamed=_SFT_RENAMED,
+    derived={**_DERIVED, "data.multiturn": bool},
+    not_built=_NOT_BUILT,
+    programs=PROGRAMS,
     model="model",
-    spellings=Spellings(
-        SFTConfig, "sft_trainer", {}, _SFT_RENAMED, {**_DERIVED, "data.multiturn": bool}, _NOT_BUILT, programs=PROGRAMS
-    ),
     nothing_given=_nothing_given("posttrain sft", "columns prompt and response, or messages"),
     derive=_derive_sft,
     checks=_CHECKS,
 )
 REWARD_MODEL = Tree(
-    main="reward_model_trainer",
-    root=RewardTrainerConfig,
+    RewardTrainerConfig,
+    "reward_model_trainer",
+    own_renamed=_RENAMED,
+    derived=_DERIVED,
+    not_built=_NOT_BUILT,
+    programs=PROGRAMS,
     model="model",
-    spellings=Spellings(
-        RewardTrainerConfig, "reward_model_trainer", {}, _RENAMED, _DERIVED, _NOT_BUILT, programs=PROGRAMS
-    ),
     nothing_given=_nothing_given("posttrain reward-model", "columns prompt, chosen and rejected"),
     derive=_derive,
     checks=_CHECKS,

@@ -6,25 +6,14 @@ Names are loaded on first use, because reading rows must not import torch. (`col
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from posttrain.lazy import lazy_names
 
 if TYPE_CHECKING:
     from posttrain.data.dataset import PromptDataset, PromptItem
     from posttrain.data.rows import DataError, load_rows, resolve_files
     from posttrain.data.sampler import PromptSampler, make_sampler, register_sampler, sequential_batches
-
-_HOMES = {
-    "DataError": "rows",
-    "PromptDataset": "dataset",
-    "PromptItem": "dataset",
-    "PromptSampler": "sampler",
-    "load_rows": "rows",
-    "make_sampler": "sampler",
-    "register_sampler": "sampler",
-    "resolve_files": "rows",
-    "sequential_batches": "sampler",
-}
 
 __all__ = [
     "DataError",
@@ -38,8 +27,9 @@ __all__ = [
     "sequential_batches",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return getattr(importlib.import_module(f"posttrain.data.{_HOMES[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = lazy_names(
+    __name__,
+    dataset="PromptDataset PromptItem",
+    rows="DataError load_rows resolve_files",
+    sampler="PromptSampler make_sampler register_sampler sequential_batches",
+)

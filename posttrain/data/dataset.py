@@ -11,7 +11,7 @@ import torch
 from tqdm import tqdm
 
 from posttrain.batch.saving import Unsavable, to_json
-from posttrain.config.data import DataConfig
+from posttrain.config.trainer import DataConfig
 from posttrain.data.chat import ChatRenderer
 from posttrain.data.fields import Messages, PromptFields, fields_of
 from posttrain.data.rows import DataError, ItemList, RowTable, read_table

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.config.checked import Checked, Finding, check_dict, settings_of
-from posttrain.config.data import HELD_OUT, DataConfig
+from posttrain.config.trainer import HELD_OUT, DataConfig
 from posttrain.data.rows import DataError, RowTable, table_of_rows
 from posttrain.errors import UserError, first_line
 from posttrain.external import import_external

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from posttrain.config.data import HELD_OUT
 from posttrain.config.resolved import Problem, Resolved
+from posttrain.config.trainer import HELD_OUT
 from posttrain.data.task_packages import find_source
 from posttrain.errors import UserError
 from posttrain.texts import well_formed

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from posttrain.config.data import DataConfig
+from posttrain.config.trainer import DataConfig
 from posttrain.data.dataset import PromptDataset
 from posttrain.data.own_dataset import as_tree, load_named
 from posttrain.data.rows import DataError

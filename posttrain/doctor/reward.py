@@ -126,7 +126,7 @@ def _failures(found: Findings, where: str, timeout_s: float) -> Iterator[Finding
     on = f", all with an {EMPTY}" if forms == [EMPTY] else ""
     on += ", on every row" if found.failed_rows and found.failed_rows == len(found.best) else ""
     what = f"The reward failed in {total} calls on real rows{on}, most often with: {worst}"
-    yield Finding(ERROR if every else WARNING, AREA, what, where, "mend it: a failure scores reward.failure_score")
+    yield Finding(ERROR if every else WARNING, AREA, what, where, "fix it: a failure scores reward.failure_score")
 
 
 def _judgement(found: Findings, where: str) -> Iterator[Finding]:

@@ -12,8 +12,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from posttrain.config.data import HELD_OUT
 from posttrain.config.schema import lookup
+from posttrain.config.trainer import HELD_OUT
 from posttrain.data.chat import TemplateError
 from posttrain.data.dataset import PromptDataset, describe_held_out, hold_out
 from posttrain.data.fields import is_missing
@@ -73,7 +73,7 @@ def _tokenized(case: Case, split: str, table: RowTable) -> Iterator[Finding]:
     except UserError as error:
         if isinstance(error, TemplateError) and template.refuses_all(case):
             yield Finding(
-                ERROR, template.AREA, str(error), template.template_name(case), "mend it, or take another tokenizer"
+                ERROR, template.AREA, str(error), template.template_name(case), "fix it, or take another tokenizer"
             )
         else:
             yield Finding(ERROR, AREA, str(error), case.where(f"data.{split}_files"))

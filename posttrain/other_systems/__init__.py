@@ -31,10 +31,3 @@ def dialect(program: str) -> Dialect:
         advice=partial(counterpart, supervised=not rl),
         main_file=as_ours,
     )
-
-
-def pages() -> dict[str, str]:
-    """Pages of docs/ that are made from the tables: file name -> text."""
-    from posttrain.other_systems.verl.answers import page
-
-    return {"verl_keys.md": page()}

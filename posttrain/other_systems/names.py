@@ -1,4 +1,4 @@
-"""What names of TRL, OpenRLHF, Unsloth and transformers are here, for the answer to somebody who typed one.
+"""What names of TRL, OpenRLHF, Unsloth and transformers are here, for the answer to a user who typed one.
 
 Nothing is translated: their numbers count other things (`per_device_train_batch_size` counts responses of one device,
 `data.train_batch_size` prompts of all), and a run that silently read them otherwise would be worse than a question.

@@ -9,7 +9,7 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from posttrain.config.model import SCORE_HEADS, ModelConfig
-from posttrain.config.reward import RewardModelModelConfig
+from posttrain.config.rollout import RewardModelModelConfig
 from posttrain.config.root import PPOConfig
 from posttrain.errors import first_line
 from posttrain.models.attention import set_attention

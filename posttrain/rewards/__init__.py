@@ -5,8 +5,9 @@ Nothing here imports torch or transformers, because every reward worker starts b
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from posttrain.lazy import lazy_names
 
 if TYPE_CHECKING:
     from posttrain.rewards.answers import extract_final_answer
@@ -31,23 +32,12 @@ __all__ = [
     "try_reward",
 ]
 
-_HOME = {
-    "SCORERS": "scorers",
-    "RewardError": "types",
-    "RewardItem": "types",
-    "RewardPool": "pool",
-    "RewardResult": "types",
-    "RewardSpec": "types",
-    "check_sources": "scorers",
-    "extract_final_answer": "answers",
-    "known_sources": "scorers",
-    "resolve_reward": "loading",
-    "score_by_source": "scorers",
-    "try_reward": "tryout",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+__getattr__ = lazy_names(
+    __name__,
+    answers="extract_final_answer",
+    loading="resolve_reward",
+    pool="RewardPool",
+    scorers="SCORERS check_sources known_sources score_by_source",
+    tryout="try_reward",
+    types="RewardError RewardItem RewardResult RewardSpec",
+)

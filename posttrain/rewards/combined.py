@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
 from typing import Any
 
-from posttrain.config.reward import CustomRewardConfig, RewardPartConfig
+from posttrain.config.rollout import CustomRewardConfig, RewardPartConfig
 from posttrain.rewards.outcomes import NONE_APPLIES, TOO_LARGE, Outcome, ScoreItems, failure, is_usable
 from posttrain.rewards.types import Fields, RewardError, RewardPart, RewardSpec
 

@@ -28,7 +28,7 @@ from posttrain.rewards.user_functions import choose_function, find_dotted, impor
 from posttrain.texts import mask_urls
 
 if TYPE_CHECKING:
-    from posttrain.config.reward import CustomRewardConfig
+    from posttrain.config.rollout import CustomRewardConfig
     from posttrain.rewards.crew import WorkerProcess
 
 
@@ -124,7 +124,7 @@ def _load_combined(spec: RewardSpec) -> tuple[ScoreItems, RewardSpec]:
 
 
 def _load_remote(spec: RewardSpec) -> tuple[ScoreItems, RewardSpec]:
-    from posttrain.rewards.remote import Remote
+    from posttrain.rewards.user_functions import Remote
 
     try:
         remote = Remote(spec.path, total_s=spec.timeout_s, **spec.kwargs)

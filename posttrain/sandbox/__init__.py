@@ -6,17 +6,13 @@ forked from a warm Python, one at a time and each into fresh namespaces. A job l
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from posttrain.lazy import lazy_names
 
 if TYPE_CHECKING:
     from posttrain.sandbox.sandbox import Result, Sandbox, SandboxError, TestReport
 
 __all__ = ["Result", "Sandbox", "SandboxError", "TestReport"]
-
-
-def __getattr__(name: str) -> Any:
-    # Imported lazily: the processes inside the sandbox import this package too, and need none of these classes.
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.sandbox"), name)
+# The processes inside the sandbox import this package too, and need none of these classes.
+__getattr__ = lazy_names(__name__, sandbox="Result Sandbox SandboxError TestReport")

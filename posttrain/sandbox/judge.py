@@ -237,7 +237,7 @@ def _run_function(name: str, function: Callable[..., Any], defined: dict[str, An
         with Fixtures(defined) as fixtures:
             unknown = [one for one in missing if not fixtures.has(one)]
             if unknown:
-                raise UnsupportedTest(f"{name} takes arguments ({', '.join(unknown)}), which nobody gives here")
+                raise UnsupportedTest(f"{name} takes arguments ({', '.join(unknown)}), which are not given here")
             _run_once(name, functools.partial(function, **given, **{one: fixtures.provide(one) for one in missing}))
 
 

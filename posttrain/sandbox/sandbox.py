@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from posttrain.config.reward import SandboxConfig
+from posttrain.config.rollout import SandboxConfig
 from posttrain.errors import UserError
 from posttrain.sandbox import wire
 from posttrain.sandbox.mounts import python_paths, site_packages

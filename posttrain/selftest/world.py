@@ -49,7 +49,7 @@ class World:
         self._host = load_causal_lm(self.model, dtype=torch.float32, device=torch.device("cpu"))
 
     def module(self, device: torch.device | None = None) -> torch.nn.Module:
-        """A fresh copy of the model, on this rank's device unless told otherwise."""
+        """A fresh copy of the model, on this rank's device unless another is given."""
         return copy.deepcopy(self._host).to(device or self.device)
 
     def engine(self, module: torch.nn.Module, layout: EngineLayout | None = None) -> TrainEngine:

@@ -259,7 +259,7 @@ def test_a_file_that_is_none_is_told_in_plain_words(tmp_path):
 
 def test_each_key_is_told_with_its_answer_and_the_status_says_whether_all_are_taken(tmp_path, capsys, monkeypatch):
     script = tmp_path / "run.sh"
-    monkeypatch.setattr("posttrain.other_systems.verl_script.report.is_installed", lambda package: False)
+    monkeypatch.setattr("posttrain.other_systems.verl_script.command.is_installed", lambda package: False)
     keys = "algorithm.adv_estimator=grpo trainer.balance_batch=True trainer.max_actor_ckpt_to_keep=3"
     script.write_text(f"{START} {keys} actor_rollout_ref.rollout.name=vllm\n")
     assert command.main(["check", str(script), "--all"]) == 0
@@ -267,7 +267,7 @@ def test_each_key_is_told_with_its_answer_and_the_status_says_whether_all_are_ta
     assert "1 honoured, 1 translated, 1 not needed, 1 not supported" in said
     assert "added for the command here: data.max_response_length=512" in said
     assert "vLLM is not installed here" in said and "actor_rollout_ref.rollout.name=native" in said
-    monkeypatch.setattr("posttrain.other_systems.verl_script.report.is_installed", lambda package: True)
+    monkeypatch.setattr("posttrain.other_systems.verl_script.command.is_installed", lambda package: True)
     assert command.main(["check", str(script), "--all"]) == 0
     said = capsys.readouterr().out
     assert "2 honoured, 1 translated, 1 not needed, 0 not supported" in said and "name=native" not in said

@@ -162,8 +162,8 @@ def test_what_was_read_ahead_is_taken_once_and_only_while_the_file_is_the_same(d
 
 
 def test_a_look_at_a_row_asks_for_what_training_needs_and_no_more():
-    from posttrain.config.data import DataConfig
     from posttrain.config.supervised import PairDataConfig, SFTDataConfig
+    from posttrain.config.trainer import DataConfig
 
     talk = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]}
     for look, config, right, wrong in (

@@ -312,7 +312,7 @@ def test_a_command_line_that_says_too_much_or_too_little(args, message, capsys):
 
 def test_a_file_of_responses_without_a_list_is_grouped_by_its_prompt(tmp_path):
     from posttrain.commands.evaluation.evaluate import answered_prompts
-    from posttrain.config.data import DataConfig
+    from posttrain.config.trainer import DataConfig
 
     rows = [{"prompt": "a", "response": "1", "ground_truth": "1"}, {"prompt": "b", "response": "2"}]
     rows.append({"prompt": "a", "response": "3", "ground_truth": "1"})

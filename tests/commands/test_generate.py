@@ -85,7 +85,7 @@ def test_a_prompt_without_room_is_told_what_leaves_more(lively, capsys):
     )
     assert cli.main([*command, "--max-tokens", "8"]) == 0
     assert cli.main([*command, "data.max_prompt_length=64"]) == 2
-    assert "Nobody set it" not in capsys.readouterr().err
+    assert "It was not set" not in capsys.readouterr().err
 
 
 def test_the_file_has_the_datas_rows_and_columns_and_formats_agree(generate, sums, tmp_path):

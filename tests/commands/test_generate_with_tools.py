@@ -16,7 +16,7 @@ from posttrain import cli
 from posttrain.commands.evaluation.evaluate import answered_prompts
 from posttrain.commands.evaluation.report import read_report
 from posttrain.commands.generation import files as parts_module
-from posttrain.config.data import DataConfig
+from posttrain.config.trainer import DataConfig
 from posttrain.data.rows import load_rows, table_of_rows
 from posttrain.rollout.engines import ENGINES
 

@@ -1,4 +1,4 @@
-"""`posttrain replay` makes past updates again: the same losses and weights, to the bit."""
+"""`posttrain replay` makes past updates again: the same losses and weights, bit for bit."""
 
 from __future__ import annotations
 
@@ -74,4 +74,4 @@ def test_the_command_says_whether_it_is_the_same_and_shows_tensors(run, tmp_path
     hook.write_text("def watch(name, tensor):\n    if name == 'batch/advantages':\n        print('seen', name)\n")
     assert main(["replay", str(run.path), "4", "--hook", str(hook)]) == 0
     shown = capsys.readouterr().out
-    assert "step 4: policy_loss" in shown and "to the bit" in shown and "seen batch/advantages" in shown
+    assert "step 4: policy_loss" in shown and "bit for bit" in shown and "seen batch/advantages" in shown

@@ -14,7 +14,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "trainer"))
 
 from runs import metrics_of, run
 
-from posttrain.config.data import DataConfig
+from posttrain.config.trainer import DataConfig
 from posttrain.data.own_dataset import read_own_rows
 from posttrain.data.rows import DataError
 from posttrain.errors import UserError

@@ -12,9 +12,10 @@ import pytest
 import yaml
 
 import posttrain
-from posttrain.config import PPOConfig, compose, generate
+from posttrain.config import PPOConfig, compose
 from posttrain.config.schema import leaves
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 GRPO_BLOCK = """
 algorithm:
@@ -258,7 +259,9 @@ def test_every_key_is_described_with_one_sentence(load):
 
 
 def test_the_generated_files_are_up_to_date():
-    assert generate.main(["--check"]) == 0
+    from made_settings import files
+
+    assert [path for path, text in files().items() if path.read_text("utf-8") != text] == []
 
 
 def test_the_tree_alone_equals_the_dataclasses(load):

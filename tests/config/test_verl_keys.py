@@ -32,7 +32,7 @@ def keys_with(kind: str, program: str) -> list[str]:
 
 def answered(program: str, **values: Any) -> Merged:
     """These keys alone, taken in and answered."""
-    merged = Merged(TREES[program].spellings)
+    merged = Merged(TREES[program])
     for key, value in values.items():
         merged.add(Entry(value, key, "command line", 1))
     apply_answers(merged)
@@ -117,7 +117,7 @@ SPECIAL: dict[str, str] = {
 
 def other_value(key: str, program: str) -> str:
     """A value that is allowed and not the default."""
-    leaf = TREES[program].spellings.leaf_of(key)
+    leaf = TREES[program].leaf_of(key)
     assert leaf is not None
     kind, default = split_hint(leaf.hint)[0], leaf.default
     if key in SPECIAL or leaf.key != key:
@@ -161,7 +161,7 @@ def test_every_honoured_key_changes_the_resolved_configuration(program):
 
 def renamed(program: str) -> list[tuple[str, str]]:
     """(spelling, setting) of the keys that only have another name."""
-    names = TREES[program].spellings
+    names = TREES[program]
     found = [(key, names.canonical(key).key) for key in keys_with(TRANSLATED, program)]
     return [(key, target) for key, target in found if target in names.leaves]
 

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from posttrain.config.data import DataConfig
+from posttrain.config.trainer import DataConfig
 from posttrain.data import PromptDataset
 from posttrain.data.recipes.arithmetic import arithmetic_rows, write_files
 

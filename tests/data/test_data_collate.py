@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from posttrain.config.data import DataConfig
+from posttrain.config.trainer import DataConfig
 from posttrain.data import PromptDataset
 from posttrain.data.dataset import collate
 from posttrain.protocol import DataProto

@@ -7,7 +7,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from posttrain.config.data import DataConfig
+from posttrain.config.trainer import DataConfig
 from posttrain.data import DataError, PromptDataset
 
 SEED_003_BLOCK = """[

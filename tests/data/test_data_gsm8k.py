@@ -15,7 +15,7 @@ import pyarrow.parquet
 import pytest
 
 from posttrain import cli
-from posttrain.config.data import DataConfig
+from posttrain.config.trainer import DataConfig
 from posttrain.data.dataset import PromptDataset
 from posttrain.data.recipes.recipe import prepare
 from posttrain.data.recipes.tasks import GSM8K, NUMBER_INSTRUCTION

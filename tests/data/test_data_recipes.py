@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from posttrain import cli
-from posttrain.config.data import DataConfig
+from posttrain.config.trainer import DataConfig
 from posttrain.data.dataset import PromptDataset
 from posttrain.data.recipes.command import RECIPES
 from posttrain.data.recipes.recipe import prepare

@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from posttrain.config.data import DataConfig
+from posttrain.config.trainer import DataConfig
 from posttrain.data import DataError, PromptDataset, PromptSampler, make_sampler, register_sampler, sequential_batches
 from posttrain.data.sampler import SAMPLERS
 

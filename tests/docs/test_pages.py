@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from posttrain.rewards.scorers import known_sources
 from posttrain.trainer import main_eval, main_generation
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "scripts"))
 PAGES = {path.name: path.read_text() for path in sorted((ROOT / "docs").glob("*.md"))}
 SHORT = {"A.": "actor_rollout_ref.actor.", "R.": "actor_rollout_ref.rollout.", "M.": "actor_rollout_ref.model."}
 SLIPS = {"data.train_bath_size", "user.max_user_namespaces"}  # the example of an error, and a sysctl
@@ -28,17 +30,15 @@ def whole(key: str) -> str:
 
 def is_known(key: str) -> bool:
     """Whether a program of ours takes this key."""
-    return any(tree.spellings.canonical(key).key is not None for tree in (PPO, SFT, REWARD_MODEL))
+    return any(tree.canonical(key).key is not None for tree in (PPO, SFT, REWARD_MODEL))
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_every_setting_that_a_page_gives_a_value_is_known(page):
     unknown = [key for key in KEY.findall(PAGES[page]) if not is_known(whole(key))]
-    unknown = [
-        key for key in unknown if PPO.spellings.canonical(key.rpartition(".")[0]).key is None
-    ]  # entries of a free dict
+    unknown = [key for key in unknown if PPO.canonical(key.rpartition(".")[0]).key is None]  # entries of a free dict
     if page in ("coming_from_verl.md", "verl_keys.md"):
-        unknown = [key for key in unknown if PPO.spellings.dialect.answer(key) is None]  # keys of verl
+        unknown = [key for key in unknown if PPO.dialect.answer(key) is None]  # keys of verl
     assert set(unknown) <= SLIPS | (VERL if page == "evaluation.md" else set())
 
 
@@ -103,7 +103,7 @@ def test_the_rewards_page_has_every_built_in_source_and_the_runs_page_every_expl
 
 @pytest.mark.parametrize("page", ["algorithms.md", "rewards.md", "api.md"])
 def test_the_made_tables_of_a_page_are_those_of_the_code(page):
-    from posttrain.explain.docs import PAGES as MADE
-    from posttrain.explain.docs import text
+    from made_tables import PAGES as MADE
+    from made_tables import text
 
     assert page in MADE and "<!-- made: " in PAGES[page] and text(page) == PAGES[page]

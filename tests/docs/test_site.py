@@ -117,7 +117,7 @@ def test_each_subject_has_a_page_and_trls_arguments_have_a_table(staged):
 
 
 def test_the_api_page_has_every_public_function_and_class_with_a_sentence():
-    from posttrain.explain.docs import MODULES, public_names
+    from made_tables import MODULES, public_names
 
     for module in MODULES:
         imported = importlib.import_module(module)

@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_runs import ADAPTED, CASES, FSDP, MIXTURES, RECUT, layout
+from megatron_cases import CASES, FSDP, MIXTURES, layout
+from megatron_runs import ADAPTED, RECUT
 from megatron_runs import WHOLE as MODELS
 from test_ranks import furthest
 

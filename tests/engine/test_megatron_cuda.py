@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_runs import CASES, FSDP
+from megatron_cases import CASES, FSDP
 from test_megatron import both, bound, named, named_file
 from test_ranks import furthest
 

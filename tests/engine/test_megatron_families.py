@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from engine_tools import ragged_batch
-from megatron_runs import MIXTURES, tiny_models
+from megatron_cases import MIXTURES, tiny_models
 
 from posttrain.config.root import OptimConfig
 from posttrain.engine.base import EngineLayout, EngineSettings

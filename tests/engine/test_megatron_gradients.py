@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from megatron_runs import GRADIENTS
+from megatron_cases import GRADIENTS
 from test_ranks import furthest
 
 pytestmark = pytest.mark.slow

@@ -14,8 +14,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "sft"))
 import chat_templates
 
-from posttrain.config.data import DataConfig
 from posttrain.config.model import ModelConfig
+from posttrain.config.trainer import DataConfig
 from posttrain.data import PromptDataset
 from posttrain.models import template_bounds
 from posttrain.models.embedded import byte_tokenizer

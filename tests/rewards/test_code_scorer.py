@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy
 import pytest
 
-from posttrain.config.reward import RewardConfig, SandboxConfig
+from posttrain.config.rollout import RewardConfig, SandboxConfig
 from posttrain.rewards import RewardError, RewardItem, RewardPool, RewardSpec, score_by_source, try_reward
 from posttrain.rewards.scorers import canonical_source, code
 from posttrain.rewards.scorers.code import NOT_ISOLATED, check_programs, code_settings, same_text, same_value
@@ -346,7 +346,7 @@ def test_programs_of_classes_exceptions_coroutines_and_streams_are_scored():
 
 UNJUDGED = {
     "the tests need not_installed_here, which is not installed": "import not_installed_here\nassert f(1) == 1",
-    "test_f takes arguments (request), which nobody gives here": "def test_f(request):\n    assert f(1) == 1",
+    "test_f takes arguments (request), which are not given here": "def test_f(request):\n    assert f(1) == 1",
     "a module of the tests cannot be handed to the program": "import math\nassert f(math) == 1",
 }
 

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from posttrain.config.reward import CustomRewardConfig
+from posttrain.config.rollout import CustomRewardConfig
 from posttrain.rewards import RewardItem, RewardPool, resolve_reward
 from posttrain.rewards.worker import Damage, SharedState
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import posttrain
-from posttrain.config.reward import CustomRewardConfig
+from posttrain.config.rollout import CustomRewardConfig
 from posttrain.rewards import RewardItem, RewardPool, resolve_reward
 from posttrain.utils.reward_score import gsm8k_reward
 

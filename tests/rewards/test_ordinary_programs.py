@@ -8,7 +8,7 @@ import sys
 import pytest
 from ordinary_interfaces import ORDINARY
 
-from posttrain.config.reward import SandboxConfig
+from posttrain.config.rollout import SandboxConfig
 from posttrain.rewards import score_by_source
 from posttrain.rewards.scorers import code
 

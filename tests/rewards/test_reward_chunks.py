@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 from patience import until
 
-from posttrain.config.reward import CustomRewardConfig
+from posttrain.config.rollout import CustomRewardConfig
 from posttrain.rewards import RewardItem, RewardPool, resolve_reward
 from posttrain.rewards.channel import Channel
 

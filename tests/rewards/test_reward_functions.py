@@ -4,7 +4,7 @@ import pytest
 
 from posttrain.commands.reward_try import main as try_reward_command
 from posttrain.config import load_config
-from posttrain.config.reward import CustomRewardConfig
+from posttrain.config.rollout import CustomRewardConfig
 from posttrain.rewards import RewardError, RewardItem, RewardPool, resolve_reward
 
 TAGGED = "<think>6 times 7</think>\n<answer>42</answer>"

@@ -6,7 +6,7 @@ from textwrap import dedent
 
 import pytest
 
-from posttrain.config.reward import CustomRewardConfig
+from posttrain.config.rollout import CustomRewardConfig
 from posttrain.rewards import RewardError, RewardItem, RewardPool, resolve_reward
 
 SEED_1 = r"""
@@ -245,7 +245,7 @@ def test_a_script_that_trains_at_its_top_level_is_not_run_again_by_its_workers(t
     script = tmp_path / "script.py"
     script.write_text(
         dedent("""
-        from posttrain.config.reward import CustomRewardConfig
+        from posttrain.config.rollout import CustomRewardConfig
         from posttrain.rewards import RewardItem, RewardPool, resolve_reward
         print("top")
         FACTOR = 3

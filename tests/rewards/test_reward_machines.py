@@ -16,7 +16,7 @@ pytest.importorskip("ray")
 import ray
 
 from posttrain.config import load_config
-from posttrain.config.reward import CustomRewardConfig
+from posttrain.config.rollout import CustomRewardConfig
 from posttrain.rewards import machines as module
 from posttrain.rewards.loading import resolve_reward
 from posttrain.rewards.machines import Machine, Machines, RewardHost

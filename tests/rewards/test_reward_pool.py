@@ -13,7 +13,7 @@ from textwrap import dedent
 import pytest
 from patience import alive, gone, until
 
-from posttrain.config.reward import CustomRewardConfig
+from posttrain.config.rollout import CustomRewardConfig
 from posttrain.rewards import RewardError, RewardItem, RewardPool, RewardSpec, crew, resolve_reward
 from posttrain.rewards.pool import PrintLimiter
 
@@ -348,7 +348,7 @@ def test_workers_do_not_outlive_a_run_that_is_killed(tmp_path):
     script.write_text(
         dedent("""
         import time
-        from posttrain.config.reward import CustomRewardConfig
+        from posttrain.config.rollout import CustomRewardConfig
         from posttrain.rewards import RewardItem, RewardPool, resolve_reward
         def reward(response, ground_truth):
             if response == "hang": time.sleep(60)

@@ -8,7 +8,7 @@ import pyarrow.parquet
 import pytest
 
 from posttrain.commands.reward_try import main
-from posttrain.config.reward import CustomRewardConfig
+from posttrain.config.rollout import CustomRewardConfig
 from posttrain.rewards import resolve_reward, try_reward
 from posttrain.rewards.tryout import examine
 

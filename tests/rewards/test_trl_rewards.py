@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from posttrain.commands.reward_try import main
-from posttrain.config.reward import CustomRewardConfig
+from posttrain.config.rollout import CustomRewardConfig
 from posttrain.rewards import RewardError, RewardItem, RewardPool, resolve_reward
 from posttrain.rewards.types import RewardList
 

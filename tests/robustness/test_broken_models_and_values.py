@@ -13,8 +13,8 @@ import torch
 
 from posttrain.cache import cache_folder
 from posttrain.config import ConfigError, load_config
-from posttrain.config.data import DataConfig
 from posttrain.config.model import ModelConfig
+from posttrain.config.trainer import DataConfig
 from posttrain.data.dataset import PromptDataset
 from posttrain.errors import UserError
 from posttrain.models.loading import ModelError, end_token_note, load_causal_lm, load_tokenizer

@@ -28,7 +28,7 @@ PROGRAM = """
 """
 VICTIM = """
     import time
-    from posttrain.config.reward import CustomRewardConfig
+    from posttrain.config.rollout import CustomRewardConfig
     from posttrain.rewards import RewardItem, RewardPool, RewardSpec, resolve_reward
     {work}
     pool = RewardPool(spec, num_workers=1, timeout_s=60)

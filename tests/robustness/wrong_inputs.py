@@ -15,9 +15,9 @@ import torch
 
 from posttrain.checkpoint import CheckpointManager
 from posttrain.config import ConfigError, load_config
-from posttrain.config.data import DataConfig
 from posttrain.config.model import ModelConfig
-from posttrain.config.reward import CustomRewardConfig, SandboxConfig
+from posttrain.config.rollout import CustomRewardConfig, SandboxConfig
+from posttrain.config.trainer import DataConfig
 from posttrain.data.dataset import PromptDataset
 from posttrain.models.loading import check_positions, load_tokenizer, positions_of
 from posttrain.rewards import RewardItem, RewardPool, resolve_reward, score_by_source

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from posttrain.config.reward import SandboxConfig
+from posttrain.config.rollout import SandboxConfig
 from posttrain.sandbox import Sandbox
 from tests.machine import warm
 

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from posttrain.config.reward import SandboxConfig
+from posttrain.config.rollout import SandboxConfig
 from posttrain.sandbox import Sandbox, SandboxError, mounts
 from posttrain.sandbox import sandbox as module
 from posttrain.sandbox.sandbox import isolation_error
@@ -62,7 +62,7 @@ def test_processes_that_do_not_start_are_an_error_that_says_where_to_look(monkey
 def test_unsafe_mode_needs_no_namespaces(box):
     script = 'echo 0 > /proc/sys/user/max_user_namespaces && exec "$0" -c "$1"'
     code = (
-        "from posttrain.sandbox import Sandbox\nfrom posttrain.config.reward import SandboxConfig\n"
+        "from posttrain.sandbox import Sandbox\nfrom posttrain.config.rollout import SandboxConfig\n"
         "print(Sandbox(SandboxConfig(mode='unsafe')).run('print(6 * 7)').stdout)"
     )
     done = subprocess.run(["unshare", "-Ur", "sh", "-c", script, sys.executable, code], capture_output=True, text=True)

@@ -14,7 +14,7 @@ import pytest
 from patience import gone
 from sandbox_tools import SMALL, opened
 
-from posttrain.config.reward import SandboxConfig
+from posttrain.config.rollout import SandboxConfig
 from posttrain.sandbox import Sandbox, usage
 
 
@@ -127,7 +127,7 @@ def test_wrong_use_is_refused(box):
 
 OWNER = """
 import os, sys, time
-from posttrain.config.reward import SandboxConfig
+from posttrain.config.rollout import SandboxConfig
 from posttrain.sandbox import Sandbox
 sandbox = Sandbox(SandboxConfig(timeout_s=60))
 sandbox.start()

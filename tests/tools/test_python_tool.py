@@ -7,7 +7,7 @@ import errno
 
 import pytest
 
-from posttrain.config.reward import SandboxConfig
+from posttrain.config.rollout import SandboxConfig
 from posttrain.conversations.tools.base import ToolCall
 from posttrain.conversations.tools.python import PythonTool, said
 from posttrain.conversations.tools.registry import make_tools

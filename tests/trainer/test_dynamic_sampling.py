@@ -17,7 +17,7 @@ from light_rewards import even_share, rarely_right
 from runs import metrics_of, run, settings
 
 import posttrain
-from posttrain.config.reward import OverlongBufferConfig
+from posttrain.config.rollout import OverlongBufferConfig
 from posttrain.config.root import FilterGroupsConfig
 from posttrain.data.rows import DataError
 from posttrain.protocol import DataProto

@@ -1,4 +1,4 @@
-"""A run that loses a worker goes on from its newest checkpoint, bitwise; errors of the user's own end it. No Ray."""
+"""A run that loses a worker continues from its newest checkpoint, bitwise; errors of the user's own end it. No Ray."""
 
 from __future__ import annotations
 

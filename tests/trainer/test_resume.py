@@ -1,4 +1,4 @@
-"""6 steps straight equal 3 + killed + 3, to the bit; and what a resume accepts and says."""
+"""6 steps straight equal 3 + killed + 3, bit for bit; and what a resume accepts and says."""
 
 import textwrap
 from pathlib import Path

@@ -17,7 +17,7 @@ from runs import metrics_of, run, settings
 
 import posttrain
 from posttrain.commands.evaluation.scoring import Scoring
-from posttrain.config.reward import CustomRewardConfig, RewardConfig
+from posttrain.config.rollout import CustomRewardConfig, RewardConfig
 from posttrain.config.root import PPOConfig
 from posttrain.errors import UserError
 from posttrain.protocol import DataProto

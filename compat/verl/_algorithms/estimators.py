@@ -5,6 +5,7 @@ Where the two define an estimator differently (`gpg`, `gdpo`, the vectorised one
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -35,7 +36,7 @@ def compute_grpo_outcome_advantage(
     norm_adv_by_std_in_grpo: bool = True,
     config: Any = None,
 ) -> Pair:
-    """Distance from the group's mean, over its deviation unless told otherwise. A group of one keeps its score."""
+    """Distance from the group's mean, over its deviation unless switched off. A group of one keeps its score."""
     return grpo.compute_grpo_outcome_advantage(
         token_level_rewards,
         response_mask,
@@ -76,30 +77,35 @@ def compute_grpo_passk_outcome_advantage(
     return grpo_passk.compute_grpo_passk_outcome_advantage(token_level_rewards, response_mask, index, config=config)
 
 
-def compute_reinforce_plus_plus_baseline_outcome_advantage(
-    token_level_rewards: torch.Tensor,
-    response_mask: torch.Tensor,
-    index: Any,
-    epsilon: float = 1e-6,
-    config: Any = None,
-    **kwargs: Any,
-) -> Pair:
-    """Distance from the group's mean, whitened over all tokens of the batch."""
-    return rpp_baseline.compute_reinforce_plus_plus_baseline_outcome_advantage(
-        token_level_rewards, response_mask, index, config=config
-    )
+def _by_group(compute: Callable[..., Pair], says: str) -> Callable[..., Pair]:
+    """posttrain's function on scores and groups, with verl's signature."""
+
+    def outcome_advantage(
+        token_level_rewards: torch.Tensor,
+        response_mask: torch.Tensor,
+        index: Any,
+        epsilon: float = 1e-6,
+        config: Any = None,
+        **kwargs: Any,
+    ) -> Pair:
+        return compute(token_level_rewards, response_mask, index, config=config)
+
+    outcome_advantage.__name__ = outcome_advantage.__qualname__ = compute.__name__
+    outcome_advantage.__doc__ = says
+    return outcome_advantage
 
 
-def compute_rloo_outcome_advantage(
-    token_level_rewards: torch.Tensor,
-    response_mask: torch.Tensor,
-    index: Any,
-    epsilon: float = 1e-6,
-    config: Any = None,
-    **kwargs: Any,
-) -> Pair:
-    """Each score less the mean of the others of its group; a group of one keeps its score."""
-    return rloo.compute_rloo_outcome_advantage(token_level_rewards, response_mask, index)
+compute_reinforce_plus_plus_baseline_outcome_advantage = _by_group(
+    rpp_baseline.compute_reinforce_plus_plus_baseline_outcome_advantage,
+    "Distance from the group's mean, whitened over all tokens of the batch.",
+)
+compute_rloo_outcome_advantage = _by_group(
+    rloo.compute_rloo_outcome_advantage,
+    "Each score less the mean of the others of its group; a group of one keeps its score.",
+)
+compute_opo_outcome_advantage = _by_group(
+    opo.compute_opo_outcome_advantage, "Distance from the group's mean weighted by length."
+)
 
 
 def compute_rloo_vectorized_outcome_advantage(
@@ -115,18 +121,6 @@ def compute_rloo_vectorized_outcome_advantage(
     alone = group_size(group_of_rows(index, len(made), "rloo_vectorized")) == 1
     made = made.masked_fill(torch.from_numpy(alone).to(made.device).unsqueeze(-1), 0.0)
     return made, made
-
-
-def compute_opo_outcome_advantage(
-    token_level_rewards: torch.Tensor,
-    response_mask: torch.Tensor,
-    index: Any,
-    epsilon: float = 1e-6,
-    config: Any = None,
-    **kwargs: Any,
-) -> Pair:
-    """Distance from the group's mean weighted by length."""
-    return opo.compute_opo_outcome_advantage(token_level_rewards, response_mask, index)
 
 
 def compute_reinforce_plus_plus_outcome_advantage(

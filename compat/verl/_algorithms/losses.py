@@ -24,7 +24,7 @@ def _by_verl(
 ) -> Callable[..., Loss]:
     """The loss of this name with verl's signature. `fixed` is the aggregation of losses that know only one, `always`
     are metrics that are 0 where there are none, `group` is where verl keeps its settings within `policy_loss`."""
-    per_token = POLICY_LOSSES[name]  # posttrain's own, whoever takes the name later
+    per_token = POLICY_LOSSES[name]  # posttrain's own, also where the name is registered again later
 
     def compute(
         old_log_prob: torch.Tensor,

@@ -1,5 +1,1 @@
 """verl's experimental programs that posttrain has."""
-
-from verl._missing import not_given
-
-__getattr__ = not_given(__name__)

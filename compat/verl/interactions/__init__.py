@@ -2,7 +2,3 @@
 
 A file of them is named by `actor_rollout_ref.rollout.multi_turn.interaction_config_path`.
 """
-
-from verl._missing import not_given
-
-__getattr__ = not_given(__name__)

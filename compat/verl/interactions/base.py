@@ -5,10 +5,6 @@ from __future__ import annotations
 from typing import Any
 from uuid import uuid4
 
-from verl._missing import not_given
-
-__getattr__ = not_given(__name__)
-
 
 class BaseInteraction:
     """A subclass overrides `generate_response`, and what else it needs."""

@@ -5,11 +5,9 @@ from __future__ import annotations
 from typing import Any
 from uuid import uuid4
 
-from verl._missing import not_given
 from verl.interactions.base import BaseInteraction
 from verl.utils.reward_score import gsm8k
 
-__getattr__ = not_given(__name__)
 RIGHT = "Your response is correct!"
 WRONG = "Your response is incorrect! You need to reflect on your answer and try again."
 

@@ -1,5 +1,1 @@
 """Tools by verl's interface. A file of them is named by `actor_rollout_ref.rollout.multi_turn.tool_config_path`."""
-
-from verl._missing import not_given
-
-__getattr__ = not_given(__name__)

@@ -5,10 +5,7 @@ from __future__ import annotations
 from typing import Any
 from uuid import uuid4
 
-from verl._missing import not_given
 from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
-
-__getattr__ = not_given(__name__)
 
 
 class BaseTool:

@@ -13,10 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from verl._missing import not_given
 from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
 
-__getattr__ = not_given(__name__)
 logger = logging.getLogger(__name__)
 FUNCTION_TOOL_REGISTRY: dict[str, FunctionTool] = {}
 _LOADED_FUNCTION_TOOL_PATHS: dict[str, list[FunctionTool]] = {}

@@ -8,10 +8,6 @@ import typing
 from dataclasses import dataclass, field
 from typing import Any
 
-from verl._missing import not_given
-
-__getattr__ = not_given(__name__)
-
 
 class Schema:
     """The base: from a dict with `model_validate`, to one with `model_dump`."""

@@ -5,11 +5,8 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from verl._missing import not_given
 from verl.tools.function_tool import load_function_tools_from_path
 from verl.tools.schemas import OpenAIFunctionToolSchema
-
-__getattr__ = not_given(__name__)
 
 
 def get_tool_class(cls_name: str) -> Any:

@@ -6,9 +6,7 @@ import os
 from typing import Any
 
 from posttrain.trainer.constants_ppo import PPO_ENVIRONMENT
-from verl._missing import not_given
 
-__getattr__ = not_given(__name__)
 NVTX_INJECTION_ENV = "NVTX_INJECTION64_PATH"
 """Images of CUDA name libcupti there, which then takes the only place that torch's profiler could have."""
 PPO_RAY_RUNTIME_ENV = {"env_vars": dict(PPO_ENVIRONMENT)}

@@ -4,10 +4,8 @@ import sys
 
 from posttrain.interrupts import one_interrupt
 from posttrain.trainer.fsdp_sft_trainer import main, run_sft
-from verl._missing import not_given
 
 __all__ = ["main", "run_sft"]
-__getattr__ = not_given(__name__)
 
 if __name__ == "__main__":
     with one_interrupt():

@@ -6,10 +6,8 @@ import dataclasses
 from typing import Any
 
 from verl._config import BaseConfig
-from verl._missing import not_given
 
 __all__ = ["omega_conf_to_dataclass", "update_dict_with_config", "validate_config"]
-__getattr__ = not_given(__name__)
 
 
 def omega_conf_to_dataclass(config: Any, dataclass_type: type[Any] | None = None) -> Any:

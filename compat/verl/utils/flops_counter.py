@@ -8,9 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from verl._missing import not_given
-
-__getattr__ = not_given(__name__)
 _DEVICE_FLOPS = {
     "GB200": 2.5e15,
     "B200": 2.25e15,

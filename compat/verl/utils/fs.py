@@ -8,10 +8,7 @@ import shutil
 import tempfile
 from typing import Any
 
-from verl._missing import not_given
 from verl.utils.hdfs_io import _is_non_local, copy
-
-__getattr__ = not_given(__name__)
 
 
 def is_non_local(path: str) -> bool:
@@ -137,7 +134,7 @@ def copy_to_shm(src: str) -> str:
 
 
 def local_mkdir_safe(path: Any) -> str:
-    """Makes the folder, whoever else does so at the same time; gives its absolute path."""
+    """Makes the folder, also where another process does so at the same time; gives its absolute path."""
     path = os.path.abspath(path)
     os.makedirs(path, exist_ok=True)
     return path

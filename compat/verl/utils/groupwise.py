@@ -7,10 +7,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from verl._missing import not_given
-
-__getattr__ = not_given(__name__)
-
 
 def as_torch_index(index: Any, device: Any = None) -> torch.Tensor:
     """(rows,) the number of each row's group, from names of any kind."""

@@ -7,9 +7,6 @@ import shutil
 import subprocess
 from typing import Any
 
-from verl._missing import not_given
-
-__getattr__ = not_given(__name__)
 _PREFIX = "hdfs://"
 
 

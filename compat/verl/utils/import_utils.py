@@ -11,9 +11,6 @@ from collections.abc import Callable
 from typing import Any
 
 from posttrain.external import import_external
-from verl._missing import not_given
-
-__getattr__ = not_given(__name__)
 
 
 def _is_installed(package: str) -> bool:

@@ -6,10 +6,6 @@ from typing import Any
 
 import torch
 
-from verl._missing import not_given
-
-__getattr__ = not_given(__name__)
-
 
 def compute_position_id_with_mask(mask: torch.Tensor) -> torch.Tensor:
     """Positions that count real tokens only; 0 in the padding on the left."""

@@ -6,10 +6,6 @@ import ipaddress
 import random
 import socket
 
-from verl._missing import not_given
-
-__getattr__ = not_given(__name__)
-
 
 def is_ipv4(ip_str: str) -> bool:
     try:

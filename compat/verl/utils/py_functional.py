@@ -15,9 +15,6 @@ from typing import Any
 import numpy as np
 
 from posttrain.batch.fields import same
-from verl._missing import not_given
-
-__getattr__ = not_given(__name__)
 
 
 def union_two_dict(dict1: dict[str, Any], dict2: Mapping[str, Any]) -> dict[str, Any]:

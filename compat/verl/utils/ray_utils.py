@@ -10,9 +10,6 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from verl._missing import not_given
-
-__getattr__ = not_given(__name__)
 _DEVICES = (
     "CUDA_VISIBLE_DEVICES",
     "ROCR_VISIBLE_DEVICES",

@@ -15,9 +15,6 @@ from contextvars import ContextVar
 from dataclasses import asdict, is_dataclass
 from typing import Any, ClassVar, TypeVar
 
-from verl._missing import not_given
-
-__getattr__ = not_given(__name__)
 Function = TypeVar("Function", bound=Callable[..., Any])
 _enabled: ContextVar[bool] = ContextVar("traced", default=True)
 _attributes: ContextVar[dict[str, Any] | None] = ContextVar("attributes", default=None)

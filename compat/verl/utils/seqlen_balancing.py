@@ -9,10 +9,7 @@ from typing import Any
 
 import torch
 
-from verl._missing import not_given
 from verl.utils.tensordict_utils import index_select_tensor_dict
-
-__getattr__ = not_given(__name__)
 
 
 def calculate_workload(seqlen_list: Any) -> Any:

@@ -10,9 +10,6 @@ import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
 from posttrain.batch.fields import same
-from verl._missing import not_given
-
-__getattr__ = not_given(__name__)
 
 # -- one value ---------------------------------------------------------------------------------------------------------
 

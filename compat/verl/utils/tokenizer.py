@@ -4,10 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from verl._missing import not_given
-
-__getattr__ = not_given(__name__)
-
 
 def hf_tokenizer(name_or_path: str, correct_pad_token: bool = True, correct_gemma2: bool = True, **kwargs: Any) -> Any:
     """The tokenizer, with a padding token; Gemma 2's ends a turn with its end-of-turn token."""

@@ -6,9 +6,6 @@ from typing import Any
 
 import torch
 
-from verl._missing import not_given
-
-__getattr__ = not_given(__name__)
 HALF_LIST = [16, "16", "fp16", "float16", torch.float16]
 FLOAT_LIST = [32, "32", "fp32", "float32", torch.float32]
 BFLOAT_LIST = ["bf16", "bfloat16", torch.bfloat16]

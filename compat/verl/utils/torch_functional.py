@@ -9,9 +9,6 @@ import torch
 import torch.nn.functional as F
 
 from posttrain.algorithms.common import keep_masked
-from verl._missing import not_given
-
-__getattr__ = not_given(__name__)
 
 # -- under a mask -----------------------------------------------------------------------------------------------------
 

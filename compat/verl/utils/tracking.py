@@ -7,10 +7,6 @@ import os
 from pathlib import Path
 from typing import Any, ClassVar
 
-from verl._missing import not_given
-
-__getattr__ = not_given(__name__)
-
 
 class _Console:
     def log(self, data: dict[str, Any], step: int) -> None:

@@ -6,10 +6,6 @@ import importlib.metadata
 from functools import cache
 from typing import Any
 
-from verl._missing import not_given
-
-__getattr__ = not_given(__name__)
-
 
 @cache
 def is_transformers_version_in_range(min_version: str | None = None, max_version: str | None = None) -> bool:

@@ -1,5 +1,1 @@
 """verl's address of this part."""
-
-from verl._missing import not_given
-
-__getattr__ = not_given(__name__)

@@ -9,7 +9,5 @@ from posttrain.workers.fsdp_workers import (
     CriticWorker,
     RewardModelWorker,
 )
-from verl._missing import not_given
 
 __all__ = ["ActorRolloutRefWorker", "AsyncActorRolloutRefWorker", "CriticWorker", "RewardModelWorker"]
-__getattr__ = not_given(__name__)

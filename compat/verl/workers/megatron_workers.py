@@ -1,7 +1,6 @@
 """verl's Megatron workers: the same as those of FSDP, since `actor_rollout_ref.actor.strategy` chooses the engine in
 them. A reward model is cut by FSDP."""
 
-from verl._missing import not_given
 from verl.workers.fsdp_workers import (
     ActorRolloutRefWorker,
     AsyncActorRolloutRefWorker,
@@ -10,4 +9,3 @@ from verl.workers.fsdp_workers import (
 )
 
 __all__ = ["ActorRolloutRefWorker", "AsyncActorRolloutRefWorker", "CriticWorker", "RewardModelWorker"]
-__getattr__ = not_given(__name__)

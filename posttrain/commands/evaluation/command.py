@@ -49,7 +49,7 @@ def main(args: Sequence[str]) -> int:
         prog="posttrain eval",
         usage=USAGE,
         description="Score a model's responses with the rewards of training: mean reward, accuracy, pass@k and maj@k "
-        "with intervals. Killed and started again, it goes on where it was.",
+        "with intervals. Killed and started again, it continues where it was.",
     )
     parser.add_argument(
         "words",

@@ -14,7 +14,7 @@ from posttrain.commands.evaluation.scoring import ScoredPrompt, Scoring
 from posttrain.commands.generation.files import COLUMNS, OF_TURNS, Parts
 from posttrain.commands.generation.session import Session, say
 from posttrain.commands.generation.settings import Settings
-from posttrain.config.data import DataConfig
+from posttrain.config.trainer import DataConfig
 from posttrain.data.fields import PromptFields, fields_of
 from posttrain.data.rows import DataError, RowTable
 from posttrain.rewards.types import RewardResult
@@ -22,7 +22,7 @@ from posttrain.texts import redact
 
 
 def evaluate_model(model: str, table: RowTable, settings: Settings, out: Path, *, overwrite: bool) -> dict[str, Any]:
-    """Answer the rows, score the answers while others are made, and write the report; killed, it goes on."""
+    """Answer the rows, score the answers while others are made, and write the report; killed, it continues."""
     with (
         Session(model, table, settings, rewards=True) as session,
         Scoring(settings.config, session.prompts.data_sources, say) as scoring,

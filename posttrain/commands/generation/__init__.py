@@ -1,1 +1,1 @@
-"""`posttrain generate`: responses of a model to the prompts of a file, written so that a killed run goes on."""
+"""`posttrain generate`: responses of a model to the prompts of a file, written so that a killed run can continue."""

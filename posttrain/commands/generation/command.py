@@ -41,7 +41,7 @@ def main(args: Sequence[str]) -> int:
     parser = OptionParser(
         prog="posttrain generate",
         usage=USAGE,
-        description="Responses of a model to prompts. Killed and started again, it goes on where it was.",
+        description="Responses of a model to prompts. Killed and started again, it continues where it was.",
     )
     parser.add_argument(
         "words",
@@ -124,7 +124,7 @@ def generate_file(
     model: str, table: RowTable, settings: Settings, out: Path, *, overwrite: bool, share: Share | None = None
 ) -> int:
     """Answer the rows into a file; finished prompts lie in OUT.parts until all are. With a `share` only its rows are
-    answered, and the parts stay for whoever joins them."""
+    answered, and the parts stay for the process that joins them."""
     with waiting():
         from posttrain.commands.generation.files import SUFFIXES, Parts, check_rows, write_results
         from posttrain.commands.generation.session import Session, check_target

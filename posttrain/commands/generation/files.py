@@ -136,7 +136,7 @@ class Parts:
         except OSError as error:
             self._open = []  # they are made again
             raise UserError(
-                f"{path} cannot be written: {error}. The same command goes on from what is there."
+                f"{path} cannot be written: {error}. The same command continues from what is there."
             ) from error
         self._next += 1
         self._open = []

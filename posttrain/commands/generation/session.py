@@ -220,7 +220,7 @@ class Session:
             if "data.max_prompt_length" in self.settings.given or "Raise data.max_prompt_length" not in str(error):
                 raise
             raise DataError(
-                f"{error} Nobody set it: it is what the model's positions leave beside --max-tokens "
+                f"{error} It was not set: it is what the model's positions leave beside --max-tokens "
                 f"{data.max_response_length}; a smaller one leaves more."
             ) from None
 
@@ -380,5 +380,5 @@ def explain_out_of_memory(rollout: RolloutConfig, max_tokens: int) -> Iterator[N
             f"Out of memory: {first_line(error)}\n  What lowers it, with the present values:\n"
             f"  actor_rollout_ref.rollout.max_num_seqs={rollout.max_num_seqs} (responses at once)\n"
             f"  actor_rollout_ref.rollout.kv_cache_gb={rollout.kv_cache_gb}, --max-tokens {max_tokens}\n"
-            "  The same command goes on from what is finished."
+            "  The same command continues from what is finished."
         ) from error

@@ -1,8 +1,8 @@
 """One file answered by several processes of this machine, each with a device (or a share of the cores) of its own.
 
-A sample's seed is made of the run's seed, its prompt's row and its number, so that who answers a row does not matter:
+A sample's seed is made of the run's seed, its prompt's row and its number, and does not depend on the worker:
 the file is the same for every number of workers. Worker `k` of `n` answers the rows k, k + n, k + 2n, ... into parts of
-its own; when all have ended, the result is made of them. Killed and started again, each goes on where it was.
+its own; when all have ended, the result is made of them. Killed and started again, each continues where it was.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Share:
         return row % self.workers == self.worker
 
     def target(self, out: Path) -> Path:
-        """Where its parts lie: beside the result, under a name that tells whose they are."""
+        """Where its parts lie: beside the result, under the worker's own name."""
         return out.with_name(f"{out.name}.worker_{self.worker}_of_{self.workers}")
 
 
@@ -73,7 +73,7 @@ def run_workers(args: Sequence[str], workers: int, *, on_gpu: bool) -> None:
     if failed:
         raise UserError(
             f"worker {failed[0]} of {workers} ended with status {running[failed[0]].returncode}; what it said stands "
-            "above. The same command goes on with what is finished."
+            "above. The same command continues with what is finished."
         )
 
 

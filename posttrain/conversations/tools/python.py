@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import Any
 
-from posttrain.config.reward import SandboxConfig
+from posttrain.config.rollout import SandboxConfig
 from posttrain.conversations.tools.base import Tool, ToolAnswer
 from posttrain.conversations.tools.schema import schema_of
 from posttrain.conversations.tools.threads import Threads

@@ -11,8 +11,7 @@ import math
 from collections.abc import Callable
 
 from posttrain.config.merge import Entry, Merged
-from posttrain.other_systems.verl.rule import plain
-from posttrain.other_systems.verl.written import ON, given, is_empty, number, refuse
+from posttrain.other_systems.verl.rule import ON, given, is_empty, number, plain, refuse
 
 _SECTION, _ACTOR, _BATCH = "async_training", "actor_rollout_ref.actor", "data.train_batch_size"
 

@@ -10,8 +10,7 @@ from posttrain.config.choices import CRITIC_ESTIMATORS
 from posttrain.config.merge import Entry, Merged
 from posttrain.config.values import parse_yaml
 from posttrain.other_systems.verl.asynchronous import ASYNCHRONOUS
-from posttrain.other_systems.verl.rule import NOTHING, PACKED, plain
-from posttrain.other_systems.verl.written import ON, given, is_empty, number, refuse
+from posttrain.other_systems.verl.rule import NOTHING, ON, PACKED, given, is_empty, number, plain, refuse
 
 _ACTOR, _MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
 _STRATEGY, _SUPERVISED_STRATEGY = f"{_ACTOR}.strategy", "fsdp.strategy"

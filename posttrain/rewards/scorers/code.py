@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from decimal import Decimal
 from typing import Any
 
-from posttrain.config.reward import RewardConfig, SandboxConfig
+from posttrain.config.rollout import RewardConfig, SandboxConfig
 from posttrain.rewards.scorers import CODE_SETTINGS, is_code, register_scorer
 from posttrain.rewards.scorers.code_tests import Tests, complete_program, extract_program, read_tests
 from posttrain.rewards.types import RewardError

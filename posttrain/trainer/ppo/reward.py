@@ -27,7 +27,7 @@ from posttrain.algorithms.reward_terms import OVERLONG, SCORE
 from posttrain.batch.columns import Column, LastTokenColumn, MaskColumn
 from posttrain.batch.compact import lengths_of
 from posttrain.batch.samples import last_rows
-from posttrain.config.reward import OverlongBufferConfig, RewardConfig, RewardModelConfig
+from posttrain.config.rollout import OverlongBufferConfig, RewardConfig, RewardModelConfig
 from posttrain.controller.pool import Workers
 from posttrain.conversations.batch import reward_info
 from posttrain.conversations.conversation import Conversation

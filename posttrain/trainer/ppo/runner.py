@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from posttrain.config.data import HELD_OUT, DataConfig
 from posttrain.config.resolved import Resolved
-from posttrain.config.reward import RewardModelConfig
+from posttrain.config.rollout import RewardModelConfig
 from posttrain.config.root import PPOConfig
+from posttrain.config.trainer import HELD_OUT, DataConfig
 from posttrain.conversations.loop import ConversationLoop
 from posttrain.conversations.opening import check_rows, open_conversations
 from posttrain.data.dataset import PromptDataset, describe_held_out, hold_out

@@ -9,7 +9,7 @@ import numpy as np
 
 from posttrain import pulse
 from posttrain.batch.samples import last_rows
-from posttrain.config.data import DataConfig
+from posttrain.config.trainer import DataConfig
 from posttrain.data.dataset import PromptDataset, collate
 from posttrain.data.sampler import sequential_batches
 from posttrain.protocol import DataProto

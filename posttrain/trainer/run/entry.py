@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from posttrain.config.data import HELD_OUT
 from posttrain.config.load import load_config
 from posttrain.config.resolved import Resolved
+from posttrain.config.trainer import HELD_OUT
 from posttrain.config.trees import PPO, Tree
 from posttrain.tracking.console import command_console, exit_status, prepare_streams, protect_console, split_output_mode
 from posttrain.tracking.terminal_text import print_text

@@ -22,10 +22,8 @@ from posttrain.conversations.conversation import ChatError
 from posttrain.conversations.untrusted_text import untrusted_text
 from posttrain.errors import UserError
 from verl._agent_config import verl_config
-from verl._missing import not_given
 from verl.workers.rollout.replica import TokenOutput
 
-__getattr__ = not_given(__name__)
 Loop = TypeVar("Loop", bound=type)
 _ENDS = ("max_tokens", "max_new_tokens", "stop")
 """What a turn may be asked for otherwise than the run's settings say."""

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from verl._missing import not_given
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopOutput
 from verl.utils.profiler import simple_timer
-
-__getattr__ = not_given(__name__)
 
 
 class SingleTurnAgentLoop(AgentLoopBase):

@@ -18,14 +18,11 @@ from typing import Any
 from uuid import uuid4
 
 from posttrain.conversations.tools.base import ToolCall
-from verl._missing import not_given
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopOutput
 from verl.experimental.agent_loop.tool_parser import FormatParser, FunctionCall
 from verl.tools.function_tool import FunctionTool, normalize_function_tool_return
 from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
 from verl.utils.profiler import simple_timer
-
-__getattr__ = not_given(__name__)
 
 
 class AgentState(Enum):

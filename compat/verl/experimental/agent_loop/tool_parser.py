@@ -15,10 +15,8 @@ from typing import Any, ClassVar, TypeVar
 
 from posttrain.conversations.formats.base import FORMATS, find_blocks
 from posttrain.conversations.tools.base import ToolCall
-from verl._missing import not_given
 from verl.utils.rollout_trace import rollout_trace_op
 
-__getattr__ = not_given(__name__)
 Parser = TypeVar("Parser", bound="type[ToolParser]")
 _THOUGHT = re.compile(r"(<\|start\|>assistant)?<\|channel\|>analysis<\|message\|>.*?<\|end\|>", re.DOTALL)
 _HARMONY_CALL = re.compile(r"<\|start\|>assistant<\|channel\|>[^<]* to=functions\.[^<]+<.*?<\|call\|>", re.DOTALL)

@@ -8,10 +8,6 @@ from typing import Any
 
 from torch.utils.data import Sampler
 
-from verl._missing import not_given
-
-__getattr__ = not_given(__name__)
-
 
 class AbstractSampler(Sampler[int]):
     """Gives the numbers of an epoch's rows. It is made anew in each epoch, with random numbers that follow from the

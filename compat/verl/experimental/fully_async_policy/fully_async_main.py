@@ -2,12 +2,10 @@
 `trainer.max_staleness`, on `rollout.nnodes` x `rollout.n_gpus_per_node` workers that only generate."""
 
 import sys
-from typing import Any
 
 from posttrain.interrupts import one_interrupt
 from posttrain.trainer import main_ppo as ours
-from verl.experimental.one_step_off_policy.main_ppo import without_own_files
-from verl.trainer import main_ppo
+from verl.experimental.one_step_off_policy.main_ppo import entry, without_own_files
 
 OWN = "fully_async_ppo_trainer", "fully_async_ppo_megatron_trainer"
 """verl's files of settings for this program."""
@@ -22,12 +20,7 @@ def settings(args: list[str]) -> list[str]:
     return [*(f"{key}={value}" for key, value in defaults.items() if key not in said), *without_own_files(args, OWN)]
 
 
-def main(config: Any = None) -> Any:
-    """Train with the command line's settings, or with a configuration."""
-    if config is None:
-        sys.argv[1:] = settings(sys.argv[1:])
-    return main_ppo.main(config)
-
+main = entry(settings)
 
 if __name__ == "__main__":
     with one_interrupt():

@@ -2,6 +2,7 @@
 `trainer.one_step_off=True`, on `rollout.nnodes` x `rollout.n_gpus_per_node` workers that only generate."""
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from posttrain.interrupts import one_interrupt
@@ -19,16 +20,24 @@ def without_own_files(args: list[str], files: tuple[str, ...]) -> list[str]:
     return [arg for arg in args if arg not in own and not (own and arg.startswith("--config-path="))]
 
 
+def entry(settings: Callable[[list[str]], list[str]]) -> Callable[..., Any]:
+    """The `main` of a program; `settings` gives the arguments for posttrain."""
+
+    def main(config: Any = None) -> Any:
+        """Train with the command line's settings, or with a configuration."""
+        if config is None:
+            sys.argv[1:] = settings(sys.argv[1:])
+        return main_ppo.main(config)
+
+    return main
+
+
 def settings(args: list[str]) -> list[str]:
     """The command's arguments for posttrain."""
     return ["trainer.one_step_off=True", *without_own_files(args, OWN)]
 
 
-def main(config: Any = None) -> Any:
-    """Train with the command line's settings, or with a configuration."""
-    if config is None:
-        sys.argv[1:] = settings(sys.argv[1:])
-    return main_ppo.main(config)
+main = entry(settings)
 
 
 if __name__ == "__main__":

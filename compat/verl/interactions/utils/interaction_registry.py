@@ -5,9 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from posttrain.conversations.adapters import Interactions
-from verl._missing import not_given
-
-__getattr__ = not_given(__name__)
 
 
 def initialize_interactions_from_config(interaction_config_file: str) -> dict[str, Any]:

@@ -1,8 +1,6 @@
 """Workers, groups of them, and how calls are spread."""
 
-from verl._missing import not_given
 from verl.single_controller.base.worker import Worker
 from verl.single_controller.base.worker_group import ClassWithInitArgs, ResourcePool, WorkerGroup
 
 __all__ = ["ClassWithInitArgs", "ResourcePool", "Worker", "WorkerGroup"]
-__getattr__ = not_given(__name__)

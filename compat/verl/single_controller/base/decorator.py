@@ -12,10 +12,8 @@ from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
-from verl._missing import not_given
 from verl.utils.py_functional import DynamicEnum
 
-__getattr__ = not_given(__name__)
 MAGIC_ATTR = "attrs_3141562937"
 
 

@@ -6,10 +6,7 @@ import os
 import socket
 from typing import Any
 
-from verl._missing import not_given
 from verl.single_controller.base.decorator import Dispatch, Execute, register
-
-__getattr__ = not_given(__name__)
 
 
 class Worker:

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from verl._missing import not_given
-
-__getattr__ = not_given(__name__)
-
 
 class ResourcePool:
     """How many processes each machine gives."""

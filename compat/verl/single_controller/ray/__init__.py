@@ -1,6 +1,5 @@
 """Groups of workers in Ray."""
 
-from verl._missing import not_given
 from verl.single_controller.ray.base import (
     RayClassWithInitArgs,
     RayResourcePool,
@@ -18,4 +17,3 @@ __all__ = [
     "create_colocated_worker_cls",
     "create_colocated_worker_cls_fused",
 ]
-__getattr__ = not_given(__name__)

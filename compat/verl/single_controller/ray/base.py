@@ -17,12 +17,10 @@ import socket
 from dataclasses import dataclass, field
 from typing import Any
 
-from verl._missing import not_given
 from verl.single_controller.base.decorator import MAGIC_ATTR, Dispatch, get_predefined_dispatch_fn
 from verl.single_controller.base.worker_group import ClassWithInitArgs, ResourcePool, WorkerGroup
 from verl.utils.py_functional import temp_env_var
 
-__getattr__ = not_given(__name__)
 _ONLY = ""  # the name of a worker that has its process to itself
 
 

@@ -2,11 +2,9 @@
 
 from posttrain.config.root import AlgorithmConfig, FilterGroupsConfig, KLControlConfig
 from verl._config import BaseConfig
-from verl._missing import not_given
 from verl.trainer.config.rollout_correction import RolloutCorrectionConfig
 
 __all__ = ["AlgoConfig", "BaseConfig", "FilterGroupsConfig", "KLControlConfig", "RolloutCorrectionConfig"]
-__getattr__ = not_given(__name__)
 
 
 class AlgoConfig(BaseConfig):

@@ -6,9 +6,7 @@ from typing import Any
 
 from posttrain.config import root
 from verl._config import BaseConfig
-from verl._missing import not_given
 
-__getattr__ = not_given(__name__)
 _TOKEN, _SEQUENCE, _NONE = ({"rollout_is": level} for level in ("token", "sequence", None))
 _CLIP, _REINFORCE = ({"bypass_mode": True, "loss_type": loss} for loss in ("ppo_clip", "reinforce"))
 _GEO, _K3 = {"rollout_rs": "seq_mean_k1"}, {"rollout_rs": "seq_mean_k3"}

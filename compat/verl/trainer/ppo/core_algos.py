@@ -55,7 +55,6 @@ from verl._algorithms.registries import (
     register_adv_est,
     register_policy_loss,
 )
-from verl._missing import not_given
 from verl.utils import torch_functional as verl_F
 
 __all__ = [
@@ -108,4 +107,3 @@ __all__ = [
     "register_policy_loss",
     "verl_F",
 ]
-__getattr__ = not_given(__name__)

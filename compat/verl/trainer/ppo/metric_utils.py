@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from verl._missing import not_given
 from verl.utils.metric import reduce_metrics
 
 __all__ = [
@@ -21,7 +20,6 @@ __all__ = [
     "process_validation_metrics",
     "reduce_metrics",
 ]
-__getattr__ = not_given(__name__)
 _WHOLE_ROWS = ("ref", "values", "adv", "update_critic", "update_actor")
 """Stages that compute prompts and responses."""
 

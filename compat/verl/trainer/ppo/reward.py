@@ -8,10 +8,7 @@ from typing import Any
 import torch
 
 from posttrain.algorithms.common import read_setting as setting
-from verl._missing import not_given
 from verl.utils.reward_score import default_compute_score
-
-__getattr__ = not_given(__name__)
 
 
 def get_custom_reward_fn(config: Any) -> Any:

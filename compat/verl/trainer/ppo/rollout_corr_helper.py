@@ -14,10 +14,8 @@ import torch
 from posttrain.algorithms import correction
 from posttrain.algorithms.correction import rejection_rules
 from posttrain.config.choices import REJECTIONS
-from verl._missing import not_given
 from verl.utils.torch_functional import masked_mean, masked_sum
 
-__getattr__ = not_given(__name__)
 SAFETY_BOUND = 20.0
 SUPPORTED_ROLLOUT_RS_OPTIONS: set[str] = set(REJECTIONS)
 TOKEN_LEVEL_ROLLOUT_RS_OPTIONS: set[str] = {name for name in REJECTIONS if name.startswith("token_")}

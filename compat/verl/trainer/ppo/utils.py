@@ -7,9 +7,7 @@ from enum import Enum
 from typing import Any
 
 from posttrain.algorithms.common import read_setting as setting
-from verl._missing import not_given
 
-__getattr__ = not_given(__name__)
 WorkerType = type[Any]
 
 

@@ -1,5 +1,1 @@
 """Checkpoints of a run."""
-
-from verl._missing import not_given
-
-__getattr__ = not_given(__name__)

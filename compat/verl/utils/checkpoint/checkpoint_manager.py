@@ -7,10 +7,6 @@ import re
 import time
 from pathlib import Path
 
-from verl._missing import not_given
-
-__getattr__ = not_given(__name__)
-
 
 def find_latest_ckpt_path(path: str | None, directory_format: str = "global_step_{}") -> str | None:
     """The folder of the newest checkpoint, or None."""

@@ -7,10 +7,7 @@ from typing import Any, cast
 
 import torch
 
-from verl._missing import not_given
 from verl.utils.tensordict_utils import nested_tensor_from_tensor_list
-
-__getattr__ = not_given(__name__)
 
 
 class DatasetPadMode(StrEnum):

@@ -14,11 +14,9 @@ import torch
 from torch.utils.data import Dataset
 
 from posttrain.data.rows import read_table
-from verl._missing import not_given
 from verl.utils.dataset.dataset_utils import DatasetPadMode
 from verl.utils.tokenizer import hf_tokenizer
 
-__getattr__ = not_given(__name__)
 logger = logging.getLogger(__name__)
 _CUTS = ("error", "left", "right")
 

@@ -10,9 +10,6 @@ from torch.utils.data import Dataset
 from posttrain.algorithms.common import read_setting as setting
 from posttrain.batch.fields import object_array
 from posttrain.data.rows import read_table
-from verl._missing import not_given
-
-__getattr__ = not_given(__name__)
 
 
 def collate_fn(data_list: list[dict[str, Any]]) -> dict[str, Any]:

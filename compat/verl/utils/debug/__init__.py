@@ -1,6 +1,5 @@
 """verl's older address of `verl.utils.profiler`."""
 
-from verl._missing import not_given
 from verl.utils.profiler import (
     DistProfiler,
     GPUMemoryLogger,
@@ -24,4 +23,3 @@ __all__ = [
     "reduce_timing",
     "simple_timer",
 ]
-__getattr__ = not_given(__name__)

@@ -6,9 +6,6 @@ from typing import Any
 
 import torch
 
-from verl._missing import not_given
-
-__getattr__ = not_given(__name__)
 _PREFIX = "training/rollout_"
 
 

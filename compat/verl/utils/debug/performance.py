@@ -1,6 +1,5 @@
 """verl's older address of `verl.utils.profiler.performance`."""
 
-from verl._missing import not_given
 from verl.utils.profiler.performance import (
     GPUMemoryLogger,
     log_gpu_memory_usage,
@@ -12,4 +11,3 @@ from verl.utils.profiler.performance import (
 
 _timer = simple_timer
 __all__ = ["GPUMemoryLogger", "log_gpu_memory_usage", "log_print", "marked_timer", "reduce_timing", "simple_timer"]
-__getattr__ = not_given(__name__)

@@ -1,6 +1,5 @@
 """Metrics and messages as lines on the console."""
 
-from verl._missing import not_given
 from verl.utils.logger.aggregate_logger import (
     DecoratorLoggerBase,
     LocalLogger,
@@ -18,4 +17,3 @@ __all__ = [
     "print_with_rank",
     "print_with_rank_and_timer",
 ]
-__getattr__ = not_given(__name__)

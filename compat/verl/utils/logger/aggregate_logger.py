@@ -10,10 +10,6 @@ from typing import Any
 
 import torch
 
-from verl._missing import not_given
-
-__getattr__ = not_given(__name__)
-
 
 def concat_dict_to_str(dict: dict[str, Any], step: Any) -> str:
     """`step:3 - loss:0.5`; values that are no numbers are skipped."""

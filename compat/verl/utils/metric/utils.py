@@ -8,10 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from verl._missing import not_given
-
-__getattr__ = not_given(__name__)
-
 
 class AggregationType(Enum):
     """How the values of a metric become one."""

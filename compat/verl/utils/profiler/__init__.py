@@ -1,6 +1,5 @@
 """Times of stages. (Profiles of a run: posttrain's metrics have the time of every stage.)"""
 
-from verl._missing import not_given
 from verl.utils.profiler.performance import (
     GPUMemoryLogger,
     log_gpu_memory_usage,
@@ -23,4 +22,3 @@ __all__ = [
     "reduce_timing",
     "simple_timer",
 ]
-__getattr__ = not_given(__name__)

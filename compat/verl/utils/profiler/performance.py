@@ -9,10 +9,6 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from verl._missing import not_given
-
-__getattr__ = not_given(__name__)
-
 
 @contextlib.contextmanager
 def simple_timer(name: str, timing_raw: dict[str, float]) -> Iterator[None]:

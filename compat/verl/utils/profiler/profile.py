@@ -6,9 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 from verl._config import BaseConfig
-from verl._missing import not_given
-
-__getattr__ = not_given(__name__)
 
 
 class ProfilerConfig(BaseConfig):

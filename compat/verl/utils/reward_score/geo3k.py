@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import re
 
-from verl._missing import not_given
 from verl.utils.reward_score import math_reward
 
-__getattr__ = not_given(__name__)
 _FORM = re.compile(r"<think>.*</think>.*\\boxed\{.*\}.*", re.DOTALL)
 
 

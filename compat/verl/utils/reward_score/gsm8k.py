@@ -8,9 +8,6 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from verl._missing import not_given
-
-__getattr__ = not_given(__name__)
 _READ = 300  # characters from the end: an answer stands there
 _NUMBER = r"-?[0-9.,]+"
 

@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from verl._missing import not_given
 from verl.utils.reward_score.math_reward import compute_score
-
-__getattr__ = not_given(__name__)
 
 
 def compute_score_batched(data_sources: Any, solution_strs: Sequence[str], ground_truths: Any, extra_infos: Any) -> Any:

@@ -5,10 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from verl._missing import not_given
 from verl.utils.reward_score._boxes import last_boxed
 
-__getattr__ = not_given(__name__)
 _READ, _BOX_READ = 300, 100
 NOTHING = "[INVALID]"
 _DROPPED = re.compile(

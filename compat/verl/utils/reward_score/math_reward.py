@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import re
 
-from verl._missing import not_given
 from verl.utils.reward_score._boxes import last_boxed
-
-__getattr__ = not_given(__name__)
 
 
 def compute_score(solution_str: str, ground_truth: str) -> float:

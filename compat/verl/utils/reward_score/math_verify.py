@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from verl._missing import not_given
-
-__getattr__ = not_given(__name__)
-
 
 def compute_score(model_output: str, ground_truth: str, timeout_score: float = 0, timeout: float = 30.0) -> float:
     """1.0 if an expression of the response equals the truth, else 0.0; `timeout_score` after `timeout` seconds."""

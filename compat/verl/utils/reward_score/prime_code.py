@@ -4,10 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from verl._missing import not_given
-
-__getattr__ = not_given(__name__)
-
 
 def compute_score(completion: str, test_cases: Any, continuous: bool = False) -> tuple[float | bool, list[Any]]:
     """(all tests passed, or with `continuous` the share that did; what went wrong)."""

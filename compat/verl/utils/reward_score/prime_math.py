@@ -4,10 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from verl._missing import not_given
-
-__getattr__ = not_given(__name__)
-
 
 def compute_score(model_output: Any, ground_truth: Any) -> tuple[bool, bool, str]:
     """(whether it is right, whether it has the customary form, the answer that was read)."""

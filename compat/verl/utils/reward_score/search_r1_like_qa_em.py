@@ -6,9 +6,6 @@ import re
 import string
 from typing import Any
 
-from verl._missing import not_given
-
-__getattr__ = not_given(__name__)
 _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _MOST_TAGS = 10  # more than that is a response that tries them all
 

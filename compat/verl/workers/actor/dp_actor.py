@@ -12,14 +12,12 @@ from typing import Any
 
 import torch
 
-from verl._missing import not_given
 from verl.trainer.ppo.core_algos import agg_loss, get_policy_loss_fn, kl_penalty
 from verl.utils.py_functional import append_to_dict
 from verl.utils.torch_functional import entropy_from_logits, logprobs_from_logits
 from verl.workers.config import actor_view
 
 __all__ = ["DataParallelPPOActor"]
-__getattr__ = not_given(__name__)
 _NEEDED = ("responses", "response_mask", "input_ids", "attention_mask", "old_log_probs", "advantages")
 _OPTIONAL = ("position_ids", "ref_log_prob", "rollout_is_weights")
 

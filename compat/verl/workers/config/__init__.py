@@ -9,7 +9,6 @@ from posttrain.algorithms.aggregation import AGGREGATION_MODES
 from posttrain.config import root
 from verl._added import added_to
 from verl._config import BaseConfig
-from verl._missing import not_given
 from verl.workers.config.critic import CriticConfig, FSDPCriticConfig, McoreCriticConfig
 from verl.workers.config.engine import EngineConfig, EngineRouterReplayConfig, FSDPEngineConfig, McoreEngineConfig
 from verl.workers.config.model import HFModelConfig, MtpConfig
@@ -40,7 +39,6 @@ __all__ = [
     "TraceConfig",
     "build_optimizer",
 ]
-__getattr__ = not_given(__name__)
 
 
 class ActorConfig(BaseConfig):

@@ -1,7 +1,5 @@
 """verl's address of the actor's settings; the strategy in them chooses the engine."""
 
-from verl._missing import not_given
 from verl.workers.config import ActorConfig, FSDPActorConfig, McoreActorConfig, PolicyLossConfig
 
 __all__ = ["ActorConfig", "FSDPActorConfig", "McoreActorConfig", "PolicyLossConfig"]
-__getattr__ = not_given(__name__)

@@ -7,12 +7,10 @@ from typing import Any
 
 from posttrain.config import root
 from verl._config import BaseConfig
-from verl._missing import not_given
 from verl.utils.profiler.profile import ProfilerConfig
 from verl.workers.config.engine import FSDPEngineConfig, McoreEngineConfig
 from verl.workers.config.optimizer import OptimizerConfig
 
-__getattr__ = not_given(__name__)
 _MUTABLE = frozenset(
     {"ppo_micro_batch_size_per_gpu", "ppo_mini_batch_size", "ppo_micro_batch_size", "engine", "model", "optim"}
 )

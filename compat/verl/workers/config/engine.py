@@ -7,9 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from verl._config import BaseConfig
-from verl._missing import not_given
 
-__getattr__ = not_given(__name__)
 _MUTABLE = frozenset(
     {
         "use_dynamic_bsz",

@@ -6,13 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from verl._config import BaseConfig
-from verl._missing import not_given
 from verl.utils.fs import copy_to_local
 from verl.utils.import_utils import import_external_libs
 from verl.utils.model import update_model_config
 from verl.utils.tokenizer import hf_tokenizer
-
-__getattr__ = not_given(__name__)
 
 
 class MtpConfig(BaseConfig):

@@ -8,9 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from verl._config import BaseConfig
-from verl._missing import not_given
 
-__getattr__ = not_given(__name__)
 _BASE = {
     "lr": 1e-3,
     "lr_warmup_steps_ratio": 0.0,

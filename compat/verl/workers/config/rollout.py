@@ -9,9 +9,6 @@ from typing import Any
 from posttrain.config import rollout
 from posttrain.conversations.settings import AgentSettings, TurnSettings
 from verl._config import BaseConfig
-from verl._missing import not_given
-
-__getattr__ = not_given(__name__)
 
 
 class SamplingConfig(BaseConfig):

@@ -1,6 +1,5 @@
 """Reward managers: verl's own, and `register` for yours."""
 
-from verl._missing import not_given
 from verl.workers.reward_manager.abstract import AbstractRewardManager
 from verl.workers.reward_manager.managers import (
     BatchRewardManager,
@@ -20,4 +19,3 @@ __all__ = [
     "get_reward_manager_cls",
     "register",
 ]
-__getattr__ = not_given(__name__)

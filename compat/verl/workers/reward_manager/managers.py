@@ -10,12 +10,9 @@ from typing import Any
 import torch
 
 from posttrain.algorithms import overlong_penalty
-from verl._missing import not_given
 from verl.utils.reward_score import default_compute_score
 from verl.workers.reward_manager.abstract import AbstractRewardManager
 from verl.workers.reward_manager.registry import register
-
-__getattr__ = not_given(__name__)
 
 
 @register("naive")

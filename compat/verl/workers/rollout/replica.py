@@ -5,10 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from verl._missing import not_given
-
-__getattr__ = not_given(__name__)
-
 
 @dataclass
 class TokenOutput:

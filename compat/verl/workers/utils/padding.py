@@ -8,10 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from verl._missing import not_given
 from verl.utils import tensordict_utils as tu
-
-__getattr__ = not_given(__name__)
 
 
 def left_right_2_no_padding(data: Any) -> Any:

@@ -1,6 +1,5 @@
 """Reward managers whose `run_single` scores one response."""
 
-from verl._missing import not_given
 from verl.experimental.reward_loop.reward_manager.dapo import DAPORewardManager
 from verl.experimental.reward_loop.reward_manager.gdpo import GDPORewardManager
 from verl.experimental.reward_loop.reward_manager.limited import RateLimitedRewardManager
@@ -15,4 +14,3 @@ __all__ = [
     "get_reward_manager_cls",
     "register",
 ]
-__getattr__ = not_given(__name__)

@@ -8,10 +8,6 @@ from typing import Any, ClassVar
 
 import torch
 
-from verl._missing import not_given
-
-__getattr__ = not_given(__name__)
-
 
 class RewardManagerBase(ABC):
     """`run_single` gets a DataProto of one row and gives `reward_score` and `reward_extra_info`."""

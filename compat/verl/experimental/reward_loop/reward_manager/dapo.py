@@ -7,11 +7,8 @@ from typing import Any
 import torch
 
 from posttrain.algorithms import overlong_penalty
-from verl._missing import not_given
 from verl.experimental.reward_loop.reward_manager.naive import NaiveRewardManager
 from verl.experimental.reward_loop.reward_manager.registry import register
-
-__getattr__ = not_given(__name__)
 
 
 @register("dapo")

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from verl._missing import not_given
 from verl.experimental.reward_loop.reward_manager.naive import NaiveRewardManager
 from verl.experimental.reward_loop.reward_manager.registry import register
-
-__getattr__ = not_given(__name__)
 
 
 @register("gdpo")

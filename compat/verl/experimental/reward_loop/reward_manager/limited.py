@@ -6,12 +6,10 @@ import asyncio
 import logging
 from typing import Any, ClassVar
 
-from verl._missing import not_given
 from verl.experimental.reward_loop.reward_manager.base import WholeBatch
 from verl.experimental.reward_loop.reward_manager.naive import NaiveRewardManager
 from verl.experimental.reward_loop.reward_manager.registry import register
 
-__getattr__ = not_given(__name__)
 logger = logging.getLogger(__name__)
 
 

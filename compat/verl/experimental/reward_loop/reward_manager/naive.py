@@ -6,12 +6,9 @@ import asyncio
 import inspect
 from typing import Any
 
-from verl._missing import not_given
 from verl.experimental.reward_loop.reward_manager.base import RewardManagerBase
 from verl.experimental.reward_loop.reward_manager.registry import register
 from verl.utils.reward_score import default_compute_score
-
-__getattr__ = not_given(__name__)
 
 
 @register("naive")

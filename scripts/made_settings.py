@@ -1,19 +1,14 @@
-"""`python -m posttrain.config.generate`: the YAML tree and docs/settings*.md, made from the settings classes, and
-the pages that are made from the answers to other systems' keys.
-
-With `--check` nothing is written: status 1 if a file is out of date.
-"""
+"""The YAML tree and docs/settings*.md, made from the settings classes; `scripts/generate.py` writes them."""
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections.abc import Iterable, Mapping
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from posttrain.config import checked
+from made_verl_page import verl_keys_page
+
 from posttrain.config.choices import PRESETS
 from posttrain.config.compose import PACKAGE_TREE
 from posttrain.config.root import PPOConfig
@@ -21,8 +16,8 @@ from posttrain.config.schema import Leaf, Section, heading_of, leaves, sections
 from posttrain.config.trees import COMMANDS
 from posttrain.yaml_text import one_line
 
-DOCS_PAGE = Path(__file__).resolve().parents[2] / "docs" / "settings.md"
-_MADE = "# Made by `python -m posttrain.config.generate` from posttrain/config/*.py: change defaults there, not here."
+DOCS_PAGE = Path(__file__).resolve().parents[1] / "docs" / "settings.md"
+_MADE = "# Made by `python scripts/generate.py` from posttrain/config/*.py: change defaults there, not here."
 _FSDP_KEYS = ("actor_rollout_ref.actor.strategy", "actor_rollout_ref.actor.fsdp_config.")
 
 # Group file -> the section that the main file's defaults list places it at.
@@ -62,7 +57,7 @@ def files() -> dict[Path, str]:
     for name, (sentence, values) in PRESETS.items():
         made[PACKAGE_TREE / f"{name}.yaml"] = _preset_text(sentence, values)
     made[DOCS_PAGE] = _page("Settings", PPOConfig, "posttrain config KEY=VALUE ...") + _presets_table()
-    made |= {DOCS_PAGE.parent / name: text for name, text in checked.pages().items()}
+    made[DOCS_PAGE.with_name("verl_keys.md")] = verl_keys_page()
     for verb, tree in COMMANDS.items():
         command, page = f"posttrain {verb}", f"settings_{verb.replace('-', '_')}.md"
         head = f"{_MADE}\n# The settings of `{command}`; write them on the command line to change them.\n\n"
@@ -102,7 +97,7 @@ def _preset_text(sentence: str, values: Mapping[str, Any]) -> str:
     order = list(table)
     # In the order of the tree: keys of one section must stand together to be nested.
     chosen.sort(key=lambda leaf: order.index(leaf.key))
-    made = "# Made by `python -m posttrain.config.generate` from posttrain/config/choices.py: change values there."
+    made = "# Made by `python scripts/generate.py` from posttrain/config/choices.py: change values there."
     return f"# @package _global_\n{made}\n# {sentence}\n\n" + _yaml(chosen, "")
 
 
@@ -128,7 +123,7 @@ def _yaml(chosen: Iterable[Leaf], prefix: str) -> str:
 def _page(title: str, root: type[Section], command: str) -> str:
     """A page of docs/ with all settings of a program."""
     return (
-        f"# {title}\n\nMade by `python -m posttrain.config.generate` from the classes in `posttrain/config/`. Every "
+        f"# {title}\n\nMade by `python scripts/generate.py` from the classes in `posttrain/config/`. Every "
         f"key with its default.\n`{command}` prints a run's values and where each was set.\n\n{_section_tables(root)}"
     )
 
@@ -155,20 +150,3 @@ def _section_tables(root: type[Section]) -> str:
             lines.append(f"| `{leaf.key}` | `{one_line(leaf.default)}` | {sentence} |")
         lines.append("")
     return "\n".join(lines) + "\n"
-
-
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m posttrain.config.generate", description=__doc__)
-    parser.add_argument("--check", action="store_true", help="compare only; status 1 if a file is out of date")
-    check = parser.parse_args(argv).check
-    stale = [path for path, text in files().items() if not path.exists() or path.read_text(encoding="utf-8") != text]
-    for path in stale:
-        if not check:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(files()[path], encoding="utf-8")
-        print(f"{'out of date' if check else 'written'}: {path}")
-    return 1 if check and stale else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,11 +1,7 @@
-"""`python -m posttrain.explain.docs`: tables of algorithms.md, rewards.md and api.md, made from the code.
-
-With `--check` nothing is written: status 1 if a page is out of date.
-"""
+"""The tables of algorithms.md, rewards.md and api.md, made from the code; `scripts/generate.py` writes them."""
 
 from __future__ import annotations
 
-import argparse
 import ast
 import re
 import sys
@@ -17,7 +13,7 @@ from posttrain.config.choices import ESTIMATORS, POLICY_LOSSES, PRESETS
 from posttrain.explain.pages import explain, first_sentence, loss_page
 from posttrain.rewards.scorers import ALIASES, SCORERS
 
-DOCS = Path(__file__).resolve().parents[2] / "docs"
+DOCS = Path(__file__).resolve().parents[1] / "docs"
 PAGES = ("algorithms.md", "rewards.md", "api.md")
 _TABLE = re.compile(r"(<!-- made: (\w+) -->\n).*?(?=<!-- end -->)", re.S)
 
@@ -59,7 +55,7 @@ def sources() -> list[str]:
 
 
 # -- api.md ------------------------------------------------------------------------------------------------------------
-PACKAGE = Path(__file__).resolve().parents[1]
+PACKAGE = DOCS.parent / "posttrain"
 # Modules whose `__all__` is the API -> what they are for.
 MODULES = {
     "posttrain": "train from Python, and the batch that flows between the stages",
@@ -153,17 +149,6 @@ def text(page: str) -> str:
     return _TABLE.sub(lambda found: "\n".join([found[1].rstrip(), *TABLES[found[2]](), ""]), stored)
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m posttrain.explain.docs", description=__doc__)
-    parser.add_argument("--check", action="store_true", help="compare only; status 1 if a page is out of date")
-    check = parser.parse_args(argv).check
-    stale = {page: made for page in PAGES if (made := text(page)) != (DOCS / page).read_text(encoding="utf-8")}
-    for page, made in stale.items():
-        if not check:
-            (DOCS / page).write_text(made, encoding="utf-8")
-        print(f"{'out of date' if check else 'written'}: {DOCS / page}")
-    return 1 if check and stale else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+def files() -> dict[Path, str]:
+    """Every page with such tables and its text."""
+    return {DOCS / page: text(page) for page in PAGES}
