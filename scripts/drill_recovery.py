@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 """Kills and stops workers of small runs at seeded moments, and compares what comes of them with undisturbed runs.
 
-    python scripts/drill_recovery.py OUT [--runs 20] [--seed 1] [--layouts colocated,critic,...] [--steps 12]
+    python scripts/drill_recovery.py OUT [--runs 20] [--seed 1] [--layouts colocated,critic,...] [--disturbances 12]
     python scripts/drill_recovery.py OUT --table        # the table of all runs recorded in OUT
 
-Each run is disturbed up to four times: SIGKILL or SIGSTOP to a rank, a rollout worker or a reward worker, at a random
+Each run is disturbed up to `--disturbances` times: SIGKILL or SIGSTOP to a rank, a rollout worker or a reward worker, at a random
 moment of a step or while workers are loaded. In the layout `disk` a small file system is filled instead, which ends the
 run with advice; the disk is freed, and the same command goes on (needs root, to mount it). The command must end with
 status 0; weights, optimizer and metrics must be bitwise those of the undisturbed run; and no process, file of shared
@@ -35,7 +35,7 @@ ROLLOUT = "actor_rollout_ref.rollout"
 LAYOUTS: dict[str, dict[str, Any]] = {
     "colocated": {"trainer.n_workers": 2, "actor_rollout_ref.actor.use_kl_loss": True},
     "critic": {"trainer.n_workers": 2, "algorithm.adv_estimator": "gae", f"{ROLLOUT}.n": 1},
-    "disaggregated": {"trainer.n_workers": 1, f"{ROLLOUT}.n_workers": 1},
+    "disaggregated": {"trainer.n_workers": 1, f"{ROLLOUT}.n_workers": 2},
     "one-step-off": {"trainer.n_workers": 1, f"{ROLLOUT}.n_workers": 1, "trainer.one_step_off": True},
     "disk": {"trainer.n_workers": 2},
 }
@@ -51,6 +51,7 @@ class Disturbance:
     signal: str
     stage: str = ""
     seconds: float = 0.0
+    alone: bool = False  # whether it was replaced while the others went on
 
 
 @dataclass
@@ -70,11 +71,12 @@ def main() -> None:
     parser.add_argument("out", type=Path, help="a folder with a short path; what is there is added to")
     parser.add_argument("--runs", type=int, default=20)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--disturbances", type=int, default=12, help="of a run, at most; a full disk is one of its own")
     parser.add_argument("--layouts", default=",".join(LAYOUTS))
     parser.add_argument("--table", action="store_true", help="only print the table")
     options = parser.parse_args()
-    drill = Drill(options.out.resolve(), options.steps)
+    drill = Drill(options.out.resolve(), options.steps, options.disturbances)
     if not options.table:
         layouts = options.layouts.split(",")
         for number in range(options.runs):
@@ -85,10 +87,8 @@ def main() -> None:
 
 
 def print_table(records: list[dict[str, Any]]) -> None:
-    print(
-        "| layout | runs | disturbed | SIGKILL | SIGSTOP | whom | in stage | seconds to notice | runs with problems |"
-    )
-    print("|---|---|---|---|---|---|---|---|---|")
+    print("| layout | runs | disturbed | SIGKILL | SIGSTOP | whom | in stage | replaced alone | seconds | failed runs |")
+    print("|---|---|---|---|---|---|---|---|---|---|")
     for layout in dict.fromkeys(record["layout"] for record in records):
         own = [record for record in records if record["layout"] == layout]
         all_of = [one for record in own for one in record["disturbances"]]
@@ -98,7 +98,8 @@ def print_table(records: list[dict[str, Any]]) -> None:
         whom, where = (", ".join(f"{what} {n}" for what, n in of.most_common() if what) for of in (roles, stages))
         problems = sum(bool(record["problems"]) for record in own)
         numbers = f"{len(own)} | {len(all_of)} | {kinds['SIGKILL']} | {kinds['SIGSTOP']}"
-        print(f"| {layout} | {numbers} | {whom} | {where} | {middle} | {problems} |")
+        alone = sum(one.get("alone", False) for one in all_of)
+        print(f"| {layout} | {numbers} | {whom} | {where} | {alone} | {middle} | {problems} |")
     for record in records:
         for problem in record["problems"]:
             print(f"! {record['layout']} {record['seed']}: {problem}")
@@ -107,8 +108,8 @@ def print_table(records: list[dict[str, Any]]) -> None:
 class Drill:
     """The folders, the commands, and the checks."""
 
-    def __init__(self, out: Path, steps: int) -> None:
-        self.out, self.steps, self.log = out, steps, out / "records.jsonl"
+    def __init__(self, out: Path, steps: int, disturbances: int) -> None:
+        self.out, self.steps, self.disturbances, self.log = out, steps, disturbances, out / "records.jsonl"
         self.rays, self.disk = out / "ray", out / "disk"
         if not (out / "tiny").exists():
             from posttrain.data.recipes.arithmetic import arithmetic_rows, write_files
@@ -178,8 +179,8 @@ class Drill:
             if layout == "disk":
                 process = self.fill(process, folder, name, rng, record, seen)
             else:
-                for _ in range(rng.randint(2, 4)):
-                    self.disturb(process, folder, self.out / f"{name}.log", rng, record, seen)
+                for _ in range(self.disturbances):
+                    self.disturb(process, folder, rng, record, seen)
             self.finish(process, record, seen)
             self.compare(folder, straight, record)
             self.look_for_leftovers(record, seen, shared)
@@ -195,7 +196,6 @@ class Drill:
         self,
         process: subprocess.Popen[bytes],
         folder: Path,
-        log: Path,
         rng: random.Random,
         record: Record,
         seen: set[int],
@@ -203,7 +203,7 @@ class Drill:
         """Wait for a moment, send a signal to a worker, and wait until the run has reacted."""
         role = "reward worker" if rng.random() < 0.15 else "rank"
         number = rng.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP])
-        lines, wanted, loading = count_lines(folder), rng.randint(1, 4), rng.random() < 0.2
+        lines, wanted, loading = count_lines(folder), rng.randint(1, 2), rng.random() < 0.15
         if not self.wait(process, seen, lambda: bool(workers_of(process.pid, "rank"))):
             return
         if not loading and not self.wait(process, seen, lambda: count_lines(folder) >= min(lines + wanted, self.steps)):
@@ -213,20 +213,20 @@ class Drill:
         if process.poll() is not None or not targets:
             return
         target = rng.choice(targets)
-        one, before, sent = Disturbance(role, number.name), log.read_text().count("Restart "), time.monotonic()
+        one, before, sent = Disturbance(role, number.name), len(pages_of(folder)), time.monotonic()
         try:
             os.kill(target, number)
         except ProcessLookupError:
             return
         record.disturbances.append(one)
         if role == "rank":
-            self.wait(process, seen, lambda: log.read_text().count("Restart ") > before)
+            self.wait(process, seen, lambda: len(pages_of(folder)) > before)
             one.seconds = round(time.monotonic() - sent, 1)
-            pages = sorted((folder / "incidents").glob("*.md"))
-            if process.poll() is None and pages:
+            if len(pages := pages_of(folder)) > before:
                 page = pages[-1].read_text()
                 one.stage = page.partition("stage: ")[2].split("\n")[0]
                 one.role = "rollout worker" if page.startswith(f"# Incident {len(pages)}: Rollout") else "rank"
+                one.alone = "Replacement " in page
 
     def fill(
         self,
@@ -296,6 +296,11 @@ class Drill:
                 return
             time.sleep(0.2)
         record.problems.append(f"left: {', '.join(left[:5])}")
+
+
+def pages_of(folder: Path) -> list[Path]:
+    """Of the incidents of a run, in order."""
+    return sorted((folder / "incidents").glob("*.md"))
 
 
 def workers_of(pid: int, role: str) -> list[int]:

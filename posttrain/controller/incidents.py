@@ -35,6 +35,7 @@ class WorkerDied(UserError):
 
     what = "died"
     who = ""
+    worker = ""  # the rank's name where one alone was lost: `rank 0`, `rollout 1`
     incident: Incident | None = None  # what was known at that moment
     # Whether new workers would meet the same end. Then the run is not continued by itself.
     recurs = False
