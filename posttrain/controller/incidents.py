@@ -47,6 +47,12 @@ class PeerLost(WorkerDied):
     what = "lost its connection"
 
 
+class NoRoom(UserError):
+    """Ray had no room for the workers of the run within the time given."""
+
+    machines = 0  # that had room for their workers, where it is those that train
+
+
 # What lowers the memory of workers, of a role and of others.
 _SIZES = {"": "trainer.n_workers or the sizes of the batch", "rollout": "actor_rollout_ref.rollout.kv_cache_gb"}
 

@@ -21,7 +21,8 @@ from typing import Any
 
 from posttrain.checkpoint.folders import steps_in
 from posttrain.config.resolved import Resolved
-from posttrain.controller.incidents import CONTINUES, Incident, WorkerDied
+from posttrain.config.trainer import machines_for
+from posttrain.controller.incidents import CONTINUES, Incident, NoRoom, WorkerDied
 from posttrain.tracking.progress import say
 from posttrain.tracking.rundir import RunDirectory
 from posttrain.tracking.status import read_status, write_status
@@ -30,7 +31,7 @@ from posttrain.trainer.run.process import opened_attempt, opened_run
 from posttrain.trainer.run.result import RunResult, came_while_stopping
 from posttrain.trainer.run.snapshots import snapshot_folder
 
-LIMIT = "trainer.max_restarts"
+LIMIT, FEWEST = "trainer.max_restarts", "trainer.min_nnodes"
 Attempt = Callable[[ExitStack, Any, RunDirectory], RunResult]
 
 
@@ -61,11 +62,29 @@ def run_with_restarts(resolved: Resolved, attempt: Attempt, stem: str | None = N
             except WorkerDied as death:
                 _go_on_or_raise(death, run, restarts)
                 continue
+            except NoRoom as full:
+                _go_on_with_fewer_or_raise(full, run, resolved.config)
+                continue
             if run.restarts or run.replaced:
                 result.restarts, result.replaced = run.restarts, run.replaced
                 alone = f"; {run.replaced} rollout worker(s) were replaced alone" if run.replaced else ""
                 say(f"Workers were lost and started again {run.restarts} time(s){alone}: {run.incidents}.")
             return result
+
+
+def _go_on_with_fewer_or_raise(full: NoRoom, run: RunDirectory, config: Any) -> None:
+    """A lost machine did not return within the deadline; the run goes on with those that are left, if it may."""
+    now = run.machines or config.trainer.nnodes
+    left = machines_for(config, min(full.machines, now - 1)) if run.restarts else None
+    if left is None:
+        raise full
+    run.machines = left
+    words = f"The run goes on with {left} of {config.trainer.nnodes} machines ({FEWEST}): no other took the place of "
+    words += "the lost one within trainer.placement_timeout_s. The same command asks for all of them again."
+    say(f"  ! {words}")
+    with suppress(OSError, ValueError):  # the page of the loss that led here; a full disk is reported elsewhere
+        page = max(run.incidents.glob("*.md"))
+        page.write_text(f"{page.read_text(encoding='utf-8')}\n## Fewer machines\n\n{words}\n", encoding="utf-8")
 
 
 def _keeps_machines(config: Any) -> bool:
