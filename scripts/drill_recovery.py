@@ -4,8 +4,8 @@
     python scripts/drill_recovery.py OUT [--runs 20] [--seed 1] [--layouts colocated,critic,...] [--disturbances 12]
     python scripts/drill_recovery.py OUT --table        # the table of all runs recorded in OUT
 
-Each run is disturbed up to `--disturbances` times: SIGKILL or SIGSTOP to a rank, a rollout worker or a reward worker, at a random
-moment of a step or while workers are loaded. In the layout `disk` a small file system is filled instead, which ends the
+Each run is disturbed up to `--disturbances` times: SIGKILL or SIGSTOP to a rank, a rollout worker or a reward worker, at
+a random moment of a step or while workers are loaded. In the layout `disk` a small file system is filled instead, which ends the
 run with advice; the disk is freed, and the same command goes on (needs root, to mount it). The command must end with
 status 0; weights, optimizer and metrics must be bitwise those of the undisturbed run; and no process, file of shared
 memory or folder of Ray may be left. OUT must have a short path: Ray's sockets are below it. A run takes a minute.
@@ -35,7 +35,7 @@ ROLLOUT = "actor_rollout_ref.rollout"
 LAYOUTS: dict[str, dict[str, Any]] = {
     "colocated": {"trainer.n_workers": 2, "actor_rollout_ref.actor.use_kl_loss": True},
     "critic": {"trainer.n_workers": 2, "algorithm.adv_estimator": "gae", f"{ROLLOUT}.n": 1},
-    "disaggregated": {"trainer.n_workers": 1, f"{ROLLOUT}.n_workers": 2},
+    "disaggregated": {"trainer.n_workers": 1, f"{ROLLOUT}.n_workers": 1},
     "one-step-off": {"trainer.n_workers": 1, f"{ROLLOUT}.n_workers": 1, "trainer.one_step_off": True},
     "disk": {"trainer.n_workers": 2},
 }
@@ -87,7 +87,9 @@ def main() -> None:
 
 
 def print_table(records: list[dict[str, Any]]) -> None:
-    print("| layout | runs | disturbed | SIGKILL | SIGSTOP | whom | in stage | replaced alone | seconds | failed runs |")
+    print(
+        "| layout | runs | disturbed | SIGKILL | SIGSTOP | whom | in stage | replaced alone | seconds | failed runs |"
+    )
     print("|---|---|---|---|---|---|---|---|---|---|")
     for layout in dict.fromkeys(record["layout"] for record in records):
         own = [record for record in records if record["layout"] == layout]

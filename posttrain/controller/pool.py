@@ -97,9 +97,9 @@ class Workers(ABC):
     def create(self, role: str, worker: type, *arguments: Any, **named: Any) -> WorkerGroup:
         """A worker of this class on every rank, made with these arguments."""
 
-    def replace_rollout_workers(self) -> None:
-        """From now on a rollout worker that is lost can be replaced while the others go on."""
-        raise NotImplementedError(f"{type(self).__name__} has no processes for rollout alone")
+    def replace_rollout_workers(self) -> bool:
+        """From now on a rollout worker that is lost can be replaced while the others go on. False where not."""
+        return False
 
     def lost_rollout(self, death: WorkerDied) -> int:
         """The number of the rollout worker that was lost. Raises `death` where that was another, or its machine is gone

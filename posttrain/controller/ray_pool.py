@@ -209,10 +209,13 @@ class RayWorkers(Workers):
         self.watch.gather([host.build.remote(role, parcel) for host in hosts])
         return RayWorkerGroup(role, worker, config, hosts, self.watch)
 
-    def replace_rollout_workers(self) -> None:
+    def replace_rollout_workers(self) -> bool:
+        if not self.rollout_hosts:
+            return False
         self.watch.replaces_rollout = True
         # Responses that a worker has written outlive it: they are being scored, or trained on.
         self.watch.gather([host.lend_store.remote(self.hosts[0]) for host in self.rollout_hosts])
+        return True
 
     def lost_rollout(self, death: WorkerDied) -> int:
         number = int(death.worker.split()[-1]) if self.watch.is_replaced(death) else None

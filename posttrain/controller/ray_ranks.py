@@ -38,7 +38,9 @@ from posttrain.controller.stalls import (
     Process,
     StallWatch,
     State,
+    WorkersHung,
     dump_stacks,
+    starting_states,
     state_of,
 )
 from posttrain.errors import first_line
@@ -129,18 +131,27 @@ class RankWatch:
             there = NodeAffinitySchedulingStrategy(machine, soft=False)
             observer = ray.remote(NodeObserver).options(num_cpus=0, max_restarts=-1, scheduling_strategy=there)
             self._observers[machine] = (observer.remote(), _Asked())
-        for rank, found in zip(ranks, self.gather([rank.host.identity.remote() for rank in ranks]), strict=True):
-            rank.identity = found
+        self._meet(ranks, self.stalls.hung_s)
 
     def replace(self, rank: Rank, wait_s: float) -> None:
         """This rank takes the place of the one with its name, once its process is there."""
-        answer = rank.host.identity.remote()
-        # Ray starts it where its bundle is; without room there it would be waited for without an end.
-        if not ray.wait([answer], timeout=wait_s)[0]:
-            raise WorkerDied(f"{rank.who} did not start within {wait_s:g} s. {CONTINUES}")
-        rank.identity = self.fetch(answer)
         self.ranks = [rank if old.name == rank.name else old for old in self.ranks]
         self._lost.pop(rank.name, None)
+        self._meet([rank], wait_s)
+
+    def _meet(self, ranks: Sequence[Rank], wait_s: float) -> None:
+        """Get to know the processes of these ranks, which may take so many seconds to start."""
+        asked = [rank.host.identity.remote() for rank in ranks]
+        waiting, until = list(asked), time.monotonic() + wait_s
+        while waiting:
+            ready, waiting = self.wait(waiting, until)
+            if not ready:
+                hung = WorkersHung(f"Workers did not start within {wait_s:g} s. {CONTINUES}")
+                hung.who = JOINT.join(self._ranks_awaited(waiting))
+                hung.incident = self._describe(hung.who)
+                raise hung
+        for rank, found in zip(ranks, self.gather(asked), strict=True):
+            rank.identity = found
 
     def is_replaced(self, death: WorkerDied) -> bool:
         """Whether it was one rollout worker, which is replaced while the others go on."""
@@ -165,9 +176,9 @@ class RankWatch:
         self._calls[host._actor_id.hex()] = method
 
     # -- waiting ------------------------------------------------------------------------------------------------------
-    def wait(self, refs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """(one that is ready, the others). Raises WorkerStopped where a rank is stopped for too long, and WorkersHung
-        where none goes on."""
+    def wait(self, refs: Sequence[Any], until: float = math.inf) -> tuple[list[Any], list[Any]]:
+        """(one that is ready, the others); none is ready where that takes longer than `until`. Raises WorkerStopped
+        where a rank is stopped for too long, and WorkersHung where none goes on."""
         while True:
             # Never without a timeout: a stopped process neither answers nor fails, and is only seen by looking at it.
             ready, waiting = ray.wait(list(refs), num_returns=1, timeout=EVERY_S)
@@ -180,7 +191,7 @@ class RankWatch:
                     lost.incident = self._describe(lost.who)
                     if not self._end_to_replace(lost):
                         raise
-            if ready:
+            if ready or time.monotonic() > until:
                 return ready, waiting
 
     def _end_to_replace(self, lost: WorkerDied) -> bool:
@@ -259,6 +270,8 @@ class RankWatch:
             if asked.ref is None:
                 asked.of, asked.ref = list(there), observer.look.remote(list(there.values()))
             states |= asked.states
+        if len(known) < len(self.ranks):
+            states |= starting_states()
         self._seen |= {who: state for who, state in states.items() if state is not None and state.memory_gb}
         return states
 

@@ -10,8 +10,10 @@ from __future__ import annotations
 import math
 import os
 import signal
+import socket
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -77,6 +79,20 @@ def _process_tree(pid: int) -> Iterator[int]:
             continue
         for child in below:
             yield from _process_tree(int(child))
+
+
+def starting_states() -> dict[str, State]:
+    """By name, the processes that the Ray of this process has started for workers, as far as this machine has them. A
+    worker that is stopped before it could report its process is among them."""
+    found = {}
+    for pid in _process_tree(os.getpid()):
+        with suppress(OSError):
+            is_rays = Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"ray::")
+            fields = _stat(pid)
+            state = state_of(Process(pid, int(fields[19]))) if is_rays and fields else None
+            if state is not None:
+                found[f"A worker that starts (process {pid} on {socket.gethostname()})"] = state
+    return found
 
 
 STACK_SIGNAL = signal.SIGUSR2  # has a rank print the stacks of its threads, also while it waits inside C code

@@ -267,8 +267,7 @@ class RayPPOTrainer(WorkerClasses):
         # In asynchronous training the weights that the lost responses began with are gone; a conversation's tools may
         # have been called; and workers that hold one engine together meet in collectives.
         alone = not config.trainer.max_staleness and self.turns is None and engine_ranks(config) == 1
-        if alone and self.run.note_replacement is not None and self.workers.rollout_size:
-            self.workers.replace_rollout_workers()
+        if alone and self.run.note_replacement is not None and self.workers.replace_rollout_workers():
             self.experience.replace = self._replace_rollout
 
     def _replace_rollout(self, death: WorkerDied, version: int | None = None) -> int:
