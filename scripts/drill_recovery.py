@@ -8,7 +8,8 @@ Each run is disturbed up to `--disturbances` times: SIGKILL or SIGSTOP to a rank
 at a random moment of a step or while workers are loaded. In the layout `disk` a small file system is filled instead,
 which ends the run with advice; the disk is freed, and the same command goes on (needs root, to mount it). The command
 must end with status 0; weights, optimizer and metrics must be bitwise those of the undisturbed run; and no process,
-snapshot in shared memory or folder of Ray may be left. OUT must have a short path: Ray's sockets are below it. A run takes a minute.
+snapshot in shared memory or folder of Ray may be left. OUT must have a short path: Ray's sockets are below it. A
+disturbance takes a quarter of a minute.
 """
 
 from __future__ import annotations
