@@ -111,7 +111,7 @@ def runs_on_cpu(config: Any) -> bool:
 
 ON_CPU = Idle("the run is on the CPU", runs_on_cpu)
 DETERMINISTIC_ON_CPU = Idle("runs on the CPU are deterministic anyway", runs_on_cpu)
-WITHOUT_RAY = Idle("the run has one worker, which needs no Ray", one_worker)
+WITHOUT_RAY = Idle("the run has one worker, which needs no Ray", one_process)
 ONE_MACHINE = Idle("the run has one machine", lambda config: config.trainer.nnodes == 1)
 UNSHARDED = Idle("the run has one worker, which holds the whole model", one_worker)
 

@@ -164,3 +164,10 @@ def test_the_limit_is_a_time():
     assert given.value("trainer.stopped_worker_timeout_s") == 1.5
     with pytest.raises(ConfigError, match="stopped_worker_timeout_s"):
         load_config(["trainer.stopped_worker_timeout_s=0", "trainer.n_workers=2"])
+
+
+def test_the_limits_have_an_effect_where_others_generate_than_the_one_worker_that_trains():
+    limit = "trainer.stopped_worker_timeout_s=9"
+    assert any("has no effect" in note for note in load_config([limit]).notes)
+    apart = load_config([limit, "actor_rollout_ref.rollout.n_workers=1"])
+    assert not any("has no effect" in note for note in apart.notes)
