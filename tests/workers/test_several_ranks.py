@@ -19,7 +19,7 @@ import light_rewards
 import numpy as np
 import pytest
 import torch
-from left_behind import KILLED, check_nothing_is_left
+from left_behind import KILLED, REPLACED, check_nothing_is_left
 from recorded_runs import (
     GOES_ON,
     RUN,
@@ -42,6 +42,7 @@ from posttrain.batch.columns import EveryTokenColumn, LastTokenColumn, MaskColum
 from posttrain.config import load_config
 from posttrain.controller.pool import LocalWorkers, Workers
 from posttrain.controller.rank_host import RankHost, pack, unpack
+from posttrain.controller.ray_store import put_block
 from posttrain.conversations.conversation import TurnRequest
 from posttrain.errors import UserError
 from posttrain.kernels.train import can_train
@@ -342,6 +343,40 @@ def test_a_rank_that_is_killed_and_then_the_run_that_is_killed_change_no_bit_and
     runs.free("killed", 2, SIX)
     assert metrics_of(path) == metrics_of(straight.path) and len(metrics_of(path)) == 6
     assert furthest(weights_of(path), weights_of(straight.path)) == 0.0
+
+
+def test_rollout_workers_that_die_or_are_stopped_are_replaced_alone_and_change_no_bit(runs, forked):
+    apart = {f"{ROLLOUT}.n_workers": 2, "trainer.stopped_worker_timeout_s": 2}
+    straight = runs.free("straight apart", (1, 2), {**SIX, **apart})
+    wanted = {**settings(runs.model, runs.data, runs.folder / "replaced"), **SIX, **apart}
+    code = textwrap.dedent(REPLACED).format(paths=[path for path in sys.path if path], settings=wanted)
+    ran = forked.run(code)
+    assert "Result: 0 2 1" in ran.stdout, ran.stdout[-3000:] + ran.stderr[-3000:]
+    path = runs.folder / "replaced" / "test" / "run"
+    pages = [page.read_text() for page in sorted((path / "incidents").iterdir())]
+    assert "Rollout worker 1" in pages[0] and "died" in pages[0] and "stage: gen" in pages[0]
+    assert "was stopped" in pages[1] and "Replacement 1 of 3" in pages[1] and "stage: sync" in pages[1]
+    assert metrics_of(path) == metrics_of(straight.path)
+    assert furthest(weights_of(path), weights_of(straight.path)) == 0.0
+
+
+class Keeper:
+    """Becomes a Ray actor that keeps a block in the store."""
+
+    def keep(self, owner: Any = None) -> Any:
+        return pack(put_block({"x": (np.zeros(5000), np.array([5000]))}, owner))
+
+
+def test_what_a_lost_worker_has_stored_is_there_as_long_as_its_owner(cluster):
+    made: Any = ray.remote(Keeper).options(num_cpus=0)
+    owner, one, other = made.remote(), made.remote(), made.remote()
+    kept, own = unpack(ray.get(one.keep.remote(owner))), unpack(ray.get(other.keep.remote()))
+    for actor in (one, other):
+        ray.kill(actor)
+    assert kept.get()["x"][0].shape == (5000,)
+    with pytest.raises(ray.exceptions.RayError):
+        own.get()
+    ray.kill(owner)
 
 
 def test_a_rank_that_is_stopped_or_dies_is_named_and_its_peers_error_is_not_taken_for_the_cause(cluster, tmp_path):

@@ -16,7 +16,7 @@ what is sampled depends neither on the step, nor on the size of batches, nor on 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,7 @@ from posttrain import pulse
 from posttrain.batch.samples import last_rows
 from posttrain.config.root import PPOConfig
 from posttrain.controller.group import Future
+from posttrain.controller.incidents import WorkerDied
 from posttrain.conversations.batch import begin_conversations, join_rows
 from posttrain.conversations.loop import ConversationLoop
 from posttrain.protocol import DataProto
@@ -77,6 +78,9 @@ class Experience:
         self._watch = AgentWatch()
         # Where weights change while responses are under way: counts the engines' steps, and replays them.
         self.clock: EngineClock | None = None
+        # Replaces a rollout worker that was lost, and gives its number; raises where that cannot be done.
+        self.replace: Callable[[WorkerDied], int] | None = None
+        self._asked: list[DataProto] = []  # what was submitted and is under way, where workers are replaced
 
     def number(self, prompts: DataProto) -> DataProto:
         """Gives each prompt its serial number, its uid (the same as text)."""
@@ -120,9 +124,40 @@ class Experience:
             asked = asked[begin_conversations(self.turns, keys_of(rows), asked, rows, self._engines)]
         if len(asked):
             self.reach("submit")
-            self.rollout.submit(asked)
+            self._submit(asked)
             self._have_work(range(self._engines))
         return rows
+
+    def _submit(self, asked: DataProto) -> None:
+        if self.replace is None:
+            self.rollout.submit(asked)
+            return
+        self._asked.append(asked)
+        try:
+            self.rollout.submit(asked)
+        except WorkerDied as death:
+            self._issue_again(death)
+
+    def _issue_again(self, death: WorkerDied) -> None:
+        """Have a lost worker replaced, and ask the new one for all that the lost one was asked for in the batches under
+        way. Responses that it had given are kept: seeds decide what is written."""
+        while True:
+            if self.replace is None:
+                raise death
+            number = self.replace(death)
+            self._advancing.pop(number, None)
+            self._asked_while_busy.discard(number)
+            group = self.rollout.submit.group.teams("submit")
+            try:
+                # All of them, though some have ended: rows that decode together round together, bit-for-bit.
+                for asked in self._asked:
+                    given = group.marked("submit").spread(group, asked).arguments[number]
+                    self.rollout.submit.on(number, *given).result()
+            except WorkerDied as another:
+                death = another
+                continue
+            self._busy |= {number}
+            return
 
     @property
     def _engines(self) -> int:
@@ -169,6 +204,7 @@ class Experience:
                 ended = self._poll_replay()
                 work.advance(len(ended), sum(len(output.token_ids) for output in ended), work.running_tokens)
         prompts, outputs = [self._prompts.pop(key) for key in keys], [self._outputs.pop(key) for key in keys]
+        self._asked = [asked for asked in self._asked if any(key in self._prompts for key in keys_of(asked))]
         self.last_ended = max(self._ended_at.pop(key) for key in keys)
         if self.turns:
             if self.turns.has_agents:
@@ -230,7 +266,11 @@ class Experience:
         ended: list[Output] = []
         for rank, future in list(self._advancing.items()):
             if future.done():
-                answer = self._advancing.pop(rank).result()
+                try:
+                    answer = self._advancing.pop(rank).result()
+                except WorkerDied as death:
+                    self._issue_again(death)
+                    continue
                 outputs, busy = answer[:2]  # of a worker of the user's own there may be no more
                 if self.clock is not None:
                     self.clock.note_steps(rank, answer[3])
@@ -245,6 +285,8 @@ class Experience:
             ended += self._continue_conversations(self.turns)
         if self.rollout.group.overlaps:
             self._advance()
+        if self.replace is not None:  # a response that was issued again may have been given before
+            ended = [output for output in ended if output.id in self._prompts and output.id not in self._outputs]
         self._outputs.update((output.id, output) for output in ended)
         self._ended_at.update((output.id, time.perf_counter()) for output in ended)
         if self.turns:

@@ -237,7 +237,8 @@ def run_supervised(resolved: Resolved, task_class: type[Task], *, data: Any = No
         batch, steps = count_steps(config, len(train))
         if batch < config.data.train_batch_size:
             say(f"note: data.train_batch_size is lowered to the {batch} training rows that there are.")
-        workers = stack.enter_context(open_workers(config, device, config.model.external_lib, run.logs))
+        external = config.model.external_lib
+        workers = stack.enter_context(open_workers(config, device, external, run.logs, run.machines))
         plan_memory(config, device, resolved.explicit, workers)
         stack.callback(keep_worker_logs, workers, run.logs)
         parts = {"tokenizer": tokenizer, "train": train, "val": val, "device": device, "workers": workers}
