@@ -143,7 +143,7 @@ FAMILIES: dict[str, str] = {
         "Of all weights that the workers that generate were given, where they are others than those that train "
         "(actor_rollout_ref.rollout.n_workers); it is compared on every one of them, and another one stops the run."
     ),
-    "timing_s/step": "Seconds of the step: the sum of its stages.",
+    "timing_s/step": "Seconds of the step by the clock, from the beginning of its first stage. Stages may overlap.",
     "timing_s/save_checkpoint": (
         "Seconds that training stood still for the checkpoint of the step before: for the copy in host memory, and for "
         "an earlier save that was still being written; with trainer.async_save=false for all of the writing."

@@ -114,6 +114,8 @@ class RayPPOTrainer(WorkerClasses):
         training = self.groups.training() if config.trainer.max_staleness else ()
         self.pending = PendingBatches(config, self.experience, self.recorder.stage, training)
         self.pending.log_events(self.run.path, say)
+        beside = (turns, self.reward_fn.pool)  # what works while the loop does something else
+        self.recorder.lanes += [part.lane for part in beside if part is not None]
         self.validator = None
         if val_dataset is not None:
             n = config.actor_rollout_ref.rollout.val_kwargs.n
