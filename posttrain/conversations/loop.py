@@ -50,6 +50,11 @@ class ConversationLoop:
         return self.setup.schemas
 
     @property
+    def unrepeatable(self) -> set[str]:
+        """Tools whose calls must not be made a second time."""
+        return {name for name, tool in self.runner.tools.tools.items() if not tool.repeatable}
+
+    @property
     def has_agents(self) -> bool:
         """Whether agents of the user lead conversations: they may give rewards, fail, and replace prompts."""
         return self.agents.settings.enable

@@ -107,6 +107,11 @@ FAMILIES: dict[str, str] = {
     ),
     "rollout/age_max": "The same of the oldest token; never more than trainer.max_staleness.",
     "rollout/partial": "Share of the rows whose tokens several policy versions sampled (trainer.partial_rollout).",
+    "rollout/overtaken_groups": (
+        "Groups that were asked for before others that this step trained, and are left for later steps "
+        "(actor_rollout_ref.rollout.oversample). What stays until it is too old is in rollout/dropped_groups."
+    ),
+    "rollout/unrepeated_groups": "Dropped groups that called a tool with repeatable = False: not asked for again.",
     "rollout/dropped_groups": "Groups too old for trainer.max_staleness; their prompts are asked for again.",
     "rollout/speculation_share": (
         "With actor_rollout_ref.rollout.speculation: share of the sampled tokens that came from passes with drafts, "
