@@ -15,9 +15,9 @@ import pytest
 from light_rewards import rarely_right
 from runs import metrics_of, run
 
-from posttrain.controller.pool import LocalWorkers
 from posttrain.config import load_config
 from posttrain.config.root import PPOConfig
+from posttrain.controller.pool import LocalWorkers
 from posttrain.conversations.agents import AGENTS, register_agent
 from posttrain.errors import UserError
 from posttrain.protocol import DataProto
@@ -271,7 +271,7 @@ def test_groups_that_wait_in_a_checkpoint_are_trained_once_with_oversampling(bes
 def test_oversampling_is_rejected_where_responses_do_not_continue_with_new_weights(beside):
     given = ["actor_rollout_ref.rollout.n_workers=1", "actor_rollout_ref.rollout.oversample=0.5"]
     for rest in ([], ["trainer.max_staleness=1"], ["trainer.max_staleness=2", "trainer.partial_rollout=False"]):
-        with pytest.raises(UserError, match="oversample=0.5` leaves responses under way when weights change"):
+        with pytest.raises(UserError, match=r"oversample=0.5` leaves responses under way when weights change"):
             load_config([*given, *rest])
     assert load_config([*given, "trainer.max_staleness=2"]).value("actor_rollout_ref.rollout.oversample") == 0.5
     with pytest.raises(UserError, match=r"oversample needs weights loaded in flight, but .*name=hf cannot"):
