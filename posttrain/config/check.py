@@ -21,6 +21,7 @@ from posttrain.config.schema import leaves, lookup
 from posttrain.config.trainer import (
     COLOCATED_WORKERS,
     ROLLOUT_WORKERS,
+    continues_responses,
     divisors_of_workers,
     one_worker,
     rollout_workers_of,
@@ -29,6 +30,7 @@ from posttrain.config.trainer import (
 from posttrain.config.values import split_hint
 
 _ACTOR, _MODEL, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.model", "actor_rollout_ref.rollout"
+_OVERSAMPLE = f"{_ROLLOUT}.oversample"
 _MINI, _BATCH = f"{_ACTOR}.ppo_mini_batch_size", "data.train_batch_size"
 
 
@@ -292,6 +294,11 @@ def check_staleness(checked: Checked) -> Iterator[Finding]:
         what = f"`{key}={value}` generates while it trains, but the same workers do both."
         do = f"set {ROLLOUT_WORKERS}=1 or more, which only generate, or {key}={off}"
         yield checked.problem(what, do, key)
+    roles = getattr(checked.config, "actor_rollout_ref", None)
+    if roles and roles.rollout.oversample and not continues_responses(trainer):
+        what = f"`{_OVERSAMPLE}={roles.rollout.oversample:g}` leaves responses under way when weights change."
+        do = "set trainer.max_staleness to 2 or more (or to 1 with trainer.partial_rollout=True), or oversample=0"
+        yield checked.problem(what, do, _OVERSAMPLE)
 
 
 def check_colocated_workers(checked: Checked) -> Iterator[Finding]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gzip
+import json
 import os
 import re
 import shutil
@@ -608,6 +609,8 @@ def test_two_steps_off_weights_arrive_in_flight_and_the_log_repeats_it_to_the_bi
     first = runs.free("two off", (1, 2), given)
     assert max(line["rollout/age_max"] for line in first.metrics) == 2
     assert any(line["rollout/partial"] > 0 for line in first.metrics)
+    events = [json.loads(line) for line in (first.path / "events.jsonl").read_text().splitlines()]
+    assert {engine for line in events for engine in line.get("placed", [])} == {0, 1}
     copied = shutil.copytree(first.path, runs.folder / "two off again" / "test" / "run")
     for step in (4, 5):
         shutil.rmtree(copied / "checkpoints" / f"global_step_{step}")

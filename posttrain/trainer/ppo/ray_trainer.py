@@ -121,8 +121,12 @@ class RayPPOTrainer(WorkerClasses):
         )
         self._replace_rollout_workers()
         training = self.groups.training() if config.trainer.max_staleness else ()
-        self.pending = PendingBatches(config, self.experience, self.recorder.stage, training)
+        self.pending = PendingBatches(
+            config, self.experience, self.recorder.stage, training, prompts=self.sizes.prompts
+        )
         self.pending.log_events(self.run.path, say)
+        beside = (turns, self.reward_fn.pool)  # what works while the loop does something else
+        self.recorder.lanes += [part.lane for part in beside if part is not None]
         self.validator = None
         if val_dataset is not None:
             n = config.actor_rollout_ref.rollout.val_kwargs.n
@@ -313,23 +317,35 @@ class RayPPOTrainer(WorkerClasses):
         """A batch: prompts -> responses -> scores."""
         with self.recorder.stage("gen"):
             batch = self.pending.take(self.step)
+            while batch is None and self.pending.extra:  # at the beginning, or where many were too old
+                self._ask_ahead(self.sizes.prompts + self.pending.extra - self.pending.groups)
+                batch = self.pending.take(self.step)
             if batch is None:
                 batch = self._generate(self._next_prompts())
         return self._score(batch)
 
     def _start_next_rollout(self) -> None:
         """With `trainer.max_staleness`: have responses of so many next steps generated from here on."""
+        if self.pending.extra:
+            steps = min(self.pending.bound, self.sizes.total_steps - self.step - 1)
+            wanted = steps * self.sizes.prompts + self.pending.extra - self.group_filter.groups
+            if steps and wanted > self.pending.groups:
+                self._ask_ahead(wanted - self.pending.groups)
+            return
         while self._can_ask_ahead():
-            self.pending.start(self._next_prompts(), self.config.actor_rollout_ref.rollout.n)
+            self._ask_ahead(self.sizes.prompts)
+
+    def _ask_ahead(self, prompts: int) -> None:
+        self.pending.start(self._next_prompts(prompts), self.config.actor_rollout_ref.rollout.n)
 
     def _can_ask_ahead(self) -> bool:
         # The surplus of dynamic sampling is trained first: a batch that waits for it would grow older than the bound.
         ahead = len(self.pending) + self.group_filter.groups // self.sizes.prompts
         return ahead < self.config.trainer.max_staleness and self.step + 1 + ahead < self.sizes.total_steps
 
-    def _next_prompts(self) -> DataProto:
-        """The next prompts, each with a serial number and a uid of its own."""
-        rows = self.pending.next_rows(self.sampler.next_batch, self.sizes.prompts)
+    def _next_prompts(self, count: int | None = None) -> DataProto:
+        """The next prompts (those of a step, or `count`), each with a serial number and a uid of its own."""
+        rows = self.pending.next_rows(self.sampler.next_batch, count or self.sizes.prompts)
         prompts = collate([self.train_dataset[row] for row in rows], pad_token_id=self.tokenizer.pad_token_id)
         numbered = self.pending.note_asked(self.experience.number(prompts), rows, self.step)
         self.row_of_prompt = dict(zip(numbered.non_tensor_batch["uid"], rows, strict=True))

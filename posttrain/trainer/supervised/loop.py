@@ -54,13 +54,13 @@ class SupervisedRecorder(RunWriter):
     def finish_step(self, step: int, metrics: dict[str, float], validation: dict[str, float], epoch: float) -> None:
         """Metrics and the line of a finished step."""
         self.step = step
-        seconds = self.timing.get("update", 0.0)
+        times = self.take_times()
+        seconds = times.get("update", 0.0)
         logged = {NAMES.get(name, f"train/{name}"): value for name, value in metrics.items()}
         logged |= {"train/epoch": epoch, **validation}
-        logged |= {f"timing_s/{stage}": spent for stage, spent in self.timing.items()}
+        logged |= {f"timing_s/{stage}": spent for stage, spent in times.items()}
         logged |= self.take_background_times()
         logged |= {"perf/time_per_step": seconds, "perf/throughput": metrics["tokens"] / seconds if seconds else 0.0}
-        self.timing = {}
         quiet = "console" not in self.config.trainer.logger
         self.progress.step(join_within(self.task.pieces(logged), self.progress.room), loss=metrics["loss"], quiet=quiet)
         self.write_timeline(step)
