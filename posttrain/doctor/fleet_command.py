@@ -30,6 +30,8 @@ USUAL = {
     "data.max_response_length": 8192,
     "actor_rollout_ref.model.dtype": "bfloat16",
 }
+LORA_RANK = "actor_rollout_ref.model.lora_rank"
+DOUBLINGS = 3  # of the GPUs are tried where too few were given
 REJECTED = 6  # layouts that did not fit are named, the fastest ones
 
 
@@ -42,21 +44,41 @@ def main(args: Sequence[str]) -> int:
     options, settings = _options(args)
     constants = Constants.given(parse_assumed(options.assume))
     with model_path(options.model) as path:
-        resolved = _settings(path, settings)
-        config, planner = resolved.config, planner_for(resolved.config)
         words = f"a GPU of {options.gpu_gb:g} GiB" if options.gpu_gb else f"an H200 ({H200_GIB:g} GiB)"
         device = Device("cuda", int((options.gpu_gb or H200_GIB) * GIB), words, hopper=not options.gpu_gb)
-        model = planner.count(config, device, "actor", ModelCosts.of)
-        work = work_of(config, options.mean_response)
-        pricing = Pricing(model, work, constants, options.gpus_per_machine)
-        found = Search(config, resolved.explicit, planner, device, pricing).run(options.gpus)
+        search = _search(options, _settings(path, settings), device, constants)
+        found, pricing = search.run(options.gpus), search.pricing
         if chosen := found.chosen:
             constants.used.clear()  # the constants of this layout are printed, not those of all that were tried
             pricing.of(chosen.layout)
-    print_text(
-        "\n".join([*_head(options, model, work, device), "", *_body(found, options, device), *_constants(constants)])
-    )
+            body = _body(found, chosen, options, device)
+        else:
+            adapters = _settings(path, [f"{LORA_RANK}=32", *settings])  # unless a rank is given
+            instead = _search(options, adapters, device, constants)
+            body = ["No layout fits.", *_what_would(search, instead, options), *_why_not(found, None), ""]
+    head = _head(options, pricing.model, pricing.work, device)
+    print_text("\n".join([*head, "", *body, *_constants(constants)]))
     return 0 if found.chosen else 1
+
+
+def _search(options: argparse.Namespace, resolved: Resolved, device: Device, constants: Constants) -> Search:
+    config, planner = resolved.config, planner_for(resolved.config)
+    model = planner.count(config, device, "actor", ModelCosts.of)
+    pricing = Pricing(model, work_of(config, options.mean_response), constants, options.gpus_per_machine)
+    return Search(config, resolved.explicit, planner, device, pricing)
+
+
+def _what_would(search: Search, with_lora: Search, options: argparse.Namespace) -> list[str]:
+    """What was tried instead, and fits."""
+    lines, gpus, machine = [], options.gpus, options.gpus_per_machine
+    if chosen := with_lora.run(gpus).chosen:
+        lines.append(f"  {LORA_RANK}=32: {chosen.layout.words()}, {chosen.costs.seconds:.1f} s a step")
+    for _ in range(DOUBLINGS):
+        gpus = gpus * 2 if gpus * 2 <= machine else math.ceil(gpus * 2 / machine) * machine
+        if chosen := search.run(gpus).chosen:
+            lines.append(f"  --gpus {gpus}: {chosen.layout.words()}, {chosen.costs.seconds:.1f} s a step")
+            break
+    return ["These fit:", *lines] if lines else [f"With {gpus} GPUs none does either."]
 
 
 def _options(args: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -142,10 +164,7 @@ def _head(options: argparse.Namespace, model: ModelCosts, work: Work, device: De
     ]
 
 
-def _body(found: Found, options: argparse.Namespace, device: Device) -> list[str]:
-    chosen = found.chosen
-    if chosen is None:
-        return ["No layout fits.", *_why_not(found, None), ""]
+def _body(found: Found, chosen: Tried, options: argparse.Namespace, device: Device) -> list[str]:
     lines = [f"Proposed: {chosen.layout.words()}", *_as_settings(chosen, options.gpus_per_machine), ""]
     lines += [*_memory(chosen, device), "", *_time(chosen.costs), "", *_links(chosen.costs), ""]
     lines += [_saturation(chosen.costs), ""]

@@ -45,8 +45,9 @@ def add_adapters(
         task_type="CAUSAL_LM" if hasattr(model, "prepare_inputs_for_generation") else None,
         **{name: value for name, value in (more or {}).items() if name in _FROM_FILES and value},
     )
-    with warnings.catch_warnings():  # about tied heads and transposed layers, which are handled here
-        warnings.filterwarnings("ignore", message="Model has `tie_word_embeddings=True`|fan_in_fan_out is set to")
+    with warnings.catch_warnings():  # about tied heads and transposed layers, handled here, and a name that peft uses
+        about = "Model has `tie_word_embeddings=True`|fan_in_fan_out is set to|`is_gradient_checkpointing` is"
+        warnings.filterwarnings("ignore", message=about)
         empty = next(model.parameters()).is_meta  # then the adapters stay on the meta device too, and nothing is drawn
         adapted = get_peft_model(model, settings, low_cpu_mem_usage=empty)  # pyright: ignore
     for name in whole:

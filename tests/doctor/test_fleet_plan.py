@@ -200,6 +200,14 @@ def test_what_does_not_fit_is_named_with_its_stage(capsys):
     assert "colocated: fsdp" in text and "GiB of 36.00 GiB" in text
 
 
+def test_where_no_layout_fits_adapters_and_more_gpus_are_tried(capsys):
+    seven = ["--gpus", "1", "--model", "7b"]
+    status, text = said(capsys, *seven)
+    assert status == 1 and "lora_rank=32: colocated: fsdp" in text and "--gpus 2: colocated: fsdp" in text
+    status, text = said(capsys, *seven, "actor_rollout_ref.model.lora_rank=0")  # given: it stays
+    assert status == 1 and "lora_rank=32" not in text and "--gpus 2: colocated: fsdp" in text
+
+
 @pytest.mark.parametrize(
     ("args", "words"),
     [

@@ -92,7 +92,7 @@ class Layout:
         cut = "".join(f" {name} {size}" for name, size in sizes.items() if size > 1)
         where = f"{self.training} train + {self.generating} generate" if self.generating else "colocated"
         recomputing = ", checkpointing" if self.checkpointing else ""
-        copies = f", {self.copies} copies" if self.strategy == "megatron" else ""
+        copies = f", {self.copies} {'copy' if self.copies == 1 else 'copies'}" if self.strategy == "megatron" else ""
         ahead = ", one step ahead" if self.ahead else ""
         engine = f"{self.engine} tensor {self.rollout_tensor}"
         return f"{where}: {self.strategy}{cut}{copies}{recomputing}; rollout {engine}{ahead}"

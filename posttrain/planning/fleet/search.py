@@ -72,6 +72,7 @@ class Search:
         self.found = Found()
 
     def run(self, gpus: int) -> Found:
+        self.found = Found()
         for kind in (COLOCATED, APART, AHEAD):
             self._best_of(kind, self._layouts(gpus, kind))
         return self.found
