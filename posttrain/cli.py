@@ -54,9 +54,14 @@ PLAN_USAGE = """usage: posttrain plan [--gpu_gb N] [key=value] ...              
        posttrain plan [--gpu_gb N] train [--flag VALUE] ...     as train.sh reads it
        posttrain plan [--gpu_gb N] sft [key=value] ...          as posttrain sft reads it
        posttrain plan [--gpu_gb N] reward-model [key=value] ... as posttrain reward-model reads it
+       posttrain plan --gpus N --model NAME [--assume NAME=VALUE] [key=value] ...   for many GPUs
 
 Predicts the memory of a run by role and stage, without loading weights, for a GPU of N GiB or for the device here.
-The exit status is 1 if it does not fit."""
+The exit status is 1 if it does not fit.
+
+With --gpus: proposes a layout that fits, and computes memory, bytes by link, time by stage and what saturates first
+from constants that it prints. NAME is a size (70b, 235b-a22b), a config.json or its folder. Further options:
+  --gpus_per_machine 8   --gpu_gb 139.8 (an H200)   --mean_response TOKENS (default: data.max_response_length)"""
 
 
 def explain(args: Arguments) -> int:

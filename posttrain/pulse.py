@@ -3,14 +3,18 @@
 `work(unit, total)` opens a stretch of work, `advance` counts inside it. A loop that runs inside another one of the same
 unit counts into the outer one (the mini-batches of an update, the batches of a validation); one of another unit inside
 it is not shown. Nothing here is needed to compute: without a reader the counts are thrown away.
+
+A `Lane` notes when work beside the loop went on, such as that of reward workers, for the timeline of a run.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass
@@ -97,3 +101,51 @@ def work(unit: str, total: int, *, most_tokens: int = 0) -> Iterator[Work]:
             _usual[unit] = own.tokens / own.done
     finally:
         _now = None
+
+
+NEIGHBOURS_S = 0.05  # spans with less than this between them are one
+SHORTEST_S = 0.001
+
+
+class Lane:
+    """When at least one item of some work was under way, as [stage, begin, seconds, lane]. Any thread may write it."""
+
+    def __init__(self, stage: str, name: str) -> None:
+        self.stage, self.name = stage, name
+        self._lock = threading.Lock()
+        self._since: float | None = None
+        self._spans: list[tuple[float, float]] = []
+
+    def note(self, is_busy: bool) -> None:
+        """From now on something is under way, or nothing is."""
+        with self._lock:
+            if is_busy and self._since is None:
+                self._since = time.time()
+            elif not is_busy and self._since is not None:
+                self._add(self._since, time.time())
+                self._since = None
+
+    def add(self, begun: float, ended: float) -> None:
+        """Something was under way from then to then, by `time.time()`."""
+        with self._lock:
+            self._add(begun, ended)
+
+    def _add(self, begun: float, ended: float) -> None:
+        # Work comes in many short pieces: without joining neighbours a step would have thousands of them.
+        if self._spans and begun - self._spans[-1][1] < NEIGHBOURS_S:
+            begun = self._spans.pop()[0]
+        self._spans.append((begun, ended))
+
+    def take(self) -> list[list[Any]]:
+        """The spans since the last call; what is still under way is cut here, and continues in the next call."""
+        with self._lock:
+            if self._since is not None:
+                now = time.time()
+                self._add(self._since, now)
+                self._since = now
+            taken, self._spans = self._spans, []
+        return [
+            [self.stage, round(begun, 4), round(ended - begun, 4), self.name]
+            for begun, ended in taken
+            if ended - begun >= SHORTEST_S
+        ]

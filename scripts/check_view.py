@@ -34,7 +34,8 @@ CARDS = "document.querySelectorAll('.card').length > 0"
 PAGES = {
     "overview": ("#/overview", CHARTS),
     "samples": ("#/samples?colour=logprob", "document.querySelector('.tokens')"),
-    "health": ("#/health", "document.querySelector('.timeline')"),
+    "health": ("#/health", "document.querySelector('.facts')"),
+    "timeline": ("#/timeline", "document.querySelector('.timeline')"),
     "runs": ("#/runs", "document.querySelector('.runs-table td')"),
     "settings": ("#/settings", "document.querySelector('.settings td')"),
 }
@@ -207,13 +208,14 @@ def first_search(check: Check, words: str) -> None:
 
 
 def health(check: Check) -> None:
-    check.first_paint("health", "#/health", "document.querySelectorAll('.timeline').length > 0")
+    check.first_paint("health", "#/health", "document.querySelectorAll('.facts').length > 0")
+    check.first_paint("timeline", "#/timeline", "document.querySelectorAll('.timeline').length > 0")
     check.time(
         "earlier stages",
         INTERACTION,
         "[...document.querySelectorAll('button')].find((b) => b.textContent === 'earlier').click()",
         "location.hash.includes('last=')",
-        page="health",
+        page="timeline",
     )
 
 

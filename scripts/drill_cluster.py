@@ -313,9 +313,8 @@ def killed(drill: Drill, nodes: Nodes) -> None:
     with subprocess.Popen(drill.machines.on(0, line), env=env, stdout=subprocess.PIPE, text=True) as run:
         assert run.stdout is not None
         next((said for said in run.stdout if said.startswith("step 2/")), None)
-        at_work = nodes.ranks()
+        at_work, began = nodes.ranks(), time.monotonic()
         run.kill()
-    began = time.monotonic()
     while nodes.ranks() and time.monotonic() - began < ALLOWED_S:
         time.sleep(0.1)
     gone, free = time.monotonic() - began, "0"

@@ -1,14 +1,15 @@
 #!/usr/bin/env python3
 """Kills and stops workers of small runs at seeded moments, and compares what comes of them with undisturbed runs.
 
-    python scripts/drill_recovery.py OUT [--runs 20] [--seed 1] [--layouts colocated,critic,...] [--steps 12]
+    python scripts/drill_recovery.py OUT [--runs 20] [--seed 1] [--layouts colocated,critic,...] [--disturbances 12]
     python scripts/drill_recovery.py OUT --table        # the table of all runs recorded in OUT
 
-Each run is disturbed up to four times: SIGKILL or SIGSTOP to a rank, a rollout worker or a reward worker, at a random
-moment of a step or while workers are loaded. In the layout `disk` a small file system is filled instead, which ends the
-run with advice; the disk is freed, and the same command goes on (needs root, to mount it). The command must end with
-status 0; weights, optimizer and metrics must be bitwise those of the undisturbed run; and no process, file of shared
-memory or folder of Ray may be left. OUT must have a short path: Ray's sockets are below it. A run takes a minute.
+Each run is disturbed up to `--disturbances` times: SIGKILL or SIGSTOP to a rank, a rollout worker or a reward worker,
+at a random moment of a step or while workers are loaded. In the layout `disk` a small file system is filled instead,
+which ends the run with advice; the disk is freed, and the same command goes on (needs root, to mount it). The command
+must end with status 0; weights, optimizer and metrics must be bitwise those of the undisturbed run; and no process,
+snapshot in shared memory or folder of Ray may be left. OUT must have a short path: Ray's sockets are below it. A
+disturbance takes a quarter of a minute.
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ class Disturbance:
     signal: str
     stage: str = ""
     seconds: float = 0.0
+    alone: bool = False  # whether it was replaced while the others went on
 
 
 @dataclass
@@ -63,6 +65,7 @@ class Record:
     status: int | None = None
     seconds: float = 0.0
     problems: list[str] = field(default_factory=list)
+    apart: float = 0.0  # how far weights are from those of the undisturbed run, where the number of ranks has changed
 
 
 def main() -> None:
@@ -70,11 +73,12 @@ def main() -> None:
     parser.add_argument("out", type=Path, help="a folder with a short path; what is there is added to")
     parser.add_argument("--runs", type=int, default=20)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--disturbances", type=int, default=12, help="of a run, at most; a full disk is one of its own")
     parser.add_argument("--layouts", default=",".join(LAYOUTS))
     parser.add_argument("--table", action="store_true", help="only print the table")
     options = parser.parse_args()
-    drill = Drill(options.out.resolve(), options.steps)
+    drill = Drill(options.out.resolve(), options.steps, options.disturbances)
     if not options.table:
         layouts = options.layouts.split(",")
         for number in range(options.runs):
@@ -86,9 +90,9 @@ def main() -> None:
 
 def print_table(records: list[dict[str, Any]]) -> None:
     print(
-        "| layout | runs | disturbed | SIGKILL | SIGSTOP | whom | in stage | seconds to notice | runs with problems |"
+        "| layout | runs | disturbed | SIGKILL | SIGSTOP | whom | in stage | replaced alone | seconds | failed runs |"
     )
-    print("|---|---|---|---|---|---|---|---|---|")
+    print("|---|---|---|---|---|---|---|---|---|---|")
     for layout in dict.fromkeys(record["layout"] for record in records):
         own = [record for record in records if record["layout"] == layout]
         all_of = [one for record in own for one in record["disturbances"]]
@@ -98,7 +102,8 @@ def print_table(records: list[dict[str, Any]]) -> None:
         whom, where = (", ".join(f"{what} {n}" for what, n in of.most_common() if what) for of in (roles, stages))
         problems = sum(bool(record["problems"]) for record in own)
         numbers = f"{len(own)} | {len(all_of)} | {kinds['SIGKILL']} | {kinds['SIGSTOP']}"
-        print(f"| {layout} | {numbers} | {whom} | {where} | {middle} | {problems} |")
+        alone = sum(one.get("alone", False) for one in all_of)
+        print(f"| {layout} | {numbers} | {whom} | {where} | {alone} | {middle} | {problems} |")
     for record in records:
         for problem in record["problems"]:
             print(f"! {record['layout']} {record['seed']}: {problem}")
@@ -107,9 +112,10 @@ def print_table(records: list[dict[str, Any]]) -> None:
 class Drill:
     """The folders, the commands, and the checks."""
 
-    def __init__(self, out: Path, steps: int) -> None:
-        self.out, self.steps, self.log = out, steps, out / "records.jsonl"
+    def __init__(self, out: Path, steps: int, disturbances: int) -> None:
+        self.out, self.steps, self.disturbances, self.log = out, steps, disturbances, out / "records.jsonl"
         self.rays, self.disk = out / "ray", out / "disk"
+        self.snapshots: set[str] = set()  # folders of the run in shared memory
         if not (out / "tiny").exists():
             from posttrain.data.recipes.arithmetic import arithmetic_rows, write_files
             from posttrain.models.embedded import write_model
@@ -168,7 +174,8 @@ class Drill:
 
     def run(self, layout: str, seed: int) -> Record:
         straight, rng, record = self.undisturbed(layout), random.Random(f"{layout} {seed}"), Record(layout, seed)
-        shared, name, started = set(os.listdir("/dev/shm")), f"{layout}-{seed}", time.monotonic()
+        name, started = f"{layout}-{seed}", time.monotonic()
+        self.snapshots.clear()
         root = self.disk if layout == "disk" else self.out / "runs"
         folder = root / "drill" / name
         if layout == "disk":
@@ -178,11 +185,11 @@ class Drill:
             if layout == "disk":
                 process = self.fill(process, folder, name, rng, record, seen)
             else:
-                for _ in range(rng.randint(2, 4)):
-                    self.disturb(process, folder, self.out / f"{name}.log", rng, record, seen)
+                for _ in range(self.disturbances):
+                    self.disturb(process, folder, rng, record, seen)
             self.finish(process, record, seen)
             self.compare(folder, straight, record)
-            self.look_for_leftovers(record, seen, shared)
+            self.look_for_leftovers(record, seen)
         finally:
             if layout == "disk":
                 subprocess.run(["umount", "-l", str(self.disk)], check=True)
@@ -191,11 +198,25 @@ class Drill:
             log.write(json.dumps(asdict(record)) + "\n")
         return record
 
+    def workers_of(self, process: subprocess.Popen[bytes], role: str) -> list[int]:
+        return workers_of(process.pid, role)
+
+    def wait_for_a_moment(
+        self, process: subprocess.Popen[bytes], folder: Path, rng: random.Random, seen: set[int], *, loading: bool
+    ) -> bool:
+        """Some moment of a step, or while workers are loaded; False if the run has ended."""
+        lines, wanted = count_lines(folder), rng.randint(1, 2)
+        if not self.wait(process, seen, lambda: bool(self.workers_of(process, "rank"))):
+            return False
+        if not loading and not self.wait(process, seen, lambda: count_lines(folder) >= min(lines + wanted, self.steps)):
+            return False
+        time.sleep(rng.random() * (4.0 if loading else 0.4))
+        return process.poll() is None
+
     def disturb(
         self,
         process: subprocess.Popen[bytes],
         folder: Path,
-        log: Path,
         rng: random.Random,
         record: Record,
         seen: set[int],
@@ -203,30 +224,38 @@ class Drill:
         """Wait for a moment, send a signal to a worker, and wait until the run has reacted."""
         role = "reward worker" if rng.random() < 0.15 else "rank"
         number = rng.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP])
-        lines, wanted, loading = count_lines(folder), rng.randint(1, 4), rng.random() < 0.2
-        if not self.wait(process, seen, lambda: bool(workers_of(process.pid, "rank"))):
+        if not self.wait_for_a_moment(process, folder, rng, seen, loading=rng.random() < 0.15):
             return
-        if not loading and not self.wait(process, seen, lambda: count_lines(folder) >= min(lines + wanted, self.steps)):
+        targets = self.workers_of(process, role)
+        if not targets:
             return
-        time.sleep(rng.random() * (4.0 if loading else 0.4))
-        targets = workers_of(process.pid, role)
-        if process.poll() is not None or not targets:
-            return
-        target = rng.choice(targets)
-        one, before, sent = Disturbance(role, number.name), log.read_text().count("Restart "), time.monotonic()
+        one, before, sent = Disturbance(role, number.name), len(pages_of(folder)), time.monotonic()
         try:
-            os.kill(target, number)
+            os.kill(rng.choice(targets), number)
         except ProcessLookupError:
             return
         record.disturbances.append(one)
         if role == "rank":
-            self.wait(process, seen, lambda: log.read_text().count("Restart ") > before)
-            one.seconds = round(time.monotonic() - sent, 1)
-            pages = sorted((folder / "incidents").glob("*.md"))
-            if process.poll() is None and pages:
-                page = pages[-1].read_text()
-                one.stage = page.partition("stage: ")[2].split("\n")[0]
-                one.role = "rollout worker" if page.startswith(f"# Incident {len(pages)}: Rollout") else "rank"
+            self.note(process, folder, one, before, sent, seen)
+
+    def note(
+        self,
+        process: subprocess.Popen[bytes],
+        folder: Path,
+        one: Disturbance,
+        before: int,
+        sent: float,
+        seen: set[int],
+    ) -> None:
+        """Wait for the page of the incident, and keep what it says."""
+        self.wait(process, seen, lambda: len(pages_of(folder)) > before)
+        one.seconds = round(time.monotonic() - sent, 1)
+        if len(pages := pages_of(folder)) > before:
+            page = pages[-1].read_text()
+            one.stage = page.partition("stage: ")[2].split("\n")[0]
+            one.alone = "Replacement " in page
+            if one.role == "rank" and page.startswith(f"# Incident {len(pages)}: Rollout"):
+                one.role = "rollout worker"
 
     def fill(
         self,
@@ -257,7 +286,10 @@ class Drill:
         """False if the run has ended, or the time has."""
         end = time.monotonic() + GIVE_UP_S
         while process.poll() is None and time.monotonic() < end:
-            seen.update(descendants(process.pid))
+            for pid in descendants(process.pid):
+                if pid not in seen:
+                    seen.add(pid)
+                    self.snapshots |= snapshots_of(pid)
             if until():
                 return True
             time.sleep(0.1)
@@ -284,18 +316,31 @@ class Drill:
         if metrics_of(ours) != metrics_of(theirs):
             record.problems.append("metrics.jsonl differs")
 
-    def look_for_leftovers(self, record: Record, seen: set[int], shared: set[str]) -> None:
-        # Other programs of this machine may use shared memory for a while, too.
+    def look_for_leftovers(self, record: Record, seen: set[int]) -> None:
         end = time.monotonic() + 30
         left: list[str] = []
         while time.monotonic() < end:
             left = [f"process {pid}" for pid in seen if is_alive(pid)]
-            left += [f"/dev/shm/{name}" for name in os.listdir("/dev/shm") if name not in shared]
+            left += [folder for folder in self.snapshots if Path(folder).exists()]
             left += [str(path) for path in self.rays.glob("posttrain-*")]
             if not left:
                 return
             time.sleep(0.2)
         record.problems.append(f"left: {', '.join(left[:5])}")
+
+
+def snapshots_of(pid: int) -> set[str]:
+    """Folders in shared memory that this process watches over: other runs of this machine have theirs there, too."""
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")
+    except OSError:
+        return set()
+    return {word for word in words if word.startswith("/dev/shm/")}
+
+
+def pages_of(folder: Path) -> list[Path]:
+    """Of the incidents of a run, in order."""
+    return sorted((folder / "incidents").glob("*.md"))
 
 
 def workers_of(pid: int, role: str) -> list[int]:

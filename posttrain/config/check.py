@@ -21,8 +21,8 @@ from posttrain.config.schema import leaves, lookup
 from posttrain.config.trainer import (
     COLOCATED_WORKERS,
     ROLLOUT_WORKERS,
-    SEQUENCE_SIZES,
-    SHARD_SIZES,
+    continues_responses,
+    divisors_of_workers,
     one_worker,
     rollout_workers_of,
     workers_of,
@@ -30,6 +30,7 @@ from posttrain.config.trainer import (
 from posttrain.config.values import split_hint
 
 _ACTOR, _MODEL, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.model", "actor_rollout_ref.rollout"
+_OVERSAMPLE = f"{_ROLLOUT}.oversample"
 _MINI, _BATCH = f"{_ACTOR}.ppo_mini_batch_size", "data.train_batch_size"
 
 
@@ -293,6 +294,11 @@ def check_staleness(checked: Checked) -> Iterator[Finding]:
         what = f"`{key}={value}` generates while it trains, but the same workers do both."
         do = f"set {ROLLOUT_WORKERS}=1 or more, which only generate, or {key}={off}"
         yield checked.problem(what, do, key)
+    roles = getattr(checked.config, "actor_rollout_ref", None)
+    if roles and roles.rollout.oversample and not continues_responses(trainer):
+        what = f"`{_OVERSAMPLE}={roles.rollout.oversample:g}` leaves responses under way when weights change."
+        do = "set trainer.max_staleness to 2 or more (or to 1 with trainer.partial_rollout=True), or oversample=0"
+        yield checked.problem(what, do, _OVERSAMPLE)
 
 
 def check_colocated_workers(checked: Checked) -> Iterator[Finding]:
@@ -310,17 +316,39 @@ def check_colocated_workers(checked: Checked) -> Iterator[Finding]:
 
 def check_sizes(checked: Checked) -> Iterator[Finding]:
     """Sizes that do not divide the workers. One worker has nothing to cut its weights over, which is only noted."""
-    shards, sequences = ("fsdp.fsdp_size",), ("fsdp.ulysses_sequence_parallel_size",)
-    if hasattr(checked.config, "actor_rollout_ref"):
-        shards, sequences = SHARD_SIZES, SEQUENCE_SIZES
     workers = workers_of(checked.config)
-    for key in (*shards, *sequences):
-        size = lookup(checked.config, key)
-        if size < 1 or workers % size == 0 or (key in shards and workers == 1):
+    for key, size in divisors_of_workers(checked.config).items():
+        if workers % size == 0:
             continue
         what = f"`{key}={size}` does not divide the {workers} worker(s) of the run (trainer.n_gpus_per_node x nnodes)."
         fitting = ", ".join(str(count) for count in range(1, workers + 1) if workers % count == 0)
         yield checked.problem(what, f"set {key} to one of {fitting}, or another number of workers", key)
+
+
+def check_fewer_machines(checked: Checked) -> Iterator[Finding]:
+    """A layout that the fewest machines of the run could not have."""
+    key, trainer = "trainer.min_nnodes", checked.config.trainer
+    least = trainer.min_nnodes
+    if least is None:
+        return
+    workers, name = least * trainer.n_gpus_per_node, f"`{key}={least}`"
+    engine = "actor_rollout_ref.actor.strategy" if hasattr(checked.config, "actor_rollout_ref") else "fsdp.strategy"
+    if least > trainer.nnodes:
+        what = f"{name} is more than trainer.nnodes={trainer.nnodes}."
+        yield checked.problem(what, "set it to the fewest machines that the run may go on with", key, "trainer.nnodes")
+    if trainer.max_restarts == 0:
+        what = f"{name} goes on after a lost machine, but trainer.max_restarts=0 ends the run."
+        yield checked.problem(what, "remove one of them", key, "trainer.max_restarts")
+    if lookup(checked.config, engine) == "megatron":
+        what = f"{name} with {engine}=megatron: its checkpoints have not been tried on other numbers of ranks."
+        yield checked.problem(what, f"set {engine}=fsdp2, or remove {key}", key, engine)
+    sizes = divisors_of_workers(checked.config)
+    if hasattr(checked.config, "actor_rollout_ref") and lookup(checked.config, COLOCATED_WORKERS) > workers:
+        sizes[COLOCATED_WORKERS] = lookup(checked.config, COLOCATED_WORKERS)
+    for other, size in sizes.items():
+        if workers % size:
+            what = f"{name} leaves {workers} worker(s), too few for {other}={size} or no multiple of it."
+            yield checked.problem(what, f"raise {key}, or lower {other}", key, other)
 
 
 def check_quantization(checked: Checked) -> Iterator[Finding]:
@@ -412,6 +440,7 @@ PPO_CHECKS = (
     check_resume,
     check_quantization,
     check_sizes,
+    check_fewer_machines,
     check_staleness,
     check_exact,
     check_router_replay,

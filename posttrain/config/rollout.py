@@ -104,6 +104,10 @@ class RolloutConfig(Section):
     n_workers: int = setting(0, range=ZERO_OR_MORE)
     """Workers that only generate, each on a device of its own, while those of `trainer` only train; 0: the same workers
     do both."""
+    oversample: float = setting(0.0, range=ZERO_OR_MORE)
+    """Long tails: keep this share of a step's prompts under way beyond what `trainer.max_staleness` allows, and train
+    the first groups that are whole. Others are trained later, or dropped and asked for again once they are too old:
+    this prefers short responses. Needs partial rollout; see docs/asynchronous.md."""
     colocated_workers: int = setting(0, range=ZERO_OR_MORE)
     """How many of the workers that train also generate: the first so many; 0: all of them."""
     weight_sync: str = setting("auto", choices=("auto", "ipc", "nccl", "gloo", "ray"), idle=_COLOCATED)

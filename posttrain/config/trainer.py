@@ -6,6 +6,7 @@ Also where a run runs: its workers, keys that count them, and the GPUs of this m
 from __future__ import annotations
 
 from dataclasses import field
+from operator import attrgetter
 from typing import Any
 
 from posttrain.config.model import NO_ADAPTERS
@@ -131,6 +132,26 @@ def generating_workers_of(config: Any) -> int:
     return rollout.n_workers or rollout.colocated_workers or workers_of(config)
 
 
+def divisors_of_workers(config: Any) -> dict[str, int]:
+    """By key, the sizes that must divide the number of workers that train: those of FSDP groups, of which a worker
+    alone has none, and of sequence-parallel groups."""
+    shards, sequences = ("fsdp.fsdp_size",), ("fsdp.ulysses_sequence_parallel_size",)
+    if hasattr(config, "actor_rollout_ref"):
+        shards, sequences = SHARD_SIZES, SEQUENCE_SIZES
+    keys = (*(() if one_worker(config) else shards), *sequences)
+    return {key: size for key in keys if (size := attrgetter(key)(config)) >= 1}
+
+
+def machines_for(config: Any, most: int) -> int | None:
+    """The largest number of machines, up to `most` and from `trainer.min_nnodes` on, whose workers the sizes divide."""
+    least, each = config.trainer.min_nnodes, config.trainer.n_gpus_per_node
+    if least is None:
+        return None
+    sizes = divisors_of_workers(config).values()
+    fitting = (count for count in range(most, least - 1, -1) if not any(count * each % size for size in sizes))
+    return next(fitting, None)
+
+
 def one_worker(config: Any) -> bool:
     """Whether no more than one process trains."""
     return workers_of(config) == 1
@@ -148,7 +169,8 @@ def runs_on_cpu(config: Any) -> bool:
 
 ON_CPU = Idle("the run is on the CPU", runs_on_cpu)
 DETERMINISTIC_ON_CPU = Idle("runs on the CPU are deterministic anyway", runs_on_cpu)
-WITHOUT_RAY = Idle("the run has one worker, which needs no Ray", one_worker)
+WITHOUT_RAY = Idle("the run has one worker, which needs no Ray", one_process)
+ONE_MACHINE = Idle("the run has one machine", lambda config: config.trainer.nnodes == 1)
 UNSHARDED = Idle("the run has one worker, which holds the whole model", one_worker)
 
 
@@ -204,6 +226,9 @@ class RunConfig(Section):
     """Worker processes per node, one per GPU (or per CPU process)."""
     nnodes: int = setting(1, range=ONE_OR_MORE)
     """Machines of a Ray cluster, which `RAY_ADDRESS` names; each has `n_gpus_per_node` workers."""
+    min_nnodes: int | None = setting(None, range=ONE_OR_MORE, idle=ONE_MACHINE)
+    """Go on with fewer machines, at least so many, when one is lost and none takes its place within
+    `trainer.placement_timeout_s`; null ends the run instead. For several machines."""
     ray_init: dict[str, Any] = setting(factory=dict, idle=WITHOUT_RAY)
     """Arguments of `ray.init`, which Ray itself checks, e.g. `{num_cpus: 8}`; for several workers."""
     placement_timeout_s: float = setting(300.0, range=POSITIVE, idle=WITHOUT_RAY)

@@ -14,6 +14,7 @@ from typing import Any
 from posttrain.config.check import (
     PPO_CHECKS,
     check_choices,
+    check_fewer_machines,
     check_quantization,
     check_ranges,
     check_ray,
@@ -275,7 +276,16 @@ def _notes(checked: Checked) -> Iterator[Finding]:
         yield "No validation file is set (data.val_files): the run makes no validation."
 
 
-_CHECKS = (check_choices, check_ranges, check_resume, check_quantization, check_sizes, check_ray, _notes)
+_CHECKS = (
+    check_choices,
+    check_ranges,
+    check_resume,
+    check_quantization,
+    check_sizes,
+    check_fewer_machines,
+    check_ray,
+    _notes,
+)
 
 SFT = Tree(
     SFTConfig,

@@ -234,6 +234,20 @@ class FirstRanks(GroupView):
         return self.group._send_same(ranks, name, arguments)
 
 
+class OneRank(GroupView):
+    """One rank of a group, as a group of its own."""
+
+    def __init__(self, group: WorkerGroup, number: int) -> None:
+        super().__init__(group, 1)
+        self.number = number
+
+    def _send(self, rank: int, name: str, arguments: tuple[Any, ...]) -> Future[Any]:
+        return self.group._send(self.number, name, arguments)
+
+    def _send_answer(self, rank: int, name: str, answer: Future[Any], arguments: tuple[Any, ...]) -> Future[Any]:
+        return self.group._send_answer(self.number, name, answer, arguments)
+
+
 class Teams(GroupView):
     """A group in which every `size` neighbouring ranks count as one. All ranks of a team get the same calls in the same
     order, because they meet in collectives. A team's answer is that of its first rank, or the first error of any."""

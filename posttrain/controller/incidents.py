@@ -35,6 +35,7 @@ class WorkerDied(UserError):
 
     what = "died"
     who = ""
+    worker = ""  # the rank's name where one alone was lost: `rank 0`, `rollout 1`
     incident: Incident | None = None  # what was known at that moment
     # Whether new workers would meet the same end. Then the run is not continued by itself.
     recurs = False
@@ -44,6 +45,12 @@ class PeerLost(WorkerDied):
     """A worker could not talk to the others, though all of them are alive."""
 
     what = "lost its connection"
+
+
+class NoRoom(UserError):
+    """Ray had no room for the workers of the run within the time given."""
+
+    machines = 0  # that had room for their workers, where it is those that train
 
 
 # What lowers the memory of workers, of a role and of others.

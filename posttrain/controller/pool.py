@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from posttrain.controller.group import Future, WorkerGroup
+from posttrain.controller.incidents import WorkerDied
 
 _RESET, _STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
 
@@ -95,6 +96,19 @@ class Workers(ABC):
     @abstractmethod
     def create(self, role: str, worker: type, *arguments: Any, **named: Any) -> WorkerGroup:
         """A worker of this class on every rank, made with these arguments."""
+
+    def replace_rollout_workers(self) -> bool:
+        """From now on a rollout worker that is lost can be replaced while the others go on. False where not."""
+        return False
+
+    def lost_rollout(self, death: WorkerDied) -> int:
+        """The number of the rollout worker that was lost. Raises `death` where that was another, or its machine is gone
+        too."""
+        raise death
+
+    def replace(self, number: int) -> None:
+        """A new process in the place of this rollout worker, with the roles that it had; without models yet."""
+        raise NotImplementedError(f"{type(self).__name__} has no processes for rollout alone")
 
     def spans(self) -> list[list[Any]]:
         """[method, when it began, its seconds, who] of the ranks' work since the last time; none where the caller's own

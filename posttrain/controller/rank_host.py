@@ -19,7 +19,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec
 
@@ -193,6 +193,12 @@ class RankHost:
         prepare = unpack(parcel)
         if prepare is not None:
             prepare()
+
+    @packed
+    def lend_store(self, owner: Any) -> None:
+        """What this process keeps belongs to the actor `owner` from now on: it is not lost with this process."""
+        if in_ray():
+            use_store(partial(put_block, owner=owner))
 
     @packed
     def build(self, role: str, parcel: Parcel) -> None:

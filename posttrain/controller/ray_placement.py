@@ -22,16 +22,13 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from posttrain import cores
+from posttrain.controller.incidents import NoRoom
 from posttrain.controller.ray_cluster import ITSELF, Machine
-from posttrain.errors import UserError
 
 QUIET_S = 3.0  # of waiting before the user reads about it: a group that fits is there within a second
 TIMEOUT = "trainer.placement_timeout_s"
+TRAINING = "training"
 _LONGEST_COMMAND = 80
-
-
-class NoRoom(UserError):
-    """Ray had no room for the workers of the run within the time given."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +82,7 @@ def training_pool(device: str, machines: int, each: int, share: float = 1.0) -> 
     # One machine: STRICT_PACK, the only strategy that Ray can give a preferred machine, which is the driver's own.
     strategy = "STRICT_SPREAD" if machines > 1 else "STRICT_PACK"
     settings = f"trainer.nnodes={machines}, trainer.n_gpus_per_node={each}"
-    return Pool("training", _resource(device), machines, each, strategy, settings, share)
+    return Pool(TRAINING, _resource(device), machines, each, strategy, settings, share)
 
 
 def rollout_pool(device: str, workers: int, team: int = 1, share: float = 1.0) -> Pool:
@@ -150,7 +147,10 @@ class Placement:
         while not group.wait(1):
             now = time.monotonic()
             if now > self._until:
-                raise NoRoom(no_room(pool, self._wait_s, Resources.now(pool.resource)))
+                facts = Resources.now(pool.resource)
+                full = NoRoom(no_room(pool, self._wait_s, facts))
+                full.machines = fitting(pool, facts) if pool.name == TRAINING else 0
+                raise full
             if not told and now > begun + QUIET_S:
                 told = True
                 facts = Resources.now(pool.resource)
@@ -270,15 +270,19 @@ def _job_words(job: str, known: Mapping[str, Mapping[str, Any]]) -> str:
     return f"job {job} (process {facts['DriverPid']} on {facts['DriverIPAddress']}: {short})"
 
 
+def fitting(pool: Pool, facts: Resources) -> int:
+    """Bundles of the pool that there is room for."""
+    size = pool.bundle[pool.resource]
+    return int(sum(min(1, free // size) if pool.by_machine else free // size for _, free, _ in facts.machines))
+
+
 def no_room(pool: Pool, wait_s: float, facts: Resources) -> str:
     """What was asked for, what is free, what has taken the rest, and what to do."""
-    size = pool.bundle[pool.resource]
-    fitting = sum(min(1, free // size) if pool.by_machine else free // size for _, free, _ in facts.machines)
     lines = [
         f"Ray had no room for the {pool.name} workers within {wait_s:g} s ({TIMEOUT}).",
         f"  asked: {pool.words()} ({pool.settings})",
         f"  free now: {facts.free_words()}",
-        f"  missing: {pool.words(max(1, pool.count - int(fitting)))}",
+        f"  missing: {pool.words(max(1, pool.count - fitting(pool, facts)))}",
         *(f"  taken: {taker}" for taker in facts.takers),
         "Start Ray on further machines (ray start --address=HOST:6379, or the command with trainer.node_rank), end "
         f"what holds them, lower the numbers asked for, or wait longer ({TIMEOUT}).",

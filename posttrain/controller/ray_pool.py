@@ -18,9 +18,10 @@ import ray
 from ray.exceptions import RayError
 
 from posttrain.controller.group import Future, WorkerGroup
+from posttrain.controller.incidents import WorkerDied
 from posttrain.controller.pool import ROLLOUT, StagePeaks, Workers, as_metrics
 from posttrain.controller.rank_host import RankHost, pack, size_of
-from posttrain.controller.ray_cluster import RayCluster, check_same_programs
+from posttrain.controller.ray_cluster import Machine, RayCluster, check_same_programs
 from posttrain.controller.ray_placement import Placement, Seat
 from posttrain.controller.ray_ranks import Rank, RankWatch
 
@@ -142,6 +143,8 @@ class RayWorkers(Workers):
         self.watch = RankWatch(stopped_s, tell, logs, hung_s)
         self.world_size, self.prepare, self.machines, self.tell = ranks, prepare, machines, tell
         self.hosts, self.rollout_hosts = [], []
+        self._device, self._placement_s = device, placement_s
+        self._built: list[tuple[str, Any]] = []  # roles of the rollout workers, as they were made
         self.placement: Placement | None = None
         self.cluster, self._shared = (
             cluster or RayCluster(ranks + rollout, settings, machines, tell, shared),
@@ -159,9 +162,9 @@ class RayWorkers(Workers):
         each = ranks // self.machines
         self.placement = Placement(device.type, self.machines, each, rollout, team, placement_s, self.tell)
         homes, rooms = self.placement.training, self.placement.rollout
-        seats = (*homes, *rooms)
+        self._rooms, seats = rooms, (*homes, *rooms)
         # All processes of a machine share its cores: too many threads in each would slow all of them down.
-        crowd = Counter(seat.machine.id for seat in seats)
+        self._crowd = crowd = Counter(seat.machine.id for seat in seats)
         self.hosts = [self._host(rank, home, crowd[home.machine.id], device) for rank, home in enumerate(homes)]
         # A rollout worker is a world of one rank: no collective can make it wait for another, or for training.
         known = rollout if team > 1 else 1
@@ -201,19 +204,50 @@ class RayWorkers(Workers):
         parcel = pack((worker, arguments, named))
         config = next((value for value in arguments if hasattr(value, "trainer")), None)
         hosts = self.rollout_hosts if role == ROLLOUT else self.hosts
+        if role == ROLLOUT:
+            self._built.append((role, parcel))
         self.watch.gather([host.build.remote(role, parcel) for host in hosts])
         return RayWorkerGroup(role, worker, config, hosts, self.watch)
 
+    def replace_rollout_workers(self) -> bool:
+        if not self.rollout_hosts:
+            return False
+        self.watch.replaces_rollout = True
+        # Responses that a worker has written outlive it: they are being scored, or trained on.
+        self.watch.gather([host.lend_store.remote(self.hosts[0]) for host in self.rollout_hosts])
+        return True
+
+    def lost_rollout(self, death: WorkerDied) -> int:
+        number = int(death.worker.split()[-1]) if self.watch.is_replaced(death) else None
+        if number is None or not self._is_alive(self._rooms[number].machine):
+            raise death
+        return number
+
+    def _is_alive(self, machine: Machine) -> bool:
+        return any(node["Alive"] and node["NodeID"] == machine.id for node in ray.nodes())
+
+    def replace(self, number: int) -> None:
+        seat = self._rooms[number]
+        ray.kill(self.rollout_hosts[number])
+        host = self._host(number, seat, self._crowd[seat.machine.id], self._device, 1)
+        self.watch.replace(Rank(f"{ROLLOUT} {number}", host, seat.machine), self._placement_s)
+        self.rollout_hosts[number] = host  # the groups of its roles hold this very list
+        self.watch.fetch(host.connect.remote("", pack(self.prepare)))
+        self.watch.fetch(host.lend_store.remote(self.hosts[0]))
+        for role, parcel in self._built:
+            self.watch.fetch(host.build.remote(role, parcel))
+
     def _names(self) -> list[str]:
         ranks = [f"rank {rank}" for rank in range(len(self.hosts))]
-        return [*ranks, *(f"rollout {number}" for number in range(len(self.rollout_hosts)))]
+        return [*ranks, *(f"{ROLLOUT} {number}" for number in range(len(self.rollout_hosts)))]
 
     def spans(self) -> list[list[Any]]:
-        found = [self.watch.plain(ref) for ref in [host.take_spans.remote() for host in self._all_hosts()]]
+        asked = [host.take_spans.remote() for host in self._all_hosts()]
+        found = self.watch.gather_left(asked, self.watch.plain, [])
         return [[*span, who] for who, own in zip(self._names(), found, strict=True) for span in own]
 
     def check(self) -> None:
-        self.watch.gather([host.identity.remote() for host in self._all_hosts()])
+        self.watch.gather_left([host.identity.remote() for host in self._all_hosts()], self.watch.fetch, None)
 
     def peaks(self) -> StagePeaks:
         return RayPeaks(self.hosts, self.rollout_hosts, self.watch)
@@ -317,5 +351,5 @@ class RayPeaks(StagePeaks):
 
     def take(self) -> dict[str, float]:
         asked = [[host.take_peaks.remote() for host in pool] for pool in (self.hosts, self.rollout_hosts)]
-        training, rollout = (self.watch.gather(refs) for refs in asked)
+        training, rollout = (self.watch.gather_left(refs, self.watch.fetch, {}) for refs in asked)
         return as_metrics(training) | as_metrics(rollout, "perf/rollout_memory_gb")

@@ -27,9 +27,22 @@ from posttrain.controller.incidents import (
     is_about_a_peer,
     printed_lines,
 )
+from posttrain.controller.pool import ROLLOUT
 from posttrain.controller.rank_host import Failure, Identity, unpack
 from posttrain.controller.ray_cluster import ITSELF, Machine
-from posttrain.controller.stalls import EVERY_S, STOPPED, TRACED, Process, StallWatch, State, dump_stacks, state_of
+from posttrain.controller.stalls import (
+    EVERY_S,
+    JOINT,
+    STOPPED,
+    TRACED,
+    Process,
+    StallWatch,
+    State,
+    WorkersHung,
+    dump_stacks,
+    starting_states,
+    state_of,
+)
 from posttrain.errors import first_line
 
 # For Ray's word on the other ranks when one could not talk to them; of a lost machine it takes Ray 15 s or more.
@@ -73,7 +86,7 @@ class Rank:
 
     @property
     def who(self) -> str:
-        name = self.name.replace("rollout", "Rollout worker").replace("rank", "Rank")
+        name = self.name.replace(ROLLOUT, "Rollout worker").replace("rank", "Rank")
         if self.identity is None:
             return f"{name} (on {self.machine.address})"
         address = "" if self.machine.address == ITSELF else f", {self.machine.address}"
@@ -107,6 +120,9 @@ class RankWatch:
         self.stalls = StallWatch(limit_s, tell, hung_s=hung_s)
         self._observers: dict[str, tuple[Any, _Asked]] = {}
         self._own_node = ""
+        # Whether rollout workers are replaced one by one: then one that stands still is ended, and the others go on.
+        self.replaces_rollout = False
+        self._lost: dict[str, WorkerDied] = {}  # by name, rollout workers that are to be replaced
 
     def begin(self, ranks: Sequence[Rank]) -> None:
         """Get to know these ranks, as soon as their processes are there."""
@@ -115,8 +131,31 @@ class RankWatch:
             there = NodeAffinitySchedulingStrategy(machine, soft=False)
             observer = ray.remote(NodeObserver).options(num_cpus=0, max_restarts=-1, scheduling_strategy=there)
             self._observers[machine] = (observer.remote(), _Asked())
-        for rank, found in zip(ranks, self.gather([rank.host.identity.remote() for rank in ranks]), strict=True):
+        self._meet(ranks, self.stalls.hung_s)
+
+    def replace(self, rank: Rank, wait_s: float) -> None:
+        """This rank takes the place of the one with its name, once its process is there."""
+        self.ranks = [rank if old.name == rank.name else old for old in self.ranks]
+        self._lost.pop(rank.name, None)
+        self._meet([rank], wait_s)
+
+    def _meet(self, ranks: Sequence[Rank], wait_s: float) -> None:
+        """Get to know the processes of these ranks, which may take so many seconds to start."""
+        asked = [rank.host.identity.remote() for rank in ranks]
+        waiting, until = list(asked), time.monotonic() + wait_s
+        while waiting:
+            ready, waiting = self.wait(waiting, until)
+            if not ready:
+                hung = WorkersHung(f"Workers did not start within {wait_s:g} s. {CONTINUES}")
+                hung.who = JOINT.join(self._ranks_awaited(waiting))
+                hung.incident = self._describe(hung.who)
+                raise hung
+        for rank, found in zip(ranks, self.gather(asked), strict=True):
             rank.identity = found
+
+    def is_replaced(self, death: WorkerDied) -> bool:
+        """Whether it was one rollout worker, which is replaced while the others go on."""
+        return self.replaces_rollout and death.worker.startswith(ROLLOUT)
 
     def end(self) -> None:
         """The ranks are ended on purpose."""
@@ -137,9 +176,9 @@ class RankWatch:
         self._calls[host._actor_id.hex()] = method
 
     # -- waiting ------------------------------------------------------------------------------------------------------
-    def wait(self, refs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """(one that is ready, the others). Raises WorkerStopped where a rank is stopped for too long, and WorkersHung
-        where none goes on."""
+    def wait(self, refs: Sequence[Any], until: float = math.inf) -> tuple[list[Any], list[Any]]:
+        """(one that is ready, the others); none is ready where that takes longer than `until`. Raises WorkerStopped
+        where a rank is stopped for too long, and WorkersHung where none goes on."""
         while True:
             # Never without a timeout: a stopped process neither answers nor fails, and is only seen by looking at it.
             ready, waiting = ray.wait(list(refs), num_returns=1, timeout=EVERY_S)
@@ -150,9 +189,31 @@ class RankWatch:
                     self.stalls.look(self._states(), self._ranks_awaited(waiting))
                 except WorkerDied as lost:
                     lost.incident = self._describe(lost.who)
-                    raise
-            if ready:
+                    if not self._end_to_replace(lost):
+                        raise
+            if ready or time.monotonic() > until:
                 return ready, waiting
+
+    def _end_to_replace(self, lost: WorkerDied) -> bool:
+        """End rollout workers that stand still, if these are all: calls to them fail from now on, and who needs one of
+        them has it replaced."""
+        still = [rank for rank in self.ranks if rank.who in lost.who.split(JOINT)]
+        if not self.replaces_rollout or not all(rank.name.startswith(ROLLOUT) for rank in still):
+            return False
+        for rank in still:
+            own = type(lost)(*lost.args)
+            own.who, own.worker, own.incident = rank.who, rank.name, lost.incident
+            self._lost.setdefault(rank.name, own)
+            self._end_rank(rank)
+        return bool(still)
+
+    def _end_rank(self, rank: Rank) -> None:
+        if rank.identity is None:
+            return
+        if rank.machine.id == self._own_node:
+            end_process(rank.identity.process)
+        else:
+            self._observers[rank.machine.id][0].end.remote([rank.identity.process])
 
     def fetch(self, ref: Any) -> Any:
         """What a rank answered, private to this process; its error is raised, or what caused that."""
@@ -169,6 +230,18 @@ class RankWatch:
             ready, waiting = self.wait(waiting)
             found[ready[0]] = self.fetch(ready[0])
         return [found[ref] for ref in refs]
+
+    def gather_left(self, refs: Sequence[Any], read: Callable[[Any], Any], missing: Any) -> list[Any]:
+        """As `gather`; `missing` stands for what a rollout worker would have answered that is to be replaced."""
+        found = []
+        for ref in refs:
+            try:
+                found.append(read(ref))
+            except WorkerDied as death:
+                if not self.is_replaced(death):
+                    raise
+                found.append(missing)
+        return found
 
     def plain(self, ref: Any) -> Any:
         """The same of an answer that was not packed."""
@@ -197,6 +270,8 @@ class RankWatch:
             if asked.ref is None:
                 asked.of, asked.ref = list(there), observer.look.remote(list(there.values()))
             states |= asked.states
+        if len(known) < len(self.ranks):
+            states |= starting_states()
         self._seen |= {who: state for who, state in states.items() if state is not None and state.memory_gb}
         return states
 
@@ -239,13 +314,17 @@ class RankWatch:
     def _death(self, error: Exception, rank: Rank | None = None) -> WorkerDied:
         actor = facts_of(error).get("actor_id") or getattr(error, "actor_id", None)
         rank = rank or next((own for own in self.ranks if own.actor_id == actor), None)
+        if rank is not None and rank.name in self._lost:
+            return self._lost[rank.name]
         if rank is None:
             death = death_of(error)
             death.incident = self._describe("")
             return death
         lines = self._printed(rank)
-        death = death_of(error, rank.who, rollout=rank.name.startswith("rollout"), printed=self._keep(rank, lines))
-        death.who, death.incident = rank.who, self._describe(rank.who, lines)
+        death = death_of(error, rank.who, rollout=rank.name.startswith(ROLLOUT), printed=self._keep(rank, lines))
+        death.who, death.worker, death.incident = rank.who, rank.name, self._describe(rank.who, lines)
+        if self.is_replaced(death):
+            self._lost[rank.name] = death  # noticed by several calls, and reported once
         return death
 
     def _describe(self, who: str, printed: Sequence[str] = ()) -> Incident:

@@ -35,13 +35,13 @@ class RayHolder(Holder):
         return block
 
 
-def put_block(block: Block) -> Holder:
-    """The block in the store, unless it is small."""
+def put_block(block: Block, owner: Any = None) -> Holder:
+    """The block in the store, unless it is small. It is there as long as the actor `owner`, or this process, lives."""
     if sum(array.nbytes for pair in block.values() for array in pair) < INLINE_BYTES:
         return Held(block)
     import ray
 
-    return RayHolder([ray.put(block)], 0)
+    return RayHolder([ray.put(block, _owner=owner)], 0)
 
 
 def in_ray() -> bool:

@@ -10,8 +10,10 @@ from __future__ import annotations
 import math
 import os
 import signal
+import socket
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -79,6 +81,20 @@ def _process_tree(pid: int) -> Iterator[int]:
             yield from _process_tree(int(child))
 
 
+def starting_states() -> dict[str, State]:
+    """By name, the processes that the Ray of this process has started for workers, as far as this machine has them. A
+    worker that is stopped before it could report its process is among them."""
+    found = {}
+    for pid in _process_tree(os.getpid()):
+        with suppress(OSError):
+            is_rays = Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"ray::")
+            fields = _stat(pid)
+            state = state_of(Process(pid, int(fields[19]))) if is_rays and fields else None
+            if state is not None:
+                found[f"A worker that starts (process {pid} on {socket.gethostname()})"] = state
+    return found
+
+
 STACK_SIGNAL = signal.SIGUSR2  # has a rank print the stacks of its threads, also while it waits inside C code
 DUMP_S = 2.0
 
@@ -110,6 +126,7 @@ TELL_S = 10.0  # a process that is stopped for longer is reported
 # Workers that neither answer nor compute for longer are reported; then again after twice that time, and so on.
 IDLE_S = 300.0
 IDLE_SHARE = 0.05  # of a core: a worker's own threads use less than that while it waits
+JOINT = ", "  # between the names of several workers
 LIMIT, HUNG_LIMIT = "trainer.stopped_worker_timeout_s", "trainer.hung_worker_timeout_s"
 
 
@@ -210,7 +227,7 @@ class StallWatch:
                 f"for {self.hung_s:g} s ({HUNG_LIMIT}): they wait for a disk, for the network or for each other. "
                 f"{CONTINUES}"
             )
-            hung.who = ", ".join(sorted(waiting))
+            hung.who = JOINT.join(sorted(waiting))
             raise hung
         if self._idle >= self._next and waiting:
             self._next *= 2

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,18 +18,16 @@ ROW_FIELDS = ("raw_prompt", "data_source", "ground_truth", "extra_info", "index"
 
 
 def begin_conversations(
-    loop: ConversationLoop, keys: Sequence[Key], asked: DataProto, rows: DataProto, ranks: int = 1
+    loop: ConversationLoop, keys: Sequence[Key], asked: DataProto, rows: DataProto, ranks: Mapping[Any, int]
 ) -> list[int]:
     """Starts a conversation for each row. Gives the rows whose first turn the caller submits, with their prompts; the
-    others' agents ask for theirs. Conversations of one prompt stay on one rank, so that they share its prefix."""
+    others' agents ask for theirs. `ranks` has the rank of each prompt: its conversations share its prefix there."""
     prompts, seeds = asked.non_tensor_batch["raw_prompt_ids"], asked.non_tensor_batch["seed"]
     fields = {name: rows.non_tensor_batch[name] for name in ROW_FIELDS if name in rows.non_tensor_batch}
-    groups = {uid: number for number, uid in enumerate(dict.fromkeys(uid for uid, _ in keys))}
     to_submit = []
     for number, (key, ids, seed) in enumerate(zip(keys, prompts, seeds, strict=True)):
         row = {name: values[number] for name, values in fields.items()}
-        rank = groups[key[0]] * ranks // len(groups)
-        if loop.begin(key, ids, int(seed), dict(asked.meta_info), row, rank):
+        if loop.begin(key, ids, int(seed), dict(asked.meta_info), row, ranks[key[0]]):
             to_submit.append(number)
     return to_submit
 

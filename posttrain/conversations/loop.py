@@ -16,6 +16,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from posttrain import pulse
 from posttrain.conversations.agents import Agents
 from posttrain.conversations.chat import Chat, Ended, Event, Generate, Setup
 from posttrain.conversations.conversation import ChatError, Conversation, Key, TurnRequest, request_number
@@ -30,6 +31,7 @@ class ConversationLoop:
     def __init__(self, agents: Agents, runner: Runner, setup: Setup, *, in_rounds: bool) -> None:
         self.agents, self.runner, self.setup, self.in_rounds = agents, runner, setup, in_rounds
         self.tokenizer = setup.template.tokenizer
+        self.lane = pulse.Lane("agents", "agents, tools")
         self._open: dict[Key, Conversation] = {}
         self._chats: dict[Key, Chat] = {}
         # Turns that the engines generate, and the branches that they are for, by the numbers of their requests: a
@@ -46,6 +48,11 @@ class ConversationLoop:
     def schemas(self) -> Sequence[dict[str, Any]]:
         """Of the tools, as chat templates show them."""
         return self.setup.schemas
+
+    @property
+    def unrepeatable(self) -> set[str]:
+        """Tools whose calls must not be made a second time."""
+        return {name for name, tool in self.runner.tools.tools.items() if not tool.repeatable}
 
     @property
     def has_agents(self) -> bool:
@@ -74,6 +81,7 @@ class ConversationLoop:
             return True
         if first is not None:
             self._events[key] = [first]
+        self._note_lane()
         return False
 
     def receive(self, rank: int, outputs: Sequence[Output]) -> list[Output]:
@@ -105,7 +113,12 @@ class ConversationLoop:
                 self._events[key] = [event]
             if self.runner.is_inline(key):  # continues in the order in which tools were called
                 self._open[key] = self._open.pop(key)
+        self._note_lane()
         return whole
+
+    def _note_lane(self) -> None:
+        """Agents and tools are at work where conversations are open that do not wait for the model."""
+        self.lane.note(len(self._open) > len(self._generating) + self.agents.waiting)
 
     def streams(self, rank: int) -> list[Hashable]:
         """Requests of a rank whose clients read them while they are sampled; `show` takes what they have so far."""
@@ -140,6 +153,7 @@ class ConversationLoop:
             rejected = [key for key, one in wanted if not self._admit(key, one, following)]
             # An agent whose turn was rejected may want another one.
             rejected = rejected and wait and not following and not whole
+        self._note_lane()
         return following, whole
 
     def _take_wanted(self, whole: list[Output]) -> list[tuple[Key, Generate]]:

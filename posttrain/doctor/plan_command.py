@@ -13,6 +13,7 @@ from posttrain.config.resolved import ConfigError
 from posttrain.config.schema import Section, lookup
 from posttrain.config.trainer import workers_of
 from posttrain.config.trees import command_tree
+from posttrain.doctor import fleet_command
 from posttrain.engine.registry import EngineLayout, engine_class, layout_of
 from posttrain.engine.settings import RL as RL_KEYS
 from posttrain.engine.settings import SUPERVISED, train_engine
@@ -56,6 +57,8 @@ ROWS = (
 
 def main(args: Sequence[str]) -> int:
     """`posttrain plan`: print the plan; the exit status is 1 if it does not fit."""
+    if fleet_command.wants_fleet(args):
+        return fleet_command.main(args)
     rest, gpu_gb = _gpu_size(args)
     tree = command_tree("plan", rest)
     resolved = resolve_arguments(rest) if tree is None else load_config(rest[1:] or {}, tree=tree)

@@ -107,6 +107,11 @@ FAMILIES: dict[str, str] = {
     ),
     "rollout/age_max": "The same of the oldest token; never more than trainer.max_staleness.",
     "rollout/partial": "Share of the rows whose tokens several policy versions sampled (trainer.partial_rollout).",
+    "rollout/overtaken_groups": (
+        "Groups that were asked for before others that this step trained, and are left for later steps "
+        "(actor_rollout_ref.rollout.oversample). What stays until it is too old is in rollout/dropped_groups."
+    ),
+    "rollout/unrepeated_groups": "Dropped groups that called a tool with repeatable = False: not asked for again.",
     "rollout/dropped_groups": "Groups too old for trainer.max_staleness; their prompts are asked for again.",
     "rollout/speculation_share": (
         "With actor_rollout_ref.rollout.speculation: share of the sampled tokens that came from passes with drafts, "
@@ -143,7 +148,7 @@ FAMILIES: dict[str, str] = {
         "Of all weights that the workers that generate were given, where they are others than those that train "
         "(actor_rollout_ref.rollout.n_workers); it is compared on every one of them, and another one stops the run."
     ),
-    "timing_s/step": "Seconds of the step: the sum of its stages.",
+    "timing_s/step": "Seconds of the step by the clock, from the beginning of its first stage. Stages may overlap.",
     "timing_s/save_checkpoint": (
         "Seconds that training stood still for the checkpoint of the step before: for the copy in host memory, and for "
         "an earlier save that was still being written; with trainer.async_save=false for all of the writing."

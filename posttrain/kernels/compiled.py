@@ -65,6 +65,8 @@ class AttentionLayout(ctypes.Structure):
         *((name, ctypes.c_int32) for name in ("query_heads", "key_heads", "size", "window", "threads")),
         *((name, _FLOAT) for name in ("scale", "epsilon")),
         *((f"{kind}{part}_stride", _LONG) for kind in ("query", "key", "value") for part in ("", "_head")),
+        ("sinks", _POINTER),  # none, and no cap, where they are left out
+        ("cap", _FLOAT),
     )
 
 

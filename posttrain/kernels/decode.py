@@ -28,6 +28,7 @@ from posttrain.kernels import cuda
 from posttrain.kernels.compiled import AttentionLayout, kernel
 from posttrain.kernels.ordered import counts_for_cpu
 from posttrain.kernels.quantized import Quantized, round_rows
+from posttrain.kernels.scores import NO_CHANGES, ScoreChanges, changed_attention
 
 BLOCK = 32  # tokens in a block; decode.cpp holds the same number
 FAR = 2**31 - 1  # the start of a missing block: after every position
@@ -199,6 +200,7 @@ def attention(
     norms: tuple[torch.Tensor, torch.Tensor] | None = None,
     epsilon: float = 0.0,
     exact: bool = False,
+    changes: ScoreChanges = NO_CHANGES,
 ) -> torch.Tensor:
     """Puts keys and values into the cache and gives the attention outputs, (T, H * D).
 
@@ -207,17 +209,20 @@ def attention(
     """
     if cuda.runs_here(query_THD):
         given = (query_THD, key_TKD, value_TKD, cache, step, scale, window, rotation, norms, epsilon)
-        return _attention_cuda(*given, exact)
+        return _attention_cuda(*given, changes, exact)
     function = kernel("paged_attention", query_THD)
     if function is None:
-        return _attention_torch(query_THD, key_TKD, value_TKD, cache, step, scale, window, rotation, norms, epsilon)
+        given = (query_THD, key_TKD, value_TKD, cache, step, scale, window, rotation, norms, epsilon)
+        return _attention_torch(*given, changes)
     tokens, heads, size = query_THD.shape
     out = query_THD.new_empty(tokens, heads * size)
     tiles = step.tile_starts
+    sinks_H = None if changes.sinks_H is None else changes.sinks_H.detach().float().contiguous()
     layout = AttentionLayout(
         tokens, len(tiles) - 1, step.table_RN.shape[1],
         heads, key_TKD.shape[1], size, window or 0, torch.get_num_threads(),
         scale, epsilon, *(stride for x in (query_THD, key_TKD, value_TKD) for stride in x.stride()[:2]),
+        None if sinks_H is None else sinks_H.data_ptr(), changes.cap or 0.0,
     )  # fmt: skip
     tensors = (query_THD, key_TKD, value_TKD, *(rotation or (None, None)), *(norms or (None, None)), *cache)
     lists = (step.table_RN, step.starts_RN, step.rows_T, step.positions_T, tiles)
@@ -227,7 +232,7 @@ def attention(
 
 
 def _attention_cuda(
-    query, key, value, cache, step, scale, window, rotation, norms, epsilon, exact=False
+    query, key, value, cache, step, scale, window, rotation, norms, epsilon, changes, exact=False
 ) -> torch.Tensor:
     from posttrain.kernels.cuda.elementwise import rotate_and_store
     from posttrain.kernels.cuda.paged_attention import prefill_attention
@@ -240,10 +245,10 @@ def _attention_cuda(
 
         return tile_attention(query_THD, *cache, *step.walks, scale=scale)[0].flatten(1)
     tables = (step.wide_tiles, step.rows_T, step.positions_T, step.table_RN, step.starts_RN)
-    return prefill_attention(query_THD, cache, *tables, scale=scale, window=window, far=FAR)
+    return prefill_attention(query_THD, cache, *tables, scale=scale, window=window, far=FAR, changes=changes)
 
 
-def _attention_torch(query, key, value, cache, step, scale, window, rotation, norms, epsilon) -> torch.Tensor:
+def _attention_torch(query, key, value, cache, step, scale, window, rotation, norms, epsilon, changes) -> torch.Tensor:
     if norms is not None:
         query = F.rms_norm(query, query.shape[-1:], norms[0], epsilon)
         key = F.rms_norm(key, key.shape[-1:], norms[1], epsilon)
@@ -256,12 +261,14 @@ def _attention_torch(query, key, value, cache, step, scale, window, rotation, no
     values[blocks_T, :, places_T] = value
     out = torch.empty_like(query)
     for index_BQ, real_BQ in step.boxes:
-        found = _attend(query[index_BQ], cache, step, index_BQ, scale, window)
+        found = _attend(query[index_BQ], cache, step, index_BQ, scale, window, changes)
         out[index_BQ[real_BQ]] = found[real_BQ]
     return out.flatten(1)
 
 
-def _attend(query_BQHD, cache, step: StepTokens, index_BQ, scale: float, window: int | None) -> torch.Tensor:
+def _attend(
+    query_BQHD, cache, step: StepTokens, index_BQ, scale: float, window: int | None, changes: ScoreChanges
+) -> torch.Tensor:
     # B rows with Q queries each. The blocks of a row are gathered into one padded stretch of L places; places that are
     # empty (behind a shared prompt's last token, or in no block) get the position FAR, which no query sees.
     positions_BQ = step.positions_T[index_BQ]
@@ -277,10 +284,12 @@ def _attend(query_BQHD, cache, step: StepTokens, index_BQ, scale: float, window:
     seen = places_BL[:, None] <= positions_BQ[..., None]
     if window:
         seen = seen & (positions_BQ[..., None] - places_BL[:, None] < window)
-    out = F.scaled_dot_product_attention(
-        query_BQHD.transpose(1, 2), key_BKDL.transpose(2, 3), value_BKLD,
-        attn_mask=seen[:, None], scale=scale, enable_gqa=query_BQHD.shape[2] != value_BKLD.shape[1],
-    )  # fmt: skip
+    given = (query_BQHD.transpose(1, 2), key_BKDL.transpose(2, 3), value_BKLD)
+    if changes:
+        out = changed_attention(*given, seen[:, None], scale=scale, changes=changes)
+    else:
+        shared = query_BQHD.shape[2] != value_BKLD.shape[1]
+        out = F.scaled_dot_product_attention(*given, attn_mask=seen[:, None], scale=scale, enable_gqa=shared)
     return out.transpose(1, 2)
 
 

@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 
 from posttrain.kernels.cuda import to_device
+from posttrain.kernels.scores import NO_CHANGES, ScoreChanges, changed_attention
 from posttrain.kernels.train import PackedAttention, Sight, can_attend
 
 SHORTEST_SHARE = 0.75  # a row shorter than this share of a rectangle's length opens the next rectangle
@@ -190,11 +191,12 @@ def packed_attention(
     *,
     scale: float | None = None,
     sliding_window: int | None = None,
+    changes: ScoreChanges = NO_CHANGES,
 ) -> torch.Tensor:
     """Attention output (T, H, D). Keys and values may have fewer heads than queries (grouped-query attention)."""
     narrow = sliding_window is not None and sliding_window < int(layout.lengths.max())
-    if can_attend(query_THD.shape[-1], query_THD) and not narrow:
-        factor = query_THD.shape[-1] ** -0.5 if scale is None else scale
+    factor = query_THD.shape[-1] ** -0.5 if scale is None else scale
+    if can_attend(query_THD.shape[-1], query_THD) and not narrow and not changes:
         return PackedAttention.apply(query_THD, key_THD, value_THD, layout.sight, factor)  # pyright: ignore
     slots = [_ToSlots.apply(x, layout) for x in (query_THD, key_THD, value_THD)]
     pieces, start = [], 0
@@ -202,15 +204,18 @@ def packed_attention(
         end = start + rows * length
         query, key, value = (x[start:end].unflatten(0, (rows, length)).transpose(1, 2) for x in slots)  # pyright: ignore
         mask = layout.mask(box, start, sliding_window)
-        out_RHLD = F.scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            attn_mask=mask,
-            is_causal=mask is None,
-            scale=scale,
-            enable_gqa=query.shape[1] != key.shape[1],
-        )
+        if changes:
+            out_RHLD = changed_attention(query, key, value, mask, scale=factor, changes=changes)
+        else:
+            out_RHLD = F.scaled_dot_product_attention(
+                query,
+                key,
+                value,
+                attn_mask=mask,
+                is_causal=mask is None,
+                scale=scale,
+                enable_gqa=query.shape[1] != key.shape[1],
+            )
         pieces.append(out_RHLD.transpose(1, 2).flatten(0, 1))
         start = end
     return _FromSlots.apply(torch.cat(pieces) if len(pieces) > 1 else pieces[0], layout)  # pyright: ignore

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from posttrain.kernels.packed_attention import PackedLayout, packed_attention
+from posttrain.kernels.scores import NO_CHANGES, ScoreChanges
 
 _active: dist.ProcessGroup | None = None
 
@@ -78,6 +79,7 @@ def stretch_attention(
     *,
     scale: float | None = None,
     sliding_window: int | None = None,
+    changes: ScoreChanges = NO_CHANGES,
 ) -> torch.Tensor:
     """Attention (S, H, D) over the packed tokens of all ranks, or of this one where it has all of them. Tokens behind
     the layout's last make the stretches equally long; nothing attends to them."""
@@ -87,9 +89,11 @@ def stretch_attention(
     query, key, value = query_SHD, key_SHD, value_SHD
     if group is not None:
         query, key, value = (to_heads(x, group) for x in (query, key, value))
+        changes = changes.of_heads(group.rank(), ranks)
     if fill:
         query, key, value = (x[: layout.total].contiguous() for x in (query, key, value))
-    out_THD = packed_attention(query, key, value, layout, scale=scale, sliding_window=sliding_window)
+    how = {"scale": scale, "sliding_window": sliding_window, "changes": changes}
+    out_THD = packed_attention(query, key, value, layout, **how)
     if fill:
         out_THD = torch.nn.functional.pad(out_THD, (0, 0, 0, 0, 0, fill))
     return out_THD if group is None else to_stretches(out_THD, group)

@@ -19,6 +19,7 @@ from transformers.masking_utils import sdpa_mask
 
 from posttrain.kernels.decode import LayerCache, StepTokens, attention
 from posttrain.kernels.packed_attention import active_layout
+from posttrain.kernels.scores import ScoreChanges, changed_attention
 from posttrain.kernels.sequence_parallel import stretch_attention
 from posttrain.kernels.whole_step import DecodeRows
 from posttrain.models.adapter_files import load_module
@@ -61,11 +62,10 @@ class PagedDecoder:
         chosen experts `routes_PLK`, by the tokens' places in the cache."""
         routes = None if routes_PLK is None else RoutePass(keeps=True)
 
-        def answer(layer: Any, query, key, value, scale: float | None, window: int | None) -> torch.Tensor:
+        def answer(layer: Any, query, key, value, scale: float, window: int | None, changes: ScoreChanges):
             query, key, value = (_last_dense(x[0].transpose(0, 1)) for x in (query, key, value))
             cache = caches(layer.layer_idx, key.shape[1], key.shape[2])
-            factor = query.shape[-1] ** -0.5 if scale is None else scale
-            out = attention(query, key, value, cache, step, scale=factor, window=window)
+            out = attention(query, key, value, cache, step, scale=scale, window=window, changes=changes)
             return out.view(1, *query.shape)
 
         with _answering(answer), routed(routes):
@@ -105,25 +105,26 @@ def _last_dense(x: torch.Tensor) -> torch.Tensor:
 ATTENTION = "posttrain"
 
 
-# What some models change in attention, and packed attention does not support.
-CHANGES = ("softcap", "s_aux", "position_bias")
-
-
 def _attention(module: torch.nn.Module, query, key, value, attention_mask, scaling=None, **kwargs: Any):
     paged, layout = active_step(), active_layout()
-    if paged is None and layout is None:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
-    if attention_mask is not None or any(kwargs.get(name) is not None for name in CHANGES):
-        raise NotImplementedError("attention with masks, caps, sinks or biases of its own does not take packed rows")
-    window = kwargs.get("sliding_window")
+    changes, factor = ScoreChanges(kwargs.get("softcap"), kwargs.get("s_aux")), scaling
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if paged is None and layout is None:
+        if not changes:
+            return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=factor, **kwargs)
+        out_RHQD = changed_attention(query, key, value, attention_mask, scale=scaling, changes=changes)
+        return out_RHQD.transpose(1, 2).contiguous(), None
+    if attention_mask is not None or kwargs.get("position_bias") is not None:
+        raise NotImplementedError("attention with masks or biases of its own does not take packed rows")
+    window = kwargs.get("sliding_window")
     (query, key, value), size = _one_size(query, key, value)
     if paged is not None:
-        return paged(module, query, key, value, scaling, window)[..., :size], None
+        return paged(module, query, key, value, scaling, window, changes)[..., :size], None
     assert layout is not None
     layout.answered += 1
     query_THD, key_THD, value_THD = (x[0].transpose(0, 1) for x in (query, key, value))
-    out_THD = stretch_attention(query_THD, key_THD, value_THD, layout, scale=scaling, sliding_window=window)
+    how = {"scale": scaling, "sliding_window": window, "changes": changes}
+    out_THD = stretch_attention(query_THD, key_THD, value_THD, layout, **how)
     return out_THD[..., :size].unsqueeze(0), None
 
 

@@ -196,16 +196,21 @@ def _drop(parameter: torch.Tensor) -> None:
 
 def cache_bytes_per_token(model: Any, ranks: int = 1) -> int:
     """Bytes of keys and values that one token leaves in the cache of all layers, on each of the ranks that hold it."""
+    return sum(size * own_key_heads(heads, ranks) for heads, size in cached_heads(model))
+
+
+def cached_heads(model: Any) -> list[tuple[int, int]]:
+    """What one token leaves in the cache: heads, and bytes of each, of keys and values of all layers."""
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     settings = inner.config.get_text_config()
     if settings.model_type in KNOWN:  # the formula; other families are asked by a pass over one token
-        heads = settings.num_hidden_layers * own_key_heads(settings.num_key_value_heads, ranks)
-        return 2 * heads * _head_size(settings) * next(model.parameters()).itemsize
+        size = 2 * settings.num_hidden_layers * _head_size(settings) * next(model.parameters()).itemsize
+        return [(settings.num_key_value_heads, size)]
     ids = torch.zeros(1, 1, dtype=torch.long, device=META)
     with torch.no_grad():
         layers = inner.base_model(input_ids=ids, position_ids=ids, use_cache=True).past_key_values.layers
     kept = [own for layer in layers for own in (layer.keys, layer.values)]  # (row, head, token, size)
-    return sum(own[0, 0].nbytes * own_key_heads(own.shape[1], ranks) for own in kept)
+    return [(own.shape[1], own[0, 0].nbytes) for own in kept]
 
 
 def _head_size(settings: Any) -> int:

@@ -243,7 +243,8 @@ class _Run:
                 cache = allowed_cache(rollout, device.kind, device.bytes, longest, per_token)
                 return {"rollout weights": copy, "KV cache": cache, "temporary tensors": self._step_peak()}
             if rollout.gpu_memory_utilization is not None:
-                held = copy or actor.weights  # workers that only generate have none but these
+                # Workers that only generate have none but their part of these.
+                held = copy or math.ceil(actor.weights / rollout.tensor_model_parallel_size)
                 cache = max(0, int(rollout.gpu_memory_utilization * device.bytes) - held)
             return {"rollout weights": copy, "KV cache": cache, "temporary tensors": 0}
         prefill = self.count("actor", counting.prefill_peak, shape.prefill, shape.prompt)

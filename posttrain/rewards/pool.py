@@ -60,6 +60,7 @@ class RewardPool:
         self.spec = replace(spec, timeout_s=timeout_s)
         self._failure_score = failure_score
         size = pool_size(num_workers)
+        self.lane = pulse.Lane("reward", "rewards")
         self._changed = threading.Condition()
         # Guarded by _changed:
         self._queue: deque[Task] = deque()
@@ -88,6 +89,7 @@ class RewardPool:
             if len(keys) < len(items) or self._open & keys or self._done.keys() & keys:
                 raise ValueError(f"key {self._find_duplicate(items)!r} is already being scored")
             self._open |= keys
+            self.lane.note(bool(self._open))
             for (key, item), payload in zip(items, payloads, strict=True):
                 if not self.spec.takes_groups or item.group is None or item.group_size <= 1:
                     self._enqueue([(key, payload)])
@@ -224,6 +226,7 @@ class RewardPool:
                 results[key].seconds = task.seconds
         with self._changed:
             self._open.difference_update(results)
+            self.lane.note(bool(self._open))
             self._done |= results
             self._changed.notify_all()
 

@@ -246,9 +246,10 @@ def _team(world: World, name: str) -> Team | None:
 
 
 def _rollout(world: World, name: str, module: torch.nn.Module, team: Team | None) -> RolloutEngine:
+    # The cache has a given size: vLLM would derive it from free memory, which other ranks on the same GPU change.
     config = RolloutConfig(name=name, kv_cache_gb=0.05, max_num_seqs=8)
-    if name in OUTSIDE and world.device.type == "cuda":  # the trainer's model lies beside it, and ranks may share a GPU
-        config = RolloutConfig(name=name, gpu_memory_utilization=0.2, max_num_seqs=8)
+    if name in OUTSIDE and world.device.type == "cuda":  # the trainer's model lies beside it
+        config = RolloutConfig(name=name, kv_cache_gb=0.5, gpu_memory_utilization=0.2, max_num_seqs=8)
     try:
         engine, said = build_engine(
             config, module.requires_grad_(False), world.tokenizer, device=world.device, longest=LONGEST, team=team

@@ -250,8 +250,24 @@ def timeline(folder: Path, last: int | None = None) -> dict[str, Any]:
 
 
 def _spans(stages: Any) -> list[list[Any]]:
-    # [stage, start, seconds, perhaps the worker]; anything else in the file is ignored.
-    return [span[:4] for span in stages if _is_span(span)] if isinstance(stages, list) else []
+    # [stage, start, seconds, perhaps the lane]; anything else in the file is ignored. Workers record the names of their
+    # methods: they are shown as the stage that they belong to, in its colour.
+    known = [span[:4] for span in stages if _is_span(span)] if isinstance(stages, list) else []
+    return [[STAGE_OF.get(span[0], span[0]), *span[1:]] if len(span) > 3 else span for span in known]
+
+
+STAGE_OF = {
+    **dict.fromkeys(("submit", "advance", "continue_conversations", "end_conversations", "generate_sequences"), "gen"),
+    **dict.fromkeys(("next_bucket", "take_bucket", "finish_sync", "sync_weights"), "sync"),
+    **dict.fromkeys(("probe_scores", "rollout_scores", "lost_weights"), "sync"),
+    **dict.fromkeys(("save", "begin_save", "export_hf"), "save_checkpoint"),
+    "compute_rm_score": "reward_model",
+    "compute_log_prob": "old_log_prob",
+    "compute_sum_pi_squared": "sum_pi_squared",
+    "compute_ref_log_prob": "ref",
+    "compute_values": "values",
+    "token_stats": "update_actor",
+}
 
 
 def _is_span(span: Any) -> bool:

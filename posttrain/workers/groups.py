@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from posttrain.controller.group import FirstRanks, Future, RoleGroup, WorkerGroup
+from posttrain.controller.group import FirstRanks, Future, OneRank, RoleGroup, WorkerGroup
+from posttrain.controller.incidents import WorkerDied
 from posttrain.rollout.weight_buckets import SyncError
 from posttrain.workers.fsdp_workers import (
     ActorRefWorker,
@@ -95,9 +96,15 @@ class WeightCarrier:
             if self.route is None:
                 self.route = self._join()
             return self._carry(version)
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, WorkerDied) and self.training.world_size > 1 and self._broadcasts():
+                # Rank 0 broke off between two collectives in which the others wait for it: all must start again.
+                error.worker = ""
             self.forget_route()  # a broadcast that broke off cannot be continued
             raise
+
+    def _broadcasts(self) -> bool:
+        return self.route is not None and self.route.transport in ("nccl", "gloo")
 
     def forget_route(self) -> None:
         """The workers join again at the next sync; needed when one of them was replaced."""
@@ -168,10 +175,20 @@ class DisaggregatedGroup(RoleGroup, PolicyCalls, ReferenceCalls, RolloutCalls):
 
     def sync_weights(self, version: int) -> dict[str, float]:
         """Hand the new weights over, and prove that all rollout workers have the same ones and compute with them."""
-        sums = self.carrier.carry(version)
+        return self._sync(self.carrier, version)
+
+    def admit(self, number: int, version: int) -> None:
+        """Have a rollout worker that was replaced load its model and take the policy's weights, with proof. The others
+        may be generating: nothing is sent to them."""
+        self.rollout.init_model.on(number).result()
+        self._sync(WeightCarrier(self.training, RolloutGroup(OneRank(self.rollout.group, number))), version)
+        self.carrier.forget_route()
+
+    def _sync(self, carrier: WeightCarrier, version: int) -> dict[str, float]:
+        sums = carrier.carry(version)
         if len(set(sums)) > 1:
             raise SyncError(f"rollout workers were given different weights: checksums {', '.join(map(str, sums))}")
-        scores = self.rollout.rollout_scores.later()  # scored while the trainer scores the same rows
+        scores = carrier.rollout.rollout_scores.later()  # scored while the trainer scores the same rows
         ours, dtype = self.training.probe_scores(), self.rounding or self.training.engine_facts.once().dtype
         found = [compare_scores(ours, theirs, dtype, self.training.lost_weights) for theirs in scores.result()]
         return {"sync/checksum": float(sums[0]), "sync/probe_max": max(part["sync/probe_max"] for part in found)}

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from posttrain.kernels import compiled, decode
 from posttrain.kernels.decode import BLOCK, FAR, StepTokens, new_cache
+from posttrain.kernels.scores import ScoreChanges
 from tests.machine import has_compiler
 
 needs_compiler = pytest.mark.skipif(not has_compiler(), reason="no C++ compiler on this machine")
@@ -46,18 +47,21 @@ def ragged_step(prompts, responses):
     ), block + 3
 
 
-CASES = {  # query heads, key heads, head size, window, norms
+CASES = {  # query heads, key heads, head size, window, norms, and in some a cap, and whether there are sinks
     "grouped": (4, 2, 32, None, False),
     "single": (4, 4, 64, None, False),
     "odd size": (6, 2, 20, None, True),
     "wide": (8, 1, 128, None, True),
     "window": (4, 2, 16, 11, False),
     "narrow window": (4, 2, 48, 1, True),
+    "cap": (4, 2, 32, None, False, 2.0, False),
+    "sinks": (6, 2, 16, 11, False, None, True),
+    "cap and sinks": (4, 1, 40, None, True, 2.0, True),
 }
 
 
 def inputs(case, dtype):
-    heads, keys, size, window, normed = CASES[case]
+    heads, keys, size, window, normed, cap, sinks = (*CASES[case], None, False)[:7]
     torch.manual_seed(0)
     step, blocks = ragged_step([40, 7, 64], [[1, 33, 70], [5, 5], [1, 2, 32]])
     cache = tuple(torch.randn(x.shape).to(dtype) for x in new_cache(blocks, keys, size, dtype, torch.device("cpu")))
@@ -65,6 +69,7 @@ def inputs(case, dtype):
     angles = torch.randn(step.longest, size // 2).repeat(1, 2)
     norms = (torch.rand(size).to(dtype), torch.rand(size).to(dtype)) if normed else None
     options = {"scale": size**-0.5, "window": window, "rotation": (angles.cos(), angles.sin()), "norms": norms}
+    options["changes"] = ScoreChanges(cap, 2 * torch.randn(heads).to(dtype) if sinks else None)
     return qkv.split([heads, keys, keys], 1), cache, step, {**options, "epsilon": 1e-6}
 
 
@@ -88,11 +93,12 @@ def test_compiled_attention_equals_its_twin_outputs_and_cache(case, dtype, monke
         torch.testing.assert_close(ours.float(), twin.float(), rtol=0, atol=TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("case", ["grouped", "window"])
+@pytest.mark.parametrize("case", ["grouped", "window", "cap", "sinks", "cap and sinks"])
 def test_a_row_sees_its_prompt_then_its_response_and_nothing_else(case, monkeypatch):
     """One token at a time into a paged cache = plain causal attention over the whole row."""
-    heads, keys, size, window, _ = CASES[case]
+    heads, keys, size, window, _, cap, sinks = (*CASES[case], None, False)[:7]
     torch.manual_seed(1)
+    changes = ScoreChanges(cap, torch.randn(heads) if sinks else None)
     length, prompt = 75, 37
     query, key, value = (torch.randn(length, n, size) for n in (heads, keys, keys))
     cache = new_cache(5, keys, size, torch.float32, torch.device("cpu"))
@@ -103,11 +109,16 @@ def test_a_row_sees_its_prompt_then_its_response_and_nothing_else(case, monkeypa
         one = torch.tensor([position], dtype=torch.int32)
         step = StepTokens(torch.zeros(1, dtype=torch.long), one, torch.zeros(1, dtype=torch.int32), table, starts, 75)
         at = slice(position, position + 1)
-        outputs.append(decode.attention(query[at], key[at], value[at], cache, step, scale=0.3, window=window))
+        how = {"scale": 0.3, "window": window, "changes": changes}
+        outputs.append(decode.attention(query[at], key[at], value[at], cache, step, **how))
     far = torch.arange(length)[:, None] - torch.arange(length)
     seen = (far >= 0) & (far < (window or length))
-    q, k, v = (x.transpose(0, 1) for x in (query, key, value))
-    plain = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=0.3, enable_gqa=True).transpose(0, 1)
+    k, v = (x.repeat_interleave(heads // keys, 1) for x in (key, value))
+    scores = torch.einsum("qhd,lhd->hql", query, k) * 0.3
+    scores = scores if cap is None else cap * torch.tanh(scores / cap)
+    weights = scores.masked_fill(~seen, float("-inf")).exp()
+    lost = torch.zeros(heads) if changes.sinks_H is None else changes.sinks_H.exp()  # what sinks take has no value
+    plain = torch.einsum("hql,lhd->qhd", weights / (weights.sum(-1) + lost[:, None])[..., None], v)
     torch.testing.assert_close(torch.cat(outputs), plain.flatten(1), rtol=0, atol=2e-6)
 
 

@@ -14,6 +14,7 @@ from triton_tools import DEVICE, ON_CUDA, D, H, K, draw, each_dtype, near
 
 from posttrain.kernels import decode
 from posttrain.kernels.decode import BLOCK, FAR, StepTokens
+from posttrain.kernels.scores import ScoreChanges
 from posttrain.rollout import sampling
 
 pytestmark = pytest.mark.gpu(interpreter=True)
@@ -123,11 +124,20 @@ def half_turn(x: torch.Tensor) -> torch.Tensor:
     return torch.cat([-x[..., x.shape[-1] // 2 :], x[..., : x.shape[-1] // 2]], -1)
 
 
+CHANGES = {"plain": (None, False), "cap": (1.5, False), "sinks": (None, True), "both": (1.5, True)}
+
+
+def score_changes(kind: str, dtype=torch.float32) -> ScoreChanges:
+    cap, sinks = CHANGES[kind]
+    return ScoreChanges(cap, 3 * draw(H, dtype=dtype, seed=12) if sinks else None)
+
+
 @each_dtype
+@pytest.mark.parametrize("kind", CHANGES)
 @pytest.mark.parametrize("window", [None, 9])
 @pytest.mark.parametrize("splits", [1, 4])
 @pytest.mark.parametrize("normed", [False, True])
-def test_decoding_attention_reads_live_keys_only(dtype, window, splits, normed):
+def test_decoding_attention_reads_live_keys_only(dtype, window, splits, normed, kind):
     from posttrain.kernels.cuda.paged_attention import StepRows, decode_attention
 
     prompts, newest = [40, 7, 64, 5], [45, 7, 100, 9]
@@ -148,9 +158,10 @@ def test_decoding_attention_reads_live_keys_only(dtype, window, splits, normed):
     columns = (newest, slots, [places[-1] + 1 for places in rows], prompts)
     given = [torch.tensor(column, dtype=torch.int32, device=DEVICE) for column in columns]
     step = StepRows(given[0], given[1].long(), *given[2:], table.to(DEVICE), splits)
+    changes = score_changes(kind, dtype)
     how = {"scale": 0.3, "window": window, "rotation": rotation, "norms": norms, "epsilon": 1e-6}
     before = [part.clone() for part in cache]
-    found = decode_attention(qkv, cache, step, **how)
+    found = decode_attention(qkv, cache, step, **how, changes=changes)
 
     query, key, value = qkv.float().view(4, -1, D).split([H, K, K], 1)
     if norms:
@@ -162,9 +173,13 @@ def test_decoding_attention_reads_live_keys_only(dtype, window, splits, normed):
         pairs = ((keys, key), (values, value))
         own, held = (torch.stack([*(pool[at].float() for at in seen), new[row]], 1) for pool, new in pairs)
         scores = torch.einsum("hd,hld->hl", query[row], own.repeat_interleave(H // K, 0)) * 0.3
+        if changes.cap is not None:
+            scores = changes.cap * torch.tanh(scores / changes.cap)
         if window:
             scores[:, : max(0, len(places) - window)] = float("-inf")
-        wanted = torch.einsum("hl,hld->hd", scores.softmax(-1), held.repeat_interleave(H // K, 0))
+        if changes.sinks_H is not None:
+            scores = torch.cat([scores, changes.sinks_H.float()[:, None]], 1)
+        wanted = torch.einsum("hl,hld->hd", scores.softmax(-1)[:, : len(places)], held.repeat_interleave(H // K, 0))
         near(found[row], wanted.flatten(), at=2)
         at = (table[row, places[-1] // BLOCK], slice(None), places[-1] % BLOCK)
         if slots[row] >= 0:
@@ -204,7 +219,8 @@ def test_decoding_attention_of_any_group_and_head_size(dtype, heads, key_heads, 
 
 @pytest.mark.parametrize("window", [None, 7])
 @pytest.mark.parametrize("normed", [False, True])
-def test_prompts_are_written_into_the_cache_and_attend_as_the_twin_does(window, normed):
+@pytest.mark.parametrize("kind", CHANGES)
+def test_prompts_are_written_into_the_cache_and_attend_as_the_twin_does(window, normed, kind):
     many, few = 70, 5  # a prompt of three blocks; five tokens behind one of 40, whose second block has empty places
     positions = torch.cat([torch.arange(many), torch.arange(few) + 40]).int()
     rows = torch.cat([torch.zeros(many), torch.ones(few)]).int()
@@ -225,9 +241,14 @@ def test_prompts_are_written_into_the_cache_and_attend_as_the_twin_does(window, 
         return StepTokens(ids, places, of, blocks, begins, 70)
 
     rest = (0.3, window)
-    wanted = decode._attention_torch(query.clone(), key, value, cache, step("cpu"), *rest, rotation, norms, 1e-6)
+    there_changes = score_changes(kind)
+    here = there_changes.sinks_H
+    changes = ScoreChanges(there_changes.cap, None if here is None else here.cpu())
+    given = (query.clone(), key, value, cache, step("cpu"), *rest, rotation, norms, 1e-6, changes)
+    wanted = decode._attention_torch(*given)
     turned, normers = on(DEVICE, *rotation), on(DEVICE, *norms) if norms else None
-    found = decode._attention_cuda(*on(DEVICE, query, key, value), there, step(DEVICE), *rest, turned, normers, 1e-6)
+    given = (*on(DEVICE, query, key, value), there, step(DEVICE), *rest, turned, normers, 1e-6, there_changes)
+    found = decode._attention_cuda(*given)
     near(found.cpu(), wanted, at=5)
     near(there[0].cpu(), cache[0].transpose(2, 3), at=2)
     near(there[1].cpu(), cache[1])

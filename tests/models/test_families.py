@@ -37,7 +37,7 @@ def load(families, kind: str, folder: Path, **config):
 
 # One of each sort: experts in the fused decoder (with one for all tokens beside them; with a norm over all heads),
 # windows, latent attention, learned positions, attention of its own, chosen when it is made, with a window that the
-# interface does not know, with sinks, none at all, recurrence beside attention.
+# interface does not know, with sinks, with capped scores, none at all, recurrence beside attention.
 KINDS = {
     "qwen2_moe": ("right", "packed"),
     "olmoe": ("right", "packed"),
@@ -48,7 +48,8 @@ KINDS = {
     "codegen": ("right by fallback", "padded"),
     "falcon": ("right by fallback", "padded"),
     "gpt_neo": ("right by fallback", "padded"),
-    "gpt_oss": ("right by fallback", "padded"),
+    "gpt_oss": ("right", "packed"),
+    "gemma2": ("right", "packed"),
     "rwkv": ("right by fallback", "padded"),
     "recurrent_gemma": ("right by fallback", "padded"),
 }

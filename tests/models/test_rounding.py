@@ -1,11 +1,12 @@
 """What counts as rounding when two passes over the same tokens are compared."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from posttrain.models.proof import beyond_rounding
+from posttrain.models.proof import beyond_rounding, compute_plain, disagreement
 from posttrain.rollout.weight_buckets import SyncError
 from posttrain.workers.weight_sync import WeightProbe
 
@@ -87,3 +88,36 @@ def test_the_probe_after_a_sync_stops_at_wrong_weights_and_not_at_rounding(dtype
             probe.compare(Scores(ours, dtype), Scores(theirs))
     else:
         assert probe.compare(Scores(ours, dtype), Scores(theirs))["sync/probe_max"] == pytest.approx(0.55, abs=0.1)
+
+
+class Model:
+    """What `compute_plain` reads of a model."""
+
+    def __init__(self, dtype):
+        self.dtype, self.config = dtype, SimpleNamespace(vocab_size=97, get_text_config=lambda: self.config)
+
+    def modules(self):
+        return []
+
+
+def test_a_pass_in_half_precision_may_be_off_on_one_pair_of_rows_but_not_on_two(monkeypatch):
+    monkeypatch.setattr("posttrain.models.proof.configurations", lambda model: [])
+    monkeypatch.setattr("posttrain.models.proof.without_adapters", lambda model: model)
+
+    def found(dtype, wrong):
+        model, seen = Model(dtype), []
+        plain = compute_plain(model, "a model", lambda model, rows: [torch.zeros(len(row)) for row in rows])
+
+        def compute(model, rows):
+            seen.append(rows)
+            at = [plain.rows, *(pair.rows for pair in plain.others)].index(rows)
+            return [torch.full((len(row),), float(at in wrong)) for row in rows]
+
+        return disagreement(model, plain, compute, torch.equal), len(seen)
+
+    assert found(torch.bfloat16, {}) == (None, 1)
+    assert found(torch.bfloat16, {0}) == (None, 3)
+    assert found(torch.bfloat16, {0, 1}) == ("the log-probs differ", 2)
+    assert found(torch.bfloat16, {0, 2})[0] == "the log-probs differ"
+    assert found(torch.float32, {}) == (None, 1)
+    assert found(torch.float32, {0}) == ("the log-probs differ", 1)

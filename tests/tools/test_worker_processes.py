@@ -108,6 +108,31 @@ def test_a_conversation_stays_with_its_process_and_loses_its_state_by_its_own_ca
         runner.close_conversation(3)
 
 
+def test_calls_that_must_not_be_repeated_are_not_made_again_in_another_process():
+    """Those of the conversations that shared the lost process: they begin anew, and are told so."""
+    tally = Tally()
+    tally.repeatable = False
+    with runner_of(tally) as runner:
+        for number in range(4):
+            runner.open(number, {"tally": {"start": 10 * number}})
+            assert ask(runner, "tally", number).text == str(10 * number + 1)
+        ask(runner, "tally", 1, exit=True)
+        after = {number: ask(runner, "tally", number).text for number in range(4)}
+        lost = [number for number, text in after.items() if "it starts anew" in text]
+        assert lost == [1, 3] and after[0] == "2" and after[2] == "22"
+        assert [ask(runner, "tally", number).text for number in lost] == ["11", "31"]
+
+
+def test_a_function_says_that_its_calls_must_not_be_repeated():
+    def pay(amount: int) -> str:
+        """Pays."""
+        return "paid"
+
+    assert FunctionTool(pay).repeatable
+    pay.repeatable = False
+    assert not FunctionTool(pay).repeatable
+
+
 def test_functions_of_a_closure_run_their_random_numbers_differ_and_what_they_print_is_shown(capsys):
     secret = object()
 

@@ -10,7 +10,10 @@ from typing import Any
 import pytest
 from runs import metrics_of, run
 
-from posttrain.controller.incidents import Incident, WorkerDied, death_of
+from posttrain.config import load_config
+from posttrain.config.resolved import ConfigError
+from posttrain.config.trainer import machines_for
+from posttrain.controller.incidents import Incident, NoRoom, WorkerDied, death_of
 from posttrain.controller.pool import LocalWorkers
 from posttrain.errors import UserError
 from posttrain.trainer.ppo import runner
@@ -195,3 +198,92 @@ def test_only_a_step_that_no_attempt_had_reached_is_progress():
 def test_over_several_machines_the_run_ends_where_the_others_leave_with_its_ray():
     assert "RAY_ADDRESS" in _decide(lost(), Restarts(3, keeps_machines=False), 4, 2)
     assert _decide(lost(), Restarts(3), 4, 2).startswith("Restart 1 of 3 after step 2")
+
+
+# -- fewer machines ---------------------------------------------------------------------------------------------------
+
+
+def no_room(machines: int) -> NoRoom:
+    full = NoRoom("Ray had no room for the training workers within 300 s.")
+    full.machines = machines
+    return full
+
+
+def clustered(failing, monkeypatch, refused: dict[int, NoRoom]) -> list[int | None]:
+    """Runs find a cluster, and no room in these attempts; gives the machines that every attempt was told are left."""
+    failing({4: [lost(), lost()]})
+    asked: list[int | None] = []
+
+    def opened(config: Any, device: Any, external: Any, logs: Any, machines: int | None) -> LocalWorkers:
+        asked.append(machines)
+        if len(asked) in refused:
+            raise refused[len(asked)]
+        return LocalWorkers()
+
+    monkeypatch.setattr(runner, "open_workers", opened)
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    return asked
+
+
+MACHINES = {**SIX, "trainer__nnodes": 4}
+
+
+def test_a_run_goes_on_with_the_machines_that_are_left_and_no_others_take_their_place(
+    failing, tiny_model, sums, tmp_path, monkeypatch, capsys
+):
+    asked = clustered(failing, monkeypatch, {2: no_room(3), 3: no_room(2)})
+    result = run(tiny_model, sums, tmp_path, **MACHINES, trainer__min_nnodes=1)
+    # All were asked for twice; then the three that had room, of which one was lost too, and so on.
+    assert asked == [None, None, 3, 2, 2] and result.status == "finished"
+    said, page = capsys.readouterr().out, (result.path / "incidents" / "001.md").read_text()
+    for words in (said, page):
+        assert "goes on with 3 of 4 machines (trainer.min_nnodes)" in words
+        assert "goes on with 2 of 4 machines (trainer.min_nnodes)" in words
+    assert "nnodes: 4" in (result.path / "config.yaml").read_text()  # the same command asks for all of them again
+
+
+@pytest.mark.parametrize("least, room", [(None, 3), (3, 2)])
+def test_without_enough_machines_the_run_ends_with_what_is_missing(
+    failing, tiny_model, sums, tmp_path, monkeypatch, least, room
+):
+    asked = clustered(failing, monkeypatch, {2: no_room(room)})
+    given = {"trainer__min_nnodes": least} if least else {}
+    with pytest.raises(NoRoom, match="no room"):
+        run(tiny_model, sums, tmp_path, **MACHINES, **given)
+    assert asked == [None, None]
+
+
+def test_a_run_that_never_had_its_machines_does_not_begin_with_fewer(failing, tiny_model, sums, tmp_path, monkeypatch):
+    asked = clustered(failing, monkeypatch, {1: no_room(3)})
+    with pytest.raises(NoRoom):
+        run(tiny_model, sums, tmp_path, **MACHINES, trainer__min_nnodes=1)
+    assert asked == [None]
+
+
+ACTOR, CRITIC = "actor_rollout_ref.actor", "critic"
+ON_GPUS = ["trainer.nnodes=4", "trainer.n_gpus_per_node=2"]
+
+
+def test_as_many_machines_are_used_as_the_sizes_of_the_layout_divide():
+    def left(most: int, *given: str) -> int | None:
+        return machines_for(load_config([*ON_GPUS, "trainer.min_nnodes=1", *given]).config, most)
+
+    assert left(3) == 3 and left(1) == 1 and left(0) is None
+    assert left(3, "trainer.min_nnodes=2", f"{ACTOR}.fsdp_config.fsdp_size=4") == 2
+    assert left(1, "trainer.min_nnodes=2", f"{ACTOR}.fsdp_config.fsdp_size=4") is None
+
+
+@pytest.mark.parametrize(
+    "given, words",
+    [
+        (["trainer.min_nnodes=5"], "more than trainer.nnodes=4"),
+        (["trainer.min_nnodes=1", "trainer.max_restarts=0"], "trainer.max_restarts=0 ends the run"),
+        (["trainer.min_nnodes=1", f"{ACTOR}.fsdp_config.fsdp_size=4"], "leaves 2 worker"),
+        (["trainer.min_nnodes=1", f"{ACTOR}.strategy=megatron"], "numbers of ranks"),
+        (["trainer.min_nnodes=1", "actor_rollout_ref.rollout.colocated_workers=4"], "leaves 2 worker"),
+    ],
+)
+def test_layouts_that_cannot_shrink_so_far_are_rejected_at_the_start(given, words):
+    with pytest.raises(ConfigError, match=words):
+        load_config([*ON_GPUS, *given])
+    load_config([*ON_GPUS, "trainer.min_nnodes=2", f"{ACTOR}.fsdp_config.fsdp_size=4"])

@@ -7,6 +7,7 @@ import json
 import random
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -14,11 +15,15 @@ import pytest
 from light_rewards import rarely_right
 from runs import metrics_of, run
 
+from posttrain.config import load_config
+from posttrain.config.root import PPOConfig
 from posttrain.controller.pool import LocalWorkers
 from posttrain.conversations.agents import AGENTS, register_agent
 from posttrain.errors import UserError
+from posttrain.protocol import DataProto
 from posttrain.trainer.ppo import runner as rl
-from posttrain.trainer.ppo.events import Replay
+from posttrain.trainer.ppo.events import EngineClock, EventLog, Replay
+from posttrain.trainer.ppo.pending import PendingBatches
 from posttrain.trainer.ppo.ray_trainer import RayPPOTrainer
 
 R = "actor_rollout_ref__rollout__"
@@ -218,3 +223,93 @@ def test_a_synchronous_run_does_not_train_what_waits_in_an_asynchronous_checkpoi
     synchronous = beside("run", 18, bound=0, trainer__save_freq=4, algorithm__rollout_correction__rollout_is="token")
     trained = metrics_of(synchronous.path)
     assert [line["step"] for line in trained] == [1, 2, 3, 4, 5, 6] and trained[4]["mismatch/logp_max"] < 1e-5
+
+
+OVER = {f"{R}oversample": 0.5, "trainer__total_training_steps": 8, f"{R}agent": "uneven"}
+
+
+@pytest.fixture
+def uneven():
+    """Every third prompt has long responses."""
+
+    @register_agent("uneven")
+    async def uneven(chat, row):
+        await chat.say(max_tokens=3 if int(row["uid"]) % 3 else 20)
+        return float(row["sample"])
+
+    yield
+    AGENTS.clear()
+
+
+def test_with_oversampling_the_first_whole_groups_are_trained_and_a_replay_takes_the_same(beside, uneven):
+    """Half a batch more is under way: groups overtake each other, by another timing others do."""
+    first = beside("first", 19, **OVER)
+    lines, events = metrics_of(first.path), events_of(first)
+    assert max(line["rollout/age_max"] for line in lines) == 2  # the bound holds
+    assert sum(line["rollout/overtaken_groups"] for line in lines) > 0
+    taken = [line["take"] for line in events if "take" in line]
+    trained = [int(uid) for uids in taken for uid in uids]
+    assert [len(uids) for uids in taken] == [4] * 8 and len(set(trained)) == 32
+    assert [len(line["ask"]) for line in events if "ask" in line][:2] == [6, 8]  # a step and a half; then what is left
+    assert sorted(trained) != list(range(32))  # some are behind the last step
+    log = str(Path(first.path) / "events.jsonl")
+    again = beside("again", 20, **OVER, trainer__replay_events=log)
+    assert same(first, again) and events == events_of(again)
+    assert not same(first, beside("other", 21, **OVER))
+
+
+def test_groups_that_wait_in_a_checkpoint_are_trained_once_with_oversampling(beside, uneven):
+    first = beside("run", 22, trainer__save_freq=4, **OVER)
+    before = [uid for line in events_of(first) if line["step"] <= 4 for uid in line.get("take", [])]
+    shutil.rmtree(Path(first.path) / "checkpoints" / "global_step_8")
+    again = beside("run", 23, trainer__save_freq=4, **OVER)
+    taken = [uid for line in events_of(again) for uid in line.get("take", [])]
+    assert taken[:16] == before and len(taken) == len(set(taken)) == 32
+    assert max(line["rollout/age_max"] for line in metrics_of(again.path)) <= 2
+
+
+def test_oversampling_is_rejected_where_responses_do_not_continue_with_new_weights(beside):
+    given = ["actor_rollout_ref.rollout.n_workers=1", "actor_rollout_ref.rollout.oversample=0.5"]
+    for rest in ([], ["trainer.max_staleness=1"], ["trainer.max_staleness=2", "trainer.partial_rollout=False"]):
+        with pytest.raises(UserError, match=r"oversample=0.5` leaves responses under way when weights change"):
+            load_config([*given, *rest])
+    assert load_config([*given, "trainer.max_staleness=2"]).value("actor_rollout_ref.rollout.oversample") == 0.5
+    with pytest.raises(UserError, match=r"oversample needs weights loaded in flight, but .*name=hf cannot"):
+        beside("hf", 2, **{f"{R}name": "hf", f"{R}oversample": 0.5})
+
+
+def test_a_group_goes_to_the_engine_with_the_fewest_requests_and_a_replay_to_the_one_of_the_log(tmp_path):
+    rollout = SimpleNamespace(submit=SimpleNamespace(world_size=3), take_schedule=lambda: [(0, [])] * 3)
+    clock = EngineClock(rollout, EventLog(tmp_path))
+    clock.log.begin(0, {})
+    assert clock.place([5, 0, 3], [2, 2, 2, 2]) == [1, 1, 2, 1]
+    replay = Replay(str(clock.log.path))
+    (tmp_path / "again").mkdir()
+    again = EngineClock(rollout, EventLog(tmp_path / "again", replay))
+    again.restart(0)
+    assert again.place([0, 0, 0], [2, 2, 2, 2]) == [1, 1, 2, 1]
+    assert again.place([0, 0, 9], [2]) == [0]  # the log ends here
+    again.restart(0)
+    with pytest.raises(UserError, match="does not ask for the groups"):
+        again.place([0, 0, 0], [2])
+
+
+def test_a_dropped_group_that_called_a_tool_which_must_not_be_repeated_is_counted_and_not_asked_for_again():
+    rows = DataProto.from_dict(
+        non_tensors={
+            "uid": ["1", "1", "2", "2"],
+            "dataset_row": [11, 11, 12, 12],
+            "tool_calls": [[], [{"name": "pay"}], [{"name": "look"}], []],
+            "policy_versions": [[(0, 3)]] * 4,
+        }
+    )
+    asked = {}
+    for barred in ({"pay"}, set()):
+        experience = SimpleNamespace(turns=SimpleNamespace(unrepeatable=barred))
+        pending = PendingBatches(PPOConfig(), experience, lambda name: None)  # pyright: ignore
+        pending.events = SimpleNamespace(add=lambda **event: None)  # pyright: ignore
+        pending.drop(rows)
+        found = pending.note_trained(rows, 0)
+        assert found["rollout/dropped_groups"] == 2
+        asked[len(barred)] = pending.again, found.get("rollout/unrepeated_groups")
+    assert asked == {1: ([12], 1.0), 0: ([11, 12], None)}

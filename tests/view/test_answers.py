@@ -12,7 +12,7 @@ import pytest
 import yaml
 from viewing import RESPONSES, STEPS, Client, small_run
 
-from posttrain.tracking.rundir import DIAGNOSIS, append_line
+from posttrain.tracking.rundir import DIAGNOSIS, TIMELINE, append_line
 from posttrain.tracking.samples import write_samples
 from posttrain.view import catalogue
 from posttrain.view.answers import Answers
@@ -253,6 +253,10 @@ def test_health_names_the_metric_behind_each_advice_and_the_inputs_of_failures(m
     kind = next(kind for kind in client.ask("failures", run="ill")["kinds"] if kind["error"].startswith("ValueError"))
     assert kind["count"] == 2 and kind["step"] == 2 and kind["prompt"].startswith("What is")
     assert client.ask("timeline", run="ill", last=2)["steps"][-1]["stages"][0][0] == "gen"
+    spans = [["advance", 1.0, 2.0, "rollout 0"], ["take_bucket", 3.0, 0.5, "rollout 0"], ["own", 1.0, 1.0, "rank 0"]]
+    append_line(run / TIMELINE, {"step": STEPS + 1, "stages": [*spans, ["advance", 1.0, 1.0]]})
+    shown = client.ask("timeline", run="ill")["steps"][-1]["stages"]
+    assert [span[0] for span in shown] == ["gen", "sync", "own", "advance"]  # of workers the stage, not the method
     client.close()
 
 

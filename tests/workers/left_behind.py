@@ -34,6 +34,42 @@ KILLED = """
     posttrain.train({settings!r}, reward=even_share)
 """
 
+REPLACED = """
+    import os, signal, sys
+    sys.path[:0] = {paths!r}
+    from posttrain import cores
+    cores.usable = lambda: 3  # one thread each, as those that it is compared with
+    import posttrain
+    from light_rewards import even_share
+    from posttrain.trainer.ppo.ray_trainer import RayPPOTrainer
+
+    generate, update = RayPPOTrainer._generate, RayPPOTrainer._update
+
+    def send(trainer, signal):
+        os.kill(trainer.workers.watch.ranks[-1].identity.process.pid, signal)
+
+    def generating(self, batch):
+        if self.step == 1:
+            send(self, signal.SIGKILL)
+        return generate(self, batch)
+
+    def updating(self, batch, step):
+        if step == 3:
+            send(self, signal.SIGSTOP)
+        return update(self, batch, step)
+
+    trained = []
+    def initialised(self):
+        init(self)
+        trained.append(self.workers.watch.ranks[0].identity.process.pid)
+
+    init = RayPPOTrainer.init_workers
+    RayPPOTrainer._generate, RayPPOTrainer._update = generating, updating
+    RayPPOTrainer.init_workers = initialised
+    result = posttrain.train({settings!r}, reward=even_share)
+    print("Result:", result.restarts, result.replaced, len(trained), flush=True)
+"""
+
 
 def processes_of(folder: str) -> list[int]:
     """Processes that were started with this folder, or have a file open in it."""

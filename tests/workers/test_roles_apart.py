@@ -284,6 +284,8 @@ def test_a_group_does_something_else_while_its_caller_waits():
 @pytest.mark.parametrize("bound", [0, 1, 3])
 def test_responses_are_asked_for_up_to_the_bound_and_not_behind_the_last_step(bound):
     class Pending(list):
+        extra = 0
+
         def start(self, prompts, n):
             self.append(prompts)
 
@@ -291,6 +293,7 @@ def test_responses_are_asked_for_up_to_the_bound_and_not_behind_the_last_step(bo
         run = Mock(**{"config.trainer.max_staleness": bound, "sizes.total_steps": 9, "sizes.prompts": 4})
         run.pending, run.step, run.group_filter.groups = Pending([None] * pending), step, surplus
         run._can_ask_ahead = lambda: RayPPOTrainer._can_ask_ahead(run)
+        run._ask_ahead = lambda prompts: run.pending.start(prompts, 1)
         RayPPOTrainer._start_next_rollout(run)
         return len(run.pending) - pending
 

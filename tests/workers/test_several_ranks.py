@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gzip
+import json
 import os
 import re
 import shutil
@@ -19,7 +20,7 @@ import light_rewards
 import numpy as np
 import pytest
 import torch
-from left_behind import KILLED, check_nothing_is_left
+from left_behind import KILLED, REPLACED, check_nothing_is_left
 from recorded_runs import (
     GOES_ON,
     RUN,
@@ -42,6 +43,7 @@ from posttrain.batch.columns import EveryTokenColumn, LastTokenColumn, MaskColum
 from posttrain.config import load_config
 from posttrain.controller.pool import LocalWorkers, Workers
 from posttrain.controller.rank_host import RankHost, pack, unpack
+from posttrain.controller.ray_store import put_block
 from posttrain.conversations.conversation import TurnRequest
 from posttrain.errors import UserError
 from posttrain.kernels.train import can_train
@@ -344,6 +346,40 @@ def test_a_rank_that_is_killed_and_then_the_run_that_is_killed_change_no_bit_and
     assert furthest(weights_of(path), weights_of(straight.path)) == 0.0
 
 
+def test_rollout_workers_that_die_or_are_stopped_are_replaced_alone_and_change_no_bit(runs, forked):
+    apart = {f"{ROLLOUT}.n_workers": 2, "trainer.stopped_worker_timeout_s": 2}
+    straight = runs.free("straight apart", (1, 2), {**SIX, **apart})
+    wanted = {**settings(runs.model, runs.data, runs.folder / "replaced"), **SIX, **apart}
+    code = textwrap.dedent(REPLACED).format(paths=[path for path in sys.path if path], settings=wanted)
+    ran = forked.run(code)
+    assert "Result: 0 2 1" in ran.stdout, ran.stdout[-3000:] + ran.stderr[-3000:]
+    path = runs.folder / "replaced" / "test" / "run"
+    pages = [page.read_text() for page in sorted((path / "incidents").iterdir())]
+    assert "Rollout worker 1" in pages[0] and "died" in pages[0] and "stage: gen" in pages[0]
+    assert "was stopped" in pages[1] and "Replacement 1 of 3" in pages[1] and "stage: sync" in pages[1]
+    assert metrics_of(path) == metrics_of(straight.path)
+    assert furthest(weights_of(path), weights_of(straight.path)) == 0.0
+
+
+class Keeper:
+    """Becomes a Ray actor that keeps a block in the store."""
+
+    def keep(self, owner: Any = None) -> Any:
+        return pack(put_block({"x": (np.zeros(5000), np.array([5000]))}, owner))
+
+
+def test_what_a_lost_worker_has_stored_is_there_as_long_as_its_owner(cluster):
+    made: Any = ray.remote(Keeper).options(num_cpus=0)
+    owner, one, other = made.remote(), made.remote(), made.remote()
+    kept, own = unpack(ray.get(one.keep.remote(owner))), unpack(ray.get(other.keep.remote()))
+    for actor in (one, other):
+        ray.kill(actor)
+    assert kept.get()["x"][0].shape == (5000,)
+    with pytest.raises(ray.exceptions.RayError):
+        own.get()
+    ray.kill(owner)
+
+
 def test_a_rank_that_is_stopped_or_dies_is_named_and_its_peers_error_is_not_taken_for_the_cause(cluster, tmp_path):
     from posttrain.controller import ray_ranks
     from posttrain.controller.ray_pool import RayWorkers
@@ -573,6 +609,8 @@ def test_two_steps_off_weights_arrive_in_flight_and_the_log_repeats_it_to_the_bi
     first = runs.free("two off", (1, 2), given)
     assert max(line["rollout/age_max"] for line in first.metrics) == 2
     assert any(line["rollout/partial"] > 0 for line in first.metrics)
+    events = [json.loads(line) for line in (first.path / "events.jsonl").read_text().splitlines()]
+    assert {engine for line in events for engine in line.get("placed", [])} == {0, 1}
     copied = shutil.copytree(first.path, runs.folder / "two off again" / "test" / "run")
     for step in (4, 5):
         shutil.rmtree(copied / "checkpoints" / f"global_step_{step}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import signal
+import socket
 import subprocess
 import sys
 
@@ -20,6 +21,7 @@ from posttrain.controller.stalls import (
     State,
     WorkersHung,
     WorkerStopped,
+    starting_states,
     state_of,
     this_process,
 )
@@ -138,9 +140,34 @@ def test_the_kernel_tells_a_stopped_process_from_one_that_computes_whatever_hold
     assert state_of(process) is None
 
 
+def test_a_worker_that_is_stopped_before_it_could_report_its_process_is_seen():
+    now = [0.0]
+    watched = StallWatch(3.0, print, lambda: now[0])
+    command = ["ray::RankHost.__init__", "-c", "import time; time.sleep(60)"]
+    with subprocess.Popen(command, executable=sys.executable) as child:
+        try:
+            child.send_signal(signal.SIGSTOP)
+            name = f"A worker that starts (process {child.pid} on {socket.gethostname()})"
+            until(lambda: name in (states := starting_states()) and states[name].letter == "T", "for its stop")
+            with pytest.raises(WorkerStopped, match=rf"process {child.pid} "):
+                for _ in range(5):
+                    watched.look(starting_states(), [])
+                    now[0] += EVERY_S
+        finally:
+            child.kill()
+    assert name not in starting_states()
+
+
 def test_the_limit_is_a_time():
     assert load_config(["trainer.n_workers=2"]).value("trainer.stopped_worker_timeout_s") == 300.0
     given = load_config(["trainer.stopped_worker_timeout_s=1.5", "trainer.n_workers=2"])
     assert given.value("trainer.stopped_worker_timeout_s") == 1.5
     with pytest.raises(ConfigError, match="stopped_worker_timeout_s"):
         load_config(["trainer.stopped_worker_timeout_s=0", "trainer.n_workers=2"])
+
+
+def test_the_limits_have_an_effect_where_others_generate_than_the_one_worker_that_trains():
+    limit = "trainer.stopped_worker_timeout_s=9"
+    assert any("has no effect" in note for note in load_config([limit]).notes)
+    apart = load_config([limit, "actor_rollout_ref.rollout.n_workers=1"])
+    assert not any("has no effect" in note for note in apart.notes)

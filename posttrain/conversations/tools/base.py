@@ -62,6 +62,9 @@ class Tool(ABC):
     trainer's memory says False, and runs in a thread of it."""
     stateless: bool = False
     """Whether it keeps nothing between calls, so that any worker process can serve any conversation."""
+    repeatable: bool = True
+    """Whether a call may be made once more with nothing lost. A tool that sends a mail or pays says False: a group that
+    called it is not issued again, and calls of a lost process are not made in another one."""
     secrets: Sequence[str] = ()
     """Taken out of whatever the tool says."""
     note: str = ""

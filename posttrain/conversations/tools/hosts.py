@@ -5,7 +5,8 @@ and replaced, however often it happens. A worker has one call at a time, so it i
 
 Functions keep nothing between calls, so any worker serves any call. A `Tool` object keeps the state of conversations: a
 conversation stays with one worker. When that process is lost, the conversation whose call did it starts anew, and is
-told so at its next call. For the others the tool is opened in another process, where their calls are made once more.
+told so at its next call. For the others the tool is opened in another process, where their calls are made once more;
+if these may not be repeated (`repeatable`), such conversations start anew and are told so, too.
 """
 
 from __future__ import annotations
@@ -178,6 +179,8 @@ class ProcessHost(ToolHost):
             self._homes.remove(home)
         for one in home.conversations:
             self._homes_by.pop(one, None)
+            if not self.tool.repeatable and self._calls.pop(one, None):
+                self._lost[one] = home.lost
 
     def _choose_home(self) -> _Process:
         if len(self._homes) < self.tool.at_once:

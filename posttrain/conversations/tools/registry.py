@@ -34,6 +34,7 @@ class FunctionTool(Tool):
         self._function, self._threads = function, Threads()
         own = str(getattr(function, "__module__", "")).startswith("posttrain.")
         self.isolated, self.stateless = getattr(function, "isolated", not own), True
+        self.repeatable = getattr(function, "repeatable", True)
         self._settings = read_settings(self.name, function, settings or {}, rest=True)
         self.secrets = secrets_of(self._settings)
         parameters = inspect.signature(function).parameters.values()

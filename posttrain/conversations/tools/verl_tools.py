@@ -41,6 +41,7 @@ class VerlTool(Tool):
 
     def __init__(self, inner: Any, schema: dict[str, Any], config: Mapping[str, Any]) -> None:
         self.name, self.schema, self.secrets = schema["function"]["name"], schema, secrets_of(config)
+        self.repeatable = getattr(inner, "repeatable", True)
         self._inner, self._instances = inner, dict[Hashable, str]()
         self._as_text = _takes_text(inner.execute)
         self._rewards = _own_reward(type(inner))
@@ -203,6 +204,7 @@ class VerlFunctionTool(Tool):
     def __init__(self, inner: Any, read_result: Any) -> None:
         self.name, self.schema = inner.name, plain_schema(inner.tool_schema)
         self.isolated = getattr(inner.fn, "isolated", True)
+        self.repeatable = getattr(inner.fn, "repeatable", True)
         self._inner, self._read_result = inner, read_result
 
     async def call(self, conversation: Hashable, arguments: dict[str, Any]) -> ToolAnswer:

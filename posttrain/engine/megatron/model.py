@@ -210,16 +210,21 @@ def _layer(decoder: Any, *, mixture: bool) -> Any:
         layer.submodules.self_attention = spec(module=LatentAttention, params=given)
     else:
         if has_query_norms(config):
-            own = layer.submodules.self_attention.submodules
+            own = _parts(layer.submodules.self_attention)
             own.q_layernorm = own.k_layernorm = Norm
         # YaRN lengthens rotated queries and keys, here all of a head: the same as a larger scale.
-        layer.submodules.self_attention.submodules.core_attention = spec(
+        _parts(layer.submodules.self_attention).core_attention = spec(
             module=PackedAttention, params={"scale": scale * rotation_factor**2}
         )
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = Norm
     if mixture:
-        layer.submodules.mlp.submodules.router = partial(ExpertRouter, model=config)
+        _parts(layer.submodules.mlp).router = partial(ExpertRouter, model=config)
     return layer
+
+
+def _parts(layer: Any) -> Any:
+    # Megatron-Core 0.16 describes a layer's parts by a specification, and 0.19 some by a partially applied class.
+    return layer.keywords["submodules"] if isinstance(layer, partial) else layer.submodules
 
 
 class Norm(torch.nn.RMSNorm):

@@ -144,15 +144,21 @@ void mix_values(const Cache<T> &cache, const Span &span, int column, float *cons
   }
 }
 
+// What a layer does to its scores: a cap (0 if there is none), and sinks of the queries, or null.
+struct Changes {
+  float cap;
+  const float *sinks;
+};
+
 // N queries of one row and one head of keys; query i sees the positions [begin[i], end[i]).
 template <int N, typename T>
-void attend(const Cache<T> &cache, int row, int head, const float *query, const int *begin, const int *end, float *out,
-            std::vector<float> &scratch) {
+void attend(const Cache<T> &cache, int row, int head, const float *query, const int *begin, const int *end,
+            const Changes &changes, float *out, std::vector<float> &scratch) {
   Span span{row, head, 0, 0, *std::min_element(begin, begin + N), *std::max_element(end, end + N)};
   span.low = cache.block_of(row, span.begin), span.high = cache.block_of(row, span.end - 1);
   int width = (span.high - span.low + 1) * BLOCK;
   if (scratch.size() < size_t(N) * width) scratch.resize(size_t(N) * width);
-  float *scores[N], totals[N];
+  float *scores[N], totals[N], lost[N];
   for (int i = 0; i < N; i++) scores[i] = scratch.data() + size_t(i) * width;
   for (int block = span.low; block <= span.high; block++) {
     const T *next = block < span.high ? cache.key_block(row, block + 1, head) : cache.value_block(row, span.low, head);
@@ -169,10 +175,14 @@ void attend(const Cache<T> &cache, int row, int head, const float *query, const 
     }
   }
   for (int i = 0; i < N; i++) {
-    float *s = scores[i], top = NEVER;
+    float *s = scores[i], top = changes.sinks ? changes.sinks[i] : NEVER;
+    if (changes.cap > 0)
+      for (int t = 0; t < width; t++)
+        if (s[t] > NEVER) s[t] = changes.cap * std::tanh(s[t] / changes.cap);
 #pragma omp simd reduction(max : top)
     for (int t = 0; t < width; t++) top = s[t] > top ? s[t] : top;
     for (int t = 0; t < width; t++) s[t] = s[t] > NEVER ? exp_of(s[t] - top) : 0.0f;
+    lost[i] = changes.sinks ? exp_of(changes.sinks[i] - top) : 0.0f; // a sink has weight, but no value
   }
   int column = 0;
   if (N <= 2) // wider where the sums still fit into registers
@@ -181,7 +191,7 @@ void attend(const Cache<T> &cache, int row, int head, const float *query, const 
   for (; column + 8 <= cache.size; column += 8) mix_values<N, 8>(cache, span, column, scores, out, totals);
   for (; column < cache.size; column++) mix_values<N, 1>(cache, span, column, scores, out, totals);
   for (int i = 0; i < N; i++) {
-    float scale = 1.0f / totals[i];
+    float scale = 1.0f / (totals[i] + lost[i]);
     for (int d = 0; d < cache.size; d++) out[i * cache.size + d] *= scale;
   }
 }
@@ -191,6 +201,8 @@ struct Layout { // mirrored by kernels/compiled.py
   int32_t query_heads, key_heads, size, window, threads;
   float scale, epsilon;
   int64_t query_stride, query_head_stride, key_stride, key_head_stride, value_stride, value_head_stride;
+  const float *sinks; // of the heads of queries, or null
+  float cap;          // of scores; 0 if there is none
 };
 
 // The tokens of one call and where their queries, keys and values lie.
@@ -242,17 +254,20 @@ template <typename T> void attend_tokens(const Layout &at, const Heads<T> &heads
     int row = heads.rows[start], count = int(stop - start) * group;
     for (int first = 0; first < count; first += QUERIES) {
       int n = std::min(QUERIES, count - first), begin[QUERIES], end[QUERIES];
+      float sinks[QUERIES];
       for (int i = 0; i < n; i++) {
         int64_t token = start + (first + i) / group;
         const T *from = heads.query + token * at.query_stride + (h * group + (first + i) % group) * at.query_head_stride;
         for (int d = 0; d < size; d++) queries[i * size + d] = load(from[d]) * at.scale;
+        if (at.sinks) sinks[i] = at.sinks[h * group + (first + i) % group];
         end[i] = heads.positions[token] + 1;
         begin[i] = at.window > 0 ? std::max(0, end[i] - at.window) : 0;
       }
-      if (n == 4) attend<4>(cache, row, h, queries.data(), begin, end, outputs.data(), scratch);
-      if (n == 3) attend<3>(cache, row, h, queries.data(), begin, end, outputs.data(), scratch);
-      if (n == 2) attend<2>(cache, row, h, queries.data(), begin, end, outputs.data(), scratch);
-      if (n == 1) attend<1>(cache, row, h, queries.data(), begin, end, outputs.data(), scratch);
+      Changes changes{at.cap, at.sinks ? sinks : nullptr};
+      if (n == 4) attend<4>(cache, row, h, queries.data(), begin, end, changes, outputs.data(), scratch);
+      if (n == 3) attend<3>(cache, row, h, queries.data(), begin, end, changes, outputs.data(), scratch);
+      if (n == 2) attend<2>(cache, row, h, queries.data(), begin, end, changes, outputs.data(), scratch);
+      if (n == 1) attend<1>(cache, row, h, queries.data(), begin, end, changes, outputs.data(), scratch);
       for (int i = 0; i < n; i++) {
         int64_t token = start + (first + i) / group;
         T *to = heads.out + (token * at.query_heads + h * group + (first + i) % group) * size;

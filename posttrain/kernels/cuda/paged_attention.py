@@ -20,6 +20,7 @@ import triton.language as tl
 
 from posttrain.kernels.cuda.dependent_launch import _wait, comes_early
 from posttrain.kernels.cuda.elementwise import _heads, rotate_and_store
+from posttrain.kernels.scores import NO_CHANGES, ScoreChanges
 
 PROGRAMS = 1024  # programs that keep the device busy; with fewer, rows are split into pieces
 SHORTEST = 256  # keys of a piece, at least
@@ -45,12 +46,18 @@ class StepRows:
 
 
 @triton.jit
+def _capped(scores, cap):
+    # cap * tanh(scores / cap); for large scores the exponential is infinite, and the quotient 0.
+    return cap - 2.0 * cap / (tl.exp(scores * (2.0 / cap)) + 1.0)
+
+
+@triton.jit
 def _decode(
     QKV, KEYS, VALUES, OUT, PART, PART_MAX, PART_SUM, POSITIONS, SLOTS, LENGTHS, PROMPTS, TABLE, COS, SIN,
-    Q_NORM, K_NORM, epsilon, scale, columns, width, window,
+    Q_NORM, K_NORM, SINKS, epsilon, scale, cap, columns, width, window,
     KV: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr,
-    SPLITS: tl.constexpr, WINDOW: tl.constexpr, NORMED: tl.constexpr, ROTATED: tl.constexpr, EXACT: tl.constexpr,
-    EARLY: tl.constexpr,
+    SPLITS: tl.constexpr, WINDOW: tl.constexpr, NORMED: tl.constexpr, ROTATED: tl.constexpr, CAPPED: tl.constexpr,
+    EXACT: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     if EARLY:
         _wait()
@@ -77,7 +84,12 @@ def _decode(
     tl.store(KEYS + into, key, mask=one & newest & (slot >= 0))
     tl.store(VALUES + into, value, mask=one & newest & (slot >= 0))
     # The running softmax starts with the newest token itself, whose key and value are in registers.
-    best = tl.where(newest, tl.sum(q.to(tl.float32) * key.to(tl.float32), 1) * factor, NONE)
+    own = tl.sum(q.to(tl.float32) * key.to(tl.float32), 1)
+    if CAPPED:
+        own = _capped(own * scale, cap) * LOG2_E
+    else:
+        own = own * factor
+    best = tl.where(newest, own, NONE)
     total = tl.full([GP], 1.0, tl.float32)
     acc = tl.zeros([GP, DP], tl.float32) + value.to(tl.float32)
     full = (prompt + BLOCK - 1) // BLOCK * BLOCK  # places from `prompt` to here are empty
@@ -97,7 +109,11 @@ def _decode(
             scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         else:
             scores = tl.dot(q, tl.trans(k))
-        scores = tl.where(live[None, :], scores * factor, NONE)
+        if CAPPED:
+            scores = _capped(scores * scale, cap) * LOG2_E
+        else:
+            scores = scores * factor
+        scores = tl.where(live[None, :], scores, NONE)
         higher = tl.maximum(best, tl.max(scores, 1))
         p = tl.exp2(scores - higher[:, None])  # online softmax: earlier sums fade when a larger score appears
         fade = tl.exp2(best - higher)
@@ -108,6 +124,12 @@ def _decode(
         else:
             acc = acc * fade[:, None] + tl.dot(p.to(v.dtype), v)
         best = higher
+    if SINKS is not None:  # one more score in the first piece, without a value
+        sink = tl.load(SINKS + head * G + tl.arange(0, GP), mask=tl.arange(0, GP) < G, other=0.0).to(tl.float32)
+        higher = tl.maximum(best, tl.where(newest, sink * LOG2_E, NONE))
+        fade = tl.exp2(best - higher)
+        total = total * fade + tl.where(newest, tl.exp2(sink * LOG2_E - higher), 0.0)
+        acc, best = acc * fade[:, None], higher
     out_at = (row * (KV * G) + head * G + g) * D + d
     if SPLITS == 1:
         tl.store(OUT + out_at, (acc / total[:, None]).to(OUT.dtype.element_ty), mask=real)
@@ -158,6 +180,7 @@ def decode_attention(
     rotation: tuple[torch.Tensor, torch.Tensor] | None,
     norms: tuple[torch.Tensor, torch.Tensor] | None,
     epsilon: float,
+    changes: ScoreChanges = NO_CHANGES,
 ) -> torch.Tensor:
     """(B, H * D): each row's newest token over its keys and itself; its key and value enter the cache.
 
@@ -184,9 +207,9 @@ def decode_attention(
     seen = (rows.positions, slots, rows.lengths, rows.prompts, rows.table)
     _decode[(count, key_heads, splits)](
         qkv_BC, *cache, out, part, best, total, *seen, *(rotation or (None, None)), *(norms or (None, None)),
-        epsilon, scale, columns, rows.table.shape[1], window or 0,
+        changes.sinks_H, epsilon, scale, changes.cap or 0.0, columns, rows.table.shape[1], window or 0,
         key_heads, group, max(16, two(group)), size, max(16, two(size)), block,
-        splits, window is not None, norms is not None, rotation is not None, exact, early,
+        splits, window is not None, norms is not None, rotation is not None, changes.cap is not None, exact, early,
         **_how(size, exact), launch_pdl=early,
     )  # fmt: skip
     if splits > 1:
@@ -210,9 +233,9 @@ def _block_scores(q, KEYS, at, live, scale, D: tl.constexpr, DP: tl.constexpr, E
 
 @triton.jit(do_not_specialize=["width", "far"])
 def _prefill(
-    Q, KEYS, VALUES, OUT, TILES, ROWS, POSITIONS, TABLE, STARTS, scale, width, window, far,
+    Q, KEYS, VALUES, OUT, TILES, ROWS, POSITIONS, TABLE, STARTS, SINKS, scale, cap, width, window, far,
     H: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr, M: tl.constexpr,
-    N: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr, EXACT: tl.constexpr,
+    N: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     tile, head = tl.program_id(0), tl.program_id(1)
     first, past = tl.load(TILES + tile), tl.load(TILES + tile + 1)
@@ -243,6 +266,8 @@ def _prefill(
         block = tl.load(TABLE + row * width + column, mask=there, other=0).to(tl.int64)
         at = (block * KV + head // (H // KV)) * (BLOCK * D) + (place % BLOCK) * D
         scores = _block_scores(q, KEYS, at, there, scale, D, DP, EXACT)
+        if CAPPED:
+            scores = _capped(scores, cap)
         seen = there[None, :] & (key_position[None, :] <= position[:, None])
         if WINDOW:
             seen = seen & (position[:, None] - key_position[None, :] < window)
@@ -258,6 +283,11 @@ def _prefill(
         else:
             acc = acc * fade[:, None] + tl.dot(p.to(v.dtype), v)
         best = higher
+    if SINKS is not None:
+        sink = tl.load(SINKS + head).to(tl.float32)
+        higher = tl.maximum(best, sink)
+        fade = tl.exp(best - higher)
+        total, acc = total * fade + tl.exp(sink - higher), acc * fade[:, None]
     out = acc / tl.where(total == 0.0, 1.0, total)[:, None]  # the padding of a tile sees nothing
     tl.store(OUT + q_at, out.to(OUT.dtype.element_ty), mask=real[:, None] & (d < D)[None, :])
 
@@ -277,6 +307,7 @@ def prefill_attention(
     scale: float,
     window: int | None,
     far: int,
+    changes: ScoreChanges = NO_CHANGES,
 ) -> torch.Tensor:
     """(T, H * D): tokens of rows over the cache, which holds them already. `tiles` are starts of runs of at most TILE
     tokens of one row, and the end."""
@@ -285,9 +316,11 @@ def prefill_attention(
     out = query_THD.new_empty(tokens, heads * size)
     exact = query_THD.dtype is torch.float32
     _prefill[(len(tiles) - 1, heads)](
-        query_THD, *cache, out, tiles, rows_T, positions_T, table_RN, starts_RN, scale, table_RN.shape[1],
-        window or 0, far, heads, key_heads, size, max(16, triton.next_power_of_2(size)), block, TILE,
-        KEYS_AT_ONCE, triton.next_power_of_2(table_RN.shape[1]), window is not None, exact,
+        query_THD, *cache, out, tiles, rows_T, positions_T, table_RN, starts_RN, changes.sinks_H, scale,
+        changes.cap or 0.0, table_RN.shape[1], window or 0, far,
+        heads, key_heads, size, max(16, triton.next_power_of_2(size)), block, TILE,
+        KEYS_AT_ONCE, triton.next_power_of_2(table_RN.shape[1]), window is not None,
+        changes.cap is not None, exact,
         num_warps=4, num_stages=1 if exact else 2,
     )  # fmt: skip
     return out

@@ -9,13 +9,15 @@ steps and keeps that schedule; the log has it, and a replay holds each engine to
     {"step": 3, "take": ["4", "5"], "versions": [0, 2]}                   groups, and versions of their tokens
     {"step": 3, "weights": 3, "checksum": 1234.0}                         the policy after step 3
     {"step": 4, "drained": true}                                          a checkpoint: nothing is under way
+    {"step": 4, "placed": [0, 1, 1]}                                      engines of the groups that are asked for
+    {"step": 5, "whole": ["8", "7"]}                                      groups taken as they were complete
 
 Steps are counted from the last line that says `drained`, so that a replay may begin at any checkpoint.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +105,14 @@ class Replay:
                 found[line["engine"]].append((line["steps"], line["do"], line["of"]))
         return found
 
+    def choices(self, step: int) -> dict[str, list[list[Any]]]:
+        """By name, the choices that were made from behind this step up to where the engines were drained next."""
+        end = min((drained for drained in self.drains if drained > step), default=self.lines[-1]["step"])
+        return {
+            what: [line[what] for line in self.lines if what in line and step < line["step"] <= end]
+            for what in ("placed", "whole")
+        }
+
     def check_weights(self, version: int, checksum: float | None) -> None:
         if version in self.checksums and self.checksums[version] != checksum:
             raise ReplayError(
@@ -125,6 +135,7 @@ class EngineClock:
         self.expected: list[list[Entry]] = [[] for _ in range(self.engines)]
         # Turns that are ready, and conversations that have ended, before their place in the replay: by engine and id.
         self._held: dict[tuple[str, int], dict[tuple[Any, ...], Any]] = {}
+        self._choices: dict[str, list[list[Any]]] = {}  # of the replayed run, those that are to come
 
     def write_schedule(self) -> None:
         """Write what was done to the engines since the last call."""
@@ -139,6 +150,31 @@ class EngineClock:
         self.steps = list(self.base)
         if self.log.replayed is not None:
             self.expected = self.log.replayed.entries(step, self.engines)
+            self._choices = self.log.replayed.choices(step)
+
+    # -- choices --------------------------------------------------------------------------------------------------
+    def choose(self, what: str, make: Callable[[], list[Any]]) -> list[Any]:
+        """What a clock decides, `placed` or `whole`: it is written to the log, and in a replay read from there."""
+        recorded = self._choices.get(what)
+        chosen = recorded.pop(0) if recorded else make()
+        self.log.add(**{what: chosen})
+        return chosen
+
+    def place(self, loads: Sequence[int], groups: Sequence[int]) -> list[int]:
+        """The engine of each group of so many requests: the one with the fewest under way, where engines have `loads`
+        before."""
+
+        def least_loaded() -> list[Any]:
+            under_way, chosen = list(loads), []
+            for size in groups:
+                chosen.append(min(range(self.engines), key=lambda engine: (under_way[engine], engine)))
+                under_way[chosen[-1]] += size
+            return chosen
+
+        placed = self.choose("placed", least_loaded)
+        if len(placed) != len(groups):
+            raise ReplayError("This run does not ask for the groups that the replayed run asked for: its data differ.")
+        return placed
 
     # -- replay ---------------------------------------------------------------------------------------------------
     def note_steps(self, engine: int, steps: int) -> None:

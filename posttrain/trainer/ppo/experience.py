@@ -16,15 +16,18 @@ what is sampled depends neither on the step, nor on the size of batches, nor on 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from posttrain import pulse
+from posttrain.batch.compact import compact
 from posttrain.batch.samples import last_rows
 from posttrain.config.root import PPOConfig
 from posttrain.controller.group import Future
+from posttrain.controller.incidents import WorkerDied
 from posttrain.conversations.batch import begin_conversations, join_rows
 from posttrain.conversations.loop import ConversationLoop
 from posttrain.protocol import DataProto
@@ -69,6 +72,7 @@ class Experience:
         self._outputs: dict[Key, Output] = {}
         self._scores: dict[Key, RewardResult] = {}
         self._ended_at: dict[Key, float] = {}
+        self._engine_of: dict[Key, int] = {}  # of requests that were placed by the engines' loads
         self._advancing: dict[int, Future[tuple[list[Output], bool, list[Output], int]]] = {}
         self._busy: set[int] = set()
         # Ranks that got requests while they were at work: that they had none left, as they say next, is no news.
@@ -77,6 +81,9 @@ class Experience:
         self._watch = AgentWatch()
         # Where weights change while responses are under way: counts the engines' steps, and replays them.
         self.clock: EngineClock | None = None
+        # Replaces a rollout worker that was lost, and gives its number; raises where that cannot be done.
+        self.replace: Callable[[WorkerDied], int] | None = None
+        self._asked: list[DataProto] = []  # what was submitted and is under way, where workers are replaced
 
     def number(self, prompts: DataProto) -> DataProto:
         """Gives each prompt its serial number, its uid (the same as text)."""
@@ -114,15 +121,68 @@ class Experience:
         asked.meta_info = dict(how)
         if self.turns is None and not how.get("validate"):
             asked.meta_info |= {"store": True, "texts": self.rewards.pool is not None}
+        engines = self._place(keys_of(rows))
         self._prompts.update(zip(keys_of(rows), asked.non_tensor_batch["raw_prompt_ids"], strict=True))
         self.rewards.expect(rows)
         if self.turns:
-            asked = asked[begin_conversations(self.turns, keys_of(rows), asked, rows, self._engines)]
+            asked = asked[begin_conversations(self.turns, keys_of(rows), asked, rows, engines)]
         if len(asked):
             self.reach("submit")
-            self.rollout.submit(asked)
+            self._submit(asked, engines)
             self._have_work(range(self._engines))
         return rows
+
+    def _place(self, keys: Sequence[Key]) -> dict[Any, int]:
+        """The engine of each prompt. It follows from the prompts alone, so that runs can be repeated; only where a
+        clock decides anyway, and the event log has it, it is the least loaded one."""
+        groups = Counter(uid for uid, _ in keys)
+        if self.clock is None or self._engines == 1:
+            return {uid: number * self._engines // len(groups) for number, uid in enumerate(groups)}
+        under_way = Counter(engine for key, engine in self._engine_of.items() if key not in self._outputs)
+        loads = [under_way[engine] for engine in range(self._engines)]
+        placed = dict(zip(groups, self.clock.place(loads, list(groups.values())), strict=True))
+        self._engine_of.update((key, placed[key[0]]) for key in keys)
+        return placed
+
+    def _submit(self, asked: DataProto, engines: Mapping[Any, int]) -> None:
+        if self.clock is None or self._engines == 1:
+            return self._submit_in_order(asked)  # spread by groups, in equal numbers of tokens
+        sent, uids = compact(asked), asked.non_tensor_batch["uid"].tolist()
+        # Engines without rows are called, too: a replay finds this place in the schedule of every one.
+        by_engine = [[row for row, uid in enumerate(uids) if engines[uid] == own] for own in range(self._engines)]
+        for call in [self.rollout.submit.on(engine, sent[own]) for engine, own in enumerate(by_engine)]:
+            call.result()
+
+    def _submit_in_order(self, asked: DataProto) -> None:
+        if self.replace is None:
+            self.rollout.submit(asked)
+            return
+        self._asked.append(asked)
+        try:
+            self.rollout.submit(asked)
+        except WorkerDied as death:
+            self._issue_again(death)
+
+    def _issue_again(self, death: WorkerDied) -> None:
+        """Have a lost worker replaced, and ask the new one for all that the lost one was asked for in the batches under
+        way. Responses that it had given are kept: seeds decide what is written."""
+        while True:
+            if self.replace is None:
+                raise death
+            number = self.replace(death)
+            self._advancing.pop(number, None)
+            self._asked_while_busy.discard(number)
+            group = self.rollout.submit.group.teams("submit")
+            try:
+                # All of them, though some have ended: rows that decode together round together, bit-for-bit.
+                for asked in self._asked:
+                    given = group.marked("submit").spread(group, asked).arguments[number]
+                    self.rollout.submit.on(number, *given).result()
+            except WorkerDied as another:
+                death = another
+                continue
+            self._busy |= {number}
+            return
 
     @property
     def _engines(self) -> int:
@@ -169,6 +229,9 @@ class Experience:
                 ended = self._poll_replay()
                 work.advance(len(ended), sum(len(output.token_ids) for output in ended), work.running_tokens)
         prompts, outputs = [self._prompts.pop(key) for key in keys], [self._outputs.pop(key) for key in keys]
+        self._asked = [asked for asked in self._asked if any(key in self._prompts for key in keys_of(asked))]
+        for key in keys:
+            self._engine_of.pop(key, None)
         self.last_ended = max(self._ended_at.pop(key) for key in keys)
         if self.turns:
             if self.turns.has_agents:
@@ -177,6 +240,16 @@ class Experience:
         else:
             rows.union(to_batch(prompts, outputs, self.tokenizer.pad_token_id))
         return rows.set_decoder(self.decode)  # `response` is decoded when it is first read
+
+    def wait_until(self, is_over: Callable[[], bool]) -> None:
+        """Advance everything until then."""
+        with no_garbage_collection():
+            while not is_over():
+                self._poll_replay()
+
+    def has_ended(self, keys: Iterable[Key]) -> bool:
+        """Whether all of these responses are whole."""
+        return self._outputs.keys() >= set(keys)
 
     def wait_for_scores(self, rows: DataProto) -> DataProto:
         """The rows with `reward_score`, `reward_parts` and `reward_error` by the reward functions; waits for what is
@@ -230,7 +303,11 @@ class Experience:
         ended: list[Output] = []
         for rank, future in list(self._advancing.items()):
             if future.done():
-                answer = self._advancing.pop(rank).result()
+                try:
+                    answer = self._advancing.pop(rank).result()
+                except WorkerDied as death:
+                    self._issue_again(death)
+                    continue
                 outputs, busy = answer[:2]  # of a worker of the user's own there may be no more
                 if self.clock is not None:
                     self.clock.note_steps(rank, answer[3])
@@ -245,6 +322,8 @@ class Experience:
             ended += self._continue_conversations(self.turns)
         if self.rollout.group.overlaps:
             self._advance()
+        if self.replace is not None:  # a response that was issued again may have been given before
+            ended = [output for output in ended if output.id in self._prompts and output.id not in self._outputs]
         self._outputs.update((output.id, output) for output in ended)
         self._ended_at.update((output.id, time.perf_counter()) for output in ended)
         if self.turns:

@@ -23,12 +23,14 @@ weights (`algorithm.rollout_correction.rollout_is`).
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -37,11 +39,13 @@ from posttrain.config.trainer import continues_responses
 from posttrain.controller.group import WorkerGroup
 from posttrain.errors import UserError
 from posttrain.protocol import DataProto
-from posttrain.tracking.metrics import GENERATED_S
+from posttrain.tracking.metrics import GENERATED_S, groups_of
 from posttrain.trainer.ppo.events import EngineClock, EventLog, Replay
 from posttrain.trainer.ppo.experience import Experience
+from posttrain.trainer.ppo.reward import keys_of
 
 FOLDER, AGAIN = "ahead", "asked_again.json"
+OVERSAMPLE = "actor_rollout_ref.rollout.oversample"
 ROW = "dataset_row"  # the field with the number of a prompt's row in the data
 
 Stage = Callable[[str], AbstractContextManager[None]]  # names a stage of the step, and takes its time
@@ -60,19 +64,27 @@ class PendingBatches:
     they are waited for; these workers must be others than those that generate.
 
     `bound` is the largest staleness; with 0 nothing is held, and there is no event log. Batches that are too old are
-    dropped, and their prompts are asked for `again`.
+    dropped, and their prompts are asked for `again`. With `rollout.oversample` there are `extra` groups under way: a
+    batch is the first `prompts` groups that are whole, and the others are left for later ones.
     """
 
     events: EventLog | None = None  # of an asynchronous run
 
     def __init__(
-        self, config: PPOConfig, experience: Experience, stage: Stage, training: Iterable[WorkerGroup] = ()
+        self,
+        config: PPOConfig,
+        experience: Experience,
+        stage: Stage,
+        training: Iterable[WorkerGroup] = (),
+        *,
+        prompts: int = 1,
     ) -> None:
         self.config, self.experience, self._stage = config, experience, stage
-        self.bound = config.trainer.max_staleness
+        self.bound, self.prompts = config.trainer.max_staleness, prompts
+        self.extra = math.ceil(config.actor_rollout_ref.rollout.oversample * prompts)
         self.batches: deque[Batch] = deque()
         self.again: list[int] = []  # rows of the data
-        self.dropped = 0  # groups, since the last batch was trained
+        self.dropped = self.unrepeated = 0  # groups, since the last batch was trained
         for group in training:
             # One thread drives everything: while it waits for the trainer it polls the rollout, so that finished
             # responses go to the reward workers and the ranks that generate never stand idle.
@@ -102,6 +114,8 @@ class PendingBatches:
     def take(self, version: int) -> DataProto | None:
         """The oldest batch, with its responses, for the policy of this version to learn from; None where there is none
         that may be trained."""
+        if self.extra:
+            return self._take_first(version)
         while self.batches:
             batch = self.batches.popleft()
             self._wait(batch)
@@ -110,23 +124,92 @@ class PendingBatches:
             self.drop(batch.rows)
         return None
 
+    # -- over-sampling --------------------------------------------------------------------------------------------
+    @property
+    def groups(self) -> int:
+        """Under way or waiting."""
+        return sum(len(set(batch.rows.non_tensor_batch["uid"])) for batch in self.batches)
+
+    def _take_first(self, version: int) -> DataProto | None:
+        """The first groups that are whole, in the order in which they were asked for; None where there are too few."""
+        clock, kept = self.experience.clock, list[DataProto]()
+        assert clock is not None  # checked with the settings
+        while (missing := self.prompts - sum(map(_count_groups, kept))) and self.groups >= missing:
+            chosen = clock.choose("whole", lambda missing=missing: self._wait_for_whole(missing))
+            kept += self._take_out(set(chosen), version)
+        if not kept:
+            return None
+        rows = DataProto.concat(self._alike(kept)).set_decoder(self.experience.decode)
+        if missing:
+            self.batches.appendleft(Batch(rows))
+            return None
+        return rows
+
+    def _wait_for_whole(self, count: int) -> list[Any]:
+        """So many groups that are whole, oldest first."""
+
+        def whole() -> list[Any]:
+            found = []
+            for batch in self.batches:
+                keys = keys_of(batch.rows)
+                late = {key[0] for key in keys if batch.asked is not None and not self.experience.has_ended([key])}
+                found += [uid for uid in dict.fromkeys(uid for uid, _ in keys) if uid not in late]
+            return found[:count]
+
+        self.experience.wait_until(lambda: len(whole()) == count)
+        return whole()
+
+    def _take_out(self, uids: set[Any], version: int) -> Iterator[DataProto]:
+        """The rows of these groups, with their responses; those that are too old are dropped."""
+        for batch in list(self.batches):
+            own = [uid in uids for uid in batch.rows.non_tensor_batch["uid"]]
+            taken, rest = ([row for row, is_own in enumerate(own) if is_own is kind] for kind in (True, False))
+            if not taken:
+                continue
+            part = Batch(batch.rows[taken], batch.asked)
+            self._wait(part)
+            part.rows.meta_info = {}
+            if rest:
+                batch.rows = batch.rows[rest]
+            else:
+                self.batches.remove(batch)
+            old = [list(rows) for rows in groups_of(part.rows.non_tensor_batch["uid"])]
+            old = [row for rows in old if self.is_too_old(part.rows[rows], version) for row in rows]
+            self.drop(part.rows[old] if old else None)
+            if young := [row for row in range(len(part.rows)) if row not in set(old)]:
+                yield part.rows[young]
+
+    def _alike(self, parts: list[DataProto]) -> list[DataProto]:
+        # Those of a checkpoint have their scores already.
+        if any("reward_score" in part.non_tensor_batch for part in parts):
+            for part in parts:
+                if "reward_score" not in part.non_tensor_batch:
+                    self.experience.wait_for_scores(part)
+        return parts
+
     def is_too_old(self, rows: DataProto, version: int) -> bool:
         """Whether a token is older than the bound, for the policy of this version."""
         return min(versions_of(rows), default=version) < version - self.bound
 
     def drop(self, rows: DataProto | None) -> None:
-        """Have the prompts of these groups asked for again."""
+        """Have the prompts of these groups asked for again, unless they called a tool that must not be called again."""
         if rows is None:
             return
+        turns, fields = self.experience.turns, rows.non_tensor_batch
+        barred = turns.unrepeatable if turns is not None else set()
+        calls = zip(fields["uid"], fields.get("tool_calls", [()] * len(rows)), strict=True)
+        final = {uid for uid, own in calls if any(call["name"] in barred for call in own)}
         numbers = rows.non_tensor_batch.get(ROW, [None] * len(rows))  # checkpoints of earlier versions have none
         groups = dict(zip(rows.non_tensor_batch["uid"], numbers, strict=True))
-        self.again += [int(row) for row in groups.values() if row is not None]
-        self.dropped += len(groups)
+        self.again += [int(row) for uid, row in groups.items() if row is not None and uid not in final]
+        self.dropped, self.unrepeated = self.dropped + len(groups), self.unrepeated + len(final)
 
     def next_rows(self, draw: Callable[[], Sequence[int]], size: int) -> list[int]:
-        """Rows of the data to ask for: those that are asked for again come before what `draw` gives."""
-        again, self.again = self.again[:size], self.again[size:]
-        return again if len(again) == size else [*again, *draw()]
+        """So many rows of the data to ask for: those that are asked for again come before what `draw` gives."""
+        while len(self.again) < size:
+            self.again += map(int, draw())
+        rows, self.again = self.again[:size], self.again[size:]
+        return rows
 
     # -- policy versions and events -------------------------------------------------------------------------------
     def log_events(self, folder: Path, say: Callable[[str], object]) -> None:
@@ -142,6 +225,8 @@ class PendingBatches:
             self.experience.clock = EngineClock(rollout, self.events)
             return
         what = f"actor_rollout_ref.rollout.name={self.config.actor_rollout_ref.rollout.name} cannot load weights while"
+        if self.extra:
+            raise UserError(f"{OVERSAMPLE} needs weights loaded in flight, but {what} it generates. Set it to 0.")
         if trainer.partial_rollout:
             raise UserError(f"trainer.partial_rollout=True, but {what} it generates. Set it to False, or name=native.")
         say(f"note: {what} it generates: every weight sync waits for whole responses (trainer.partial_rollout=False).")
@@ -154,6 +239,7 @@ class PendingBatches:
         names = ("max_staleness", "seed", "save_freq", "test_freq", "val_before_train")
         settings = {f"trainer.{name}": trainer[name] for name in names}
         settings |= {"trainer.total_training_steps": total_steps, "trainer.partial_rollout": clock is not None}
+        settings[OVERSAMPLE] = self.config.actor_rollout_ref.rollout.oversample
         self.events.begin(step, settings | {"engines": self.experience.rollout.submit.world_size})
         if clock is not None:
             clock.restart(step)
@@ -175,8 +261,17 @@ class PendingBatches:
         if self.events is None:
             return {}
         self.events.add(take=list(dict.fromkeys(rows.non_tensor_batch["uid"])), versions=versions_of(rows))
-        dropped, self.dropped = self.dropped, 0
-        return {**staleness(rows, version), "rollout/dropped_groups": float(dropped)}
+        found = {**staleness(rows, version), "rollout/dropped_groups": float(self.dropped)}
+        if self.unrepeated:
+            found["rollout/unrepeated_groups"] = float(self.unrepeated)
+        self.dropped = self.unrepeated = 0
+        return found | ({"rollout/overtaken_groups": self._overtaken_by(rows)} if self.extra else {})
+
+    def _overtaken_by(self, rows: DataProto) -> float:
+        """Groups that were asked for before the newest of these, and are left for later."""
+        newest = max(int(uid) for uid in rows.non_tensor_batch["uid"])
+        left = {int(uid) for batch in self.batches for uid in batch.rows.non_tensor_batch["uid"]}
+        return float(sum(uid < newest for uid in left))
 
     def reach_sync(self) -> None:
         """Come to where new weights may be loaded: between two decode steps, or behind whole responses."""
@@ -228,6 +323,10 @@ class PendingBatches:
             rows = DataProto.load_from_disk(saved).set_decoder(self.experience.decode)
             self.batches.append(Batch(rows))
         self.again = json.loads((folder / AGAIN).read_text()) if (folder / AGAIN).exists() else []
+
+
+def _count_groups(rows: DataProto) -> int:
+    return len(set(rows.non_tensor_batch["uid"]))
 
 
 def _name(number: int) -> str:

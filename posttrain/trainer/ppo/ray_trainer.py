@@ -16,6 +16,7 @@ from posttrain.algorithms import apply_kl_in_reward, correction_is_on, get_adv_e
 from posttrain.batch.columns import Column
 from posttrain.batch.samples import has_several_rows, sample_of_rows
 from posttrain.config.root import PPOConfig
+from posttrain.controller.incidents import WorkerDied
 from posttrain.controller.pool import LocalWorkers, Workers
 from posttrain.conversations.loop import ConversationLoop
 from posttrain.data.dataset import PromptDataset, collate
@@ -37,8 +38,15 @@ from posttrain.trainer.ppo.worker_groups import TrainingGroups, WorkerClasses
 from posttrain.trainer.run.memory import named_stage, plan_memory
 from posttrain.trainer.run.result import GracefulStop, RunResult, TrainingStopped
 from posttrain.workers.actor.correction import can_correct_in_update
-from posttrain.workers.groups import ActorRolloutGroup, CriticGroup, RewardModelGroup, RolloutGroup
+from posttrain.workers.groups import (
+    ActorRolloutGroup,
+    CriticGroup,
+    DisaggregatedGroup,
+    RewardModelGroup,
+    RolloutGroup,
+)
 from posttrain.workers.measures import ROW
+from posttrain.workers.roles import engine_ranks
 
 
 class RayPPOTrainer(WorkerClasses):
@@ -111,9 +119,14 @@ class RayPPOTrainer(WorkerClasses):
         self.experience = Experience(
             config, self.tokenizer, self.rollout_wg, self.reward_fn, model_reward=self.model_reward, turns=turns
         )
+        self._replace_rollout_workers()
         training = self.groups.training() if config.trainer.max_staleness else ()
-        self.pending = PendingBatches(config, self.experience, self.recorder.stage, training)
+        self.pending = PendingBatches(
+            config, self.experience, self.recorder.stage, training, prompts=self.sizes.prompts
+        )
         self.pending.log_events(self.run.path, say)
+        beside = (turns, self.reward_fn.pool)  # what works while the loop does something else
+        self.recorder.lanes += [part.lane for part in beside if part is not None]
         self.validator = None
         if val_dataset is not None:
             n = config.actor_rollout_ref.rollout.val_kwargs.n
@@ -237,7 +250,7 @@ class RayPPOTrainer(WorkerClasses):
         metrics |= self._update(batch, step)
         self.pending.reach_sync()  # waits for whole responses, unless they continue with new weights
         with stage("sync"):
-            metrics |= self.actor_rollout_wg.sync_weights(step)
+            metrics |= self._sync_weights(step)
             self.pending.note_weights(step, metrics.get("sync/checksum"))
         self.step = step
         validation = self._validate_if_due()
@@ -249,6 +262,40 @@ class RayPPOTrainer(WorkerClasses):
             self.checkpoints.snapshot(Progress(self.step, self.bad_steps))
         elif self.pending.was_drained(step):
             self.pending.drain(step)  # the replayed run was stopped here, and continued
+
+    # -- lost rollout workers -------------------------------------------------------------------------------------
+    def _replace_rollout_workers(self) -> None:
+        """From now on a rollout worker that is lost is replaced alone, where that changes no number. Other losses start
+        all workers again (`run/recovery.py`)."""
+        config = self.config
+        # In asynchronous training the weights that the lost responses began with are gone; a conversation's tools may
+        # have been called; and workers that hold one engine together meet in collectives.
+        alone = not config.trainer.max_staleness and self.turns is None and engine_ranks(config) == 1
+        if alone and self.run.note_replacement is not None and self.workers.replace_rollout_workers():
+            self.experience.replace = self._replace_rollout
+
+    def _replace_rollout(self, death: WorkerDied, version: int | None = None) -> int:
+        """A new process in the place of a lost rollout worker, with the policy's weights; its number. Raises `death`
+        where it was another worker, or has been replaced too often."""
+        assert self.run.note_replacement is not None and isinstance(self.actor_rollout_wg, DisaggregatedGroup)
+        while True:
+            number = self.workers.lost_rollout(death)
+            self.run.note_replacement(death)
+            try:
+                self.workers.replace(number)
+                self.actor_rollout_wg.admit(number, self.step if version is None else version)
+                return number
+            except WorkerDied as another:  # the new one, or one that no replacement is for
+                death = another
+
+    def _sync_weights(self, version: int) -> dict[str, float]:
+        while True:
+            try:
+                return self.actor_rollout_wg.sync_weights(version)
+            except WorkerDied as death:
+                if self.experience.replace is None:
+                    raise
+                self._replace_rollout(death, version)
 
     # -- stages ---------------------------------------------------------------------------------------------------
     def _rollout(self, step: int) -> tuple[DataProto, dict[str, float]]:
@@ -270,23 +317,35 @@ class RayPPOTrainer(WorkerClasses):
         """A batch: prompts -> responses -> scores."""
         with self.recorder.stage("gen"):
             batch = self.pending.take(self.step)
+            while batch is None and self.pending.extra:  # at the beginning, or where many were too old
+                self._ask_ahead(self.sizes.prompts + self.pending.extra - self.pending.groups)
+                batch = self.pending.take(self.step)
             if batch is None:
                 batch = self._generate(self._next_prompts())
         return self._score(batch)
 
     def _start_next_rollout(self) -> None:
         """With `trainer.max_staleness`: have responses of so many next steps generated from here on."""
+        if self.pending.extra:
+            steps = min(self.pending.bound, self.sizes.total_steps - self.step - 1)
+            wanted = steps * self.sizes.prompts + self.pending.extra - self.group_filter.groups
+            if steps and wanted > self.pending.groups:
+                self._ask_ahead(wanted - self.pending.groups)
+            return
         while self._can_ask_ahead():
-            self.pending.start(self._next_prompts(), self.config.actor_rollout_ref.rollout.n)
+            self._ask_ahead(self.sizes.prompts)
+
+    def _ask_ahead(self, prompts: int) -> None:
+        self.pending.start(self._next_prompts(prompts), self.config.actor_rollout_ref.rollout.n)
 
     def _can_ask_ahead(self) -> bool:
         # The surplus of dynamic sampling is trained first: a batch that waits for it would grow older than the bound.
         ahead = len(self.pending) + self.group_filter.groups // self.sizes.prompts
         return ahead < self.config.trainer.max_staleness and self.step + 1 + ahead < self.sizes.total_steps
 
-    def _next_prompts(self) -> DataProto:
-        """The next prompts, each with a serial number and a uid of its own."""
-        rows = self.pending.next_rows(self.sampler.next_batch, self.sizes.prompts)
+    def _next_prompts(self, count: int | None = None) -> DataProto:
+        """The next prompts (those of a step, or `count`), each with a serial number and a uid of its own."""
+        rows = self.pending.next_rows(self.sampler.next_batch, count or self.sizes.prompts)
         prompts = collate([self.train_dataset[row] for row in rows], pad_token_id=self.tokenizer.pad_token_id)
         numbered = self.pending.note_asked(self.experience.number(prompts), rows, self.step)
         self.row_of_prompt = dict(zip(numbered.non_tensor_batch["uid"], rows, strict=True))

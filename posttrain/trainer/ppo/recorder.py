@@ -88,16 +88,14 @@ class Recorder(RunWriter):
     def finish_step(self, step: int, batch: DataProto, update: dict[str, float], validation: dict[str, float]) -> None:
         """Metrics, samples and the line of a finished step."""
         self.step = step
-        self.timing["step"] = sum(self.timing.values())
         metrics = step_metrics(
             batch,
-            timing=self.timing,
+            timing=self.take_times(),
             update=update,
             max_response_length=self.config.data.max_response_length,
             generated_s=batch.meta_info.get(GENERATED_S),
         )
         metrics = {**metrics, **validation, **self.peaks.take(), **self.take_background_times()}
-        self.timing = {}
         error = most_common_error(batch.non_tensor_batch.get("reward_error", ()))
         tools = describe_failures(failing_tools(batch.non_tensor_batch.get("tool_calls", ())))
         seen = metrics, self.history, self.facts

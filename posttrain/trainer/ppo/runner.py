@@ -97,7 +97,7 @@ def _open_trainer(
     turns = stack.enter_context(open_conversations(config, tokenizer, device, say))
     train, val = _open_data(config, resolved.explicit, tokenizer, turns, data, val_data)
     rewards = _open_rewards(stack, config, spec, first_worker, tokenizer, turns, train, val)
-    workers = stack.enter_context(open_workers(config, device, external, run.logs))
+    workers = stack.enter_context(open_workers(config, device, external, run.logs, run.machines))
     stack.callback(keep_worker_logs, workers, run.logs)
     spread_rewards(stack, rewards.pool, config.reward, workers, say)
     return (trainer_class or RayPPOTrainer)(

@@ -32,6 +32,7 @@ HOST = (
     "each worker of a machine (trainer.n_gpus_per_node) has its own."
 )
 _STAGE = "stage_of_the_run"  # of an error
+_stages: list[str] = []  # that the run's main thread is in, the innermost last
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -44,12 +45,21 @@ def is_out_of_memory(error: BaseException) -> bool:
 @contextmanager
 def named_stage(name: str) -> Iterator[None]:
     """Inside, errors of memory and lost workers are noted to have happened in this stage; the innermost name counts."""
+    _stages.append(name)
     try:
         yield
     except (MemoryError, RuntimeError, WorkerDied) as error:
-        if (is_out_of_memory(error) or isinstance(error, WorkerDied)) and stage_of(error) is None:
-            setattr(error, _STAGE, name)
+        if is_out_of_memory(error) or isinstance(error, WorkerDied):
+            note_stage(error)
         raise
+    finally:
+        _stages.pop()
+
+
+def note_stage(error: BaseException) -> None:
+    """The error happened in the stage that the run is in, unless it is noted already."""
+    if stage_of(error) is None and _stages:
+        setattr(error, _STAGE, _stages[-1])
 
 
 def stage_of(error: BaseException) -> str | None:

@@ -233,16 +233,21 @@ def _write_crash(run: RunDirectory) -> None:
     say(f"The run failed; the traceback is in {Path(path)}. The same command continues from the newest checkpoint.")
 
 
-def open_workers(config: Any, device: torch.device, external: str | None, logs: Path | None = None) -> Workers:
+def open_workers(
+    config: Any, device: torch.device, external: str | None, logs: Path | None = None, machines: int | None = None
+) -> Workers:
     """One worker in this process, or as many as `trainer.n_gpus_per_node` says, on each of `trainer.nnodes` machines,
     and `rollout.n_workers` that only generate, in processes that Ray starts; these import `external` too, which may
-    register losses, models and engines. What a process printed that died is written to the folder `logs`."""
+    register losses, models and engines. What a process printed that died is written to the folder `logs`. `machines`
+    are those that are left, where the run goes on with fewer."""
     elsewhere = device.type == "cuda" and not torch.cuda.is_available()  # this process can only drive
-    if one_process(config) and not elsewhere:
+    if machines is not None:
+        config.trainer.nnodes = machines  # from here on: sizes and memory are planned for those that are left
+    elif one_process(config) and not elsewhere:
         return LocalWorkers()
     from posttrain.controller.ray_pool import RayWorkers
 
-    machines, ranks, rollout = config.trainer.nnodes, workers_of(config), rollout_workers_of(config)
+    machines, ranks, rollout = int(config.trainer.nnodes), workers_of(config), rollout_workers_of(config)
     where = f" on {machines} machines" if machines > 1 else ""
     who = f"{ranks} worker(s){where} to train and {rollout} to generate" if rollout else f"{ranks} workers{where}"
     say(f"{who}: starting Ray; the loop, the data and Ctrl-C stay in this process.")

@@ -1,4 +1,5 @@
-"""A run that goes on when it loses a worker: all workers are ended and started again, from what was saved last.
+"""A run that goes on when it loses a worker: all workers are ended and started again, from what was saved last. A
+rollout worker is replaced alone, where that changes no number (`RayPPOTrainer`).
 
 A run that continues from a checkpoint is bitwise the one that was never interrupted, so a restart changes no number; it
 repeats the steps since the newest checkpoint or snapshot (`snapshots.py`). Everything that a run opens is closed and
@@ -14,21 +15,23 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from posttrain.checkpoint.folders import steps_in
 from posttrain.config.resolved import Resolved
-from posttrain.controller.incidents import CONTINUES, Incident, WorkerDied
+from posttrain.config.trainer import machines_for
+from posttrain.controller.incidents import CONTINUES, Incident, NoRoom, WorkerDied
 from posttrain.tracking.progress import say
 from posttrain.tracking.rundir import RunDirectory
 from posttrain.tracking.status import read_status, write_status
-from posttrain.trainer.run.memory import stage_of
+from posttrain.trainer.run.memory import note_stage, stage_of
 from posttrain.trainer.run.process import opened_attempt, opened_run
 from posttrain.trainer.run.result import RunResult, came_while_stopping
 from posttrain.trainer.run.snapshots import snapshot_folder
 
-LIMIT = "trainer.max_restarts"
+LIMIT, FEWEST = "trainer.max_restarts", "trainer.min_nnodes"
 Attempt = Callable[[ExitStack, Any, RunDirectory], RunResult]
 
 
@@ -51,6 +54,7 @@ def run_with_restarts(resolved: Resolved, attempt: Attempt, stem: str | None = N
     """A run in its directory. `attempt` opens everything else on the stack that it is given, and trains."""
     with opened_run(resolved, stem) as run, snapshot_folder(resolved.config) as run.snapshots:
         restarts = Restarts(resolved.config.trainer.max_restarts, keeps_machines=_keeps_machines(resolved.config))
+        run.note_replacement = partial(_note_replacement, run, restarts)
         while True:
             try:
                 with opened_attempt(resolved, run) as (stack, config):
@@ -58,10 +62,29 @@ def run_with_restarts(resolved: Resolved, attempt: Attempt, stem: str | None = N
             except WorkerDied as death:
                 _go_on_or_raise(death, run, restarts)
                 continue
-            if run.restarts:
-                result.restarts = run.restarts
-                say(f"Workers were lost and started again {run.restarts} time(s): {run.incidents}.")
+            except NoRoom as full:
+                _go_on_with_fewer_or_raise(full, run, resolved.config)
+                continue
+            if run.restarts or run.replaced:
+                result.restarts, result.replaced = run.restarts, run.replaced
+                alone = f"; {run.replaced} rollout worker(s) were replaced alone" if run.replaced else ""
+                say(f"Workers were lost and started again {run.restarts} time(s){alone}: {run.incidents}.")
             return result
+
+
+def _go_on_with_fewer_or_raise(full: NoRoom, run: RunDirectory, config: Any) -> None:
+    """A lost machine did not return within the deadline; the run goes on with those that are left, if it may."""
+    now = run.machines or config.trainer.nnodes
+    left = machines_for(config, min(full.machines, now - 1)) if run.restarts else None
+    if left is None:
+        raise full
+    run.machines = left
+    words = f"The run goes on with {left} of {config.trainer.nnodes} machines ({FEWEST}): no other took the place of "
+    words += "the lost one within trainer.placement_timeout_s. The same command asks for all of them again."
+    say(f"  ! {words}")
+    with suppress(OSError, ValueError):  # the page of the loss that led here; a full disk is reported elsewhere
+        page = max(run.incidents.glob("*.md"))
+        page.write_text(f"{page.read_text(encoding='utf-8')}\n## Fewer machines\n\n{words}\n", encoding="utf-8")
 
 
 def _keeps_machines(config: Any) -> bool:
@@ -74,18 +97,36 @@ def _keeps_machines(config: Any) -> bool:
 
 
 def _go_on_or_raise(death: WorkerDied, run: RunDirectory, restarts: Restarts) -> None:
-    status = read_status(run.path) if run.holds_run() else {}
-    step = int(status.get("step", 0))
-    decision = _decide(death, restarts, step, _newest(run))
-    page = write_page(run.incidents, death, step, decision)
-    where = f" See {page}." if page else ""
-    if not decision.startswith("Restart"):
-        raise WorkerDied(f"{death} {decision}{where}") from death
+    status, step = _progress(run)
+    _report(death, run, step, _decide(death, restarts, step, _newest(run)))
     run.restarts += 1
-    who = death.who or "A worker"
-    say(f"  ! {who} {death.what}{_at(death, step)}. {decision}{where}")
     with suppress(OSError):  # a full disk is reported where something that matters is written
         write_status(run.path, "running", step, int(status.get("total_steps", 0)))
+
+
+def _note_replacement(run: RunDirectory, restarts: Restarts, death: WorkerDied) -> None:
+    """A rollout worker is to be replaced while the others go on; raises `death` where it is treated as any other."""
+    _, step = _progress(run)
+    if death.recurs or not restarts.another(step):
+        raise death
+    note_stage(death)
+    decision = f"Replacement {restarts.count} of {restarts.most}: it alone is started again ({LIMIT})."
+    _report(death, run, step, decision)
+    run.replaced += 1
+
+
+def _progress(run: RunDirectory) -> tuple[dict[str, Any], int]:
+    status = read_status(run.path) if run.holds_run() else {}
+    return status, int(status.get("step", 0))
+
+
+def _report(death: WorkerDied, run: RunDirectory, step: int, decision: str) -> None:
+    """Writes the page of an incident and prints its line; raises where the run ends with it."""
+    page = write_page(run.incidents, death, step, decision)
+    where = f" See {page}." if page else ""
+    if decision.startswith("The run ends"):
+        raise WorkerDied(f"{death} {decision}{where}") from death
+    say(f"  ! {death.who or 'A worker'} {death.what}{_at(death, step)}. {decision}{where}")
 
 
 def _newest(run: RunDirectory) -> int:

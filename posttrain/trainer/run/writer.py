@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from posttrain import pulse
 from posttrain.checkpoint.folders import CheckpointError, step_of
 from posttrain.checkpoint.manager import CheckpointManager, capture_rng, restore_rng
 from posttrain.config.environment import installed
@@ -87,6 +88,9 @@ class RunWriter:
         self.spans: list[list[Any]] = []  # [stage, when it began, its seconds] of this step
         # The same of the workers, with who it was; empty where they are in this process.
         self.worker_spans: Callable[[], list[list[Any]]] = list
+        self.disk = pulse.Lane("save_checkpoint", "disk")
+        self.lanes = [self.disk]  # of what goes on beside the loop
+        self._step_began: float | None = None  # by time.perf_counter(): when the first stage of the step did
         self.check_workers: Callable[[], None] = lambda: None
         self.behind = Background("samples")
         self._stack, self._linked = ExitStack(), False
@@ -180,6 +184,8 @@ class RunWriter:
     def stage(self, name: str) -> Iterator[None]:
         """Names a stage and adds its time to this step's timings."""
         started, at = time.perf_counter(), time.time()
+        if self._step_began is None:
+            self._step_began = started
         self.peaks.begin()
         try:
             with self.showing(name), named_stage(name), self.traces.stage(name):
@@ -190,9 +196,19 @@ class RunWriter:
             self.timing[name] = self.timing.get(name, 0.0) + spent
             self.spans.append([name, round(at, 4), round(spent, 4)])
 
+    def take_times(self) -> dict[str, float]:
+        """Seconds of each stage since the last call, and the wall time from the first of them as `step`: stages may
+        overlap, and their sum would count such times twice."""
+        taken, self.timing = self.timing, {}
+        if self._step_began is not None:
+            taken["step"] = time.perf_counter() - self._step_began
+        self._step_began = None
+        return taken
+
     def write_timeline(self, step: int) -> None:
-        """When the stages of this step began and how long they took."""
-        append_line(self.run.path / TIMELINE, {"step": step, "stages": [*self.spans, *self.worker_spans()]})
+        """When the stages of this step began and how long they took, lane by lane."""
+        beside = [span for lane in self.lanes for span in lane.take()]
+        append_line(self.run.path / TIMELINE, {"step": step, "stages": [*self.spans, *self.worker_spans(), *beside]})
         self.spans = []
 
     def save(
@@ -207,7 +223,7 @@ class RunWriter:
         `trainer.async_save` it is written while the next steps are computed."""
         # Where nothing is left to compute, a copy would only cost memory.
         background = self.config.trainer.async_save and not self.is_ending and step < self.total_steps
-        started = time.perf_counter()
+        started, at = time.perf_counter(), time.time()
 
         def saved(path: Path) -> None:
             say(f"saved {path}")
@@ -216,6 +232,7 @@ class RunWriter:
                 self.run.link_as_newest()
             if background:
                 self._background_s.append(time.perf_counter() - started)
+                self.disk.add(at, time.time())
 
         with self.stage("save_checkpoint"), self.showing("saving"):
             # Samples are written behind the loop. A checkpoint promises everything up to its step, so they come first.

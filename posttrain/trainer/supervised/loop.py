@@ -54,13 +54,13 @@ class SupervisedRecorder(RunWriter):
     def finish_step(self, step: int, metrics: dict[str, float], validation: dict[str, float], epoch: float) -> None:
         """Metrics and the line of a finished step."""
         self.step = step
-        seconds = self.timing.get("update", 0.0)
+        times = self.take_times()
+        seconds = times.get("update", 0.0)
         logged = {NAMES.get(name, f"train/{name}"): value for name, value in metrics.items()}
         logged |= {"train/epoch": epoch, **validation}
-        logged |= {f"timing_s/{stage}": spent for stage, spent in self.timing.items()}
+        logged |= {f"timing_s/{stage}": spent for stage, spent in times.items()}
         logged |= self.take_background_times()
         logged |= {"perf/time_per_step": seconds, "perf/throughput": metrics["tokens"] / seconds if seconds else 0.0}
-        self.timing = {}
         quiet = "console" not in self.config.trainer.logger
         self.progress.step(join_within(self.task.pieces(logged), self.progress.room), loss=metrics["loss"], quiet=quiet)
         self.write_timeline(step)
@@ -237,7 +237,8 @@ def run_supervised(resolved: Resolved, task_class: type[Task], *, data: Any = No
         batch, steps = count_steps(config, len(train))
         if batch < config.data.train_batch_size:
             say(f"note: data.train_batch_size is lowered to the {batch} training rows that there are.")
-        workers = stack.enter_context(open_workers(config, device, config.model.external_lib, run.logs))
+        external = config.model.external_lib
+        workers = stack.enter_context(open_workers(config, device, external, run.logs, run.machines))
         plan_memory(config, device, resolved.explicit, workers)
         stack.callback(keep_worker_logs, workers, run.logs)
         parts = {"tokenizer": tokenizer, "train": train, "val": val, "device": device, "workers": workers}

@@ -1,4 +1,4 @@
-// Health: how the run stands, what the diagnosis said and the metric behind it, failures, weight sync, memory, stages.
+// Health: how the run stands, what the diagnosis said and the metric behind it, failures, weight sync, memory.
 
 import {ask} from "./api.js";
 import {lineChart} from "./charts.js";
@@ -6,12 +6,11 @@ import {choice, h, put, seconds, short} from "./dom.js";
 import {columns} from "./history.js";
 import {memorySection} from "./memory.js";
 import {chosenRuns, go, place} from "./state.js";
-import {timelineSection} from "./timeline.js";
 import {explainMetricsOf} from "./tips.js";
 
 export function healthPage(root) {
-  const bar = h("div", {class: "bar"}), status = h("section"), advice = h("section"), failures = h("section"), sync = h("section"), memory = h("section"), stages = h("section");
-  put(root, h("h1", {class: "visually-hidden"}, "Health"), bar, status, advice, failures, sync, memory, stages);
+  const bar = h("div", {class: "bar"}), status = h("section"), advice = h("section"), failures = h("section"), sync = h("section"), memory = h("section");
+  put(root, h("h1", {class: "visually-hidden"}, "Health"), bar, status, advice, failures, sync, memory);
   const drawn = new Map();
   let again = 0;
 
@@ -23,7 +22,7 @@ export function healthPage(root) {
     put(bar, choice("Run", runs.map((one) => [one.name, one.name]), run, (name) => go({run: name})));
     drawStatus(about);
     const key = JSON.stringify([run, about.step, about.status]);
-    await Promise.all([once("advice", key, () => drawAdvice(run)), once("failures", key, () => drawFailures(run)), once("sync", key, () => drawSync(run)), once("memory", key, () => memorySection(memory, run)), once("stages", JSON.stringify([key, place().last]), () => timelineSection(stages, run, place().last, (last) => go({last})))]);
+    await Promise.all([once("advice", key, () => drawAdvice(run)), once("failures", key, () => drawFailures(run)), once("sync", key, () => drawSync(run)), once("memory", key, () => memorySection(memory, run))]);
   }
 
   async function once(name, key, act) {

@@ -8,8 +8,9 @@ import {overviewPage} from "./overview.js";
 import {runsPage} from "./runs_page.js";
 import {samplesPage} from "./samples.js";
 import {go, place} from "./state.js";
+import {timelinePage} from "./timeline.js";
 
-const PAGES = {runs: ["Runs", runsPage], overview: ["Overview", overviewPage], samples: ["Samples", samplesPage], health: ["Health", healthPage], settings: ["Settings", detailsPage]};
+const PAGES = {runs: ["Runs", runsPage], overview: ["Overview", overviewPage], samples: ["Samples", samplesPage], health: ["Health", healthPage], timeline: ["Timeline", timelinePage], settings: ["Settings", detailsPage]};
 const LIVE_MS = 2000, CALM_MS = 15000;
 const top = document.getElementById("top"), main = document.getElementById("main");
 let runs = [], page = null, shown = "", timer = 0;
@@ -42,7 +43,7 @@ function turn(key) {
 }
 
 function help() {
-  const keys = [["1 2 3 4 5", "runs, overview, samples, health, settings"], ["[ ]", "the step before, the next"], ["j k", "the next entry of the list, the one before"], ["/", "search"], ["c", "colour tokens by the next number"], ["Esc", "show all steps again after a zoom"], ["t", "dark or light"], ["← →", "move over a response's tokens, once one is chosen"], ["?", "this list"]];
+  const keys = [["1 2 3 4 5 6", "runs, overview, samples, health, timeline, settings"], ["[ ]", "the step before, the next"], ["j k", "the next entry of the list, the one before"], ["/", "search"], ["c", "colour tokens by the next number"], ["Esc", "show all steps again after a zoom"], ["t", "dark or light"], ["← →", "move over a response's tokens, once one is chosen"], ["?", "this list"]];
   const dialog = h("dialog", {"aria-label": "Keys", onclose: () => dialog.remove()}, h("h2", {}, "Keys"),
     h("table", {}, h("tbody", {}, keys.map(([key, text]) => h("tr", {}, h("th", {scope: "row"}, key), h("td", {}, text))))),
     h("form", {method: "dialog"}, h("button", {autofocus: true}, "Close")));

@@ -1,0 +1,137 @@
+"""Models by the name of their size, and what a step costs of a model, read off its code on the meta device."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from posttrain.engine.megatron.model import experts_of
+from posttrain.errors import UserError
+from posttrain.models.forward import without_adapters
+from posttrain.models.shards import own_key_heads
+from posttrain.planning.counting import cached_heads
+
+LONG = 131072  # positions
+
+
+def _decoder(kind: str, width: int, inner: int, layers: int, heads: int, keys: int, vocabulary: int, **more: Any):
+    return {
+        "model_type": kind,
+        "architectures": [{"qwen2": "Qwen2", "llama": "Llama", "qwen3_moe": "Qwen3Moe"}[kind] + "ForCausalLM"],
+        "hidden_size": width,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": keys,
+        "vocab_size": vocabulary,
+        "max_position_embeddings": LONG,
+        "tie_word_embeddings": False,
+        **more,
+    }
+
+
+def _mixture(width: int, inner: int, layers: int, heads: int, keys: int, expert: int):
+    experts = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": expert, "norm_topk_prob": True}
+    return _decoder("qwen3_moe", width, inner, layers, heads, keys, 151936, head_dim=128, **experts)
+
+
+_TIED = {"tie_word_embeddings": True}
+# From the published config.json of Qwen2.5 (0.5b to 72b), Llama 3.1 (8b, 70b, 405b) and Qwen3 (30b-a3b, 235b-a22b).
+SHAPES: dict[str, dict[str, Any]] = {
+    "0.5b": _decoder("qwen2", 896, 4864, 24, 14, 2, 151936, **_TIED),
+    "1.5b": _decoder("qwen2", 1536, 8960, 28, 12, 2, 151936, **_TIED),
+    "3b": _decoder("qwen2", 2048, 11008, 36, 16, 2, 151936, **_TIED),
+    "7b": _decoder("qwen2", 3584, 18944, 28, 28, 4, 152064),
+    "8b": _decoder("llama", 4096, 14336, 32, 32, 8, 128256),
+    "14b": _decoder("qwen2", 5120, 13824, 48, 40, 8, 152064),
+    "30b-a3b": _mixture(2048, 6144, 48, 32, 4, 768),
+    "32b": _decoder("qwen2", 5120, 27648, 64, 40, 8, 152064),
+    "70b": _decoder("llama", 8192, 28672, 80, 64, 8, 128256),
+    "72b": _decoder("qwen2", 8192, 29568, 80, 64, 8, 152064),
+    "235b-a22b": _mixture(4096, 12288, 94, 64, 4, 1536),
+    "405b": _decoder("llama", 16384, 53248, 126, 128, 8, 128256),
+}
+
+
+@contextmanager
+def model_path(name: str) -> Iterator[str]:
+    """What `model.path` must be for this name: a size, a folder, a config.json, or a model of the hub."""
+    if name.lower() in SHAPES:
+        with TemporaryDirectory() as folder:
+            Path(folder, "config.json").write_text(json.dumps(SHAPES[name.lower()]))
+            yield folder
+        return
+    path = Path(name).expanduser()
+    if path.name == "config.json" and path.is_file():
+        yield str(path.parent)
+    elif (path / "config.json").is_file() or name.count("/") == 1:
+        yield name
+    else:
+        known = ", ".join(SHAPES)
+        raise UserError(f"--model {name}: unknown. Give a size ({known}), a config.json, its folder, or a hub id")
+
+
+@dataclass(frozen=True)
+class ModelCosts:
+    """Numbers of a model that decide what a token costs. `active` weights multiply a token: all matrices with the head,
+    of the experts those that are chosen."""
+
+    weights: int  # all of them
+    matrices: int
+    active: int
+    experts: int  # weights of experts, of `matrices`
+    picked: int  # experts that a token goes to; 0 of a dense model
+    chosen: float  # and their share of all
+    adapters: int  # trained weights beside a frozen base; 0 without LoRA
+    layers: int
+    width: int
+    narrow: int  # the narrowest wide matrix: of an expert, or the model's width
+    queries: int  # width of all query heads
+    keys: int  # and of all keys and values
+    cache: tuple[tuple[int, int], ...]  # heads and bytes of each that a token leaves in the cache
+
+    @classmethod
+    def of(cls, model: Any) -> ModelCosts:
+        """Of a model on the meta device; `planner.count` calls it."""
+        inner = without_adapters(model)
+        config = inner.config.get_text_config()
+        names = ("num_hidden_layers", "hidden_size", "num_attention_heads")
+        if missing := [name for name in names if not getattr(config, name, None)]:
+            raise UserError(f"--model: {config.model_type} is not planned over GPUs: it has no {', '.join(missing)}")
+        table, head = inner.get_input_embeddings().weight, inner.get_output_embeddings()
+        looked_up = 0 if head is not None and head.weight is table else table.numel()
+        own = {name: weight for name, weight in model.named_parameters() if "lora_" not in name}
+        matrices = sum(weight.numel() for weight in own.values() if weight.ndim > 1) - looked_up
+        experts = sum(weight.numel() for name, weight in own.items() if ".experts." in name)
+        count, adapters = experts_of(config) or 0, sum(w.numel() for n, w in model.named_parameters() if "lora_" in n)
+        picked = config.num_experts_per_tok if count else 0
+        chosen = picked / count if count else 1.0
+        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        keys = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        return cls(
+            weights=sum(weight.numel() for weight in own.values()),
+            matrices=matrices,
+            active=math.ceil(matrices - experts * (1 - chosen)),
+            experts=experts,
+            picked=picked,
+            chosen=chosen,
+            adapters=adapters,
+            layers=config.num_hidden_layers,
+            width=config.hidden_size,
+            narrow=getattr(config, "moe_intermediate_size", None) or config.hidden_size
+            if count
+            else config.hidden_size,
+            queries=config.num_attention_heads * size,
+            keys=2 * keys * size,
+            cache=tuple(cached_heads(model)),
+        )
+
+    def cached(self, ranks: int) -> int:
+        """Bytes that a token leaves on each of the ranks of an engine."""
+        return sum(size * own_key_heads(heads, ranks) for heads, size in self.cache)

@@ -1,0 +1,236 @@
+"""`posttrain plan --gpus`: costs against what was measured on one H200, what fits, what is sent, and errors."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from functools import cache
+
+import pytest
+
+from posttrain.config import load_config
+from posttrain.doctor import plan_command
+from posttrain.doctor.fleet_command import work_of
+from posttrain.errors import UserError
+from posttrain.planning.fleet.constants import Constants
+from posttrain.planning.fleet.costs import Layout, Pricing, StepCosts, Work
+from posttrain.planning.fleet.shapes import SHAPES, ModelCosts, model_path
+from posttrain.planning.memory_plan import GIB, Device
+from posttrain.planning.rl import RLPlanner
+
+H200 = Device("cuda", int(139.8 * GIB), "an H200", hopper=True)
+ONE = Layout("fsdp", 1)
+
+
+@cache
+def costs_of(name: str, *settings: str) -> ModelCosts:
+    with model_path(name) as path:
+        config = load_config([f"actor_rollout_ref.model.path={path}", *settings]).config
+        return RLPlanner().count(config, H200, "actor", ModelCosts.of)
+
+
+def group(prompts: int, n: int, prompt: int, response: int, **more) -> Work:
+    usual = {"mini": prompts, "budget": 16384, "slots": 1024, "scoring": 0, "trained": 1}
+    usual |= {"texts": True, "gloo": False, "merged": False, "longest": response}
+    return Work(prompts=prompts, n=n, prompt=prompt, response=response, **(usual | more))
+
+
+def priced(model: ModelCosts, work: Work, layout: Layout, machine: int = 8, **assumed: float) -> StepCosts:
+    return Pricing(model, work, Constants.given(assumed), machine).of(layout)
+
+
+LORA = "actor_rollout_ref.model.lora_rank=32"
+MEASURED = {  # docs/gpu.md: shape, settings, work, seconds of rollout and of the update
+    "0.5B": ("0.5b", (), group(64, 8, 128, 512), 1.10, 2.06),
+    "1.5B": ("1.5b", (), group(64, 8, 128, 512), 2.45, 5.01),
+    "7B with LoRA": ("7b", (LORA,), group(64, 8, 128, 512), 8.6, 14.7),
+    "0.5B, 32k": ("0.5b", (), group(8, 8, 128, 32640, budget=32768), 135, 38),
+    "7B with LoRA, 16k": ("7b", (LORA,), group(8, 8, 128, 16256), 211, 77),
+}
+
+
+@pytest.mark.parametrize("case", MEASURED)
+def test_stages_measured_on_one_h200_are_predicted_within_a_factor_of_1_3(case):
+    name, settings, work, rollout, update = MEASURED[case]
+    found = priced(costs_of(name, *settings), work, ONE)
+    for stage, seconds in {"rollout": rollout, "update": update}.items():
+        assert 1 / 1.3 < found.stages[stage] / seconds < 1.3, (stage, found.stages[stage], seconds)
+    assert 1 / 1.3 < found.seconds / (rollout + update) < 1.3
+
+
+def test_decode_steps_of_a_mixture_are_predicted_within_a_factor_of_1_3():
+    model, work = costs_of("30b-a3b"), group(64, 8, 128, 256)
+    step = Pricing(model, work, Constants.given(), 8).decode_step(ONE, 512, 256, StepCosts(), 1)
+    assert 1 / 1.3 < step / 21.2e-3 < 1.3  # docs/gpu.md
+    serving = Layout("fsdp", 1, engine="vllm")
+    theirs = Pricing(model, work, Constants.given(), 8).decode_step(serving, 512, 256, StepCosts(), 1)
+    assert 1 / 1.3 < theirs / 28.8e-3 < 1.3
+
+
+def test_costs_of_models_are_their_published_sizes():
+    dense, mixture = costs_of("70b"), costs_of("30b-a3b")
+    assert dense.weights == pytest.approx(70.55e9, rel=1e-3) and dense.active == pytest.approx(69.5e9, rel=1e-3)
+    assert mixture.weights == pytest.approx(30.53e9, rel=1e-3) and mixture.active == pytest.approx(3.04e9, rel=1e-2)
+    assert (dense.cached(1), dense.cached(8), dense.cached(4)) == (327680, 40960, 81920)
+    assert mixture.picked == 8 and mixture.chosen == 1 / 16 and mixture.narrow == 768
+    assert costs_of("0.5b").active == costs_of("0.5b").matrices  # the table is the head, and counts once
+
+
+def test_pipeline_tensor_and_data_ranks_send_what_their_collectives_send():
+    model, work = costs_of("0.5b"), group(64, 8, 128, 512)
+    tokens = 64 * 8 * work.computed
+    found = priced(model, work, Layout("megatron", 16, tensor=2, pipeline=2, context=2, checkpointing=True))
+    own = tokens / 2 / 2  # of one of two copies, and of its half of a pass
+    hidden = own * 896 * 2
+    assert found.sent["tensor parallel", "NVLink"] == pytest.approx((4 * 3 + 2) * 12 * hidden / 2)
+    assert found.sent["context parallel", "NVLink"] == pytest.approx(3 * 12 * own / 2 * (2 * 896 + 2 * 128) * 2 / 2)
+    assert found.sent["pipeline", "network"] == pytest.approx(2 * hidden / 2)
+    assert found.sent["gradients", "network"] == pytest.approx(6 * model.weights / 4)
+    assert found.sent["weight sync: gathering", "network"] == 2 * model.weights
+    one_machine = priced(model, work, Layout("megatron", 8, tensor=2, pipeline=2, context=2), machine=8)
+    assert ("weight sync: gathering", "NVLink") in one_machine.sent and one_machine.sent["gradients", "NVLink"]
+    alone = priced(model, work, Layout("megatron", 1))
+    assert not alone.sent and alone.stages["weight sync"] == 0.0
+
+
+def test_fsdp_gathers_weights_for_each_pass_and_back_and_overlaps_with_them():
+    model, work = costs_of("0.5b"), group(64, 8, 128, 512, budget=5120)
+    found = priced(model, work, Layout("fsdp", 8))
+    passes = 8  # 64 sequences on each GPU, 8 of a group to a pass
+    assert found.sent["FSDP weights", "NVLink"] == pytest.approx(passes * 2 * 2 * model.weights * 7 / 8)
+    assert found.sent["gradients", "NVLink"] == pytest.approx(passes * 4 * model.weights * 7 / 8)
+    slow = priced(model, work, Layout("fsdp", 8), nvlink_gb_s=1)
+    sent = found.sent["FSDP weights", "NVLink"] + found.sent["gradients", "NVLink"]
+    assert slow.stages["update"] == pytest.approx(sent / 0.8e9, rel=1e-2)  # passes are hidden behind it
+
+
+def test_weight_sync_sends_adapters_alone_unless_they_are_merged_and_gloo_takes_its_time():
+    model, work = costs_of("7b", LORA), group(64, 8, 128, 512)
+    apart = Layout("fsdp", 8, generating=8)
+    assert priced(model, work, apart).sent["weight sync: broadcast", "network"] == 2 * model.adapters
+    split = priced(model, work, replace(apart, rollout_tensor=2))
+    assert split.sent["weight sync: broadcast", "network"] == 2 * model.weights
+    merged = priced(model, replace(work, merged=True), apart)
+    assert merged.sent["weight sync: broadcast", "network"] == 2 * model.weights
+    assert merged.stages["weight sync"] == pytest.approx(2 * model.weights / 40e9)
+    by_gloo = priced(model, replace(work, merged=True, gloo=True), apart)
+    assert by_gloo.stages["weight sync"] == pytest.approx(2 * model.weights / 1.9e9)
+
+
+def test_a_batch_that_is_generated_ahead_hides_the_shorter_half():
+    model, work = costs_of("0.5b"), group(64, 8, 128, 512)
+    after, ahead = (priced(model, work, Layout("fsdp", 4, generating=4, ahead=ahead)) for ahead in (False, True))
+    rollout, others = after.stages["rollout"], sum(after.stages.values()) - after.stages["rollout"]
+    assert after.seconds == rollout + others and ahead.seconds == max(rollout, others)
+
+
+def test_caches_that_hold_fewer_sequences_and_long_tails_take_longer():
+    model, work = costs_of("0.5b"), group(64, 8, 128, 512)
+    all_at_once, in_waves = (priced(model, work, replace(ONE, slots=slots)) for slots in (None, 64))
+    assert in_waves.stages["rollout"] > 2 * all_at_once.stages["rollout"]
+    tail = priced(model, replace(work, response=128.0), ONE).stages["rollout"]
+    even = priced(model, replace(work, response=128.0, longest=128), ONE).stages["rollout"]
+    assert even < tail < all_at_once.stages["rollout"]
+
+
+def test_pipeline_stages_wait_and_recomputation_costs_a_forward_pass():
+    model, work = costs_of("0.5b"), group(8, 8, 128, 512, budget=5120)
+    straight, staged, again = (
+        priced(model, work, layout, nvlink_gb_s=1e9, network_gb_s=1e9).stages["update"]
+        for layout in (
+            Layout("megatron", 1),
+            Layout("megatron", 4, pipeline=4),
+            Layout("megatron", 1, checkpointing=True),
+        )
+    )
+    assert staged == pytest.approx(straight / 4 * (1 + 3 / 8), rel=0.01)
+    assert again == pytest.approx(straight * 8 / 6, rel=0.01)
+
+
+def test_work_counts_the_passes_that_the_settings_need():
+    plain = [
+        "algorithm.adv_estimator=grpo",
+        "data.train_batch_size=64",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=64",
+    ]
+    assert work_of(load_config(plain).config).scoring == 0
+    several = [*plain[:2], "actor_rollout_ref.actor.ppo_mini_batch_size=16", "actor_rollout_ref.actor.use_kl_loss=True"]
+    assert work_of(load_config(several).config).scoring == 2
+    critic = work_of(load_config(["algorithm.adv_estimator=gae", *plain[1:]]).config)
+    assert (critic.scoring, critic.trained) == (1, 2)
+    assert work_of(load_config([*plain, "actor_rollout_ref.rollout.weight_sync=gloo"]).config).gloo
+
+
+@pytest.fixture
+def small(tmp_path):
+    """The folder of a model that is quick to plan."""
+    shape = SHAPES["0.5b"] | {"num_hidden_layers": 4, "vocab_size": 2048}
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    return tmp_path
+
+
+def said(capsys, *args: str) -> tuple[int, str]:
+    status = plan_command.main(list(args))
+    return status, capsys.readouterr().out
+
+
+def test_the_plan_proposes_a_layout_that_fits_with_memory_time_traffic_and_constants(capsys, small):
+    status, text = said(capsys, "--gpus", "16", "--model", str(small / "config.json"), "--gpus_per_machine", "4")
+    assert status == 0 and text.startswith(f"{small}/config.json (0.1B weights) on 16 GPUs, 4 to a machine")
+    parts = ["Proposed: colocated", "trainer.nnodes=4", "trainer.n_gpus_per_node=4", "Memory of a GPU", "update"]
+    parts += ["Time of a step", "weight sync: gathering", "network", "Saturates first", "Also fits", "one step ahead"]
+    for part in [*parts, "measured, one H200: docs/gpu.md", "assumed: 400 Gbit/s a GPU"]:
+        assert part in text, part
+
+
+def test_given_settings_and_assumptions_stay(capsys, small):
+    fixed = ["actor_rollout_ref.actor.strategy=megatron", "actor_rollout_ref.rollout.name=vllm",
+             "actor_rollout_ref.rollout.tensor_model_parallel_size=2", "data.train_batch_size=32",
+             "actor_rollout_ref.model.enable_gradient_checkpointing=True"]  # fmt: skip
+    status, text = said(capsys, "--gpus=8", f"--model={small}", "--assume", "nvlink_gb_s=100", *fixed)
+    proposed = text[text.index("Proposed") : text.index("Memory of")]
+    assert status == 0 and all(setting in proposed for setting in [*fixed[:3], fixed[-1]])
+    assert "32 prompts x 16" in text and "1 update(s)" in text
+    assert "given by --assume" in text and "100 GB/s" in text
+
+
+def test_what_does_not_fit_is_named_with_its_stage(capsys):
+    status, text = said(capsys, "--gpus", "2", "--model", "70b", "--gpu_gb", "40")
+    assert status == 1 and "No layout fits." in text
+    assert "colocated: fsdp" in text and "GiB of 36.00 GiB" in text
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["--gpus", "8"], "name the model too"),
+        (["--gpus", "8", "--model", "71b"], "--model 71b: unknown. Give a size (0.5b, 1.5b"),
+        (["--gpus", "12", "--model", "7b"], "whole machines of 8 GPUs"),
+        (["--gpus", "0", "--model", "7b"], "give a number above 0"),
+        (["--gpus", "8", "--model", "7b", "--assume", "netwrk_gb_s=5"], "did you mean network_gb_s"),
+        (["--gpus", "8", "--model", "7b", "--assume", "network_gb_s"], "give name=number"),
+        (["--gpus", "8", "--model", "7b", "--assume", "network_gb_s=0"], "above 0"),
+        (["--gpus", "8", "--model", "7b", "--mean_response", "9000"], "data.max_response_length=8192"),
+        (["--gpus", "8", "--model", "7b", "--fast"], "--fast is neither"),
+        (["--gpus", "x", "--model", "7b"], "argument --gpus"),
+    ],
+)
+def test_wrong_arguments_are_rejected_in_words(args, words):
+    with pytest.raises(UserError) as error:
+        plan_command.main(args)
+    assert words in str(error.value)
+
+
+def test_workers_that_only_generate_hold_their_part_of_a_split_engine():
+    keys = [
+        "algorithm.adv_estimator=grpo",
+        "actor_rollout_ref.rollout.n_workers=8",
+        "actor_rollout_ref.rollout.name=vllm",
+    ]
+    with model_path("70b") as path:
+        keys += [f"actor_rollout_ref.model.path={path}", "actor_rollout_ref.model.dtype=bfloat16"]
+        keys += ["actor_rollout_ref.rollout.tensor_model_parallel_size=8", "trainer.n_gpus_per_node=8"]
+        config = load_config([*keys, "actor_rollout_ref.rollout.gpu_memory_utilization=0.5"]).config
+        generate = RLPlanner().plan(config, H200).stages["generate"]
+    assert generate["rollout weights"] == pytest.approx(2 * 70.55e9 / 8, rel=1e-3)
+    assert generate["KV cache"] == pytest.approx(0.5 * H200.bytes - generate["rollout weights"], rel=1e-3)
