@@ -20,6 +20,7 @@ from posttrain.tracking.terminal_text import print_text
 
 if TYPE_CHECKING:
     from posttrain.config import Resolved
+    from posttrain.config.trees import Tree
 
 
 MODEL = "actor_rollout_ref.model.path"
@@ -278,7 +279,6 @@ def defaults(taken: Mapping[str, str], train_sh: Path | None) -> Labelled:
 def show_config(args: Sequence[str]) -> int:
     """`posttrain config`: every setting with value, source and sentence, without training."""
     from posttrain.config import load_config
-    from posttrain.config.trees import command_tree
 
     if (tree := command_tree("config", args)) and not {"-h", "--help"} & set(args):
         unset = ("model.path", "data.train_files") if len(args) == 1 else ()  # as below
@@ -304,3 +304,17 @@ CONFIG_USAGE = """usage: posttrain config [key=value] ...             as posttra
        posttrain config reward-model [key=value] ...
 
 Prints every setting with its value, where it was set (and in which spelling), and one sentence about it."""
+
+
+def command_tree(verb: str, args: Sequence[str]) -> Tree | None:
+    """The supervised tree that the arguments of `posttrain config` or `posttrain plan` begin with; None for RL's."""
+    from posttrain.config.trees import COMMANDS
+    from posttrain.errors import UserError
+
+    word = args[0].replace("_", "-") if args else ""
+    if re.fullmatch(r"[A-Za-z][\w-]*", word) and word not in ("train", *COMMANDS):
+        raise UserError(
+            f"posttrain {verb} {args[0]}: the first word may be `train` (train.sh), `sft` or `reward-model`; without "
+            "one, settings (key=value) are read as posttrain.trainer.main_ppo reads them"
+        )
+    return COMMANDS.get(word)

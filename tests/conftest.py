@@ -169,7 +169,7 @@ def _registered_names_are_gone_after_a_test() -> Iterator[None]:
     """Estimators, losses, samplers, engines, tools, agents and scorers of a test's own are nobody else's."""
     from posttrain.registry import REGISTRIES, registered_by
 
-    before = {kind: dict(registry) for kind, registry in REGISTRIES.items()}
+    before = {kind: dict(registry) for kind, registry in list(REGISTRIES.items())}  # reading one may make others
     yield
     for kind in REGISTRIES.keys() - before.keys():  # its module was first imported by the test
         for name in registered_by(kind, lambda module: not module.startswith("posttrain.")):

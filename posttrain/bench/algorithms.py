@@ -12,27 +12,22 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import shutil
-import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from posttrain.bench import bench_folder
-from posttrain.bench.child import end_with_parent
+from posttrain.bench.child import TrainingProcess, log_file
 from posttrain.bench.device import check_writable, describe_machine
 from posttrain.bench.output import StatusLine, render, write_panels
-from posttrain.bench.systems import own_code_variables
+from posttrain.bench.systems import choose
 from posttrain.config.choices import ESTIMATORS, POLICY_LOSSES, PRESETS
 from posttrain.cores import usable
 from posttrain.errors import UserError
@@ -106,20 +101,6 @@ def all_algorithms() -> list[Algorithm]:
     return rows
 
 
-def choose_algorithms(only: str | None) -> list[Algorithm]:
-    """The rows named in `--only a,b`, in the table's order; all without it."""
-    rows = all_algorithms()
-    if only is None:
-        return rows
-    names = {name.strip() for name in only.split(",") if name.strip()}
-    known = [row.name for row in rows]
-    if unknown := sorted(names.difference(known)):
-        raise UserError(f"--only names {', '.join(unknown)}; known: {', '.join(known)}")
-    if not names:
-        raise UserError(f"--only names nothing; known: {', '.join(known)}")
-    return [row for row in rows if row.name in names]
-
-
 METRIC = "val/math_reasoning/mean@1"
 COMMON = (
     "preset=embedded",
@@ -160,63 +141,30 @@ class Run:
         return [sys.executable, "-m", "posttrain.trainer.main_ppo", *settings]
 
 
-class Process:
-    """A run in a process of its own; its output goes to `log`, its metrics are below `folder`."""
+class Process(TrainingProcess):
+    """A run in a process of its own."""
 
     def __init__(self, run: Run, folder: Path, log: Path, threads: int) -> None:
-        self.run, self.log = run, log
-        self.metrics = folder / "bench" / "run" / "metrics.jsonl"
-        variables = {
-            **os.environ,
-            "OMP_NUM_THREADS": str(threads),
-            "TOKENIZERS_PARALLELISM": "false",
-            **own_code_variables(),
-        }
-        with log.open("w") as output:
-            self.process = subprocess.Popen(
-                run.command(folder),
-                stdout=output,
-                stderr=output,
-                env=variables,
-                start_new_session=True,  # Ctrl-C is ours to handle
-                preexec_fn=end_with_parent,
-            )
-
-    def has_ended(self) -> bool:
-        return self.process.poll() is not None
+        super().__init__(run.command(folder), folder, log, OMP_NUM_THREADS=str(threads))
+        self.run = run
 
     def steps_done(self) -> int:
-        return max((line["step"] for line in self._lines()), default=0)
+        return max((line["step"] for line in self.steps()), default=0)
 
     def result(self) -> dict[str, Any]:
         """What is kept of a finished run; `problem` instead of figures where it failed."""
-        if self.process.returncode:
-            lines = [line.strip() for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
-            said = f"{lines[-1] if lines else 'no message'} (see {self.log})"
-            return {**self.run.identity, "problem": f"status {self.process.returncode}: {said}"}
-        lines = list(self._lines())
+        if problem := self.problem():
+            return {**self.run.identity, "problem": problem}
+        lines = self.steps()
         curve = [[line["step"], line[METRIC]] for line in lines if METRIC in line]
         seconds = [line["timing_s/step"] - line.get("timing_s/validation", 0.0) for line in lines if line["step"] > 0]
         return {**self.run.identity, "curve": curve, "step_s": round(statistics.median(seconds), 4)}
-
-    def end(self) -> None:
-        """Kill what is left of it, reward workers included."""
-        with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-
-    def _lines(self) -> list[dict[str, Any]]:
-        with suppress(FileNotFoundError):
-            return [json.loads(line) for line in self.metrics.read_text().splitlines() if line.endswith("}")]
-        return []
 
 
 def run_all(missing: Sequence[Run], *, jobs: int, threads: int) -> Iterator[dict[str, Any]]:
     """Yields the result of each run as it ends; at most `jobs` run at a time."""
     line, started, waiting = StatusLine(), time.monotonic(), list(missing)
     total, done, finished = sum(run.steps for run in missing), 0, 0
-    logs = bench_folder() / "logs"
-    logs.mkdir(parents=True, exist_ok=True)
     going: dict[Path, Process] = {}
     with tempfile.TemporaryDirectory(prefix="posttrain-bench-") as folder:
         try:
@@ -224,7 +172,7 @@ def run_all(missing: Sequence[Run], *, jobs: int, threads: int) -> Iterator[dict
                 while waiting and len(going) < jobs:
                     run = waiting.pop(0)
                     own = Path(folder) / f"{run.algorithm.name}-{run.seed}"
-                    going[own] = Process(run, own, logs / f"algorithms-{own.name}.log", threads)
+                    going[own] = Process(run, own, log_file(f"algorithms-{own.name}"), threads)
                 for own, process in [item for item in going.items() if item[1].has_ended()]:
                     del going[own]
                     result = process.result()
@@ -257,7 +205,7 @@ PACKAGES = ("torch", "transformers")
 
 def main(options: argparse.Namespace) -> int:
     """Train what is missing, print the table, write page and picture; the status is 1 if a run failed."""
-    chosen = choose_algorithms(options.only)
+    chosen = choose(all_algorithms(), options.only)
     path, svg = check_writable(options.json), check_writable(options.svg)
     if options.markdown is not None:
         _page(options.markdown)  # without the markers it is rejected before anything is measured

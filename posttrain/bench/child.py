@@ -1,5 +1,5 @@
-"""A system in its own process: started with a job, then asked one thing at a time; and the load of other processes, by
-which a reader can judge the figures."""
+"""A system in its own process, started with a job and asked one thing at a time; a training run in its own process; and
+the load of other processes, by which a reader can judge the figures."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.bench import bench_folder
-from posttrain.bench.systems import System
+from posttrain.bench.systems import System, own_code_variables
 
 
 class ChildFailed(Exception):
@@ -29,6 +29,52 @@ def end_with_parent() -> None:
     # A paused process could not end by itself. Linux only; elsewhere `Child.close` must be reached.
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
+def log_file(name: str) -> Path:
+    """Where the output of a process is kept."""
+    logs = bench_folder() / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    return logs / f"{name}.log"
+
+
+class TrainingProcess:
+    """A run of our own code, `bench/run` below `folder`; what it prints goes to `log`."""
+
+    def __init__(self, command: Sequence[str], folder: Path, log: Path, **variables: str) -> None:
+        self.log, self.metrics = log, folder / "bench" / "run" / "metrics.jsonl"
+        given = {**os.environ, "TOKENIZERS_PARALLELISM": "false", **variables, **own_code_variables()}
+        with log.open("w") as output:
+            self.process = subprocess.Popen(
+                command,
+                stdout=output,
+                stderr=output,
+                env=given,
+                start_new_session=True,  # Ctrl-C is ours to handle
+                preexec_fn=end_with_parent,
+            )
+
+    def has_ended(self) -> bool:
+        return self.process.poll() is not None
+
+    def problem(self) -> str | None:
+        """Why an ended run failed: its status and the last line that it printed."""
+        if not self.process.returncode:
+            return None
+        lines = [line.strip() for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
+        return f"status {self.process.returncode}: {lines[-1] if lines else 'no message'} (see {self.log})"
+
+    def steps(self) -> list[dict[str, Any]]:
+        """The metrics of the steps so far."""
+        with suppress(FileNotFoundError):
+            return [json.loads(line) for line in self.metrics.read_text().splitlines() if line.endswith("}")]
+        return []
+
+    def end(self, number: int = signal.SIGKILL) -> None:
+        """End what is left of it, reward workers and Ray's processes included."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, number)
+        self.process.wait()
 
 
 class Child:
@@ -111,12 +157,10 @@ def start_runner(
     system: System, module: str, job: Mapping[str, Any], name: str, *, threads: int, kind: str = "cpu"
 ) -> Iterator[Child]:
     """The system's runner with this job, its output in logs/NAME.log; it is closed at the end of the block."""
-    logs = bench_folder() / "logs"
-    logs.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="posttrain-bench-") as folder:
         path = Path(folder) / "job.json"
         path.write_text(json.dumps(job))
-        child = Child(system.command(path, module, kind), system.variables_for(threads, kind), logs / f"{name}.log")
+        child = Child(system.command(path, module, kind), system.variables_for(threads, kind), log_file(name))
         try:
             yield child
         finally:

@@ -8,25 +8,19 @@ work is the same for all, and so are the cores: workers have the cores divided b
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from posttrain.bench import bench_folder
-from posttrain.bench.child import end_with_parent
+from posttrain.bench.child import TrainingProcess, log_file
 from posttrain.bench.device import Device, check_writable, describe_machine, find_device, write_json
 from posttrain.bench.output import StatusLine, factor, render
-from posttrain.bench.systems import own_code_variables
 from posttrain.cores import usable
 from posttrain.errors import UserError
 
@@ -108,33 +102,24 @@ def main(options: argparse.Namespace) -> int:
 
 def run(row: Layout, options: argparse.Namespace, place: Device, shown: Any) -> dict[str, Any]:
     """A run of this layout: its steps' times by stage, or `problem`."""
-    logs = bench_folder() / "logs"
-    logs.mkdir(parents=True, exist_ok=True)
-    log = logs / f"scale-{row.name.replace(' ', '-')}-{row.workers}.log"
-    with tempfile.TemporaryDirectory(prefix="posttrain-bench-") as folder, log.open("w") as output:
+    with tempfile.TemporaryDirectory(prefix="posttrain-bench-") as folder:
         own = [f"trainer.default_local_dir={folder}", f"trainer.total_training_steps={options.steps}"]
         settings = [*COMMON, f"trainer.device={place.kind}", *own, *row.settings, *options.settings]
         command = [sys.executable, "-m", "posttrain.bench.scale", str(row.workers), str(int(row.in_ray)), *settings]
-        variables = {**os.environ, "TOKENIZERS_PARALLELISM": "false", **own_code_variables()}
-        if not row.in_ray:
-            variables["OMP_NUM_THREADS"] = str(usable())
+        log = log_file(f"scale-{row.name.replace(' ', '-')}-{row.workers}")
+        threads = {} if row.in_ray else {"OMP_NUM_THREADS": str(usable())}
         begun = time.monotonic()
-        started = {"stdout": output, "stderr": output, "start_new_session": True, "preexec_fn": end_with_parent}
-        process = subprocess.Popen(command, env=variables, **started)
+        process = TrainingProcess(command, Path(folder), log, **threads)
         try:
-            while process.poll() is None:
+            while not process.has_ended():
                 shown(time.monotonic() - begun)
                 time.sleep(0.2)
         finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGTERM)  # Ray's processes end with the one that started them
-            process.wait()
+            process.end(signal.SIGTERM)  # Ray's processes end with the one that started them
         seconds = time.monotonic() - begun
-        if process.returncode:
-            said = [text.strip() for text in log.read_text(errors="replace").splitlines() if text.strip()]
-            return {"problem": f"status {process.returncode}: {said[-1] if said else 'no message'} (see {log})"}
-        lines = (Path(folder) / "bench" / "run" / "metrics.jsonl").read_text().splitlines()
-    steps = [step for step in map(json.loads, lines) if step["step"] > 0]
+        if problem := process.problem():
+            return {"problem": problem}
+        steps = [step for step in process.steps() if step["step"] > 0]
     return {"start_s": seconds - sum(step["timing_s/step"] for step in steps), "steps": [parts(step) for step in steps]}
 
 

@@ -12,10 +12,10 @@ import shutil
 import site
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from posttrain.bench import bench_folder
 from posttrain.errors import UserError
@@ -296,13 +296,23 @@ SYNC = (
 )
 
 
-def choose(systems: tuple[System, ...], only: str | None) -> list[System]:
+class Named(Protocol):
+    """A row of a table."""
+
+    @property
+    def name(self) -> str: ...
+
+
+Row = TypeVar("Row", bound=Named)
+
+
+def choose(rows: Sequence[Row], only: str | None) -> list[Row]:
     """Those named in `--only a,b`, in the table's order; all of them without it."""
     if only is None:
-        return list(systems)
+        return list(rows)
     names = [name.strip() for name in only.split(",") if name.strip()]
-    known = {system.name for system in systems}
+    known = [row.name for row in rows]
     if not names or (unknown := [name for name in names if name not in known]):
         wrong = ", ".join(unknown) if names else "nothing"
-        raise UserError(f"--only names {wrong}; known: {', '.join(system.name for system in systems)}")
-    return [system for system in systems if system.name in names]
+        raise UserError(f"--only names {wrong}; known: {', '.join(known)}")
+    return [row for row in rows if row.name in names]

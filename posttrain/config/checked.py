@@ -30,7 +30,7 @@ from posttrain.config.resolved import Problem
 from posttrain.config.schema import ESTIMATOR_KIND, LOSS_KIND, leaves, lookup
 from posttrain.config.values import WrongValue, convert
 from posttrain.settings import Idle, choices_of, range_of
-from posttrain.spelling import closest
+from posttrain.spelling import suggest
 
 # A problem, or a note.
 Finding = Problem | str
@@ -87,8 +87,7 @@ def checks_of_packages(name: str) -> Iterator[Callable[..., Iterator[Any]]]:
 
 def nearest_name(value: Any, known: tuple[str, ...]) -> str:
     """Advice for a name that is not known."""
-    close = closest(str(value), known)
-    return f"did you mean `{close}`?" if close else "choose one of them"
+    return suggest(str(value), known).rstrip() or "choose one of them"
 
 
 def check_choice(

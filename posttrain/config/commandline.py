@@ -153,10 +153,7 @@ def add_override(line: CommandLine, text: str, source: str, is_group: Callable[[
 
 def find_lost_lines(args: Sequence[str]) -> list[Problem]:
     """The problem of a command that was cut short, none where nothing is known of its script."""
-    found = script_above()
-    if found is None:
-        return []
-    text, name = found
+    text, name = script_above() or ("", "")
     lost = lost_lines(text, args)
     return [cut_short(lost, name)] if lost else []
 

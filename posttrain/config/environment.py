@@ -42,10 +42,8 @@ def _own_code(resolved: Resolved, cwd: Path) -> Iterator[Problem]:
     own = ("custom_reward_function.path", "actor_rollout_ref.model.external_lib")
     for key in own if hasattr(resolved.config, "actor_rollout_ref") else ("model.external_lib",):
         name = resolved.value(key)
-        if name is None:
-            continue
-        if name.startswith(("http://", "https://")):
-            continue  # a reward server; it is asked when the reward is loaded
+        if name is None or name.startswith(("http://", "https://")):
+            continue  # a reward server is asked when the reward is loaded
         if name.endswith(".py") and not (cwd / name).is_file():
             what = f"`{key}`: the file {name} does not exist."
             yield Problem(what, resolved.where(key), "give a Python file that exists")

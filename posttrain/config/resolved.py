@@ -36,12 +36,9 @@ class ConfigError(UserError):
 
     def __init__(self, problems: Iterable[Problem]):
         self.problems = list(problems)
-        super().__init__(self._text())
-
-    def _text(self) -> str:
         body = "\n".join(f"{i}. {problem}" for i, problem in enumerate(self.problems, 1))
         count = f"{len(self.problems)} problem{'s' * (len(self.problems) != 1)}"
-        return f"{count} in the configuration:\n{body}"
+        super().__init__(f"{count} in the configuration:\n{body}")
 
 
 @dataclass

@@ -69,6 +69,7 @@ class SupervisedOptimConfig(OptimConfig):
 
     lr: float = setting(1e-5, range=POSITIVE)
     lr_warmup_steps_ratio: float = setting(0.05, range=SHARE, idle=".lr_warmup_steps is set")
+    """Share of all optimizer steps spent on warm-up."""
     lr_scheduler_type: str = setting("cosine", choices=SCHEDULES)
     min_lr_ratio: float = setting(0.0, range=SHARE, idle=_CONSTANT)
     clip_grad: float = setting(1.0, range=POSITIVE_OR_INFINITE)

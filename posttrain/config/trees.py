@@ -5,7 +5,6 @@ The trees of `main_ppo` and of the supervised trainers: other spellings, derived
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +31,6 @@ from posttrain.config.root import PPOConfig
 from posttrain.config.schema import Section
 from posttrain.config.supervised import RewardTrainerConfig, SFTConfig
 from posttrain.config.trainer import AS_THE_ACTOR, OF_THE_COMMAND, ROLLOUT_EACH, ROLLOUT_MACHINES, TOGETHER
-from posttrain.errors import UserError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -314,14 +312,3 @@ REWARD_MODEL = Tree(
 )
 # Verb of `posttrain` -> its tree.
 COMMANDS: dict[str, Tree] = {"sft": SFT, "reward-model": REWARD_MODEL}
-
-
-def command_tree(verb: str, args: Sequence[str]) -> Tree | None:
-    """The supervised tree that the arguments of `posttrain config` or `posttrain plan` begin with; None for RL's."""
-    word = args[0].replace("_", "-") if args else ""
-    if re.fullmatch(r"[A-Za-z][\w-]*", word) and word not in ("train", *COMMANDS):
-        raise UserError(
-            f"posttrain {verb} {args[0]}: the first word may be `train` (train.sh), `sft` or `reward-model`; without "
-            "one, settings (key=value) are read as posttrain.trainer.main_ppo reads them"
-        )
-    return COMMANDS.get(word)

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.config import ConfigError, Resolved, load_config
-from posttrain.config.trees import COMMANDS, PPO, Tree, command_tree
+from posttrain.config.trees import COMMANDS, PPO, Tree
 from posttrain.doctor.case import ERROR, WARNING, Finding, Report
-from posttrain.launch import resolve_arguments
+from posttrain.launch import command_tree, resolve_arguments
 from posttrain.tracking.console import JSON, active
 from posttrain.tracking.row import waiting
 from posttrain.tracking.terminal_text import print_text

@@ -12,13 +12,12 @@ from posttrain.config.environment import check_environment
 from posttrain.config.resolved import ConfigError
 from posttrain.config.schema import Section, lookup
 from posttrain.config.trainer import workers_of
-from posttrain.config.trees import command_tree
 from posttrain.doctor import fleet_command
 from posttrain.engine.registry import EngineLayout, engine_class, layout_of
 from posttrain.engine.settings import RL as RL_KEYS
 from posttrain.engine.settings import SUPERVISED, train_engine
 from posttrain.errors import UserError, working_folder
-from posttrain.launch import resolve_arguments
+from posttrain.launch import command_tree, resolve_arguments
 from posttrain.models import shards
 from posttrain.models.decodable import can_decode_fast
 from posttrain.models.loading import check_positions, positions_of

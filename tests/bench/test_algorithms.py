@@ -22,13 +22,13 @@ from posttrain.bench.algorithms import (
     all_algorithms,
     as_text,
     between,
-    choose_algorithms,
     fill_page,
     gains,
     markdown,
     without_folders,
 )
 from posttrain.bench.output import mean_curve, write_panels
+from posttrain.bench.systems import choose
 from posttrain.config import load_config
 from posttrain.config.choices import ESTIMATORS, POLICY_LOSSES, PRESETS
 from posttrain.data.recipes.arithmetic import arithmetic_rows, write_files
@@ -50,7 +50,7 @@ SESSION |= {"jobs": 1, "threads": 2, "python": "3.11", "packages": {"torch": "2.
 def made(name: str, seed: int, *accuracies: float, step_s: float = 0.5) -> dict:
     """A run as the file keeps it: an accuracy every ten steps."""
     steps = 10 * (len(accuracies) - 1)
-    run = Run(choose_algorithms(name)[0], seed, steps)
+    run = Run(choose(all_algorithms(), name)[0], seed, steps)
     return {**run.identity, "curve": [[10 * i, a] for i, a in enumerate(accuracies)], "step_s": step_s, "session": 0}
 
 
@@ -77,11 +77,11 @@ def test_settings_beside_a_preset_have_a_reason_and_change_something():
 
 
 def test_only_names_known_algorithms():
-    assert [row.name for row in choose_algorithms("gspo, ppo,grpo")] == ["grpo", "gspo", "ppo"]
+    assert [row.name for row in choose(all_algorithms(), "gspo, ppo,grpo")] == ["grpo", "gspo", "ppo"]
     with pytest.raises(UserError, match=r"--only names dpo; known: cispo, dapo"):
-        choose_algorithms("dpo,grpo")
+        choose(all_algorithms(), "dpo,grpo")
     with pytest.raises(UserError, match="--only names nothing"):
-        choose_algorithms(" ,")
+        choose(all_algorithms(), " ,")
 
 
 @pytest.fixture
@@ -140,7 +140,7 @@ def test_a_stopped_bench_leaves_no_process(tmp_path: Path, tiny_task, monkeypatc
 def test_the_row_of_an_algorithm_is_the_mean_over_its_seeds_with_the_extremes():
     runs = [made("grpo", 1, 0.3, 0.5, 0.7, step_s=0.5), made("grpo", 2, 0.4, 0.4, 0.5, step_s=0.25)]
     short = made("grpo", 3, 0.3, 0.9)  # of another length
-    row, empty = gains(choose_algorithms("grpo,ppo"), {"steps": 20, "runs": [*runs, short]})
+    row, empty = gains(choose(all_algorithms(), "grpo,ppo"), {"steps": 20, "runs": [*runs, short]})
     assert row.cells() == ["0.350", "0.600", "+0.250", "+0.100", "+0.400", "2", "2.67"]
     assert empty.cells() == ["-", "-", "-", "-", "-", "0", "-"]
     assert mean_curve(row.curves) == [[0, 0.35], [10, 0.45], [20, 0.6]]
@@ -150,7 +150,7 @@ def test_a_page_is_filled_between_its_markers_and_the_rest_stays(tmp_path: Path)
     page = tmp_path / "page.md"
     page.write_text(f"above\n{BEGIN}\nold\n{END}\nbelow\n")
     record = {"steps": 10, "sessions": [SESSION], "runs": [made("ppo", 1, 0.3, 0.5)]}
-    found = gains(choose_algorithms("ppo,gspo"), record)
+    found = gains(choose(all_algorithms(), "ppo,gspo"), record)
     for _ in range(2):
         fill_page(page, markdown(found, record))
         text = page.read_text()
@@ -165,7 +165,7 @@ def test_a_page_is_filled_between_its_markers_and_the_rest_stays(tmp_path: Path)
 
 def test_the_picture_has_a_panel_per_algorithm_and_a_line_per_seed(tmp_path: Path):
     runs = [made("grpo", 1, 0.3, 0.7), made("grpo", 2, 0.4, 0.5), made("ppo", 1, 0.3, 0.5)]
-    found = gains(choose_algorithms("grpo,ppo"), {"steps": 10, "runs": runs})
+    found = gains(choose(all_algorithms(), "grpo,ppo"), {"steps": 10, "runs": runs})
     write_panels(tmp_path / "a.svg", {gain.algorithm.name: gain.curves for gain in found}, "Title")
     text = (tmp_path / "a.svg").read_text()
     assert text.count("<path") == 3 + 2 and all(f">{name}</text>" in text for name in ("grpo", "ppo", "Title"))
