@@ -32,7 +32,6 @@ from posttrain.controller.rank_host import Failure, Identity, unpack
 from posttrain.controller.ray_cluster import ITSELF, Machine
 from posttrain.controller.stalls import (
     EVERY_S,
-    JOINT,
     STOPPED,
     TRACED,
     Process,
@@ -147,7 +146,7 @@ class RankWatch:
             ready, waiting = self.wait(waiting, until)
             if not ready:
                 hung = WorkersHung(f"Workers did not start within {wait_s:g} s. {CONTINUES}")
-                hung.who = JOINT.join(self._ranks_awaited(waiting))
+                hung.who = ", ".join(self._ranks_awaited(waiting))
                 hung.incident = self._describe(hung.who)
                 raise hung
         for rank, found in zip(ranks, self.gather(asked), strict=True):
@@ -197,7 +196,7 @@ class RankWatch:
     def _end_to_replace(self, lost: WorkerDied) -> bool:
         """End rollout workers that stand still, if these are all: calls to them fail from now on, and who needs one of
         them has it replaced."""
-        still = [rank for rank in self.ranks if rank.who in lost.who.split(JOINT)]
+        still = [rank for rank in self.ranks if rank.who in lost.who]
         if not self.replaces_rollout or not all(rank.name.startswith(ROLLOUT) for rank in still):
             return False
         for rank in still:

@@ -126,7 +126,6 @@ TELL_S = 10.0  # a process that is stopped for longer is reported
 # Workers that neither answer nor compute for longer are reported; then again after twice that time, and so on.
 IDLE_S = 300.0
 IDLE_SHARE = 0.05  # of a core: a worker's own threads use less than that while it waits
-JOINT = ", "  # between the names of several workers
 LIMIT, HUNG_LIMIT = "trainer.stopped_worker_timeout_s", "trainer.hung_worker_timeout_s"
 
 
@@ -227,7 +226,7 @@ class StallWatch:
                 f"for {self.hung_s:g} s ({HUNG_LIMIT}): they wait for a disk, for the network or for each other. "
                 f"{CONTINUES}"
             )
-            hung.who = JOINT.join(sorted(waiting))
+            hung.who = ", ".join(sorted(waiting))
             raise hung
         if self._idle >= self._next and waiting:
             self._next *= 2

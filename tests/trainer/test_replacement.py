@@ -40,10 +40,13 @@ class Crew(WorkerGroup):
         self.make, self.ranks, self.dead = make, [make() for _ in range(count)], set[int]()
         self.worker_class, self.world_size, self.config = type(self.ranks[0]), count, self.ranks[0].config
         self.calls: list[tuple[int, str]] = []
+        self.versions: list[int] = []  # of the weights that the last rank was sent
         self.fails: Any = lambda rank, name: False
 
     def _send(self, rank: int, name: str, arguments: tuple[Any, ...]) -> Finished:
         self.calls.append((rank, name))
+        if (rank, name) == (self.world_size - 1, "take_bucket"):
+            self.versions.append(arguments[-1])
         if self.fails(rank, name):
             self.dead.add(rank)
 
@@ -219,6 +222,8 @@ def test_other_workers_that_generate_are_sent_nothing_while_one_is_replaced(dist
     calls = workers.crew.calls
     taken = [[call for call in calls if call == (rank, "take_bucket")] for rank in (0, 1)]
     assert len(taken[1]) == len(taken[0]) * 6 // 5  # 5 syncs of both, and one of the new worker
+    versions = workers.crew.versions
+    assert versions == sorted(versions) and set(versions) == set(range(5))  # it got those that it had lost
     assert all(isinstance(rank, RolloutWorker) and rank.engine.version == 4 for rank in workers.crew.ranks)
 
 

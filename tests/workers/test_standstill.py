@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import signal
 import socket
 import subprocess
 import sys
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from patience import until
@@ -171,3 +174,55 @@ def test_the_limits_have_an_effect_where_others_generate_than_the_one_worker_tha
     assert any("has no effect" in note for note in load_config([limit]).notes)
     apart = load_config([limit, "actor_rollout_ref.rollout.n_workers=1"])
     assert not any("has no effect" in note for note in apart.notes)
+
+
+class StoppedWorker:
+    """A stopped process as a rank of this name, and a watch that waits for its answer: it answers when it is gone."""
+
+    def __init__(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        pytest.importorskip("ray")
+        from posttrain.controller import ray_ranks
+        from posttrain.controller.rank_host import Identity
+        from posttrain.controller.ray_cluster import ITSELF, Machine
+
+        self.child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+        self.child.send_signal(signal.SIGSTOP)
+        with open(f"/proc/{self.child.pid}/stat") as file:
+            process = Process(self.child.pid, int(file.read().rpartition(")")[2].split()[19]))
+        until(lambda: (state := state_of(process)) and state.letter == "T", "for its stop")
+        identifier = SimpleNamespace(hex=lambda: "a")
+        self.ref = SimpleNamespace(task_id=lambda: SimpleNamespace(actor_id=lambda: identifier))
+        self.watch = ray_ranks.RankWatch(3.0, print)
+        clock = itertools.count(0.0, EVERY_S)
+        self.watch.stalls = StallWatch(3.0, print, lambda: next(clock))
+        own = Identity("vm", process, [])
+        host = SimpleNamespace(_actor_id=identifier)
+        self.watch.ranks, self.watch._own_node = [ray_ranks.Rank(name, host, Machine("own", ITSELF, 1), own)], "own"
+        monkeypatch.setattr(ray_ranks.ray, "wait", self._wait)
+
+    def _wait(self, refs: list[Any], **_: Any) -> tuple[list[Any], list[Any]]:
+        return ([], refs) if self.child.poll() is None else (refs, [])
+
+
+@pytest.mark.parametrize(
+    "name, replaces, goes_on", [("rollout 0", True, True), ("rollout 0", False, False), ("rank 0", True, False)]
+)
+def test_a_stopped_rollout_worker_is_ended_and_the_others_waited_for_only_where_it_is_replaced(
+    monkeypatch, name, replaces, goes_on
+):
+    stopped = StoppedWorker(name, monkeypatch)
+    stopped.watch.replaces_rollout = replaces
+    try:
+        if not goes_on:
+            with pytest.raises(WorkerStopped):
+                stopped.watch.wait([stopped.ref])
+            assert stopped.child.poll() is None  # ended with all others
+            return
+        assert stopped.watch.wait([stopped.ref])[0] == [stopped.ref]
+        assert stopped.child.wait() == -signal.SIGKILL
+        (rank,) = stopped.watch.ranks
+        death = stopped.watch._death(RuntimeError("the actor died"), rank)
+        assert isinstance(death, WorkerStopped) and death.worker == name and stopped.watch.is_replaced(death)
+    finally:
+        stopped.child.kill()
+        stopped.child.wait()

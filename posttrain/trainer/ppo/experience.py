@@ -302,7 +302,7 @@ class Experience:
             self.rollout.group.wait_any([*self._advancing.values(), *others])
         ended: list[Output] = []
         for rank, future in list(self._advancing.items()):
-            if future.done():
+            if rank in self._advancing and future.done():
                 try:
                     answer = self._advancing.pop(rank).result()
                 except WorkerDied as death:

@@ -285,7 +285,9 @@ class RayPPOTrainer(WorkerClasses):
                 self.workers.replace(number)
                 self.actor_rollout_wg.admit(number, self.step if version is None else version)
                 return number
-            except WorkerDied as another:  # the new one, or one that no replacement is for
+            except WorkerDied as another:
+                if another.worker != death.worker:
+                    raise  # requests of two were lost: all start again
                 death = another
 
     def _sync_weights(self, version: int) -> dict[str, float]:
