@@ -8,7 +8,9 @@ prompts, and every response first waits for a tool whose time is log-normal (--m
 ten times as long), so that rollout is the bottleneck. 1,000 sums are held out, so that the accuracy is known to 0.01.
 Prints a table: accuracy at the end, the largest staleness of any trained token, the share of rows with several
 versions, and seconds. With --folder runs are kept, and those that are there already are not made again. Exits 1 if a
-mean is more than 0.03 below that of the first bound, or a token is older than its bound.
+mean is more than 0.03 below that of the first bound, or a token is older than its bound. --drill kills a run with
+delays (bound 2) by SIGKILL, resumes and replays it; it exits 1 if a prompt is lost or trained twice, or
+the replay differs.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import random
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,6 +30,7 @@ from posttrain.data.recipes.arithmetic import arithmetic_rows, write_files
 
 METRIC = "val/math_reasoning/mean@1"
 HELD_OUT, ALLOWED = 1000, 0.03
+PROMPTS = 50  # of a step with delays
 SIGMA = 1.0
 
 
@@ -46,41 +50,89 @@ class Result(NamedTuple):
     train_s: float  # of all steps, without start and validation
 
 
-def train(task: str, bound: int, seed: int, steps: int, data: dict[str, Path], folder: Path, median_s: float) -> Result:
-    """One run in processes of its own."""
-    name = f"{task}_{bound}_{seed}"
-    keys = {
-        "preset": "embedded",
-        "data.train_files": data["train"],
-        "data.val_files": data["test"],
-        "trainer.total_training_steps": steps,
-        "trainer.val_before_train": False,
-        "trainer.test_freq": -1,
-        "trainer.save_freq": -1,
-        "trainer.export_hf": "none",
-        "trainer.seed": seed,
-        "trainer.device": "cpu",
-        "actor_rollout_ref.rollout.n_workers": 1,
-        "trainer.max_staleness": bound,
-        "tracking.samples_freq": 0,
-        "trainer.default_local_dir": folder,
-        "trainer.experiment_name": name,
-    }
-    if task == "delays":
-        keys |= {"data.train_batch_size": 50, "actor_rollout_ref.rollout.agent.processes": 2}
-        keys["actor_rollout_ref.rollout.agent"] = f"{Path(__file__).resolve()}:wait_for_tool"
-        keys["actor_rollout_ref.rollout.agent.config.median_s"] = median_s
-    path = folder / "embedded" / name / "metrics.jsonl"
-    if not path.exists() or METRIC not in path.read_text():
-        arguments = [f"{key}={value}" for key, value in keys.items()]
-        command = [sys.executable, "-m", "posttrain.trainer.main_ppo", *arguments]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
+class Task(NamedTuple):
+    """What all runs have in common."""
+
+    name: str
+    steps: int
+    data: dict[str, Path]
+    folder: Path
+    median_s: float
+
+    def command(self, run: str, bound: int, seed: int, **more: Any) -> list[str]:
+        """Of one run in processes of its own; `more` are settings of `trainer`."""
+        keys = {
+            "preset": "embedded",
+            "data.train_files": self.data["train"],
+            "data.val_files": self.data["test"],
+            "actor_rollout_ref.rollout.n_workers": 1,
+            "tracking.samples_freq": 0,
+        }
+        trainer = {
+            "total_training_steps": self.steps,
+            "val_before_train": False,
+            "test_freq": -1,
+            "save_freq": -1,
+            "export_hf": "none",
+            "seed": seed,
+            "device": "cpu",
+            "max_staleness": bound,
+            "default_local_dir": self.folder,
+            "experiment_name": run,
+        }
+        if self.name == "delays":
+            keys |= {"data.train_batch_size": PROMPTS, "actor_rollout_ref.rollout.agent.processes": 2}
+            keys["actor_rollout_ref.rollout.agent"] = f"{Path(__file__).resolve()}:wait_for_tool"
+            keys["actor_rollout_ref.rollout.agent.config.median_s"] = self.median_s
+        keys |= {f"trainer.{key}": value for key, value in {**trainer, **more}.items()}
+        settings = [f"{key}={value}" for key, value in keys.items()]
+        return [sys.executable, "-m", "posttrain.trainer.main_ppo", *settings]
+
+    def lines(self, run: str, file: str = "metrics.jsonl") -> list[dict[str, Any]]:
+        path = self.folder / "embedded" / run / file
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def train(task: Task, bound: int, seed: int) -> Result:
+    """One run, unless it is there already."""
+    name = f"{task.name}_{bound}_{seed}"
+    if not any(METRIC in line for line in task.lines(name)):
+        subprocess.run(task.command(name, bound, seed), check=True, stdout=subprocess.DEVNULL)
+    lines = task.lines(name)
     accuracy = next(line[METRIC] for line in reversed(lines) if METRIC in line)
     seconds = sum(line["timing_s/step"] - line.get("timing_s/validation", 0.0) for line in lines)
     ages = [line.get("rollout/age_max", 0.0) for line in lines]
     partial = [line.get("rollout/partial", 0.0) for line in lines]
     return Result(accuracy, max(ages), sum(partial) / len(partial), seconds)
+
+
+def drill(task: Task) -> bool:
+    """Whether a killed run loses no prompt and trains none twice, and a replay repeats a run bit for bit."""
+    saves = {"save_freq": 3}
+    command = task.command("killed", 2, 1, **saves)
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    while process.poll() is None and len(task.lines("killed")) < task.steps - 3:
+        time.sleep(0.05)
+    process.kill()
+    process.wait()
+    before = len(task.lines("killed"))
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    trained = [int(uid) for line in task.lines("killed", "events.jsonl") for uid in line.get("take", ())]
+    once = sorted(trained) == list(range(task.steps * PROMPTS))
+    mixed = max(line["rollout/partial"] for line in task.lines("killed"))
+    print(f"killed behind step {before}, resumed: {len(trained)} groups trained, each once and none lost: {once}; "
+          f"up to {mixed:.0%} of a step's rows have several versions", flush=True)  # fmt: skip
+    log = {"replay_events": task.folder / "embedded" / "killed" / "events.jsonl"}
+    subprocess.run(task.command("replayed", 2, 1, **saves, **log), check=True, stdout=subprocess.DEVNULL)
+    runs = [[_without_times(line) for line in task.lines(name)] for name in ("killed", "replayed")]
+    sums = [[line for line in task.lines(name, "events.jsonl") if "weights" in line] for name in ("killed", "replayed")]
+    repeated = runs[0] == runs[1] and sums[0] == sums[1]
+    print(f"replayed from its log: metrics of {len(runs[1])} steps and checksums of the weights equal: {repeated}")
+    return once and repeated and mixed > 0
+
+
+def _without_times(line: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in line.items() if not key.startswith(("time", "timing_", "perf/", "tools/"))}
 
 
 def main() -> int:
@@ -91,24 +143,30 @@ def main() -> int:
     parser.add_argument("--tasks", nargs="+", choices=("plain", "delays"), default=["plain", "delays"])
     parser.add_argument("--median", type=float, default=0.1)
     parser.add_argument("--folder", type=Path)
+    parser.add_argument("--drill", action="store_true", help="kill, resume and replay a run instead")
     args = parser.parse_args()
     failed = False
+    if args.drill:
+        with tempfile.TemporaryDirectory() as name:
+            data = write_files(Path(name) / "sums", arithmetic_rows(max_operand=50, val_fraction=0.45, val_size=100))
+            return int(not drill(Task("delays", args.steps, data, args.folder or Path(name), args.median)))
     print("| task | bound | seed | accuracy | oldest token | partial rows | seconds |\n|---|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as name:
         folder = args.folder or Path(name)
         data = write_files(folder / "sums", arithmetic_rows(max_operand=50, val_fraction=0.45, val_size=HELD_OUT))
-        for task in args.tasks:
+        for name in args.tasks:
+            task = Task(name, args.steps, data, folder / "runs", args.median)
             means: dict[int, float] = {}
             for bound in args.bounds:
                 made = []
                 for seed in args.seeds:
-                    made.append(one := train(task, bound, seed, args.steps, data, folder / "runs", args.median))
+                    made.append(one := train(task, bound, seed))
                     cells = f"{one.accuracy:.3f} | {one.oldest:.0f} | {one.partial:.2f} | {one.train_s:.0f}"
-                    print(f"| {task} | {bound} | {seed} | {cells} |", flush=True)
+                    print(f"| {name} | {bound} | {seed} | {cells} |", flush=True)
                     failed |= one.oldest > bound
                 means[bound] = sum(one.accuracy for one in made) / len(made)
                 seconds = sum(one.train_s for one in made) / len(made)
-                print(f"| {task} | {bound} | mean | {means[bound]:.3f} | | | {seconds:.0f} |", flush=True)
+                print(f"| {name} | {bound} | mean | {means[bound]:.3f} | | | {seconds:.0f} |", flush=True)
             failed |= min(means.values()) < means[args.bounds[0]] - ALLOWED
     return int(failed)
 

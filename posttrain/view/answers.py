@@ -258,8 +258,8 @@ def _spans(stages: Any) -> list[list[Any]]:
 
 STAGE_OF = {
     **dict.fromkeys(("submit", "advance", "continue_conversations", "end_conversations", "generate_sequences"), "gen"),
-    **dict.fromkeys(("next_bucket", "take_bucket", "finish_sync", "sync_weights"), "sync"),
-    **dict.fromkeys(("probe_scores", "rollout_scores", "lost_weights"), "sync"),
+    **dict.fromkeys(("next_bucket", "take_bucket", "finish_sync", "sync_weights", "take_schedule"), "sync"),
+    **dict.fromkeys(("probe_scores", "rollout_scores", "lost_weights", "sender_place", "receiver_place"), "sync"),
     **dict.fromkeys(("save", "begin_save", "export_hf"), "save_checkpoint"),
     "compute_rm_score": "reward_model",
     "compute_log_prob": "old_log_prob",

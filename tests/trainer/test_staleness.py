@@ -23,7 +23,7 @@ from posttrain.errors import UserError
 from posttrain.protocol import DataProto
 from posttrain.trainer.ppo import runner as rl
 from posttrain.trainer.ppo.events import EngineClock, EventLog, Replay
-from posttrain.trainer.ppo.pending import PendingBatches
+from posttrain.trainer.ppo.pending import Batch, PendingBatches
 from posttrain.trainer.ppo.ray_trainer import RayPPOTrainer
 
 R = "actor_rollout_ref__rollout__"
@@ -266,6 +266,20 @@ def test_groups_that_wait_in_a_checkpoint_are_trained_once_with_oversampling(bes
     taken = [uid for line in events_of(again) for uid in line.get("take", [])]
     assert taken[:16] == before and len(taken) == len(set(taken)) == 32
     assert max(line["rollout/age_max"] for line in metrics_of(again.path)) <= 2
+
+
+def test_of_the_groups_that_are_whole_the_oldest_are_taken():
+    config, whole = PPOConfig(), {"1", "2", "4"}
+    config.actor_rollout_ref.rollout.oversample = 1.0
+    experience = SimpleNamespace(
+        has_ended=lambda keys: {uid for uid, _ in keys} <= whole, wait_until=lambda over: over()
+    )
+    pending = PendingBatches(config, experience, lambda name: None, prompts=2)  # pyright: ignore
+    for uids in ("001122", "334455"):
+        rows = DataProto.from_dict(non_tensors={"uid": list(uids), "sample": [0, 1] * 3})
+        pending.batches.append(Batch(rows, asked=1.0))
+    assert pending.extra == 2 and pending.groups == 6
+    assert pending._wait_for_whole(2) == ["1", "2"]
 
 
 def test_oversampling_is_rejected_where_responses_do_not_continue_with_new_weights(beside):
