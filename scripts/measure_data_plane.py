@@ -269,7 +269,12 @@ def main() -> None:
         import ray
 
         tokens = arguments.prompts * arguments.n * (arguments.tokens + PROMPT_TOKENS)
-        ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, object_store_memory=24 * tokens + 2**28)
+        ray.init(
+            num_cpus=1,
+            include_dashboard=False,
+            log_to_driver=False,
+            object_store_memory=(32 if arguments.samples else 24) * tokens + 2**28,
+        )
         use_store(put_block)
     meter = Meter()
     held = step(arguments, meter) * arguments.scale / GB
