@@ -7,8 +7,8 @@ One process plays the driver and all workers. The driver's code is the real one 
 spreading, planning and joining of `workers/`, advantages, metrics), and so are the messages: arguments and results are
 packed as for Ray, and rows lie in a real Ray store. The workers invent their answers: their time does not count.
 `--teams 8` lets 8 neighbouring workers compute the same sequences together. `--no-store` has all rows travel through
-the driver, `--no-texts` has a run without reward functions. `--scale` multiplies the figures, where only a part of the
-prompts was measured.
+the driver, `--no-texts` has a run without reward functions, `--samples` a step whose samples are written. `--scale`
+multiplies the figures, where only a part of the prompts was measured.
 """
 
 from __future__ import annotations
@@ -41,12 +41,14 @@ from posttrain.rollout.base import Output
 from posttrain.rollout.stored import keep_outputs
 from posttrain.texts import texts_of
 from posttrain.tracking.metrics import step_metrics
+from posttrain.tracking.samples import sample_table
 from posttrain.trainer.ppo.advantages import compute_advantage
 from posttrain.trainer.ppo.experience import Experience
 from posttrain.trainer.ppo.reward import RewardManager
+from posttrain.trainer.ppo.sample_writer import SampleWriter, packed_samples
 from posttrain.workers.fsdp_workers import ActorRolloutRefWorker
 from posttrain.workers.groups import ColocatedGroup
-from posttrain.workers.measures import Measures
+from posttrain.workers.measures import ROW, Measures, StoredStats, TokenStats
 from posttrain.workers.update_plan import batch_of
 
 GB = 1e9
@@ -123,6 +125,7 @@ class InventingWorker(ActorRolloutRefWorker):
     def __init__(self, config: PPOConfig, tokenizer: Any, tokens: int, teams: int) -> None:
         self.config, self.tokenizer, self.tokens, self.teams = config, tokenizer, tokens, teams
         self.waiting: list[Any] = []
+        self.seen = TokenStats()
 
     def engine_facts(self) -> EngineFacts:
         facts: Any = {field: None for field in EngineFacts.__dataclass_fields__}
@@ -155,7 +158,13 @@ class InventingWorker(ActorRolloutRefWorker):
     def update_actor(self, plan: Any) -> list[Measures]:
         for mini in plan:
             assert len(mini.data.batch["input_ids"]) == len(mini.data.batch["advantages"])
+            real = mini.data.batch["response_mask"].float()
+            self.seen.add(mini.data.batch, {"log_probs": -real, "entropy": real})
         return [Measures() for _ in plan]
+
+    def token_stats(self) -> Any:
+        kept = self.seen.take()
+        return StoredStats.of(kept) if has_store() else kept
 
 
 class InventedScores:
@@ -225,10 +234,26 @@ def step(arguments: argparse.Namespace, meter: Meter) -> int:
     with meter.of("advantages"):
         compute_advantage(batch, "grpo", config=config.algorithm)
     with meter.of("update"):
+        if arguments.samples:
+            batch.batch[ROW] = torch.arange(len(batch))
         actor.update_actor(batch)
     with meter.of("metrics"):
         step_metrics(batch, timing={}, update={}, max_response_length=arguments.tokens)
+    if arguments.samples:
+        with meter.of("samples"):
+            write_samples(batch, actor, meter)
     return bytes_held(batch)
+
+
+def write_samples(batch: DataProto, actor: ColocatedGroup, meter: Meter) -> None:
+    """As the trainer: a process of its own writes them, or the driver if it has all rows."""
+    del batch.batch[ROW]
+    for name, values in actor.token_stats().items():
+        batch.batch[name] = values
+    if SampleWriter.takes(batch):
+        meter.sent[meter.stage] += size_of(packed_samples(batch))
+    else:
+        sample_table(1, batch)
 
 
 def main() -> None:
@@ -236,6 +261,7 @@ def main() -> None:
     for name, default in (("prompts", 32), ("n", 16), ("tokens", 32768), ("workers", 64), ("teams", 1), ("scale", 1)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--no-store", action="store_true", help="rows travel through the driver")
+    parser.add_argument("--samples", action="store_true", help="the samples of the step are written")
     parser.add_argument("--no-texts", dest="texts", action="store_false", help="no reward function reads the texts")
     arguments = parser.parse_args()
     if not arguments.no_store:
@@ -243,7 +269,12 @@ def main() -> None:
         import ray
 
         tokens = arguments.prompts * arguments.n * (arguments.tokens + PROMPT_TOKENS)
-        ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, object_store_memory=24 * tokens + 2**28)
+        ray.init(
+            num_cpus=1,
+            include_dashboard=False,
+            log_to_driver=False,
+            object_store_memory=(32 if arguments.samples else 24) * tokens + 2**28,
+        )
         use_store(put_block)
     meter = Meter()
     held = step(arguments, meter) * arguments.scale / GB

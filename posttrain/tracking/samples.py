@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +55,8 @@ _TEXTS = {
 }
 _NUMBERS = {"seed": "seed", "data_row": "index", "num_turns": "num_turns"}
 _NUMBERS |= {"branch": "branch", "parent": "parent", "fork": "fork"}  # of conversations
+_OTHERS = ("responses", "response_mask", "attention_mask", "prompts", "sample")
+_OTHERS += ("token_level_scores", "token_level_rewards", "reward_score")
 ROWS_AT_ONCE = 256  # rows of a parquet row group: the viewer reads one group to show one response
 
 
@@ -85,8 +87,28 @@ def write_validation(folder: str | os.PathLike[str], step: int, tables: Sequence
     return path
 
 
-def sample_table(step: int, batch: Any, *, sampling: Mapping[str, Any] | None = None) -> pa.Table:
-    """The table that `write_samples` writes."""
+def used_fields(names: Iterable[str]) -> list[str]:
+    """Those of a batch that its samples are made of."""
+    spellings = (name for found in (*_FLOAT_LISTS.values(), *_TEXTS.values()) for name in found)
+    used = {*spellings, *_NUMBERS.values(), *_OTHERS}
+    return [name for name in names if name in used]
+
+
+def sample_table_in_parts(step: int, batch: Any, *, sampling: Mapping[str, Any] | None = None) -> pa.Table:
+    """As `sample_table` of a DataProto whose rows lie elsewhere: some of them are in memory at a time."""
+    numbers = _sample_numbers(Fields(batch), len(batch))
+    starts = range(0, len(batch), ROWS_AT_ONCE)
+    tables = [
+        sample_table(step, batch[at : at + ROWS_AT_ONCE], sampling=sampling, numbers=numbers[at : at + ROWS_AT_ONCE])
+        for at in starts
+    ]
+    return pa.concat_tables(tables, promote_options="default")
+
+
+def sample_table(
+    step: int, batch: Any, *, sampling: Mapping[str, Any] | None = None, numbers: Sequence[int] | None = None
+) -> pa.Table:
+    """The table that `write_samples` writes; `numbers` of the samples within their groups are counted if not given."""
     fields = Fields(batch)
     responses, mask = fields.raw("responses"), fields.raw("response_mask")
     if responses is None or mask is None:
@@ -100,7 +122,7 @@ def sample_table(step: int, batch: Any, *, sampling: Mapping[str, Any] | None = 
 
     columns: dict[str, pa.Array] = {
         "step": pa.array([step] * rows, pa.int64()),
-        "sample": pa.array(_sample_numbers(fields, rows), pa.int64()),
+        "sample": pa.array(_sample_numbers(fields, rows) if numbers is None else numbers, pa.int64()),
     }
     for name, spellings in _TEXTS.items():
         values = fields.objects(*spellings)

@@ -10,8 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+import numpy as np
 import torch
 
+from posttrain.batch.columns import Column, StoredColumn
+from posttrain.batch.rows import Holder, RowPlaces, keep
 from posttrain.controller.group import Calls
 
 Ranks = Literal["sum", "max", "first"]
@@ -113,6 +116,7 @@ def reduce_over_steps(steps: Sequence[Measures]) -> dict[str, float]:
 
 
 ROW = "sample_row"
+STATS = ("new_log_probs", "entropy")
 # (rows, their log-probs, their entropies), in the order in which they were trained on.
 Kept = list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 
@@ -137,14 +141,61 @@ class TokenStats:
         return [(rows.cpu(), log_probs.float().cpu(), entropy.float().cpu()) for rows, log_probs, entropy in kept]
 
 
-def join_token_stats(results: list[Kept], calls: Calls) -> dict[str, torch.Tensor]:
+@dataclass(frozen=True)
+class StoredStats:
+    """What a rank has kept, in its store: `rows`, in which of its passes each was first, and the tokens that it has
+    there, of `width` at most."""
+
+    rows: np.ndarray
+    pass_B: np.ndarray
+    length_B: np.ndarray
+    width: int
+    holder: Holder
+
+    @classmethod
+    def of(cls, kept: Kept) -> StoredStats | None:
+        """None of a rank that was given no rows."""
+        first: dict[int, tuple[int, np.ndarray, np.ndarray]] = {}
+        for number, (rows, log_probs, entropy) in enumerate(kept):
+            for row, own, spread in zip(rows.tolist(), log_probs.numpy(), entropy.numpy(), strict=True):
+                # Both are 0 behind a response, which a column puts there again.
+                end = int(np.flatnonzero((own != 0) | (spread != 0)).max(initial=-1)) + 1
+                first.setdefault(row, (number, own[:end], spread[:end]))
+        if not first:
+            return None
+        passes, *values = (list(column) for column in zip(*first.values(), strict=True))
+        holder = keep(dict(zip(STATS, values, strict=True)))
+        lengths = np.array([len(own) for own in values[0]])
+        return cls(np.array(list(first)), np.array(passes), lengths, kept[0][1].shape[1], holder)
+
+
+def join_token_stats(results: list[Any], calls: Calls) -> dict[str, torch.Tensor | Column]:
     """`new_log_probs` and `entropy` of a batch's rows, each as of the first time that it was trained on."""
+    stored = [result for result in results if isinstance(result, StoredStats)]
+    if stored:
+        return _join_stored(stored)
     # Several passes train a row several times; only the first saw the weights that the samples are shown beside.
-    kept = [part for result in results for part in reversed(result)]
+    kept = [part for result in results for part in reversed(result or [])]
     if not kept:
         return {}
     count = 1 + max(int(rows.max()) for rows, _, _ in kept if len(rows))
-    found = {name: torch.zeros(count, kept[0][1].shape[1]) for name in ("new_log_probs", "entropy")}
+    found = {name: torch.zeros(count, kept[0][1].shape[1]) for name in STATS}
     for rows, log_probs, entropy in kept:  # what came earlier overwrites what came later
         found["new_log_probs"][rows], found["entropy"][rows] = log_probs, entropy
-    return found
+    return dict(found)
+
+
+def _join_stored(parts: list[StoredStats]) -> dict[str, torch.Tensor | Column]:
+    places = RowPlaces.join([RowPlaces.of_block(part.holder, len(part.rows)) for part in parts])
+    names = ("rows", "pass_B", "length_B")
+    rows, pass_B, length_B = (np.concatenate([getattr(part, name) for part in parts]) for name in names)
+    order = np.lexsort((pass_B, rows))  # by row, and of several ranks that had it the one that had it earlier
+    order = order[np.unique(rows[order], return_index=True)[1]]
+    width, places = max(part.width for part in parts), places.take(order)
+    found = {name: StoredColumn(places, name, length_B[order], width, torch.float32) for name in STATS}
+    if len(order) == rows.max() + 1:
+        return dict(found)
+    whole = {name: torch.zeros(int(rows.max()) + 1, width) for name in STATS}  # some were in no pass
+    for name, column in found.items():
+        whole[name][torch.from_numpy(rows[order])] = column.value()
+    return dict(whole)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from posttrain.batch.rows import has_store
 from posttrain.config.root import PPOConfig
 from posttrain.controller.group import Calls, WorkerGroup, delegate, register, to_all, to_first
 from posttrain.engine.base import Passes, TrainEngine
@@ -19,7 +20,7 @@ from posttrain.rollout.weight_buckets import Bucket, split_into_buckets, without
 from posttrain.workers.actor.correction import finish_importance_metrics
 from posttrain.workers.actor.dp_actor import DataParallelPPOActor, actor_objective, actor_schedule
 from posttrain.workers.engine_worker import ExportingWorker, adapter_notes, lora_state
-from posttrain.workers.measures import Kept, Measures, join_token_stats
+from posttrain.workers.measures import Kept, Measures, StoredStats, join_token_stats
 from posttrain.workers.roles import actor_engine, reference_engine
 from posttrain.workers.update_plan import (
     UpdatePlan,
@@ -30,6 +31,7 @@ from posttrain.workers.update_plan import (
     in_store,
     join_updates,
     plan_updates,
+    reports_rows,
     with_routes,
 )
 from posttrain.workers.weight_sync import WeightProbe
@@ -100,9 +102,12 @@ class PolicyWorker(ExportingWorker):
             return self.actor.execute(plan)
 
     @register(to_all, join_token_stats)
-    def token_stats(self) -> Kept:
+    def token_stats(self) -> Kept | StoredStats | None:
         """What the last update computed of each token of a batch whose rows are numbered."""
-        return self.actor.objective.seen.take()
+        kept = self.actor.objective.seen.take()
+        if not has_store():
+            return kept
+        return StoredStats.of(kept) if reports_rows(self.engine.facts()) else None
 
     @register(to_all)
     def dry_run(self, rows: Sequence[int], prompt_length: int) -> None:

@@ -136,10 +136,13 @@ def in_store(found: DataProto, data: DataProto, facts: EngineFacts) -> DataProto
     rows the one that reports leaves it there, and the others give nothing."""
     if not has_store() or not len(found):
         return found
+    return keep_rows(found, data) if reports_rows(facts) else DataProto()
+
+
+def reports_rows(facts: EngineFacts) -> bool:
+    """Whether this is the one of the ranks that compute the same rows whose result counts."""
     first = world_size() - world_size() // facts.pipeline
-    if this_rank() < first or (this_rank() - first) % facts.sequence_parallel:
-        return DataProto()
-    return keep_rows(found, data)
+    return this_rank() >= first and (this_rank() - first) % facts.sequence_parallel == 0
 
 
 def with_routes(batch: DataProto, routes: Sequence[np.ndarray]) -> DataProto:

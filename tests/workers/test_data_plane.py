@@ -17,14 +17,20 @@ from posttrain.batch.columns import Column, EveryTokenColumn, LastTokenColumn, S
 from posttrain.batch.compact import compact, keep_rows
 from posttrain.batch.fields import ROUTES
 from posttrain.batch.rows import Block, Held, Holder, use_store
+from posttrain.controller.group import Calls
 from posttrain.controller.rank_host import pack, size_of, unpack
 from posttrain.engine.micro_batches import plan_units
 from posttrain.protocol import DataProto
 from posttrain.rollout.base import Output
 from posttrain.rollout.generate import to_batch
 from posttrain.rollout.stored import keep_outputs
+from posttrain.tracking import samples
 from posttrain.tracking.metrics import step_metrics
+from posttrain.tracking.samples import sample_table, sample_table_in_parts
+from posttrain.trainer.ppo import sample_writer
 from posttrain.trainer.ppo.advantages import compute_advantage
+from posttrain.trainer.ppo.sample_writer import packed_samples
+from posttrain.workers.measures import ROW, StoredStats, TokenStats, join_token_stats
 from posttrain.workers.token_weights import token_weights
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "measure_data_plane.py"
@@ -194,17 +200,78 @@ def script():
     return module
 
 
-def test_the_bytes_of_the_driver_do_not_grow_with_the_responses(store):
+@pytest.mark.parametrize("samples", [False, True])
+def test_the_bytes_of_the_driver_do_not_grow_with_the_responses(store, samples, monkeypatch):
     measure = script()
+    monkeypatch.setattr(sample_writer, "LARGE", 0)
 
     def step(tokens: int) -> tuple[float, float]:
         meter = measure.Meter()
-        sizes = {"prompts": 4, "n": 4, "tokens": tokens, "workers": 4, "teams": 2, "texts": False}
+        sizes = {"prompts": 4, "n": 4, "tokens": tokens, "workers": 4, "teams": 2, "texts": False, "samples": samples}
         held = measure.step(argparse.Namespace(**sizes), meter)
         return sum(meter.sent.values()) + sum(meter.received.values()), held
 
     (moved, held), (moved_long, held_long) = step(64), step(4096)
     assert moved_long < 1.01 * moved and held_long < 1.01 * held
+
+
+def trained(count: int, width: int) -> list[TokenStats]:
+    """Two ranks that have trained on rows twice, and not on the same ones each time."""
+    ranks = [TokenStats(), TokenStats()]
+    for number, order in enumerate(([3, 0], [2, 1], [1, 3], [0, 2])):
+        values = torch.arange(len(order) * width, dtype=torch.float32).reshape(-1, width) + 1 + 100 * number
+        for row, own in zip(order, values, strict=True):
+            own[len(RESPONSES[row]) :] = 0.0
+        ranks[number % 2].add({ROW: torch.tensor(order)}, {"log_probs": -values, "entropy": values / 2})
+    return ranks
+
+
+def test_what_an_update_computed_of_tokens_stays_with_the_ranks_as_of_the_first_time(store):
+    plain = join_token_stats([rank.take()[:1] for rank in trained(4, 5)], Calls([]))
+    kept = [StoredStats.of(rank.take()) for rank in trained(4, 5)]
+    found = join_token_stats([kept[0], None, kept[1]], Calls([]))
+    assert store.read == 0 and all(isinstance(column, StoredColumn) for column in found.values())
+    for name, values in plain.items():
+        assert torch.equal(found[name].value(), values)
+    assert StoredStats.of([]) is None and join_token_stats([None, []], Calls([])) == {}
+
+
+def test_rows_that_no_rank_trained_on_have_zeros(store):
+    seen = TokenStats()
+    seen.add({ROW: torch.tensor([2, 0])}, {"log_probs": -torch.ones(2, 3), "entropy": torch.ones(2, 3)})
+    found = join_token_stats([StoredStats.of(seen.take())], Calls([]))
+    assert found["entropy"].tolist() == [[1.0] * 3, [0.0] * 3, [1.0] * 3]
+
+
+def with_everything(batch: DataProto) -> DataProto:
+    """As a finished step leaves it."""
+    batch.non_tensor_batch["uid"] = np.array(["a", "a", "b", "b"], dtype=object)
+    batch.non_tensor_batch["unused"] = np.array([None] * 4, dtype=object)
+    scores = LastTokenColumn(np.array([0.0, 1.0, 0.5, 2.0], np.float32), np.array([3, 3, 1, 5]), 5)
+    batch.batch["token_level_scores"] = scores
+    return batch.set_decoder(lambda ids: " ".join(map(str, ids)))
+
+
+def test_samples_made_elsewhere_from_references_are_those_made_here(store, monkeypatch):
+    monkeypatch.setattr(samples, "ROWS_AT_ONCE", 3)  # parts that cut a group
+    expected = sample_table(7, with_everything(padded()), sampling={"n": 2})
+    batch = with_everything(stored())
+    parcel = packed_samples(batch)
+    assert store.read == 0 and "response" in batch.non_tensor_batch
+    arrived: DataProto = unpack(parcel)
+    assert "unused" not in arrived.non_tensor_batch
+    arrived.set_decoder(lambda ids: " ".join(map(str, ids)))
+    found = sample_table_in_parts(7, arrived, sampling={"n": 2})
+    assert found.to_pylist() == expected.to_pylist() and found.schema == expected.schema
+
+
+def test_large_batches_that_lie_elsewhere_are_written_by_another_process(store, monkeypatch):
+    small, here = with_everything(stored()), with_everything(padded())
+    assert not sample_writer.SampleWriter.takes(small)
+    monkeypatch.setattr(sample_writer, "LARGE", 100)
+    assert sample_writer.SampleWriter.takes(small) and not sample_writer.SampleWriter.takes(here)
+    use_store(None)
+    assert not sample_writer.SampleWriter.takes(with_everything(stored()))  # in this process's memory
 
 
 def test_a_number_per_response_stands_on_its_last_token_or_on_all_of_them():

@@ -33,6 +33,7 @@ from posttrain.tracking.rundir import (
 )
 from posttrain.tracking.samples import sample_table, thin_samples, write_step, write_validation, write_vocabulary
 from posttrain.tracking.step_line import describe_failures, failing_tools, most_common_error
+from posttrain.trainer.ppo.sample_writer import SampleWriter
 from posttrain.trainer.run.writer import RunWriter
 from posttrain.workers.groups import ActorRolloutGroup, CriticGroup
 
@@ -57,6 +58,7 @@ class Recorder(RunWriter):
         self.validations: list[tuple[int, dict[str, float], list[dict[str, Any]]]] = []
         self.before: Before | None = None
         self.tokenizer: Any = None
+        self.sample_writer: SampleWriter | None = None
         actor = config.actor_rollout_ref.actor
         self.facts = RunFacts(
             kl_on=kl_on,
@@ -101,9 +103,7 @@ class Recorder(RunWriter):
         seen = metrics, self.history, self.facts
         line, advice = diagnose(*seen, width=self.progress.room, reward_error=error, tool_error=tools)
         if self.samples_are_due(step):
-            # The table is built here, as the batch's tensors are about to be freed; compressing it is left to a thread.
-            table = self._samples(step, batch, sampling_words(self.config))
-            self._write_in_background(lambda: write_step(self.run.samples, step, table))
+            self._write_samples(step, batch)
         quiet = "console" not in self.config.trainer.logger
         self.progress.step(line, advice, reward=metrics.get("reward_mean"), quiet=quiet)
         self.write_timeline(step)
@@ -113,6 +113,16 @@ class Recorder(RunWriter):
         self.loggers.log(step, metrics, said)
         self.history.append(metrics)
         self.checkpoints.raise_failure()
+
+    def _write_samples(self, step: int, batch: DataProto) -> None:
+        sampling = sampling_words(self.config)
+        if self.tokenizer is not None and SampleWriter.takes(batch):
+            self.sample_writer = self.sample_writer or SampleWriter(self.tokenizer, say)
+            self._write_in_background(self.sample_writer.job(self.run.samples, step, batch, sampling))
+            return
+        # The table is built here, as the batch's tensors are about to be freed; compressing it is left to a thread.
+        table = self._samples(step, batch, sampling)
+        self._write_in_background(lambda: write_step(self.run.samples, step, table))
 
     def samples_are_due(self, step: int) -> bool:
         freq = self.config.tracking.samples_freq
