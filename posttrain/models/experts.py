@@ -1,8 +1,8 @@
 """Experts of transformers' modules by our kernels, in paged steps on a CUDA device.
 
 transformers' own ways loop over experts, and wait for the device to know which have tokens, or copy tokens in the order
-of their experts. Here nothing waits (`kernels/cuda/experts.py`), so that a step can be captured. Routers are the
-module's own.
+of their experts. Here nothing waits (`kernels/cuda/experts.py`), so that a step can be captured. The routers of
+DeepSeek and GLM-4-MoE are one kernel after their product (`kernels/cuda/routers.py`), others the module's own.
 """
 
 from __future__ import annotations
@@ -11,9 +11,13 @@ import types
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from posttrain.kernels import cuda
 from posttrain.models.paged_step import active_step
+from posttrain.models.routing import routers_of, watch_routers
+
+_SCORED = ("DeepseekV2TopkRouter", "DeepseekV3TopkRouter", "Glm4MoeTopkRouter")
 
 
 def _is_plain(experts: Any) -> bool:
@@ -38,6 +42,35 @@ def watch_experts(module: torch.nn.Module, *, on: bool) -> None:
                 vars(experts).pop("forward", None)
                 if on:
                     experts.forward = types.MethodType(_forward, experts)
+
+    for router in routers_of(module):
+        vars(router).pop("fused_choice", None)
+        if on and type(router).__name__.removeprefix("FSDP") in _SCORED:
+            router.fused_choice = types.MethodType(_choose, router)
+    if on:
+        watch_routers(module)
+
+
+def _choose(self: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+    if active_step() is None or not cuda.runs_here(hidden_states):
+        return None
+    from posttrain.kernels.cuda.routers import Choice, choose_scored
+
+    sigmoid = not hasattr(self, "topk_method")  # DeepSeek-V2 has a softmax, never normalises, and may have no groups
+    grouped = sigmoid or self.topk_method == "group_limited_greedy"
+    choice = Choice(
+        self.top_k,
+        sigmoid=sigmoid,
+        normalised=sigmoid and self.norm_topk_prob,
+        factor=self.routed_scaling_factor,
+        bias_X=self.e_score_correction_bias if sigmoid else None,
+        groups=self.num_group if grouped else 1,
+        best=self.topk_group if grouped else 1,
+    )
+    hidden_TE = hidden_states.reshape(-1, self.hidden_dim)
+    logits_TX = F.linear(hidden_TE.float(), self.weight.float())
+    chosen_TK, share_TK = choose_scored(logits_TX, choice)
+    return logits_TX, share_TK, chosen_TK
 
 
 def _forward(self: Any, hidden_states: torch.Tensor, chosen_TK: torch.Tensor, share_TK: torch.Tensor) -> torch.Tensor:

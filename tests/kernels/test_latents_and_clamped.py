@@ -1,4 +1,4 @@
-"""Attention to cached latents, and the experts of gpt-oss, against plain torch at small shapes.
+"""Attention to cached latents, the experts of gpt-oss, and routers of DeepSeek and GLM, against plain torch.
 
 The Triton kernels on a CUDA device in float32 and bfloat16, or in Triton's interpreter in float32:
 `TRITON_INTERPRET=1 pytest tests/kernels/test_latents_and_clamped.py`.
@@ -136,3 +136,49 @@ def test_clamped_experts_are_those_of_transformers(tokens, dtype, monkeypatch):
     how = {"alpha": experts.alpha, "limit": experts.limit}
     found = clamped_experts.clamped_expert_sum(x, chosen.to(DEVICE), share, *weights, **how)
     near(found, experts(x, chosen.to(DEVICE), share), at=3)
+
+
+ROUTERS = {
+    "glm4_moe": {"n_group": 1, "topk_group": 1, "norm_topk_prob": True},
+    "deepseek_v3": {"n_group": 4, "topk_group": 2, "norm_topk_prob": True},
+    "deepseek_v3 plain": {"n_group": 2, "topk_group": 1, "norm_topk_prob": False},
+    "deepseek_v2": {"topk_method": "greedy"},
+    "deepseek_v2 grouped": {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2},
+}
+
+
+@pytest.mark.gpu(interpreter=True)
+@pytest.mark.parametrize("kind", ROUTERS)
+@torch.no_grad()
+def test_routers_choose_what_those_of_transformers_choose(kind, monkeypatch):
+    from transformers import AutoConfig
+    from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
+    from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeTopkRouter
+
+    from posttrain.kernels import cuda
+    from posttrain.models import experts
+
+    monkeypatch.setattr(experts, "active_step", lambda: "a step")
+    monkeypatch.setattr(cuda, "runs_here", lambda tensor: True)
+    family = kind.split()[0]
+    kinds = {"glm4_moe": Glm4MoeTopkRouter, "deepseek_v3": DeepseekV3TopkRouter, "deepseek_v2": DeepseekV2TopkRouter}
+    sizes = {
+        "hidden_size": 24,
+        "num_attention_heads": 4,
+        "num_experts": 12,
+        "num_local_experts": 12,
+        "n_routed_experts": 12,
+    }
+    config = AutoConfig.for_model(family, **sizes, num_experts_per_tok=3, routed_scaling_factor=1.7, **ROUTERS[kind])
+    router = kinds[family](config).to(DEVICE)
+    assert router.num_experts == 12
+    router.weight.copy_(draw(12, 24, seed=5) * 0.2)
+    if family != "deepseek_v2":
+        router.e_score_correction_bias.copy_(draw(12) * 0.3)
+    x = draw(37, 24)
+    logits, share, chosen = experts._choose(router, x)
+    wanted_logits, wanted_share, wanted = router(x)
+    near(logits, wanted_logits)
+    assert torch.equal(chosen.sort(1).values, wanted.sort(1).values)
+    near(share.gather(1, chosen.argsort(1)), wanted_share.gather(1, wanted.argsort(1)))

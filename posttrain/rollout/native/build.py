@@ -191,7 +191,7 @@ def bytes_per_token(module: Any, ranks: int = 1, latents: bool = False) -> int:
     config = module.config.get_text_config()
     heads, size = cached_heads(config)
     sizes = [layer.kv_lora_rank + layer.qk_rope_head_dim for layer in latent_layers(module) if latents]
-    others = 2 * (config.num_hidden_layers - len(sizes)) * own_key_heads(heads, ranks) * size
+    others = 2 * max(0, config.num_hidden_layers - len(sizes)) * own_key_heads(heads, ranks) * size
     return (sum(sizes) + others) * next(module.parameters()).element_size()
 
 
