@@ -120,11 +120,20 @@ class StepTokens:
         return blocks_T * BLOCK + places_T
 
 
-LayerCache = tuple[torch.Tensor, torch.Tensor]
+# (keys, values) of one layer; of latents, which are both, (latents,).
+LayerCache = tuple[torch.Tensor, ...]
 
 
 def new_cache(blocks: int, heads: int, size: int, dtype: torch.dtype, device: torch.device) -> LayerCache:
-    """(keys, values) of one layer. Zeros: empty places are multiplied by 0, and must not be NaN."""
+    """The cache of one layer; with no heads, one of latents. Zeros: empty places are multiplied by 0, and must not be
+    NaN."""
+    if not heads:
+        shape = (blocks, BLOCK, size)
+        return (
+            zeros_in_large_pages(shape, dtype)
+            if device.type == "cpu"
+            else torch.zeros(shape, dtype=dtype, device=device),
+        )
     shapes = (blocks, heads, size, BLOCK), (blocks, heads, BLOCK, size)
     if device.type == "cpu":
         return zeros_in_large_pages(shapes[0], dtype), zeros_in_large_pages(shapes[1], dtype)
@@ -135,8 +144,11 @@ def new_cache(blocks: int, heads: int, size: int, dtype: torch.dtype, device: to
 
 def copy_tokens(cache: LayerCache, source_T: torch.Tensor, target_T: torch.Tensor) -> None:
     """Keys and values of the tokens at places `source_T` to places `target_T`; a place is block * BLOCK + offset."""
-    keys, values = cache
     from_block, from_place, to_block, to_place = *_split(source_T), *_split(target_T)
+    if len(cache) == 1:
+        cache[0][to_block, to_place] = cache[0][from_block, from_place]
+        return
+    keys, values = cache
     values[to_block, :, to_place] = values[from_block, :, from_place]
     if cuda.runs_here(values):
         keys[to_block, :, to_place] = keys[from_block, :, from_place]
@@ -271,19 +283,9 @@ def _attend(
 ) -> torch.Tensor:
     # B rows with Q queries each. The blocks of a row are gathered into one padded stretch of L places; places that are
     # empty (behind a shared prompt's last token, or in no block) get the position FAR, which no query sees.
-    positions_BQ = step.positions_T[index_BQ]
-    rows_B = step.rows_T[index_BQ[:, 0]].long()
-    starts_BN = step.starts_RN[rows_B]
-    blocks = int((starts_BN <= positions_BQ.max()).sum(-1).max())
-    blocks_BN, starts_BN = step.table_RN[rows_B, :blocks].long(), starts_BN[:, :blocks]
+    blocks_BN, seen = _seen(step, index_BQ, window)
     key_BKDL = cache[0][blocks_BN].permute(0, 2, 3, 1, 4).flatten(3)
     value_BKLD = cache[1][blocks_BN].transpose(1, 2).flatten(2, 3)
-    places_BNP = starts_BN[..., None].clamp(max=FAR - BLOCK) + torch.arange(BLOCK, device=blocks_BN.device)
-    ends_BN = F.pad(starts_BN[:, 1:], (0, 1), value=FAR)
-    places_BL = places_BNP.masked_fill(places_BNP >= ends_BN[..., None], FAR).flatten(1)
-    seen = places_BL[:, None] <= positions_BQ[..., None]
-    if window:
-        seen = seen & (positions_BQ[..., None] - places_BL[:, None] < window)
     given = (query_BQHD.transpose(1, 2), key_BKDL.transpose(2, 3), value_BKLD)
     if changes:
         out = changed_attention(*given, seen[:, None], scale=scale, changes=changes)
@@ -291,6 +293,45 @@ def _attend(
         shared = query_BQHD.shape[2] != value_BKLD.shape[1]
         out = F.scaled_dot_product_attention(*given, attn_mask=seen[:, None], scale=scale, enable_gqa=shared)
     return out.transpose(1, 2)
+
+
+def _seen(step: StepTokens, index_BQ: torch.Tensor, window: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+    # The blocks of the rows, and which of their places each query sees, (B, Q, L).
+    positions_BQ = step.positions_T[index_BQ]
+    rows_B = step.rows_T[index_BQ[:, 0]].long()
+    starts_BN = step.starts_RN[rows_B]
+    blocks = int((starts_BN <= positions_BQ.max()).sum(-1).max())
+    blocks_BN, starts_BN = step.table_RN[rows_B, :blocks].long(), starts_BN[:, :blocks]
+    places_BNP = starts_BN[..., None].clamp(max=FAR - BLOCK) + torch.arange(BLOCK, device=blocks_BN.device)
+    ends_BN = F.pad(starts_BN[:, 1:], (0, 1), value=FAR)
+    places_BL = places_BNP.masked_fill(places_BNP >= ends_BN[..., None], FAR).flatten(1)
+    seen = places_BL[:, None] <= positions_BQ[..., None]
+    if window:
+        seen = seen & (positions_BQ[..., None] - places_BL[:, None] < window)
+    return blocks_BN, seen
+
+
+def latent_attention(
+    query_THC: torch.Tensor, latent_TC: torch.Tensor, cache: LayerCache, step: StepTokens, *, rank: int, scale: float
+) -> torch.Tensor:
+    """Puts latents into the cache and gives them weighted by the scores of all heads, (T, H, rank). A latent's C
+    numbers are the key of every head, and the first `rank` of them its value."""
+    if cuda.runs_here(query_THC):
+        from posttrain.kernels.cuda.latent_attention import prefill_latents, store_latents
+
+        store_latents(latent_TC, cache[0], step.slots_T)
+        tables = (step.wide_tiles, step.rows_T, step.positions_T, step.table_RN, step.starts_RN)
+        return prefill_latents(query_THC, cache[0], *tables, rank=rank, scale=scale, far=FAR)
+    cache[0][step.places] = latent_TC
+    out_THR = query_THC.new_empty(*query_THC.shape[:2], rank)
+    for index_BQ, real_BQ in step.boxes:
+        blocks_BN, seen_BQL = _seen(step, index_BQ, None)
+        latent_BLC = cache[0][blocks_BN].flatten(1, 2)
+        query_BHQC, key_B1LC = query_THC[index_BQ].transpose(1, 2), latent_BLC[:, None]
+        shared = {"attn_mask": seen_BQL[:, None], "scale": scale, "enable_gqa": True}
+        found = F.scaled_dot_product_attention(query_BHQC, key_B1LC, key_B1LC[..., :rank], **shared)
+        out_THR[index_BQ[real_BQ]] = found.transpose(1, 2)[real_BQ]
+    return out_THR
 
 
 def _half_turn(x: torch.Tensor) -> torch.Tensor:

@@ -1,14 +1,10 @@
 """Plugs our attention into transformers: models loaded with `ATTENTION` take packed sequences, paged steps or padding.
 
-`PagedDecoder` is the general way to decode with a paged cache: it runs transformers' own module, whatever its layers do
-(experts, post-norms, learned positions), if its attention goes through transformers' attention interface. `decoder.py`
-is the fast way for common architectures.
+`paged_decoder.py` makes paged steps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,85 +13,11 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from posttrain.kernels.decode import LayerCache, StepTokens, attention
 from posttrain.kernels.packed_attention import active_layout
 from posttrain.kernels.scores import ScoreChanges, changed_attention
 from posttrain.kernels.sequence_parallel import stretch_attention
-from posttrain.kernels.whole_step import DecodeRows
-from posttrain.models.adapter_files import load_module
-from posttrain.models.forward import decoder_of, logits_of
-from posttrain.models.routing import RoutePass, routed
-
-Answer = Callable[..., torch.Tensor]
-_active: Answer | None = None
-
-
-def active_step() -> Answer | None:
-    """Return what computes attention during a paged step, or None."""
-    return _active
-
-
-@contextmanager
-def _answering(answer: Answer) -> Iterator[None]:
-    global _active
-    before, _active = _active, answer
-    try:
-        yield
-    finally:
-        _active = before
-
-
-class PagedDecoder:
-    """Computes hidden states and logits of flat tokens with the module itself."""
-
-    def __init__(self, module: Any) -> None:
-        self.module = module
-
-    def hidden(
-        self,
-        step: StepTokens,
-        caches: Callable[[int, int, int], LayerCache],
-        wanted_N: torch.Tensor | None = None,
-        routes_PLK: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Return final hidden states of the wanted tokens (all, if None); all keys and values enter the caches, and the
-        chosen experts `routes_PLK`, by the tokens' places in the cache."""
-        routes = None if routes_PLK is None else RoutePass(keeps=True)
-
-        def answer(layer: Any, query, key, value, scale: float, window: int | None, changes: ScoreChanges):
-            query, key, value = (_last_dense(x[0].transpose(0, 1)) for x in (query, key, value))
-            cache = caches(layer.layer_idx, key.shape[1], key.shape[2])
-            out = attention(query, key, value, cache, step, scale=scale, window=window, changes=changes)
-            return out.view(1, *query.shape)
-
-        with _answering(answer), routed(routes):
-            output = decoder_of(self.module)(
-                input_ids=step.ids_T[None], position_ids=step.positions_T.long()[None], use_cache=False
-            )
-        if routes_PLK is not None and routes is not None:
-            routes_PLK[step.slots_T] = routes.chosen_TLK().to(routes_PLK.dtype)
-        hidden_TE = output.last_hidden_state[0]
-        return hidden_TE if wanted_N is None else hidden_TE[wanted_N]
-
-    def logits(self, hidden_NE: torch.Tensor) -> torch.Tensor:
-        return logits_of(self.module, hidden_NE)
-
-    def decode(
-        self, rows: DecodeRows, caches: Callable[[int, int, int], LayerCache], routes_PLK: torch.Tensor | None = None
-    ) -> bool:
-        """Return False: the module is called once per token."""
-        return False
-
-    def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Copy weights that this module does not already hold (it may be the trainer's own)."""
-        load_module(self.module, weights)
-
-    def make_fast_copies(self) -> None:
-        """Do nothing: the module's own layers compute."""
-
-    def drop_fast_copies(self) -> None: ...
-
-    def let_go(self) -> None: ...
+from posttrain.models.latent import attend_to_latents, has_latents
+from posttrain.models.paged_step import active_step
 
 
 def _last_dense(x: torch.Tensor) -> torch.Tensor:
@@ -117,9 +39,15 @@ def _attention(module: torch.nn.Module, query, key, value, attention_mask, scali
     if attention_mask is not None or kwargs.get("position_bias") is not None:
         raise NotImplementedError("attention with masks or biases of its own does not take packed rows")
     window = kwargs.get("sliding_window")
+    if paged is not None and has_latents(module):
+        if changes or window is not None:
+            raise NotImplementedError("latents are not attended to with caps, sinks or windows")
+        return attend_to_latents(module, query, key, scaling, paged), None
     (query, key, value), size = _one_size(query, key, value)
     if paged is not None:
-        return paged(module, query, key, value, scaling, window, changes)[..., :size], None
+        heads = (_last_dense(x[0].transpose(0, 1)) for x in (query, key, value))
+        out_THD = paged.attend(module, *heads, scale=scaling, window=window, changes=changes)
+        return out_THD[None, ..., :size], None
     assert layout is not None
     layout.answered += 1
     query_THD, key_THD, value_THD = (x[0].transpose(0, 1) for x in (query, key, value))

@@ -1,7 +1,7 @@
 """A fast decoder for Qwen2, Qwen3, Llama, Mistral and their mixtures of experts (with OLMoE): flat tokens, fused
 weights, a paged cache.
 
-It computes the same function as transformers' module, over the same weights; `attention.PagedDecoder` is the general
+It computes the same function as transformers' module, over the same weights; `paged_decoder.py` is the general
 way, and `decodable.py` says which models need it. Several ranks may hold one model, each a part of every layer
 (`shards.py`): all of them get the same calls and return the same results.
 
@@ -278,20 +278,14 @@ class FastDecoder:
             self.graphs = GraphedSteps(self, **sizes, device=self.embedding.device)
         held = [tensor.data_ptr() for tensor in (*chain.from_iterable(found), *rotation, self.embedding)]
         held.append(0 if routes_PLK is None else routes_PLK.data_ptr())
-        if held != self.captured_over:
-            self.graphs.forget()
-            self.captured_over = held
         self.captured_caches, self.captured_routes = found, routes_PLK
         try:
-            self.graphs.decode(rows)
+            self.graphs.decode(rows, over=held)
         finally:
-            self.captured_caches, self.captured_routes = (
-                [],
-                None,
-            )  # only the pool may hold them: when it sleeps, their memory must be freed
+            # Only the pool may hold them: when it sleeps, their memory must be freed.
+            self.captured_caches, self.captured_routes = [], None
         return True
 
-    captured_over: list[int] | None = None
     captured_caches: list[LayerCache]
     captured_routes: torch.Tensor | None = None
 

@@ -220,5 +220,8 @@ def routed(routes: RoutePass | None) -> Iterator[None]:
 
 
 def _route(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    found = type(self).forward(self, hidden_states, *args, **kwargs)
+    fused = vars(self).get("fused_choice")  # of paged steps (`experts.py`); None where it does not apply
+    found = None if fused is None else fused(hidden_states)
+    if found is None:
+        found = type(self).forward(self, hidden_states, *args, **kwargs)
     return found if _active is None else _active.route(self, *found)

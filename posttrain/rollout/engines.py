@@ -21,6 +21,7 @@ from posttrain.errors import UserError
 from posttrain.kernels.tensor_parallel import Team
 from posttrain.models.decoder import FastDecoder
 from posttrain.models.loading import load_causal_lm, resolve_dtype
+from posttrain.models.paged_decoder import PagedDecoder
 from posttrain.models.shards import KEY
 from posttrain.registry import Registry
 from posttrain.rollout.base import RolloutEngine
@@ -142,10 +143,13 @@ def make_native(order: Order) -> Made | str:
     """posttrain's own."""
     if not can_run_native(order.module):
         return "it cannot answer their attention from its cache"
-    engine, name = build_native(
-        order.module, order.config, decode=order.decode, device=order.device, team=order.team, exact=order.exact
-    )
+    given = {"decode": order.decode, "device": order.device, "team": order.team, "exact": order.exact}
+    engine, name = build_native(order.module, order.config, **given)
     problem = why_wrong(engine, order.module)
+    if problem is not None and isinstance(engine.decoder, PagedDecoder) and engine.decoder.captures:
+        # Code of the module that waits for the device cannot be captured; token by token it may be right.
+        engine, name = build_native(order.module, order.config, **given, captures=False)
+        name, problem = f"{name}, steps not captured: {problem}", why_wrong(engine, order.module)
     if problem is None and isinstance(engine.decoder, FastDecoder) and order.team is not None:
         engine.decoder.drop_unsharded_weights()
     if problem is None and order.config.quantization == "fp8":  # proved first: rounding would hide an error

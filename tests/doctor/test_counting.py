@@ -15,6 +15,7 @@ from posttrain.engine.base import EngineSettings
 from posttrain.engine.micro_batches import plan_units
 from posttrain.engine.packing import packed_units
 from posttrain.engine.torch_engine import TorchEngine
+from posttrain.kernels.decode import BLOCK
 from posttrain.kernels.packed_attention import packed_rows
 from posttrain.models.loading import load_causal_lm
 from posttrain.models.lora import add_adapters
@@ -151,6 +152,32 @@ def test_native_generation_takes_the_planned_cache_and_temporary_tensors(tiny_mo
     assert size(tensor for cache in engine.pool.layers.values() for tensor in cache) == parts["KV cache"]
     planned = sum(parts[part] for part in ("KV cache", "temporary tensors", "rollout weights"))
     assert 0.8 * planned < live.peak < 1.02 * planned
+
+
+@pytest.mark.parametrize("kind, expanded", [("cpu", False), ("cuda", True), ("cuda with latents", False)])
+def test_the_plan_of_latent_attention_counts_the_cache_that_its_engine_holds(kind, expanded, tmp_path, monkeypatch):
+    from posttrain.rollout.native.build import bytes_per_token
+    from posttrain.rollout.native.pool import blocks_for, with_slack
+    from tests.rollout.tiny import tiny
+
+    monkeypatch.setenv("POSTTRAIN_UNPROVED_KERNELS", "1" if "latents" in kind else "0")
+    model = tiny("deepseek-v3", dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path)
+    planned_run = {
+        "actor_rollout_ref.model.path": str(tmp_path),
+        "actor_rollout_ref.model.dtype": "bfloat16",  # passes of experts are counted in it alone
+        "data.train_files": "x.json",
+        "data.train_batch_size": 4,
+        "data.max_prompt_length": 40,
+        "data.max_response_length": 24,
+        "actor_rollout_ref.rollout.n": 2,
+    }
+    device = Device(kind.split()[0], 16 * GIB, "the device")
+    plan = RLPlanner().plan(load_config(planned_run).config, device)
+    blocks = with_slack(4 * blocks_for(40) + 8 * blocks_for(24))
+    per_token = 2 * 3 * 4 * 20 * 2 if expanded else 3 * (20 + 8) * 2
+    assert bytes_per_token(model, 1, not expanded) == per_token
+    assert plan.stages["generate"]["KV cache"] == blocks * BLOCK * per_token
 
 
 def test_live_bytes_follow_what_is_alive():

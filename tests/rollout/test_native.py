@@ -10,13 +10,14 @@ from posttrain.config.model import ModelConfig
 from posttrain.config.rollout import RolloutConfig
 from posttrain.errors import UserError
 from posttrain.kernels import compiled
+from posttrain.kernels.decode import BLOCK
 from posttrain.models import decoder
 from posttrain.models.decodable import can_decode_fast
 from posttrain.models.lora import add_adapters
 from posttrain.rollout.base import Request, Sampling
 from posttrain.rollout.generate import generate
 from posttrain.rollout.hf import HFEngine
-from posttrain.rollout.native.build import build_native, check_can_cut
+from posttrain.rollout.native.build import build_native, bytes_per_token, check_can_cut
 from posttrain.rollout.native.engine import MANY
 from tests.machine import has_compiler, multiplies
 from tests.rollout.tiny import FAST, KINDS, MIXTURES, VOCABULARY, tiny
@@ -425,3 +426,22 @@ def test_experts_that_something_stands_beside_take_the_general_way():
 def test_a_mixture_is_not_cut_over_several_workers():
     with pytest.raises(UserError, match=r"tensor_model_parallel_size=2: models of the kind qwen3_moe cannot be cut"):
         check_can_cut(tiny("qwen3-moe"), True, 2)
+
+
+@pytest.mark.parametrize("kind", ["deepseek-v2", "deepseek-v3"])
+def test_a_cache_of_latents_is_as_small_as_its_plan(kind, monkeypatch):
+    """A latent and the rotated part of a token in each layer, instead of keys and values of all heads."""
+    found = {}
+    for latents in (True, False):
+        monkeypatch.setattr("posttrain.rollout.native.build.holds_latents", lambda kind, latents=latents: latents)
+        module = tiny(kind)
+        engine = build_native(module, RolloutConfig(), decode=None)[0]
+        outputs = generate(engine, [list(range(40)), [5]], [Sampling(max_tokens=9)] * 2, range(2))
+        held = sum(tensor.nbytes for cache in engine.pool.layers.values() for tensor in cache)
+        assert held == engine.pool.size * BLOCK * bytes_per_token(module, 1, latents)
+        found[latents] = outputs, bytes_per_token(module, 1, latents)
+    (ours, small), (expanded, large) = found[True], found[False]
+    assert (small, large) == (3 * (20 + 8) * 4, 2 * 3 * 4 * 20 * 4)
+    for one, other in zip(ours, expanded, strict=True):
+        assert one.token_ids == other.token_ids
+        torch.testing.assert_close(torch.tensor(one.log_probs), torch.tensor(other.log_probs), rtol=0, atol=1e-5)

@@ -25,6 +25,16 @@ _COMMON = {
     "pad_token_id": None,
     "bos_token_id": None,
 }
+LATENT = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 20,
+    "q_lora_rank": 12,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "moe_intermediate_size": 24,
+    "first_k_dense_replace": 1,
+}
 KINDS: dict[str, dict[str, Any]] = {
     "qwen2": {"model_type": "qwen2"},
     "qwen2-window": {
@@ -76,6 +86,46 @@ KINDS: dict[str, dict[str, Any]] = {
     },
     "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 6},
     "olmoe": {"model_type": "olmoe", "num_experts": 4, "num_experts_per_tok": 2},
+    "gemma2": {"model_type": "gemma2", "head_dim": 16, "sliding_window": 6, "attn_logit_softcapping": 2.0},
+    "gpt-oss": {
+        "model_type": "gpt_oss",
+        "head_dim": 16,
+        "intermediate_size": 24,
+        "sliding_window": 6,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "swiglu_limit": 1.0,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    },
+    "glm4-moe": {
+        "model_type": "glm4_moe",
+        "head_dim": 16,
+        "moe_intermediate_size": 24,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "n_group": 4,
+        "topk_group": 2,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.5,
+        "use_qk_norm": True,
+    },
+    "deepseek-v2": {
+        "model_type": "deepseek_v2",
+        **LATENT,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "topk_method": "group_limited_greedy",
+        "n_group": 4,
+        "topk_group": 2,
+    },
+    "deepseek-v3": {
+        "model_type": "deepseek_v3",
+        **LATENT,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "n_group": 4,
+        "topk_group": 2,
+    },
     "gpt2": {"model_type": "gpt2", "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 256, "n_inner": 64},
 }
 MIXTURES = {"qwen3-moe", "qwen3-moe-mixed", "qwen2-moe", "mixtral", "olmoe"}
@@ -90,6 +140,13 @@ def tiny(
     config = AutoConfig.for_model(settings.pop("model_type"), **{**_COMMON, **settings})
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=dtype).eval()
+    with torch.no_grad():
+        for (
+            name,
+            buffer,
+        ) in model.named_buffers():  # of routers; without a bias experts are chosen by their scores alone
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(std=0.1)
     if attention == ATTENTION:
         fuse_norms(model)
     return model

@@ -387,12 +387,41 @@ def mixture(
     chosen_TK, share_TK = choose_experts(logits_TX, top_k, normalised=normalised, share_dtype=share_dtype)
     if routes_TK is not None:
         routes_TK.copy_(chosen_TK)
-    order_P, ends_X = sort_pairs(chosen_TK, len(router_XE))
+    return _sum(x_TE, chosen_TK, share_TK, gate_up_X2IE, down_XEI, fp8=fp8)
+
+
+def expert_sum(
+    x_TE: torch.Tensor,
+    chosen_TK: torch.Tensor,
+    share_TK: torch.Tensor,
+    gate_up_X2IE: torch.Tensor,
+    down_XEI: torch.Tensor,
+) -> torch.Tensor:
+    """The same for experts that were chosen elsewhere."""
+    if not len(x_TE):
+        return torch.empty_like(x_TE)
+    chosen_TK, share_TK = chosen_TK.int().contiguous(), share_TK.contiguous()
+    parts = zip(*(part.split(MOST_TOKENS) for part in (x_TE.contiguous(), chosen_TK, share_TK)), strict=True)
+    found = [_sum(*part, gate_up_X2IE, down_XEI, fp8=False) for part in parts]
+    return found[0] if len(found) == 1 else torch.cat(found)
+
+
+def _sum(
+    x_TE: torch.Tensor,
+    chosen_TK: torch.Tensor,
+    share_TK: torch.Tensor,
+    gate_up_X2IE: Rows,
+    down_XEI: Rows,
+    *,
+    fp8: bool,
+) -> torch.Tensor:
+    experts = _parts(gate_up_X2IE, down_XEI)[0].shape[0]
+    order_P, ends_X = sort_pairs(chosen_TK, experts)
     rounded: Callable[[torch.Tensor], Rows] = _as_it_is
     if fp8:  # weights that the device cannot multiply in fp8 are rounded, but stay in their own type
         rounded = quantize_rows if isinstance(gate_up_X2IE, Quantized) else round_rows
     kind = FP8 if isinstance(gate_up_X2IE, Quantized) else x_TE.dtype
-    first, second = tiles_for(len(order_P), len(router_XE), kind)
+    first, second = tiles_for(len(order_P), experts, kind)
     gated_PI = gate_up_pairs(rounded(x_TE), gate_up_X2IE, order_P, ends_X, first, x_TE.dtype)
     parts_PE = down_pairs(rounded(gated_PI), down_XEI, order_P, ends_X, second, x_TE.dtype)
     return weigh_parts(parts_PE, share_TK)

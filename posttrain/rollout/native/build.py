@@ -16,12 +16,13 @@ from posttrain.kernels.cuda import MOST_STEPS, STEPS_UNSEEN
 from posttrain.kernels.fp8 import OLDEST
 from posttrain.kernels.quantized import FP8
 from posttrain.kernels.tensor_parallel import Team
-from posttrain.models.attention import PagedDecoder
 from posttrain.models.decodable import KNOWN, can_decode_fast, check_exact
 from posttrain.models.decoder import FastDecoder
 from posttrain.models.feed_forward import MIXTURES
 from posttrain.models.forward import forward_mode_of
+from posttrain.models.latent import holds_latents, latent_layers
 from posttrain.models.lora import has_adapters
+from posttrain.models.paged_decoder import PagedDecoder
 from posttrain.models.routing import RouteShape, check_routes, watch_routers
 from posttrain.models.shards import KEY, own_key_heads
 from posttrain.rollout.native.drafts import Drafts
@@ -51,10 +52,12 @@ def build_native(
     team: Team | None = None,
     fp8: bool = False,
     exact: bool = False,
+    captures: bool = True,
 ) -> tuple[NativeEngine, str]:
     """(engine, its name). It decodes on `device`, where the weights are while it works (by default where they are now).
     Shared, the trainer's parameters become views into the engine's weights; ranks of a team copy their parts. `exact`:
-    log-probs have the bits that a training pass gives them."""
+    log-probs have the bits that a training pass gives them. `captures`: steps are captured on a CUDA device, which not
+    every module allows."""
     fast = can_decode_fast(module)
     weight = next(module.parameters())
     device = device or weight.device
@@ -67,10 +70,14 @@ def build_native(
         limit = team.smallest(limit)  # machines may differ, but who is let in when may not
     if exact:
         check_exact(module, device)
-    decoder = FastDecoder(module, share=share, team=team, device=device, exact=exact) if fast else PagedDecoder(module)
-    per_token = bytes_per_token(module, size) + (0 if routes is None else routes.bytes_per_token)
+    latents = holds_latents(device.type)
+    captured = captures and team is None and _on_triton(weight.dtype, device) and (fast or cuda.tries_unproved())
+    if fast:
+        decoder = FastDecoder(module, share=share, team=team, device=device, exact=exact)
+    else:
+        decoder = PagedDecoder(module, captures=captured, latents=latents)
+    per_token = bytes_per_token(module, size, latents) + (0 if routes is None else routes.bytes_per_token)
     pool = Pool(weight.dtype, device, limit_bytes=limit, bytes_per_token=per_token, routes=routes)
-    captured = fast and team is None and _on_triton(weight.dtype, device)
     together = MOST_STEPS if captured else max(1, min(MOST, TOGETHER // sum(p.numel() for p in module.parameters())))
     if team is not None:
         together = 1
@@ -179,16 +186,18 @@ def cache_limit(config: RolloutConfig, kind: str, memory: int) -> int:
     return int(memory * (share or CACHE_SHARE))
 
 
-def bytes_per_token(module: Any, ranks: int = 1) -> int:
-    """Keys and values of one token in all layers, on each of the ranks that hold the model."""
+def bytes_per_token(module: Any, ranks: int = 1, latents: bool = False) -> int:
+    """Keys and values of one token in all layers, or its latents, on each of the ranks that hold the model."""
     config = module.config.get_text_config()
     heads, size = cached_heads(config)
-    return 2 * config.num_hidden_layers * own_key_heads(heads, ranks) * size * next(module.parameters()).element_size()
+    sizes = [layer.kv_lora_rank + layer.qk_rope_head_dim for layer in latent_layers(module) if latents]
+    others = 2 * max(0, config.num_hidden_layers - len(sizes)) * own_key_heads(heads, ranks) * size
+    return (sum(sizes) + others) * next(module.parameters()).element_size()
 
 
 def cached_heads(config: Any) -> tuple[int, int]:
-    """(heads of keys, their size) in the cache. Latent attention has keys for every head, larger than its values, and
-    its `head_dim` is that of the rotated part alone."""
+    """(heads of keys, their size) in the cache. Latent attention that expands its latents itself has keys for every
+    head, larger than its values, and its `head_dim` is that of the rotated part alone."""
     queries = config.num_attention_heads
     if getattr(config, "kv_lora_rank", None) and getattr(config, "qk_rope_head_dim", None):
         return queries, max(config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim)
