@@ -165,8 +165,8 @@ PLUS = "With `+` appended it keeps this value and has the gradient of `k2`, whic
 class UnknownPage(ConfigError):
     """There is nothing of that name to explain."""
 
-    def _text(self) -> str:
-        return self.problems[0].what + " " + self.problems[0].do
+    def __str__(self) -> str:
+        return f"{self.problems[0].what} {self.problems[0].do}"
 
 
 def explain(name: str | None = None) -> str:

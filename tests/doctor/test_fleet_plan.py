@@ -79,7 +79,9 @@ def test_costs_of_models_are_their_published_sizes():
 def test_pipeline_tensor_and_data_ranks_send_what_their_collectives_send():
     model, work = costs_of("0.5b"), group(64, 8, 128, 512)
     tokens = 64 * 8 * work.computed
-    found = priced(model, work, Layout("megatron", 16, tensor=2, pipeline=2, context=2, checkpointing=True))
+    found = priced(
+        model, work, Layout("megatron", 16, gathers=False, tensor=2, pipeline=2, context=2, checkpointing=True)
+    )
     own = tokens / 2 / 2  # of one of two copies, and of its half of a pass
     hidden = own * 896 * 2
     assert found.sent["tensor parallel", "NVLink"] == pytest.approx((4 * 3 + 2) * 12 * hidden / 2)
@@ -87,9 +89,9 @@ def test_pipeline_tensor_and_data_ranks_send_what_their_collectives_send():
     assert found.sent["pipeline", "network"] == pytest.approx(2 * hidden / 2)
     assert found.sent["gradients", "network"] == pytest.approx(6 * model.weights / 4)
     assert found.sent["weight sync: gathering", "network"] == 2 * model.weights
-    one_machine = priced(model, work, Layout("megatron", 8, tensor=2, pipeline=2, context=2), machine=8)
+    one_machine = priced(model, work, Layout("megatron", 8, gathers=False, tensor=2, pipeline=2, context=2), machine=8)
     assert ("weight sync: gathering", "NVLink") in one_machine.sent and one_machine.sent["gradients", "NVLink"]
-    alone = priced(model, work, Layout("megatron", 1))
+    alone = priced(model, work, Layout("megatron", 1, gathers=False))
     assert not alone.sent and alone.stages["weight sync"] == 0.0
 
 
@@ -138,9 +140,9 @@ def test_pipeline_stages_wait_and_recomputation_costs_a_forward_pass():
     straight, staged, again = (
         priced(model, work, layout, nvlink_gb_s=1e9, network_gb_s=1e9).stages["update"]
         for layout in (
-            Layout("megatron", 1),
-            Layout("megatron", 4, pipeline=4),
-            Layout("megatron", 1, checkpointing=True),
+            Layout("megatron", 1, gathers=False),
+            Layout("megatron", 4, gathers=False, pipeline=4),
+            Layout("megatron", 1, gathers=False, checkpointing=True),
         )
     )
     assert staged == pytest.approx(straight / 4 * (1 + 3 / 8), rel=0.01)

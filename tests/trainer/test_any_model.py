@@ -20,7 +20,7 @@ MODELS = {
     "gpt2": ({"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "n_inner": 64}, "native (general decoder"),
     "gemma3_text": ({"sliding_window": 6, "query_pre_attn_scalar": 8}, "native (general decoder"),
     "olmo2": ({}, "native (general decoder"),
-    "gemma2": ({"sliding_window": 6, "query_pre_attn_scalar": 8}, "hf"),  # its scores are capped
+    "gemma2": ({"sliding_window": 6, "query_pre_attn_scalar": 8}, "native (general decoder"),  # its scores are capped
     "deepseek_v3": (LATENT, "native (general decoder"),
     "falcon": ({"head_dim": None}, "hf"),  # it chooses its attention when it is made
     "bloom": ({"n_layer": 2, "n_head": 4}, "hf"),  # it writes its attention out

@@ -126,12 +126,13 @@ def test_every_step_says_when_it_was_made_and_when_its_stages_began(due):
     lines, spans = metrics_of(result.path, times=True), list(read_lines(result.path / TIMELINE))
     assert [line["step"] for line in spans] == [line["step"] for line in lines] == list(range(1, 8))
     for line, span in zip(lines, spans, strict=True):
-        assert {name for name, _, _ in span["stages"]} == {
+        of_loop = [stage for stage in span["stages"] if len(stage) == 3]  # others name their lane behind
+        assert {name for name, _, _ in of_loop} == {
             name.removeprefix("timing_s/") for name in line if name.startswith("timing_s/") and name != "timing_s/step"
         }
-        stages = {f"perf/memory_gb/{name}" for name, _, _ in span["stages"]}
+        stages = {f"perf/memory_gb/{name}" for name, _, _ in of_loop}
         assert stages <= set(line) and line["perf/memory_gb"] > 0.01
-        begins = [begin for _, begin, _ in span["stages"]]
+        begins = [begin for _, begin, _ in of_loop]
         assert begins == sorted(begins) and begins[-1] <= line["time"]
 
 

@@ -73,6 +73,7 @@ class Layout:
     pipeline: int = 1
     context: int = 1
     expert: int = 1
+    gathers: bool = True  # a pass gathers all weights, as FSDP's does; Megatron's ranks hold theirs
     engine: str = "native"
     rollout_tensor: int = 1
     checkpointing: bool = False
@@ -92,7 +93,7 @@ class Layout:
         cut = "".join(f" {name} {size}" for name, size in sizes.items() if size > 1)
         where = f"{self.training} train + {self.generating} generate" if self.generating else "colocated"
         recomputing = ", checkpointing" if self.checkpointing else ""
-        copies = f", {self.copies} {'copy' if self.copies == 1 else 'copies'}" if self.strategy == "megatron" else ""
+        copies = f", {self.copies} {'copy' if self.copies == 1 else 'copies'}" if not self.gathers else ""
         ahead = ", one step ahead" if self.ahead else ""
         engine = f"{self.engine} tensor {self.rollout_tensor}"
         return f"{where}: {self.strategy}{cut}{copies}{recomputing}; rollout {engine}{ahead}"
@@ -191,10 +192,10 @@ class Pricing:
         seconds = flops / (c["peak_tflops"] * c.by_width("update_share", model.narrow))
         seconds *= 1 + (layout.pipeline - 1) / passes  # stages that wait at both ends
         costs.busy["matrix units"] += times * flops / c["peak_tflops"]
-        if layout.strategy == "megatron":
-            seconds += self._megatron_traffic(layout, costs, tokens, trains, times)
-        else:
+        if layout.gathers:
             seconds = max(seconds, self._gathering(layout, costs, passes, trains, times))
+        else:
+            seconds += self._megatron_traffic(layout, costs, tokens, trains, times)
         own = (model.adapters or model.weights) * STEP_BYTES / layout.training
         return seconds + (own / c["hbm_tb_s"] if trains else 0.0)
 

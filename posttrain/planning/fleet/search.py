@@ -153,7 +153,8 @@ class Search:
             self._note("megatron", problem)
             return
         for cut in count(self.config, self.device, "actor", _possible_cuts, training):
-            yield {"strategy": "megatron", **{name.removesuffix("_parallel_size"): size for name, size in cut.items()}}
+            sizes = {name.removesuffix("_parallel_size"): size for name, size in cut.items()}
+            yield {"strategy": "megatron", "gathers": False, **sizes}
 
     def _either(self, key: str) -> tuple[bool, ...]:
         return (
@@ -205,7 +206,7 @@ def settings_of(layout: Layout, machine: int) -> dict[str, Any]:
         chosen[SEPARATE] = layout.generating
     if layout.ahead:
         chosen["trainer.one_step_off"] = True
-    if layout.strategy == "megatron":
+    if not layout.gathers:
         sizes = {name: getattr(layout, name) for name in ("tensor", "pipeline", "context", "expert")}
         chosen[MEGATRON] = {f"{name}_parallel_size": size for name, size in sizes.items() if size > 1}
     return chosen
