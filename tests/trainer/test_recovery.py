@@ -101,7 +101,7 @@ def test_a_run_that_loses_workers_goes_on_from_its_checkpoint_to_the_bit(failing
         assert known in page
     said = capsys.readouterr().out
     assert f"{WHO} died in step 4, stage update_actor. Restart 1 of 3" in said and str(pages[1]) in said
-    assert "started again 3 time(s)" in said
+    assert "Workers were lost: all were started again 3 time(s). See" in said
 
 
 def test_snapshots_let_only_the_step_in_flight_be_repeated_and_are_gone_with_the_run(

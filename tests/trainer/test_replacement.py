@@ -209,7 +209,7 @@ def test_a_rollout_worker_lost_in_any_stage_is_replaced_alone_and_no_bit_changes
     assert "Replacement 1 of 3: it alone is started again" in page and f"stage: {stage}" in page
     said = capsys.readouterr().out
     assert re.search(rf"rollout 1 died in step \d, stage {stage}\. Replacement 1 of 3", said)
-    assert "1 rollout worker(s) were replaced alone" in said
+    assert "Workers were lost: 1 rollout worker(s) were replaced alone. See" in said
 
 
 def test_other_workers_that_generate_are_sent_nothing_while_one_is_replaced(disturbed):
