@@ -78,10 +78,7 @@ def report(kills: list[Kill], drill: Drill, seconds: float) -> None:
         inside = sum(kill.landed_in_writing for kill in own)
         print(f"| {aim} | {len(own)} | {inside} | {count('lost')} | {count('damaged')} | {count('alive')} |")
     print(f"{len(kills)} kills, {drill.resumes} resumes, {drill.round} runs compared, {seconds:.0f} s")
-    print(
-        "\n".join(drill.problems)
-        or "final weights, optimizer and metrics are bitwise those of the undisturbed run"
-    )
+    print("\n".join(drill.problems) or "final weights, optimizer and metrics are bitwise those of the undisturbed run")
 
 
 class Drill:
