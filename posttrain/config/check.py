@@ -22,6 +22,7 @@ from posttrain.config.trainer import (
     COLOCATED_WORKERS,
     ROLLOUT_WORKERS,
     continues_responses,
+    divisors_of_fewer_workers,
     divisors_of_workers,
     one_worker,
     rollout_workers_of,
@@ -342,7 +343,7 @@ def check_fewer_machines(checked: Checked) -> Iterator[Finding]:
     if lookup(checked.config, engine) == "megatron":
         what = f"{name} with {engine}=megatron: its checkpoints have not been tried on other numbers of ranks."
         yield checked.problem(what, f"set {engine}=fsdp2, or remove {key}", key, engine)
-    sizes = divisors_of_workers(checked.config)
+    sizes = divisors_of_fewer_workers(checked.config)
     if hasattr(checked.config, "actor_rollout_ref") and lookup(checked.config, COLOCATED_WORKERS) > workers:
         sizes[COLOCATED_WORKERS] = lookup(checked.config, COLOCATED_WORKERS)
     for other, size in sizes.items():

@@ -89,6 +89,7 @@ _ACTOR = "actor_rollout_ref.actor"
 TORCHRUN = "torchrun"
 ROLLOUT_WORKERS = "actor_rollout_ref.rollout.n_workers"
 COLOCATED_WORKERS = "actor_rollout_ref.rollout.colocated_workers"
+ENGINE_SIZE = "actor_rollout_ref.rollout.tensor_model_parallel_size"
 SHARD_SIZES = (f"{_ACTOR}.fsdp_config.fsdp_size", "critic.fsdp_config.fsdp_size")
 SEQUENCE_SIZES = (f"{_ACTOR}.ulysses_sequence_parallel_size", "critic.ulysses_sequence_parallel_size")
 _REF = "actor_rollout_ref.ref"
@@ -142,12 +143,21 @@ def divisors_of_workers(config: Any) -> dict[str, int]:
     return {key: size for key in keys if (size := attrgetter(key)(config)) >= 1}
 
 
+def divisors_of_fewer_workers(config: Any) -> dict[str, int]:
+    """By key, the sizes that must divide the number of workers that train, however many machines are left: that of
+    rollout engines too, where all of these workers generate."""
+    rollout = config.actor_rollout_ref.rollout if hasattr(config, "actor_rollout_ref") else None
+    if rollout is None or rollout.n_workers or rollout.colocated_workers:
+        return divisors_of_workers(config)
+    return divisors_of_workers(config) | {ENGINE_SIZE: max(1, rollout.tensor_model_parallel_size)}
+
+
 def machines_for(config: Any, most: int) -> int | None:
     """The largest number of machines, up to `most` and from `trainer.min_nnodes` on, whose workers the sizes divide."""
     least, each = config.trainer.min_nnodes, config.trainer.n_gpus_per_node
     if least is None:
         return None
-    sizes = divisors_of_workers(config).values()
+    sizes = divisors_of_fewer_workers(config).values()
     fitting = (count for count in range(most, least - 1, -1) if not any(count * each % size for size in sizes))
     return next(fitting, None)
 

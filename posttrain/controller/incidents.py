@@ -50,7 +50,7 @@ class PeerLost(WorkerDied):
 class NoRoom(UserError):
     """Ray had no room for the workers of the run within the time given."""
 
-    machines = 0  # that had room for their workers, where it is those that train
+    machines = 0  # on which the run could still train
 
 
 # What lowers the memory of workers, of a role and of others.

@@ -284,7 +284,8 @@ class RankHost:
         from posttrain.controller.pool import end_trace
 
         profiler, self.profiler = self.profiler, None
-        end_trace(profiler, None if path is None else Path(path))
+        if profiler is not None:  # a process that took the place of a lost one began none
+            end_trace(profiler, None if path is None else Path(path))
 
     def _note_span(self, name: str, begun: float, ended: float) -> None:
         last = self.spans[-1] if self.spans else None

@@ -27,7 +27,6 @@ from posttrain.controller.ray_cluster import ITSELF, Machine
 
 QUIET_S = 3.0  # of waiting before the user reads about it: a group that fits is there within a second
 TIMEOUT = "trainer.placement_timeout_s"
-TRAINING = "training"
 _LONGEST_COMMAND = 80
 
 
@@ -82,7 +81,7 @@ def training_pool(device: str, machines: int, each: int, share: float = 1.0) -> 
     # One machine: STRICT_PACK, the only strategy that Ray can give a preferred machine, which is the driver's own.
     strategy = "STRICT_SPREAD" if machines > 1 else "STRICT_PACK"
     settings = f"trainer.nnodes={machines}, trainer.n_gpus_per_node={each}"
-    return Pool(TRAINING, _resource(device), machines, each, strategy, settings, share)
+    return Pool("training", _resource(device), machines, each, strategy, settings, share)
 
 
 def rollout_pool(device: str, workers: int, team: int = 1, share: float = 1.0) -> Pool:
@@ -123,7 +122,11 @@ class Placement:
         try:
             # Ranks of one machine are neighbours: teams, FSDP groups and sequence-parallel groups talk over its bus.
             training = self._seats(training_pool(device, machines, each, share), own)
-            generating = self._seats(rollout_pool(device, rollout, team, share), own) if rollout else []
+            try:
+                generating = self._seats(rollout_pool(device, rollout, team, share), own) if rollout else []
+            except NoRoom as full:
+                full.machines = machines - 1  # one of those that train would have room for them
+                raise
         except BaseException:
             self.close()
             raise
@@ -149,7 +152,7 @@ class Placement:
             if now > self._until:
                 facts = Resources.now(pool.resource)
                 full = NoRoom(no_room(pool, self._wait_s, facts))
-                full.machines = fitting(pool, facts) if pool.name == TRAINING else 0
+                full.machines = fitting(pool, facts)
                 raise full
             if not told and now > begun + QUIET_S:
                 told = True

@@ -243,11 +243,11 @@ class RayWorkers(Workers):
 
     def spans(self) -> list[list[Any]]:
         asked = [host.take_spans.remote() for host in self._all_hosts()]
-        found = self.watch.gather_left(asked, self.watch.plain, [])
+        found = self.watch.gather_from_others(asked, self.watch.plain, [])
         return [[*span, who] for who, own in zip(self._names(), found, strict=True) for span in own]
 
     def check(self) -> None:
-        self.watch.gather_left([host.identity.remote() for host in self._all_hosts()], self.watch.fetch, None)
+        self.watch.gather_from_others([host.identity.remote() for host in self._all_hosts()], self.watch.fetch, None)
 
     def peaks(self) -> StagePeaks:
         return RayPeaks(self.hosts, self.rollout_hosts, self.watch)
@@ -269,8 +269,7 @@ class RayWorkers(Workers):
 
     @contextmanager
     def traced(self, stem: Path) -> Iterator[None]:
-        for ref in [host.begin_trace.remote() for host in self._all_hosts()]:
-            self.watch.plain(ref)
+        self.watch.gather_from_others([host.begin_trace.remote() for host in self._all_hosts()], self.watch.plain, None)
         whole = False
         try:
             yield
@@ -279,7 +278,7 @@ class RayWorkers(Workers):
             names = [name.replace(" ", "_") for name in self._names()]
             paths = [f"{stem}.{name}.json.gz" if whole else None for name in names]
             ends = [host.end_trace.remote(path) for host, path in zip(self._all_hosts(), paths, strict=True)]
-            self.watch.gather(ends)
+            self.watch.gather_from_others(ends, self.watch.fetch, None)
 
     def words(self) -> str:
         where = f" on {self.machines} machines" if self.machines > 1 else ""
@@ -351,5 +350,5 @@ class RayPeaks(StagePeaks):
 
     def take(self) -> dict[str, float]:
         asked = [[host.take_peaks.remote() for host in pool] for pool in (self.hosts, self.rollout_hosts)]
-        training, rollout = (self.watch.gather_left(refs, self.watch.fetch, {}) for refs in asked)
+        training, rollout = (self.watch.gather_from_others(refs, self.watch.fetch, {}) for refs in asked)
         return as_metrics(training) | as_metrics(rollout, "perf/rollout_memory_gb")

@@ -134,6 +134,9 @@ class RankWatch:
 
     def replace(self, rank: Rank, wait_s: float) -> None:
         """This rank takes the place of the one with its name, once its process is there."""
+        old = next(own for own in self.ranks if own.name == rank.name)
+        if old.identity is not None and not {Path(file).name for file in old.identity.files} <= self.kept:
+            self._keep(old, self._printed(old))  # it stood still, and was ended: nothing was read of it yet
         self.ranks = [rank if old.name == rank.name else old for old in self.ranks]
         self._lost.pop(rank.name, None)
         self._meet([rank], wait_s)
@@ -221,26 +224,28 @@ class RankWatch:
             raise self._cause_of(value.as_raised())
         return value
 
-    def gather(self, refs: Sequence[Any]) -> list[Any]:
-        """What several answered. The first error of any rank is raised, though others may wait for that rank for
-        ever."""
+    def gather(self, refs: Sequence[Any], read: Callable[[Any], Any] | None = None) -> list[Any]:
+        """What several answered, each as `read` (by default `fetch`) gives it. The first error of any rank is raised,
+        though others may wait for that rank for ever."""
+        read = read or self.fetch
         found, waiting = {}, list(refs)
         while waiting:
             ready, waiting = self.wait(waiting)
-            found[ready[0]] = self.fetch(ready[0])
+            found[ready[0]] = read(ready[0])
         return [found[ref] for ref in refs]
 
-    def gather_left(self, refs: Sequence[Any], read: Callable[[Any], Any], missing: Any) -> list[Any]:
-        """As `gather`; `missing` stands for what a rollout worker would have answered that is to be replaced."""
-        found = []
-        for ref in refs:
+    def gather_from_others(self, refs: Sequence[Any], read: Callable[[Any], Any], missing: Any) -> list[Any]:
+        """As `gather`; `missing` stands for the answer of a rollout worker that is lost and will be replaced."""
+
+        def read_or_miss(ref: Any) -> Any:
             try:
-                found.append(read(ref))
+                return read(ref)
             except WorkerDied as death:
                 if not self.is_replaced(death):
                     raise
-                found.append(missing)
-        return found
+                return missing
+
+        return self.gather(refs, read_or_miss)
 
     def plain(self, ref: Any) -> Any:
         """The same of an answer that was not packed."""
@@ -268,7 +273,8 @@ class RankWatch:
                 asked.ref = None
             if asked.ref is None:
                 asked.of, asked.ref = list(there), observer.look.remote(list(there.values()))
-            states |= asked.states
+            # What it has answered may be older than a replacement: the lost worker's process was stopped then.
+            states |= {who: asked.states[who] for who in there if who in asked.states}
         if len(known) < len(self.ranks):
             states |= starting_states()
         self._seen |= {who: state for who, state in states.items() if state is not None and state.memory_gb}

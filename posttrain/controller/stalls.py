@@ -180,6 +180,8 @@ class StallWatch:
         now = self.clock()
         # Capped: after a pause of the driver itself (Ctrl-Z) the time that passed says nothing about the workers.
         passed, self._last = min(now - self._last, 2 * EVERY_S), now
+        # Without those of workers that were replaced: `_look_at_progress` waits while any is stopped.
+        self._stops = {who: stop for who, stop in self._stops.items() if who in states}
         for who, state in states.items():
             self._look_at_stop(who, state, passed)
         self._look_at_progress(states, waiting, passed)

@@ -12,7 +12,7 @@ from runs import metrics_of, run
 
 from posttrain.config import load_config
 from posttrain.config.resolved import ConfigError
-from posttrain.config.trainer import machines_for
+from posttrain.config.trainer import ENGINE_SIZE, machines_for
 from posttrain.controller.incidents import Incident, NoRoom, WorkerDied, death_of
 from posttrain.controller.pool import LocalWorkers
 from posttrain.errors import UserError
@@ -101,7 +101,7 @@ def test_a_run_that_loses_workers_goes_on_from_its_checkpoint_to_the_bit(failing
         assert known in page
     said = capsys.readouterr().out
     assert f"{WHO} died in step 4, stage update_actor. Restart 1 of 3" in said and str(pages[1]) in said
-    assert "started again 3 time(s)" in said
+    assert "Workers were lost: all were started again 3 time(s). See" in said
 
 
 def test_snapshots_let_only_the_step_in_flight_be_repeated_and_are_gone_with_the_run(
@@ -271,6 +271,9 @@ def test_as_many_machines_are_used_as_the_sizes_of_the_layout_divide():
     assert left(3) == 3 and left(1) == 1 and left(0) is None
     assert left(3, "trainer.min_nnodes=2", f"{ACTOR}.fsdp_config.fsdp_size=4") == 2
     assert left(1, "trainer.min_nnodes=2", f"{ACTOR}.fsdp_config.fsdp_size=4") is None
+    assert left(3, "trainer.min_nnodes=2", f"{ENGINE_SIZE}=4") == 2
+    apart = "actor_rollout_ref.rollout.n_workers=4"  # then their number does not change
+    assert left(3, "trainer.min_nnodes=1", f"{ENGINE_SIZE}=4", apart) == 3
 
 
 @pytest.mark.parametrize(
@@ -279,6 +282,7 @@ def test_as_many_machines_are_used_as_the_sizes_of_the_layout_divide():
         (["trainer.min_nnodes=5"], "more than trainer.nnodes=4"),
         (["trainer.min_nnodes=1", "trainer.max_restarts=0"], "trainer.max_restarts=0 ends the run"),
         (["trainer.min_nnodes=1", f"{ACTOR}.fsdp_config.fsdp_size=4"], "leaves 2 worker"),
+        (["trainer.min_nnodes=1", f"{ENGINE_SIZE}=4"], "leaves 2 worker"),
         (["trainer.min_nnodes=1", f"{ACTOR}.strategy=megatron"], "numbers of ranks"),
         (["trainer.min_nnodes=1", "actor_rollout_ref.rollout.colocated_workers=4"], "leaves 2 worker"),
     ],

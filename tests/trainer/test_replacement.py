@@ -13,6 +13,8 @@ from posttrain.config.root import PPOConfig
 from posttrain.controller.group import WorkerGroup, register
 from posttrain.controller.incidents import Incident, WorkerDied
 from posttrain.controller.pool import ROLLOUT, Finished, LocalWorkerGroup, LocalWorkers
+from posttrain.controller.rank_host import RankHost, unpack
+from posttrain.errors import UserError
 from posttrain.trainer.ppo import runner
 from posttrain.trainer.ppo.experience import Experience
 from posttrain.trainer.ppo.reward import RewardManager
@@ -114,6 +116,42 @@ def test_a_worker_that_is_lost_again_while_requests_are_issued_again_is_replaced
     assert replaced == ["rollout 1"] * 3
 
 
+def answering(group: Crew, at: tuple[int, str], error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on calls of this method on this rank end with the error."""
+    send = group._send
+
+    def sent(rank: int, name: str, arguments: Any) -> Finished:
+        return Finished(lambda: (_ for _ in ()).throw(error)) if (rank, name) == at else send(rank, name, arguments)
+
+    monkeypatch.setattr(group, "_send", sent)
+
+
+def test_the_error_of_one_worker_is_raised_though_another_was_lost_at_the_same_time(crew, monkeypatch):
+    experience, group, _, replaced = crew
+    group.fails = lambda rank, called: rank == 0 and called == "submit" and not replaced
+    answering(group, (1, "submit"), UserError("this prompt cannot be had"), monkeypatch)
+    with pytest.raises(UserError, match="cannot be had"):
+        experience.ask(experience.number(prompts(10, 20, 30)), 2)
+    assert replaced == ["rollout 0"]
+
+
+def test_an_answer_that_was_lost_with_another_worker_than_its_own_ends_the_attempt(crew, monkeypatch):
+    """As where a worker reports that it could not talk to one that has died."""
+    experience, group, _, replaced = crew
+    rows = experience.ask(experience.number(prompts(10, 20, 30)), 2)
+    answering(group, (0, "advance"), lost("rollout 1"), monkeypatch)
+    with pytest.raises(WorkerDied, match="rollout 1"):
+        experience.wait_for_responses(rows)
+    assert replaced == ["rollout 1"]
+
+
+def test_a_process_that_took_the_place_of_a_lost_one_has_no_trace_of_the_step(tmp_path):
+    host = RankHost.__new__(RankHost)
+    host.rank, host.profiler = 1, None
+    assert unpack(host.end_trace(str(tmp_path / "step_3.rollout_1.json.gz"))) is None
+    assert not list(tmp_path.iterdir())
+
+
 def test_without_a_replacement_the_loss_ends_the_attempt(crew):
     experience, group, _, _ = crew
     experience.replace = None
@@ -209,7 +247,7 @@ def test_a_rollout_worker_lost_in_any_stage_is_replaced_alone_and_no_bit_changes
     assert "Replacement 1 of 3: it alone is started again" in page and f"stage: {stage}" in page
     said = capsys.readouterr().out
     assert re.search(rf"rollout 1 died in step \d, stage {stage}\. Replacement 1 of 3", said)
-    assert "1 rollout worker(s) were replaced alone" in said
+    assert "Workers were lost: 1 rollout worker(s) were replaced alone. See" in said
 
 
 def test_other_workers_that_generate_are_sent_nothing_while_one_is_replaced(disturbed):

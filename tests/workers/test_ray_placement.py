@@ -108,8 +108,9 @@ def test_only_what_is_free_is_taken_and_a_killed_run_gives_back_what_it_had(clus
         assert "1 of 2 GPUs" in str(missing.value) and "missing: 1 machine x 2 GPUs" in str(missing.value)
         assert re.search(rf"taken: .*GPUs? of .* by job \w+ \(process {run.pid} on", str(missing.value))
         assert len(told) == 1 and told[0].startswith("Waiting for up to 5 s (trainer.placement_timeout_s)")
-        with pytest.raises(NoRoom, match="the rollout workers"):  # and its training workers hold nothing afterwards
-            Placement("cuda", 2, 1, rollout=1, wait_s=1)
+        with pytest.raises(NoRoom, match="the rollout workers") as full:
+            Placement("cuda", 2, 1, rollout=1, wait_s=1)  # and its training workers hold nothing afterwards
+        assert full.value.machines == 1  # with one machine less that trains there is room for it
         rest = Placement("cuda", 2, 1, wait_s=30)
         rest.close()
         run.kill()

@@ -16,6 +16,8 @@ import pytest
 from patience import until
 
 from posttrain.config import ConfigError, load_config
+from posttrain.controller.incidents import WorkerDied
+from posttrain.controller.rank_host import Identity
 from posttrain.controller.stalls import (
     EVERY_S,
     IDLE_S,
@@ -113,6 +115,16 @@ def test_workers_that_neither_answer_nor_compute_are_taken_for_hung_at_the_limit
     assert hung.value.who == f"{ONE}, {TWO}"
 
 
+def test_a_stopped_worker_that_was_replaced_does_not_hide_that_the_others_hang():
+    watched = Watched(limit_s=10, hung_s=600)
+    with pytest.raises(WorkerStopped):
+        watched.look("ST", looks=10)
+    with pytest.raises(WorkersHung, match="Rank 0"):
+        for _ in range(int(600 / EVERY_S) + 1):
+            watched.now += EVERY_S
+            watched.standstill.look({ONE: State("S", 5.0)}, [ONE])  # the new one has another process, and so a new name
+
+
 def test_nothing_is_said_where_nothing_is_known():
     watched = Watched()
     for _ in range(1000):
@@ -182,7 +194,6 @@ class StoppedWorker:
     def __init__(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.importorskip("ray")
         from posttrain.controller import ray_ranks
-        from posttrain.controller.rank_host import Identity
         from posttrain.controller.ray_cluster import ITSELF, Machine
 
         self.child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
@@ -226,3 +237,67 @@ def test_a_stopped_rollout_worker_is_ended_and_the_others_waited_for_only_where_
     finally:
         stopped.child.kill()
         stopped.child.wait()
+
+
+def test_the_output_of_a_stopped_worker_is_kept_before_another_takes_its_place(monkeypatch, tmp_path):
+    stopped = StoppedWorker("rollout 0", monkeypatch)
+    try:
+        from posttrain.controller.ray_ranks import Rank
+
+        watch, (old,) = stopped.watch, stopped.watch.ranks
+        assert old.identity is not None
+        printed = tmp_path / "worker-1.out"
+        printed.write_text("its last words\n")
+        old.identity.files.append(str(printed))
+        watch.logs = tmp_path
+        monkeypatch.setattr(watch, "_meet", lambda ranks, wait_s: None)
+        new = Rank("rollout 0", old.host, old.machine)
+        watch.replace(new, 1.0)
+        assert watch.ranks == [new] and printed.name in watch.kept
+        assert (tmp_path / "workers.log").read_text().splitlines()[1:] == ["its last words"]
+    finally:
+        stopped.child.kill()
+        stopped.child.wait()
+
+
+def test_an_old_answer_of_another_machine_says_nothing_of_a_worker_that_was_replaced(monkeypatch):
+    pytest.importorskip("ray")
+    from posttrain.controller import ray_ranks
+    from posttrain.controller.ray_cluster import Machine
+
+    def rank(number: int, pid: int) -> ray_ranks.Rank:
+        machine = Machine("there", "10.0.0.2", 1)
+        return ray_ranks.Rank(f"rollout {number}", None, machine, Identity("b", Process(pid, 7), []))
+
+    old, other = rank(0, 5), rank(1, 6)
+    watch = ray_ranks.RankWatch(3.0, print)
+    observer = SimpleNamespace(look=SimpleNamespace(remote=lambda processes: None))
+    watch.ranks = [old, other]
+    watch._observers = {"there": (observer, ray_ranks._Asked("ref", [old.who, other.who]))}
+    stopped, waiting = State("T", 1.0), State("S", 1.0)
+    monkeypatch.setattr(ray_ranks.ray, "wait", lambda refs, **_: (refs, []))
+    monkeypatch.setattr(ray_ranks.ray, "get", lambda ref: [stopped, waiting])
+    assert watch._states() == {old.who: stopped, other.who: waiting}
+    watch.ranks = [rank(0, 9), other]
+    assert watch._states() == {other.who: waiting}
+
+
+def test_the_loss_of_a_worker_is_noticed_though_one_before_it_does_not_answer(monkeypatch):
+    pytest.importorskip("ray")
+    from posttrain.controller.ray_ranks import RankWatch
+
+    watch, lost = RankWatch(3.0, print), WorkerDied("it died")
+    lost.worker = "rank 1"
+    monkeypatch.setattr(watch, "wait", lambda refs: ([refs[-1]], refs[:-1]))  # the last of them answers first
+
+    def read(ref: str) -> str:
+        if ref == "silent":
+            pytest.fail("it would be waited for without end")
+        if ref == "lost":
+            raise lost
+        return ref
+
+    with pytest.raises(WorkerDied, match="it died"):
+        watch.gather_from_others(["silent", "lost"], read, "")
+    lost.worker, watch.replaces_rollout = "rollout 1", True
+    assert watch.gather_from_others(["answer", "lost"], read, "missing") == ["answer", "missing"]

@@ -158,30 +158,35 @@ class Experience:
             self.rollout.submit(asked)
             return
         self._asked.append(asked)
-        try:
-            self.rollout.submit(asked)
-        except WorkerDied as death:
-            self._issue_again(death)
+        # Each is waited for: behind the loss of one worker an error of another would go unseen.
+        calls = [self.rollout.submit.on(engine, *own) for engine, own in enumerate(self._spread(asked))]
+        for engine, call in enumerate(calls):
+            try:
+                call.result()
+            except WorkerDied as death:
+                self._issue_again(engine, death)
 
-    def _issue_again(self, death: WorkerDied) -> None:
-        """Have a lost worker replaced, and ask the new one for all that the lost one was asked for in the batches under
-        way. Responses that it had given are kept: seeds decide what is written."""
+    def _spread(self, asked: DataProto) -> list[tuple[Any, ...]]:
+        """The arguments of `submit` for each engine."""
+        group = self.rollout.submit.group.teams("submit")
+        return group.marked("submit").spread(group, asked).arguments
+
+    def _issue_again(self, engine: int, death: WorkerDied) -> None:
+        """Have the worker replaced that was lost before it answered, and ask the new one for all that the lost one was
+        asked for in the batches under way. Responses that it had given are kept: seeds decide what is written."""
         while True:
-            if self.replace is None:
-                raise death
-            number = self.replace(death)
-            self._advancing.pop(number, None)
-            self._asked_while_busy.discard(number)
-            group = self.rollout.submit.group.teams("submit")
+            if self.replace is None or self.replace(death) != engine:
+                raise death  # the answer was lost because of another worker, and nobody would ask for it again
+            self._advancing.pop(engine, None)
+            self._asked_while_busy.discard(engine)
             try:
                 # All of them, though some have ended: rows that decode together round together, bit-for-bit.
                 for asked in self._asked:
-                    given = group.marked("submit").spread(group, asked).arguments[number]
-                    self.rollout.submit.on(number, *given).result()
+                    self.rollout.submit.on(engine, *self._spread(asked)[engine]).result()
             except WorkerDied as another:
                 death = another
                 continue
-            self._busy |= {number}
+            self._busy.add(engine)
             return
 
     @property
@@ -306,7 +311,7 @@ class Experience:
                 try:
                     answer = self._advancing.pop(rank).result()
                 except WorkerDied as death:
-                    self._issue_again(death)
+                    self._issue_again(rank, death)
                     continue
                 outputs, busy = answer[:2]  # of a worker of the user's own there may be no more
                 if self.clock is not None:

@@ -67,9 +67,17 @@ def run_with_restarts(resolved: Resolved, attempt: Attempt, stem: str | None = N
                 continue
             if run.restarts or run.replaced:
                 result.restarts, result.replaced = run.restarts, run.replaced
-                alone = f"; {run.replaced} rollout worker(s) were replaced alone" if run.replaced else ""
-                say(f"Workers were lost and started again {run.restarts} time(s){alone}: {run.incidents}.")
+                say(f"Workers were lost: {_reaction(run)}. See {run.incidents}.")
             return result
+
+
+def _reaction(run: RunDirectory) -> str:
+    """`all were started again 1 time(s), 2 rollout worker(s) were replaced alone`."""
+    counts = {
+        f"all were started again {run.restarts} time(s)": run.restarts,
+        f"{run.replaced} rollout worker(s) were replaced alone": run.replaced,
+    }
+    return ", ".join(words for words, count in counts.items() if count)
 
 
 def _go_on_with_fewer_or_raise(full: NoRoom, run: RunDirectory, config: Any) -> None:
