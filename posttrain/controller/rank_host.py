@@ -195,10 +195,10 @@ class RankHost:
             prepare()
 
     @packed
-    def use_keeper(self, keeper: Any) -> None:
-        """The actor `keeper` owns what this process stores from now on: it is not lost with this process."""
+    def lend_store(self, owner: Any) -> None:
+        """What this process keeps belongs to the actor `owner` from now on: it is not lost with this process."""
         if in_ray():
-            use_store(partial(put_block, keeper=keeper))
+            use_store(partial(put_block, owner=owner))
 
     @packed
     def build(self, role: str, parcel: Parcel) -> None:

@@ -214,13 +214,8 @@ class RayWorkers(Workers):
             return False
         self.watch.replaces_rollout = True
         # Responses that a worker has written outlive it: they are being scored, or trained on.
-        for number in range(len(self.rollout_hosts)):
-            self._use_keeper(number)
+        self.watch.gather([host.lend_store.remote(self.hosts[0]) for host in self.rollout_hosts])
         return True
-
-    def _use_keeper(self, number: int) -> None:
-        keeper = self.watch.keeper_of(self._rooms[number].machine.id)
-        self.watch.fetch(self.rollout_hosts[number].use_keeper.remote(keeper))
 
     def lost_rollout(self, death: WorkerDied) -> int:
         number = int(death.worker.split()[-1]) if self.watch.is_replaced(death) else None
@@ -238,7 +233,7 @@ class RayWorkers(Workers):
         self.watch.replace(Rank(f"{ROLLOUT} {number}", host, seat.machine), self._placement_s)
         self.rollout_hosts[number] = host  # the groups of its roles hold this very list
         self.watch.fetch(host.connect.remote("", pack(self.prepare)))
-        self._use_keeper(number)
+        self.watch.fetch(host.lend_store.remote(self.hosts[0]))
         for role, parcel in self._built:
             self.watch.fetch(host.build.remote(role, parcel))
 

@@ -30,7 +30,6 @@ from posttrain.controller.incidents import (
 from posttrain.controller.pool import ROLLOUT
 from posttrain.controller.rank_host import Failure, Identity, unpack
 from posttrain.controller.ray_cluster import ITSELF, Machine
-from posttrain.controller.ray_store import BlockKeeper
 from posttrain.controller.stalls import (
     EVERY_S,
     STOPPED,
@@ -66,11 +65,6 @@ class NodeObserver:
     def end(self, processes: list[Process]) -> None:
         for process in processes:
             end_process(process)
-
-
-def _actor_on(machine: str, of: type, **options: Any) -> Any:
-    there = NodeAffinitySchedulingStrategy(machine, soft=False)
-    return ray.remote(of).options(num_cpus=0, scheduling_strategy=there, **options).remote()
 
 
 def end_process(process: Process) -> None:
@@ -124,7 +118,6 @@ class RankWatch:
         self.kept: set[str] = set()  # files of Ray that are in the log already
         self.stalls = StallWatch(limit_s, tell, hung_s=hung_s)
         self._observers: dict[str, tuple[Any, _Asked]] = {}
-        self._keepers: dict[str, Any] = {}  # by machine, the actor that owns what its rollout workers store
         self._own_node = ""
         # Whether rollout workers are replaced one by one: then one that stands still is ended, and the others go on.
         self.replaces_rollout = False
@@ -134,14 +127,10 @@ class RankWatch:
         """Get to know these ranks, as soon as their processes are there."""
         self.ranks, self._own_node = list(ranks), ray.get_runtime_context().get_node_id()
         for machine in {rank.machine.id for rank in ranks} - {self._own_node}:
-            self._observers[machine] = (_actor_on(machine, NodeObserver, max_restarts=-1), _Asked())
+            there = NodeAffinitySchedulingStrategy(machine, soft=False)
+            observer = ray.remote(NodeObserver).options(num_cpus=0, max_restarts=-1, scheduling_strategy=there)
+            self._observers[machine] = (observer.remote(), _Asked())
         self._meet(ranks, self.stalls.hung_s)
-
-    def keeper_of(self, machine: str) -> Any:
-        """The actor that owns what the rollout workers of a machine store, so that it outlives them."""
-        if machine not in self._keepers:
-            self._keepers[machine] = _actor_on(machine, BlockKeeper)
-        return self._keepers[machine]
 
     def replace(self, rank: Rank, wait_s: float) -> None:
         """This rank takes the place of the one with its name, once its process is there."""
@@ -179,10 +168,10 @@ class RankWatch:
             there = [r.identity.process for r in self.ranks if r.identity is not None and r.machine.id == machine]
             with suppress(Exception):  # the machine may be lost
                 ray.get(observer.end.remote(there), timeout=5)
-        for actor in [*(observer for observer, _ in self._observers.values()), *self._keepers.values()]:
+        for observer, _ in self._observers.values():
             with suppress(Exception):
-                ray.kill(actor)
-        self._observers, self._keepers = {}, {}
+                ray.kill(observer)
+        self._observers = {}
 
     def note_call(self, host: Any, method: str) -> None:
         """A rank is asked for a method: a page on an incident names it."""
@@ -230,21 +219,10 @@ class RankWatch:
 
     def fetch(self, ref: Any) -> Any:
         """What a rank answered, private to this process; its error is raised, or what caused that."""
-        parcel = self.plain(ref)
-        if parcel[2]:
-            self._take_over(ref, parcel[2])
-        value = unpack(parcel)
+        value = unpack(self.plain(ref))
         if isinstance(value, Failure):
             raise self._cause_of(value.as_raised())
         return value
-
-    def _take_over(self, answer: Any, refs: list[Any]) -> None:
-        """Count references of an answer as the driver's own, so that they outlive the rollout worker that sent them."""
-        actor = answer.task_id().actor_id().hex()
-        machine = next((rank.machine.id for rank in self.ranks if rank.actor_id == actor), None)
-        for own, keeper in self._keepers.items():
-            if machine in (own, None):  # None: it was replaced since
-                self.plain(keeper.hand_over.remote(refs))
 
     def gather(self, refs: Sequence[Any], read: Callable[[Any], Any] | None = None) -> list[Any]:
         """What several answered, each as `read` (by default `fetch`) gives it. The first error of any rank is raised,

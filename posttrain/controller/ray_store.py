@@ -35,37 +35,13 @@ class RayHolder(Holder):
         return block
 
 
-def put_block(block: Block, keeper: Any = None) -> Holder:
-    """The block in the store, unless it is small. It is lost with this process, or with `keeper`, a BlockKeeper."""
+def put_block(block: Block, owner: Any = None) -> Holder:
+    """The block in the store, unless it is small. It is there as long as the actor `owner`, or this process, lives."""
     if sum(array.nbytes for pair in block.values() for array in pair) < INLINE_BYTES:
         return Held(block)
     import ray
 
-    return RayHolder([ray.put(block)] if keeper is None else ray.get(keeper.keep.remote(block)), 0)
-
-
-class BlockKeeper:
-    """Becomes a Ray actor that owns the blocks of the rollout workers of its machine. Ray frees what a process has
-    stored when that process dies, whoever else has a reference; so that a lost worker's responses can still be read,
-    they are stored by this process."""
-
-    def __init__(self) -> None:
-        self._pinned: dict[str, Any] = {}
-
-    def keep(self, block: Block) -> list[Any]:
-        """A reference to the block. It is pinned until it was handed over: Ray counts a reference that the driver got
-        from the worker as the worker's, and forgets it when that dies."""
-        import ray
-
-        ref = ray.put(block)
-        self._pinned[ref.hex()] = ref
-        return [ref]
-
-    def hand_over(self, refs: list[Any]) -> list[Any]:
-        """The same references, which Ray then counts as the caller's."""
-        for ref in refs:
-            self._pinned.pop(ref.hex(), None)
-        return refs
+    return RayHolder([ray.put(block, _owner=owner)], 0)
 
 
 def in_ray() -> bool:

@@ -12,7 +12,6 @@ import signal
 import sys
 import textwrap
 import threading
-import time
 from types import SimpleNamespace
 from typing import Any, ClassVar
 from unittest.mock import Mock
@@ -44,7 +43,7 @@ from posttrain.batch.columns import EveryTokenColumn, LastTokenColumn, MaskColum
 from posttrain.config import load_config
 from posttrain.controller.pool import LocalWorkers, Workers
 from posttrain.controller.rank_host import RankHost, pack, unpack
-from posttrain.controller.ray_store import BlockKeeper, put_block
+from posttrain.controller.ray_store import put_block
 from posttrain.conversations.conversation import TurnRequest
 from posttrain.errors import UserError
 from posttrain.kernels.train import can_train
@@ -350,10 +349,7 @@ def test_a_rank_that_is_killed_and_then_the_run_that_is_killed_change_no_bit_and
 def test_rollout_workers_that_die_or_are_stopped_are_replaced_alone_and_change_no_bit(runs, forked):
     apart = {f"{ROLLOUT}.n_workers": 2, "trainer.stopped_worker_timeout_s": 2}
     straight = runs.free("straight apart", (1, 2), {**SIX, **apart})
-    stored = runs.folder / "stored.py"  # so that responses as small as these are stored, too
-    stored.write_text("from posttrain.controller import ray_store\n\nray_store.INLINE_BYTES = 0\n")
-    stored = {"actor_rollout_ref.model.external_lib": str(stored)}
-    wanted = {**settings(runs.model, runs.data, runs.folder / "replaced"), **SIX, **apart, **stored}
+    wanted = {**settings(runs.model, runs.data, runs.folder / "replaced"), **SIX, **apart}
     code = textwrap.dedent(REPLACED).format(paths=[path for path in sys.path if path], settings=wanted)
     ran = forked.run(code)
     assert "Result: 0 2 1" in ran.stdout, ran.stdout[-3000:] + ran.stderr[-3000:]
@@ -365,25 +361,23 @@ def test_rollout_workers_that_die_or_are_stopped_are_replaced_alone_and_change_n
     assert furthest(weights_of(path), weights_of(straight.path)) == 0.0
 
 
-def test_what_a_lost_worker_has_stored_outlives_it_if_a_keeper_owns_it(cluster):
-    class Worker:
-        """Becomes a Ray actor; local, so that actors need not import this file."""
+class Keeper:
+    """Becomes a Ray actor that keeps a block in the store."""
 
-        def store(self, keeper: Any = None) -> Any:
-            self.held = put_block({"x": (np.zeros(5000), np.array([5000]))}, keeper)
-            return pack(self.held)
+    def keep(self, owner: Any = None) -> Any:
+        return pack(put_block({"x": (np.zeros(5000), np.array([5000]))}, owner))
 
-    keeper = ray.remote(BlockKeeper).options(num_cpus=0).remote()
-    workers: Any = [ray.remote(Worker).options(num_cpus=0).remote() for _ in range(2)]
-    lent, own = ray.get([workers[0].store.remote(keeper), workers[1].store.remote()])
-    ray.get(keeper.hand_over.remote(lent[2]))
-    for worker in workers:
-        ray.kill(worker)
-    time.sleep(3)  # Ray frees what only a lost worker had borrowed
+
+def test_what_a_lost_worker_has_stored_is_there_as_long_as_its_owner(cluster):
+    made: Any = ray.remote(Keeper).options(num_cpus=0)
+    owner, one, other = made.remote(), made.remote(), made.remote()
+    kept, own = unpack(ray.get(one.keep.remote(owner))), unpack(ray.get(other.keep.remote()))
+    for actor in (one, other):
+        ray.kill(actor)
+    assert kept.get()["x"][0].shape == (5000,)
     with pytest.raises(ray.exceptions.RayError):
-        unpack(own).get()
-    assert unpack(lent).get()["x"][0].shape == (5000,)
-    ray.kill(keeper)
+        own.get()
+    ray.kill(owner)
 
 
 def test_a_rank_that_is_stopped_or_dies_is_named_and_its_peers_error_is_not_taken_for_the_cause(cluster, tmp_path):
