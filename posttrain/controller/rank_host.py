@@ -27,13 +27,14 @@ import cloudpickle
 import numpy as np
 import torch
 
-from posttrain.batch.rows import use_store
-from posttrain.controller.ray_store import RayHolder, in_ray, put_block
+from posttrain.batch.rows import Block, use_store
+from posttrain.controller.ray_store import HolderBeside, RayHolder, in_ray, put_beside, put_block
 from posttrain.controller.stalls import STACK_SIGNAL, Process, this_process
 from posttrain.errors import UserError
 
 Parcel = tuple[bytes, list[np.ndarray], list[Any]]
-"""(a pickle, the arrays that it leaves out, the references to objects of Ray's store that it leaves out)"""
+"""(a pickle, the arrays that it leaves out, the references to objects of Ray's store that it leaves out; None is for the
+object that travels beside it)"""
 _AS_INTEGERS = {torch.bfloat16: torch.int16}  # what numpy has no name for
 
 
@@ -48,12 +49,12 @@ def pack(value: Any) -> Parcel:
     return stream.getvalue(), buffers, pickler.refs
 
 
-def unpack(parcel: Parcel) -> Any:
-    """The value again, with arrays and tensors of its own."""
+def unpack(parcel: Parcel, beside: Any = None) -> Any:
+    """The value again, with arrays and tensors of its own; `beside` is the reference to what travelled beside it."""
     pickled, buffers, refs = parcel
     # Copied: Ray's store hands out read-only memory, and torch must not write into what another rank reads.
     slot, value = pickle.loads(pickled, buffers=[bytearray(buffer.data) for buffer in buffers])
-    slot.extend(refs)
+    slot.extend(beside if ref is None else ref for ref in refs)
     return value
 
 
@@ -75,7 +76,10 @@ class _Pickler(cloudpickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, RayHolder):
             self.refs.append(obj.ref)
-            return RayHolder, (self.slot, len(self.refs) - 1)
+            return RayHolder, (self.slot, len(self.refs) - 1, obj.part)
+        if isinstance(obj, HolderBeside):
+            self.refs.append(None)
+            return RayHolder, (self.slot, len(self.refs) - 1, obj.part)
         if type(obj) is torch.Tensor:  # parameters and other subclasses keep their own way of pickling
             return _tensor, (_array(obj.detach()), obj.dtype)
         return super().reducer_override(obj)
@@ -195,12 +199,6 @@ class RankHost:
             prepare()
 
     @packed
-    def lend_store(self, owner: Any) -> None:
-        """What this process keeps belongs to the actor `owner` from now on: it is not lost with this process."""
-        if in_ray():
-            use_store(partial(put_block, owner=owner))
-
-    @packed
     def build(self, role: str, parcel: Parcel) -> None:
         """Make the worker of a role."""
         worker, arguments, named = unpack(parcel)
@@ -211,6 +209,16 @@ class RankHost:
         """Call a worker's method."""
         with self._span(role, name):
             return getattr(self.workers[role], name)(*unpack(parcel))
+
+    def call_and_give(self, role: str, name: str, parcel: Parcel) -> tuple[Parcel, list[Block]]:
+        """As `call`, with the blocks that it makes as a second result. They belong to the caller, and are not lost with
+        this process."""
+        blocks: list[Block] = []
+        use_store(partial(put_beside, blocks))
+        try:
+            return self.call(role, name, parcel), blocks
+        finally:
+            use_store(put_block)
 
     @packed
     def take(self, role: str, name: str, answer: Parcel, parcel: Parcel) -> Any:

@@ -31,8 +31,11 @@ SHARED_BYTES = 100_000  # Ray itself copies smaller arguments into the call
 class RayFuture(Future[Any]):
     """The results of ranks, joined. The first error of any rank is the call's, though others may wait for ever."""
 
-    def __init__(self, refs: list[Any], join: Callable[[list[Any]], Any], watch: RankWatch) -> None:
-        self.refs, self.join, self._watch = refs, join, watch
+    def __init__(
+        self, refs: list[Any], join: Callable[[list[Any]], Any], watch: RankWatch, beside: Mapping[Any, Any]
+    ) -> None:
+        """`beside` are the second results of calls that have one, by their first."""
+        self.refs, self.join, self._watch, self.beside = refs, join, watch, beside
         self.waiting = list(refs)  # of ranks that have not answered, as far as was looked
         self._found: dict[Any, Any] = {}
         self._error: Exception | None = None
@@ -63,7 +66,7 @@ class RayFuture(Future[Any]):
 
     def _take(self, ref: Any) -> None:
         try:
-            self._found[ref] = self._watch.fetch(ref)
+            self._found[ref] = self._watch.fetch(ref, self.beside.get(ref))
         except Exception as error:
             self._error = error
 
@@ -86,6 +89,9 @@ class RayWorkerGroup(WorkerGroup):
             self.watch.note_call(self.hosts[rank], f"{self.role}.{name}")
         if len(ranks) > 1 and size_of(parcel) > SHARED_BYTES:
             parcel = ray.put(parcel)  # one object, which Ray's store holds once per machine
+        if self.role == ROLLOUT and self.watch.replaces_rollout:
+            calls = [self.hosts[rank].call_and_give.options(num_returns=2) for rank in ranks]
+            return [self._future(*call.remote(self.role, name, parcel)) for call in calls]
         return [self._future(self.hosts[rank].call.remote(self.role, name, parcel)) for rank in ranks]
 
     def _send_answer(self, rank: int, name: str, answer: Future[Any], arguments: tuple[Any, ...]) -> Future[Any]:
@@ -94,8 +100,8 @@ class RayWorkerGroup(WorkerGroup):
         self.watch.note_call(self.hosts[rank], f"{self.role}.{name}")
         return self._future(self.hosts[rank].take.remote(self.role, name, answer.refs[0], pack(arguments)))
 
-    def _future(self, ref: Any) -> RayFuture:
-        return RayFuture([ref], lambda results: results[0], self.watch)
+    def _future(self, ref: Any, second: Any = None) -> RayFuture:
+        return RayFuture([ref], lambda results: results[0], self.watch, {} if second is None else {ref: second})
 
     # Parts are flattened into one list of references, so that a joined call of teams waits for all ranks at once and
     # sees the first error of any, whichever team it is in.
@@ -104,7 +110,8 @@ class RayWorkerGroup(WorkerGroup):
             left = iter(results)
             return join([part.join([next(left) for _ in part.refs]) for part in parts])
 
-        return RayFuture([ref for part in parts for ref in part.refs], joined, self.watch)
+        beside = {ref: second for part in parts for ref, second in part.beside.items()}
+        return RayFuture([ref for part in parts for ref in part.refs], joined, self.watch, beside)
 
     def wait_any(self, futures: Sequence[Any]) -> None:
         if futures and not any(future.done() for future in futures):
@@ -212,9 +219,8 @@ class RayWorkers(Workers):
     def replace_rollout_workers(self) -> bool:
         if not self.rollout_hosts:
             return False
+        # From now on responses that a worker has written outlive it, too: they are being scored, or trained on.
         self.watch.replaces_rollout = True
-        # Responses that a worker has written outlive it: they are being scored, or trained on.
-        self.watch.gather([host.lend_store.remote(self.hosts[0]) for host in self.rollout_hosts])
         return True
 
     def lost_rollout(self, death: WorkerDied) -> int:
@@ -233,7 +239,6 @@ class RayWorkers(Workers):
         self.watch.replace(Rank(f"{ROLLOUT} {number}", host, seat.machine), self._placement_s)
         self.rollout_hosts[number] = host  # the groups of its roles hold this very list
         self.watch.fetch(host.connect.remote("", pack(self.prepare)))
-        self.watch.fetch(host.lend_store.remote(self.hosts[0]))
         for role, parcel in self._built:
             self.watch.fetch(host.build.remote(role, parcel))
 

@@ -217,9 +217,10 @@ class RankWatch:
         else:
             self._observers[rank.machine.id][0].end.remote([rank.identity.process])
 
-    def fetch(self, ref: Any) -> Any:
-        """What a rank answered, private to this process; its error is raised, or what caused that."""
-        value = unpack(self.plain(ref))
+    def fetch(self, ref: Any, beside: Any = None) -> Any:
+        """What a rank answered, private to this process; its error is raised, or what caused that. `beside` is the
+        reference to the call's second result, if it has one."""
+        value = unpack(self.plain(ref), beside)
         if isinstance(value, Failure):
             raise self._cause_of(value.as_raised())
         return value

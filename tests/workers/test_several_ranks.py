@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 import torch
 from left_behind import KILLED, REPLACED, check_nothing_is_left
+from patience import until
 from recorded_runs import (
     GOES_ON,
     RUN,
@@ -43,7 +44,6 @@ from posttrain.batch.columns import EveryTokenColumn, LastTokenColumn, MaskColum
 from posttrain.config import load_config
 from posttrain.controller.pool import LocalWorkers, Workers
 from posttrain.controller.rank_host import RankHost, pack, unpack
-from posttrain.controller.ray_store import put_block
 from posttrain.conversations.conversation import TurnRequest
 from posttrain.errors import UserError
 from posttrain.kernels.train import can_train
@@ -349,7 +349,10 @@ def test_a_rank_that_is_killed_and_then_the_run_that_is_killed_change_no_bit_and
 def test_rollout_workers_that_die_or_are_stopped_are_replaced_alone_and_change_no_bit(runs, forked):
     apart = {f"{ROLLOUT}.n_workers": 2, "trainer.stopped_worker_timeout_s": 2}
     straight = runs.free("straight apart", (1, 2), {**SIX, **apart})
+    library = runs.folder / "all_in_store.py"  # of the replaced run alone: also responses as short as these
+    library.write_text("from posttrain.controller import ray_store\nray_store.INLINE_BYTES = 0\n")
     wanted = {**settings(runs.model, runs.data, runs.folder / "replaced"), **SIX, **apart}
+    wanted["actor_rollout_ref.model.external_lib"] = str(library)
     code = textwrap.dedent(REPLACED).format(paths=[path for path in sys.path if path], settings=wanted)
     ran = forked.run(code)
     assert "Result: 0 2 1" in ran.stdout, ran.stdout[-3000:] + ran.stderr[-3000:]
@@ -361,23 +364,29 @@ def test_rollout_workers_that_die_or_are_stopped_are_replaced_alone_and_change_n
     assert furthest(weights_of(path), weights_of(straight.path)) == 0.0
 
 
-class Keeper:
-    """Becomes a Ray actor that keeps a block in the store."""
+def is_lost(ref: Any) -> bool:
+    try:
+        ray.get(ref)
+    except ray.exceptions.RayError:
+        return True
+    return False
 
-    def keep(self, owner: Any = None) -> Any:
-        return pack(put_block({"x": (np.zeros(5000), np.array([5000]))}, owner))
 
+def test_what_a_rollout_worker_that_may_be_replaced_has_made_is_there_when_it_is_lost(cluster):
+    from posttrain.controller.ray_pool import RayWorkers
 
-def test_what_a_lost_worker_has_stored_is_there_as_long_as_its_owner(cluster):
-    made: Any = ray.remote(Keeper).options(num_cpus=0)
-    owner, one, other = made.remote(), made.remote(), made.remote()
-    kept, own = unpack(ray.get(one.keep.remote(owner))), unpack(ray.get(other.keep.remote()))
-    for actor in (one, other):
-        ray.kill(actor)
-    assert kept.get()["x"][0].shape == (5000,)
-    with pytest.raises(ray.exceptions.RayError):
-        own.get()
-    ray.kill(owner)
+    workers = RayWorkers(1, CPU, cluster, rollout=1)
+    try:
+        rank, rollout = workers.create("toy", Toy, None), workers.create("rollout", Toy, None)
+        (own,) = rollout.keep_numbers(5000)
+        assert workers.replace_rollout_workers()
+        made = {count: rollout.keep_numbers(count)[0] for count in (10, 5000, 500_000)}
+        ray.kill(workers.rollout_hosts[0])
+        for count, holder in made.items():
+            assert rank.sum_of(holder) == sum(range(count)) == int(holder.get()["numbers"][0].sum())
+        until(lambda: is_lost(own.ref), "for the loss of what was its own")
+    finally:
+        workers.close()
 
 
 def test_a_rank_that_is_stopped_or_dies_is_named_and_its_peers_error_is_not_taken_for_the_cause(cluster, tmp_path):

@@ -8,9 +8,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from textbook import ACTOR, CPU, ROLLOUT, batch, ppo_config
 
+from posttrain.batch.rows import Holder, keep
 from posttrain.controller.group import WorkerGroup, all_of, largest, register, to_all, to_first
 from posttrain.controller.pool import Workers
 from posttrain.engine.ranks import join_ranks, leave_ranks, neighbours
@@ -94,6 +96,14 @@ class Toy:
             print(words, flush=True)
             time.sleep(0.5)
             os.kill(os.getpid(), signal.SIGKILL)
+
+    @register(to_all, all_of)
+    def keep_numbers(self, count: int) -> Holder:
+        return keep({"numbers": [np.arange(count)]})
+
+    @register(to_first)
+    def sum_of(self, holder: Holder) -> int:
+        return int(holder.get()["numbers"][0].sum())
 
     @register(to_all)
     def nap(self, seconds: float) -> None:
