@@ -122,15 +122,10 @@ class Lane:
             if is_busy and self._since is None:
                 self._since = time.time()
             elif not is_busy and self._since is not None:
-                self._add(self._since, time.time())
+                self._end(self._since, time.time())
                 self._since = None
 
-    def add(self, begun: float, ended: float) -> None:
-        """Something was under way from then to then, by `time.time()`."""
-        with self._lock:
-            self._add(begun, ended)
-
-    def _add(self, begun: float, ended: float) -> None:
+    def _end(self, begun: float, ended: float) -> None:
         # Work comes in many short pieces: without joining neighbours a step would have thousands of them.
         if self._spans and begun - self._spans[-1][1] < NEIGHBOURS_S:
             begun = self._spans.pop()[0]
@@ -141,7 +136,7 @@ class Lane:
         with self._lock:
             if self._since is not None:
                 now = time.time()
-                self._add(self._since, now)
+                self._end(self._since, now)
                 self._since = now
             taken, self._spans = self._spans, []
         return [

@@ -116,9 +116,19 @@ class ConversationLoop:
         self._note_lane()
         return whole
 
+    @property
+    def _thinking(self) -> int:
+        """Conversations that do not wait for the model, whether their agents are at work or ready."""
+        return len(self._open) - len(self._generating) - self.agents.waiting
+
+    @property
+    def _ready(self) -> int:
+        """Conversations whose agents want a turn that was not submitted yet, or have ended."""
+        return len(self._events.keys() - self._generating.keys())
+
     def _note_lane(self) -> None:
-        """Agents and tools are at work where conversations are open that do not wait for the model."""
-        self.lane.note(len(self._open) > len(self._generating) + self.agents.waiting)
+        # In rounds an agent may be ready long before its turn is submitted: that time is not spent in agents or tools.
+        self.lane.note(self._thinking > self._ready + self.runner.unread)
 
     def streams(self, rank: int) -> list[Hashable]:
         """Requests of a rank whose clients read them while they are sampled; `show` takes what they have so far."""
@@ -175,9 +185,7 @@ class ConversationLoop:
             self._events.setdefault(key, []).extend(events)
 
     def _must_wait(self) -> bool:
-        thinking = len(self._open) - len(self._generating) - self.agents.waiting
-        ready = len(self._events.keys() - self._generating.keys())
-        return ready < thinking if self.in_rounds else bool(thinking) and not ready
+        return self._ready < self._thinking if self.in_rounds else bool(self._thinking) and not self._ready
 
     def _admit(self, key: Key, wanted: Generate, following: dict[int, list[TurnRequest]]) -> bool:
         """Adds the request for a turn to its rank's; False if the conversation has no room for it, as its agent is

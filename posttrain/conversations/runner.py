@@ -148,6 +148,11 @@ class Runner:
     def is_inline(self, key: Hashable) -> bool:
         return key in self._inline
 
+    @property
+    def unread(self) -> int:
+        """Events that the next `poll` gives."""
+        return self._news.qsize()
+
     def poll(self) -> dict[Hashable, list[Event]]:
         """What has happened since, by conversation."""
         self._check_deadlines()

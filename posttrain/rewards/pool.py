@@ -89,7 +89,6 @@ class RewardPool:
             if len(keys) < len(items) or self._open & keys or self._done.keys() & keys:
                 raise ValueError(f"key {self._find_duplicate(items)!r} is already being scored")
             self._open |= keys
-            self.lane.note(bool(self._open))
             for (key, item), payload in zip(items, payloads, strict=True):
                 if not self.spec.takes_groups or item.group is None or item.group_size <= 1:
                     self._enqueue([(key, payload)])
@@ -99,6 +98,7 @@ class RewardPool:
                 if len(members) >= size:
                     self._enqueue(self._groups.pop(item.group)[1])
             self._wake()
+            self._note_lane()
 
     def shrink_group(self, group: Hashable, size: int) -> None:
         """Expect one item fewer of a group of this size."""
@@ -111,6 +111,7 @@ class RewardPool:
             elif members:
                 self._enqueue(members)
             self._wake()
+            self._note_lane()
 
     def poll(self) -> list[tuple[Hashable, RewardResult]]:
         """Return what has been scored since the last call, without waiting."""
@@ -131,6 +132,7 @@ class RewardPool:
             for group in list(self._groups):
                 self._enqueue(self._groups.pop(group)[1])
             self._wake()
+            self._note_lane()
             with pulse.work("scores", len(self._open)) as work:
                 while not self._changed.wait_for(lambda: not self._open or self._error or self._closing, timeout=0.5):
                     work.done = work.total - len(self._open)
@@ -186,6 +188,10 @@ class RewardPool:
         self._queue.append(Task(self._next, [key for key, _ in members], [payload for _, payload in members]))
         self._next += 1
 
+    def _note_lane(self) -> None:
+        # Members of an incomplete group wait for responses, not for workers.
+        self.lane.note(len(self._open) > sum(len(members) for _, members in self._groups.values()))
+
     def _wake(self) -> None:
         if self._queue and not self._woken:
             self._woken = True
@@ -226,7 +232,7 @@ class RewardPool:
                 results[key].seconds = task.seconds
         with self._changed:
             self._open.difference_update(results)
-            self.lane.note(bool(self._open))
+            self._note_lane()
             self._done |= results
             self._changed.notify_all()
 

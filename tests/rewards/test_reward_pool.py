@@ -211,6 +211,19 @@ def test_groups_are_scored_in_one_call_whatever_the_order_of_submission():
     assert seen == [[3.0, 3.1, 3.2, 3.0, 3.1, 3.2]] * 3
 
 
+def test_the_lane_of_a_timeline_is_busy_while_workers_score_and_not_while_a_group_is_incomplete():
+    with RewardPool(resolve_reward(CustomRewardConfig(), function=grouped), num_workers=1) as pool:
+        pool.submit(("u", 0), RewardItem("", "text", "", group="u", group_size=2))
+        time.sleep(0.05)
+        assert pool.lane.take() == []
+        pool.submit(("u", 1), RewardItem("", "text", "", group="u", group_size=2))
+        pool.wait_all()
+        ((stage, _, seconds, name),) = pool.lane.take()
+        assert (stage, name) == ("reward", "rewards") and seconds > 0
+        time.sleep(0.01)
+        assert pool.lane.take() == []
+
+
 def test_list_of_wrong_length_fails_the_group_and_a_bad_entry_fails_alone():
     spec = resolve_reward(CustomRewardConfig(), function=grouped)
     with RewardPool(spec, num_workers=1, failure_score=-9.0) as pool:

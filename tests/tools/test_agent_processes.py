@@ -216,3 +216,23 @@ def test_branches_that_call_tools_side_by_side_are_repeated_too(tmp_path, monkey
         found = play(loop, 3)
     assert found[1][1] == "its process ended (exit code 0)"
     assert [found[number][:3] for number in (0, 2)] == [(9, None, 8), (9, None, 8)] and counted(0) == counted(2) == 2
+
+
+def test_an_agent_that_waits_for_the_next_round_is_not_shown_as_at_work():
+    async def talk(chat, row):
+        for _ in range(2):
+            await chat.say()
+
+    def turn(request) -> Output:
+        return Output(request.id, [5], np.zeros(1), "stop", [(0, 1)])
+
+    with loop_of(talk) as loop:
+        for number in range(2):
+            loop.begin((str(number), 0), [1, 2, 3], number, {}, {"raw_prompt": [{"role": "user", "content": "?"}]})
+        first, _ = loop.next(wait=True)[0][0]
+        loop.receive(0, [turn(first)])  # the other conversation is still being generated
+        until = time.monotonic() + 20
+        while (is_busy := bool(loop.lane.take())) and time.monotonic() < until:
+            time.sleep(0.01)
+            loop.receive(0, [])
+        assert not is_busy and loop.waits()

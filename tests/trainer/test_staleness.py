@@ -21,6 +21,7 @@ from posttrain.controller.pool import LocalWorkers
 from posttrain.conversations.agents import AGENTS, register_agent
 from posttrain.errors import UserError
 from posttrain.protocol import DataProto
+from posttrain.tracking.metrics import GENERATED_S
 from posttrain.trainer.ppo import runner as rl
 from posttrain.trainer.ppo.events import EngineClock, EventLog, Replay
 from posttrain.trainer.ppo.pending import Batch, PendingBatches
@@ -268,6 +269,29 @@ def test_groups_that_wait_in_a_checkpoint_are_trained_once_with_oversampling(bes
     assert max(line["rollout/age_max"] for line in metrics_of(again.path)) <= 2
 
 
+MINI = "actor_rollout_ref__actor__ppo_mini_batch_size"
+
+
+@pytest.mark.parametrize(
+    ("changed", "prompts"),
+    [
+        ({f"{R}oversample": 0.0}, 4),
+        ({f"{R}top_p": 0.9}, 4),
+        ({f"{R}oversample": 0.0, "data__train_batch_size": 2, MINI: 2}, 2),
+    ],
+)
+def test_a_run_resumed_with_other_settings_trains_batches_of_its_own_size(beside, uneven, changed, prompts):
+    """What the checkpoint holds are parts of batches, from a run with another size or other fields."""
+    first = beside("run", 22, trainer__save_freq=4, **OVER)
+    before = [line["take"] for line in events_of(first) if line["step"] <= 4 and "take" in line]
+    shutil.rmtree(Path(first.path) / "checkpoints" / "global_step_8")
+    again = beside("run", 23, trainer__save_freq=4, **OVER | changed)
+    taken = [line["take"] for line in events_of(again) if "take" in line]
+    assert taken[:4] == before and [len(uids) for uids in taken[4:]] == [prompts] * 4
+    assert len({uid for uids in taken for uid in uids}) == 16 + 4 * prompts
+    assert max(line["rollout/age_max"] for line in metrics_of(again.path)) <= 2
+
+
 def test_of_the_groups_that_are_whole_the_oldest_are_taken():
     config, whole = PPOConfig(), {"1", "2", "4"}
     config.actor_rollout_ref.rollout.oversample = 1.0
@@ -280,6 +304,21 @@ def test_of_the_groups_that_are_whole_the_oldest_are_taken():
         pending.batches.append(Batch(rows, asked=1.0))
     assert pending.extra == 2 and pending.groups == 6
     assert pending._wait_for_whole(2) == ["1", "2"]
+
+
+@pytest.mark.parametrize("oversample", [0.0, 0.5])
+def test_a_step_takes_the_oldest_groups_of_several_batches_and_the_time_that_they_took(oversample):
+    config = PPOConfig()
+    config.actor_rollout_ref.rollout.oversample, config.trainer.max_staleness = oversample, 1
+    clock = SimpleNamespace(choose=lambda what, make: make())
+    experience = SimpleNamespace(clock=clock, wait_until=lambda over: over(), decode=None, turns=None)
+    pending = PendingBatches(config, experience, lambda name: None, prompts=2)  # pyright: ignore
+    for uids, seconds in (("44", 2.0), ("1122", 7.0), ("33", 5.0)):
+        fields = {"uid": list(uids), "sample": [0, 1] * (len(uids) // 2), "policy_versions": [[(3, 1)]] * len(uids)}
+        pending.batches.append(Batch(DataProto.from_dict(non_tensors=fields, meta_info={GENERATED_S: seconds})))
+    found = [pending.take(4) for _ in range(3)]
+    assert [list(rows.non_tensor_batch["uid"]) for rows in found[:2]] == [list("1122"), list("4433")]
+    assert [rows.meta_info[GENERATED_S] for rows in found[:2]] == [7.0, 5.0] and found[2] is None
 
 
 def test_oversampling_is_rejected_where_responses_do_not_continue_with_new_weights(beside):

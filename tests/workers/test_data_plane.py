@@ -6,6 +6,7 @@ import argparse
 import importlib.util
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import ClassVar
 
 import numpy as np
@@ -272,6 +273,34 @@ def test_large_batches_that_lie_elsewhere_are_written_by_another_process(store, 
     assert sample_writer.SampleWriter.takes(small) and not sample_writer.SampleWriter.takes(here)
     use_store(None)
     assert not sample_writer.SampleWriter.takes(with_everything(stored()))  # in this process's memory
+
+
+def test_a_process_that_writes_samples_is_started_again_and_what_it_cannot_write_is_raised(store, monkeypatch):
+    ray = pytest.importorskip("ray")
+    notes, started, answers = [], [], []
+    writer = sample_writer.SampleWriter(None, notes.append)
+    host = SimpleNamespace(write=SimpleNamespace(remote=lambda *given: given))
+    monkeypatch.setattr(writer, "_started", lambda: started.append(1) or host)
+
+    def get(ref):
+        if isinstance(error := answers.pop(0), Exception):
+            raise error
+
+    def failed(cause: Exception) -> Exception:
+        return ray.exceptions.RayTaskError("write", "a traceback", cause).as_instanceof_cause()
+
+    monkeypatch.setattr(ray, "get", get)
+    write = writer.job("folder", 3, with_everything(stored()), {})
+    answers[:] = [ray.exceptions.ActorDiedError(), None]
+    write()
+    assert len(started) == 2 and not notes
+    answers[:] = [failed(ray.exceptions.ObjectLostError("00" * 28, None, ""))] * 2
+    write()
+    assert len(started) == 4 and "samples of step 3 were not written" in notes[0]
+    answers[:] = [failed(OSError(28, "No space left on device")), None]
+    with pytest.raises(OSError, match="No space left"):
+        write()
+    assert len(started) == 5 and len(notes) == 1
 
 
 def test_a_number_per_response_stands_on_its_last_token_or_on_all_of_them():

@@ -283,20 +283,19 @@ def test_a_group_does_something_else_while_its_caller_waits():
 
 @pytest.mark.parametrize("bound", [0, 1, 3])
 def test_responses_are_asked_for_up_to_the_bound_and_not_behind_the_last_step(bound):
-    class Pending(list):
-        extra = 0
+    def asked(step: int, pending: int = 0, surplus: int = 0) -> list[int]:
+        run, sizes = Mock(**{"config.trainer.max_staleness": bound, "sizes.total_steps": 9, "sizes.prompts": 4}), []
+        run.pending.extra, run.pending.groups, run.step, run.group_filter.groups = 0, pending, step, surplus
 
-        def start(self, prompts, n):
-            self.append(prompts)
+        def ask(prompts: int) -> None:
+            sizes.append(prompts)
+            run.pending.groups += prompts
 
-    def asked(step: int, pending: int = 0, surplus: int = 0) -> int:
-        run = Mock(**{"config.trainer.max_staleness": bound, "sizes.total_steps": 9, "sizes.prompts": 4})
-        run.pending, run.step, run.group_filter.groups = Pending([None] * pending), step, surplus
-        run._can_ask_ahead = lambda: RayPPOTrainer._can_ask_ahead(run)
-        run._ask_ahead = lambda prompts: run.pending.start(prompts, 1)
+        run._can_ask_ahead, run._ask_ahead = lambda: RayPPOTrainer._can_ask_ahead(run), ask
         RayPPOTrainer._start_next_rollout(run)
-        return len(run.pending) - pending
+        return sizes
 
-    assert asked(0) == bound and asked(0, pending=bound) == 0  # those that wait stay
-    assert asked(7) == min(bound, 1) and asked(8) == 0
-    assert asked(0, surplus=9) == max(0, bound - 2)  # of dynamic sampling: two batches, which are trained before
+    assert asked(0) == [4] * bound and asked(0, pending=4 * bound) == []  # those that wait stay
+    assert asked(7) == [4] * min(bound, 1) and asked(8) == []
+    assert asked(0, surplus=9) == [4] * (bound - 2)  # of dynamic sampling: two batches, which are trained before
+    assert asked(0, pending=1) == [3, *[4] * (bound - 1)][:bound]  # what is left of a batch is filled up

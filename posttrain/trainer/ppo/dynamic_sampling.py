@@ -52,7 +52,8 @@ class GroupFilter:
         missing = max(0, prompts - _groups(kept))
         if missing:  # the batch keeps its size: these have no gradient, as they would have without the filter
             kept += [_take(DataProto.concat(spare), 0, missing)]
-        pool = DataProto.concat(_alike(kept))  # surplus of earlier steps comes first, so that it never grows stale
+        # Surplus of earlier steps comes first, so that it never grows stale.
+        pool = DataProto.concat(with_same_fields(kept))
         metrics = {
             "filter_groups/gen_batches": float(made),
             "filter_groups/kept": good / seen if seen else 1.0,
@@ -127,8 +128,9 @@ def _rows(batch: DataProto, groups: list[list[int]]) -> list[DataProto]:
     return [part]
 
 
-def _alike(parts: list[DataProto]) -> list[DataProto]:
-    # The parts with the same fields: surplus of a run whose filters were set or unset when it was resumed.
+def with_same_fields(parts: list[DataProto]) -> list[DataProto]:
+    """The parts, fit to be joined: those of a checkpoint may lack fields that the settings or the version of this run
+    give."""
     if any("sampling_log_probs" in part.batch for part in parts):
         for part in parts:
             part.batch.setdefault("sampling_log_probs", part.batch["rollout_log_probs"])

@@ -7,8 +7,9 @@ With a bound of 1, which is one-step-off training:
 
 With a bound of K, K batches are under way or wait, beside the one that trains. Prompts are asked for at the beginning
 of a step, K steps before they are trained: so no token is more than K updates older than the policy that learns from
-it. Batches are trained in the order in which they were asked for. A batch of the first responses that happen to be
-whole would gain no time (every response has K steps either way), and would prefer short ones.
+it. Groups are trained in the order in which they were asked for. A batch of the first responses that happen to be whole
+would gain no time (every response has K steps either way), and would prefer short ones; `rollout.oversample` makes such
+batches, for workloads with long tails.
 
 Without partial rollout, weights go to the rollout only when all responses under way are whole: each response is sampled
 by one policy, and what is sampled depends on no clock. With it, weights go there between two decode steps, and a
@@ -40,6 +41,7 @@ from posttrain.controller.group import WorkerGroup
 from posttrain.errors import UserError
 from posttrain.protocol import DataProto
 from posttrain.tracking.metrics import GENERATED_S, groups_of
+from posttrain.trainer.ppo.dynamic_sampling import with_same_fields
 from posttrain.trainer.ppo.events import EngineClock, EventLog, Replay
 from posttrain.trainer.ppo.experience import Experience
 from posttrain.trainer.ppo.reward import keys_of
@@ -63,9 +65,10 @@ class PendingBatches:
     """Holds the batches that are generated before their steps, oldest first. Calls to `training` advance them while
     they are waited for; these workers must be others than those that generate.
 
-    `bound` is the largest staleness; with 0 nothing is held, and there is no event log. Batches that are too old are
-    dropped, and their prompts are asked for `again`. With `rollout.oversample` there are `extra` groups under way: a
-    batch is the first `prompts` groups that are whole, and the others are left for later ones.
+    `bound` is the largest staleness; with 0 nothing is held, and there is no event log. A step takes the `prompts`
+    groups that were asked for first, whatever the sizes of the batches: a checkpoint may come from a run with others.
+    Groups that are too old are dropped, and their prompts are asked for `again`. With `rollout.oversample` there are
+    `extra` groups under way, of which a step takes the first that are whole.
     """
 
     events: EventLog | None = None  # of an asynchronous run
@@ -90,9 +93,6 @@ class PendingBatches:
             # responses go to the reward workers and the ranks that generate never stand idle.
             group.meanwhile = experience.poll_until
 
-    def __len__(self) -> int:
-        return len(self.batches)
-
     def start(self, prompts: DataProto, n: int) -> None:
         """Begin to generate the responses of a later step, without waiting for them."""
         self.batches.append(Batch(self.experience.ask(prompts, n), time.perf_counter()))
@@ -111,39 +111,32 @@ class PendingBatches:
             batch.rows.meta_info[GENERATED_S] = self.experience.last_ended - batch.asked
             batch.asked = None
 
-    def take(self, version: int) -> DataProto | None:
-        """The oldest batch, with its responses, for the policy of this version to learn from; None where there is none
-        that may be trained."""
-        if self.extra:
-            return self._take_first(version)
-        while self.batches:
-            batch = self.batches.popleft()
-            self._wait(batch)
-            if not self.is_too_old(batch.rows, version):
-                return batch.rows
-            self.drop(batch.rows)
-        return None
-
-    # -- over-sampling --------------------------------------------------------------------------------------------
     @property
     def groups(self) -> int:
         """Under way or waiting."""
-        return sum(len(set(batch.rows.non_tensor_batch["uid"])) for batch in self.batches)
+        return sum(_count_groups(batch.rows) for batch in self.batches)
 
-    def _take_first(self, version: int) -> DataProto | None:
-        """The first groups that are whole, in the order in which they were asked for; None where there are too few."""
-        clock, kept = self.experience.clock, list[DataProto]()
-        assert clock is not None  # checked with the settings
-        while (missing := self.prompts - sum(map(_count_groups, kept))) and self.groups >= missing:
-            chosen = clock.choose("whole", lambda missing=missing: self._wait_for_whole(missing))
-            kept += self._take_out(set(chosen), version)
-        if not kept:
+    def take(self, version: int) -> DataProto | None:
+        """The groups of a step, with their responses, for the policy of this version to learn from: those that were
+        asked for first. None where there are too few that may be trained."""
+        parts = list[DataProto]()
+        while (missing := self.prompts - sum(map(_count_groups, parts))) and self.groups >= missing:
+            parts += self._take_out(set(self._choose(missing)), version)
+        if not parts:
             return None
-        rows = DataProto.concat(self._alike(kept)).set_decoder(self.experience.decode)
+        rows = self._join(parts)
         if missing:
             self.batches.appendleft(Batch(rows))
             return None
         return rows
+
+    def _choose(self, count: int) -> list[Any]:
+        """The oldest groups; with over-sampling the oldest of those that are whole."""
+        if not self.extra:
+            return self._by_age(uid for batch in self.batches for uid in batch.rows.non_tensor_batch["uid"])[:count]
+        clock = self.experience.clock
+        assert clock is not None  # checked with the settings
+        return clock.choose("whole", lambda: self._wait_for_whole(count))
 
     def _wait_for_whole(self, count: int) -> list[Any]:
         """So many groups that are whole, oldest first."""
@@ -153,11 +146,16 @@ class PendingBatches:
             for batch in self.batches:
                 keys = keys_of(batch.rows)
                 late = {key[0] for key in keys if batch.asked is not None and not self.experience.has_ended([key])}
-                found += [uid for uid in dict.fromkeys(uid for uid, _ in keys) if uid not in late]
-            return found[:count]
+                found += [uid for uid, _ in keys if uid not in late]
+            return self._by_age(found)[:count]
 
         self.experience.wait_until(lambda: len(whole()) == count)
         return whole()
+
+    @staticmethod
+    def _by_age(uids: Iterable[Any]) -> list[Any]:
+        # Groups that were put back lie before older ones that are under way.
+        return sorted(set(uids), key=int)
 
     def _take_out(self, uids: set[Any], version: int) -> Iterator[DataProto]:
         """The rows of these groups, with their responses; those that are too old are dropped."""
@@ -166,26 +164,33 @@ class PendingBatches:
             taken, rest = ([row for row, is_own in enumerate(own) if is_own is kind] for kind in (True, False))
             if not taken:
                 continue
-            part = Batch(batch.rows[taken], batch.asked)
+            part = Batch(batch.rows[taken], batch.asked) if rest else batch
             self._wait(part)
-            part.rows.meta_info = {}
             if rest:
                 batch.rows = batch.rows[rest]
             else:
                 self.batches.remove(batch)
-            old = [list(rows) for rows in groups_of(part.rows.non_tensor_batch["uid"])]
-            old = [row for rows in old if self.is_too_old(part.rows[rows], version) for row in rows]
-            self.drop(part.rows[old] if old else None)
+            groups = [list(rows) for rows in groups_of(part.rows.non_tensor_batch["uid"])]
+            old = [row for rows in groups if self.is_too_old(part.rows[rows], version) for row in rows]
+            if not old:
+                yield part.rows
+                continue
+            self.drop(part.rows[old])
             if young := [row for row in range(len(part.rows)) if row not in set(old)]:
                 yield part.rows[young]
 
-    def _alike(self, parts: list[DataProto]) -> list[DataProto]:
-        # Those of a checkpoint have their scores already.
+    def _join(self, parts: list[DataProto]) -> DataProto:
+        """One batch of parts that were asked for at different times."""
+        if len(parts) == 1:
+            return parts[0]
         if any("reward_score" in part.non_tensor_batch for part in parts):
             for part in parts:
-                if "reward_score" not in part.non_tensor_batch:
+                if "reward_score" not in part.non_tensor_batch:  # those of a checkpoint have their scores
                     self.experience.wait_for_scores(part)
-        return parts
+        seconds = [part.meta_info.pop(GENERATED_S) for part in parts if GENERATED_S in part.meta_info]
+        rows = DataProto.concat(with_same_fields(parts)).set_decoder(self.experience.decode)
+        rows.meta_info |= {GENERATED_S: max(seconds)} if seconds else {}
+        return rows
 
     def is_too_old(self, rows: DataProto, version: int) -> bool:
         """Whether a token is older than the bound, for the policy of this version."""

@@ -319,7 +319,8 @@ class RayPPOTrainer(WorkerClasses):
         """A batch: prompts -> responses -> scores."""
         with self.recorder.stage("gen"):
             batch = self.pending.take(self.step)
-            while batch is None and self.pending.extra:  # at the beginning, or where many were too old
+            # At the beginning of a run with over-sampling, or where some were too old.
+            while batch is None and (self.pending.extra or self.pending.groups):
                 self._ask_ahead(self.sizes.prompts + self.pending.extra - self.pending.groups)
                 batch = self.pending.take(self.step)
             if batch is None:
@@ -335,14 +336,15 @@ class RayPPOTrainer(WorkerClasses):
                 self._ask_ahead(wanted - self.pending.groups)
             return
         while self._can_ask_ahead():
-            self._ask_ahead(self.sizes.prompts)
+            # Less than a batch where groups of one are left: they were too old, or the settings have changed.
+            self._ask_ahead(self.sizes.prompts - self.pending.groups % self.sizes.prompts)
 
     def _ask_ahead(self, prompts: int) -> None:
         self.pending.start(self._next_prompts(prompts), self.config.actor_rollout_ref.rollout.n)
 
     def _can_ask_ahead(self) -> bool:
         # The surplus of dynamic sampling is trained first: a batch that waits for it would grow older than the bound.
-        ahead = len(self.pending) + self.group_filter.groups // self.sizes.prompts
+        ahead = self.pending.groups // self.sizes.prompts + self.group_filter.groups // self.sizes.prompts
         return ahead < self.config.trainer.max_staleness and self.step + 1 + ahead < self.sizes.total_steps
 
     def _next_prompts(self, count: int | None = None) -> DataProto:

@@ -66,13 +66,15 @@ class SampleWriter:
 
         def work() -> None:
             import ray
-            from ray.exceptions import RayError
+            from ray.exceptions import RayError, RayTaskError
 
             for last in (False, True):
                 try:
                     ray.get(self._started().write.remote(parcel, os.fspath(folder), step, sampling))
                     return
                 except RayError as error:
+                    if isinstance(error, RayTaskError) and not isinstance(error.cause, RayError):
+                        raise error.cause from error  # such as a full disk: it ends the run as it would here
                     self._host = None
                     # The worker that held the responses is gone with them, or the process itself was lost twice.
                     if last:

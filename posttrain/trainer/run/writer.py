@@ -223,7 +223,7 @@ class RunWriter:
         `trainer.async_save` it is written while the next steps are computed."""
         # Where nothing is left to compute, a copy would only cost memory.
         background = self.config.trainer.async_save and not self.is_ending and step < self.total_steps
-        started, at = time.perf_counter(), time.time()
+        started = time.perf_counter()
 
         def saved(path: Path) -> None:
             say(f"saved {path}")
@@ -232,12 +232,13 @@ class RunWriter:
                 self.run.link_as_newest()
             if background:
                 self._background_s.append(time.perf_counter() - started)
-                self.disk.add(at, time.time())
+                self.disk.note(False)
 
         with self.stage("save_checkpoint"), self.showing("saving"):
             # Samples are written behind the loop. A checkpoint promises everything up to its step, so they come first.
             self.wait_until_written()
             self.snapshots.end()  # ranks have memory for one copy of their state at a time
+            self.disk.note(background)
             return self.checkpoints.save(
                 step,
                 tensors={name: role.begin_save if background else role.save for name, role in roles.items()},
