@@ -15,7 +15,7 @@ from __future__ import annotations
 import ctypes
 import math
 import mmap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -33,6 +33,7 @@ from posttrain.kernels.scores import NO_CHANGES, ScoreChanges, changed_attention
 BLOCK = 32  # tokens in a block; decode.cpp holds the same number
 FAR = 2**31 - 1  # the start of a missing block: after every position
 BOX = 2**26  # attention scores that the torch equivalent holds at once
+LATENT_BOX = 2**22  # latents, and scores of all heads, that attention to latents holds at once
 TILE = 4  # tokens of one row that read the cache together in the compiled kernel
 
 
@@ -129,11 +130,9 @@ def new_cache(blocks: int, heads: int, size: int, dtype: torch.dtype, device: to
     NaN."""
     if not heads:
         shape = (blocks, BLOCK, size)
-        return (
-            zeros_in_large_pages(shape, dtype)
-            if device.type == "cpu"
-            else torch.zeros(shape, dtype=dtype, device=device),
-        )
+        on_host = device.type == "cpu"
+        latents = zeros_in_large_pages(shape, dtype) if on_host else torch.zeros(shape, dtype=dtype, device=device)
+        return (latents,)
     shapes = (blocks, heads, size, BLOCK), (blocks, heads, BLOCK, size)
     if device.type == "cpu":
         return zeros_in_large_pages(shapes[0], dtype), zeros_in_large_pages(shapes[1], dtype)
@@ -253,6 +252,7 @@ def _attention_cuda(
         query, key, value, cache, step.positions_T, step.slots_T, rotation=rotation, norms=norms, epsilon=epsilon
     )
     if exact:
+        assert not changes, "exact attention has no score caps or sinks"
         from posttrain.kernels.cuda.ordered import tile_attention
 
         return tile_attention(query_THD, *cache, *step.walks, scale=scale)[0].flatten(1)
@@ -323,15 +323,26 @@ def latent_attention(
         tables = (step.wide_tiles, step.rows_T, step.positions_T, step.table_RN, step.starts_RN)
         return prefill_latents(query_THC, cache[0], *tables, rank=rank, scale=scale, far=FAR)
     cache[0][step.places] = latent_TC
-    out_THR = query_THC.new_empty(*query_THC.shape[:2], rank)
-    for index_BQ, real_BQ in step.boxes:
+    heads, out_THR = query_THC.shape[1], query_THC.new_empty(*query_THC.shape[:2], rank)
+    for index_BQ, real_BQ in _latent_boxes(step, *query_THC.shape[1:]):
         blocks_BN, seen_BQL = _seen(step, index_BQ, None)
-        latent_BLC = cache[0][blocks_BN].flatten(1, 2)
-        query_BHQC, key_B1LC = query_THC[index_BQ].transpose(1, 2), latent_BLC[:, None]
-        shared = {"attn_mask": seen_BQL[:, None], "scale": scale, "enable_gqa": True}
-        found = F.scaled_dot_product_attention(query_BHQC, key_B1LC, key_B1LC[..., :rank], **shared)
-        out_THR[index_BQ[real_BQ]] = found.transpose(1, 2)[real_BQ]
+        latent_B1LC = cache[0][blocks_BN].flatten(1, 2)[:, None]
+        # Heads are further queries of one head of keys: torch would copy the latents for each head.
+        given = (query_THC[index_BQ].flatten(1, 2)[:, None], latent_B1LC, latent_B1LC[..., :rank])
+        seen = seen_BQL.repeat_interleave(heads, 1)[:, None]
+        found = F.scaled_dot_product_attention(*given, attn_mask=seen, scale=scale)[:, 0]
+        out_THR[index_BQ[real_BQ]] = found.unflatten(1, (-1, heads))[real_BQ]
     return out_THR
+
+
+def _latent_boxes(step: StepTokens, heads: int, size: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    # The boxes of a step, cut into pieces of at most LATENT_BOX numbers, or of one token.
+    keys = step.table_RN.shape[1] * BLOCK
+    for index_BQ, real_BQ in step.boxes:
+        tokens = min(index_BQ.shape[1], max(1, LATENT_BOX // (keys * heads)))
+        rows = max(1, LATENT_BOX // (keys * (size + heads * tokens)))
+        pieces = ([part for band in box.split(rows) for part in band.split(tokens, 1)] for box in (index_BQ, real_BQ))
+        yield from zip(*pieces, strict=True)
 
 
 def _half_turn(x: torch.Tensor) -> torch.Tensor:

@@ -29,15 +29,17 @@ ATTENTION = "posttrain"
 
 def _attention(module: torch.nn.Module, query, key, value, attention_mask, scaling=None, **kwargs: Any):
     paged, layout = active_step(), active_layout()
-    changes, factor = ScoreChanges(kwargs.get("softcap"), kwargs.get("s_aux")), scaling
+    changes = ScoreChanges(kwargs.get("softcap"), kwargs.get("s_aux"))
+    if paged is None and layout is None and not changes:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    if kwargs.get("position_bias") is not None:
+        raise NotImplementedError("attention with biases takes no packed rows, score caps or sinks")
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     if paged is None and layout is None:
-        if not changes:
-            return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=factor, **kwargs)
         out_RHQD = changed_attention(query, key, value, attention_mask, scale=scaling, changes=changes)
         return out_RHQD.transpose(1, 2).contiguous(), None
-    if attention_mask is not None or kwargs.get("position_bias") is not None:
-        raise NotImplementedError("attention with masks or biases of its own does not take packed rows")
+    if attention_mask is not None:
+        raise NotImplementedError("attention with masks of its own takes no packed rows")
     window = kwargs.get("sliding_window")
     if paged is not None and has_latents(module):
         if changes or window is not None:

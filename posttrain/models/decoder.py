@@ -276,11 +276,11 @@ class FastDecoder:
         if self.graphs is None:
             sizes = {"vocabulary": self.head.weight.shape[0], "key_heads": self.key_heads, "block": BLOCK}
             self.graphs = GraphedSteps(self, **sizes, device=self.embedding.device)
-        held = [tensor.data_ptr() for tensor in (*chain.from_iterable(found), *rotation, self.embedding)]
-        held.append(0 if routes_PLK is None else routes_PLK.data_ptr())
+        addresses = [tensor.data_ptr() for tensor in (*chain.from_iterable(found), *rotation, self.embedding)]
+        addresses.append(0 if routes_PLK is None else routes_PLK.data_ptr())
         self.captured_caches, self.captured_routes = found, routes_PLK
         try:
-            self.graphs.decode(rows, over=held)
+            self.graphs.decode(rows, addresses)
         finally:
             # Only the pool may hold them: when it sleeps, their memory must be freed.
             self.captured_caches, self.captured_routes = [], None

@@ -17,7 +17,7 @@ from posttrain.kernels import cuda
 from posttrain.models.paged_step import active_step
 from posttrain.models.routing import routers_of, watch_routers
 
-_SCORED = ("DeepseekV2TopkRouter", "DeepseekV3TopkRouter", "Glm4MoeTopkRouter")
+_FUSED_ROUTERS = ("DeepseekV2TopkRouter", "DeepseekV3TopkRouter", "Glm4MoeTopkRouter")
 
 
 def _is_plain(experts: Any) -> bool:
@@ -36,16 +36,19 @@ def watch_experts(module: torch.nn.Module, *, on: bool) -> None:
     """Let experts of known kinds be computed by our kernels in paged steps, or by transformers."""
     for experts in module.modules():
         if hasattr(experts, "gate_up_proj") and hasattr(experts, "down_proj") and hasattr(experts, "has_gate"):
-            plain = [type(getattr(experts, name)) is torch.nn.Parameter for name in ("gate_up_proj", "down_proj")]
-            odd = getattr(experts, "has_post_expert_norm", False) or getattr(experts, "_is_expert_parallel", False)
-            if all(plain) and not odd and (_is_plain(experts) or _is_clamped(experts)):
+            weights = (experts.gate_up_proj, experts.down_proj)
+            are_whole = all(type(weight) is torch.nn.Parameter for weight in weights)
+            does_more = getattr(experts, "has_post_expert_norm", False)
+            is_shared_out = getattr(experts, "_is_expert_parallel", False)
+            known = _is_plain(experts) or _is_clamped(experts)
+            if known and are_whole and not (does_more or is_shared_out):
                 vars(experts).pop("forward", None)
                 if on:
                     experts.forward = types.MethodType(_forward, experts)
 
     for router in routers_of(module):
         vars(router).pop("fused_choice", None)
-        if on and type(router).__name__.removeprefix("FSDP") in _SCORED:
+        if on and type(router).__name__.removeprefix("FSDP") in _FUSED_ROUTERS:
             router.fused_choice = types.MethodType(_choose, router)
     if on:
         watch_routers(module)

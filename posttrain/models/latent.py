@@ -18,6 +18,7 @@ import torch
 
 from posttrain.kernels import cuda
 from posttrain.models.paged_step import PagedStep, active_step
+from posttrain.models.quantized import plain_weight
 
 LATENT_HEADS = 0  # heads of a cache that holds one latent of each token, for all heads
 
@@ -63,14 +64,21 @@ def attend_to_latents(
     rank, plain = layer.kv_lora_rank, layer.qk_nope_head_dim
     up_HXR = _weight(layer.kv_b_proj).unflatten(0, (query.shape[1], -1))  # X = N + V
     nope_HTN, rotated_HTP = query[0].split([plain, query.shape[-1] - plain], -1)
-    query_THC = torch.cat([torch.bmm(nope_HTN, up_HXR[:, :plain]), rotated_HTP], -1).transpose(0, 1)
+    latent_query_HTR = _product(nope_HTN, up_HXR[:, :plain])
+    query_THC = torch.cat([latent_query_HTR, rotated_HTP], -1).transpose(0, 1)
     found_THR = step.attend_latent(layer, query_THC.contiguous(), latent[0, 0], rank=rank, scale=scale)
-    out_HTV = torch.bmm(found_THR.transpose(0, 1), up_HXR[:, plain:].transpose(1, 2))
+    out_HTV = _product(found_THR.transpose(0, 1), up_HXR[:, plain:].transpose(1, 2))
     return out_HTV.transpose(0, 1)[None]
 
 
+def _product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    # A weight with adapters is float32 where the base has half precision, and its products too, as in peft's layers.
+    return torch.bmm(x.to(weight.dtype), weight).to(x.dtype)
+
+
 def _weight(part: Any) -> torch.Tensor:
-    base = getattr(part, "base_layer", part)
-    if part is base or part.disable_adapters or part.merged:
-        return base.weight
-    return base.weight + sum(part.get_delta_weight(name) for name in part.active_adapters if name in part.lora_A)
+    # Merged anew in every step: adapters are trained between steps, and merged copies would be stale.
+    base = plain_weight(getattr(part, "base_layer", part).weight)
+    if not hasattr(part, "base_layer") or part.disable_adapters or part.merged:
+        return base
+    return base + sum(part.get_delta_weight(name) for name in part.active_adapters if name in part.lora_A)

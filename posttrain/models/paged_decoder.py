@@ -23,7 +23,7 @@ from posttrain.kernels.scores import ScoreChanges
 from posttrain.kernels.whole_step import DecodeRows
 from posttrain.models.adapter_files import load_module
 from posttrain.models.experts import watch_experts
-from posttrain.models.forward import decoder_of, head_of, logits_of
+from posttrain.models.forward import decoder_of, logits_of
 from posttrain.models.latent import LATENT_HEADS, keep_latents
 from posttrain.models.paged_step import paged_step
 from posttrain.models.routing import RoutePass, routed
@@ -133,11 +133,11 @@ class PagedDecoder:
         if self.graphs is None:
             self.graphs = self._new_graphs()
         weights = (*self.module.parameters(), *self.module.buffers())
-        held = [tensor.data_ptr() for tensor in (*chain.from_iterable(found.values()), *weights)]
-        held.append(0 if routes_PLK is None else routes_PLK.data_ptr())
+        addresses = [tensor.data_ptr() for tensor in (*chain.from_iterable(found.values()), *weights)]
+        addresses.append(0 if routes_PLK is None else routes_PLK.data_ptr())
         self.captured_caches, self.captured_routes = found, routes_PLK
         try:
-            self.graphs.decode(rows, over=held)
+            self.graphs.decode(rows, addresses)
         finally:
             # Only the pool may hold them: when it sleeps, their memory must be freed.
             self.captured_caches, self.captured_routes = {}, None
@@ -175,7 +175,7 @@ class PagedDecoder:
 
     def let_go(self) -> None:
         """Drop captured steps if the weights were moved away: they hold memory, and are captured again."""
-        if self.graphs is not None and not cuda.runs_here(head_of(self.module).weight):
+        if self.graphs is not None and not cuda.runs_here(next(self.module.parameters())):
             self.graphs.forget()
 
 

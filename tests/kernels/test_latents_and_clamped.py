@@ -10,7 +10,9 @@ import pytest
 import torch
 from triton_tools import DEVICE, draw, each_dtype, near
 
+from posttrain.kernels import decode
 from posttrain.kernels.decode import BLOCK, FAR, StepTokens, copy_tokens, latent_attention, new_cache
+from posttrain.planning.counting import LiveBytes
 
 RANK, ROTATED = 20, 8
 
@@ -50,6 +52,33 @@ def test_prompts_attend_to_latents_by_torch(heads):
     if DEVICE == "cuda":
         pytest.skip("on a CUDA device the kernels take it")
     check_prefill(latent_attention, torch.float32, heads)
+
+
+@pytest.mark.parametrize("most", [1, 6 * 128 * 9, 2**22])
+def test_latents_are_read_in_pieces_of_rows_and_tokens(most, monkeypatch):
+    if DEVICE == "cuda":
+        pytest.skip("on a CUDA device the kernels take it")
+    monkeypatch.setattr(decode, "LATENT_BOX", most)
+    check_prefill(latent_attention, torch.float32, 6)
+
+
+@pytest.mark.parametrize("tokens", [1, 40])
+def test_attention_to_latents_copies_them_once_for_all_heads(tokens):
+    """All that is alive at the peak, in multiples of the latents that the rows read; and a part of a step at most."""
+    if DEVICE == "cuda":
+        pytest.skip("on a CUDA device the kernels take it")
+    rows, heads, blocks = 8, 64, 16
+    positions = torch.arange(blocks * BLOCK - tokens, blocks * BLOCK).repeat(rows).int()
+    numbers = torch.arange(rows).repeat_interleave(tokens).int()
+    table = torch.arange(rows * blocks).view(rows, blocks).int()
+    starts = (torch.arange(blocks) * BLOCK).expand(rows, -1).contiguous().int()
+    step = StepTokens(torch.zeros(rows * tokens).long(), positions, numbers, table, starts, blocks * BLOCK)
+    cache = draw(rows * blocks, BLOCK, RANK + ROTATED)
+    given = (draw(rows * tokens, heads, RANK + ROTATED), draw(rows * tokens, RANK + ROTATED), (cache,), step)
+    with LiveBytes(torch.nn.Module()) as live:
+        latent_attention(*given, rank=RANK, scale=0.3)
+    scores = min(4 * decode.LATENT_BOX, cache.element_size() * rows * tokens * heads * blocks * BLOCK)
+    assert live.peak < 3 * cache.nbytes + 4 * scores
 
 
 @pytest.mark.gpu(interpreter=True)

@@ -148,3 +148,61 @@ def test_a_head_with_adapters_is_computed_in_chunks_and_gives_the_gradient_of_al
         results.append([log_probs, *torch.autograd.grad((log_probs - entropies).sum(), weights)])
     for whole, parts in zip(*results, strict=True):
         torch.testing.assert_close(parts, whole, rtol=1e-5, atol=1e-5)
+
+
+def plain_log_probs(module, prompt, response) -> torch.Tensor:
+    ids = torch.tensor([[*prompt, *response]])
+    with torch.no_grad():
+        log_p = torch.log_softmax(module(ids).logits[0].float(), -1)
+    return log_p[len(prompt) - 1 : -1].gather(1, ids[0, len(prompt) :, None]).squeeze(1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_adapters_of_latents_are_decoded_in_float32_beside_any_base_and_never_stale(dtype):
+    """`kv_b_proj` is multiplied with queries and with weighted latents instead of the latents themselves."""
+    config = ModelConfig(lora_rank=3, lora_alpha=6, target_modules=["kv_b_proj"])
+    dense = tiny("deepseek-v3", dtype=dtype, first_k_dense_replace=3)  # in bfloat16 routers may choose other experts
+    module = add_adapters(dense, config)
+    engine, name = build_native(module, RolloutConfig(kv_cache_gb=0.01), decode=None)
+    assert "general decoder" in name
+    found: list[torch.Tensor] = []
+    for seed in (1, 2):
+        shake(module, seed)
+        engine.load_weights((), seed)
+        outputs = generate(engine, PROMPTS, [Sampling(max_tokens=8)] * 4, range(4))
+        found.append(torch.stack([torch.tensor(output.log_probs) for output in outputs]))
+        expected = [
+            plain_log_probs(module, prompt, output.token_ids) for prompt, output in zip(PROMPTS, outputs, strict=True)
+        ]
+        gap = (found[-1] - torch.stack(expected)).abs().max()
+        assert gap < (1e-5 if dtype is torch.float32 else 0.05)
+    assert engine.pool.layers[0][0].shape[-1] == 28 and (found[0] - found[1]).abs().max() > 1e-3
+
+
+def test_latents_of_a_4_bit_base_are_multiplied_by_its_plain_numbers(monkeypatch):
+    """With a stand-in for the weights and layers of bitsandbytes."""
+    import sys
+    from types import ModuleType
+
+    class Params4bit(torch.nn.Parameter):
+        quant_state: torch.Tensor
+
+    class Linear4bit(torch.nn.Linear):
+        def forward(self, x):
+            return torch.nn.functional.linear(x, self.weight.quant_state)
+
+    functional = ModuleType("bitsandbytes.functional")
+    functional.dequantize_4bit = lambda data, state: state
+    monkeypatch.setitem(sys.modules, "bitsandbytes", ModuleType("bitsandbytes"))
+    monkeypatch.setitem(sys.modules, "bitsandbytes.functional", functional)
+    module = tiny("deepseek-v3").requires_grad_(False)
+    for layer in module.model.layers:
+        plain = layer.self_attn.kv_b_proj.weight
+        packed = Params4bit(torch.zeros(plain.numel() // 2, 1, dtype=torch.uint8), requires_grad=False)
+        packed.quant_state = plain.data
+        layer.self_attn.kv_b_proj.__class__, layer.self_attn.kv_b_proj.weight = Linear4bit, packed
+    engine, _ = build_native(module, RolloutConfig(kv_cache_gb=0.01), decode=None)
+    outputs = generate(engine, PROMPTS, [Sampling(max_tokens=8)] * 4, range(4))
+    for prompt, output in zip(PROMPTS, outputs, strict=True):
+        expected = plain_log_probs(module, prompt, output.token_ids)
+        torch.testing.assert_close(torch.tensor(output.log_probs), expected, rtol=0, atol=1e-5)

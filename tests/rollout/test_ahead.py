@@ -264,9 +264,9 @@ def test_a_sleeping_engine_holds_no_cache_and_goes_on_with_another(make, monkeyp
     assert len(held) == 4 and all(part() is None for part in held)
     engine.wake("weights"), engine.wake("cache")
     same(generate(engine, PROMPTS[:1], settings, [0]), first)
-    before, engine.pool.layers[1] = engine.decoder.graphs.over, tuple(map(torch.clone, engine.pool.layers[1]))
+    before, engine.pool.layers[1] = engine.decoder.graphs.addresses, tuple(map(torch.clone, engine.pool.layers[1]))
     same(generate(engine, PROMPTS[:1], settings, [0]), first)
-    assert engine.decoder.graphs.over != before, "captured steps would go on with the memory that was there"
+    assert engine.decoder.graphs.addresses != before, "captured steps would go on with the memory that was there"
 
 
 @pytest.mark.skipif(not ON_CUDA, reason="in the interpreter the host computes")

@@ -141,11 +141,8 @@ def tiny(
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=dtype).eval()
     with torch.no_grad():
-        for (
-            name,
-            buffer,
-        ) in model.named_buffers():  # of routers; without a bias experts are chosen by their scores alone
-            if name.endswith("e_score_correction_bias"):
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):  # with 0, experts would be chosen by their scores alone
                 buffer.normal_(std=0.1)
     if attention == ATTENTION:
         fuse_norms(model)

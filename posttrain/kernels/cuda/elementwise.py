@@ -130,7 +130,7 @@ def rotate_and_store(
     query_THD: torch.Tensor,
     key_TKD: torch.Tensor,
     value_TKD: torch.Tensor,
-    cache: tuple[torch.Tensor, torch.Tensor],
+    cache: tuple[torch.Tensor, ...],
     positions_T: torch.Tensor,
     slots_T: torch.Tensor,
     *,

@@ -166,7 +166,7 @@ class GraphedSteps:
         self.stop_ids, self.stop_sets = torch.full((1, 1), -1, dtype=torch.int32, device=device), []
         self.rows = RowBuffers(0, 0, vocabulary, device)
         self.order, self.pending = RowPlaces(0), None
-        self.over: list[int] | None = None
+        self.addresses: list[int] | None = None
 
     def forget(self) -> None:
         """Drop all graphs, because tensors that they use have moved. The rows stay."""
@@ -174,12 +174,12 @@ class GraphedSteps:
             self.pending.wait()
         self.replays, self.memory = {}, None
 
-    def decode(self, rows: DecodeRows, over: list[int]) -> None:
-        """Start `rows.steps` more steps of the rows, and return the results of the round before. `over` are the
-        addresses of all that a step reads and writes: steps are captured again if one has moved."""
-        if over != self.over:
+    def decode(self, rows: DecodeRows, addresses: list[int]) -> None:
+        """Start `rows.steps` more steps of the rows, and return the results of the round before. `addresses` are
+        those of all that a step reads and writes: steps are captured again if one of them has changed."""
+        if addresses != self.addresses:
             self.forget()
-            self.over = over
+            self.addresses = addresses
         rows.steps = min(rows.steps, MOST_STEPS)
         self._make_room(len(rows.last), rows.table.shape[1])
         self._load_stops(rows.stop_sets)

@@ -224,7 +224,7 @@ def _newest(
 
 def newest_attention(
     query_BHD: torch.Tensor,
-    cache: tuple[torch.Tensor, torch.Tensor],
+    cache: tuple[torch.Tensor, ...],
     positions_B: torch.Tensor,
     prompts_B: torch.Tensor,
     table_BN: torch.Tensor,

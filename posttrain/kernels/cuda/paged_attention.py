@@ -172,7 +172,7 @@ def _how(size: int, exact: bool) -> dict[str, int]:
 
 def decode_attention(
     qkv_BC: torch.Tensor,
-    cache: tuple[torch.Tensor, torch.Tensor],
+    cache: tuple[torch.Tensor, ...],
     rows: StepRows,
     *,
     scale: float,
@@ -297,7 +297,7 @@ TILE = 64  # tokens of one row that are computed together
 
 def prefill_attention(
     query_THD: torch.Tensor,
-    cache: tuple[torch.Tensor, torch.Tensor],
+    cache: tuple[torch.Tensor, ...],
     tiles: torch.Tensor,
     rows_T: torch.Tensor,
     positions_T: torch.Tensor,

@@ -94,11 +94,8 @@ def choose_scored(logits_TX: torch.Tensor, choice: Choice) -> tuple[torch.Tensor
     """(experts of each token, their shares), (T, K) each, from float32 logits."""
     tokens, experts = logits_TX.shape
     chosen = logits_TX.new_empty(tokens, choice.top_k, dtype=torch.int64)
-    share, early, two = (
-        torch.empty_like(chosen, dtype=torch.float32),
-        comes_early(logits_TX.device),
-        triton.next_power_of_2,
-    )
+    share = torch.empty_like(chosen, dtype=torch.float32)
+    early, two = comes_early(logits_TX.device), triton.next_power_of_2
     if tokens:
         _choose[(triton.cdiv(tokens, AT_ONCE),)](
             logits_TX, choice.bias_X, chosen, share, tokens, choice.factor, experts, two(experts), choice.top_k,

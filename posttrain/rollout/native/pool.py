@@ -179,8 +179,9 @@ class Pool:
 
     def _grow(self, size: int) -> None:
         for number, old in self.layers.items():
-            heads = old[1].shape[1] if len(old) > 1 else 0
-            new = new_cache(size, heads, old[-1].shape[-1], self.dtype, self.device)
+            *_, values = old
+            heads = values.shape[1] if len(old) > 1 else 0  # a cache of latents has none
+            new = new_cache(size, heads, values.shape[-1], self.dtype, self.device)
             for whole, part in zip(new, old, strict=True):
                 whole[: self.size] = part
             self.layers[number] = new
