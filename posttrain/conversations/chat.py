@@ -22,14 +22,14 @@ from typing import Any
 
 from posttrain.conversations.branch import Branch
 from posttrain.conversations.conversation import ChatError, Conversation, Limits
-from posttrain.conversations.formats.base import FORMATS, CallFormat, Unreadable
+from posttrain.conversations.formats.base import FORMATS, CallFormat, Unreadable, open_thinking
 from posttrain.conversations.settings import TurnSettings
 from posttrain.conversations.templates import MessageTemplate
 from posttrain.conversations.tools.base import ToolAnswer, ToolCall, describe_error
 from posttrain.rollout.base import Output
 from posttrain.texts import texts_of, well_formed
 
-_OPENING = 16  # tokens at the end of a prompt that show whether it opens the model's thinking
+_OPENING = 32  # tokens at the end of a prompt that show whether it opens the model's thinking
 _LONGEST_NAME = 80  # a model may invent a tool's name, and the template shows it
 
 
@@ -292,10 +292,8 @@ class Chat:
         text = self.tokenizer.decode(self.last.token_ids, skip_special_tokens=False)
         # Some templates open the model's thinking for it, so that its turn has the closing mark alone. A call that the
         # model quotes while it thinks is none.
-        opening = self.tokenizer.decode(self._opening_ids, skip_special_tokens=False).rstrip()
-        if opening.endswith("<think>"):
-            text = f"<think>{text}"
-        return self.call_format.read(text)
+        opening = self.tokenizer.decode(self._opening_ids, skip_special_tokens=False)
+        return self.call_format.read(open_thinking(opening) + text)
 
     @property
     def call_format(self) -> CallFormat:

@@ -6,12 +6,10 @@ seen. So a run starts only with a format that reads what its chat template write
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
 
-from posttrain.conversations.formats.base import AUTO, FORMATS, CallFormat
+from posttrain.conversations.formats.base import AUTO, FORMATS, CallFormat, without_thinking
 from posttrain.conversations.settings import TURNS_KEY as KEY
 from posttrain.conversations.templates import CallMessages, MessageTemplate, NoTemplate
 from posttrain.conversations.tools.arguments import ArgumentError, convert_arguments
@@ -19,7 +17,7 @@ from posttrain.conversations.tools.base import ToolCall
 from posttrain.errors import UserError
 
 FALLBACK = "hermes"
-"""For chat templates that do not write tool calls."""
+"""For chat templates that do not write tool calls, but show them in these tags."""
 _ARGUMENTS = {"text": "two words", "count": 3, "flag": True, "items": [1, 2]}
 _PARAMETERS = {
     "type": "object",
@@ -37,8 +35,6 @@ _SCHEMA = {
     "function": {"name": _CALL.name, "description": "Proves a format.", "parameters": _PARAMETERS},
 }
 _QUESTION = {"role": "user", "content": "1f6a9c27e4?"}
-# A generation prompt may open or skip the model's thinking, which a finished turn does not show.
-_THINKING = re.compile(r"\s*(?:<think>|\[THINK\])?\s*(?:</think>|\[/THINK\])?\s*\Z")
 _SHOWN = 300
 
 
@@ -46,28 +42,44 @@ class WrongFormat(UserError):
     """The chosen format does not read what the chat template writes."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Proof:
     """What the round trips of a chat template showed."""
 
-    forms: dict[str, CallMessages]
+    forms: dict[str, CallMessages] = field(default_factory=dict)
     """Formats that read the call, with the form of messages that the template takes."""
-    written: str
+    written: str = ""
     """The turn as the template wrote it; empty if it does not write calls."""
+    shown: str | None = None
+    """The format whose calls the prompt describes."""
+    no_calls: str = ""
+    """Why the template takes no message with a call; empty if it takes one."""
+    no_results: str = ""
+    """Why the template takes no results behind a call that was read."""
 
 
 def prove_formats(template: MessageTemplate) -> Proof:
     """Tries every format on a chat template."""
-    forms, written = dict[str, CallMessages](), ""
+    proof, refusals = Proof(), list[str]()
     for name, form in FORMATS.items():
-        for messages in (CallMessages(form, content, as_text) for content in ("", None) for as_text in (False, True)):
-            turn = _write_turn(template, messages)
-            if turn and _CALL.name in turn:
-                written = written or turn
-                if _reads(form, turn) and (proved := _prove_results(template, messages)):
-                    forms[name] = proved
-                    break
-    return Proof(forms, written)
+        for messages in _messages_of(form):
+            try:
+                turn = _write_turn(template, messages)
+            except NoTemplate as error:
+                refusals.append(str(error))
+                continue
+            proof.written = proof.written or (turn if _CALL.name in turn else "")
+            if not _reads(form, turn):
+                continue
+            try:
+                proof.forms[name] = _prove_results(template, messages)
+                break
+            except (NoTemplate, ValueError) as error:  # ValueError: the template left out the call
+                proof.no_results = proof.no_results or str(error)
+    if not proof.written:
+        proof.shown = _shown_format(template)
+        proof.no_calls = refusals[0] if len(refusals) == sum(len(_messages_of(one)) for one in FORMATS.values()) else ""
+    return proof
 
 
 def choose_format(template: MessageTemplate, wanted: str) -> tuple[str, str]:
@@ -79,19 +91,33 @@ def choose_format(template: MessageTemplate, wanted: str) -> tuple[str, str]:
         template.calls = proof.forms[name]
         return name, ""
     if not proof.written:
-        name = FALLBACK if wanted == AUTO else wanted
+        name = proof.shown if wanted == AUTO else wanted
+        does = f"rejects messages with tool calls ({proof.no_calls})" if proof.no_calls else "does not write tool calls"
+        if name is None:
+            raise WrongFormat(
+                f"the chat template {does}, and its prompt shows no known format, so nothing says how the model "
+                f"writes them ({KEY}.format=auto).\n"
+                f"  known:  {', '.join(FORMATS)}\n"
+                f"  to do:  name the format of the model's calls ({KEY}.format=NAME), or give the tokenizer a chat "
+                "template that writes calls (model.tokenizer_path)"
+            )
         return name, (
-            f"note: the chat template does not write tool calls, so nothing proves that the model writes them as "
+            f"note: the chat template {does}, so nothing proves that the model writes them as "
             f"{KEY}.format={name} reads them."
         )
-    shown = proof.written.strip()[:_SHOWN]
+    written = proof.written.strip()[:_SHOWN]
     if proof.forms:
         raise WrongFormat(
-            f"{KEY}.format={wanted} does not read the tool calls of this model. Its chat template writes:\n{shown}\n"
+            f"{KEY}.format={wanted} does not read the tool calls of this model. Its chat template writes:\n{written}\n"
             f"  to do:  set {KEY}.format={fitting}, or leave it out: auto finds it"
         )
+    if proof.no_results:
+        raise WrongFormat(
+            f"the chat template shows no tool results behind a call: {proof.no_results}\n{written}\n"
+            "  to do:  give the tokenizer another chat template (model.tokenizer_path)"
+        )
     raise WrongFormat(
-        f"no format of tool calls reads what the chat template writes ({KEY}.format={wanted}):\n{shown}\n"
+        f"no format of tool calls reads what the chat template writes ({KEY}.format={wanted}):\n{written}\n"
         f"  known:  {', '.join(FORMATS)}\n"
         "  to do:  write the format as a file in posttrain/conversations/formats, or give the tokenizer a chat "
         "template that writes calls in a known one (model.tokenizer_path)"
@@ -112,18 +138,30 @@ def find_format(template: MessageTemplate, wanted: str, say: Callable[[str], Non
     return name, None
 
 
+def _messages_of(form: CallFormat) -> list[CallMessages]:
+    """The forms of messages to try, the most common one first."""
+    contents, as_texts = ("", None), (False, True)
+    return [CallMessages(form, content, as_text, tools=[_SCHEMA]) for content in contents for as_text in as_texts]
+
+
 def _write_turn(template: MessageTemplate, messages: CallMessages) -> str:
-    """The model's turn with the call, as the template writes it; empty if the template refuses the message."""
-    try:
-        turn: Any = messages.message([(_CALL.name, _ARGUMENTS)])
-        text = template.render([_QUESTION, turn], opens=False, tools=[_SCHEMA])
-        prompt = template.render([_QUESTION], opens=True, tools=[_SCHEMA])
-    except NoTemplate:
-        return ""
-    for beginning in (prompt, _THINKING.sub("", prompt)):
+    """The model's turn with the call, as the template writes it. NoTemplate if it rejects the message."""
+    text = template.render([_QUESTION, messages.message([(_CALL.name, _ARGUMENTS)])], opens=False, tools=[_SCHEMA])
+    prompt = template.render([_QUESTION], opens=True, tools=[_SCHEMA])
+    for beginning in (prompt, without_thinking(prompt), without_thinking(prompt).rstrip()):
         if text.startswith(beginning):
             return text[len(beginning) :]
     return text.rpartition(str(_QUESTION["content"]))[2]
+
+
+def _shown_format(template: MessageTemplate) -> str | None:
+    """The format of the example that the prompt gives to the model. Hermes's is none that can be read."""
+    try:
+        prompt = template.render([_QUESTION], opens=True, tools=[_SCHEMA])
+    except NoTemplate:
+        return None
+    readable = [name for name, form in FORMATS.items() if any(isinstance(one, ToolCall) for one in form.read(prompt))]
+    return readable[0] if readable else FALLBACK if FORMATS[FALLBACK].opening in prompt else None
 
 
 def _reads(form: CallFormat, turn: str) -> bool:
@@ -138,17 +176,17 @@ def _reads(form: CallFormat, turn: str) -> bool:
         return False
 
 
-def _prove_results(template: MessageTemplate, messages: CallMessages) -> CallMessages | None:
-    """The messages of several calls, or of one, behind which the template shows tool results; None if it does not."""
+def _prove_results(template: MessageTemplate, messages: CallMessages) -> CallMessages:
+    """The messages of several calls, or of one, behind which the template shows tool results; an error if it shows
+    none."""
     before, result = template.calls, {"role": "tool", "content": "4", "name": _CALL.name}
     try:
-        for several in (True, False):
-            template.calls = replace(messages, several=several)
-            try:
-                template.ids([result, result], -1)
-                return template.calls
-            except (NoTemplate, ValueError):  # ValueError: the template left out the last call
-                continue
-        return None
+        template.calls = replace(messages, several=True)
+        try:
+            template.ids([result, result], -1)
+        except (NoTemplate, ValueError):
+            template.calls = replace(messages, several=False)
+            template.ids([result, result], -1)
+        return template.calls
     finally:
         template.calls = before

@@ -41,6 +41,8 @@ class CallMessages:
     """Whether arguments are JSON text, as in OpenAI's API, instead of a mapping."""
     several: bool = True
     """Whether a message may have several calls."""
+    tools: Sequence[Mapping[str, Any]] | None = None
+    """Tools that are shown while results are rendered: some templates cannot do without any (Hermes 2 and 3)."""
 
     def message(self, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> Message:
         """The message of these calls: (name, arguments) of each."""
@@ -139,15 +141,31 @@ class MessageTemplate:
             mark = f"{_PLACEHOLDER}{len(names) - 1}"  # stands in the last call
             turn = self.calls.message([(name, {"text": f"{_PLACEHOLDER}{n}"}) for n, name in enumerate(names)])
             shown = _with_ids(messages, [one["id"] for one in turn["tool_calls"]])
-        key = str(turn)
+        key, tools = str(turn), self.calls.tools if self.calls else None
         if key not in self._ends:
             if len(self._ends) > 100:  # a model may write any name into a call
                 self._ends.clear()
-            self._ends[key] = self.render([_QUESTION, turn], opens=False, tools=None).partition(mark)[2]
-        alone, text = self._ends[key], self.render([_QUESTION, turn, *shown], opens=True, tools=None)
+            self._ends[key] = self.render([_QUESTION, turn], opens=False, tools=tools).partition(mark)[2]
+        alone, text = self._ends[key], self.render([_QUESTION, turn, *shown], opens=True, tools=tools)
         text = text[text.index(mark) + len(mark) :]
-        end = self.calls.format.turn_end(alone) if self.calls and names else 0
-        return alone[end:], text[end:]
+        if self.calls and names:
+            alone, text = self._behind_calls(alone, text, self.calls.format)
+        if alone.strip() in self.untrusted.special and not text.startswith(alone):
+            # Some end the last turn of all in another way: gpt-oss with <|return|> instead of <|end|>, Nemotron Nano v2
+            # without the line before <SPECIAL_12>.
+            begin = text.lstrip()
+            found = max((one for one in self.untrusted.special if begin.startswith(one)), key=len, default="")
+            alone = text[: len(text) - len(begin)] + found if found else alone
+        return alone, text
+
+    def _behind_calls(self, alone: str, text: str, form: CallFormat) -> tuple[str, str]:
+        """What stands behind the calls of the turn, where nothing follows it and where results do."""
+        end = form.turn_end(alone)
+        if text.startswith(alone[:end]):
+            return alone[end:], text[end:]
+        # Apriel writes the id of a call once it is answered.
+        pieces = text.split(form.closing, alone[:end].count(form.closing))
+        return alone[end:], pieces[-1]
 
     def _shows(self, message: Message) -> bool:
         """Whether the template shows such messages at all: it may quote them, and so spell them differently."""

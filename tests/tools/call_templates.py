@@ -1,4 +1,5 @@
-"""Short chat templates of our own that write tool calls and results as those of the families do.
+"""Short chat templates of our own that write tool calls and results as those of the families do. Real ones are in
+`real_templates/`, where a licence allows it.
 
 Only what matters to tool calls is here: how turns begin and end, how a call and its result are written, what happens to
 thinking, and what the real templates require of messages (ids, names, JSON text as arguments).
@@ -142,6 +143,56 @@ MINIMAX = (
     "{% else %}]~b]{{ m.role }}\n{{ m.content }}[e~[\n{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}]~b]ai\n<think>\n{% endif %}"
 )
+NEMOTRON_2 = (  # the last turn of all ends in another way; there is an empty line behind it instead of one before
+    TOOLS.replace("OPEN", "<SPECIAL_10>System\n").replace("CLOSE", "\n")
+    + "{% for m in messages %}{% if m.role == 'assistant' %}<SPECIAL_11>Assistant\n{{ m.content or '' }}"
+    "{% if m.tool_calls %}<TOOLCALL>[{% for c in m.tool_calls %}"
+    '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}{{ ", " if not loop.last }}'
+    "{% endfor %}]</TOOLCALL>{% endif %}{{ '<SPECIAL_12>\n\n' if loop.last else '\n<SPECIAL_12>\n' }}"
+    "{% elif m.role == 'tool' %}{% if messages[loop.index0 - 1].role != 'tool' %}<SPECIAL_11>User\n<TOOL_RESPONSE>["
+    "{% endif %}{{ m.content }}{{ ', ' if not loop.last and messages[loop.index0 + 1].role == 'tool' else '' }}"
+    "{% if loop.last or messages[loop.index0 + 1].role != 'tool' %}]</TOOL_RESPONSE>{% endif %}"
+    "{% else %}<SPECIAL_11>User\n{{ m.content }}\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<SPECIAL_11>Assistant\n<think>\n{% endif %}"
+)
+KIMI_3 = (  # a turn is a message with three parts; the prompt opens the first one
+    '{% if tools %}<|open|>message role="system"<|sep|>{{ tools | tojson }}<|close|>message<|sep|><|end_of_msg|>{% endif %}'
+    "{% for m in messages %}<|open|>message role=\"{{ m.role }}\"<|sep|>{% if m.role == 'assistant' %}"
+    "<|open|>think<|sep|><|close|>think<|sep|><|open|>response<|sep|>{{ m.content or '' }}<|close|>response<|sep|>"
+    "{% if m.tool_calls %}<|open|>tools<|sep|>{% for c in m.tool_calls %}"
+    '<|open|>call tool="{{ c.function.name }}" index="{{ loop.index }}"<|sep|>{% for k, v in c.function.arguments.items() %}'
+    "<|open|>argument key=\"{{ k }}\" type=\"{{ 'string' if v is string else 'number' }}\"<|sep|>"
+    "{{ v if v is string else v | tojson }}<|close|>argument<|sep|>{% endfor %}<|close|>call<|sep|>{% endfor %}"
+    "<|close|>tools<|sep|>{% endif %}{% else %}{{ m.content }}{% endif %}<|close|>message<|sep|><|end_of_msg|>{% endfor %}"
+    '{% if add_generation_prompt %}<|open|>message role="assistant"<|sep|><|open|>think<|sep|>{% endif %}'
+)
+MINIMAX_3 = (  # nested values are nested tags
+    "{% macro xml(v) %}{% if v is mapping %}{% for k, one in v.items() %}]<]minimax[>[<{{ k }}>{{ xml(one) }}"
+    "]<]minimax[>[</{{ k }}>{% endfor %}{% elif v is string %}{{ v }}{% elif v is iterable %}{% for one in v %}"
+    "]<]minimax[>[<item>{{ xml(one) }}]<]minimax[>[</item>{% endfor %}{% else %}{{ v | tojson }}{% endif %}{% endmacro %}"
+    "{% if tools %}]~b]developer\n{{ tools | tojson }}[e~[\n{% endif %}"
+    "{% for m in messages %}{% if m.role == 'assistant' %}]~b]ai\n</mm:think>{{ m.content or '' }}{% if m.tool_calls %}"
+    ']<]minimax[>[<tool_call>\n{% for c in m.tool_calls %}]<]minimax[>[<invoke name="{{ c.function.name }}">'
+    "{{ xml(c.function.arguments) }}]<]minimax[>[</invoke>\n{% endfor %}]<]minimax[>[</tool_call>{% endif %}[e~[\n"
+    "{% elif m.role == 'tool' %}{% if messages[loop.index0 - 1].role != 'tool' %}]~b]tool{% endif %}"
+    "{{ '\n' }}<response>{{ m.content }}</response>"
+    "{% if loop.last or messages[loop.index0 + 1].role != 'tool' %}[e~[\n{% endif %}"
+    "{% else %}]~b]{{ m.role }}\n{{ m.content }}[e~[\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}]~b]ai\n{% endif %}"
+)
+HY_3 = (  # all tags have a suffix
+    "<｜hy_begin_of_sentence｜>{% if tools %}# Tools\n{{ tools | tojson }}{% endif %}{% for m in messages %}"
+    "{% if m.role == 'assistant' %}<｜hy_Assistant｜><think:opensource></think:opensource>{{ m.content or '' }}"
+    "{% if m.tool_calls %}<tool_calls:opensource>\n{% for c in m.tool_calls %}<tool_call:opensource>{{ c.function.name }}"
+    "<tool_sep:opensource>\n{% for k, v in c.function.arguments.items() %}<arg_key:opensource>{{ k }}</arg_key:opensource>"
+    "\n<arg_value:opensource>{{ v if v is string else v | tojson }}</arg_value:opensource>\n{% endfor %}"
+    "</tool_call:opensource>\n{% endfor %}</tool_calls:opensource>{% endif %}<｜hy_eos｜>"
+    "{% elif m.role == 'tool' %}{% if messages[loop.index0 - 1].role != 'tool' %}<tool_responses:opensource>\n{% endif %}"
+    "<tool_response:opensource>\n{{ m.content }}\n</tool_response:opensource>\n"
+    "{% if loop.last or messages[loop.index0 + 1].role != 'tool' %}</tool_responses:opensource>{% endif %}"
+    "{% else %}<｜hy_User｜>{{ m.content }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<｜hy_Assistant｜><think:opensource>{% endif %}"
+)
 LLAMA_CALL = '{"name": "{{ c.function.name }}", "parameters": {{ c.function.arguments | tojson }}}'
 PYTHONIC_CALL = (
     "[{{ c.function.name }}({% for k, v in c.function.arguments.items() %}{{ k }}={{ v | tojson }}"
@@ -159,7 +210,8 @@ TEMPLATES: dict[str, tuple[str, str]] = {
     "Qwen3-2507 Instruct": (chatml(JSON_CALL.removeprefix('{{ "\n" }}')), "hermes"),
     "Qwen3-2507 Thinking": (chatml(JSON_CALL, before=QWEN3_THINKING, opening="<think>\n"), "hermes"),
     "Hermes 3": (chatml(JSON_CALL, results="{% elif m.role == 'tool' %}<|im_start|>tool\n<tool_response>\n"
-                        "{{ m.content }}\n</tool_response><|im_end|>\n"), "hermes"),
+                        "{{ m.content }}\n</tool_response><|im_end|>\n")
+                 .replace("{% if tools %}", "{% if true %}", 1), "hermes"),  # it cannot do without tools
     "SmolLM3": (chatml(JSON_CALL, before="<think>\n\n</think>\n", opening="<think>\n\n</think>\n"), "hermes"),
     "Qwen3-Coder": (chatml(XML_CALL), "qwen3_coder"),
     "Qwen3.5": (chatml(XML_CALL, before=QWEN3_THINKING, opening="<think>\n"), "qwen3_coder"),
@@ -187,6 +239,10 @@ TEMPLATES: dict[str, tuple[str, str]] = {
     "gpt-oss": (GPT_OSS, "harmony"),
     "Kimi K2": (KIMI, "kimi_k2"),
     "MiniMax-M2": (MINIMAX, "minimax_m2"),
+    "MiniMax-M3": (MINIMAX_3, "minimax_m3"),
+    "Kimi K3": (KIMI_3, "kimi_k3"),
+    "Hunyuan Hy3": (HY_3, "hy3"),
+    "Nemotron Nano v2": (NEMOTRON_2, "nemotron_v2"),
 }  # fmt: skip
 """Family -> (template, the format that fits)."""
 
@@ -199,7 +255,8 @@ SPECIAL = [
     "<｜tool▁output▁end｜>", "<|observation|>", "<|start|>", "<|message|>", "<|channel|>", "<|call|>", "<|return|>",
     "<|im_system|>", "<|im_user|>", "<|im_assistant|>", "<|im_middle|>", "<|tool_calls_section_begin|>",
     "<|tool_calls_section_end|>", "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>",
-    "]~b]", "[e~[",
+    "]~b]", "[e~[", "]<]minimax[>[", "<SPECIAL_10>", "<SPECIAL_11>", "<SPECIAL_12>", "<|open|>", "<|close|>", "<|sep|>",
+    "<|end_of_msg|>", "<｜hy_begin_of_sentence｜>", "<｜hy_User｜>", "<｜hy_Assistant｜>", "<｜hy_eos｜>",
 ]  # fmt: skip
 
 

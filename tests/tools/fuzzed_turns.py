@@ -17,7 +17,12 @@ MARKS = [
     "<|tool_call_argument_begin|>", "<minimax:tool_call>", '<invoke name="f">', '<parameter name="a">', "```json\n",
     "{", "}", "[", "]", '"', "'", ",", ":", "(", ")", "\\", "\n", "\0", "\ud800", "é", "½", "f(a=", "NaN", "1e999", "-",
     "9" * 5000, " ", '{"name": "f", "arguments": {}}', '{"name": "f", "parameters": {"a": 1}}', "[f(a=1)]", "null",
-    "lambda:",
+    "lambda:", '<｜DSML｜invoke name="f">', '<｜DSML｜parameter name="a" string="false">', "</｜DSML｜parameter>",
+    '<|"|>', "<|tool_call>call:f{", "<tool_call|>", '<|open|>call tool="f"<|sep|>', "<|close|>call<|sep|>",
+    "]<]minimax[>[<a>", '<|open|>argument key="a" type="number"<|sep|>', "]<]minimax[>[</a>", "]<]minimax[>[<item>",
+    "<seed:tool_call>", '<atem:invoke name="f">', '<atem:parameter name="a">', "<tool_call:opensource>",
+    "f<tool_sep:opensource>", "<arg_key:opensource>a</arg_key:opensource>", "<arg_value:opensource>", "<tool_calls>",
+    "<TOOLCALL>", "<seed:think>", "<|tool_call|>", "a:",
 ]  # fmt: skip
 ARGUMENTS = [{}, {"a": 1}, {"text": "</tool_call>"}, {"a": [1, {"b": None}]}, {"x": "<think>"}, {"é": "\n"}]
 

@@ -5,15 +5,19 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
-from call_templates import TEMPLATES, chatml, tokenizer_of
+from call_templates import JSON_CALL, TEMPLATES, chatml, tokenizer_of
 from fuzzed_turns import read_all
+from test_real_templates import EXPECTED
 
 from posttrain.conversations.format_proof import WrongFormat, choose_format, prove_formats
-from posttrain.conversations.formats.base import FORMATS, Unreadable
+from posttrain.conversations.formats.base import FORMATS, THINKING, Unreadable, open_thinking, without_thinking
+from posttrain.conversations.serving.turns import TurnReader
 from posttrain.conversations.settings import FORMATS as NAMED
 from posttrain.conversations.templates import MessageTemplate
 from posttrain.conversations.tools.base import ToolCall
+from posttrain.rollout.base import Output
 
 SCHEMA = {
     "type": "function",
@@ -59,9 +63,9 @@ def test_tokens_behind_a_turn_are_those_of_the_whole_conversation(family, answer
     before = whole.removesuffix(behind)
     assert before.rstrip().endswith(FORMATS[TEMPLATES[family][1]].closing) or family.startswith("Mistral")
     # Where the model sampled the token that ends its turn, the results follow that token.
-    last = next((one for one in template.untrusted.special if behind.startswith(one)), None)
+    last = next((one for one in template.untrusted.special if behind.lstrip().startswith(one)), None)
     assert last is not None
-    if family != "Llama 4, pythonic":  # its turns end with two of them
+    if family not in ("Llama 4, pythonic", "Kimi K3", "Nemotron Nano v2"):  # turns end with several, or behind a line
         sampled = tokenizer.convert_tokens_to_ids(last)
         assert before + last + tokenizer.decode(template.ids(told, sampled), skip_special_tokens=False) == whole
 
@@ -81,14 +85,31 @@ def test_a_format_reads_what_it_writes_and_no_call_that_is_quoted_in_thinking(na
     (found,) = form.read(form.write(CALL))
     assert isinstance(found, ToolCall) and found.name == "add"
     assert {key: str(value) for key, value in found.arguments.items()} == {"a": "1", "b": "two words"}
-    if name == "harmony":  # thinking is a channel there
-        thought = "<|channel|>analysis<|message|>I could write to=functions.add {}<|end|><|start|>assistant"
-    else:
-        thought = f"<think>I could write {form.write(CALL)} here.</think>"
+    thought = {  # thinking is a channel there, or a message to itself
+        "harmony": "<|channel|>analysis<|message|>I could write to=functions.add {}<|end|><|start|>assistant",
+        "muse_glimmer": ' to=self<|message|>I could write <atem:invoke name="add"></atem:invoke><|eom|><|start|>assistant',
+    }.get(name, f"<think>I could write {form.write(CALL)} here.</think>")
     assert form.read(thought) == form.read("") == form.read("The answer is 5.") == []
     assert form.read(thought + form.write(CALL)) == [found]
-    if name != "harmony":
+    if name not in ("harmony", "muse_glimmer"):
         assert form.read(f"<think>never closed {form.write(CALL)}") == []
+
+
+@pytest.mark.parametrize("added", [False, True], ids=["text", "tokens"])
+@pytest.mark.parametrize("mark", THINKING)
+def test_a_prompt_that_opens_thinking_is_recognized_by_each_mark(mark, added):
+    """A call that the model quotes in the thinking that its prompt has opened is none."""
+    tokenizer = tokenizer_of("Qwen3")
+    if added:
+        tokenizer.add_tokens(["<think>", mark if mark == "[THINK]" else mark[: mark.index(">") + 1]])
+    form, call = FORMATS["hermes"], FORMATS["hermes"].write(CALL)
+    ids = tokenizer(f"<|im_start|>assistant\n{mark}\n", add_special_tokens=False)["input_ids"]
+    reader = TurnReader.of(tokenizer, form, (), ids, stop=(), tools={"add": SCHEMA["function"]})
+    thought = tokenizer(f"{call}{THINKING[mark]}5", add_special_tokens=False)["input_ids"]
+    turn = reader.read(Output(0, thought, np.zeros(len(thought), np.float32), "stop"))
+    assert (turn.text, turn.thinking, turn.calls) == ("5", call, [])
+    assert open_thinking(f"a{mark}\n") == mark and open_thinking(f"{mark}{THINKING[mark]}") == ""
+    assert without_thinking(f"a\n{mark}\n\n{THINKING[mark]}\n\n") == without_thinking(f"a\n{mark}\n") == "a\n"
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -135,6 +156,57 @@ TURNS = {
          "<|tool_call_end|><|tool_call_begin|> now <|tool_call_argument_begin|>{}<|tool_call_end|>",
          [ToolCall("add", {"a": 1}), ToolCall("now", {})]),
     ],
+    "deepseek_v32": [
+        ('Look.\n\n<｜DSML｜function_calls>\n<｜DSML｜invoke name="add">\n<｜DSML｜parameter name="a" string="false">1'
+         '</｜DSML｜parameter>\n<｜DSML｜parameter name="b" string="true">2</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
+         '<｜DSML｜invoke name="now">\n</｜DSML｜invoke>\n</｜DSML｜function_calls><｜end▁of▁sentence｜>',
+         [ToolCall("add", {"a": 1, "b": "2"}), ToolCall("now", {})]),
+    ],
+    "gemma4": [
+        ('<|tool_call>call:add{a:1,b:<|"|>x: {y}, <b>"z"<|"|>,c:{d:[true,None,<|"|>e<|"|>]}}<tool_call|><|tool_call>call:now{}'
+         "<tool_call|><|tool_response>",
+         [ToolCall("add", {"a": 1, "b": 'x: {y}, <b>"z"', "c": {"d": [True, None, "e"]}}), ToolCall("now", {})]),
+    ],
+    "kimi_k3": [
+        ('<|open|>tools<|sep|><|open|>call tool="add" index="1"<|sep|><|open|>argument key="a" type="number"<|sep|>1'
+         '<|close|>argument<|sep|><|open|>argument key="b&quot;" type="string"<|sep|>2<|close|>argument<|sep|><|close|>call'
+         '<|sep|><|open|>call tool="now" index="2"<|sep|><|open|>json type="object"<|sep|>{"c": 3}<|close|>json<|sep|>'
+         "<|close|>call<|sep|><|close|>tools<|sep|>", [ToolCall("add", {"a": 1, 'b"': "2"}), ToolCall("now", {"c": 3})]),
+    ],
+    "minimax_m3": [
+        (']<]minimax[>[<tool_call>\n]<]minimax[>[<invoke name="add">]<]minimax[>[<a>1]<]minimax[>[</a>]<]minimax[>[<b>'
+         "]<]minimax[>[<item>x]<]minimax[>[</item>]<]minimax[>[<item>]<]minimax[>[<c>y]<]minimax[>[</c>]<]minimax[>[</item>"
+         ']<]minimax[>[</b>]<]minimax[>[</invoke>\n]<]minimax[>[<invoke name="now">]<]minimax[>[</invoke>\n'
+         "]<]minimax[>[</tool_call>", [ToolCall("add", {"a": "1", "b": ["x", {"c": "y"}]}), ToolCall("now", {})]),
+    ],
+    "seed_oss": [
+        ("<seed:think>Hm.</seed:think>\n<seed:tool_call>\n<function=add>\n<parameter=a>1</parameter>\n<parameter=b>x\ny"
+         "</parameter>\n</function>\n</seed:tool_call>", [ToolCall("add", {"a": "1", "b": "x\ny"})]),
+    ],
+    "hy3": [
+        ("<tool_calls:opensource>\n<tool_call:opensource>add<tool_sep:opensource>\n<arg_key:opensource>a</arg_key:opensource>"
+         "\n<arg_value:opensource>1</arg_value:opensource>\n</tool_call:opensource>\n<tool_call:opensource>now"
+         "<tool_sep:opensource>\n</tool_call:opensource>\n</tool_calls:opensource>",
+         [ToolCall("add", {"a": "1"}), ToolCall("now", {})]),
+    ],
+    "muse_glimmer": [
+        (' to=self<|message|><atem:invoke name="no"></atem:invoke><|eom|><|start|>assistant to=add<|message|>'
+         '<atem:function_calls>\n<atem:invoke name="add">\n<atem:parameter name="a">1</atem:parameter>\n</atem:invoke>\n'
+         '</atem:function_calls><|eom|><|start|>assistant to=now<|message|><atem:function_calls>\n<atem:invoke name="now">\n'
+         "</atem:invoke>\n</atem:function_calls><|eot|>", [ToolCall("add", {"a": "1"}), ToolCall("now", {})]),
+    ],
+    "granite": [
+        ('<|tool_call|>[{"name": "add", "arguments": {"a": 1}}, {"name": "now", "arguments": {}}]<|end_of_text|>',
+         [ToolCall("add", {"a": 1}), ToolCall("now", {})]),
+    ],
+    "apriel": [
+        ('Look.\n<tool_calls>\n{"name": "add", "arguments": {"a": 1}}\n{"name": "now", "arguments": {}}\n</tool_calls>',
+         [ToolCall("add", {"a": 1}), ToolCall("now", {})]),
+    ],
+    "nemotron_v2": [
+        ('<TOOLCALL>[{"name": "write", "arguments": {"text": "</TOOLCALL>"}}]</TOOLCALL><SPECIAL_12>',
+         [ToolCall("write", {"text": "</TOOLCALL>"})]),
+    ],
     "harmony": [
         ('<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary to=functions.add '
          '<|constrain|>json<|message|>{"a": 1}<|call|>', [ToolCall("add", {"a": 1})]),
@@ -144,6 +216,7 @@ TURNS = {
     "llama_pythonic": [
         ("[add(a=-1, b='x', c=[1, {'d': None}], e=true), time.now()]<|eot_id|>",
          [ToolCall("add", {"a": -1, "b": "x", "c": [1, {"d": None}], "e": True}), ToolCall("time.now", {})]),
+        ("Look.<|tool_call_start|>[add(a=1)]<|tool_call_end|><|im_end|>", [ToolCall("add", {"a": 1})]),
         ("[1, 2]", []), ("[1, add(a=1)]", []), ("Look: [add(a=1)]", []),
     ],
 }  # fmt: skip
@@ -164,6 +237,23 @@ def test_calls_are_read_as_the_family_writes_them(name, turn, calls):
         ("deepseek_v3", "<｜tool▁call▁begin｜>add<｜tool▁sep｜>1<｜tool▁call▁end｜>x<｜tool▁call▁begin｜>"),
         ("kimi_k2", "<|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>{<|tool_call_end|>"),
         ("harmony", "<|channel|>commentary to=functions.add<|message|>{<|call|>"),
+        ("deepseek_v32", '<｜DSML｜invoke name="f"><｜DSML｜parameter name="a" string="false">{</｜DSML｜parameter>'),
+        ("deepseek_v32", "<｜DSML｜invoke>"),
+        ("gemma4", "<|tool_call>call:f{a:<|"),
+        ("gemma4", "<|tool_call>f(a=1)<tool_call|>"),
+        (
+            "kimi_k3",
+            '<|open|>call tool="f"<|sep|><|open|>argument key="a" type="number"<|sep|>{<|close|>argument<|sep|>',
+        ),
+        ("kimi_k3", "<|open|>call f<|close|>call<|sep|>"),
+        ("minimax_m3", ']<]minimax[>[<invoke name="f">]<]minimax[>[<a>1]<]minimax[>[</b>'),
+        ("minimax_m3", ']<]minimax[>[<invoke name="f">]<]minimax[>[<a>' * 300),
+        ("seed_oss", "<seed:tool_call>add(1)</seed:tool_call>"),
+        ("hy3", "<tool_call:opensource>add(1)</tool_call:opensource>"),
+        ("muse_glimmer", " to=add<|message|><atem:invoke>add(1)</atem:invoke>"),
+        ("granite", "<|tool_call|>add(1)"),
+        ("apriel", "<tool_calls>add(1)</tool_calls>"),
+        ("nemotron_v2", "<TOOLCALL>[{</TOOLCALL>"),
         ("llama_pythonic", "[add(1)]"),
         ("llama_pythonic", "[add(a=open('x'))]"),
         ("llama_pythonic", "[add(a=" + "(" * 5000),
@@ -178,9 +268,20 @@ def test_what_cannot_be_read_tells_the_model_how_a_call_is_written(name, turn):
 def test_a_template_that_writes_no_calls_proves_nothing_and_one_that_no_format_reads_is_refused():
     tokenizer = tokenizer_of("Qwen2.5")
     tokenizer.chat_template = chatml("")
-    name, note = choose_format(MessageTemplate(tokenizer), "auto")
-    assert name == "hermes" and "does not write tool calls" in note
-    assert choose_format(MessageTemplate(tokenizer), "glm")[0] == "glm"
+    with pytest.raises(WrongFormat, match=r"does not write tool calls, and its prompt shows no known format"):
+        choose_format(MessageTemplate(tokenizer), "auto")
+    name, note = choose_format(MessageTemplate(tokenizer), "glm")
+    assert name == "glm" and "does not write tool calls, so nothing proves" in note
+    for example, shown in (('{"name": <name>}', "hermes"), ("name\n<arg_key>key</arg_key>", "glm")):
+        tokenizer.chat_template = f"Write <tool_call>{example}</tool_call>." + chatml("")
+        name, note = choose_format(MessageTemplate(tokenizer), "auto")
+        assert name == shown and "does not write tool calls, so nothing proves" in note
+    tokenizer.chat_template = chatml("{{ raise_exception('no calls') }}")
+    with pytest.raises(WrongFormat, match=r"rejects messages with tool calls \(.*no calls\)"):
+        choose_format(MessageTemplate(tokenizer), "auto")
+    tokenizer.chat_template = chatml(JSON_CALL, results="{% elif m.role == 'tool' %}")
+    with pytest.raises(WrongFormat, match=r"shows no tool results behind a call: (?s:.*)<tool_call>"):
+        choose_format(MessageTemplate(tokenizer), "auto")
     tokenizer.chat_template = chatml("CALL {{ c.function.name }} WITH {{ c.function.arguments }}")
     with pytest.raises(WrongFormat, match=r"no format of tool calls reads .*(?s:.*)CALL probe_tool WITH"):
         choose_format(MessageTemplate(tokenizer), "auto")
@@ -188,6 +289,7 @@ def test_a_template_that_writes_no_calls_proves_nothing_and_one_that_no_format_r
 
 def test_every_format_is_proved_by_a_template_and_has_its_row_in_the_docs():
     page = (Path(__file__).resolve().parents[2] / "docs" / "call_formats.md").read_text()
-    assert {fitting for _, fitting in TEMPLATES.values()} == set(FORMATS) == set(NAMED)
+    real = {name for one in EXPECTED.values() for name in one.formats}
+    assert {fitting for _, fitting in TEMPLATES.values()} | real == set(FORMATS) == set(NAMED)
     for name, form in FORMATS.items():
         assert f"| `{name}` | {form.models} |" in page

@@ -16,8 +16,20 @@ AUTO = "auto"
 """The setting that leaves the choice of a format to the chat template."""
 _DECODER = json.JSONDecoder()
 # Models quote calls while they think about them; only what stands outside of these marks is a call.
-_THINKING = {"<think>": "</think>", "[THINK]": "[/THINK]"}
-_THINKS = "|".join(re.escape(mark) for mark in _THINKING)
+THINKING = {
+    "<think>": "</think>",
+    "[THINK]": "[/THINK]",
+    "<seed:think>": "</seed:think>",
+    "<mm:think>": "</mm:think>",
+    "<think:opensource>": "</think:opensource>",
+    "<|START_THINKING|>": "<|END_THINKING|>",
+    "<|channel>thought": "<channel|>",
+    "<|open|>think<|sep|>": "<|close|>think<|sep|>",
+}
+_BLANKS = re.compile(r"\s*")
+_THINKS = "|".join(re.escape(mark) for mark in THINKING)
+_THOUGHT = "|".join(re.escape(mark) for mark in THINKING.values())
+_OPENS_OR_SKIPS = re.compile(rf"(?:(?:{_THINKS})\s*)?(?:(?:{_THOUGHT})\s*)?\Z")
 
 
 class Unreadable(ValueError):
@@ -50,10 +62,10 @@ class CallFormat(ABC):
         """(thinking, words) of a turn. Without `has_calls` its calls, if any, are words."""
         begin, turn = "", text.lstrip()
         if found := re.match(_THINKS, turn):
-            end = turn.find(_THINKING[found[0]], found.end())
+            end = turn.find(THINKING[found[0]], found.end())
             if end < 0:
                 return turn[found.end() :].strip(), ""
-            begin, text = turn[found.end() : end].strip(), turn[end + len(_THINKING[found[0]]) :].lstrip("\n")
+            begin, text = turn[found.end() : end].strip(), turn[end + len(THINKING[found[0]]) :].lstrip("\n")
         if has_calls:
             text = text.partition(self.opening)[0].rstrip() if self.opening else ""
         return begin, text
@@ -78,6 +90,30 @@ class CallFormat(ABC):
         return Unreadable(f"A tool call must be written like this: {self.write(ToolCall('NAME', {'KEY': 'VALUE'}))}")
 
 
+class JsonList(CallFormat):
+    """Calls as a list of JSON objects between two marks, or behind the first of them alone (closing `]`)."""
+
+    def read(self, text: str) -> list[ToolCall | Unreadable]:
+        closing = self.closing if self.closing != "]" else None
+        return [call for inner in find_blocks(text, self.opening, closing) for call in self._read(inner)]
+
+    def _read(self, inner: str) -> Iterator[ToolCall | Unreadable]:
+        place, found = 0, False
+        while inner.startswith(("[", "{"), begin := _BLANKS.match(inner, place).end()):  # pyright: ignore (it matches)
+            try:
+                value, place = _DECODER.raw_decode(inner, begin)
+            except (ValueError, RecursionError):
+                yield self.explain()
+                return
+            found = True
+            yield from (read_call(one, "arguments") for one in (value if isinstance(value, list) else [value]))
+        if not found:
+            yield self.explain()
+
+    def write(self, call: ToolCall) -> str:
+        return f"{self.opening}[{write_call(call, 'arguments')}]{self.closing.removeprefix(']')}"
+
+
 FORMATS: Registry[CallFormat] = Registry("format of tool calls", package="posttrain.conversations.formats")
 
 
@@ -86,8 +122,8 @@ def find_blocks(text: str, opening: str, closing: str | None) -> Iterator[str]:
     block is the rest of the turn."""
     marks, place = re.compile(f"{re.escape(opening)}|{_THINKS}"), 0
     while found := marks.search(text, place):
-        if found[0] in _THINKING:
-            place = _end_of(text, _THINKING[found[0]], found.end())
+        if found[0] in THINKING:
+            place = _end_of(text, THINKING[found[0]], found.end())
             continue
         # A string of a JSON block may spell the closing mark, so the search for it starts behind the block's object.
         end = text.find(closing, _skip_object(text, found.end())) if closing else -1
@@ -95,11 +131,23 @@ def find_blocks(text: str, opening: str, closing: str | None) -> Iterator[str]:
         place = end + len(closing) if closing and end >= 0 else len(text)
 
 
+def open_thinking(prompt: str) -> str:
+    """The mark with which a prompt has opened the model's thinking; empty if it has not. The turn behind it has the
+    closing mark alone."""
+    prompt = prompt.rstrip()
+    return next((mark for mark in THINKING if prompt.endswith(mark)), "")
+
+
+def without_thinking(prompt: str) -> str:
+    """A prompt without the marks that open or skip thinking at its end: a finished turn does not show them."""
+    return _OPENS_OR_SKIPS.sub("", prompt, count=1)
+
+
 def skip_thinking(text: str) -> str:
     """The turn without the thinking that it begins with."""
     text = text.lstrip()
     while found := re.match(_THINKS, text):
-        text = text[_end_of(text, _THINKING[found[0]], found.end()) :].lstrip()
+        text = text[_end_of(text, THINKING[found[0]], found.end()) :].lstrip()
     return text
 
 
@@ -110,9 +158,9 @@ def _end_of(text: str, mark: str, place: int) -> int:
 
 
 def _skip_object(text: str, place: int) -> int:
-    """The end of the JSON object that stands here; this place if there is none."""
-    begin = re.compile(r"\s*").match(text, place).end()  # pyright: ignore (it always matches)
-    if not text.startswith("{", begin):
+    """The end of the JSON object or list that stands here; this place if there is none."""
+    begin = _BLANKS.match(text, place).end()  # pyright: ignore (it always matches)
+    if not text.startswith(("{", "["), begin):
         return place
     try:
         return _DECODER.raw_decode(text, begin)[1]

@@ -1,4 +1,5 @@
-"""`llama_pythonic`: what Llama 3.2 and 4 write: a turn that is a Python list of calls. It is parsed, never evaluated.
+"""`llama_pythonic`: what Llama 3.2, Llama 4 and LFM2 write: a turn that is a Python list of calls. It is parsed, never
+evaluated.
 
 [search(query="..."), add(a=1, b=2)]
 """
@@ -14,7 +15,7 @@ from posttrain.conversations.formats.base import FORMATS, CallFormat, Unreadable
 from posttrain.conversations.tools.base import ToolCall
 
 _CALLS = re.compile(r"\[\s*[A-Za-z_][\w.]{0,200}\s*\(")
-_START = "<|python_start|>"
+_START = re.compile(r"<\|python_start\|>|<\|tool_call_start\|>")
 _END = re.compile(r"<[^<>\s]{1,40}>\Z")  # a special token behind the list
 _NAMES = {"true": True, "false": False, "null": None}  # JSON's words, which models mix in
 _LONGEST = 100_000
@@ -23,12 +24,12 @@ _LONGEST = 100_000
 class LlamaPythonic(CallFormat):
     """A list at the beginning of a turn. A list of anything but calls is an answer."""
 
-    models = "Llama 3.2, Llama 4"
+    models = "Llama 3.2, Llama 4, LFM2"
     closing = "]"
 
     def read(self, text: str) -> list[ToolCall | Unreadable]:
         text = skip_thinking(text)
-        turn = (text.partition(_START)[2] if _START in text else text).strip()
+        turn = _START.split(text, maxsplit=1)[-1].strip()
         if not _CALLS.match(turn):
             return []
         if len(turn) > _LONGEST:

@@ -8,14 +8,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from posttrain.conversations.formats.base import CallFormat
+from posttrain.conversations.formats.base import THINKING, CallFormat, open_thinking
 from posttrain.conversations.serving.requests import Choice, Delta, Turn
 from posttrain.conversations.tools.arguments import ArgumentError, convert_arguments
 from posttrain.conversations.tools.base import ToolCall
 from posttrain.rollout.base import Output
 
-_OPENING = 16  # tokens at the end of a prompt that show whether it opens the model's thinking
-_THINK = "<think>"
+_OPENING = 32  # tokens at the end of a prompt that show whether it opens the model's thinking
 
 
 @dataclass(frozen=True)
@@ -28,8 +27,8 @@ class TurnReader:
     special: Sequence[str]
     stop: Sequence[str]
     tools: dict[str, dict[str, Any]]
-    thinks: bool
-    """Whether the prompt has opened the model's thinking."""
+    opened: str
+    """The mark with which the prompt has opened the model's thinking; empty if it has not."""
     calls_before: int = 0
     """Tool calls of earlier turns: ids of new ones count on, so that they depend on the conversation alone."""
 
@@ -38,7 +37,7 @@ class TurnReader:
         cls, tokenizer: Any, format: CallFormat | None, special: Sequence[str], prompt_ids: Sequence[int], **more: Any
     ):
         """The reader behind this prompt."""
-        return cls(tokenizer, format, special, thinks=_opens_thinking(tokenizer, tuple(prompt_ids[-_OPENING:])), **more)
+        return cls(tokenizer, format, special, opened=_opened_by(tokenizer, tuple(prompt_ids[-_OPENING:])), **more)
 
     def decode(self, ids: Sequence[int]) -> str:
         return self.tokenizer.decode(list(ids), skip_special_tokens=False)
@@ -57,7 +56,7 @@ class TurnReader:
         return Turn(self.clean(words), self.clean(thinking), calls, ids, stop)
 
     def _opened(self, text: str) -> str:
-        return _THINK + text if self.thinks else text
+        return self.opened + text
 
     def _converted(self, call: ToolCall) -> ToolCall:
         """Some formats write all arguments as texts; the tool's schema has their types."""
@@ -90,7 +89,8 @@ class TurnReader:
 
     def _held(self, text: str) -> int:
         """Characters at the end that may be the beginning of a mark, or blanks that are dropped before one."""
-        marks = [*self.stop, _THINK, "</think>", *([self.format.opening] if self.format and self.tools else [])]
+        calls = [self.format.opening] if self.format and self.tools else []
+        marks = [*self.stop, *THINKING, *THINKING.values(), *calls]
         partial = max((n for mark in marks for n in range(1, len(mark)) if text.endswith(mark[:n])), default=0)
         kept = text[: len(text) - partial]
         return partial + len(kept) - len(kept.rstrip())
@@ -102,18 +102,20 @@ def _any_of(texts: tuple[str, ...]) -> re.Pattern[str]:
 
 
 @lru_cache(maxsize=8)
-def _mark_id(tokenizer: Any) -> int | None:
-    """The token that opens thinking, where that is one token."""
-    ids = tokenizer(_THINK, add_special_tokens=False, verbose=False)["input_ids"]
-    return ids[0] if len(ids) == 1 else None
+def _mark_ids(tokenizer: Any) -> frozenset[int]:
+    """The added tokens with which marks that open thinking begin; none where no mark is a token of its own."""
+    marks = [tokenizer(mark, add_special_tokens=False, verbose=False)["input_ids"] for mark in THINKING]
+    if all(len(ids) > 1 for ids in marks):
+        return frozenset()
+    return frozenset({ids[0] for ids in marks} & tokenizer.added_tokens_decoder.keys())
 
 
-def _opens_thinking(tokenizer: Any, ids: tuple[int, ...]) -> bool:
-    """Whether a prompt with this end has opened the model's thinking."""
+def _opened_by(tokenizer: Any, ids: tuple[int, ...]) -> str:
+    """The mark with which a prompt with this end has opened the model's thinking."""
     # Most have not, and a tokenizer takes longer to decode than to compare.
-    if (mark := _mark_id(tokenizer)) is not None and mark not in ids:
-        return False
-    return tokenizer.decode(list(ids), skip_special_tokens=False).rstrip().endswith(_THINK)
+    if (marks := _mark_ids(tokenizer)) and marks.isdisjoint(ids):
+        return ""
+    return open_thinking(tokenizer.decode(list(ids), skip_special_tokens=False))
 
 
 class TurnStream:

@@ -5,6 +5,7 @@ Types are changed only where nothing is lost: "3" and 3.0 are integers, 3.5 is n
 
 from __future__ import annotations
 
+import ast
 import json
 import math
 import re
@@ -13,7 +14,7 @@ from typing import Any
 
 _INTEGER = re.compile(r"[+-]?[0-9]{1,400}")
 _NUMBER = re.compile(r"[+-]?([0-9]{1,400}\.?[0-9]{0,400}|\.[0-9]{1,400})([eE][+-]?[0-9]{1,4})?")
-_SHOWN, _BITS = 60, 1400
+_SHOWN, _BITS, _LONGEST = 60, 1400, 20_000
 # How deep arguments may be nested. Values nested a few hundred deep cannot be written to files, copied or shown.
 MOST_NESTED = 64
 
@@ -154,6 +155,18 @@ def _as(kind: str, value: Any) -> Any:
         try:
             made = json.loads(text)
         except (ValueError, RecursionError):
-            return None
+            made = _as_python(text)
         return made if _EXACT[kind](made) and is_shallow(made) else None
     return None
+
+
+def _as_python(text: str) -> Any:
+    """A list or an object of Python's literals, as the chat templates of Seed-OSS and MiniCPM write them; None if it is
+    none, or holds what JSON does not have."""
+    if len(text) > _LONGEST:
+        return None
+    try:
+        made = ast.literal_eval(text)
+        return made if json.loads(json.dumps(made, allow_nan=False)) == made else None
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
+        return None
