@@ -264,7 +264,7 @@ def make_paced(options: argparse.Namespace) -> Any:
 def run_alone(options: argparse.Namespace, engine: Any) -> tuple[float, int]:
     """The same turns, submitted as soon as the turn before has ended."""
     from posttrain.rollout.base import Request, Sampling
-    from posttrain.rollout.generate import advance, until_others_may_join
+    from posttrain.rollout.generate import admission_deadline, advance
 
     first, following = turn_ids(options)
     tokens = 0
@@ -277,7 +277,7 @@ def run_alone(options: argparse.Namespace, engine: Any) -> tuple[float, int]:
     for number, row in enumerate(ids):
         engine.submit(Request((number, 0), list(row), sampling(number, 0), number, keep=True))
     while engine.has_work():
-        for output in advance(engine, until_others_may_join(engine)):
+        for output in advance(engine, admission_deadline(engine)):
             number, turn = output.id
             tokens += len(output.token_ids)
             if turn + 1 == options.turns:

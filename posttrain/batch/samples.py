@@ -1,4 +1,4 @@
-"""The rows of a sample. A conversation with several branches is one sample of several rows (docs/contracts.md).
+"""The rows of a sample: a conversation with several branches is one sample with several rows (docs/contracts.md).
 
 Rows with the same `uid` and `sample` belong together. Batches without the field `branch` have one row per sample.
 """
@@ -10,8 +10,13 @@ from typing import Any
 import numpy as np
 
 BRANCH_FIELDS: dict[str, Any] = {"branch": 0, "parent": None, "fork": 0, "turn_ends": ()}
-"""Number of a row's branch, the branch that it was opened from, how many of its tokens it shares with that one, and
-(number, end in the response) of the turns that were sampled in it; with the values of a sample that is one row."""
+"""The fields of a row, with their values for a sample of a single row:
+
+    branch     number of the branch
+    parent     number of the branch that it was forked from
+    fork       how many of its first tokens it shares with the parent
+    turn_ends  (number of the turn, its end in the response) for each turn that was sampled in this branch
+"""
 
 
 def sample_of_rows(data: Any) -> np.ndarray:

@@ -96,7 +96,7 @@ class Agents:
             return self._agent(_find(entry["_target_"]), name, {**given, **config})
         if name in AGENTS:
             return self._agent(AGENTS[name], name, config)
-        if name == PROGRAM and self.settings.by_url:
+        if name == PROGRAM and self.settings.uses_http:
             # The programs' server is opened behind this (`opening.py`).
             return Agent(lambda chat, row: self.context["programs"].lead(chat, row), isolated=False)
         if name == "single_turn_agent":

@@ -146,7 +146,7 @@ class ConversationLoop:
     @property
     def others_may_join(self) -> bool:
         """Whether turns that are not ready yet are to be admitted between two decode steps of those that are."""
-        asks_again = self.agents.settings.by_url  # a program may want a turn while it awaits another
+        asks_again = self.agents.settings.uses_http  # a program may want a turn while it awaits another
         return not self.in_rounds and (bool(self._open) if asks_again else len(self._open) > len(self._generating))
 
     def next(self, *, wait: bool) -> tuple[dict[int, list[TurnRequest]], list[Output]]:

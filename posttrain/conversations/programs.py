@@ -45,7 +45,7 @@ from posttrain.conversations.serving.requests import ApiError, ContextFull
 from posttrain.conversations.serving.sessions import Sessions
 from posttrain.conversations.serving.wire import Link
 from posttrain.conversations.settings import AGENT_KEY as KEY
-from posttrain.conversations.settings import OUTSIDE, AgentSettings
+from posttrain.conversations.settings import EXTERNAL_PROGRAM, AgentSettings
 from posttrain.conversations.tools.threads import LoopThread
 from posttrain.errors import UserError
 from posttrain.rollout.base import Output
@@ -122,7 +122,7 @@ class Programs:
     def __init__(self, settings: AgentSettings, model: ServedModel, say: Callable[[str], None]) -> None:
         assert settings.program is not None
         self.settings, self.model, self._say = settings, model, say
-        outside = settings.program == OUTSIDE
+        outside = settings.program == EXTERNAL_PROGRAM
         self.asks = outside or settings.program_per == "run"
         """Whether programs ask for samples, instead of being started for one."""
         given = os.environ.get(KEY_VARIABLE)

@@ -1,4 +1,4 @@
-"""Settings of conversations, two free dicts of the rollout: `multi_turn` (tools) and `agent` (your own function)."""
+"""Settings of conversations, two untyped dicts of the rollout: `multi_turn` (tools) and `agent` (your own function)."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ SIDES = ("left", "middle", "right")
 _FORMATS = Path(__file__).parent / "formats"
 # A format of tool calls is a file. It is found by its name: checking settings must not import torch.
 FORMATS = tuple(sorted(file.stem for file in _FORMATS.glob("*.py") if file.stem not in ("__init__", "base")))
-OUTSIDE = "outside"
-"""What `agent.program` is where programs are started elsewhere."""
+EXTERNAL_PROGRAM = "outside"
+"""The value of `agent.program` if programs are started outside of the run."""
 VERIFIERS = "verifiers:"
-"""What an environment of the package verifiers begins with."""
+"""The prefix of `agent.path` for an environment of the package verifiers."""
 PROGRAM = "program"
-"""The name of the agent that `agent.program` makes."""
+"""The name of the agent that `agent.program` creates."""
 BUILT_IN = ("single_turn_agent", "tool_agent")
-"""Names of verl's own loops: what a run does without an agent, and what it does with multi_turn."""
+"""Names of verl's own loops: they do what a run does without an agent, and with multi_turn."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class TurnSettings:
     """`tools` are names (`calculator`, `python`, `search`) or functions of your own (`FILE.py:NAME`)."""
 
     enable: bool = False
-    """Answer the calls of tools in a response, and let the model go on behind the answer."""
+    """Answer the tool calls in a response, and let the model continue after the answer."""
     tools: list[str] = field(default_factory=list)
     """Tools that the model may call."""
     tool_config: dict[str, Any] = field(default_factory=dict)
@@ -45,78 +45,78 @@ class TurnSettings:
     mcp_config_path: str | None = None
     """A JSON file of MCP servers (`mcpServers` with `command` and `args`, or `url`), all of whose tools are given."""
     max_assistant_turns: int | None = setting(None, range=ONE_OR_MORE)
-    """Turns of the model in one response; null is as many as data.max_response_length has room for."""
+    """Turns of the model in one response; null is as many as fit into data.max_response_length."""
     max_parallel_calls: int = setting(1, range=ONE_OR_MORE)
-    """Calls that are answered in one turn; the model is told of those that were not."""
+    """Calls that are answered in one turn; further calls get a refusal as their answer."""
     max_tool_response_length: int = setting(1024, range=ONE_OR_MORE)
-    """Characters of a tool's answer that the model is shown; what is left out is marked."""
+    """Characters of a tool result that the model is shown; a mark shows where text was removed."""
     tool_response_truncate_side: str = setting("middle", choices=SIDES)
-    """What is kept of a longer answer: its beginning (`left`), both ends (`middle`) or its end (`right`)."""
+    """The part of a longer result that is kept: its beginning (`left`), both ends (`middle`) or its end (`right`)."""
     tool_timeout_s: float = setting(30.0, range=at_least(0.001))
-    """Seconds that a call may take; the model is told of one that takes longer."""
+    """Seconds that a call may take; a call that takes longer is answered with an error."""
     format: str = setting("auto", choices=("auto", *FORMATS))
     """How the model writes calls; `auto` finds the format that reads what the chat template writes."""
 
 
 @dataclass(frozen=True)
 class AgentSettings:
-    """`path` names the function (`FILE.py:NAME`); the other two are verl's ways to do so."""
+    """`path` names the function (`FILE.py:NAME`); verl's keys are `default_agent_loop`, `agent_loop_config_path`."""
 
     path: str | None = None
-    """The function or class that leads a conversation: `FILE.py:NAME`, `module.NAME`, or a registered name."""
+    """The function or class that runs a conversation: `FILE.py:NAME`, `module.NAME`, or a registered name."""
     config: dict[str, Any] = field(default_factory=dict)
-    """What it takes behind its `*`, by name."""
+    """Its keyword-only arguments (those after `*`), by name."""
     timeout_s: float = setting(60.0, range=POSITIVE)
-    """Seconds that it may take between two turns of the model; a conversation that takes longer has failed."""
+    """Seconds that it may take between two turns of the model; a conversation that takes longer fails."""
     processes: int = setting(32, range=ONE_OR_MORE)
-    """Worker processes that agents run in; where there are more conversations, several share one."""
+    """Worker processes for agents; if there are more conversations, several share a process."""
     max_rows: int | None = setting(None, range=ONE_OR_MORE)
-    """Rows of one sample (sub-agents, compacted or changed histories); an agent that wants one more gets an error, a
-    program status 400. null is no limit."""
+    """Most rows of one sample (sub-agents, compacted or changed histories). Beyond it, an agent gets an error and a
+    program HTTP status 400. null is no limit."""
     default_agent_loop: str | None = None
-    """A registered name, as verl has it: of the rows that name none in their column `agent_name`."""
+    """A registered name, as in verl: the agent of rows without an `agent_name`."""
     agent_loop_config_path: str | None = None
     """A YAML file of verl's form: a list of `name` and `_target_`."""
     interaction_config_path: str | None = None
-    """A YAML file of verl's interactions, which answer the model's turns as a user would (`interaction:` with `name`,
+    """A YAML file of verl's interactions, which answer the model's turns like a user (`interaction:` with `name`,
     `class_name`, `config`); also `multi_turn.interaction_config_path`."""
     program: str | None = None
-    """A command that leads each conversation as a process of its own, which speaks to the policy by its base URL
-    (docs/serve.md); `outside` waits for programs that are started elsewhere."""
+    """A command that runs each conversation in its own process, which calls the policy over HTTP (docs/serve.md);
+    `outside` waits for programs that are started elsewhere."""
     program_per: str = setting("sample", choices=("sample", "run"))
-    """Whether the program is started for each sample, or once for the `run`: it then asks for samples itself
-    (docs/serve.md), which saves its start."""
+    """Whether the program is started for each sample, or once for the `run`. In the second case it requests samples
+    itself (docs/serve.md), so it starts only once."""
     python: str | None = None
-    """The interpreter of a program that begins with `python`, or of verifiers: its packages need not fit the
+    """The interpreter of a program that begins with `python`, or of verifiers; its packages may differ from the
     trainer's."""
     max_programs: int = setting(32, range=ONE_OR_MORE)
-    """Programs that run at once; the others of a step wait."""
+    """Programs that run at the same time; the others of a step wait."""
     memory_gb: float | None = setting(None, range=POSITIVE)
     """GiB of address space that each process of a program may have; null is no limit."""
     host: str = "127.0.0.1"
     """The address on which the programs' server listens."""
     port: int = setting(0, range=at_least(0))
-    """Its port; 0 takes one that is free."""
+    """Its port; 0 takes a free port."""
     http_processes: int | None = setting(None, range=ONE_OR_MORE)
-    """Processes of that server, each with a port of its own (`port`, `port` + 1, ...). null is one for every four
-    cores, at most 4; with `program: outside` it is one."""
+    """Processes of that server, each with its own port (`port`, `port` + 1, ...). null is one for every four cores, at
+    most 4; with `program: outside` it is one."""
 
     def count_http_processes(self) -> int:
-        """How many processes speak HTTP with programs."""
+        """How many processes serve HTTP requests of programs."""
         if self.http_processes is not None:
             return self.http_processes
-        return 1 if self.program == OUTSIDE else max(1, min(4, cores.usable() // 4))
+        return 1 if self.program == EXTERNAL_PROGRAM else max(1, min(4, cores.usable() // 4))
 
     @property
-    def by_url(self) -> bool:
-        """Whether programs lead conversations by their base URL; verifiers' environments are programs, too."""
+    def uses_http(self) -> bool:
+        """Whether conversations are driven over HTTP, by a program or an environment of verifiers."""
         return bool(self.program or (self.path or "").startswith(VERIFIERS))
 
     @property
     def default(self) -> str | None:
-        """The agent of rows that name none."""
+        """The agent of rows without an `agent_name`."""
         interacts = "tool_agent" if self.interaction_config_path else None
-        return PROGRAM if self.by_url else self.path or self.default_agent_loop or interacts
+        return PROGRAM if self.uses_http else self.path or self.default_agent_loop or interacts
 
     @property
     def enable(self) -> bool:
@@ -135,7 +135,7 @@ def agent_settings(given: Mapping[str, Any]) -> AgentSettings:
 
 
 def check(checked: Checked) -> Iterator[Finding]:
-    """Names, types and ranges; that there is a tool to call, and one agent at most."""
+    """Check names, types and ranges, that there is a tool to call, and that there is at most one agent."""
     if hasattr(checked.config, "actor_rollout_ref"):  # supervised training has no conversations
         yield from _check_turns(checked)
         yield from _check_agent(checked)
@@ -145,17 +145,17 @@ def _check_turns(checked: Checked) -> Iterator[Finding]:
     settings = yield from check_dict(checked, TURNS_KEY, TurnSettings)
     if settings is None:
         return
-    # An environment has tools of its own, and an interaction answers turns without any.
+    # An environment has its own tools, and an interaction answers turns without tools.
     agent = [one for one in checked.config.actor_rollout_ref.rollout.agent.values() if one is not None]
     files = settings.tool_config_path or settings.function_tool_path or settings.mcp_config_path
     if settings.enable and not (settings.tools or files or agent):
         what = f"`{TURNS_KEY}.enable=True`, but there is no tool that the model could call."
         yield checked.problem(what, "name some: actor_rollout_ref.rollout.tools=[calculator]", TURNS_KEY)
     always = ("enable", *(("max_assistant_turns",) if agent else ()))
-    idle = [name for name in checked.config.actor_rollout_ref.rollout.multi_turn if name not in always]
-    if idle and not settings.enable:
+    without_effect = [name for name in checked.config.actor_rollout_ref.rollout.multi_turn if name not in always]
+    if without_effect and not settings.enable:
         why = f"{TURNS_KEY}.enable is False, so that no tool is called"
-        yield f"{TURNS_KEY}: {', '.join(idle)} have no effect: {why}."
+        yield f"{TURNS_KEY}: {', '.join(without_effect)} have no effect: {why}."
 
 
 def _check_agent(checked: Checked) -> Iterator[Finding]:
@@ -174,21 +174,23 @@ def _check_agent(checked: Checked) -> Iterator[Finding]:
     if settings.program and (settings.path or settings.default_agent_loop):
         what = f"`{AGENT_KEY}.program` and `{AGENT_KEY}={settings.path or settings.default_agent_loop}` are two agents."
         yield checked.problem(what, "keep one of them", AGENT_KEY)
-    if settings.by_url and settings.host not in _LOOPBACK and not os.environ.get("POSTTRAIN_API_KEY"):
+    if settings.uses_http and settings.host not in _LOOPBACK and not os.environ.get("POSTTRAIN_API_KEY"):
         what = f"`{AGENT_KEY}.host={settings.host}` lets other machines in, and there is no key."
         yield checked.problem(what, "set the environment variable POSTTRAIN_API_KEY", f"{AGENT_KEY}.host")
     of_programs = [
         name for name in given if name in ("program_per", "python", "max_programs", "memory_gb", "host", "port")
     ]
-    if of_programs and not settings.by_url:
+    if of_programs and not settings.uses_http:
         yield f"{AGENT_KEY}: {', '.join(of_programs)} have no effect: {AGENT_KEY}.program is not set."
-    if settings.program == OUTSIDE and "program_per" in given:
+    if settings.program == EXTERNAL_PROGRAM and "program_per" in given:
         yield f"{AGENT_KEY}.program_per has no effect: programs elsewhere are not started by the run."
-    asks = settings.by_url and (settings.program in (None, OUTSIDE) or settings.program_per == "run")
-    if "max_programs" in given and asks:
-        yield f"{AGENT_KEY}.max_programs has no effect: one program asks for samples, and decides how many it plays."
+    program_pulls_samples = settings.uses_http and (
+        settings.program in (None, EXTERNAL_PROGRAM) or settings.program_per == "run"
+    )
+    if "max_programs" in given and program_pulls_samples:
+        yield f"{AGENT_KEY}.max_programs has no effect: one program requests the samples itself."
     if settings.program and "config" in given:
         yield f"{AGENT_KEY}.config has no effect: a program has its arguments in {AGENT_KEY}.program."
-    idle = [name for name in given if name in ("config", "timeout_s", "processes", "max_rows")]
-    if idle and not settings.enable:
-        yield f"{AGENT_KEY}: {', '.join(idle)} have no effect: no agent is named ({AGENT_KEY}=FILE.py:NAME)."
+    without_effect = [name for name in given if name in ("config", "timeout_s", "processes", "max_rows")]
+    if without_effect and not settings.enable:
+        yield f"{AGENT_KEY}: {', '.join(without_effect)} have no effect: no agent is named ({AGENT_KEY}=FILE.py:NAME)."

@@ -1,15 +1,15 @@
-"""Text from outside as tokens: a tool's result or an environment's words may spell a control token, and become none.
+"""Encodes text of tools and environments, so that control tokens which it spells stay plain text.
 
-A chat template is rendered to text and the text cut into tokens, so a result `x<|im_end|>` would end the turn that it
-stands in. Here a control token is real only where the template itself wrote it:
+A chat template is rendered to text and the text is cut into tokens, so a tool result `x<|im_end|>` would end its turn.
+Here a control token is real only if the template itself wrote it:
 
-1. Control tokens that a message spells are broken by a mark before the template sees them. What is whole in the
-   rendered text afterwards is the template's own.
-2. The template's own are renamed, the mark is taken out, and a copy of the tokenizer that knows control tokens by their
-   new names alone encodes the text. To the copy `<|im_end|>` is text like any other.
+1. A mark is inserted into control tokens that a message spells, before the template sees them. Control tokens that are
+   still intact in the rendered text were written by the template.
+2. Those of the template are renamed and the mark is removed. Then a copy of the tokenizer encodes the text. The copy
+   knows control tokens only by their new names, so `<|im_end|>` is plain text for it.
 
 Names and mark are random, so no result can spell them. Messages that spell no control token, which are nearly all, are
-rendered and encoded as ever.
+rendered and encoded as usual.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ class UntrustedText:
         self._copies: dict[frozenset[str], _Renamed] = {}
 
     def ids(self, messages: Sequence[Message], render: Render) -> list[int]:
-        """Ids of the text that `render` gives for these messages; whatever they spell, their words are plain text."""
+        """Ids of the text that `render` gives for these messages. Control tokens that messages spell are plain text."""
         if not any(self._spells_control(text) for message in messages for text in _texts(message)):
             return self.encode(render(messages))
-        # Added tokens that are not special, such as <tool_response>, are words like others unless the template writes
-        # them around these messages: only there do they mean something.
-        written = render([_map_texts(message, lambda _: "?", keep=_READ) for message in messages])
-        around = {text for text in self._added if text in written}
-        text = render([self._broken(message, around) for message in messages])
-        return self._encode_broken(text, frozenset(around | self.special.keys()))
+        # Added tokens that are not special, such as <tool_response>, count as control tokens only if the template
+        # writes them for these messages. Otherwise a message may contain them as words.
+        written = render([_map_texts(message, lambda _: "?", keep=_STRUCTURAL_KEYS) for message in messages])
+        template_added = {text for text in self._added if text in written}
+        text = render([self._defused(message, template_added) for message in messages])
+        return self._encode_defused(text, frozenset(template_added | self.special.keys()))
 
     def encode(self, text: str) -> list[int]:
         backend = getattr(self.tokenizer, "backend_tokenizer", None)
@@ -57,16 +57,16 @@ class UntrustedText:
     def _spells_control(self, text: str) -> bool:
         if any(one in text for one in self._all):
             return True
-        # A tokenizer that looks for tokens in normalized text finds one that is spelled in another way, too.
+        # A tokenizer that searches normalized text also finds a token in another spelling.
         return self._normalizes and not set(self._all.values()).isdisjoint(self.encode(text))
 
-    def _broken(self, message: Message, around: set[str]) -> Message:
-        # An assistant's message may have a part that its template looks for, such as </think>.
-        found = self.special.keys() if message.get("role") == "assistant" else self.special.keys() | around
+    def _defused(self, message: Message, template_added: set[str]) -> Message:
+        # A template may search an assistant's message for such a token, for example </think>.
+        found = self.special.keys() if message.get("role") == "assistant" else self.special.keys() | template_added
         pattern = _any_of(found)
         return _map_texts(message, lambda text: pattern.sub(lambda m: m[0][:1] + self._mark + m[0][1:], text))
 
-    def _encode_broken(self, text: str, controls: frozenset[str]) -> list[int]:
+    def _encode_defused(self, text: str, controls: frozenset[str]) -> list[int]:
         if controls not in self._copies:
             self._copies[controls] = _Renamed(self.tokenizer, {one: self._all[one] for one in controls})
         renamed = self._copies[controls]
@@ -76,7 +76,7 @@ class UntrustedText:
 
 @lru_cache(maxsize=4)
 def untrusted_text(tokenizer: Any) -> UntrustedText:
-    """The one of a tokenizer: copies of large vocabularies take a second."""
+    """The cached `UntrustedText` of a tokenizer; copying a large vocabulary takes a second."""
     return UntrustedText(tokenizer)
 
 
@@ -101,7 +101,7 @@ class _Renamed:
 
     def _plain(self, text: str) -> list[int]:
         found = [(self.real.get(token), token) for token in self._tokens(text)]
-        return [number for real, token in found for number in ([real] if real is not None else self._numbers(token))]
+        return [number for real, token in found for number in ([real] if real is not None else self._token_ids(token))]
 
     def _tokens(self, text: str) -> list[str]:
         if self.backend is not None:
@@ -109,14 +109,15 @@ class _Renamed:
         options = {"add_special_tokens": False, "split_special_tokens": True, "verbose": False}
         return self.tokenizer.convert_ids_to_tokens(self.tokenizer(text, **options)["input_ids"])
 
-    def _numbers(self, token: str) -> list[int]:
-        # Some vocabularies hold a control token as a word of theirs (Unigram's "</s>"): then it is spelled out.
+    def _token_ids(self, token: str) -> list[int]:
+        # Some vocabularies also have a control token as an ordinary word (Unigram's "</s>"): then it is spelled out.
         spelled = [token] if token not in self.controls else [one for char in token for one in self._tokens(char)]
         return self.tokenizer.convert_tokens_to_ids(spelled)
 
 
 def _control_tokens(tokenizer: Any) -> tuple[dict[str, int], dict[str, int]]:
-    """(special tokens, other added tokens), each text -> id. The unknown token is none: any odd character gives it."""
+    """(special tokens, other added tokens), each text -> id. The unknown token is not special here: any rare character
+    may give it."""
     added = {one.content: (number, one.special) for number, one in tokenizer.added_tokens_decoder.items()}
     named = dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=False))
     special = {text: number for text, (number, is_special) in added.items() if is_special} | named
@@ -136,7 +137,7 @@ def _with_names(backend: Any, names: Mapping[str, str]) -> Any:
 
 
 def _any_of(texts: Any, *, keep: bool = False) -> re.Pattern[str]:
-    """Matches any of these, the longest where several begin; `keep` makes `split` give what it split at, too."""
+    """Matches any of these texts, and the longest if several match; with `keep`, `split` also returns the matches."""
     longest_first = "|".join(re.escape(one) for one in sorted(texts, key=len, reverse=True)) or r"(?!)"
     return re.compile(f"({longest_first})" if keep else longest_first)
 
@@ -150,12 +151,12 @@ def _texts(value: Any) -> Iterator[str]:
             yield from _texts(one)
 
 
-# What templates read of a message besides its words.
-_READ = ("role", "type", "name", "id", "tool_call_id")
+# Keys of a message that templates read besides its text.
+_STRUCTURAL_KEYS = ("role", "type", "name", "id", "tool_call_id")
 
 
 def _map_texts(value: Any, change: Callable[[str], str], keep: Sequence[str] = ()) -> Any:
-    """The message with its texts changed, but for what stands under the keys of `keep`."""
+    """The message with its texts changed, except the values of the keys in `keep`."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):

@@ -69,15 +69,15 @@ def _rl(case: Case, rows: int) -> Iterator[Finding]:
         AREA,
         *notes,
         f"{sizes.prompts} prompts per step, each answered {n} times: {sizes.responses} responses.",
-        f"They are cut into {math.ceil(sizes.prompts / sizes.mini_batch_prompts)} mini-batches of "
-        f"{sizes.mini_batch_prompts} prompts ({mini_rows} responses), gone over {actor.ppo_epochs} "
-        f"time{'s' * (actor.ppo_epochs != 1)}: {sizes.updates_per_step} optimizer "
+        f"They are split into {math.ceil(sizes.prompts / sizes.mini_batch_prompts)} mini-batches of "
+        f"{sizes.mini_batch_prompts} prompts ({mini_rows} responses) and trained for {actor.ppo_epochs} "
+        f"epoch{'s' * (actor.ppo_epochs != 1)}: {sizes.updates_per_step} optimizer "
         f"step{'s' * (sizes.updates_per_step != 1)} per step.",
         f"A mini-batch is computed in at least {math.ceil(mini_rows / in_pass)} "
-        f"pass{'es' * (mini_rows > in_pass)} of at most {in_pass} responses of the longest kind ({longest} tokens); "
-        "how it is cut changes no result.",
+        f"micro-batch{'es' * (mini_rows > in_pass)} of at most {in_pass} sequences of the maximum length ({longest} "
+        "tokens); the split changes no result.",
         f"{rows} prompts make {per_epoch} step{'s' * (per_epoch != 1)} per epoch"
-        + (f", {left_out} of them wait for another epoch's order" if left_out else "")
+        + (f", {left_out} of them are left over in each epoch" if left_out else "")
         + f"; the run has {sizes.total_steps} steps, {sizes.total_steps * sizes.responses:,} responses and "
         f"{sizes.total_updates:,} optimizer steps"
         + (f" ({critic_updates(config, sizes):,} of the critic)." if critic else "."),
@@ -103,8 +103,8 @@ def _supervised(case: Case, rows: int) -> None:
     case.report.fact(
         AREA,
         f"{batch} {unit} per optimizer step, computed in at least {math.ceil(batch / in_pass)} "
-        f"pass{'es' * (batch > in_pass)} of at most {in_pass} {unit} of the longest kind ({data.max_length} tokens "
-        "each); how it is cut changes no result.",
+        f"micro-batch{'es' * (batch > in_pass)} of at most {in_pass} {unit} of the maximum length ({data.max_length} "
+        "tokens each); the split changes no result.",
         f"{rows} {unit} make {math.ceil(rows / batch)} step{'s' * (rows > batch)} per epoch; the run has {steps} "
         "steps.",
     )

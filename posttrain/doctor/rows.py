@@ -210,11 +210,15 @@ def _find_repeats(case: Case) -> Iterator[Finding]:
     ambiguous = [prompt for prompt, several in truths.items() if len(several) > 1]
     if ambiguous and case.is_rl:
         what = (
-            f"{len(ambiguous)} training prompts occur with different truths (for example {ambiguous[0][:60]}): what is "
+            f"{len(ambiguous)} training prompts occur with different reference answers (for example "
+            f"{ambiguous[0][:60]}): an answer that is right for one row is wrong for the other."
         )
-        what += "right for one row is wrong for the other."
         yield Finding(
-            WARNING, AREA, what, where, "keep the right truth of each, or list all accepted ones as its truth"
+            WARNING,
+            AREA,
+            what,
+            where,
+            "keep the right reference answer of each, or list all accepted ones",
         )
 
 
@@ -223,8 +227,8 @@ def _find_overlap(case: Case) -> Iterator[Finding]:
     val = case.rows.get("val", [])
     shared = sum(_question_key(case, row) in seen for row in val)
     if shared:
-        what = f"{shared} of {len(val)} validation prompts are training prompts too: validation would show what was "
-        what += "learnt by heart."
+        what = f"{shared} of {len(val)} validation prompts are training prompts too: validation would measure "
+        what += "memorization."
         do = "remove them from one of the two files"
         yield Finding(WARNING, AREA, what, case.where("data.train_files", "data.val_files"), do)
 

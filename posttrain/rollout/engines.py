@@ -28,7 +28,7 @@ from posttrain.rollout.base import RolloutEngine
 from posttrain.rollout.hf import MODES, HFEngine
 from posttrain.rollout.native.build import build_native, can_run_native, use_fp8
 from posttrain.rollout.proof import why_wrong
-from posttrain.rollout.server.build import build_server
+from posttrain.rollout.server.build import connect_servers
 from posttrain.rollout.sglang.build import build_sglang
 from posttrain.rollout.vllm.build import build_vllm
 
@@ -191,7 +191,7 @@ def make_sglang(order: Order) -> Made | str:
 @register_engine("server", with_adapters=True)
 def make_server(order: Order) -> Made | str:
     """Engines in other processes, reached by their URLs."""
-    engine, name = build_server(order.module, order.config, decode=order.decode, longest=order.longest)
+    engine, name = connect_servers(order.module, order.config, decode=order.decode, longest=order.longest)
     if (problem := why_wrong(engine, order.module)) is not None:  # no other engine is meant
         raise UserError(f"actor_rollout_ref.rollout.name=server: {name} does not generate as this model: {problem}")
     return engine, name

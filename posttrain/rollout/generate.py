@@ -36,7 +36,7 @@ def advance(engine: RolloutEngine, until: Callable[[], bool] = lambda: False) ->
     return ended
 
 
-def until_others_may_join(engine: RolloutEngine) -> Callable[[], bool]:
+def admission_deadline(engine: RolloutEngine) -> Callable[[], bool]:
     """For `advance`: ends it soon, between two steps, so that requests that are ready by then can be admitted."""
     if engine.ranks > 1:  # ranks that hold an engine together must make the same steps, whatever their clocks say
         steps = count()

@@ -1,4 +1,4 @@
-"""The checks that all ranks run together, in order. Each raises `Wrong` with a sentence that names the fault.
+"""The checks that all ranks run together, in order. Each raises `CheckFailed` with a sentence that names the fault.
 
 `python -m posttrain.selftest.checks ...` is one rank, started by the command. It writes what each check found into a
 file of its own, so that the command sees which rank stopped answering.
@@ -40,8 +40,8 @@ from posttrain.rollout.generate import generate
 from posttrain.rollout.weight_buckets import SyncError, checksum_of_all, split_into_buckets
 from posttrain.selftest.world import (
     ALLOWED,
+    CheckFailed,
     World,
-    Wrong,
     compare_with_one_device,
     one_device,
     relative,
@@ -89,22 +89,22 @@ def collectives(world: World) -> None:
     dist.all_reduce(total)
     expected = torch.arange(1.0, 1025.0, device=world.device) * (size * (size + 1) / 2)
     if not torch.equal(total, expected):
-        raise Wrong(
+        raise CheckFailed(
             f"all_reduce: rank {world.rank} has {float(total[0]):g} as the sum of 1 to {size}, not "
             f"{float(expected[0]):g}: a sum over ranks is wrong"
         )
     for place, part in enumerate(world.gathered(own)):
         if not torch.equal(part, own / (world.rank + 1) * (place + 1)):
-            raise Wrong(f"all_gather: what rank {place} gave arrives elsewhere: the order of ranks is wrong")
+            raise CheckFailed(f"all_gather: what rank {place} gave arrives elsewhere: the order of ranks is wrong")
     for source in range(size):
         sent = torch.full((8,), float(world.rank), device=world.device)
         dist.broadcast(sent, source)
         if not bool((sent == source).all()):
-            raise Wrong(f"broadcast: from rank {source} comes {float(sent[0]):g}")
+            raise CheckFailed(f"broadcast: from rank {source} comes {float(sent[0]):g}")
     share = torch.empty(1024 // size, device=world.device)
     dist.reduce_scatter_tensor(share, own[: 1024 // size * size].contiguous())
     if not torch.equal(share, expected[world.rank * len(share) :][: len(share)]):
-        raise Wrong(f"reduce_scatter: rank {world.rank} has another share of the sum than its own")
+        raise CheckFailed(f"reduce_scatter: rank {world.rank} has another share of the sum than its own")
     world.facts.append(f"{dist.get_backend()} over {size} ranks")
 
 
@@ -113,11 +113,11 @@ def devices(world: World) -> None:
     here = torch.cat(row_log_probs(world.module().eval(), PROMPTS[:3])).detach().cpu()
     host = torch.cat(row_log_probs(world.module(torch.device("cpu")).eval(), PROMPTS[:3])).detach()
     if (apart := relative(here, host)) > ALLOWED:
-        raise Wrong(f"the device of rank {world.rank} computes log-probs that are {apart:.1e} from a CPU's")
+        raise CheckFailed(f"the device of rank {world.rank} computes log-probs that are {apart:.1e} from a CPU's")
     parts = world.gathered(here)
     for rank, part in enumerate(parts):
         if not torch.equal(part, parts[0]):
-            raise Wrong(f"rank {rank} computes other numbers than rank 0 from the same weights")
+            raise CheckFailed(f"rank {rank} computes other numbers than rank 0 from the same weights")
     world.facts.append(f"log-probs within {relative(here, host):.1e} of a CPU")
 
 
@@ -192,14 +192,18 @@ def resume(world: World) -> None:
     for name, tensor in _state(again).items():
         if not torch.equal(tensor, saved[name]):
             what = "the state of the optimizer" if name.startswith("optim") else "a weight"
-            raise Wrong(f"{what} is not what was saved: {name} differs on rank {world.rank}")
+            raise CheckFailed(f"{what} is not what was saved: {name} differs on rank {world.rank}")
     whole, continued = train(engine, world, first=1), train(again, world, first=1)
     for name, weight in whole.weights.items():
         if not torch.equal(weight, continued.weights[name]):
-            raise Wrong(f"a step after the checkpoint is not bitwise that of the run that went on: {name} differs")
+            raise CheckFailed(
+                f"a step after the checkpoint is not bitwise that of the run that went on: {name} differs"
+            )
     restore_rng(manager.load_rng(path))
     if not torch.equal(torch.rand(4), drawn):
-        raise Wrong("random numbers after a resume are not those that would have followed: their state is not restored")
+        raise CheckFailed(
+            "random numbers after a resume are not those that would have followed: their state is not restored"
+        )
     world.facts.append("weights, optimizer, random numbers and the next step are bitwise identical")
 
 
@@ -256,9 +260,9 @@ def _rollout(world: World, name: str, module: torch.nn.Module, team: Team | None
         )
     except UserError as error:  # an engine is proved when it is built
         how = ": a rank holds another part of a matrix than its own, or parts are summed wrongly" if team else ""
-        raise Wrong(f"{error}{how}") from error
+        raise CheckFailed(f"{error}{how}") from error
     if not said.startswith(name):
-        raise Wrong(f"the engine {name} does not serve this model: {said}")
+        raise CheckFailed(f"the engine {name} does not serve this model: {said}")
     held = f"one engine by {team.size} ranks" if team else "an engine on each rank"
     world.facts.append(f"{said.partition(',')[0]}{')' if '(' in said.partition(',')[0] else ''}, {held}")
     return engine
@@ -292,7 +296,7 @@ def check_rollout(world: World, name: str) -> None:
         how = (
             "a rank holds another part of a matrix than its own, or parts are summed wrongly" if team else "it is wrong"
         )
-        raise Wrong(f"{name}: log-probs are {apart:.1e} from those of one device: {how}")
+        raise CheckFailed(f"{name}: log-probs are {apart:.1e} from those of one device: {how}")
     if team is not None:
         team.check_same(zlib.crc32(repr([output.token_ids for output in outputs]).encode()), "what it has sampled")
     world.facts.append(f"log-probs within {apart:.1e} of one device")
@@ -329,19 +333,19 @@ def _sync(world: World, trainer: TrainEngine, rollout: RolloutEngine, *, first: 
         total, arrived = checksum_of_all(total, bucket), arrived | set(bucket.tensors)
     sums = [int(part) for part in world.gathered(torch.tensor([total]))]
     if len(set(sums)) > 1:
-        raise Wrong(f"ranks were given different weights: checksums {', '.join(f'{one:x}' for one in sums)}")
+        raise CheckFailed(f"ranks were given different weights: checksums {', '.join(f'{one:x}' for one in sums)}")
     missing = [name for name, _ in sent if name not in arrived]
     if missing:
-        raise Wrong(f"{len(missing)} of {len(sent)} weights never reached the rollout: {missing[0]} is the first")
+        raise CheckFailed(f"{len(missing)} of {len(sent)} weights never reached the rollout: {missing[0]} is the first")
     try:
         largest = probe.compare(trainer, rollout)["sync/probe_max"]
     except SyncError as error:
         what = "adapters" if beside or trainer.facts().adapters else "weights"
         if not first and torch.equal(before, probe.score_with_rollout(rollout)):
-            raise Wrong(
+            raise CheckFailed(
                 f"the rollout still computes with the {what} before the update: the sync changed nothing"
             ) from None
-        raise Wrong(f"{error}: {what} that were synced are not those of the trainer, or stale") from None
+        raise CheckFailed(f"{error}: {what} that were synced are not those of the trainer, or stale") from None
     rollout.wake("cache")
     world.facts.append(f"{len(sent)} {'adapters' if beside else 'weights'}, checksum {total:x}, probe {largest:.1e}")
 
@@ -393,7 +397,7 @@ def main() -> int:
             if options.ranks > 1:
                 dist.barrier()
             error = None
-        except (Wrong, UserError) as found:
+        except (CheckFailed, UserError) as found:
             error = {"text": str(found), "own": True}
         except Exception as found:
             traceback.print_exc()

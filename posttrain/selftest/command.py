@@ -308,7 +308,7 @@ class SelfTest:
     # -- whole runs -----------------------------------------------------------------------------------------------
     def _runs(self, names: Sequence[str]) -> None:
         from posttrain.selftest.runs import RUNS, Runs, why_not
-        from posttrain.selftest.world import Wrong
+        from posttrain.selftest.world import CheckFailed
 
         runs = Runs(self.folder, self.ranks, self.gpus, self.limit)
         for name in names:
@@ -319,7 +319,7 @@ class SelfTest:
             begun = time.monotonic()
             try:
                 facts, problem = work(runs), ""
-            except Wrong as error:
+            except CheckFailed as error:
                 facts, problem = [], str(error)
             except subprocess.TimeoutExpired:
                 facts, problem = [], f"the run did not end within {self.limit:.0f} s"

@@ -15,16 +15,16 @@ from pathlib import Path
 from typing import Any
 
 from posttrain import cores
-from posttrain.selftest.world import Wrong
+from posttrain.selftest.world import CheckFailed
 
 REWARD = """
 def score(data_source, solution_str, ground_truth, extra_info=None):
     return sum(map(ord, solution_str)) % 7 / 6
 """
-STEPS, SAVED = 4, 2
-TIMES = ("time", "timing", "perf/")  # metrics that a clock decides
+STEPS, SAVE_EVERY = 4, 2
+TIMING_PREFIXES = ("time", "timing", "perf/")  # timing metrics differ between equal runs
 END_S = 90.0
-"""For a run to end after one of its ranks was killed, and for its processes to be gone."""
+"""How long a run may take to end after one of its ranks was killed, and its processes to disappear."""
 
 
 class Runs:
@@ -58,7 +58,7 @@ class Runs:
             "trainer.experiment_name": name,
             "trainer.export_hf": "none",
             "trainer.total_training_steps": STEPS,
-            "trainer.save_freq": SAVED,
+            "trainer.save_freq": SAVE_EVERY,
             "reward.num_workers": 1,
             **more,
         }
@@ -71,7 +71,7 @@ class Runs:
         write_files(self.folder / "data", arithmetic_rows(max_operand=10))
 
     def run(self, name: str, **more: Any) -> list[dict[str, Any]]:
-        """The metrics of each step of a run that must end well."""
+        """The metrics of each step of a run; raises if the run fails."""
         log = self.folder / f"{name}.log"
         with log.open("w") as written:
             ended = subprocess.run(
@@ -79,23 +79,27 @@ class Runs:
             )
         if ended.returncode:
             last = log.read_text(errors="replace").strip().splitlines()[-3:]
-            raise Wrong(f"the run ended with status {ended.returncode}: {' / '.join(last)[:600]}")
+            raise CheckFailed(f"the run ended with status {ended.returncode}: {' / '.join(last)[:600]}")
         return self.metrics(name)
 
     def metrics(self, name: str) -> list[dict[str, Any]]:
         path = self.folder / "runs" / "selftest" / name / "metrics.jsonl"
         lines = path.read_text().splitlines() if path.exists() else []
-        return [{key: value for key, value in json.loads(line).items() if not key.startswith(TIMES)} for line in lines]
+        return [
+            {key: value for key, value in json.loads(line).items() if not key.startswith(TIMING_PREFIXES)}
+            for line in lines
+        ]
 
 
 def train(runs: Runs) -> list[str]:
     runs.prepare()
     metrics = runs.run("whole")
     if [line["step"] for line in metrics] != list(range(1, STEPS + 1)):
-        raise Wrong(f"the run logged the steps {[line['step'] for line in metrics]}")
+        raise CheckFailed(f"the run logged the steps {[line['step'] for line in metrics]}")
     if not all(line["actor/grad_norm"] > 0 for line in metrics):
-        raise Wrong("a step has no gradient")
-    return [f"{STEPS} steps of GRPO on {runs.workers} worker(s), probe {max(_probes(metrics)):.1e}"]
+        raise CheckFailed("a step has no gradient")
+    done = f"{STEPS} steps of GRPO on {runs.workers} worker(s)"
+    return [f"{done}, largest difference between rollout and trainer log-probs {max(_probes(metrics)):.1e}"]
 
 
 def _probes(metrics: list[dict[str, Any]]) -> list[float]:
@@ -104,19 +108,19 @@ def _probes(metrics: list[dict[str, Any]]) -> list[float]:
 
 def resume(runs: Runs) -> list[str]:
     """Continue from the checkpoint in the middle of `train`'s run: the later steps are the same, bit-for-bit."""
-    saved = runs.folder / "runs" / "selftest" / "whole" / "checkpoints" / f"global_step_{SAVED}"
+    saved = runs.folder / "runs" / "selftest" / "whole" / "checkpoints" / f"global_step_{SAVE_EVERY}"
     if not saved.exists():
-        raise Wrong("there is no checkpoint to continue from: `run` failed, or was not asked for")
+        raise CheckFailed("there is no checkpoint to continue from: `run` failed, or was not asked for")
     again = runs.run("resumed", **{"trainer.resume_mode": "resume_path", "trainer.resume_from_path": saved})
     later = {line["step"]: line for line in again}
-    for line in runs.metrics("whole")[SAVED:]:
+    for line in runs.metrics("whole")[SAVE_EVERY:]:
         other = later.get(line["step"])
         if other is None:
-            raise Wrong(f"the resumed run has no step {line['step']}")
-        if apart := [key for key in line if key in other and line[key] != other[key]]:
-            values = f"{apart[0]} is {line[apart[0]]} and {other[apart[0]]}"
-            raise Wrong(f"step {line['step']} after a resume is not bitwise the same: {values}")
-    return [f"steps {SAVED + 1} to {STEPS} are bitwise those of the run that went on"]
+            raise CheckFailed(f"the resumed run has no step {line['step']}")
+        if differing := [key for key in line if key in other and line[key] != other[key]]:
+            values = f"{differing[0]} is {line[differing[0]]} and {other[differing[0]]}"
+            raise CheckFailed(f"step {line['step']} after a resume is not bitwise the same: {values}")
+    return [f"steps {SAVE_EVERY + 1} to {STEPS} are bitwise identical to those of the uninterrupted run"]
 
 
 def kill(runs: Runs) -> list[str]:
@@ -131,16 +135,16 @@ def kill(runs: Runs) -> list[str]:
     try:
         _wait(lambda: len(runs.metrics("killed")) >= 1 or program.poll() is not None, runs.limit, "for a first step")
         family = descendants(program.pid)
-        ranks = [pid for pid in family if b"RankHost" in _words(pid)]
+        ranks = [pid for pid in family if b"RankHost" in _command_line(pid)]
         if not ranks:
-            raise Wrong("the run has no processes of ranks")
+            raise CheckFailed("the run has no processes of ranks")
         os.kill(ranks[-1], signal.SIGKILL)
         begun = time.monotonic()
         _wait(lambda: program.poll() is not None, END_S, "for the run to end after a rank was killed")
         took = time.monotonic() - begun
         if program.returncode == 0:
-            raise Wrong("a run whose rank was killed ended with status 0")
-        _wait(lambda: not any(_words(pid) for pid in family), END_S, "for the run's processes to be gone")
+            raise CheckFailed("a run whose rank was killed ended with status 0")
+        _wait(lambda: not any(_command_line(pid) for pid in family), END_S, "for the run's processes to be gone")
     finally:
         if program.poll() is None:
             for pid in (*descendants(program.pid), program.pid):
@@ -152,7 +156,7 @@ def _wait(done: Callable[[], bool], limit: float, what: str) -> None:
     until = time.monotonic() + limit
     while not done():
         if time.monotonic() > until:
-            raise Wrong(f"waited {limit:.0f} s {what}")
+            raise CheckFailed(f"waited {limit:.0f} s {what}")
         time.sleep(0.1)
 
 
@@ -170,7 +174,7 @@ def descendants(parent: int) -> list[int]:
     return found
 
 
-def _words(pid: int) -> bytes:
+def _command_line(pid: int) -> bytes:
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
@@ -183,7 +187,7 @@ def _kill(pid: int) -> None:
 
 
 def why_not(name: str, workers: int) -> str | None:
-    """Why the run of this name cannot be tried here; None where it can."""
+    """Why the run of this name cannot be tested here; None if it can."""
     if name == "killed rank" and workers == 1:
         return "a run of one worker is one process: there is no rank beside it to kill"
     if workers > 1 and importlib.util.find_spec("ray") is None:

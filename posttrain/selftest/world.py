@@ -28,7 +28,7 @@ STEPS = 2
 ROWS = 16
 
 
-class Wrong(Exception):
+class CheckFailed(Exception):
     """What a check found, as a sentence for the report."""
 
 
@@ -112,11 +112,13 @@ def compare_with_one_device(world: World, found: Trained, expected: Trained) -> 
         like = ", ".join(f"{ratio:.4g}" for ratio in ratios)
         scaled = max(ratios) - min(ratios) < 10 * ALLOWED * max(ratios)
         cause = "the gradient has a wrong scale" if scaled else "gradients are not summed as they should be"
-        raise Wrong(f"gradient norms over {world.size} ranks are {like} times those of one device: {cause}")
+        raise CheckFailed(f"gradient norms over {world.size} ranks are {like} times those of one device: {cause}")
     for name, weight in expected.weights.items():
         apart = relative(found.weights[name], weight)
         if apart > ALLOWED * 10:
-            raise Wrong(f"after {STEPS} steps the weight {name} is {apart:.1e} (relative) from that of one device")
+            raise CheckFailed(
+                f"after {STEPS} steps the weight {name} is {apart:.1e} (relative) from that of one device"
+            )
     furthest = max(abs(ratio - 1) for ratio in ratios)
     world.facts.append(f"gradient norms within {furthest:.1e} of one device")
 

@@ -22,7 +22,7 @@ from posttrain.models.loading import check_positions, end_token_ids, end_token_n
 from posttrain.protocol import DataProto
 from posttrain.rollout.base import Output, Request, RolloutEngine, Sampling
 from posttrain.rollout.engines import build_engine
-from posttrain.rollout.generate import advance, generate, to_batch, until_others_may_join
+from posttrain.rollout.generate import admission_deadline, advance, generate, to_batch
 from posttrain.rollout.settings import sampling_for
 from posttrain.rollout.stored import keep_outputs
 from posttrain.rollout.weight_buckets import Bucket, checksum_of_all
@@ -196,7 +196,7 @@ class RolloutWorker:
         meanwhile, or where clients read along. `most_steps` counts steps instead of time."""
         self._note_weights()
         soon = most_steps is None and (others_may_join or streams)
-        over = until_others_may_join(self.engine) if soon else lambda: False
+        over = admission_deadline(self.engine) if soon else lambda: False
         last = None if most_steps is None else self.steps + most_steps
 
         def until() -> bool:

@@ -76,8 +76,8 @@ DATA = [
         lambda desk, patch: desk.val.extend(desk.train[:5]),
     ),
     Mistake(
-        "one prompt with two truths",
-        ["truth", "prompt"],
+        "one prompt with two reference answers",
+        ["reference answer", "prompt"],
         lambda desk, patch: desk.train.extend([{**row, "ground_truth": "7"} for row in desk.train[:6]]),
     ),
     Mistake(

@@ -19,7 +19,7 @@ from posttrain.rollout.base import Request, Sampling
 from posttrain.rollout.generate import advance, generate, to_batch
 from posttrain.rollout.hf import HFEngine
 from posttrain.rollout.native.build import build_native
-from posttrain.rollout.server.build import build_server, describe
+from posttrain.rollout.server.build import connect_servers, describe
 from posttrain.rollout.sglang.build import build_sglang
 from posttrain.rollout.vllm.build import build_vllm
 from tests.conftest import TINY
@@ -78,7 +78,7 @@ def make_server(folder, tokenizer, **settings):
     about = {**describe(module, model="tiny", longest=96), "engine": "native", "takes_adapters": False}
     server = hosted(inner, about)
     config = RolloutConfig(name="server", server=ServerConfig(url=[server.__enter__()]))
-    engine = build_server(module, config, decode=lambda ids: tokenizer.decode(ids), longest=96)[0]
+    engine = connect_servers(module, config, decode=lambda ids: tokenizer.decode(ids), longest=96)[0]
     engine.close = lambda close=engine.close: (close(), server.__exit__(None, None, None))
     return engine
 

@@ -19,7 +19,7 @@ from posttrain.rollout.base import Request, Sampling
 from posttrain.rollout.engines import build_engine
 from posttrain.rollout.generate import generate
 from posttrain.rollout.native.build import build_native
-from posttrain.rollout.server.build import build_server, describe
+from posttrain.rollout.server.build import connect_servers, describe
 from posttrain.rollout.server.link import Link, ServerError
 from posttrain.rollout.server.wire import read_bucket, write_bucket
 from posttrain.rollout.weight_buckets import SyncError, split_into_buckets
@@ -62,7 +62,7 @@ def host(tiny_model):
 
 def near(folder, *urls, longest=96, timeout_s=30.0):
     config = RolloutConfig(name="server", server=ServerConfig(url=[*urls], timeout_s=timeout_s))
-    return build_server(load(folder), config, decode=None, longest=longest)[0]
+    return connect_servers(load(folder), config, decode=None, longest=longest)[0]
 
 
 PROMPTS = [[65, 66, 67], [65, 66, 67], [70, 71], [72]]
@@ -172,7 +172,7 @@ def test_what_is_wrong_with_a_server_is_said_before_anything_is_generated(host, 
         near(tiny_model, url, longest=200)
     bfloat16 = load(tiny_model, torch.bfloat16)
     with pytest.raises(ServerError, match="is float32 there and bfloat16 here"):
-        build_server(bfloat16, RolloutConfig(name="server", server=ServerConfig(url=[url])), decode=None)
+        connect_servers(bfloat16, RolloutConfig(name="server", server=ServerConfig(url=[url])), decode=None)
     with pytest.raises(
         ServerError, match=r"No rollout server answers at http://127\.0\.0\.1:9: .*refused.*\n  to do:  start"
     ):

@@ -10,7 +10,7 @@ from posttrain.rollout.base import Request, Sampling
 from posttrain.rollout.generate import advance, generate
 from posttrain.rollout.native import drafts, speculation
 from posttrain.rollout.native.build import _speculation, build_native
-from posttrain.rollout.native.drafts import Drafts, Texts
+from posttrain.rollout.native.drafts import Drafts, PromptIndex
 from posttrain.rollout.native.speculation import GAIN, LOOK, WIDEST, PassCost
 from tests.machine import has_compiler
 from tests.rollout.tiny import tiny
@@ -100,10 +100,10 @@ def test_tokens_are_those_of_plain_decoding(kind, samplings):
 @pytest.mark.parametrize("settings", [{}, {"kv_cache_gb": 3e-4}, {"max_num_seqs": 2}, {"in_rounds": False}])
 def test_with_exact_no_bit_differs_whether_drafts_are_right_or_wrong(settings, monkeypatch):
     plain = generate(engine(exact=True), PROMPTS, SAMPLINGS, list(range(5)))
-    made, right = taught(exact=True, **settings), Texts.draft
+    made, right = taught(exact=True, **settings), PromptIndex.draft
     assert_same(made.generate(), plain)
     assert made.take_counts()["accepted"] > 50
-    monkeypatch.setattr(Texts, "draft", lambda *given: _with_wrong_third(right(*given)))
+    monkeypatch.setattr(PromptIndex, "draft", lambda *given: _with_wrong_third(right(*given)))
     assert_same(made.generate(), plain)
     counts = made.take_counts()
     assert 50 < counts["accepted"] < 0.6 * counts["drafted"]
@@ -111,8 +111,8 @@ def test_with_exact_no_bit_differs_whether_drafts_are_right_or_wrong(settings, m
 
 def test_one_accepted_token_too_many_is_noticed(monkeypatch):
     plain = generate(engine(), PROMPTS, SPECIAL, list(range(5)))
-    made, right, common = taught(SPECIAL), Texts.draft, speculation._common
-    monkeypatch.setattr(Texts, "draft", lambda *given: _with_wrong_third(right(*given)))
+    made, right, common = taught(SPECIAL), PromptIndex.draft, speculation._common
+    monkeypatch.setattr(PromptIndex, "draft", lambda *given: _with_wrong_third(right(*given)))
     monkeypatch.setattr(
         speculation, "_common", lambda draft, tokens: min(common(draft, tokens) + 1, len(draft), len(tokens))
     )
@@ -182,7 +182,7 @@ def test_a_batch_begins_as_the_first_one_did():
 
 # -- drafts -----------------------------------------------------------------------------------------------------------
 def test_drafts_are_what_followed_the_longest_match_last():
-    texts = Texts((1, 2, 3, 4, 5, 6, 7, 8, 9, 20), [np.array([31, 32, 2, 3, 4, 40])])
+    texts = PromptIndex((1, 2, 3, 4, 5, 6, 7, 8, 9, 20), [np.array([31, 32, 2, 3, 4, 40])])
     text = [*texts.prompt]
     texts.extend(text, [60, 2, 3, 4])
     assert texts.draft(text, 3) == [40]  # the newest of the places that match three tokens: the ended response
@@ -196,7 +196,7 @@ def test_drafts_are_what_followed_the_longest_match_last():
 def test_texts_of_ended_responses_are_bounded(monkeypatch):
     monkeypatch.setattr(drafts, "MOST_TOKENS", 100)
     monkeypatch.setattr(drafts, "MOST_TEXTS", 2)
-    kept = Drafts(keeps_epochs=True)
+    kept = Drafts(keep_across_batches=True)
     for prompt in range(10):
         for number in range(3):
             kept.end((prompt, number), [prompt], np.full(10, number), shared=True)

@@ -15,7 +15,7 @@ from posttrain.conversations.opening import open_conversations
 from posttrain.conversations.tools.registry import register_tool
 from posttrain.models.embedded import byte_tokenizer
 from posttrain.rollout.base import Output, Request, RolloutEngine, Sampling
-from posttrain.rollout.generate import advance, until_others_may_join
+from posttrain.rollout.generate import admission_deadline, advance
 
 LONG, STEP_S, TOOL_S = 400, 0.005, 0.1
 CALL = '<tool_call>{"name": "slow", "arguments": {"word": "x"}}</tool_call><|end|>'
@@ -96,7 +96,7 @@ def test_ranks_that_hold_an_engine_together_make_the_same_steps_whatever_their_c
     for engine, pause in zip(engines, (0.0, 0.02), strict=True):
         engine.ranks = 2
         engine.submit(Request("a", byte_tokenizer()("long")["input_ids"], Sampling(max_tokens=LONG), 0))
-        until = until_others_may_join(engine)
+        until = admission_deadline(engine)
         time.sleep(pause)
         assert advance(engine, until) == []
     assert engines[0].steps == engines[1].steps > 0

@@ -59,7 +59,7 @@ def beside(monkeypatch, tiny_model, sums, tmp_path):
         left = iter(range(Beside.dice.randrange(1, 4)))
         return lambda: next(left, None) is None
 
-    monkeypatch.setattr("posttrain.workers.rollout.until_others_may_join", steps)
+    monkeypatch.setattr("posttrain.workers.rollout.admission_deadline", steps)
 
     def start(name: str, seed: int, *, bound: int = 2, **more: Any):
         Beside.dice, Beside.batches = random.Random(seed), []

@@ -3,8 +3,8 @@
     G_t = r_t + gamma * G_(t+1)
     A_t = (G_t - mean(G)) / sqrt(variance(G) + 1e-8)      over all tokens of the batch; returns = G
 
-Tokens that the policy did not write are skipped: they cost no discount, and a reward on them counts for the tokens
-before them.
+Observation tokens are skipped: gamma is not applied across them, and a reward on them counts for the tokens before
+them. The turns of a conversation with several branches are read one after the other, as one response.
 
 Source: REINFORCE++: Stabilizing Critic-Free Policy Optimization with Global Advantage Normalization,
 arXiv 2501.03262.

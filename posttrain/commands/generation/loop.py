@@ -12,7 +12,7 @@ from posttrain.conversations.conversation import Key
 from posttrain.conversations.loop import ConversationLoop
 from posttrain.data.dataset import PromptItem
 from posttrain.rollout.base import Output, Request, RolloutEngine, Sampling
-from posttrain.rollout.generate import advance, until_others_may_join
+from posttrain.rollout.generate import admission_deadline, advance
 from posttrain.rollout.sampling import row_seeds
 from posttrain.texts import own_words
 from posttrain.trainer.ppo.reward import score_by_agent
@@ -41,7 +41,7 @@ class Requests:
         if self.turns is None:
             return advance(self.engine)
         streams = self.turns.streams(0)
-        others = (until_others_may_join(self.engine),) if streams or self.turns.others_may_join else ()
+        others = (admission_deadline(self.engine),) if streams or self.turns.others_may_join else ()
         outputs = advance(self.engine, *others)
         if streams:
             self.turns.show(0, self.engine.so_far(streams))

@@ -116,14 +116,14 @@ def write(request: ModelRequest, answer: Answer) -> dict[str, Any]:
         {"type": "tool_use", "id": id, "name": call.name, "input": call.arguments}
         for id, call in zip(turn.call_ids, turn.calls, strict=True)
     ]
-    made = _root(answer) | {"content": content} | _stop(choice)
+    made = _common_fields(answer) | {"content": content} | _stop(choice)
     made["usage"] = {"input_tokens": answer.prompt_tokens, "output_tokens": answer.output_tokens}
     if request.return_token_ids:
         made |= {"prompt_token_ids": answer.prompts[0], "token_ids": choice.output.token_ids}
     return made
 
 
-def _root(answer: Answer) -> dict[str, Any]:
+def _common_fields(answer: Answer) -> dict[str, Any]:
     return {"id": f"msg_{answer.id}", "type": "message", "role": "assistant", "model": answer.model}
 
 
@@ -137,7 +137,7 @@ class Stream:
     def start(self) -> Iterator[Any]:
         usage = {"input_tokens": self.answer.prompt_tokens, "output_tokens": 0}
         empty = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
-        yield {"type": "message_start", "message": _root(self.answer) | empty}
+        yield {"type": "message_start", "message": _common_fields(self.answer) | empty}
 
     def delta(self, piece: Delta) -> Iterator[Any]:
         if piece.thinking:

@@ -35,12 +35,12 @@ def read(body: Any) -> ModelRequest:
     fields.only("top_logprobs", 0)
     fields.ignore(*_IGNORED)
     fields.only("response_format", {"type": "text"})
-    take_choices(fields, request)
+    read_shared_options(fields, request)
     return request
 
 
-def take_choices(fields: Fields, request: ModelRequest) -> None:
-    """The last fields of OpenAI's two older APIs: how many answers, and how they are sampled and streamed."""
+def read_shared_options(fields: Fields, request: ModelRequest) -> None:
+    """Read the options that chat and text completions share: the number of answers, sampling and streaming."""
     request.n = fields.number("n", 1, 128, whole=True) or 1
     request.stop = fields.texts("stop")
     options = Fields(fields.left.pop("stream_options", None) or {}, "stream_options")
@@ -146,14 +146,14 @@ def tool_schema(given: Any, where: str, parameters: str = "parameters") -> dict[
 
 def write(request: ModelRequest, answer: Answer) -> dict[str, Any]:
     """The body of an answer."""
-    root: dict[str, Any] = _root(answer, "chat.completion") | {"usage": usage(answer)}
+    root: dict[str, Any] = _common_fields(answer, "chat.completion") | {"usage": usage(answer)}
     if request.return_token_ids:
         root["prompt_token_ids"] = answer.prompts[0]
     root["choices"] = [_choice(request, answer, choice) for choice in answer.choices]
     return root
 
 
-def _root(answer: Answer, kind: str) -> dict[str, Any]:
+def _common_fields(answer: Answer, kind: str) -> dict[str, Any]:
     return {"id": f"chatcmpl-{answer.id}", "object": kind, "created": answer.created, "model": answer.model}
 
 
@@ -235,7 +235,7 @@ class Stream:
         yield "[DONE]"
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return _root(self.answer, "chat.completion.chunk") | {"choices": choices}
+        return _common_fields(self.answer, "chat.completion.chunk") | {"choices": choices}
 
 
 def error(problem: ApiError) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from posttrain.conversations.serving import openai_chat
-from posttrain.conversations.serving.openai_chat import error, take_choices, usage
+from posttrain.conversations.serving.openai_chat import error, read_shared_options, usage
 from posttrain.conversations.serving.requests import Answer, ApiError, Choice, Delta, Fields, ModelRequest
 
 __all__ = ["Stream", "error", "read", "write"]
@@ -26,7 +26,7 @@ def read(body: Any) -> ModelRequest:
     fields.only("echo", False)
     fields.only("suffix", "")
     fields.only("best_of", 1)
-    take_choices(fields, request)
+    read_shared_options(fields, request)
     return request
 
 
@@ -43,14 +43,14 @@ def _prompts(given: str | list[Any]) -> list[str | list[int]]:
     return given
 
 
-def _root(answer: Answer) -> dict[str, Any]:
+def _common_fields(answer: Answer) -> dict[str, Any]:
     return {"id": f"cmpl-{answer.id}", "object": "text_completion", "created": answer.created, "model": answer.model}
 
 
 def write(request: ModelRequest, answer: Answer) -> dict[str, Any]:
     """The body of an answer."""
     choices = [_choice(request, answer, choice) for choice in answer.choices]
-    return _root(answer) | {"choices": choices, "usage": usage(answer)}
+    return _common_fields(answer) | {"choices": choices, "usage": usage(answer)}
 
 
 def _choice(request: ModelRequest, answer: Answer, choice: Choice) -> dict[str, Any]:
@@ -90,4 +90,4 @@ class Stream(openai_chat.Stream):
         yield self._chunk([choice])
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return _root(self.answer) | {"choices": choices}
+        return _common_fields(self.answer) | {"choices": choices}

@@ -102,10 +102,10 @@ def _turn(messages: list[Message]) -> Message:
 def write(request: ModelRequest, answer: Answer) -> dict[str, Any]:
     """The body of an answer."""
     (choice,) = answer.choices
-    return _root(request, answer, choice)
+    return _common_fields(request, answer, choice)
 
 
-def _root(request: ModelRequest, answer: Answer, choice: Choice | None) -> dict[str, Any]:
+def _common_fields(request: ModelRequest, answer: Answer, choice: Choice | None) -> dict[str, Any]:
     """The response; without a choice, as it is when it begins."""
     cut = choice is not None and choice.finish == "length"
     root: dict[str, Any] = {
@@ -188,7 +188,7 @@ class Stream:
 
     def start(self) -> Iterator[Any]:
         for kind in ("response.created", "response.in_progress"):
-            yield self._event(kind, response=_root(self.request, self.answer, None))
+            yield self._event(kind, response=_common_fields(self.request, self.answer, None))
 
     def delta(self, piece: Delta) -> Iterator[Any]:
         if piece.thinking:
@@ -220,7 +220,7 @@ class Stream:
                 yield self._done(item)
 
     def end(self, answer: Answer) -> Iterator[Any]:
-        response = _root(self.request, answer, answer.choices[0])
+        response = _common_fields(self.request, answer, answer.choices[0])
         yield self._event(f"response.{response['status']}", response=response)
 
     def _end_thinking(self) -> Iterator[Any]:

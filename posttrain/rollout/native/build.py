@@ -113,7 +113,7 @@ def _speculation(module: torch.nn.Module, config: RolloutConfig, *, captured: bo
         cost = PassCost(tile=WIDEST * MOST_ROWS, block=(5e-13 * size + 7e-4) / row, token=1.0, host=3e-3 / row)
     else:
         cost = PassCost(tile=8, block=5, token=0.4, host=HOST_STEP / size)
-    return Speculation(Drafts(keeps_epochs=config.speculation == "epochs"), cost)
+    return Speculation(Drafts(keep_across_batches=config.speculation == "epochs"), cost)
 
 
 def _recorded_routes(module: torch.nn.Module, config: RolloutConfig) -> RouteShape | None:

@@ -88,19 +88,19 @@ class Speculation:
     def _look_back(self, slots: Slots, rows: np.ndarray) -> None:
         """Learn from rows that were decoded plainly what speculation would have given."""
         for slot, count in zip(rows.tolist(), slots.count[rows].tolist(), strict=True):
-            texts, text = self._text(slots, slot)
-            new = count - (len(text) - len(texts.prompt))
+            index, text = self._text(slots, slot)
+            new = count - (len(text) - len(index.prompt))
             if new < self.look:
                 continue
             tokens = slots.tokens[slot, count - new : count].tolist()
-            texts.extend(text, tokens[:-LOOK])
+            index.extend(text, tokens[:-LOOK])
             tokens, before = tokens[-LOOK:], self.hits
             while tokens:
-                draft = texts.draft(text, WIDEST - 1)
+                draft = index.draft(text, WIDEST - 1)
                 same = _common(draft, tokens)
                 if same < len(tokens):  # otherwise the draft may go on being right
                     self._note(same, missed=same < len(draft) or not draft)
-                texts.extend(text, tokens[: same + 1])
+                index.extend(text, tokens[: same + 1])
                 del tokens[: same + 1]
             # Looking costs a microsecond a token: where nothing is found, less often.
             self.look = LOOK if self.hits > before else min(2 * self.look, LOOK_MOST)
@@ -112,7 +112,7 @@ class Speculation:
     def _text(self, slots: Slots, slot: int):
         request = slots.requests[slot]
         assert request is not None
-        return self.texts.text_of(request.id, request.prompt_ids)
+        return self.texts.open_request(request.id, request.prompt_ids)
 
     def drafts(self, slots: Slots, rows: np.ndarray, width: int) -> list[list[int]]:
         """A draft for each row, of less than `width` tokens; empty where nothing matches."""
@@ -120,10 +120,10 @@ class Speculation:
         for slot, count, limit in zip(
             rows.tolist(), slots.count[rows].tolist(), slots.limit[rows].tolist(), strict=True
         ):
-            texts, text = self._text(slots, slot)
-            texts.extend(text, slots.tokens[slot, len(text) - len(texts.prompt) : count].tolist())
+            index, text = self._text(slots, slot)
+            index.extend(text, slots.tokens[slot, len(text) - len(index.prompt) : count].tolist())
             # One token more than the draft is sampled, and the row has blocks for no more than its limit.
-            found.append(texts.draft(text, min(width, limit - count) - 1))
+            found.append(index.draft(text, min(width, limit - count) - 1))
         return found
 
     def end(self, request: Request, tokens: np.ndarray) -> None:

@@ -21,27 +21,27 @@ from posttrain.rollout.vllm.adapters import base_and_adapters
 URL = "actor_rollout_ref.rollout.server.url"
 
 
-def build_server(
+def connect_servers(
     module: torch.nn.Module,
     config: RolloutConfig,
     *,
     decode: Callable[[list[int]], str] | None,
     longest: int | None = None,
 ) -> tuple[ServerEngine, str]:
-    """(engine, its name), with the model's weights in all servers. They must have the same model, and room for rows of
-    `longest` tokens."""
+    """Connect to all servers and load the model's weights; returns (engine, its name). The servers must have the same
+    model, and accept sequences of `longest` tokens."""
     if not config.server.url:
         raise ServerError(f"actor_rollout_ref.rollout.name=server needs the addresses of servers: set {URL}")
     key = os.environ.get(KEY_VARIABLE, "")
     links = [Link(url, key, config.server.timeout_s) for url in config.server.url]
-    found = [link.call("open", {"run": f"{socket.gethostname()}, process {os.getpid()}"}) for link in links]
-    for link, one in zip(links, found, strict=True):
+    descriptions = [link.call("open", {"run": f"{socket.gethostname()}, process {os.getpid()}"}) for link in links]
+    for link, one in zip(links, descriptions, strict=True):
         link.session = one["session"]
-    takes_adapters = has_adapters(module) and all(one["takes_adapters"] for one in found)
+    takes_adapters = has_adapters(module) and all(one["takes_adapters"] for one in descriptions)
     weights = dict(base_and_adapters(module) if takes_adapters else weights_of(module))
-    own = {name: weight for name, weight in weights.items() if ".lora_" not in name}
-    for link, one in zip(links, found, strict=True):
-        if problem := _why_other(shapes_of(own.items()), one["weights"]):
+    base_weights = {name: weight for name, weight in weights.items() if ".lora_" not in name}
+    for link, one in zip(links, descriptions, strict=True):
+        if problem := _first_difference(shapes_of(base_weights.items()), one["weights"]):
             raise ServerError(
                 f"The rollout server {link.url} has another model ({one['model']}): {problem}.\n"
                 "  to do:  start it with the model and the dtype of this run, or correct "
@@ -57,25 +57,25 @@ def build_server(
         dtype=next(without_adapters(module).parameters()).dtype,
         decode=decode,
         takes_adapters=takes_adapters,
-        tied=_tied_on_both_sides(own, [set(one["tied"]) for one in found]),
+        tied=_tied_on_both_sides(base_weights, [set(one["tied"]) for one in descriptions]),
     )
     engine.load_weights(weights.items(), 0)
-    at = ", ".join(f"{link.url}: {one['engine']}" for link, one in zip(links, found, strict=True))
+    at = ", ".join(f"{link.url}: {one['engine']}" for link, one in zip(links, descriptions, strict=True))
     return engine, f"server ({at}; {'adapters' if takes_adapters else 'weights'} pushed at every sync)"
 
 
-def _tied_on_both_sides(own: Mapping[str, torch.Tensor], theirs: list[set[str]]) -> set[str]:
-    """Names that need not be sent. A weight that is tied there and not here would be loaded twice, into one place."""
-    ours, tied = set(tied_names(own.items())), theirs[0]
+def _tied_on_both_sides(base_weights: Mapping[str, torch.Tensor], theirs: list[set[str]]) -> set[str]:
+    """Names that need not be sent. A weight that is tied only in the servers would be loaded twice, into one place."""
+    ours, tied = set(tied_names(base_weights.items())), theirs[0]
     if any(one != tied for one in theirs) or tied - ours:
         raise ServerError(
-            f"rollout servers tie {', '.join(sorted(set().union(*theirs)))} to another weight, and this model has it "
-            "apart (an adapter on the head does that).\n  to do:  leave the head out of model.target_modules"
+            f"rollout servers tie {', '.join(sorted(set().union(*theirs)))} to another weight, and in this model it is "
+            "untied (an adapter on the head does that).\n  to do:  leave the head out of model.target_modules"
         )
     return tied
 
 
-def _why_other(ours: Shapes, theirs: Shapes) -> str | None:
+def _first_difference(ours: Shapes, theirs: Shapes) -> str | None:
     """The first difference between two models; None if there is none."""
     for name, (dtype, shape) in ours.items():
         if name not in theirs:
@@ -88,7 +88,12 @@ def _why_other(ours: Shapes, theirs: Shapes) -> str | None:
 
 
 def describe(module: torch.nn.Module, *, model: str, longest: int) -> dict[str, Any]:
-    """For the far side, before its engine is made: what `build_server` compares."""
+    """For the server, before its engine is created: the values that `connect_servers` compares."""
     weights: Weights = base_and_adapters(module) if has_adapters(module) else module.state_dict().items()
-    own = {name: weight for name, weight in weights if ".lora_" not in name}
-    return {"model": model, "longest": longest, "weights": shapes_of(own.items()), "tied": tied_names(own.items())}
+    base_weights = {name: weight for name, weight in weights if ".lora_" not in name}
+    return {
+        "model": model,
+        "longest": longest,
+        "weights": shapes_of(base_weights.items()),
+        "tied": tied_names(base_weights.items()),
+    }

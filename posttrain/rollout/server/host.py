@@ -1,7 +1,7 @@
-"""The far side: an engine that does over HTTP what one run asks for, in the order in which it asks.
+"""The server side: an engine that executes the requests of one run over HTTP, in the order of the requests.
 
 The run decides when the engine steps, so that its schedule depends on tokens alone, as in the run's own process. A run
-that connects takes the server over: a run that was killed cannot give it back.
+that connects takes over the server, because a killed run could not release it.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from aiohttp import web
 
 from posttrain.errors import UserError
 from posttrain.rollout.base import RolloutEngine
-from posttrain.rollout.generate import advance, until_others_may_join
+from posttrain.rollout.generate import admission_deadline, advance
 from posttrain.rollout.server.wire import ROOT, SESSION, VERSION, read_bucket, read_request, write_output
 
-ALIVE_S = 5.0  # between two signs of life while the engine computes
+ALIVE_S = 5.0  # heartbeat interval while the engine computes
 _LOG = logging.getLogger(__name__)
 
 
 class EngineHost:
-    """An engine and the run that has it. Its methods are what a run may ask for; one thread calls them."""
+    """An engine and the run that uses it. A run may request each of its methods; one thread calls them."""
 
     def __init__(self, engine: RolloutEngine, description: dict[str, Any]) -> None:
-        """`description` is what a run compares with its own model."""
+        """A run compares `description` with its own model."""
         self.engine, self.description = engine, description
         self.session, self.run = secrets.token_hex(8), "(none)"  # until one connects
-        self.requests: dict[int, bool] = {}  # those that run or whose cache is kept -> whether it is to be kept
+        self.requests: dict[int, bool] = {}  # id of each active or cached request -> whether to keep its KV cache
 
     def open(self, body: dict[str, Any]) -> dict[str, Any]:
-        """A run takes over; what another one left is aborted."""
+        """A run takes over the server; the requests of the previous run are aborted."""
         self.engine.abort(self.requests)
         self.engine.release(self.requests)
         self.requests = {}
@@ -46,12 +46,12 @@ class EngineHost:
         return {**self.description, "session": self.session}
 
     def advance(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Queue requests, and step: once, or for a moment until one has ended."""
+        """Queue requests, and step: once, or until a request has finished or new ones should be admitted."""
         engine = self.engine
         for one in body["submit"]:
             engine.submit(read_request(one))
             self.requests[one["id"]] = one["keep"]
-        ended = engine.step() if body["once"] else advance(engine, until_others_may_join(engine))
+        ended = engine.step() if body["once"] else advance(engine, admission_deadline(engine))
         self._forget(output.id for output in ended if not self.requests[output.id])  # pyright: ignore
         return {"ended": [write_output(output) for output in ended], "running_tokens": engine.running_tokens()}
 
@@ -81,7 +81,7 @@ class EngineHost:
         return self.engine.cache_bytes()
 
     def load_weights(self, body: bytes, version: int) -> None:
-        """Load a bucket, after a look at its checksums."""
+        """Load a bucket if its checksums are right."""
         bucket = read_bucket(body)
         bucket.check()
         self.engine.load_weights(bucket.tensors.items(), version)
@@ -91,7 +91,7 @@ CALLS = ("open", "advance", "abort", "release", "score", "sleep", "wake", "cache
 
 
 def make_app(host: EngineHost, key: str) -> web.Application:
-    """The application. Every request must bring the key, as `Authorization: Bearer KEY`."""
+    """The application. Every request must contain the key, as `Authorization: Bearer KEY`."""
     app = web.Application(client_max_size=0)  # a bucket may be as large as the largest weight
     thread = ThreadPoolExecutor(1, "rollout")  # the engine is called nowhere else
 
@@ -120,9 +120,9 @@ def make_app(host: EngineHost, key: str) -> web.Application:
 
 
 async def _answer(request: web.Request, working: asyncio.Future[Any]) -> web.StreamResponse:
-    """`{"result": ...}` or `{"error": ...}`. While the engine computes, a space now and then shows that the server
-    lives: JSON may begin with spaces, and a client need not know how long a step takes to notice a machine that is
-    gone."""
+    """`{"result": ...}` or `{"error": ...}`. While the engine computes, the server sends a space every ALIVE_S seconds
+    as a heartbeat: JSON may begin with spaces. A client can so notice a lost machine without knowing how long a step
+    takes."""
     response = web.StreamResponse(headers={"Content-Type": "application/json"})
     await response.prepare(request)
     while not working.done():
