@@ -296,12 +296,10 @@ def _possible_cuts(model: Any, workers: int, given: MegatronSettings, fixed: fro
     virtual = given.virtual_pipeline_parallel_size or 1
     found: list[dict[str, int]] = []
     for cut in megatron_ranks.possible_cuts(model, ParallelSizes(virtual=virtual), workers):
-        sizes = (
-            dict.fromkeys(CUTS, 1) | {name.removesuffix("_parallel_size"): size for name, size in cut.items()} | stay
-        )
-        sizes["virtual"] = virtual
-        if sizes not in found and _allows(model, ParallelSizes(**sizes), workers):
-            found.append(sizes)
+        sizes = {name: stay.get(name, cut.get(f"{name}_parallel_size", 1)) for name in CUTS}
+        ranks = ParallelSizes(sizes["tensor"], sizes["pipeline"], virtual, sizes["expert"], sizes["context"])
+        if sizes | {"virtual": virtual} not in found and _allows(model, ranks, workers):
+            found.append(sizes | {"virtual": virtual})
     return found
 
 
