@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Kills a small run again and again, at seeded moments, and compares what is left with a run that nobody disturbed.
+"""Kills a small run again and again, at seeded moments, and compares what is left with an undisturbed run.
 
     python scripts/drill_sudden_death.py OUT [--kills 20] [--seed 1] [--steps 60]
 
@@ -78,10 +78,7 @@ def report(kills: list[Kill], drill: Drill, seconds: float) -> None:
         inside = sum(kill.landed_in_writing for kill in own)
         print(f"| {aim} | {len(own)} | {inside} | {count('lost')} | {count('damaged')} | {count('alive')} |")
     print(f"{len(kills)} kills, {drill.resumes} resumes, {drill.round} runs compared, {seconds:.0f} s")
-    print(
-        "\n".join(drill.problems)
-        or "final weights, optimizer and metrics are bitwise those of the undisturbed run"
-    )
+    print("\n".join(drill.problems) or "final weights, optimizer and metrics are bitwise those of the undisturbed run")
 
 
 class Drill:

@@ -335,9 +335,11 @@ def check_fewer_machines(checked: Checked) -> Iterator[Finding]:
     engine = "actor_rollout_ref.actor.strategy" if hasattr(checked.config, "actor_rollout_ref") else "fsdp.strategy"
     if least > trainer.nnodes:
         what = f"{name} is more than trainer.nnodes={trainer.nnodes}."
-        yield checked.problem(what, "set it to the fewest machines that the run may go on with", key, "trainer.nnodes")
+        yield checked.problem(
+            what, "set it to the fewest machines that the run may continue with", key, "trainer.nnodes"
+        )
     if trainer.max_restarts == 0:
-        what = f"{name} goes on after a lost machine, but trainer.max_restarts=0 ends the run."
+        what = f"{name} continues after a lost machine, but trainer.max_restarts=0 ends the run."
         yield checked.problem(what, "remove one of them", key, "trainer.max_restarts")
     if lookup(checked.config, engine) == "megatron":
         what = f"{name} with {engine}=megatron: its checkpoints have not been tried on other numbers of ranks."

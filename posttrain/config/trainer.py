@@ -227,7 +227,7 @@ class RunConfig(Section):
     nnodes: int = setting(1, range=ONE_OR_MORE)
     """Machines of a Ray cluster, which `RAY_ADDRESS` names; each has `n_gpus_per_node` workers."""
     min_nnodes: int | None = setting(None, range=ONE_OR_MORE, idle=ONE_MACHINE)
-    """Go on with fewer machines, at least so many, when one is lost and none takes its place within
+    """Continue with fewer machines, at least so many, when one is lost and none takes its place within
     `trainer.placement_timeout_s`; null ends the run instead. For several machines."""
     ray_init: dict[str, Any] = setting(factory=dict, idle=WITHOUT_RAY)
     """Arguments of `ray.init`, which Ray itself checks, e.g. `{num_cpus: 8}`; for several workers."""
