@@ -128,7 +128,7 @@ def _prepare(case: Any) -> None:
         return
     from posttrain.trainer.embedded import ensure_embedded
 
-    folder = ensure_embedded(lambda text: print(text, file=sys.stderr), model=wants_model)
+    folder = ensure_embedded(lambda text: print_text(text, sys.stderr), model=wants_model)
     if wants_model:
         case.model.path = str(folder / "model")
     for split, file in (("train", "train.json"), ("val", "test.json")):
