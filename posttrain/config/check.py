@@ -22,6 +22,7 @@ from posttrain.config.trainer import (
     COLOCATED_WORKERS,
     ROLLOUT_WORKERS,
     continues_responses,
+    divisors_of_fewer_workers,
     divisors_of_workers,
     one_worker,
     rollout_workers_of,
@@ -295,7 +296,7 @@ def check_staleness(checked: Checked) -> Iterator[Finding]:
         do = f"set {ROLLOUT_WORKERS}=1 or more, which only generate, or {key}={off}"
         yield checked.problem(what, do, key)
     roles = getattr(checked.config, "actor_rollout_ref", None)
-    if roles and roles.rollout.oversample and not continues_responses(trainer):
+    if roles and roles.rollout.oversample > 0 and not continues_responses(trainer):
         what = f"`{_OVERSAMPLE}={roles.rollout.oversample:g}` leaves responses under way when weights change."
         do = "set trainer.max_staleness to 2 or more (or to 1 with trainer.partial_rollout=True), or oversample=0"
         yield checked.problem(what, do, _OVERSAMPLE)
@@ -344,7 +345,7 @@ def check_fewer_machines(checked: Checked) -> Iterator[Finding]:
     if lookup(checked.config, engine) == "megatron":
         what = f"{name} with {engine}=megatron: its checkpoints have not been tried on other numbers of ranks."
         yield checked.problem(what, f"set {engine}=fsdp2, or remove {key}", key, engine)
-    sizes = divisors_of_workers(checked.config)
+    sizes = divisors_of_fewer_workers(checked.config)
     if hasattr(checked.config, "actor_rollout_ref") and lookup(checked.config, COLOCATED_WORKERS) > workers:
         sizes[COLOCATED_WORKERS] = lookup(checked.config, COLOCATED_WORKERS)
     for other, size in sizes.items():

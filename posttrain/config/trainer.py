@@ -89,6 +89,7 @@ _ACTOR = "actor_rollout_ref.actor"
 TORCHRUN = "torchrun"
 ROLLOUT_WORKERS = "actor_rollout_ref.rollout.n_workers"
 COLOCATED_WORKERS = "actor_rollout_ref.rollout.colocated_workers"
+TEAM_SIZE = "actor_rollout_ref.rollout.tensor_model_parallel_size"
 SHARD_SIZES = (f"{_ACTOR}.fsdp_config.fsdp_size", "critic.fsdp_config.fsdp_size")
 SEQUENCE_SIZES = (f"{_ACTOR}.ulysses_sequence_parallel_size", "critic.ulysses_sequence_parallel_size")
 _REF = "actor_rollout_ref.ref"
@@ -142,12 +143,20 @@ def divisors_of_workers(config: Any) -> dict[str, int]:
     return {key: size for key in keys if (size := attrgetter(key)(config)) >= 1}
 
 
+def divisors_of_fewer_workers(config: Any) -> dict[str, int]:
+    """Those, and the size of engines that all workers hold: a run could not generate with other numbers of them."""
+    sizes, roles = divisors_of_workers(config), getattr(config, "actor_rollout_ref", None)
+    if roles and not roles.rollout.n_workers and not roles.rollout.colocated_workers:
+        sizes[TEAM_SIZE] = roles.rollout.tensor_model_parallel_size
+    return sizes
+
+
 def machines_for(config: Any, most: int) -> int | None:
     """The largest number of machines, up to `most` and from `trainer.min_nnodes` on, whose workers the sizes divide."""
     least, each = config.trainer.min_nnodes, config.trainer.n_gpus_per_node
     if least is None:
         return None
-    sizes = divisors_of_workers(config).values()
+    sizes = divisors_of_fewer_workers(config).values()
     fitting = (count for count in range(most, least - 1, -1) if not any(count * each % size for size in sizes))
     return next(fitting, None)
 

@@ -271,6 +271,9 @@ def test_as_many_machines_are_used_as_the_sizes_of_the_layout_divide():
     assert left(3) == 3 and left(1) == 1 and left(0) is None
     assert left(3, "trainer.min_nnodes=2", f"{ACTOR}.fsdp_config.fsdp_size=4") == 2
     assert left(1, "trainer.min_nnodes=2", f"{ACTOR}.fsdp_config.fsdp_size=4") is None
+    split = "actor_rollout_ref.rollout.tensor_model_parallel_size=4"
+    assert left(3, "trainer.min_nnodes=2", split) == 2  # four workers hold an engine together
+    assert left(3, split, "actor_rollout_ref.rollout.n_workers=4") == 3  # not those that train
 
 
 @pytest.mark.parametrize(
@@ -281,6 +284,7 @@ def test_as_many_machines_are_used_as_the_sizes_of_the_layout_divide():
         (["trainer.min_nnodes=1", f"{ACTOR}.fsdp_config.fsdp_size=4"], "leaves 2 worker"),
         (["trainer.min_nnodes=1", f"{ACTOR}.strategy=megatron"], "numbers of ranks"),
         (["trainer.min_nnodes=1", "actor_rollout_ref.rollout.colocated_workers=4"], "leaves 2 worker"),
+        (["trainer.min_nnodes=1", "actor_rollout_ref.rollout.tensor_model_parallel_size=4"], "leaves 2 worker"),
     ],
 )
 def test_layouts_that_cannot_shrink_so_far_are_rejected_at_the_start(given, words):
