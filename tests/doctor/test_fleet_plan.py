@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 
 import pytest
 
@@ -291,6 +292,45 @@ def test_proposed_settings_are_those_of_a_run_that_starts(capsys, small):
     config = load_config([path, "algorithm.adv_estimator=grpo", "data.train_batch_size=512", *exact, *proposed]).config
     assert status == 0 and config.trainer.n_gpus_per_node * config.trainer.nnodes in (16, 8)
     assert config.actor_rollout_ref.actor.strategy.startswith("fsdp")
+
+
+LATENT = {
+    "model_type": "deepseek_v3", "num_hidden_layers": 6, "hidden_size": 512, "intermediate_size": 1024,
+    "moe_intermediate_size": 128, "n_routed_experts": 16, "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2,
+    "first_k_dense_replace": 1, "num_attention_heads": 16, "num_key_value_heads": 16, "q_lora_rank": 64,
+    "kv_lora_rank": 128, "qk_rope_head_dim": 32, "qk_nope_head_dim": 64, "v_head_dim": 64, "vocab_size": 2048,
+}  # fmt: skip
+OSS = {
+    "model_type": "gpt_oss", "num_hidden_layers": 4, "hidden_size": 512, "intermediate_size": 512,
+    "num_local_experts": 8, "num_experts_per_tok": 2, "num_attention_heads": 8, "num_key_value_heads": 2,
+    "head_dim": 64, "vocab_size": 2048,
+}  # fmt: skip
+WITHOUT_KEY_HEADS = {"model_type": "gpt2", "n_layer": 2, "n_embd": 128, "n_head": 4, "n_positions": 2048}
+
+
+def folder_of(place: Path, config: dict) -> str:
+    (place / "config.json").write_text(json.dumps(config))
+    return str(place)
+
+
+def test_latents_are_cached_as_each_engine_keeps_them(tmp_path):
+    model = costs_of(folder_of(tmp_path, LATENT), "actor_rollout_ref.model.dtype=bfloat16")
+    assert model.cached(1, "vllm") == model.cached(2, "vllm") == 6 * 2 * (128 + 32)
+    assert model.cached(1) == 6 * 2 * 16 * 2 * (64 + 32)  # the native engine expands them on a CUDA device
+    assert model.queries == 16 * (64 + 32 + 64) // 2 and model.keys == 16 * (64 + 32 + 64)
+
+
+def test_mixtures_that_megatron_does_not_train_are_sharded_by_fsdp(tmp_path, capsys):
+    path = folder_of(tmp_path, OSS)
+    assert costs_of(path).picked == 2 and costs_of(path).chosen == 1 / 4
+    status, text = said(capsys, "--gpus", "4", "--model", path, "data.max_response_length=512")
+    assert status == 0 and "Proposed: colocated: fsdp" in text and "models of type gpt_oss" in text
+
+
+def test_models_without_a_number_of_key_heads_are_planned(tmp_path, capsys):
+    path = folder_of(tmp_path, WITHOUT_KEY_HEADS)
+    lengths = ["data.max_prompt_length=128", "data.max_response_length=512"]
+    assert said(capsys, "--gpus", "4", "--model", path, *lengths)[0] == 0
 
 
 def test_what_does_not_fit_is_named_with_its_stage(capsys):

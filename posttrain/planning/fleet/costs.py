@@ -173,7 +173,7 @@ class Pricing:
         # Weights are read once a step, of a mixture's experts those that some row goes to.
         touched = model.matrices - model.experts * (1 - model.chosen) ** rows
         flops, read = 2 * model.active * rows / ranks, BF16 * touched / ranks
-        kept = rows * context * model.cached(ranks)
+        kept = rows * context * model.cached(ranks, layout.engine)
         products = max(
             flops / (c["peak_tflops"] * c.by_width("decode_share", model.narrow)),
             read / (c["hbm_tb_s"] * c["weight_share"]),

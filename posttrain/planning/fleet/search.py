@@ -20,6 +20,7 @@ from posttrain.config.trainer import ROLLOUT_WORKERS as SEPARATE
 from posttrain.engine.megatron.groups import ParallelSizes, check_sizes
 from posttrain.engine.megatron.model import check_model
 from posttrain.engine.megatron.package import MegatronError
+from posttrain.engine.megatron.settings import NAME as MEGATRON_NAME
 from posttrain.engine.megatron.settings import MegatronSettings, megatron_settings
 from posttrain.engine.ranks import RanksError
 from posttrain.errors import UserError, first_line
@@ -28,6 +29,7 @@ from posttrain.models.shards import check_heads
 from posttrain.planning import megatron_ranks
 from posttrain.planning.budgets import set_cache_size
 from posttrain.planning.fleet.costs import Layout, Pricing, StepCosts, most_each
+from posttrain.planning.fleet.shapes import TEAMS
 from posttrain.planning.memory_plan import USABLE, Device, Plan, Planner, shown
 from posttrain.rollout.engine_kwargs import OUTSIDE
 from posttrain.rollout.native.build import check_can_cut
@@ -163,7 +165,7 @@ class Search:
     def _engines(self, gpus: int) -> Iterator[tuple[str, int]]:
         rollout = self.config.actor_rollout_ref.rollout
         names = [rollout.name] if self._fixed(ENGINE) else ["native", "vllm"]
-        sizes = [rollout.tensor_model_parallel_size] if self._fixed(TENSOR) else [1, 2, 4, 8]
+        sizes = [rollout.tensor_model_parallel_size] if self._fixed(TENSOR) else TEAMS
         for name in names:
             for size in sizes:
                 within = gpus <= self.pricing.machine or self.pricing.machine % size == 0
@@ -182,29 +184,25 @@ class Search:
         return self.planner.count(self.config, self.device, "actor", _splitting_problem, name, size)
 
     def _cuts(self, training: int) -> Iterator[dict[str, Any]]:
-        strategies = [self.config.actor_rollout_ref.actor.strategy] if self._fixed(STRATEGY) else ["fsdp", "megatron"]
-        model = self.pricing.model
-        if "megatron" not in strategies or training == 1:
-            strategies = strategies[:1]
-        if len(strategies) > 1 and model.experts:
-            gathered = shown(2 * model.weights)
+        given = self.config.actor_rollout_ref.actor.strategy if self._fixed(STRATEGY) else None
+        cuts = self._megatron_cuts(training) if given == MEGATRON_NAME or (given is None and training > 1) else []
+        if given is None and cuts and self.pricing.model.experts:
+            gathered = shown(2 * self.pricing.model.weights)
             self._note("fsdp", f"not tried for a mixture, of which every pass would gather {gathered} on each GPU")
-            strategies = ["megatron"]
-        if "megatron" not in strategies:
-            yield {"strategy": strategies[0]}
-            return
-        if "fsdp" in strategies:
-            yield {"strategy": "fsdp"}
+        elif given != MEGATRON_NAME:
+            yield {"strategy": given or "fsdp"}
+        yield from cuts
+
+    def _megatron_cuts(self, training: int) -> list[dict[str, Any]]:
         count = self.planner.count
         if problem := count(self.config, self.device, "actor", _megatron_problem):
-            self._note("megatron", problem)
-            return
+            self._note(MEGATRON_NAME, problem)
+            return []
         given = megatron_settings(self.config.actor_rollout_ref.actor.megatron_config)
         cuts = count(self.config, self.device, "actor", _possible_cuts, training, given, self._given_cuts())
         if not cuts:
-            self._note(f"megatron on {training} GPUs", "the model cannot be cut into the given sizes")
-        for cut in cuts:
-            yield {"strategy": "megatron", **cut}
+            self._note(f"{MEGATRON_NAME} on {training} GPUs", "the model cannot be cut into the given sizes")
+        return [{"strategy": MEGATRON_NAME, **cut} for cut in cuts]
 
     def _given_cuts(self) -> frozenset[str]:
         """Sizes that were set."""
@@ -233,14 +231,14 @@ class Search:
         settings = settings_of(layout, machine, self.config)
         for key, value in settings.items():
             assign(config, key, value)
-        rollout, longest = config.actor_rollout_ref.rollout, self.pricing.work.prompt + self.pricing.work.longest
+        longest = self.pricing.work.prompt + self.pricing.work.longest
         set_cache_size(config, self.device, self.planner.plan)
         plan = self.planner.plan(config, self.device)
         if not plan.fits:
             needed, room = shown(plan.peak()), shown(int(USABLE * self.device.bytes))
             return Tried(layout, bound, plan, problem=f"{plan.worst} takes {needed} of {room}")
         cache = plan.stages["generate"]["KV cache"]
-        slots = int(cache // (longest * self.pricing.model.cached(rollout.tensor_model_parallel_size)))
+        slots = int(cache // (longest * self.pricing.model.cached(layout.rollout_tensor, layout.engine)))
         if slots < 1:
             return Tried(layout, bound, plan, problem=f"the {shown(cache)} left for the cache hold no response")
         settings |= {key: value for key in CACHE if (value := lookup(config, key)) is not None}
