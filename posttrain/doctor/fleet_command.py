@@ -27,7 +27,7 @@ H200_GIB = 139.8
 BUDGET = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu"
 BATCH, MINI = "data.train_batch_size", "actor_rollout_ref.actor.ppo_mini_batch_size"
 LENGTHS = ("data.max_prompt_length", "data.max_response_length")
-MODEL = "actor_rollout_ref.model.path"
+MODEL, DTYPE = (f"actor_rollout_ref.model.{name}" for name in ("path", "dtype"))
 # A step as large runs have them; settings that you give replace these.
 USUAL = {
     "algorithm.adv_estimator": "grpo",
@@ -35,7 +35,7 @@ USUAL = {
     "actor_rollout_ref.rollout.n": 16,
     MINI: 512,
     **dict(zip(LENGTHS, (1024, 8192), strict=True)),
-    "actor_rollout_ref.model.dtype": "bfloat16",
+    DTYPE: "bfloat16",
 }
 LORA_RANK = "actor_rollout_ref.model.lora_rank"
 DOUBLINGS = 3  # of the GPUs are tried where too few were given
@@ -125,6 +125,8 @@ def _check_planned(config: PPOConfig) -> None:
     if engine not in ("native", *OUTSIDE):
         known = ", ".join(("native", *OUTSIDE))
         raise UserError(f"{ENGINE}={engine} is not planned over many GPUs: its speed was not measured; set {known}")
+    if (dtype := config.actor_rollout_ref.model.dtype) in ("float32", "float64"):
+        raise UserError(f"{DTYPE}={dtype} is not planned over many GPUs: rates are those of bfloat16; remove it")
     for key in (*SHARD_SIZES, *SEQUENCE_SIZES):
         if (size := lookup(config, key)) != (whole := -1 if key in SHARD_SIZES else 1):
             raise UserError(f"{key}={size} is not planned over many GPUs; remove it, or set {key}={whole}")
@@ -176,7 +178,8 @@ def work_of(config: PPOConfig, mean_response: float | None = None) -> Work:
     if mean_response is not None and mean_response > data.max_response_length:
         most = data.max_response_length
         raise UserError(f"--mean_response {mean_response:g}: responses end at data.max_response_length={most}")
-    critic = get_adv_estimator(config.algorithm.adv_estimator).needs_critic
+    estimator = get_adv_estimator(config.algorithm.adv_estimator)
+    critic = estimator.needs_critic
     work = Work(
         prompts=data.train_batch_size,
         n=rollout.n,
@@ -192,6 +195,7 @@ def work_of(config: PPOConfig, mean_response: float | None = None) -> Work:
         gloo=rollout.weight_sync == "gloo",
         merged=config.actor_rollout_ref.model.quantization is not None,
         epochs=actor.ppo_epochs,
+        greedy=int(estimator.needs_greedy_baseline),
     )
     return replace(work, scoring=work.scoring + _computes_old_log_probs(config, work.updates))
 

@@ -155,6 +155,15 @@ def test_caches_that_hold_fewer_sequences_and_long_tails_take_longer():
     assert even < tail < all_at_once.stages["rollout"]
 
 
+def test_greedy_responses_are_generated_and_not_trained_on():
+    model, work = costs_of("0.5b"), group(64, 1, 128, 512)
+    alone, baseline = (priced(model, replace(work, greedy=greedy), ONE).stages for greedy in (0, 1))
+    twice = priced(model, replace(work, prompts=128, mini=128), ONE).stages["rollout"]
+    assert baseline["rollout"] == pytest.approx(twice) and baseline["update"] == alone["update"]
+    remax = ["algorithm=remax", "data.train_batch_size=64", "actor_rollout_ref.actor.ppo_mini_batch_size=64"]
+    assert work_of(load_config(remax).config).greedy == 1
+
+
 def test_pipeline_stages_wait_and_recomputation_costs_a_forward_pass():
     model, work = costs_of("0.5b"), group(8, 8, 128, 512, budget=5120)
     straight, staged, again = (
@@ -364,6 +373,7 @@ def test_where_no_layout_fits_adapters_and_more_gpus_are_tried(capsys):
         (["--gpus", "8", "--model", "7b", "actor_rollout_ref.actor.fsdp_config.fsdp_size=4"], "fsdp_size=4 is not"),
         (["--gpus", "8", "--model", "7b", "actor.ulysses_sequence_parallel_size=2"], "parallel_size=2 is not planned"),
         (["--gpus", "8", "--model", "7b", "model.path=/tmp"], "--model names the model"),
+        (["--gpus", "8", "--model", "7b", "model.dtype=float32"], "dtype=float32 is not planned"),
     ],
 )
 def test_wrong_arguments_are_rejected_in_words(args, words):

@@ -40,6 +40,7 @@ class Work:
     gloo: bool
     merged: bool  # a 4-bit base: under LoRA whole weights are synced all the same
     epochs: int = 1  # passes of the updates over the batch
+    greedy: int = 0  # further responses to a prompt, which are scored and not trained on
 
     @property
     def updates(self) -> int:
@@ -155,14 +156,14 @@ class Pricing:
     # -- rollout ------------------------------------------------------------------------------------------------------
     def _rollout(self, layout: Layout, costs: StepCosts) -> float:
         work, model, c = self.work, self.model, self.constants
-        rows = math.ceil(work.rows / layout.engines)
+        rows = math.ceil(work.prompts * (work.n + work.greedy) / layout.engines)
         slots = max(1, min(rows, work.slots, layout.slots or rows))
         steps = rows * work.response / slots
         seconds = steps * self.decode_step(layout, slots, work.prompt + work.response / 2, costs, steps)
         if work.longest > steps:  # the longest responses continue when most slots are empty
             tail = work.longest - steps
             seconds += tail * self.decode_step(layout, max(1, slots // TAIL), work.prompt + work.longest, costs, tail)
-        prefill = rows / work.n * work.prompt
+        prefill = rows / (work.n + work.greedy) * (1 + work.greedy) * work.prompt
         flops = prefill * (2 * model.active + 2 * model.layers * model.queries * work.prompt) / layout.rollout_tensor
         costs.busy["matrix units"] += flops / c["peak_tflops"]
         return seconds + flops / (c["peak_tflops"] * c.by_width("update_share", model.narrow))
