@@ -160,7 +160,7 @@ VERBS: dict[str, tuple[Callable[[Arguments], int] | str, str]] = {
         "posttrain.view.server:main",
         "look at runs in a browser: curves, samples token by token, health; `view RUN --export FILE`",
     ),
-    "replay": ("posttrain.commands.replay:main", "make the update of a past step again, to the bit: `replay RUN STEP`"),
+    "replay": ("posttrain.commands.replay:main", "repeat the update of a past step, bitwise: `replay RUN STEP`"),
     "reward": (reward, "`reward try FN DATA`: score a data file before a run; `--model M` samples responses"),
     "tool": (tool, "`tool try NAME ARGUMENTS`: a tool's schema, what a model would read, and its answer"),
     "export": (export, "write a checkpoint as a Hugging Face folder"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-# The package with `dialect(program)` and `pages()`, what other systems call the settings: see `config/checked.py`.
+# The package with `dialect(program)`, what other systems call the settings: see `config/checked.py`.
 dialect: str | None = None
 # Modules with checks of settings that only their package understands: see `config/checked.py`.
 checks: tuple[str, ...] = ()

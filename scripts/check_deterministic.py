@@ -1,4 +1,4 @@
-"""Six steps straight, and three + killed + three: equal to the bit with trainer.deterministic=true, and what it costs.
+"""Six steps straight, and three + killed + three: bitwise equal with trainer.deterministic=true, and what it costs.
 
     python3 scripts/check_deterministic.py [--device cuda] [--model 0.1b] [--strategy megatron] [--json FILE]
 
@@ -153,7 +153,7 @@ def step_times(run: Path) -> dict[str, list[float]]:
 
 
 def differences(one: Path, other: Path) -> list[str]:
-    """What of weights, optimizer and metrics differs; nothing where the runs are equal to the bit."""
+    """What of weights, optimizer and metrics differs; nothing where the runs are bitwise equal."""
     import torch
 
     found, (left, right) = [], map(tensors_of, (one, other))
@@ -215,7 +215,7 @@ def report(options: argparse.Namespace, times: dict, problems: list[str], plain:
         print(f"  {words:<34}" + "".join(f"{value:>9.3f}" for value in middle[name]))
     ratios = [one / other for one, other in zip(middle["straight"], middle["plain"], strict=True)]
     print(f"  {'times as long':<34}" + "".join(f"{ratio:>9.2f}" for ratio in ratios))
-    print("  3 + killed + 3 = 6 to the bit: " + ("no: " + "; ".join(problems) if problems else "yes"))
+    print("  3 + killed + 3 = 6 bit for bit: " + ("no: " + "; ".join(problems) if problems else "yes"))
     print("  without it, against the first run: " + ("; ".join(plain) if plain else "equal too"))
     if options.json:
         found = {"times": times, "problems": problems, "without": plain, "seconds": seconds}

@@ -6,7 +6,7 @@
 One process records rollouts of an untrained model (responses of 2 to 200 tokens); then further runs learn from them:
 
     one        one rank: what the others are compared with
-    offloaded  one rank, parameters and optimizer in host memory between their uses: equal to the bit
+    offloaded  one rank, parameters and optimizer in host memory between their uses: bitwise equal
     two        two ranks, FSDP2 over gloo (NCCL takes no two ranks on one GPU): losses and gradient norms within 1e-5
     two, offloaded   the same with offload: within 1e-5
 

@@ -7,7 +7,7 @@
 The machines are network namespaces of this Linux with a Ray between them, as in `drill_cluster.py`: a head that drives,
 and two that train. Besides SIGKILL and SIGSTOP to ranks, a machine loses all its processes, or its cable. In the layout
 `machines` it comes back, and weights, optimizer and metrics must be bitwise those of the undisturbed run. In `fewer` it
-does not: the run goes on with the other (trainer.min_nnodes), in float64 and within 1e-9. Needs Linux, root and `ip`.
+does not: the run continues with the other (trainer.min_nnodes), in float64 and within 1e-9. Needs Linux, root and `ip`.
 OUT must have a short path: Ray's sockets are below it.
 """
 

@@ -6,7 +6,7 @@
 
 Each run is disturbed up to `--disturbances` times: SIGKILL or SIGSTOP to a rank, a rollout worker or a reward worker,
 at a random moment of a step or while workers are loaded. In the layout `disk` a small file system is filled instead,
-which ends the run with advice; the disk is freed, and the same command goes on (needs root, to mount it). The command
+which ends the run with advice; the disk is freed, and the same command continues (needs root, to mount it). The command
 must end with status 0; weights, optimizer and metrics must be bitwise those of the undisturbed run; and no process,
 snapshot in shared memory or folder of Ray may be left. OUT must have a short path: Ray's sockets are below it. A
 disturbance takes a quarter of a minute.
@@ -266,7 +266,7 @@ class Drill:
         record: Record,
         seen: set[int],
     ) -> subprocess.Popen[bytes]:
-        """Fill the run's disk; the command ends with advice, and the same command goes on when there is room again."""
+        """Fill the run's disk; the command ends with advice, and continues once there is room again."""
         wanted = rng.randint(1, self.steps - 2)
         self.wait(process, seen, lambda: count_lines(folder) >= wanted)
         time.sleep(rng.random() * 0.4)

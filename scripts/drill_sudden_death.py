@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Kills a small run again and again, at seeded moments, and compares what is left with a run that nobody disturbed.
+"""Kills a small run again and again, at seeded moments, and compares what is left with an undisturbed run.
 
     python scripts/drill_sudden_death.py OUT [--kills 20] [--seed 1] [--steps 60]
 

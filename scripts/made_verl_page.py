@@ -21,7 +21,7 @@ _PROGRAMS = {
 }
 _ABOUT = {
     TRANSLATED: "They are translated. The resolved configuration shows the setting, and the key that you wrote.",
-    NOT_NEEDED: "A note at the start says why; the run goes on.",
+    NOT_NEEDED: "A note at the start says why; the run continues.",
     NOT_SUPPORTED: "An error that says why, and what to use instead. A value that disables the feature gives a note.",
     HONOURED: "A setting of the same name has the same meaning: [settings.md](settings.md), "
     "[settings_sft.md](settings_sft.md).",

@@ -7,14 +7,21 @@ from typing import TYPE_CHECKING
 from posttrain.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from posttrain.config.check import needs_reference as needs_reference
-    from posttrain.config.environment import check_environment as check_environment
-    from posttrain.config.load import load_config as load_config
-    from posttrain.config.resolved import ConfigError as ConfigError
-    from posttrain.config.resolved import Problem as Problem
-    from posttrain.config.resolved import Resolved as Resolved
-    from posttrain.config.root import PPOConfig as PPOConfig
+    from posttrain.config.check import needs_reference
+    from posttrain.config.environment import check_environment
+    from posttrain.config.load import load_config
+    from posttrain.config.resolved import ConfigError, Problem, Resolved
+    from posttrain.config.root import PPOConfig
 
+__all__ = [
+    "ConfigError",
+    "PPOConfig",
+    "Problem",
+    "Resolved",
+    "check_environment",
+    "load_config",
+    "needs_reference",
+]
 __getattr__ = lazy_names(
     __name__,
     check="needs_reference",

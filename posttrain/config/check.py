@@ -296,7 +296,7 @@ def check_staleness(checked: Checked) -> Iterator[Finding]:
         do = f"set {ROLLOUT_WORKERS}=1 or more, which only generate, or {key}={off}"
         yield checked.problem(what, do, key)
     roles = getattr(checked.config, "actor_rollout_ref", None)
-    if roles and roles.rollout.oversample and not continues_responses(trainer):
+    if roles and roles.rollout.oversample > 0 and not continues_responses(trainer):
         what = f"`{_OVERSAMPLE}={roles.rollout.oversample:g}` leaves responses under way when weights change."
         do = "set trainer.max_staleness to 2 or more (or to 1 with trainer.partial_rollout=True), or oversample=0"
         yield checked.problem(what, do, _OVERSAMPLE)
@@ -336,9 +336,11 @@ def check_fewer_machines(checked: Checked) -> Iterator[Finding]:
     engine = "actor_rollout_ref.actor.strategy" if hasattr(checked.config, "actor_rollout_ref") else "fsdp.strategy"
     if least > trainer.nnodes:
         what = f"{name} is more than trainer.nnodes={trainer.nnodes}."
-        yield checked.problem(what, "set it to the fewest machines that the run may go on with", key, "trainer.nnodes")
+        yield checked.problem(
+            what, "set it to the fewest machines that the run may continue with", key, "trainer.nnodes"
+        )
     if trainer.max_restarts == 0:
-        what = f"{name} goes on after a lost machine, but trainer.max_restarts=0 ends the run."
+        what = f"{name} continues after a lost machine, but trainer.max_restarts=0 ends the run."
         yield checked.problem(what, "remove one of them", key, "trainer.max_restarts")
     if lookup(checked.config, engine) == "megatron":
         what = f"{name} with {engine}=megatron: its checkpoints have not been tried on other numbers of ranks."

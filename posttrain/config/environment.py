@@ -133,7 +133,7 @@ def missing_packages(resolved: Resolved) -> list[Problem]:
     found = []
     names = resolved.value("trainer.logger")
     for name in sorted(set(names) - set(installed(names)), key=names.index):
-        what = f"`trainer.logger` names {name}, but the package {name} is not installed: the run goes on without it."
+        what = f"`trainer.logger` names {name}, but the package {name} is not installed: the run continues without it."
         do = f'pip install "posttrain[{name}]" (or pip install {name}), or leave it out of trainer.logger'
         found.append(Problem(what, resolved.where("trainer.logger"), do, ("trainer.logger",)))
     return found
@@ -160,7 +160,7 @@ _WORKERS, _MACHINES = "trainer.n_gpus_per_node", "trainer.nnodes"
 
 
 def torchruns_settings() -> dict[str, int]:
-    """Settings that follow from what torchrun has started. The first process of each machine goes on: on the first one
+    """Settings that follow from what torchrun has started. The first process of each machine stays: on the first one
     it trains, on the others it lends the machine to that. All further ones leave here; torchrun waits for those that
     stay, and has their status."""
     count, here = _number("WORLD_SIZE", 1), _number("LOCAL_WORLD_SIZE", 0)

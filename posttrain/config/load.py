@@ -80,7 +80,7 @@ def _load(
     except ConfigError as error:
         line.misses_files = True
         line.problems += error.problems
-        # Loading goes on with the built-in files, so that one answer names the missing file and all other mistakes.
+        # Loading continues with the built-in files, so that one answer names the missing file and all other mistakes.
         folders, name = [PACKAGE_TREE], tree.main
 
     def is_group(group: str) -> bool:

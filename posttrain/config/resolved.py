@@ -36,9 +36,13 @@ class ConfigError(UserError):
 
     def __init__(self, problems: Iterable[Problem]):
         self.problems = list(problems)
+        super().__init__(self._text())
+
+    def _text(self) -> str:
+        """Overridden where a problem is not one of the configuration (`explain`)."""
         body = "\n".join(f"{i}. {problem}" for i, problem in enumerate(self.problems, 1))
         count = f"{len(self.problems)} problem{'s' * (len(self.problems) != 1)}"
-        super().__init__(f"{count} in the configuration:\n{body}")
+        return f"{count} in the configuration:\n{body}"
 
 
 @dataclass

@@ -4,31 +4,38 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from posttrain.algorithms import get_adv_estimator
-from posttrain.config import PPOConfig, Resolved, load_config, needs_reference
-from posttrain.errors import UserError
+from posttrain.config import ConfigError, PPOConfig, Resolved, load_config, needs_reference
+from posttrain.config.schema import lookup
+from posttrain.config.trainer import SEQUENCE_SIZES, SHARD_SIZES
+from posttrain.config.trees import PPO
+from posttrain.errors import UserError, first_line
 from posttrain.planning.budgets import planner_for
 from posttrain.planning.fleet.constants import Constants, parse_assumed
 from posttrain.planning.fleet.costs import Pricing, StepCosts, Work
-from posttrain.planning.fleet.search import AHEAD, Found, Search, Tried, settings_of
+from posttrain.planning.fleet.search import AHEAD, EACH, ENGINE, NODES, ONE_STEP_OFF, SEPARATE, Found, Search, Tried
 from posttrain.planning.fleet.shapes import ModelCosts, model_path
-from posttrain.planning.memory_plan import GIB, USABLE, Device, shown
+from posttrain.planning.memory_plan import GIB, USABLE, Device, Planner, shown
+from posttrain.rollout.engine_kwargs import OUTSIDE
 from posttrain.tracking.terminal_text import print_text
 
 H200_GIB = 139.8
 BUDGET = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu"
+BATCH, MINI = "data.train_batch_size", "actor_rollout_ref.actor.ppo_mini_batch_size"
+LENGTHS = ("data.max_prompt_length", "data.max_response_length")
+MODEL, DTYPE = (f"actor_rollout_ref.model.{name}" for name in ("path", "dtype"))
 # A step as large runs have them; settings that you give replace these.
 USUAL = {
     "algorithm.adv_estimator": "grpo",
-    "data.train_batch_size": 512,
+    BATCH: 512,
     "actor_rollout_ref.rollout.n": 16,
-    "actor_rollout_ref.actor.ppo_mini_batch_size": 512,
-    "data.max_prompt_length": 1024,
-    "data.max_response_length": 8192,
-    "actor_rollout_ref.model.dtype": "bfloat16",
+    MINI: 512,
+    **dict(zip(LENGTHS, (1024, 8192), strict=True)),
+    DTYPE: "bfloat16",
 }
 LORA_RANK = "actor_rollout_ref.model.lora_rank"
 DOUBLINGS = 3  # of the GPUs are tried where too few were given
@@ -39,33 +46,90 @@ def wants_fleet(args: Sequence[str]) -> bool:
     return any(argument.split("=")[0] == "--gpus" for argument in args)
 
 
-def main(args: Sequence[str]) -> int:
+# Raises for a run that would be rejected.
+Check = Callable[[Resolved, Device, Planner], None]
+
+
+def main(args: Sequence[str], check: Check) -> int:
     """Print the plan; the exit status is 1 if no layout fits."""
     options, settings = _options(args)
     constants = Constants.given(parse_assumed(options.assume))
     with model_path(options.model) as path:
         words = f"a GPU of {options.gpu_gb:g} GiB" if options.gpu_gb else f"an H200 ({H200_GIB:g} GiB)"
         device = Device("cuda", int((options.gpu_gb or H200_GIB) * GIB), words, hopper=not options.gpu_gb)
-        search = _search(options, _settings(path, settings), device, constants)
+        search = _search(options, Step(path, settings, options), device, constants, check)
         found, pricing = search.run(options.gpus), search.pricing
         if chosen := found.chosen:
             constants.used.clear()  # the constants of this layout are printed, not those of all that were tried
             pricing.of(chosen.layout)
-            body = _body(found, chosen, options, device)
+            body = _body(found, chosen, device)
         else:
-            adapters = _settings(path, [f"{LORA_RANK}=32", *settings])  # unless a rank is given
-            instead = _search(options, adapters, device, constants)
+            adapters = Step(path, [f"{LORA_RANK}=32", *settings], options)  # unless a rank is given
+            instead = _search(options, adapters, device, constants, check)
             body = ["No layout fits.", *_what_would(search, instead, options), *_why_not(found, None), ""]
     head = _head(options, pricing.model, pricing.work, device)
     print_text("\n".join([*head, "", *body, *_constants(constants)]))
     return 0 if found.chosen else 1
 
 
-def _search(options: argparse.Namespace, resolved: Resolved, device: Device, constants: Constants) -> Search:
+class Step:
+    """The settings that the user gave, and those of a usual step and its workers where none were given."""
+
+    def __init__(self, path: str, settings: Sequence[str], options: argparse.Namespace) -> None:
+        self.given = [f"{MODEL}={path}", *settings]
+        written = {PPO.canonical(text.partition("=")[0].lstrip("+")).key for text in settings}
+        if MODEL in written:
+            raise UserError(f"{MODEL}: --model names the model of a plan for many GPUs; remove the setting")
+        # Sizes that must divide the workers are checked as for a run on all of these GPUs.
+        each = min(options.gpus, options.gpus_per_machine)
+        self.usual: dict[str, Any] = {NODES: options.gpus // each, EACH: each}
+        if written & {ONE_STEP_OFF, "trainer.max_staleness"}:
+            self.usual[SEPARATE] = max(1, options.gpus // 2)  # a run rejects that without such workers
+        first = self.load()
+        # A preset is the user's choice too.
+        taken = {key for key, source in first.sources.items() if not source.startswith("default")}
+        values = {key: first.value(key) if key in taken else value for key, value in USUAL.items()}
+        if BATCH in taken and MINI not in taken:
+            values[MINI] = values[BATCH]  # one update a step, as the usual one
+        values[BUDGET] = max(16384, sum(values[key] for key in LENGTHS))  # a sequence is never cut
+        self.usual |= {key: value for key, value in values.items() if key not in taken}
+
+    def load(self, chosen: Mapping[str, Any] | None = None) -> Resolved:
+        """With the settings that a layout has chosen."""
+        usual = [(f"{key}={value}", "default of posttrain plan --gpus") for key, value in self.usual.items()]
+        return load_config([*self.given, *(f"{key}={value}" for key, value in (chosen or {}).items())], labelled=usual)
+
+
+def _search(options: argparse.Namespace, step: Step, device: Device, constants: Constants, check: Check) -> Search:
+    resolved = step.load()
     config, planner = resolved.config, planner_for(resolved.config)
+    _check_planned(config)
     model = planner.count(config, device, "actor", ModelCosts.of)
     pricing = Pricing(model, work_of(config, options.mean_response), constants, options.gpus_per_machine)
-    return Search(config, resolved.explicit, planner, device, pricing)
+
+    def why_rejected(chosen: Mapping[str, Any]) -> str:
+        try:
+            check(step.load(_flat(chosen)), device, planner)
+        except ConfigError as error:
+            return error.problems[0].what
+        except UserError as error:
+            return first_line(error)
+        return ""
+
+    return Search(config, resolved.explicit, planner, device, pricing, why_rejected)
+
+
+def _check_planned(config: PPOConfig) -> None:
+    """Rejects settings whose time or memory is not planned."""
+    engine = config.actor_rollout_ref.rollout.name
+    if engine not in ("native", *OUTSIDE):
+        known = ", ".join(("native", *OUTSIDE))
+        raise UserError(f"{ENGINE}={engine} is not planned over many GPUs: its speed was not measured; set {known}")
+    if (dtype := config.actor_rollout_ref.model.dtype) in ("float32", "float64"):
+        raise UserError(f"{DTYPE}={dtype} is not planned over many GPUs: rates are those of bfloat16; remove it")
+    for key in (*SHARD_SIZES, *SEQUENCE_SIZES):
+        if (size := lookup(config, key)) != (whole := -1 if key in SHARD_SIZES else 1):
+            raise UserError(f"{key}={size} is not planned over many GPUs; remove it, or set {key}={whole}")
 
 
 def _what_would(search: Search, with_lora: Search, options: argparse.Namespace) -> list[str]:
@@ -78,7 +142,7 @@ def _what_would(search: Search, with_lora: Search, options: argparse.Namespace) 
         if chosen := search.run(gpus).chosen:
             lines.append(f"  --gpus {gpus}: {chosen.layout.words()}, {chosen.costs.seconds:.1f} s a step")
             break
-    return ["These fit:", *lines] if lines else [f"With {gpus} GPUs none does either."]
+    return ["These fit:", *lines] if lines else [f"None of {gpus} GPUs fits either."]
 
 
 def _options(args: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -108,32 +172,15 @@ def _options(args: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     return options, rest
 
 
-def _settings(path: str, settings: Sequence[str]) -> Resolved:
-    named = f"actor_rollout_ref.model.path={path}"
-    explicit = load_config([named, *settings]).explicit
-    usual = {key: value for key, value in USUAL.items() if key not in explicit}
-    if "data.train_batch_size" in explicit:  # one update a step, as the usual one
-        usual.pop("actor_rollout_ref.actor.ppo_mini_batch_size", None)
-    resolved = load_config([named, *(f"{key}={value}" for key, value in usual.items()), *settings])
-    resolved.explicit -= set(usual)
-    config: Any = resolved.config
-    if "actor_rollout_ref.actor.ppo_mini_batch_size" not in explicit:
-        config.actor_rollout_ref.actor.ppo_mini_batch_size = config.data.train_batch_size
-    if BUDGET not in explicit:  # a sequence is never cut
-        longest = config.data.max_prompt_length + config.data.max_response_length
-        config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu = max(16384, longest)
-    return resolved
-
-
 def work_of(config: PPOConfig, mean_response: float | None = None) -> Work:
     """What one step of this configuration computes."""
     data, rollout, actor = config.data, config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
     if mean_response is not None and mean_response > data.max_response_length:
         most = data.max_response_length
         raise UserError(f"--mean_response {mean_response:g}: responses end at data.max_response_length={most}")
-    critic = get_adv_estimator(config.algorithm.adv_estimator).needs_critic
-    several = actor.ppo_mini_batch_size < data.train_batch_size or config.trainer.max_staleness > 0
-    return Work(
+    estimator = get_adv_estimator(config.algorithm.adv_estimator)
+    critic = estimator.needs_critic
+    work = Work(
         prompts=data.train_batch_size,
         n=rollout.n,
         mini=min(actor.ppo_mini_batch_size, data.train_batch_size),
@@ -142,12 +189,22 @@ def work_of(config: PPOConfig, mean_response: float | None = None) -> Work:
         longest=data.max_response_length,
         budget=actor.ppo_max_token_len_per_gpu,
         slots=rollout.max_num_seqs,
-        scoring=int(several) + int(needs_reference(config)) + int(critic),
+        scoring=int(needs_reference(config)) + int(critic),
         trained=1 + int(critic),
         texts=not config.reward_model.enable,
         gloo=rollout.weight_sync == "gloo",
         merged=config.actor_rollout_ref.model.quantization is not None,
+        epochs=actor.ppo_epochs,
+        greedy=int(estimator.needs_greedy_baseline),
     )
+    return replace(work, scoring=work.scoring + _computes_old_log_probs(config, work.updates))
+
+
+def _computes_old_log_probs(config: PPOConfig, updates: int) -> bool:
+    """Whether the trainer computes them, where its own differ from those of the rollout."""
+    source, algorithm = config.actor_rollout_ref.actor.old_log_probs, config.algorithm
+    needed = updates > 1 or config.trainer.max_staleness > 0 or algorithm.use_kl_in_reward
+    return source == "trainer" or (source == "auto" and (needed or algorithm.filter_groups.enable))
 
 
 def _head(options: argparse.Namespace, model: ModelCosts, work: Work, device: Device) -> list[str]:
@@ -155,17 +212,17 @@ def _head(options: argparse.Namespace, model: ModelCosts, work: Work, device: De
     if model.experts:
         size += f", {model.active / 1e9:.1f}B of them for each token"
     mean = f" (mean {work.response:g})" if work.response < work.longest else ""
-    updates = math.ceil(work.prompts / work.mini)
+    gpus = f"{options.gpus} GPUs, {options.gpus_per_machine} to a machine, each" if options.gpus > 1 else "one GPU,"
     return [
-        f"{options.model} ({size}) on {options.gpus} GPUs, {options.gpus_per_machine} to a machine, "
-        f"each {device.words}.",
+        f"{options.model} ({size}) on {gpus} {device.words}.",
         f"A step: {work.prompts} prompts x {work.n} responses of {work.longest} tokens{mean} after {work.prompt}; "
-        f"{updates} update(s), {work.scoring} pass(es) for log-probs or values.",
+        f"{work.updates} update(s), {work.scoring} pass(es) for log-probs or values.",
     ]
 
 
-def _body(found: Found, chosen: Tried, options: argparse.Namespace, device: Device) -> list[str]:
-    lines = [f"Proposed: {chosen.layout.words()}", *_as_settings(chosen, options.gpus_per_machine), ""]
+def _body(found: Found, chosen: Tried, device: Device) -> list[str]:
+    settings = [f"  {key}={value}" for key, value in _flat(chosen.settings).items()]
+    lines = [f"Proposed: {chosen.layout.words()}", *settings, ""]
     lines += [*_memory(chosen, device), "", *_time(chosen.costs), "", *_links(chosen.costs), ""]
     lines += [_saturation(chosen.costs), ""]
     for kind, tried in found.best.items():
@@ -175,18 +232,12 @@ def _body(found: Found, chosen: Tried, options: argparse.Namespace, device: Devi
     return [*lines, *_why_not(found, chosen), ""]
 
 
-def _as_settings(tried: Tried, machine: int) -> list[str]:
-    rollout = tried.config.actor_rollout_ref.rollout if tried.config else None
-    chosen = settings_of(tried.layout, machine)
-    if rollout and rollout.kv_cache_gb is not None:
-        chosen["actor_rollout_ref.rollout.kv_cache_gb"] = rollout.kv_cache_gb
-    if rollout and rollout.gpu_memory_utilization is not None:
-        chosen["actor_rollout_ref.rollout.gpu_memory_utilization"] = rollout.gpu_memory_utilization
+def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Entries of a dict as settings of their own."""
     flat: dict[str, Any] = {}
-    for key, value in chosen.items():
-        nested = value if isinstance(value, dict) else None
-        flat |= {key: value} if nested is None else {f"{key}.{name}": size for name, size in nested.items()}
-    return [f"  {key}={value}" for key, value in flat.items()]
+    for key, value in settings.items():
+        flat |= {f"{key}.{name}": size for name, size in value.items()} if isinstance(value, dict) else {key: value}
+    return flat
 
 
 def _memory(tried: Tried, device: Device) -> list[str]:
@@ -236,4 +287,4 @@ def _why_not(found: Found, chosen: Tried | None) -> list[str]:
 
 def _constants(constants: Constants) -> list[str]:
     note = "Computed from these constants (--assume name=value replaces one). Nothing between GPUs was measured:"
-    return [note, *constants.lines()]
+    return [note, *constants.lines()] if constants.used else []

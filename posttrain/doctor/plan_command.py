@@ -57,7 +57,7 @@ ROWS = (
 def main(args: Sequence[str]) -> int:
     """`posttrain plan`: print the plan; the exit status is 1 if it does not fit."""
     if fleet_command.wants_fleet(args):
-        return fleet_command.main(args)
+        return fleet_command.main(args, _check_as_the_run_does)
     rest, gpu_gb = _gpu_size(args)
     tree = command_tree("plan", rest)
     resolved = resolve_arguments(rest) if tree is None else load_config(rest[1:] or {}, tree=tree)

@@ -134,10 +134,10 @@ def _prefix(case: Case, where: str) -> Iterator[Finding]:
     thought = f"<think>hm</think>{_WORD}"
     before, after = _render(case, "1 + 1 = ?", thought), _render(case, "1 + 1 = ?", thought, "Sure?")
     if before is None or after is None or after.startswith(before.rstrip()):
-        case.report.fact(AREA, "What was written stays as it is when a conversation goes on (prefix-stable).")
+        case.report.fact(AREA, "What was written stays as it is when a conversation continues (prefix-stable).")
         return
     several = not case.is_rl and any(_turns(case, row) > 1 for row in case.rows.get("train", [])[:100])
-    what = "The chat template rewrites earlier turns when a conversation goes on (such as their <think> parts)."
+    what = "The chat template rewrites earlier turns when a conversation continues (such as their <think> parts)."
     if several:
         what += " Conversations with several answers become one row per answer: an epoch has more rows than the file."
     level = WARNING if several else NOTE

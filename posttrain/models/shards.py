@@ -49,7 +49,8 @@ class WeightShards:
 
 def check_heads(config: Any, size: int) -> None:
     """Reject models whose heads cannot be divided among the ranks."""
-    heads, keys = config.num_attention_heads, config.num_key_value_heads
+    heads = config.num_attention_heads
+    keys = getattr(config, "num_key_value_heads", None) or heads
     if heads % size or (keys % size and size % keys):
         fitting = [one for one in range(1, heads + 1) if not (heads % one or (keys % one and one % keys))]
         raise UserError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 
 import pytest
 
@@ -79,20 +80,39 @@ def test_costs_of_models_are_their_published_sizes():
 def test_pipeline_tensor_and_data_ranks_send_what_their_collectives_send():
     model, work = costs_of("0.5b"), group(64, 8, 128, 512)
     tokens = 64 * 8 * work.computed
-    found = priced(
-        model, work, Layout("megatron", 16, gathers=False, tensor=2, pipeline=2, context=2, checkpointing=True)
-    )
+    found = priced(model, work, Layout("megatron", 16, tensor=2, pipeline=2, context=2, checkpointing=True))
     own = tokens / 2 / 2  # of one of two copies, and of its half of a pass
     hidden = own * 896 * 2
     assert found.sent["tensor parallel", "NVLink"] == pytest.approx((4 * 3 + 2) * 12 * hidden / 2)
     assert found.sent["context parallel", "NVLink"] == pytest.approx(3 * 12 * own / 2 * (2 * 896 + 2 * 128) * 2 / 2)
     assert found.sent["pipeline", "network"] == pytest.approx(2 * hidden / 2)
-    assert found.sent["gradients", "network"] == pytest.approx(6 * model.weights / 4)
+    # Of 16 ranks the 8 of a stage share a machine: 4 of them have the same weights, and 3/4 of the sums go to others.
+    assert found.sent["gradients", "NVLink"] == pytest.approx(6 * model.weights / 4 * 3 / 4)
     assert found.sent["weight sync: gathering", "network"] == 2 * model.weights
-    one_machine = priced(model, work, Layout("megatron", 8, gathers=False, tensor=2, pipeline=2, context=2), machine=8)
+    one_machine = priced(model, work, Layout("megatron", 8, tensor=2, pipeline=2, context=2), machine=8)
     assert ("weight sync: gathering", "NVLink") in one_machine.sent and one_machine.sent["gradients", "NVLink"]
-    alone = priced(model, work, Layout("megatron", 1, gathers=False))
+    assert {link for _, link in one_machine.sent} == {"NVLink"}  # neighbouring stages too
+    alone = priced(model, work, Layout("megatron", 1))
     assert not alone.sent and alone.stages["weight sync"] == 0.0
+
+
+def test_groups_that_cross_machines_send_over_the_network():
+    model, work = costs_of("0.5b"), group(64, 8, 128, 512)
+    spread = Layout("megatron", 12, tensor=4, each=6)  # ranks 4 to 7 are on two machines
+    assert ("tensor parallel", "network") in priced(model, work, spread).sent
+    assert ("tensor parallel", "NVLink") in priced(model, work, replace(spread, tensor=2)).sent
+    staged = Layout("megatron", 64, pipeline=2)
+    assert priced(model, work, staged).sent["gradients", "network"] == pytest.approx(6 * model.weights / 2 * 31 / 32)
+
+
+def test_gradients_of_experts_are_sent_only_to_ranks_with_the_same_experts():
+    model, work = costs_of("30b-a3b"), group(64, 8, 128, 512)
+    once, twice = (
+        priced(model, work, Layout("megatron", 8, expert=expert)).sent["gradients", "NVLink"] for expert in (8, 4)
+    )
+    dense = (model.weights - model.experts) * 7 / 8
+    assert once == pytest.approx(6 * dense)  # no other rank has these experts
+    assert twice == pytest.approx(6 * (dense + model.experts / 4 / 2))
 
 
 def test_fsdp_gathers_weights_for_each_pass_and_back_and_overlaps_with_them():
@@ -135,18 +155,38 @@ def test_caches_that_hold_fewer_sequences_and_long_tails_take_longer():
     assert even < tail < all_at_once.stages["rollout"]
 
 
+def test_greedy_responses_are_generated_and_not_trained_on():
+    model, work = costs_of("0.5b"), group(64, 1, 128, 512)
+    alone, baseline = (priced(model, replace(work, greedy=greedy), ONE).stages for greedy in (0, 1))
+    twice = priced(model, replace(work, prompts=128, mini=128), ONE).stages["rollout"]
+    assert baseline["rollout"] == pytest.approx(twice) and baseline["update"] == alone["update"]
+    remax = ["algorithm=remax", "data.train_batch_size=64", "actor_rollout_ref.actor.ppo_mini_batch_size=64"]
+    assert work_of(load_config(remax).config).greedy == 1
+
+
 def test_pipeline_stages_wait_and_recomputation_costs_a_forward_pass():
     model, work = costs_of("0.5b"), group(8, 8, 128, 512, budget=5120)
     straight, staged, again = (
         priced(model, work, layout, nvlink_gb_s=1e9, network_gb_s=1e9).stages["update"]
         for layout in (
-            Layout("megatron", 1, gathers=False),
-            Layout("megatron", 4, gathers=False, pipeline=4),
-            Layout("megatron", 1, gathers=False, checkpointing=True),
+            Layout("megatron", 1),
+            Layout("megatron", 4, pipeline=4),
+            Layout("megatron", 1, checkpointing=True),
         )
     )
     assert staged == pytest.approx(straight / 4 * (1 + 3 / 8), rel=0.01)
     assert again == pytest.approx(straight * 8 / 6, rel=0.01)
+
+
+def test_chunks_of_stages_wait_less_and_epochs_update_again():
+    model, work = costs_of("0.5b"), group(8, 8, 128, 512, budget=5120)
+    staged = Layout("megatron", 4, pipeline=4)
+    plain, chunks = (
+        priced(model, work, one, nvlink_gb_s=1e9).stages["update"] for one in (staged, replace(staged, virtual=2))
+    )
+    assert chunks / plain == pytest.approx((1 + 3 / 16) / (1 + 3 / 8), rel=0.01)
+    again = priced(model, replace(work, epochs=3), staged, nvlink_gb_s=1e9)
+    assert again.stages["update"] == pytest.approx(3 * plain)
 
 
 def test_work_counts_the_passes_that_the_settings_need():
@@ -161,6 +201,11 @@ def test_work_counts_the_passes_that_the_settings_need():
     critic = work_of(load_config(["algorithm.adv_estimator=gae", *plain[1:]]).config)
     assert (critic.scoring, critic.trained) == (1, 2)
     assert work_of(load_config([*plain, "actor_rollout_ref.rollout.weight_sync=gloo"]).config).gloo
+    epochs = work_of(load_config([*plain, "actor_rollout_ref.actor.ppo_epochs=2"]).config)
+    assert (epochs.updates, epochs.scoring) == (2, 1)
+    sampled = [*several[:3], "actor_rollout_ref.actor.old_log_probs=rollout"]
+    assert work_of(load_config(sampled).config).scoring == 0
+    assert work_of(load_config([*plain, "actor_rollout_ref.actor.old_log_probs=trainer"]).config).scoring == 1
 
 
 @pytest.fixture
@@ -196,6 +241,107 @@ def test_given_settings_and_assumptions_stay(capsys, small):
     assert "given by --assume" in text and "100 GB/s" in text
 
 
+def test_presets_stay_as_given_settings_do(capsys, small):
+    _, text = said(capsys, "--gpus", "2", "--model", str(small), "algorithm=ppo", "data.max_response_length=512")
+    assert "512 prompts x 1 responses" not in text and "critic" in text
+    _, text = said(capsys, "--gpus", "2", "--model", str(small), "algorithm=drgrpo", "data.max_response_length=512")
+    assert "512 prompts x 5 responses of 512 tokens" in text
+
+
+def test_a_batch_ahead_is_proposed_if_it_is_asked_for(capsys, small):
+    for asked, words in (("trainer.one_step_off=True", "one step ahead"), ("trainer.max_staleness=3", "3 steps ahead")):
+        status, text = said(capsys, "--gpus", "4", "--model", str(small), asked)
+        assert status == 0 and "generate: " in text and words in text.split("Proposed", 1)[1].split("\n")[0]
+        assert "colocated" not in text and "one_step_off=" not in text
+    _, text = said(capsys, "--gpus", "4", "--model", str(small), "trainer.one_step_off=False")
+    assert "Also fits" in text and "step ahead" not in text
+    status, text = said(capsys, "--gpus", "1", "--model", str(small), "trainer.one_step_off=True")
+    assert status == 1 and "on one GPU, an H200" in text and "one GPU cannot train and generate" in text
+
+
+@pytest.mark.parametrize(
+    ("given", "proposed"),
+    [
+        (["n_workers=0"], ["Proposed: colocated", "trainer.n_gpus_per_node=8"]),
+        (["n_workers=4"], ["Proposed: 12 train + 4 generate", "trainer.nnodes=2", "trainer.n_gpus_per_node=6"]),
+        (["n_workers=3"], ["No layout fits", "13 GPUs that train: they cannot be spread evenly over 2 machines of 8"]),
+        (["n_workers=16"], ["No layout fits", "n_workers=16: none of 16 GPUs is left to train"]),
+        (["colocated_workers=4"], ["Proposed: colocated (4 of 16 generate)", "rollout.colocated_workers=4"]),
+        (["trainer.n_gpus_per_node=4"], ["Proposed: 8 train + 8 generate", "trainer.nnodes=2"]),
+        (["trainer.nnodes=4"], ["Proposed: colocated", "trainer.n_gpus_per_node=4"]),
+        (
+            ["actor.strategy=megatron", "actor.megatron_config.pipeline_parallel_size=2"],
+            ["megatron pipeline 2", "megatron_config.pipeline_parallel_size=2"],
+        ),
+        (
+            ["actor.strategy=megatron", "actor.megatron_config.tensor_parallel_size=4"],
+            ["No layout fits", "given sizes"],
+        ),
+        (["rollout.name=sglang", "rollout.tensor_model_parallel_size=2"], ["No layout fits", "devices is not built"]),
+    ],
+)
+def test_given_sizes_and_workers_stay(capsys, small, given, proposed):
+    prefix = {"n_workers": "actor_rollout_ref.rollout.", "colocated_workers": "actor_rollout_ref.rollout."}
+    prefix |= {"actor": "actor_rollout_ref.", "rollout": "actor_rollout_ref."}
+    keys = [prefix.get(key.split(".")[0].split("=")[0], "") + key for key in given]
+    gpus = ["--gpus", "8"] if given == ["n_workers=0"] else ["--gpus", "16"]
+    if given == ["trainer.nnodes=4"]:
+        gpus += ["--gpus_per_machine", "4"]
+    _, text = said(capsys, *gpus, "--model", str(small), "data.max_response_length=512", *keys)
+    for part in proposed:
+        assert part in text, text[:1500]
+
+
+def test_proposed_settings_are_those_of_a_run_that_starts(capsys, small):
+    exact = ["trainer.exact=True", "data.max_response_length=512"]  # not built for other engines
+    status, text = said(capsys, "--gpus", "16", "--model", str(small), *exact)
+    lines = text[text.index("Proposed") : text.index("Memory of")].split("\n")[1:]
+    proposed = [line.strip() for line in lines if line.strip()]
+    path = f"actor_rollout_ref.model.path={small}"
+    config = load_config([path, "algorithm.adv_estimator=grpo", "data.train_batch_size=512", *exact, *proposed]).config
+    assert status == 0 and config.trainer.n_gpus_per_node * config.trainer.nnodes in (16, 8)
+    assert config.actor_rollout_ref.actor.strategy.startswith("fsdp")
+
+
+LATENT = {
+    "model_type": "deepseek_v3", "num_hidden_layers": 6, "hidden_size": 512, "intermediate_size": 1024,
+    "moe_intermediate_size": 128, "n_routed_experts": 16, "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2,
+    "first_k_dense_replace": 1, "num_attention_heads": 16, "num_key_value_heads": 16, "q_lora_rank": 64,
+    "kv_lora_rank": 128, "qk_rope_head_dim": 32, "qk_nope_head_dim": 64, "v_head_dim": 64, "vocab_size": 2048,
+}  # fmt: skip
+OSS = {
+    "model_type": "gpt_oss", "num_hidden_layers": 4, "hidden_size": 512, "intermediate_size": 512,
+    "num_local_experts": 8, "num_experts_per_tok": 2, "num_attention_heads": 8, "num_key_value_heads": 2,
+    "head_dim": 64, "vocab_size": 2048,
+}  # fmt: skip
+WITHOUT_KEY_HEADS = {"model_type": "gpt2", "n_layer": 2, "n_embd": 128, "n_head": 4, "n_positions": 2048}
+
+
+def folder_of(place: Path, config: dict) -> str:
+    (place / "config.json").write_text(json.dumps(config))
+    return str(place)
+
+
+def test_latents_are_cached_as_each_engine_keeps_them(tmp_path):
+    model = costs_of(folder_of(tmp_path, LATENT), "actor_rollout_ref.model.dtype=bfloat16")
+    assert model.cached(1, "vllm") == model.cached(2, "vllm") == 6 * 2 * (128 + 32)
+    assert model.cached(1) == 6 * 2 * 16 * 2 * (64 + 32)  # the native engine expands them on a CUDA device
+    assert model.queries == 16 * (64 + 32 + 64) // 2 and model.keys == 16 * (64 + 32 + 64)
+
+
+def test_mixtures_that_megatron_does_not_train_are_sharded_by_fsdp(tmp_path, capsys):
+    path = folder_of(tmp_path, OSS)
+    assert costs_of(path).picked == 2 and costs_of(path).chosen == 1 / 4
+    status, text = said(capsys, "--gpus", "4", "--model", path, "data.max_response_length=512")
+    assert status == 0 and "Proposed: colocated: fsdp" in text and "models of type gpt_oss" in text
+
+
+def test_models_without_a_number_of_key_heads_are_planned(tmp_path, capsys):
+    path = folder_of(tmp_path, WITHOUT_KEY_HEADS)
+    lengths = ["data.max_prompt_length=128", "data.max_response_length=512"]
+    assert said(capsys, "--gpus", "4", "--model", path, *lengths)[0] == 0
+
+
 def test_what_does_not_fit_is_named_with_its_stage(capsys):
     status, text = said(capsys, "--gpus", "2", "--model", "70b", "--gpu_gb", "40")
     assert status == 1 and "No layout fits." in text
@@ -223,6 +369,11 @@ def test_where_no_layout_fits_adapters_and_more_gpus_are_tried(capsys):
         (["--gpus", "8", "--model", "7b", "--mean_response", "9000"], "data.max_response_length=8192"),
         (["--gpus", "8", "--model", "7b", "--fast"], "--fast is neither"),
         (["--gpus", "x", "--model", "7b"], "argument --gpus"),
+        (["--gpus", "8", "--model", "7b", "actor_rollout_ref.rollout.name=hf"], "name=hf is not planned"),
+        (["--gpus", "8", "--model", "7b", "actor_rollout_ref.actor.fsdp_config.fsdp_size=4"], "fsdp_size=4 is not"),
+        (["--gpus", "8", "--model", "7b", "actor.ulysses_sequence_parallel_size=2"], "parallel_size=2 is not planned"),
+        (["--gpus", "8", "--model", "7b", "model.path=/tmp"], "--model names the model"),
+        (["--gpus", "8", "--model", "7b", "model.dtype=float32"], "dtype=float32 is not planned"),
     ],
 )
 def test_wrong_arguments_are_rejected_in_words(args, words):

@@ -101,7 +101,7 @@ def test_a_run_goes_on_without_loggers_that_are_not_installed(main_ppo, parquet,
     assert seen.status == 0 and len(seen.steps) == 1
     before_loading = seen.console.partition("step 0")[0]
     for name in names:
-        assert f"the package {name} is not installed: the run goes on without it" in before_loading
+        assert f"the package {name} is not installed: the run continues without it" in before_loading
         assert f'pip install "posttrain[{name}]" (or pip install {name})' in before_loading
         assert seen.console.count(f"package {name} is not installed") == 1, "said once"
 

@@ -15,6 +15,7 @@ from posttrain.tracking.progress import say
 from posttrain.tracking.row import waiting
 from posttrain.tracking.tee import active
 from posttrain.tracking.terminal_text import fold_lines, print_page, print_text
+from posttrain.trainer import embedded
 from tests.tracking.test_tracking_progress import Terminal, rows_of
 
 
@@ -43,6 +44,20 @@ def test_no_word_is_torn_on_a_terminal_of_80_columns(command, monkeypatch):
     shown = re.sub(r".*\r\x1b\[K", "", screen.getvalue())
     wide = [line for line in shown.split("\n") if len(line) > 80]
     assert shown.strip() and all(" " not in line.strip() for line in wide), wide
+
+
+def test_what_doctor_says_of_the_embedded_model_is_folded(monkeypatch):
+    """It says more where the model is made first, which no test may wait for."""
+    made = embedded.ensure_embedded
+
+    def talkative(say, **options):
+        say("word " * 30)
+        return made(say, **options)
+
+    monkeypatch.setattr(embedded, "ensure_embedded", talkative)
+    screen = a_screen(monkeypatch)
+    cli.main(["doctor", "algorithm.adv_estimator=grpo", "data.train_files=no_such_file.json"])
+    assert any(line == ("word " * 16).strip() for line in screen.getvalue().split("\n"))
 
 
 def test_pages_are_broken_anew_and_formulas_and_settings_stay(monkeypatch):

@@ -94,7 +94,7 @@ class Parts:
                 shown = "; ".join(f"{key} was {_short(before.get(key))}, is {_short(now.get(key))}" for key in changed)
                 raise UserError(
                     f"{self.folder} holds an unfinished result of other settings: {shown}. Give the same settings to "
-                    "go on with it, --overwrite to begin anew, or another --out."
+                    "continue with it, --overwrite to begin anew, or another --out."
                 )
         else:
             replace_file(stored, json.dumps(self._settings, indent=1).encode())

@@ -217,7 +217,7 @@ def check_model(name: str) -> None:
 
 
 def described(settings: Settings) -> dict[str, Any]:
-    """What the samples depend on, as plain values: stored beside them, and compared before a run goes on."""
+    """What the samples depend on, as plain values: stored beside them, and compared before a run continues."""
     data, rollout = settings.config.data, settings.config.actor_rollout_ref.rollout
     return {
         "n": settings.n,

@@ -129,9 +129,7 @@ def optimizer_rules(optim: str) -> tuple[Rule, ...]:
         ),
         not_supported(f"{optim}.weight_decay_incr_style", "weight decay is constant", "remove it", off=("constant",)),
         not_supported(f"{optim}.zero_indexed_step", "warm-up counts its first update as 1", "set it to False"),
-        not_needed(
-            f"{optim}.use_checkpoint_opt_param_scheduler", "a resumed run goes on with its schedule where it was"
-        ),
+        not_needed(f"{optim}.use_checkpoint_opt_param_scheduler", "a resumed run continues its schedule where it was"),
         not_needed(f"{optim}.use_layer_wise_distributed_optimizer", "FSDP shards the optimizer state"),
         not_supported(
             f"{optim}.{{exp_avg_dtype,exp_avg_sq_dtype,main_grads_dtype,main_params_dtype}}",

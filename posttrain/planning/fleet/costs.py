@@ -11,12 +11,14 @@ import math
 from collections import defaultdict
 from dataclasses import dataclass, field
 
+from posttrain.engine.registry import train_engine
+from posttrain.engine.settings import RL
 from posttrain.planning.fleet.constants import Constants
 from posttrain.planning.fleet.shapes import ModelCosts
 
 BF16, FP32 = 2, 4
 ROW_BYTES = 16  # of a token in the store: its id, and log-probs of rollout, old policy and reference
-STEP_BYTES = 32  # of a trained weight in AdamW's step: gradient, master and two moments read, three of them written
+STEP_BYTES = 28  # of a trained weight in AdamW's step: gradient, master and two moments read, all but the first written
 TAIL = 8  # once the other responses have ended, an eighth of the slots is busy until the longest ends
 
 
@@ -37,6 +39,13 @@ class Work:
     texts: bool  # reward functions read them
     gloo: bool
     merged: bool  # a 4-bit base: under LoRA whole weights are synced all the same
+    epochs: int = 1  # passes of the updates over the batch
+    greedy: int = 0  # further responses to a prompt, which are scored and not trained on
+
+    @property
+    def updates(self) -> int:
+        """Optimizer steps of a model."""
+        return math.ceil(self.prompts / self.mini) * self.epochs
 
     @property
     def rows(self) -> int:
@@ -71,14 +80,21 @@ class Layout:
     generating: int = 0  # GPUs that only generate; 0: those that train do
     tensor: int = 1
     pipeline: int = 1
+    virtual: int = 1  # chunks of layers of each pipeline stage
     context: int = 1
     expert: int = 1
-    gathers: bool = True  # a pass gathers all weights, as FSDP's does; Megatron's ranks hold theirs
     engine: str = "native"
     rollout_tensor: int = 1
     checkpointing: bool = False
-    ahead: bool = False  # the next batch is generated while this one trains (`trainer.one_step_off`)
+    ahead: int = 0  # policy versions between generating and training: the next batch is generated while this one trains
     slots: int | None = None  # sequences that fit into an engine's cache; None: all
+    colocated: int = 0  # of the GPUs that train, those that generate too; 0: all of them
+    each: int = 0  # GPUs of a machine that train; 0: as many as the machine has and `training` allows
+
+    @property
+    def by_ranks(self) -> bool:
+        """Whether the engine cuts a model over ranks; others share out all weights, as FSDP does."""
+        return train_engine(self.strategy, RL).sizes is not None
 
     @property
     def copies(self) -> int:
@@ -86,15 +102,17 @@ class Layout:
 
     @property
     def engines(self) -> int:
-        return (self.generating or self.training) // self.rollout_tensor
+        return (self.generating or self.colocated or self.training) // self.rollout_tensor
 
     def words(self) -> str:
         sizes = {"tensor": self.tensor, "pipeline": self.pipeline, "context": self.context, "expert": self.expert}
         cut = "".join(f" {name} {size}" for name, size in sizes.items() if size > 1)
         where = f"{self.training} train + {self.generating} generate" if self.generating else "colocated"
+        where += f" ({self.colocated} of {self.training} generate)" if self.colocated else ""
         recomputing = ", checkpointing" if self.checkpointing else ""
-        copies = f", {self.copies} {'copy' if self.copies == 1 else 'copies'}" if not self.gathers else ""
-        ahead = ", one step ahead" if self.ahead else ""
+        copies = f", {self.copies} {'copy' if self.copies == 1 else 'copies'}" if self.by_ranks else ""
+        steps = "one step" if self.ahead == 1 else f"{self.ahead} steps"
+        ahead = f", {steps} ahead" if self.ahead else ""
         engine = f"{self.engine} tensor {self.rollout_tensor}"
         return f"{where}: {self.strategy}{cut}{copies}{recomputing}; rollout {engine}{ahead}"
 
@@ -125,11 +143,11 @@ class Pricing:
         self.model, self.work, self.constants, self.machine = model, work, constants, machine
 
     def of(self, layout: Layout) -> StepCosts:
-        costs = StepCosts(ahead=layout.ahead)
+        costs = StepCosts(ahead=layout.ahead > 0)
         costs.stages["rollout"] = self._rollout(layout, costs)
         if self.work.scoring:
             costs.stages["log-probs"] = self.work.scoring * self._passes(layout, costs, trains=False)
-        updates = math.ceil(self.work.prompts / self.work.mini)
+        updates = self.work.updates
         costs.stages["update"] = self.work.trained * updates * self._passes(layout, costs, trains=True, times=updates)
         costs.stages["weight sync"] = self._sync(layout, costs)
         costs.stages["driver"] = self._driver(layout, costs)
@@ -138,14 +156,14 @@ class Pricing:
     # -- rollout ------------------------------------------------------------------------------------------------------
     def _rollout(self, layout: Layout, costs: StepCosts) -> float:
         work, model, c = self.work, self.model, self.constants
-        rows = math.ceil(work.rows / layout.engines)
+        rows = math.ceil(work.prompts * (work.n + work.greedy) / layout.engines)
         slots = max(1, min(rows, work.slots, layout.slots or rows))
         steps = rows * work.response / slots
         seconds = steps * self.decode_step(layout, slots, work.prompt + work.response / 2, costs, steps)
-        if work.longest > steps:  # the longest responses go on, when most slots are empty
+        if work.longest > steps:  # the longest responses continue when most slots are empty
             tail = work.longest - steps
             seconds += tail * self.decode_step(layout, max(1, slots // TAIL), work.prompt + work.longest, costs, tail)
-        prefill = rows / work.n * work.prompt
+        prefill = rows / (work.n + work.greedy) * (1 + work.greedy) * work.prompt
         flops = prefill * (2 * model.active + 2 * model.layers * model.queries * work.prompt) / layout.rollout_tensor
         costs.busy["matrix units"] += flops / c["peak_tflops"]
         return seconds + flops / (c["peak_tflops"] * c.by_width("update_share", model.narrow))
@@ -156,7 +174,7 @@ class Pricing:
         # Weights are read once a step, of a mixture's experts those that some row goes to.
         touched = model.matrices - model.experts * (1 - model.chosen) ** rows
         flops, read = 2 * model.active * rows / ranks, BF16 * touched / ranks
-        kept = rows * context * model.cached(ranks)
+        kept = rows * context * model.cached(ranks, layout.engine)
         products = max(
             flops / (c["peak_tflops"] * c.by_width("decode_share", model.narrow)),
             read / (c["hbm_tb_s"] * c["weight_share"]),
@@ -168,9 +186,8 @@ class Pricing:
         seconds = products + kept / (c["hbm_tb_s"] * c["cache_share"]) + model.layers * layer
         if ranks > 1:
             sent = 2 * model.layers * 2 * hidden * (ranks - 1) / ranks
-            seconds += 2 * model.layers * c["link_us"] + self._send(
-                "rollout tensor parallel", costs, sent, ranks, steps
-            )
+            seconds += 2 * model.layers * c["link_us"]
+            seconds += self._send("rollout tensor parallel", costs, sent, ranks <= self.machine, steps)
         if layout.engine != "native":
             seconds = max(seconds * c["serving_ratio"], rows * c["serving_us"])
         costs.busy["matrix units"] += steps * flops / c["peak_tflops"]
@@ -190,12 +207,12 @@ class Pricing:
         flops = tokens * (factor * model.active + attention * model.layers * model.queries * work.length)
         flops /= layout.tensor * layout.pipeline * layout.context
         seconds = flops / (c["peak_tflops"] * c.by_width("update_share", model.narrow))
-        seconds *= 1 + (layout.pipeline - 1) / passes  # stages that wait at both ends
+        seconds *= 1 + (layout.pipeline - 1) / (passes * layout.virtual)  # stages that wait at both ends
         costs.busy["matrix units"] += times * flops / c["peak_tflops"]
-        if layout.gathers:
-            seconds = max(seconds, self._gathering(layout, costs, passes, trains, times))
-        else:
+        if layout.by_ranks:
             seconds += self._megatron_traffic(layout, costs, tokens, trains, times)
+        else:
+            seconds = max(seconds, self._gathering(layout, costs, passes, trains, times))
         own = (model.adapters or model.weights) * STEP_BYTES / layout.training
         return seconds + (own / c["hbm_tb_s"] if trains else 0.0)
 
@@ -208,35 +225,41 @@ class Pricing:
             # again.
             exchanges = 4 * forwards + (2 if trains else 0)
             sent = exchanges * stage * own * model.width * BF16 * (tensor - 1) / tensor
-            seconds += self._send("tensor parallel", costs, sent, tensor, times)
+            seconds += self._send("tensor parallel", costs, sent, self._share_machine(layout, tensor), times)
         if (context := layout.context) > 1:
             sent = forwards * stage * own / tensor * (2 * model.queries + model.keys) * BF16 * (context - 1) / context
-            seconds += self._send("context parallel", costs, sent, tensor * context, times)
+            inside = self._share_machine(layout, tensor * context)
+            seconds += self._send("context parallel", costs, sent, inside, times)
         if layout.expert > 1:
             routed = own / tensor * model.picked
             sent = forwards * stage * 2 * routed * model.width * BF16 * (layout.expert - 1) / layout.expert
-            seconds += self._send("expert parallel", costs, sent, layout.expert, times)
+            inside = self._share_machine(layout, layout.expert)
+            seconds += self._send("expert parallel", costs, sent, inside, times)
         if layout.pipeline > 1:
-            sent = (2 if trains else 1) * own / tensor * model.width * BF16
-            seconds += self._send("pipeline", costs, sent, self.machine + 1, times)
-        if trains and layout.copies * layout.context > 1:
-            trained = model.adapters or model.weights
-            experts = 0 if model.adapters else model.experts
-            held = ((trained - experts) / tensor + experts / layout.expert) / layout.pipeline
-            # Each copy sends its float32 sums to the owner of a weight, which sends the weight back.
-            seconds += self._send("gradients", costs, held * (FP32 + BF16), layout.training, times)
+            sent = (2 if trains else 1) * own / tensor * model.width * BF16 * layout.virtual
+            # Stages are numbered last: its neighbours are on other machines as soon as there are several.
+            inside = self._share_machine(layout, layout.training)
+            seconds += self._send("pipeline", costs, sent, inside, times)
+        stage_ranks = layout.training // layout.pipeline
+        trained, experts = model.adapters or model.weights, 0 if model.adapters else model.experts
+        held = (trained - experts) / tensor * _to_others(layout.copies * layout.context)
+        held += experts / layout.expert * _to_others(stage_ranks // layout.expert)
+        if trains and held:
+            # Ranks with the same weights send their float32 sums to the owner of a weight, which sends the weight back.
+            inside = self._share_machine(layout, stage_ranks)
+            seconds += self._send("gradients", costs, held / layout.pipeline * (FP32 + BF16), inside, times)
         return seconds
 
     def _gathering(self, layout: Layout, costs: StepCosts, passes: int, trains: bool, times: int) -> float:
         """FSDP: weights are gathered for a pass and again for going back, sums of gradients scattered after it."""
         if layout.training == 1:
             return 0.0
-        others = (layout.training - 1) / layout.training
+        others, inside = _to_others(layout.training), self._share_machine(layout, layout.training)
         weights, trained = BF16 * self.model.weights, FP32 * (self.model.adapters or self.model.weights)
         gathered = passes * (2 if trains else 1) * weights * others
-        seconds = self._send("FSDP weights", costs, gathered, layout.training, times)
+        seconds = self._send("FSDP weights", costs, gathered, inside, times)
         if trains:
-            seconds += self._send("gradients", costs, passes * trained * others, layout.training, times)
+            seconds += self._send("gradients", costs, passes * trained * others, inside, times)
         return seconds
 
     # -- between the passes -------------------------------------------------------------------------------------------
@@ -251,10 +274,12 @@ class Pricing:
         size = BF16 * (model.adapters if model.adapters and not merged else model.weights)
         seconds = 0.0
         if layout.training > 1:
-            seconds = self._send("weight sync: gathering", costs, size, layout.training)
+            inside = self._share_machine(layout, layout.training)
+            seconds = self._send("weight sync: gathering", costs, size, inside)
         if layout.generating:
             rate = c["gloo_gb_s"] if self.work.gloo else c["bucket_gb_s"]
-            sending = self._send("weight sync: broadcast", costs, size, layout.training + layout.generating)
+            inside = layout.training + layout.generating <= self.machine
+            sending = self._send("weight sync: broadcast", costs, size, inside)
             seconds = max(seconds, sending, size / rate)  # a bucket is sent while the next one is gathered
         return seconds
 
@@ -268,13 +293,28 @@ class Pricing:
         costs.busy["the driver's network"] += link
         costs.sent["data plane: driver", "driver"] += size
         # A row goes from the worker that wrote it to a copy of the model, whose ranks fetch it once.
-        self._send("data plane: rows", costs, work.rows / layout.copies * work.length * ROW_BYTES, self.machine + 1)
+        self._send("data plane: rows", costs, work.rows / layout.copies * work.length * ROW_BYTES, inside=False)
         return core + link
 
-    def _send(self, what: str, costs: StepCosts, size: float, ranks: int, times: float = 1) -> float:
-        """Seconds in which a GPU sends `size` bytes to one of `ranks` neighbouring ones; counted `times`."""
-        link = "NVLink" if ranks <= self.machine else "network"
-        rate = self.constants["nvlink_gb_s" if link == "NVLink" else "network_gb_s"]
+    def _share_machine(self, layout: Layout, ranks: int) -> bool:
+        """Whether groups of so many neighbouring ranks that train lie within machines."""
+        each = layout.each or most_each(layout.training, self.machine)
+        return each == layout.training or each % ranks == 0
+
+    def _send(self, what: str, costs: StepCosts, size: float, inside: bool, times: float = 1) -> float:
+        """Seconds in which a GPU sends `size` bytes `inside` its machine or to another; counted `times`."""
+        link = "NVLink" if inside else "network"
+        rate = self.constants["nvlink_gb_s" if inside else "network_gb_s"]
         costs.sent[what, link] += size * times
         costs.busy[link] += size * times / rate
         return size / (rate * self.constants["link_share"])
+
+
+def most_each(gpus: int, machine: int) -> int:
+    """Most GPUs of each machine, if all machines have equally many of them."""
+    return max(each for each in range(1, min(gpus, machine) + 1) if gpus % each == 0)
+
+
+def _to_others(ranks: int) -> float:
+    """Share of its data that a rank sends in a collective of `ranks`, which own a part each."""
+    return (ranks - 1) / ranks

@@ -11,13 +11,16 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from posttrain.engine.megatron.model import experts_of
 from posttrain.errors import UserError
 from posttrain.models.forward import without_adapters
+from posttrain.models.latent import holds_latents
 from posttrain.models.shards import own_key_heads
 from posttrain.planning.counting import cached_heads
+from posttrain.rollout.native.build import bytes_per_token
 
 LONG = 131072  # positions
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+TEAMS = (1, 2, 4, 8)  # ranks of an engine that are tried
 
 
 def _decoder(kind: str, width: int, inner: int, layers: int, heads: int, keys: int, vocabulary: int, **more: Any):
@@ -95,6 +98,7 @@ class ModelCosts:
     queries: int  # width of all query heads
     keys: int  # and of all keys and values
     cache: tuple[tuple[int, int], ...]  # heads and bytes of each that a token leaves in the cache
+    native_cache: tuple[tuple[int, int], ...]  # by ranks, bytes in that of the native engine, which may expand latents
 
     @classmethod
     def of(cls, model: Any) -> ModelCosts:
@@ -109,11 +113,13 @@ class ModelCosts:
         own = {name: weight for name, weight in model.named_parameters() if "lora_" not in name}
         matrices = sum(weight.numel() for weight in own.values() if weight.ndim > 1) - looked_up
         experts = sum(weight.numel() for name, weight in own.items() if ".experts." in name)
-        count, adapters = experts_of(config) or 0, sum(w.numel() for n, w in model.named_parameters() if "lora_" in n)
-        picked = config.num_experts_per_tok if count else 0
+        adapters = sum(weight.numel() for name, weight in model.named_parameters() if "lora_" in name)
+        count = next((size for name in EXPERT_COUNTS if (size := getattr(config, name, None))), 0) if experts else 0
+        picked = getattr(config, "num_experts_per_tok", None) or count
+        picked = picked if count else 0
         chosen = picked / count if count else 1.0
-        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        keys = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        narrow = getattr(config, "moe_intermediate_size", None) if count else None
+        queries, keys = attention_widths(config)
         return cls(
             weights=sum(weight.numel() for weight in own.values()),
             matrices=matrices,
@@ -124,14 +130,26 @@ class ModelCosts:
             adapters=adapters,
             layers=config.num_hidden_layers,
             width=config.hidden_size,
-            narrow=getattr(config, "moe_intermediate_size", None) or config.hidden_size
-            if count
-            else config.hidden_size,
-            queries=config.num_attention_heads * size,
-            keys=2 * keys * size,
+            narrow=narrow or config.hidden_size,
+            queries=queries,
+            keys=keys,
             cache=tuple(cached_heads(model)),
+            native_cache=tuple((ranks, bytes_per_token(inner, ranks, holds_latents("cuda"))) for ranks in TEAMS),
         )
 
-    def cached(self, ranks: int) -> int:
+    def cached(self, ranks: int, engine: str = "native") -> int:
         """Bytes that a token leaves on each of the ranks of an engine."""
+        if engine == "native" and ranks in dict(self.native_cache):
+            return dict(self.native_cache)[ranks]
         return sum(size * own_key_heads(heads, ranks) for heads, size in self.cache)
+
+
+def attention_widths(config: Any) -> tuple[int, int]:
+    """Of all query heads in the products of attention, and of all keys and values. Heads of latent attention (MLA) have
+    keys and values of their own, of different sizes."""
+    heads = config.num_attention_heads
+    if getattr(config, "kv_lora_rank", None) and getattr(config, "qk_nope_head_dim", None):
+        both = config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim
+        return heads * both // 2, heads * both
+    size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return heads * size, 2 * (getattr(config, "num_key_value_heads", None) or heads) * size
