@@ -124,11 +124,12 @@ class MessageTemplate:
                 raise NoTemplate(f"The chat template leaves out messages of the role `{message['role']}`.")
         # The model usually samples the token that ends its turn; the template's own copy of it is dropped then. A turn
         # that was cut by a stop text or by its budget has none, and gets it here.
-        if last_token in self._special_ids:
+        last = self._special_ids.get(last_token, "")
+        if last and not (self.calls and self.calls.format.closing.endswith(last)):  # that one ends calls, not a turn
             ends = [one for one in self.untrusted.special if one in end]
             text = text[max((end.rindex(one) + len(one) for one in ends), default=0) :]
             # GLM's turns end with the token that begins the next message, <|observation|> or <|user|>.
-            text = text.removeprefix(self._special_ids[last_token])
+            text = text.removeprefix(last)
         return text
 
     def _tails(self, messages: Sequence[Message]) -> tuple[str, str]:

@@ -79,6 +79,18 @@ def test_the_token_that_begins_a_result_in_glm_is_not_written_twice():
     assert behind == "\n<tool_response>\n4\n</tool_response><|assistant|>"
 
 
+@pytest.mark.parametrize("family", ["Kimi K2", "DeepSeek-V3.1"])
+def test_a_turn_that_a_stop_text_cut_behind_its_calls_is_ended(family):
+    """Its last token is a control token, but not the one that ends a turn."""
+    tokenizer = tokenizer_of(family)
+    template = MessageTemplate(tokenizer)
+    name, _ = choose_format(template, "auto")
+    told, last = [{"role": "tool", "content": "4"}], tokenizer.convert_tokens_to_ids(FORMATS[name].closing)
+    assert last in tokenizer.all_special_ids
+    assert template.ids(told, last) == template.ids(told, -1)
+    assert template.ids(told, last)[1:] == template.ids(told, template.ids(told, last)[0])
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_format_reads_what_it_writes_and_no_call_that_is_quoted_in_thinking(name):
     form = FORMATS[name]
