@@ -197,6 +197,7 @@ def work_of(config: PPOConfig, mean_response: float | None = None) -> Work:
         gloo=rollout.weight_sync == "gloo",
         merged=config.actor_rollout_ref.model.quantization is not None,
         epochs=actor.ppo_epochs,
+        micro=actor.ppo_micro_batch_size_per_gpu or 0,
         greedy=int(estimator.needs_greedy_baseline),
     )
     return replace(work, scoring=work.scoring + _computes_old_log_probs(config, work.updates))
