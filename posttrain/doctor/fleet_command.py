@@ -144,7 +144,7 @@ def _what_would(search: Search, with_lora: Search, options: argparse.Namespace) 
         if chosen := search.run(gpus).chosen:
             lines.append(f"  --gpus {gpus}: {chosen.layout.words()}, {chosen.costs.seconds:.1f} s a step")
             break
-    return ["These fit:", *lines] if lines else [f"None of {gpus} GPUs fits either."]
+    return ["These fit:", *lines] if lines else [f"No layout of {gpus} GPUs fits either."]
 
 
 def _options(args: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
