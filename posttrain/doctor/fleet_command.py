@@ -11,13 +11,13 @@ from typing import Any
 from posttrain.algorithms import get_adv_estimator
 from posttrain.config import ConfigError, PPOConfig, Resolved, load_config, needs_reference
 from posttrain.config.schema import lookup
-from posttrain.config.trainer import SEQUENCE_SIZES, SHARD_SIZES
+from posttrain.config.trainer import ROLLOUT_WORKERS, SEQUENCE_SIZES, SHARD_SIZES
 from posttrain.config.trees import PPO
 from posttrain.errors import UserError, first_line
 from posttrain.planning.budgets import planner_for
 from posttrain.planning.fleet.constants import Constants, parse_assumed
 from posttrain.planning.fleet.costs import Pricing, StepCosts, Work
-from posttrain.planning.fleet.search import AHEAD, EACH, ENGINE, NODES, ONE_STEP_OFF, SEPARATE, Found, Search, Tried
+from posttrain.planning.fleet.search import AHEAD, EACH, ENGINE, NODES, ONE_STEP_OFF, Found, Search, Tried
 from posttrain.planning.fleet.shapes import ModelCosts, model_path
 from posttrain.planning.memory_plan import GIB, USABLE, Device, Planner, shown
 from posttrain.rollout.engine_kwargs import OUTSIDE
@@ -57,14 +57,14 @@ def main(args: Sequence[str], check: Check) -> int:
     with model_path(options.model) as path:
         words = f"a GPU of {options.gpu_gb:g} GiB" if options.gpu_gb else f"an H200 ({H200_GIB:g} GiB)"
         device = Device("cuda", int((options.gpu_gb or H200_GIB) * GIB), words, hopper=not options.gpu_gb)
-        search = _search(options, Step(path, settings, options), device, constants, check)
+        search = _search(options, StepSettings(path, settings, options), device, constants, check)
         found, pricing = search.run(options.gpus), search.pricing
         if chosen := found.chosen:
             constants.used.clear()  # the constants of this layout are printed, not those of all that were tried
             pricing.of(chosen.layout)
             body = _body(found, chosen, device)
         else:
-            adapters = Step(path, [f"{LORA_RANK}=32", *settings], options)  # unless a rank is given
+            adapters = StepSettings(path, [f"{LORA_RANK}=32", *settings], options)  # unless a rank is given
             instead = _search(options, adapters, device, constants, check)
             body = ["No layout fits.", *_what_would(search, instead, options), *_why_not(found, None), ""]
     head = _head(options, pricing.model, pricing.work, device)
@@ -72,7 +72,7 @@ def main(args: Sequence[str], check: Check) -> int:
     return 0 if found.chosen else 1
 
 
-class Step:
+class StepSettings:
     """The settings that the user gave, and those of a usual step and its workers where none were given."""
 
     def __init__(self, path: str, settings: Sequence[str], options: argparse.Namespace) -> None:
@@ -84,7 +84,7 @@ class Step:
         each = min(options.gpus, options.gpus_per_machine)
         self.usual: dict[str, Any] = {NODES: options.gpus // each, EACH: each}
         if written & {ONE_STEP_OFF, "trainer.max_staleness"}:
-            self.usual[SEPARATE] = max(1, options.gpus // 2)  # a run rejects that without such workers
+            self.usual[ROLLOUT_WORKERS] = max(1, options.gpus // 2)  # a run rejects that without such workers
         first = self.load()
         # A preset is the user's choice too.
         taken = {key for key, source in first.sources.items() if not source.startswith("default")}
@@ -100,7 +100,9 @@ class Step:
         return load_config([*self.given, *(f"{key}={value}" for key, value in (chosen or {}).items())], labelled=usual)
 
 
-def _search(options: argparse.Namespace, step: Step, device: Device, constants: Constants, check: Check) -> Search:
+def _search(
+    options: argparse.Namespace, step: StepSettings, device: Device, constants: Constants, check: Check
+) -> Search:
     resolved = step.load()
     config, planner = resolved.config, planner_for(resolved.config)
     _check_planned(config)
@@ -142,7 +144,7 @@ def _what_would(search: Search, with_lora: Search, options: argparse.Namespace) 
         if chosen := search.run(gpus).chosen:
             lines.append(f"  --gpus {gpus}: {chosen.layout.words()}, {chosen.costs.seconds:.1f} s a step")
             break
-    return ["These fit:", *lines] if lines else [f"None of {gpus} GPUs fits either."]
+    return ["These fit:", *lines] if lines else [f"No layout of {gpus} GPUs fits either."]
 
 
 def _options(args: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -195,6 +197,7 @@ def work_of(config: PPOConfig, mean_response: float | None = None) -> Work:
         gloo=rollout.weight_sync == "gloo",
         merged=config.actor_rollout_ref.model.quantization is not None,
         epochs=actor.ppo_epochs,
+        micro=actor.ppo_micro_batch_size_per_gpu or 0,
         greedy=int(estimator.needs_greedy_baseline),
     )
     return replace(work, scoring=work.scoring + _computes_old_log_probs(config, work.updates))

@@ -155,6 +155,15 @@ def test_caches_that_hold_fewer_sequences_and_long_tails_take_longer():
     assert even < tail < all_at_once.stages["rollout"]
 
 
+def test_passes_hold_no_more_sequences_than_their_micro_batch():
+    work = group(64, 8, 128, 512, budget=5120)
+    assert work.passes(64) == 8
+    assert replace(work, micro=16).passes(64) == 8  # the budget is smaller
+    assert replace(work, micro=2).passes(64) == 32 and replace(work, micro=2).computed == 512 + 128 / 2
+    micro = "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2"
+    assert work_of(load_config(["algorithm.adv_estimator=grpo", micro]).config).micro == 2
+
+
 def test_greedy_responses_are_generated_and_not_trained_on():
     model, work = costs_of("0.5b"), group(64, 1, 128, 512)
     alone, baseline = (priced(model, replace(work, greedy=greedy), ONE).stages for greedy in (0, 1))

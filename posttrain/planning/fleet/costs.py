@@ -40,6 +40,7 @@ class Work:
     gloo: bool
     merged: bool  # a 4-bit base: under LoRA whole weights are synced all the same
     epochs: int = 1  # passes of the updates over the batch
+    micro: int = 0  # most sequences of a training pass; 0: as many as the budget holds
     greedy: int = 0  # further responses to a prompt, which are scored and not trained on
 
     @property
@@ -58,7 +59,7 @@ class Work:
     @property
     def _group(self) -> int:
         """Responses that share their prompt in a pass."""
-        return max(1, min(self.n, int((self.budget - self.prompt) // max(1.0, self.response))))
+        return max(1, min(self.n, self.micro or self.n, int((self.budget - self.prompt) // max(1.0, self.response))))
 
     @property
     def computed(self) -> float:
@@ -67,7 +68,8 @@ class Work:
 
     def passes(self, rows: int) -> int:
         """Passes over so many sequences: a pass holds whole groups, or one sequence at least."""
-        groups = max(1, int(self.budget // (self._group * self.computed)))
+        groups = int(self.budget // (self._group * self.computed))
+        groups = max(1, min(groups, self.micro // self._group if self.micro else groups))
         return math.ceil(rows / (groups * self._group))
 
 

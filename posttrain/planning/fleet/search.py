@@ -15,8 +15,7 @@ from typing import Any
 
 from posttrain.config import PPOConfig
 from posttrain.config.schema import assign, lookup
-from posttrain.config.trainer import COLOCATED_WORKERS
-from posttrain.config.trainer import ROLLOUT_WORKERS as SEPARATE
+from posttrain.config.trainer import COLOCATED_WORKERS, ROLLOUT_WORKERS
 from posttrain.engine.megatron.groups import ParallelSizes, check_sizes
 from posttrain.engine.megatron.model import check_model
 from posttrain.engine.megatron.package import MegatronError
@@ -70,7 +69,7 @@ class Found:
         return min(fitting, key=lambda tried: tried.costs.seconds) if fitting else None
 
 
-COLOCATED, APART, AHEAD = "colocated", "separate", "separate, one step ahead"
+COLOCATED, DISAGGREGATED, AHEAD = "colocated", "separate", "separate, one step ahead"
 
 
 class Search:
@@ -93,7 +92,7 @@ class Search:
 
     def run(self, gpus: int) -> Found:
         self.found = Found(ahead=self.ahead)
-        kinds = [AHEAD] if self.ahead else [COLOCATED, APART]  # workers that train cannot generate ahead
+        kinds = [AHEAD] if self.ahead else [COLOCATED, DISAGGREGATED]  # workers that train cannot generate ahead
         if not (self.ahead or self._fixed(ONE_STEP_OFF) or self._fixed("trainer.max_staleness")):
             kinds.append(AHEAD)  # shown beside the others
         for kind in kinds:
@@ -131,14 +130,14 @@ class Search:
 
     def _splits(self, gpus: int, kind: str) -> list[tuple[int, int]]:
         """GPUs that train, and those that only generate."""
-        given = self.config.actor_rollout_ref.rollout.n_workers if self._fixed(SEPARATE) else None
+        given = self.config.actor_rollout_ref.rollout.n_workers if self._fixed(ROLLOUT_WORKERS) else None
         if kind == COLOCATED:
             return [] if given else [(gpus, 0)]
         if given == 0 or (given is None and self.config.actor_rollout_ref.rollout.colocated_workers):
             return []
         if given is not None:
             if given >= gpus:
-                self._note(f"{SEPARATE}={given}", f"none of {gpus} GPUs is left to train")
+                self._note(f"{ROLLOUT_WORKERS}={given}", f"none of {gpus} GPUs is left to train")
             return [(gpus - given, given)] if given < gpus else []
         unit = self.pricing.machine if gpus >= 2 * self.pricing.machine else 1
         parts = {gpus // 4 // unit * unit, gpus // 2 // unit * unit, gpus * 3 // 4 // unit * unit}
@@ -258,7 +257,7 @@ def settings_of(layout: Layout, machine: int, config: PPOConfig) -> dict[str, An
         TENSOR: layout.rollout_tensor,
     }
     if layout.generating:
-        chosen[SEPARATE] = layout.generating
+        chosen[ROLLOUT_WORKERS] = layout.generating
     if layout.colocated:
         chosen[COLOCATED_WORKERS] = layout.colocated
     if layout.ahead and not config.trainer.max_staleness:
