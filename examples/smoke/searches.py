@@ -1,6 +1,6 @@
-"""Writes to the folder that is named what the smoke run with a tool needs: conversations in which `search` is called,
-for SFT (searches.jsonl), and the questions alone, for RL (questions.jsonl). They are about a few of the embedded facts:
-as many as a small model learns by heart in half a minute, with the calls that find them."""
+"""Writes the data of the smoke run with a tool to the given folder: conversations that call `search`, for SFT
+(searches.jsonl), and the questions alone, for RL (questions.jsonl). They are about a few of the embedded facts, as many
+as a small model can memorize in half a minute, with the calls that find them."""
 
 import asyncio
 import json

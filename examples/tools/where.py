@@ -6,7 +6,7 @@ from posttrain.conversations.tools.base import Tool
 
 
 class Where(Tool):
-    """Each conversation has a house of its own, given by its row: what lies where cannot be learnt by heart.
+    """Each conversation has its own house, given by its row, so the places of things cannot be memorized.
 
     A function would do too (docs/own_tool.md); the class has the shorter schema, which a small model reads sooner."""
 
