@@ -24,7 +24,7 @@ from posttrain.workers.update_plan import by_groups
 
 
 class SpreadEcho(Echo):
-    submit = register(by_groups)(Echo.submit.function)
+    submit = register(by_groups)(Echo.submit.function)  # pyright: ignore
 
 
 def lost(name: str, what: str = "died") -> WorkerDied:

@@ -21,7 +21,7 @@ TASKS = ROOT / "posttrain" / "trainer" / "supervised" / "tasks.py"
 # Name of a copy -> (its source, the call in it, the wrong call).
 PLANTED = {
     "as_it_is": (PPO, "", ""),
-    "wrong_type": (PPO, "actor_rollout_wg.sync_weights(step)", "actor_rollout_wg.sync_weights(batch)"),
+    "wrong_type": (PPO, "actor_rollout_wg.sync_weights(version)", "actor_rollout_wg.sync_weights(str(version))"),
     "one_too_many": (
         PPO,
         "actor_rollout_wg.compute_ref_log_prob(batch)",
