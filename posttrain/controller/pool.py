@@ -101,13 +101,12 @@ class Workers(ABC):
         """From now on a rollout worker that is lost can be replaced while the others go on. False where not."""
         return False
 
-    def lost_rollout(self, death: WorkerDied) -> int:
-        """The number of the rollout worker that was lost. Raises `death` where that was another, or its machine is gone
-        too."""
+    def number_of_lost_rollout(self, death: WorkerDied) -> int:
+        """Which rollout worker was lost. Raises `death` if it was another worker, or if its machine is lost, too."""
         raise death
 
     def replace(self, number: int) -> None:
-        """A new process in the place of this rollout worker, with the roles that it had; without models yet."""
+        """Start a new process in the place of this rollout worker, with the roles that it had, without models yet."""
         raise NotImplementedError(f"{type(self).__name__} has no processes for rollout alone")
 
     def spans(self) -> list[list[Any]]:

@@ -223,8 +223,8 @@ class RayWorkers(Workers):
         self.watch.replaces_rollout = True
         return True
 
-    def lost_rollout(self, death: WorkerDied) -> int:
-        number = int(death.worker.split()[-1]) if self.watch.is_replaced(death) else None
+    def number_of_lost_rollout(self, death: WorkerDied) -> int:
+        number = int(death.worker.split()[-1]) if self.watch.can_be_replaced(death) else None
         if number is None or not self._is_alive(self._rooms[number].machine):
             raise death
         return number

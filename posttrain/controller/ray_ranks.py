@@ -155,8 +155,8 @@ class RankWatch:
         for rank, found in zip(ranks, self.gather(asked), strict=True):
             rank.identity = found
 
-    def is_replaced(self, death: WorkerDied) -> bool:
-        """Whether it was one rollout worker, which is replaced while the others go on."""
+    def can_be_replaced(self, death: WorkerDied) -> bool:
+        """Whether one rollout worker was lost, and the others may go on while it is replaced."""
         return self.replaces_rollout and death.worker.startswith(ROLLOUT)
 
     def end(self) -> None:
@@ -180,7 +180,8 @@ class RankWatch:
     # -- waiting ------------------------------------------------------------------------------------------------------
     def wait(self, refs: Sequence[Any], until: float = math.inf) -> tuple[list[Any], list[Any]]:
         """(one that is ready, the others); none is ready where that takes longer than `until`. Raises WorkerStopped
-        where a rank is stopped for too long, and WorkersHung where none goes on."""
+        where a rank is stopped for too long, and WorkersHung where none goes on; rollout workers that can be replaced
+        are ended instead."""
         while True:
             # Never without a timeout: a stopped process neither answers nor fails, and is only seen by looking at it.
             ready, waiting = ray.wait(list(refs), num_returns=1, timeout=EVERY_S)
@@ -197,17 +198,17 @@ class RankWatch:
                 return ready, waiting
 
     def _end_to_replace(self, lost: WorkerDied) -> bool:
-        """End rollout workers that stand still, if these are all: calls to them fail from now on, and who needs one of
-        them has it replaced."""
-        still = [rank for rank in self.ranks if rank.who in lost.who]
-        if not self.replaces_rollout or not all(rank.name.startswith(ROLLOUT) for rank in still):
+        """End the workers that stand still, if all of them are rollout workers. Calls to them fail from then on, and
+        the first caller whose call fails has the worker replaced."""
+        standing = [rank for rank in self.ranks if rank.who in lost.who]
+        if not self.replaces_rollout or not all(rank.name.startswith(ROLLOUT) for rank in standing):
             return False
-        for rank in still:
+        for rank in standing:
             own = type(lost)(*lost.args)
             own.who, own.worker, own.incident = rank.who, rank.name, lost.incident
             self._lost.setdefault(rank.name, own)
             self._end_rank(rank)
-        return bool(still)
+        return bool(standing)
 
     def _end_rank(self, rank: Rank) -> None:
         if rank.identity is None:
@@ -242,7 +243,7 @@ class RankWatch:
             try:
                 return read(ref)
             except WorkerDied as death:
-                if not self.is_replaced(death):
+                if not self.can_be_replaced(death):
                     raise
                 return missing
 
@@ -329,7 +330,7 @@ class RankWatch:
         lines = self._printed(rank)
         death = death_of(error, rank.who, rollout=rank.name.startswith(ROLLOUT), printed=self._keep(rank, lines))
         death.who, death.worker, death.incident = rank.who, rank.name, self._describe(rank.who, lines)
-        if self.is_replaced(death):
+        if self.can_be_replaced(death):
             self._lost[rank.name] = death  # noticed by several calls, and reported once
         return death
 

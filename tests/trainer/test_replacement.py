@@ -24,7 +24,7 @@ from posttrain.workers.update_plan import by_groups
 
 
 class SpreadEcho(Echo):
-    submit = register(by_groups)(Echo.submit.function)
+    submit = register(by_groups)(Echo.submit.function)  # pyright: ignore
 
 
 def lost(name: str, what: str = "died") -> WorkerDied:
@@ -183,7 +183,7 @@ class TwoGenerate(LocalWorkers):
     def replace_rollout_workers(self) -> bool:
         return True
 
-    def lost_rollout(self, death: WorkerDied) -> int:
+    def number_of_lost_rollout(self, death: WorkerDied) -> int:
         if not death.worker.startswith(ROLLOUT):
             raise death
         return int(death.worker.split()[-1])

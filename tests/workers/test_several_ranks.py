@@ -336,8 +336,9 @@ def test_a_rank_that_is_killed_and_then_the_run_that_is_killed_change_no_bit_and
     assert killed.returncode == -signal.SIGKILL, killed.stdout[-2000:] + killed.stderr[-2000:]
     first, second = (part.split()[0] for part in killed.stdout.split("Ray's folder: ")[1:])
     assert re.search(r"Rank 1 .* died in step 2, stage \w+\. Restart 1 of 3", killed.stdout)
-    check_nothing_is_left(first, shared)
-    check_nothing_is_left(second, shared)
+    (snapshots,) = re.findall(r"Snapshots: (/dev/shm/\S+)", killed.stdout)
+    for folder in (first, second, snapshots):
+        check_nothing_is_left(folder, shared)
     path = runs.folder / "killed" / "test" / "run"
     assert "## Stacks of Rank 0" in (path / "incidents" / "001.md").read_text()
     assert [line["step"] for line in metrics_of(path)] == [1, 2, 3, 4]

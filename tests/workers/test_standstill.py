@@ -233,7 +233,7 @@ def test_a_stopped_rollout_worker_is_ended_and_the_others_waited_for_only_where_
         assert stopped.child.wait() == -signal.SIGKILL
         (rank,) = stopped.watch.ranks
         death = stopped.watch._death(RuntimeError("the actor died"), rank)
-        assert isinstance(death, WorkerStopped) and death.worker == name and stopped.watch.is_replaced(death)
+        assert isinstance(death, WorkerStopped) and death.worker == name and stopped.watch.can_be_replaced(death)
     finally:
         stopped.child.kill()
         stopped.child.wait()

@@ -81,7 +81,7 @@ class Experience:
         self._watch = AgentWatch()
         # Where weights change while responses are under way: counts the engines' steps, and replays them.
         self.clock: EngineClock | None = None
-        # Replaces a rollout worker that was lost, and gives its number; raises where that cannot be done.
+        # Replaces a rollout worker that was lost, and gives its number; raises the loss where that cannot be done.
         self.replace: Callable[[WorkerDied], int] | None = None
         self._asked: list[DataProto] = []  # what was submitted and is under way, where workers are replaced
 

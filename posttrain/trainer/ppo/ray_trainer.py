@@ -270,8 +270,8 @@ class RayPPOTrainer(WorkerClasses):
         config = self.config
         # In asynchronous training the weights that the lost responses began with are gone; a conversation's tools may
         # have been called; and workers that hold one engine together meet in collectives.
-        alone = not config.trainer.max_staleness and self.turns is None and engine_ranks(config) == 1
-        if alone and self.run.note_replacement is not None and self.workers.replace_rollout_workers():
+        changes_no_number = not config.trainer.max_staleness and self.turns is None and engine_ranks(config) == 1
+        if changes_no_number and self.run.note_replacement is not None and self.workers.replace_rollout_workers():
             self.experience.replace = self._replace_rollout
 
     def _replace_rollout(self, death: WorkerDied, version: int | None = None) -> int:
@@ -279,7 +279,7 @@ class RayPPOTrainer(WorkerClasses):
         where it was another worker, or has been replaced too often."""
         assert self.run.note_replacement is not None and isinstance(self.actor_rollout_wg, DisaggregatedGroup)
         while True:
-            number = self.workers.lost_rollout(death)
+            number = self.workers.number_of_lost_rollout(death)
             self.run.note_replacement(death)
             try:
                 self.workers.replace(number)
@@ -287,7 +287,7 @@ class RayPPOTrainer(WorkerClasses):
                 return number
             except WorkerDied as another:
                 if another.worker != death.worker:
-                    raise  # requests of two were lost: all start again
+                    raise  # requests of two workers were lost: all are started again
                 death = another
 
     def _sync_weights(self, version: int) -> dict[str, float]:
