@@ -121,7 +121,7 @@ class StepTokens:
         return blocks_T * BLOCK + places_T
 
 
-# (keys, values) of one layer; of latents, which are both, (latents,).
+# (keys, values) of one layer. Latents serve as both: their cache is (latents,).
 LayerCache = tuple[torch.Tensor, ...]
 
 

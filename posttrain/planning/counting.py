@@ -34,7 +34,7 @@ from posttrain.models.forward import (
 )
 from posttrain.models.scorer import head_scores, to_float32
 from posttrain.models.shards import own_key_heads
-from posttrain.planning.meta_models import META, is_scorer
+from posttrain.planning.meta_models import META, counted_as_paged, is_scorer
 from posttrain.rollout.base import Sampling
 from posttrain.rollout.sampling import sample
 
@@ -271,7 +271,7 @@ def native_step_peak(model: Any, tokens: int, rows: int, sampling: Sampling) -> 
         layer += tokens * 24  # ids, positions, rows
     else:
         ids = torch.zeros(1, tokens, dtype=torch.long, device=META)
-        with torch.no_grad(), LiveBytes(model) as passing:
+        with torch.no_grad(), counted_as_paged(), LiveBytes(model) as passing:
             hidden_states(model, ids, ids, torch.ones_like(ids))
         layer = passing.peak
     with LiveBytes(model) as live:

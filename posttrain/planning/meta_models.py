@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from posttrain.config.model import SCORE_HEADS, ModelConfig
 from posttrain.config.rollout import RewardModelModelConfig
 from posttrain.config.root import PPOConfig
 from posttrain.errors import first_line
+from posttrain.kernels.scores import ScoreChanges, changed_attention
 from posttrain.models.attention import set_attention
 from posttrain.models.forward import ValueModel, without_adapters
 from posttrain.models.fused_layer import fuse_layers, fuse_norms
@@ -38,9 +40,28 @@ class _FusedAttention(torch.autograd.Function):
         return tuple(torch.empty_like(x) for x in ctx.saved_tensors[:3])
 
 
+_counts_paged = False
+
+
+@contextmanager
+def counted_as_paged() -> Iterator[None]:
+    """While open, attention is that of a rollout engine's steps: kernels over the cache, which hold no scores."""
+    global _counts_paged
+    _counts_paged = True
+    try:
+        yield
+    finally:
+        _counts_paged = False
+
+
 def _attention(module: torch.nn.Module, query, key, value, attention_mask, **kwargs: Any):
-    copies = (x.clone(memory_format=torch.contiguous_format) for x in (query, key, value))  # gathered as rectangles
-    return _FusedAttention.apply(*copies).transpose(1, 2).contiguous(), None  # pyright: ignore
+    query, key, value = (x.clone(memory_format=torch.contiguous_format) for x in (query, key, value))  # as rectangles
+    changes = ScoreChanges(kwargs.get("softcap"), kwargs.get("s_aux"))
+    if changes and not _counts_paged:  # training has no kernel for caps and sinks, and holds all scores
+        out = changed_attention(query, key, value, None, scale=1.0, changes=changes)
+    else:
+        out = _FusedAttention.apply(query, key, value)
+    return out.transpose(1, 2).contiguous(), None  # pyright: ignore
 
 
 AttentionInterface.register(ATTENTION, _attention)
@@ -71,7 +92,8 @@ def meta_model(
 
 def _pack_rows(model: Any) -> None:
     # A run packs rows where the attention that it puts in is used; here its cost is what counts.
-    if model.config._attn_implementation != "eager" and model._can_set_attn_implementation():
+    packs = model.config._attn_implementation != "eager" or own_attention(model.config)
+    if packs and model._can_set_attn_implementation():
         set_attention(model, ATTENTION)
 
 

@@ -46,11 +46,11 @@ def real_engine(config: ModelConfig, dtype: torch.dtype, **settings) -> TorchEng
     return TorchEngine(model, EngineSettings(device=CPU, optim=OptimConfig(), share_prompts=False, **settings))
 
 
-def full_rows(rows: int = ROWS) -> DataProto:
+def full_rows(rows: int = ROWS, length: int = LENGTH, vocabulary: int = 250) -> DataProto:
     """Rows of the full length whose prompts are as short as can be: nearly every token is a response's."""
     rng = np.random.default_rng(0)
-    ids = rng.integers(0, 250, size=(rows, LENGTH)).tolist()
-    return to_batch([row[:1] for row in ids], [Output(0, row[1:], [0.0] * (LENGTH - 1), "stop") for row in ids], 0)
+    ids = rng.integers(0, vocabulary, size=(rows, length)).tolist()
+    return to_batch([row[:1] for row in ids], [Output(0, row[1:], [0.0] * (length - 1), "stop") for row in ids], 0)
 
 
 def loss(micro: DataProto, out: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -152,6 +152,29 @@ def test_native_generation_takes_the_planned_cache_and_temporary_tensors(tiny_mo
     assert size(tensor for cache in engine.pool.layers.values() for tensor in cache) == parts["KV cache"]
     planned = sum(parts[part] for part in ("KV cache", "temporary tensors", "rollout weights"))
     assert 0.8 * planned < live.peak < 1.02 * planned
+
+
+@pytest.mark.parametrize("kind", ["gemma2", "gpt-oss"])
+def test_capped_scores_and_those_beside_sinks_are_counted_where_they_are_held(kind, tmp_path):
+    """An update holds all scores (within 5% of the real tensors), a step of the rollout engine none."""
+    from tests.rollout.tiny import VOCABULARY, tiny
+
+    length = 256  # long enough for scores to count most
+    tiny(kind, dtype=torch.bfloat16).save_pretrained(tmp_path)
+    config = ModelConfig(path=str(tmp_path))
+    planned, peak = counting.training_bytes(actor_model(config, torch.bfloat16), ROWS, length, False, "cpu")
+    engine, batch = real_engine(config, torch.bfloat16), full_rows(length=length, vocabulary=VOCABULARY)
+    engine.runner.gradients(batch, loss, 1.0)
+    rows = packed_units(batch, plan_units(batch, share=False), CPU)
+    with packed_rows(rows.layout):
+        saved, _ = counting.saved_bytes(engine.module, lambda: engine.stage.forward(rows, None, 1.0))
+    assert planned == pytest.approx(saved, rel=0.05)
+    with LiveBytes(engine.module) as live:
+        engine.runner.gradients(batch, loss, 1.0)
+    assert peak == pytest.approx(live.peak, rel=0.05)
+    tokens, heads = ROWS * length, 4
+    step = counting.native_step_peak(actor_model(config, torch.bfloat16), tokens, ROWS, Sampling(max_tokens=8))
+    assert step < heads * tokens * tokens
 
 
 @pytest.mark.parametrize("kind, expanded", [("cpu", False), ("cuda", True), ("cuda with latents", False)])

@@ -428,6 +428,23 @@ def test_a_mixture_is_not_cut_over_several_workers():
         check_can_cut(tiny("qwen3-moe"), True, 2)
 
 
+@pytest.mark.parametrize("kind", ["gemma2", "gpt-oss", "deepseek-v2", "deepseek-v3"])
+def test_the_general_decoder_preempts_rows_and_follows_weights_that_change_in_place(kind):
+    module = tiny(kind)
+    per_token = bytes_per_token(module, 1, True)
+    engine = build_native(module, RolloutConfig(kv_cache_gb=10.5 * BLOCK * per_token / 2**30), decode=None)[0]
+    assert engine.pool.limit == 10, "too few blocks for all rows at once"
+    for version in range(2):
+        outputs = generate(engine, PROMPTS, [Sampling(max_tokens=40)] * 6, range(6))
+        for prompt, output in zip(PROMPTS, outputs, strict=True):
+            expected = plain_log_probs(module, prompt, output.token_ids)
+            torch.testing.assert_close(torch.tensor(output.log_probs), expected, rtol=0, atol=1e-5)
+        with torch.no_grad():
+            for weight in module.parameters():
+                weight.mul_(1.1)
+        engine.load_weights((), version)
+
+
 @pytest.mark.parametrize("kind", ["deepseek-v2", "deepseek-v3"])
 def test_a_cache_of_latents_is_as_small_as_its_plan(kind, monkeypatch):
     """A latent and the rotated part of a token in each layer, instead of keys and values of all heads."""

@@ -85,7 +85,7 @@ def assert_same(found, wanted, *, bitwise=True):
 
 
 @pytest.mark.parametrize("samplings", [SAMPLINGS, SPECIAL])
-@pytest.mark.parametrize("kind", ["qwen2", "gemma3", "qwen3-moe"])
+@pytest.mark.parametrize("kind", ["qwen2", "gemma3", "qwen3-moe", "gpt-oss", "deepseek-v3"])
 def test_tokens_are_those_of_plain_decoding(kind, samplings):
     plain = generate(engine(kind), PROMPTS, samplings, list(range(5)))
     made = taught(samplings, kind=kind)

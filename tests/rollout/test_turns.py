@@ -9,7 +9,7 @@ from posttrain.rollout.generate import advance
 from posttrain.rollout.native.build import build_native
 from tests.rollout.tiny import tiny
 
-KINDS = ["qwen2", "qwen2-window", "qwen3", "gemma3", "gpt2"]
+KINDS = ["qwen2", "qwen2-window", "qwen3", "gemma3", "gpt2", "gemma2", "gpt-oss", "deepseek-v3"]
 FIRST, MORE = list(range(3, 40)), [7, 8, 9]
 
 
