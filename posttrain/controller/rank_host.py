@@ -33,8 +33,8 @@ from posttrain.controller.stalls import STACK_SIGNAL, Process, this_process
 from posttrain.errors import UserError
 
 Parcel = tuple[bytes, list[np.ndarray], list[Any]]
-"""(a pickle, the arrays that it leaves out, the references to objects of Ray's store that it leaves out; None stands for
-the object that travels beside it)"""
+"""(a pickle, the arrays that it leaves out, the references to objects of Ray's store that it leaves out; None is
+for the object that travels beside it)"""
 _AS_INTEGERS = {torch.bfloat16: torch.int16}  # what numpy has no name for
 
 
