@@ -34,10 +34,11 @@ class RayHolder(Holder):
         if self._block is not None:
             return self._block
         import ray
+        from ray.exceptions import ObjectLostError
 
         try:
             found: Any = ray.get(self.ref)
-        except ray.exceptions.ObjectLostError as error:
+        except ObjectLostError as error:
             raise PeerLost(
                 f"Rows of a batch are lost with the worker, or the machine, that had made them: {first_line(error)} "
                 f"{CONTINUES}"
