@@ -42,7 +42,7 @@ class WorkerDied(UserError):
 
 
 class PeerLost(WorkerDied):
-    """A worker could not talk to the others, though all of them are alive."""
+    """A worker could not reach another, or what that had made; who is lost is known only if Ray reports it."""
 
     what = "lost its connection"
 
@@ -63,9 +63,9 @@ def facts_of(error: Exception) -> dict[str, str]:
 
 
 def is_about_a_peer(error: Exception) -> bool:
-    """Whether a rank says that it could not talk to another one. The cause may be that the other one is gone."""
+    """Whether a rank says that it could not reach another one. The cause may be that the other one is gone."""
     if isinstance(error, UserError):
-        return False
+        return isinstance(error, PeerLost)
     talks = type(error).__name__.startswith("Dist") or isinstance(error, ConnectionError)
     return talks or (isinstance(error, RuntimeError) and _TALK.search(str(error)) is not None)
 

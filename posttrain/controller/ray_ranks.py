@@ -293,6 +293,9 @@ class RankWatch:
         if not is_about_a_peer(error):
             return error
         death = self._word_of_peers()
+        if death is None and isinstance(error, PeerLost):
+            error.incident = self._describe("")
+            return error
         if death is None:
             death = PeerLost(
                 f"A worker could not talk to the others, though all of them are alive: {first_line(error)}. The "

@@ -11,6 +11,8 @@ import sys
 from typing import Any
 
 from posttrain.batch.rows import Block, Held, Holder
+from posttrain.controller.incidents import CONTINUES, PeerLost
+from posttrain.errors import first_line
 
 INLINE_BYTES = 4096
 """Smaller blocks travel with what refers to them: an object costs a rank about a millisecond."""
@@ -32,8 +34,15 @@ class RayHolder(Holder):
         if self._block is not None:
             return self._block
         import ray
+        from ray.exceptions import ObjectLostError
 
-        found: Any = ray.get(self.ref)
+        try:
+            found: Any = ray.get(self.ref)
+        except ObjectLostError as error:
+            raise PeerLost(
+                f"Rows of a batch are lost with the worker, or the machine, that had made them: {first_line(error)} "
+                f"{CONTINUES}"
+            ) from error
         block: Block = found if self.part is None else found[self.part]
         self._block = block
         return block

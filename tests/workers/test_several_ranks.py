@@ -42,8 +42,10 @@ from toy_workers import Join, OneEngine, Spoiled, Toy, TwoGenerate, group_of, up
 
 from posttrain.batch.columns import EveryTokenColumn, LastTokenColumn, MaskColumn, PairColumn, StoredColumn
 from posttrain.config import load_config
+from posttrain.controller.incidents import PeerLost, WorkerDied
 from posttrain.controller.pool import LocalWorkers, Workers
 from posttrain.controller.rank_host import RankHost, pack, unpack
+from posttrain.controller.ray_store import RayHolder
 from posttrain.conversations.conversation import TurnRequest
 from posttrain.errors import UserError
 from posttrain.kernels.train import can_train
@@ -365,10 +367,10 @@ def test_rollout_workers_that_die_or_are_stopped_are_replaced_alone_and_change_n
     assert furthest(weights_of(path), weights_of(straight.path)) == 0.0
 
 
-def is_lost(ref: Any) -> bool:
+def is_lost(holder: Any) -> bool:
     try:
-        ray.get(ref)
-    except ray.exceptions.RayError:
+        RayHolder([holder.ref], 0).get()
+    except PeerLost:
         return True
     return False
 
@@ -385,7 +387,10 @@ def test_what_a_rollout_worker_that_may_be_replaced_has_made_is_there_when_it_is
         ray.kill(workers.rollout_hosts[0])
         for count, holder in made.items():
             assert rank.sum_of(holder) == sum(range(count)) == int(holder.get()["numbers"][0].sum())
-        until(lambda: is_lost(own.ref), "for the loss of what was its own")
+        until(lambda: is_lost(own), "for the loss of what was its own")
+        with pytest.raises(WorkerDied, match=r"Rollout worker 0 .* died") as death:
+            rank.sum_of(own)
+        assert "Rows of a batch are lost" in str(death.value.__cause__)
     finally:
         workers.close()
 

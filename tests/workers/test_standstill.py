@@ -16,7 +16,7 @@ import pytest
 from patience import until
 
 from posttrain.config import ConfigError, load_config
-from posttrain.controller.incidents import WorkerDied
+from posttrain.controller.incidents import PeerLost, WorkerDied
 from posttrain.controller.rank_host import Identity
 from posttrain.controller.stalls import (
     EVERY_S,
@@ -301,3 +301,27 @@ def test_the_loss_of_a_worker_is_noticed_though_one_before_it_does_not_answer(mo
         watch.gather_from_others(["silent", "lost"], read, "")
     lost.worker, watch.replaces_rollout = "rollout 1", True
     assert watch.gather_from_others(["answer", "lost"], read, "missing") == ["answer", "missing"]
+
+
+def test_rows_that_are_lost_with_their_worker_are_a_lost_worker_and_named_by_it_where_ray_knows(monkeypatch):
+    ray = pytest.importorskip("ray")
+    from posttrain.controller.rank_host import Failure, _portable, pack
+    from posttrain.controller.ray_ranks import RankWatch
+    from posttrain.controller.ray_store import RayHolder
+
+    def get(ref: Any) -> Any:
+        raise ray.exceptions.OwnerDiedError("ab" * 14, None, "")
+
+    monkeypatch.setattr(ray, "get", get)
+    with pytest.raises(WorkerDied, match="lost with the worker, or the machine, that had made them") as lost:
+        RayHolder([None], 0).get()
+    watch, answer = RankWatch(3.0, print), pack(Failure(_portable(lost.value), 1, "its trace"))
+    monkeypatch.setattr(watch, "plain", lambda ref: answer)
+    monkeypatch.setattr(watch, "_states", dict)
+    with pytest.raises(PeerLost, match="that had made them"):
+        watch.fetch("ref")
+    named = WorkerDied("Rank 1 died")
+    monkeypatch.setattr(watch, "_word_of_peers", lambda: named)
+    with pytest.raises(WorkerDied, match="Rank 1 died") as death:
+        watch.fetch("ref")
+    assert "that had made them" in str(death.value.__cause__)
