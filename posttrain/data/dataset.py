@@ -182,7 +182,7 @@ class PromptDataset(ItemList[PromptItem]):
         if self.rows_without_truth:
             self.notes.append(
                 f"{self.rows_without_truth} of {total} {where} have neither ground_truth nor response: "
-                "the reward gets None as truth."
+                "the reward gets None as reference answer."
             )
         if any("reward" in (item.extra_info or {}) for item in fields):
             self.notes.append(

@@ -83,8 +83,8 @@ def _try_reward(case: Case, spec: RewardSpec, items: Sequence[Any]) -> Iterator[
         higher = sum(gap > 0 for gap in found.score_gaps)
         case.report.fact(
             AREA,
-            f"{len(found.best)} rows tried: truths score {best:.3g} on average; in {higher} of {len(found.score_gaps)} "
-            "rows the truth scores above another row's truth.",
+            f"{len(found.best)} rows tried: reference answers score {best:.3g} on average; in {higher} of "
+            f"{len(found.score_gaps)} rows the reference answer scores above another row's.",
         )
     if found.flaky:
         yield _random(found, where)
@@ -138,14 +138,15 @@ def _judgement(found: Findings, where: str) -> Iterator[Finding]:
     best = sum(found.best) / len(found.best)
     rows = len(found.score_gaps)
     if below > above:
-        what = f"A wrong answer scores above the right one in {below} of {rows} rows (the truth of another row as the "
-        what += "response): right and wrong seem exchanged."
+        what = f"A wrong answer (the reference answer of another row) scores above the right one in {below} of {rows} "
+        what += "rows: right and wrong seem exchanged."
         yield Finding(ERROR, AREA, what, where, "look at the comparison, and at the sign of the score")
     elif max(found.best) <= 0:
         what = (
-            f"No truth scores above 0 against itself, in any usual spelling ({rows} rows): no response could be right."
+            f"No reference answer scores above 0 against itself, in any usual spelling ({rows} rows): no response "
+            "could be right."
         )
-        do = "bring truths and reward into one form; `posttrain reward try` shows the scores by form"
+        do = "write reference answers as the reward reads them; `posttrain reward try` shows the scores by form"
         yield Finding(ERROR, AREA, what, where, do)
     else:
         what = f"Wrong answers score as much as right ones in {rows - above} of {rows} rows (both {best:g} on average)."

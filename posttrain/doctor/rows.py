@@ -161,7 +161,7 @@ def _truths(case: Case, split: str, where: str) -> Iterator[Finding]:
             if len(case.tokenizer(answer, add_special_tokens=False)["input_ids"]) > limit:
                 long.append(item)
     if len(long) > 0.05 * len(items) or _no_room(case, items, limit):
-        count = f"{len(long)} of {len(items)} {split} truths" if long else "The truths"
+        count = f"{len(long)} of {len(items)} {split} reference answers" if long else "The reference answers"
         what = f"{count} have more tokens than data.max_response_length={limit}: no response could hold them"
         what += "." if long else " and end."
         yield Finding(WARNING, AREA, what, case.where("data.max_response_length"), "raise data.max_response_length")
@@ -296,25 +296,25 @@ def check_prompts(case: Case, split: str, prompts: Sequence[Any], where: str) ->
 
 
 def check_truths_in_prompts(split: str, items: Sequence[Any], where: str) -> Iterator[Finding]:
-    """`items` as training has them: prompts with their truths."""
+    """`items` as training has them: prompts with their reference answers."""
     pairs = [(_last_text(item["raw_prompt"]), str(item["ground_truth"])) for item in items]
     pairs = [(text, truth) for text, truth in pairs if truth.strip() and truth != "None"]
     if len(pairs) < ENOUGH:
         return
     truths = {truth for _, truth in pairs}
     if len(truths) == 1:
-        what = (
-            f"All {len(pairs)} {split} rows have the same truth ({pairs[0][1][:40]!r}): one answer to everything would "
-        )
-        what += "be right."
-        yield Finding(WARNING, AREA, what, where, "look whether the truth is read from the right column")
+        what = f"All {len(pairs)} {split} rows have the same reference answer ({pairs[0][1][:40]!r}): one answer to "
+        what += "everything would be right."
+        yield Finding(WARNING, AREA, what, where, "check whether the reference answer is read from the right column")
         return
     held = sum(_ends_with(text, truth) for text, truth in pairs)
     # How often a prompt ends with another row's truth: short numbers are found in many texts.
     by_chance = sum(_ends_with(text, pairs[i - 1][1]) for i, (text, _) in enumerate(pairs))
     if held > len(pairs) / 2 and by_chance < held / 2:
-        what = f"{held} of {len(pairs)} {split} prompts end with their own truth: the model would learn to copy it."
-        yield Finding(WARNING, AREA, what, where, "take the truth out of the prompts")
+        what = (
+            f"{held} of {len(pairs)} {split} prompts end with their reference answer: the model would learn to copy it."
+        )
+        yield Finding(WARNING, AREA, what, where, "remove the reference answer from the prompts")
 
 
 def _ends_with(text: str, truth: str) -> bool:

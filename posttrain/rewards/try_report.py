@@ -14,7 +14,7 @@ from posttrain.rewards.types import RewardSpec
 EMPTY, LISTED, REPEATED = "empty response", "many answers listed", "the question repeated"
 # Form -> (share of rows above which it is no coincidence that it scores like the ground truth, what it does in words).
 UNEARNED = {LISTED: (0.5, "lists many answers, one of them right,"), REPEATED: (0.25, "only repeats the question")}
-WHOSE = ("truth", "another's truth", "responses")
+WHOSE = ("reference", "another row's", "responses")  # reference answers of the rows; of other rows
 # Examples shown of each problem.
 EXAMPLES = 3
 LEAST_SIGNAL = 0.3
@@ -36,7 +36,7 @@ class Findings:
     responses: list[float] = field(default_factory=list)
     # Responses from which no answer was extracted: row, response.
     unanswered: list[tuple[int, str]] = field(default_factory=list)
-    # Part -> whose (truth, another's truth, responses) -> values.
+    # Part -> one of WHOSE -> values.
     parts: dict[str, dict[str, list[float]]] = field(default_factory=lambda: defaultdict(lambda: defaultdict(list)))
     # For responses sampled together: score, and whether the reward counts it as right.
     groups: dict[Any, list[tuple[float, bool]]] = field(default_factory=lambda: defaultdict(list))
@@ -107,19 +107,20 @@ def report(found: Findings, spec: RewardSpec) -> str:
             f"! {count} rows have data_source {source!r}, which has no scorer (known: {', '.join(known_sources())})"
         )
     if found.best:
-        lines += ["", "truths scored against themselves (best spelling): " + distribution(found.best)]
+        lines += ["", "reference answers scored against themselves (best spelling): " + distribution(found.best)]
         if found.unscored:
             lines.append(
-                f"! {len(found.unscored)} of {len(found.best)} truths do not score 1 against themselves, for example:"
+                f"! {len(found.unscored)} of {len(found.best)} reference answers do not score 1 against themselves, "
+                "for example:"
             )
             lines += [
                 f"    row {row}: {_short(truth)} scores {score:g}" for row, truth, score in found.unscored[:EXAMPLES]
             ]
             lines.append(
-                "    so no response can earn their full reward: bring the truths into the form that the reward reads"
+                "    so no response can earn their full reward: write the reference answers as the reward reads them"
             )
         lines += ["", "mean score by form of the response:"]
-        lines += [f"    {form:<34} {_mean(scores):>8.3f}" for form, scores in found.by_form.items()]
+        lines += [f"    {form:<40} {_mean(scores):>8.3f}" for form, scores in found.by_form.items()]
         lines += _agreement(found)
         lines += [f"! {words}: a model would learn that instead of the task" for words in found.loopholes()]
     lines += ["", *_response_lines(found)]
@@ -159,7 +160,7 @@ def _agreement(found: Findings) -> list[str]:
     above = sum(gap > 0 for gap in found.score_gaps)
     below = sum(gap < 0 for gap in found.score_gaps)
     mark = "! " if found.ignores_answers else ""
-    text = f"{mark}the truth scores above another row's truth in {above} of {len(found.score_gaps)} rows"
+    text = f"{mark}the reference answer scores above another row's in {above} of {len(found.score_gaps)} rows"
     return [text + (f", and below it in {below}" if below else "")]
 
 
@@ -210,7 +211,11 @@ def _agreement_of_responses(found: Findings) -> list[str]:
     generous, strict = found.agrees[True, False], found.agrees[False, True]
     return [
         text
-        + (f"; it takes {generous} others for right, and {strict} that are the truth for wrong" if same < total else "")
+        + (
+            f"; it counts {generous} wrong answers as right, and {strict} right answers as wrong"
+            if same < total
+            else ""
+        )
     ]
 
 

@@ -30,7 +30,7 @@ SPELLINGS: dict[str, Callable[[str], str]] = {
 }
 
 # What is spelled: the ground truth as it is, and the final answer if it is a whole solution (`... #### 72`).
-TRUTH, ANSWER = "truth", "its answer"
+TRUTH, ANSWER = "reference answer", "its final answer"
 LISTED_ON_EACH_SIDE = 4
 
 # Columns (or keys of extra_info) in which data sets of coding tasks keep a program that passes.
@@ -270,10 +270,10 @@ def _note_truth(found: Findings, i: int, row: dict[str, Any], scored: dict[str, 
             found.failed_forms[form] += 1
     found.failed_rows += all(result.error for result in tried)
     best = max(result.score for result in tried)
-    _note_parts(found, "truth", max(tried, key=lambda result: result.score))
+    _note_parts(found, "reference", max(tried, key=lambda result: result.score))
     others = [result for form, result in of_row.items() if form.startswith("another row's ")]
     if others:
-        _note_parts(found, "another's truth", max(others, key=lambda result: result.score))
+        _note_parts(found, "another row's", max(others, key=lambda result: result.score))
         found.score_gaps.append(best - max(result.score for result in others))
     found.best.append(best)
     if best > of_row[EMPTY].score:

@@ -85,7 +85,7 @@ def test_what_the_first_pages_write_and_try_runs_as_printed(tmp_path):
     done = subprocess.run(["bash", "-c", program], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     said = done.stdout.split("reward: compute_score in ")[1]
-    assert "rows:   72" in said and "mean 1.000, min 1, max 1" in said and "above another row's truth in 72" in said
+    assert "rows:   72" in said and "mean 1.000, min 1, max 1" in said and "above another row's in 72" in said
 
 
 def test_the_loop_of_the_page_calls_worker_groups_and_trains(tiny_model, sums, tmp_path, monkeypatch):

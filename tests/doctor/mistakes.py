@@ -109,7 +109,7 @@ DATA = [
     ),
     Mistake(
         "answers that cannot fit",
-        ["max_response_length", "truth"],
+        ["max_response_length", "reference answer"],
         rows(lambda i, row: {**row, "ground_truth": "9" * 40}),
     ),
     Mistake("rows with images", ["image"], rows(lambda i, row: {**row, "images": ["a.png"]})),
@@ -166,7 +166,7 @@ REWARD = [
         ["extra_info['answer']"],
         reward("return float(extra_info['answer'] in solution_str)"),
     ),
-    Mistake("a reward that is always 0", ["truth", "0"], reward("return 0.0")),
+    Mistake("a reward that is always 0", ["reference answer", "0"], reward("return 0.0")),
     Mistake("a reward that is always 1", ["wrong", "1"], reward("return 1.0")),
     Mistake("a reward that throws dice", ["same response"], reward("return time.time_ns() % 1000 / 1000")),
     Mistake(
@@ -270,10 +270,14 @@ FURTHER = {
         ),
         Mistake(
             "the truth stands in the prompt",
-            ["prompt", "truth", "24 of 24"],
+            ["prompt", "reference answer", "24 of 24"],
             rows(lambda i, row: {**row, "prompt": f"{row['prompt']} (Answer: {row['ground_truth']})"}),
         ),
-        Mistake("one truth for all rows", ["same truth"], rows(lambda i, row: {**row, "ground_truth": "42"})),
+        Mistake(
+            "one reference answer for all rows",
+            ["same reference answer"],
+            rows(lambda i, row: {**row, "ground_truth": "42"}),
+        ),
     ],
     "template": [
         Mistake(

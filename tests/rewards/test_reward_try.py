@@ -41,7 +41,7 @@ def seed_4(response, ground_truth):
 def test_unmatched_source_is_reported_with_its_count():
     text = try_reward(rows("gsm8k", ["1", "2"]) + rows("my_task", ["3", "4", "5"]), num_workers=1)
     assert "! 3 rows have data_source 'my_task'" in text and "gsm8k" in text
-    assert "truths scored against themselves (best spelling): mean 1.000, min 1, max 1; 1: 2" in text
+    assert "reference answers scored against themselves (best spelling): mean 1.000, min 1, max 1; 1: 2" in text
 
 
 def test_unmatched_source_is_seen_through_a_function_that_asks_the_built_in_scorers():
@@ -73,7 +73,7 @@ def test_a_reward_that_pays_lists_of_answers_is_named_and_one_that_reads_the_las
         in text
     )
     text = try_reward(data, spec_of(at_the_end), num_workers=1)
-    assert "many answers listed                   0.000" in text and "nothing suspicious found" in text
+    assert "many answers listed                         0.000" in text and "nothing suspicious found" in text
 
 
 def test_of_a_whole_solution_the_answer_that_it_ends_with_is_tried_too():
@@ -82,7 +82,7 @@ def test_of_a_whole_solution_the_answer_that_it_ends_with_is_tried_too():
 
     data = rows("mine", [f"There are 3 of {n}, which is <<3*{n}={3 * n}>>{3 * n}.\n#### {3 * n}" for n in range(4, 12)])
     text = try_reward(data, spec_of(in_a_box), num_workers=1)
-    assert "its answer, \\boxed{}                  1.000" in text and "nothing suspicious found" in text
+    assert "its final answer, \\boxed{}                  1.000" in text and "nothing suspicious found" in text
 
 
 def test_a_reward_that_draws_random_numbers_is_seen_though_workers_seed_them_by_the_response():
@@ -111,7 +111,7 @@ def test_truths_that_do_not_score_against_themselves_are_named():
 
 def test_function_that_wants_the_marker_in_the_truth_scores_no_bare_truth():
     text = try_reward(rows("gsm8k", ["42", "7"]), spec_of(seed_4), num_workers=1)
-    assert "! 2 of 2 truths do not score 1 against themselves" in text and "row 0: '42' scores 0" in text
+    assert "! 2 of 2 reference answers do not score 1 against themselves" in text and "row 0: '42' scores 0" in text
     assert examine(rows("gsm8k", ["so #### 42", "so #### 7"]), spec_of(seed_4), num_workers=1).ok
 
 
@@ -125,10 +125,10 @@ def test_truths_that_a_function_cannot_score_are_shown():
 def test_means_by_form_show_a_wrong_box_below_no_box():
     found = examine(rows("", ["42", "7"]), spec_of(seed_1), num_workers=1)
     means = {form: sum(scores) / len(scores) for form, scores in found.by_form.items()}
-    assert means["truth, \\boxed{}"] == 1.0 and means["truth, bare"] == -0.5
-    assert means["another row's truth, \\boxed{}"] == -1.0 and means["empty response"] == -0.5
+    assert means["reference answer, \\boxed{}"] == 1.0 and means["reference answer, bare"] == -0.5
+    assert means["another row's reference answer, \\boxed{}"] == -1.0 and means["empty response"] == -0.5
     text = try_reward(rows("", ["42", "7"]), spec_of(seed_1), num_workers=1)
-    assert "another row's truth, \\boxed{}" in text and "-1.000" in text
+    assert "another row's reference answer, \\boxed{}" in text and "-1.000" in text
 
 
 def test_means_by_part_are_shown():
@@ -226,7 +226,7 @@ def test_function_and_data_stand_without_flags_and_a_score_that_changes_is_named
     assert main([str(desk / "counts.py"), str(desk / "data.jsonl"), "reward.num_workers=1"]) == 1
     said = capsys.readouterr().out
     assert said.startswith(f"reward: compute_score in {desk / 'counts.py'}")
-    assert "! row 0, truth, bare: scored 1, and" in said and "when asked again" in said
+    assert "! row 0, reference answer, bare: scored 1, and" in said and "when asked again" in said
     assert "33 scores of the same response differ: a run could not be repeated" in said  # every one: 3 rows x 11 forms
     assert main([str(desk / "counts.py"), str(desk / "data.jsonl"), "--times", "1"]) == 1  # no truth scores 1
     assert "when asked again" not in capsys.readouterr().out
@@ -239,7 +239,7 @@ def test_time_parts_and_a_named_function_are_shown(desk, capsys):
     took = re.search(r"time of a call: (\S+) (ms|s) on average", said)
     assert took and float(took[1]) * {"ms": 1, "s": 1000}[took[2]] >= 20  # it sleeps that long
     table = said[said.index("mean by part:") :].splitlines()
-    assert table[0].split() == ["mean", "by", "part:", "truth", "another's", "truth"]
+    assert table[0].split() == ["mean", "by", "part:", "reference", "another", "row's"]
     assert table[1].split() == ["acc", "1.000", "0.000"] and table[2].split()[0] == "short"
 
 
@@ -294,4 +294,4 @@ def test_agreement_says_which_way_a_reward_errs():
     data = rows("gsm8k", ["1", "2"])
     responses = [{**row, "response": text} for row, text in zip(data, ["#### 1", "#### 7"], strict=True)]
     text = try_reward(data, spec_of(generous), responses=responses, num_workers=1)
-    assert "on 1 of 2 answers that can be read (50%); it takes 1 others for right" in text
+    assert "on 1 of 2 answers that can be read (50%); it counts 1 wrong answers as right" in text

@@ -278,7 +278,8 @@ def test_reward_try_handles_them(data, capsys):
     assert main(["rewards.py", "rows.jsonl"]) in (0, 1)
     said = capsys.readouterr().out
     assert (
-        "correctness_reward_func in" in said and "truths scored against themselves (best spelling): mean 2.000" in said
+        "correctness_reward_func in" in said
+        and "reference answers scored against themselves (best spelling): mean 2.000" in said
     )
     (data / "rewards.py").write_text(
         FILE.replace("answer, **", "anser, **").replace("completions, answer)", "completions, anser)")

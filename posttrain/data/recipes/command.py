@@ -137,7 +137,7 @@ def _arithmetic(options: argparse.Namespace) -> list[str]:
 def _add_convert(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", type=Path, metavar="FILE", help="parquet, json or jsonl")
     parser.add_argument("--prompt-key", required=True, metavar="COLUMN", help="column with the prompt")
-    parser.add_argument("--answer-key", metavar="COLUMN", help="column with the truth that rewards compare with")
+    parser.add_argument("--answer-key", metavar="COLUMN", help="column with the reference answer")
     parser.add_argument(
         "--data-source",
         metavar="NAME",

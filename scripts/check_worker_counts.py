@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""GRPO on the embedded task on two processes against one, each on what it samples itself: accuracy on held-out sums.
+"""Compares the accuracy of GRPO runs with different numbers of workers, each trained on its own samples.
 
-    python scripts/check_free_running.py [--steps 60] [--seeds 3] [--workers 1 2]
+    python scripts/check_worker_counts.py [--steps 60] [--seeds 3] [--workers 1 2]
 
-After an update what is sampled depends on its last bit, so that the runs part; what they learn must not. 1,000 sums are
-held out of these runs, so that the accuracy is known to 0.01. Prints a table and exits 1 if the means over the seeds
-differ by more than 0.03. Takes 12 minutes on one core.
+After an update, samples depend on the last bit of the weights, so the runs differ; their accuracy must not. 1,000 sums
+of the embedded task are held out, so that the accuracy is known to 0.01. Prints a table and exits 1 if the means over the
+seeds differ by more than 0.03. Takes 12 minutes on one core.
 """
 
 from __future__ import annotations
