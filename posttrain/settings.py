@@ -60,8 +60,9 @@ SCHEDULES = ("constant", "linear", "cosine")
 class Idle(NamedTuple):
     """A reason for which a setting that is set has no effect; a run prints it as a note.
 
-    A reason of the form `KEY is VALUE`, `KEY is not VALUE` or `KEY is set` is its own condition. A key that begins with
-    a dot lies in the setting's own section.
+    A reason of the form `KEY is VALUE`, `KEY is not VALUE`, `KEY is set` or `KEY is not set` is its own condition;
+    VALUE is written as on the command line, and more words may follow a comma. A key that begins with a dot lies in the
+    setting's own section. Other reasons have a function of the whole configuration as their condition.
     """
 
     reason: str

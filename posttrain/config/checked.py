@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 from posttrain import plugins
 from posttrain.algorithms.registry import ADV_ESTIMATORS, POLICY_LOSSES, critic_estimators
 from posttrain.config.resolved import Problem
-from posttrain.config.schema import ESTIMATOR_KIND, LOSS_KIND, leaves, lookup
+from posttrain.config.schema import ESTIMATOR_KIND, LOSS_KIND, Leaf, leaves, lookup
 from posttrain.config.values import WrongValue, convert
 from posttrain.settings import Idle, choices_of, range_of
 from posttrain.spelling import suggest
@@ -144,7 +144,6 @@ def _faults(key: str, name: str, value: Any, kind: type, advice: str) -> Iterato
 
 
 _ACTOR = "actor_rollout_ref.actor"
-_VALUES: dict[str, Any] = {"False": False, "null": None, "0": 0}
 # Keys (or prefixes that end in a dot), and why they do nothing.
 Unread = tuple[tuple[str, ...], str]
 
@@ -218,18 +217,31 @@ def idle_settings(config: Any, explicit: set[str]) -> Iterator[str]:
             for keys, reason in unread
             if any(key == one or (one[-1] == "." and key.startswith(one)) for one in keys)
         ]
-        reasons += [one.reason for one in table[key].idle if _holds(one, config)]
+        reasons += [one.reason for one in table[key].idle if holds(one, config)]
         if reasons:
             keys_by_reason.setdefault(reasons[0], []).append(key)
     for reason, keys in keys_by_reason.items():
         yield f"{', '.join(keys)} {'has' if len(keys) == 1 else 'have'} no effect: {reason}."
 
 
-def _holds(idle: Idle, config: Any) -> bool:
+def holds(idle: Idle, config: Any) -> bool:
+    """Whether a setting with this reason has no effect in a run of this configuration."""
     if idle.condition is not None:
         return idle.condition(config)
     key, _, said = idle.reason.partition(",")[0].partition(" is ")
     value, is_not, said = lookup(config, key), said.startswith("not "), said.removeprefix("not ")
     if said == "set":
         return (value in (None, -1)) == is_not
-    return (value == _VALUES.get(said, said)) != is_not
+    return (value == _value_of(leaves(type(config))[key], said, idle)) != is_not
+
+
+def _value_of(leaf: Leaf, said: str, idle: Idle) -> Any:
+    """The value that a condition names, as the setting's type; one that it cannot have is a mistake of its author."""
+    try:
+        value = convert(said, leaf.hint)
+        is_possible = value is None or leaf.range is None or leaf.range.allows(value)
+    except WrongValue:
+        value, is_possible = said, False
+    if not is_possible or (leaf.choices and value not in (None, *leaf.choices)):
+        raise ValueError(f"idle={idle.reason!r}: {leaf.key} is never {said}; KEY is VALUE names a value it can have")
+    return value

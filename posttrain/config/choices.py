@@ -180,7 +180,7 @@ def load_own_algorithms(given: Mapping[str, Any], unknown: Iterable[str], folder
             import_external(str(folder / file) if file.endswith(".py") else file)
         except UserError as error:
             if not isinstance(error.__cause__, ModuleNotFoundError) or error.__cause__.name != file:
-                failures[f"{error}."] = None
+                failures[str(error).removesuffix(".") + "."] = None
     place_declared_settings()
     return list(failures)
 

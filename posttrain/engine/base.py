@@ -127,7 +127,8 @@ class TrainEngine(ABC):
         self, data: DataProto, loss: LossFn, *, temperature: float = 1.0, passes: Passes | None = None
     ) -> dict[str, float]:
         """One optimizer step on one mini-batch. Returns `grad_norm`, `lr`, `skipped` (1 if not finite), and metrics of
-        the engine's own, the same on all ranks: they are logged as `actor/NAME`, `critic/NAME` or `train/NAME`."""
+        the engine's own, the same on all ranks: they are logged as `actor/NAME`, `critic/NAME` or `train/NAME`. A name
+        that a metric of posttrain has is rejected."""
 
     @abstractmethod
     def trial_pass(self, data: DataProto, loss: LossFn, *, passes: Passes | None = None) -> None:

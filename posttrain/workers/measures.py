@@ -6,8 +6,9 @@ A mean over tokens is a sum here: every rank adds its tokens with the weights th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from numbers import Real
 from typing import Any, Literal
 
 import numpy as np
@@ -16,9 +17,13 @@ import torch
 from posttrain.batch.columns import Column, StoredColumn
 from posttrain.batch.rows import Holder, RowPlaces, keep
 from posttrain.controller.group import Calls
+from posttrain.engine.base import TrainEngine
+from posttrain.errors import UserError
 
 Ranks = Literal["sum", "max", "first"]
 Steps = Literal["mean", "sum", "first"]
+ALWAYS_RETURNED = ("grad_norm", "lr", "skipped")
+"""What `update` of each train engine returns."""
 
 
 @dataclass
@@ -48,9 +53,10 @@ class Measures(dict[str, Measure]):
         """What every rank knows alike."""
         self._join(name, Measure(value, "first", steps))
 
-    def tell_update(self, role: str, made: dict[str, float]) -> None:
+    def tell_update(self, role: str, engine: TrainEngine, made: Mapping[str, float]) -> None:
         """What an engine's `update` returned, each entry as a metric of the role."""
-        for name, value in made.items():
+        taken = {"bad_steps", "optimizer_steps", *(name.removeprefix(f"{role}/") for name in self)}
+        for name, value in check_update(engine, made, taken).items():
             if name == "skipped":
                 self.tell(f"{role}/bad_steps", value, steps="sum")
             else:
@@ -73,6 +79,25 @@ class Measures(dict[str, Measure]):
     def numbers(self) -> dict[str, float]:
         self.read_values()
         return {name: measure.value for name, measure in self.items()}
+
+
+def check_update(engine: TrainEngine, made: Mapping[str, float], taken: Collection[str]) -> Mapping[str, float]:
+    """What an engine's `update` returned; UserError if it may not. `taken`: names of posttrain's own metrics."""
+    problem = ""
+    if not isinstance(made, Mapping):
+        problem = f"returns {type(made).__name__}, and no dict"
+    elif missing := [name for name in ALWAYS_RETURNED if name not in made]:
+        problem = f"returns no {' and no '.join(missing)}"
+    elif wrong := [name for name, value in made.items() if not isinstance(value, Real)]:
+        problem = f"returns {made[wrong[0]]!r} as `{wrong[0]}`, which is no number"
+    elif doubled := [name for name in made if name in taken]:
+        problem = f"returns `{doubled[0]}`, which is a metric of posttrain already; choose another name"
+    if problem:
+        raise UserError(
+            f"The train engine {type(engine).__name__}: its `update` {problem}.\n"
+            f"  to do:  return a dict of numbers with {', '.join(ALWAYS_RETURNED)}, and metrics of the engine's own"
+        )
+    return made
 
 
 def _join_measures(one: Measure, other: Measure) -> Measure:

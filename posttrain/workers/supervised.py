@@ -24,7 +24,11 @@ from posttrain.models.lora import with_adapters
 from posttrain.models.scorer_loading import load_scorer
 from posttrain.protocol import DataProto
 from posttrain.workers.engine_worker import ExportingWorker, lora_state
+from posttrain.workers.measures import check_update
 from posttrain.workers.update_plan import by_passes, each_once, in_row_order, parts_by_rank, reporting_ranks
+
+TAKEN = ("accuracy", "bad_steps", "epoch", "leads", "loss", "margin", "rows", "tokens", "trained_tokens")
+"""What a step adds to the metrics that an engine returns."""
 
 
 def planned_step(group: WorkerGroup, batch: DataProto) -> Calls:
@@ -89,7 +93,8 @@ def sft_step(engine: TrainEngine, batch: DataProto, passes: Passes | None = None
         total += float(share.detach())
         return share
 
-    return {**engine.update(batch, loss, passes=passes), "loss": total}
+    made = check_update(engine, engine.update(batch, loss, passes=passes), TAKEN)
+    return {**made, "loss": total}
 
 
 class SFTWorker(SupervisedWorker):
@@ -159,7 +164,7 @@ class PairWorker(SupervisedWorker):
             leads.append(lead.detach().cpu())
             return share
 
-        metrics = self.engine.update(data, loss, passes=passes)
+        metrics = check_update(self.engine, self.engine.update(data, loss, passes=passes), TAKEN)
         return {**metrics, "loss": total, "leads": torch.cat(leads)}
 
     @register(by_passes, in_row_order)

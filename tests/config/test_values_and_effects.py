@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import pytest
 
 from posttrain.config import load_config
+from posttrain.config.checked import holds
+from posttrain.config.schema import assign, leaves
+from posttrain.config.trees import PROGRAMS
+from posttrain.config.values import WrongValue, convert
+from posttrain.settings import Idle
 
 ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 TEMPLATE = "data.apply_chat_template_kwargs"
@@ -98,6 +105,7 @@ def test_a_dict_chooses_groups_and_keeps_free_form_dicts():
         (["critic.fsdp_config.fsdp_size=2", "algorithm.adv_estimator=gae"], "critic.fsdp_config.fsdp_size"),
         (["reward_model.max_length=9"], "reward_model.max_length"),
         (["algorithm.adv_estimator=gae", "critic.optim.min_lr_ratio=0.1"], "critic.optim.min_lr_ratio"),
+        (["trainer.exact=True", "trainer.rollout_mismatch_tol=0.1"], "trainer.rollout_mismatch_tol"),
     ],
 )
 def test_a_set_key_without_effect_is_noted(load, args, key):
@@ -109,6 +117,79 @@ def test_keys_with_effect_are_not_noted(load):
     keys = ["algorithm.adv_estimator=gae", "critic.optim.lr=1e-4", "algorithm.lam=0.9", f"{ACTOR}.use_kl_loss=True"]
     notes = load(*keys, f"{ACTOR}.kl_loss_coef=0.01", f"{MODEL}.lora_rank=8", f"{MODEL}.lora_alpha=32").notes
     assert not any("no effect" in note for note in notes)
+
+
+# Configurations of which each condition that is a function holds in one and fails in another.
+SITUATIONS = [
+    {},
+    {"data.val_files": "v.json"},
+    {"algorithm.use_kl_in_reward": True, f"{ACTOR}.use_kl_loss": True},
+    {"data.filter_overlong_prompts": True},
+    {"data.filter_overlong_prompts": False},
+    {"data.sampler": "curriculum"},
+    {f"{ACTOR}.clip_ratio_low": 0.2, f"{ACTOR}.clip_ratio_high": 0.2},
+    {"trainer.device": "cpu"},
+    {"trainer.device": "cuda"},
+    {"trainer.nnodes": 2},
+    {f"{ROLLOUT}.n_workers": 1},
+    {"data.multiturn.enable": True},
+    {"optim.lr_scheduler_type": "constant"},
+    {"optim.lr_scheduler_type": "cosine"},
+]
+
+
+def values_of(leaf, also):
+    """Values that a setting may have, `also` among them if it may."""
+    for text in (also, "True", "False", "null", "-1", "0", "1", "text", *leaf.choices):
+        with suppress(WrongValue):
+            value = convert(text, leaf.hint)
+            is_allowed = leaf.range is None or (value is not None and leaf.range.allows(value))
+            if value is None or (is_allowed and value in (leaf.choices or (value,))):
+                yield value
+
+
+def answers(idle, root):
+    """What a condition is in configurations that differ in what it reads."""
+    situations = SITUATIONS
+    if idle.condition is None:
+        key, _, value = idle.reason.partition(",")[0].partition(" is ")
+        situations = [{key: value} for value in values_of(leaves(root)[key], value.removeprefix("not "))]
+    for situation in situations:
+        if situation.keys() <= leaves(root).keys():
+            config = root()
+            for key, value in situation.items():
+                assign(config, key, value)
+            yield holds(idle, config)
+
+
+@pytest.mark.parametrize("root", PROGRAMS, ids=lambda root: root.__name__)
+def test_each_condition_under_which_a_setting_has_no_effect_can_hold_and_can_fail(root):
+    conditions = {idle for leaf in leaves(root).values() for idle in leaf.idle}
+    assert len(conditions) > 5
+    assert [idle.reason for idle in conditions if set(answers(idle, root)) != {True, False}] == []
+
+
+@pytest.mark.parametrize(
+    ("condition", "config", "is_idle"),
+    [
+        ("trainer.exact is True", {"trainer.exact": True}, True),
+        ("trainer.exact is true", {"trainer.exact": True}, True),
+        ("trainer.exact is not true", {"trainer.exact": True}, False),
+        ("trainer.nnodes is 2", {"trainer.nnodes": 2}, True),
+        ("trainer.nnodes is not 2, and so on", {"trainer.nnodes": 3}, True),
+        ("data.val_files is null", {}, True),
+        ("trainer.export_hf is none", {"trainer.export_hf": "none"}, True),
+    ],
+)
+def test_a_condition_compares_with_its_value_as_the_type_of_the_setting(condition, config, is_idle):
+    assert holds(Idle(condition), load_config(config).config) is is_idle
+
+
+@pytest.mark.parametrize("value", ["trainer.exact is sometimes", "trainer.nnodes is 0", "trainer.export_hf is never"])
+def test_a_condition_with_a_value_that_the_setting_cannot_have_is_an_error(value):
+    key, said = value.split(" is ")
+    with pytest.raises(ValueError, match=f"idle='{value}': {key} is never {said}"):
+        holds(Idle(value), load_config({}).config)
 
 
 def test_labels_that_are_defaults_are_not_explicit():

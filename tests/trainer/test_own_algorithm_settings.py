@@ -11,11 +11,11 @@ from runs import metrics_of, run
 from posttrain.config import ConfigError, load_config
 from posttrain.explain import explain
 
-FILE = '''"""TOPR: tapered off-policy REINFORCE. Negative responses count up to a bounded ratio.
+FILE = '''"""My bounded REINFORCE. Negative responses count up to a bounded ratio.
 
-    loss = -A * stop_gradient(min(ratio, topr_bound)) * log_prob     where A < 0, else -A * log_prob
+    loss = -A * stop_gradient(min(ratio, my_bound)) * log_prob     where A < 0, else -A * log_prob
 
-Settings: actor_rollout_ref.actor.policy_loss.topr_bound.
+Settings: actor_rollout_ref.actor.policy_loss.my_bound.
 """
 
 from dataclasses import dataclass
@@ -25,21 +25,21 @@ from posttrain.settings import POSITIVE, setting
 
 
 @dataclass
-class ToprSettings:
-    topr_bound: float = setting(2.0, range=POSITIVE)
-    """Largest ratio of a token with a negative advantage in `topr`."""
-    topr_side: str = setting("negative", choices=("negative", "both"))
+class MyBoundedSettings:
+    my_bound: float = setting(2.0, range=POSITIVE)
+    """Largest ratio of a token with a negative advantage in `my_bounded`."""
+    my_side: str = setting("negative", choices=("negative", "both"))
     """Where the ratio is bounded."""
 
 
 @register_policy_loss(
-    "topr", settings=ToprSettings, reads=(), metrics={"actor/topr_bounded": "Share of tokens at topr_bound."}
+    "my_bounded", settings=MyBoundedSettings, reads=(), metrics={"actor/my_share": "Share of tokens at my_bound."}
 )
-def compute_topr(old_log_prob, log_prob, advantages, response_mask, topr_bound, topr_side, **kwargs):
+def compute_my_bounded(old_log_prob, log_prob, advantages, response_mask, my_bound, my_side, **kwargs):
     ratio = (log_prob - old_log_prob).exp().detach()
-    is_bounded = (ratio > topr_bound).float()
-    weight = ratio.clamp(max=topr_bound).where(advantages < 0, 1.0) if topr_side == "negative" else ratio
-    return -advantages * weight * log_prob, {"actor/topr_bounded": is_bounded, "actor/topr_bound": topr_bound}
+    is_bounded = (ratio > my_bound).float()
+    weight = ratio.clamp(max=my_bound).where(advantages < 0, 1.0) if my_side == "negative" else ratio
+    return -advantages * weight * log_prob, {"actor/my_share": is_bounded, "actor/my_bound": my_bound}
 
 
 @dataclass
@@ -56,14 +56,14 @@ def compute_centred(token_level_rewards, response_mask, centred_scale, **kwargs)
 '''
 ACTOR, LOSS = "actor_rollout_ref.actor", "actor_rollout_ref.actor.policy_loss"
 TINY = ["actor_rollout_ref.model.path=embedded", "data.train_files=embedded", "algorithm.adv_estimator=grpo"]
-TOPR = [*TINY, f"{LOSS}.loss_mode=topr"]
+MY_BOUNDED = [*TINY, f"{LOSS}.loss_mode=my_bounded"]
 
 
 @pytest.fixture(autouse=True)
 def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "topr.py").write_text(FILE)
-    return "actor_rollout_ref.model.external_lib=topr.py"
+    (tmp_path / "my_bounded.py").write_text(FILE)
+    return "actor_rollout_ref.model.external_lib=my_bounded.py"
 
 
 def problem(*args: str) -> str:
@@ -73,54 +73,61 @@ def problem(*args: str) -> str:
 
 
 def test_a_value_out_of_range_is_rejected_with_the_usual_message(file):
-    said = problem(*TOPR, file, f"{LOSS}.topr_bound=-5")
-    assert f"`{LOSS}.topr_bound=-5.0` is out of range: it must be above 0." in said
-    assert "give a value that is above 0 (Largest ratio of a token with a negative advantage in `topr`.)" in said
-    said = problem(*TOPR, file, f"{LOSS}.topr_bound=wide", f"{LOSS}.topr_side=negativ")
-    assert f"`{LOSS}.topr_bound`: expected a number, got 'wide'" in said
-    assert f"`{LOSS}.topr_side=negativ` is not known; known: negative, both." in said and "`negative`?" in said
+    said = problem(*MY_BOUNDED, file, f"{LOSS}.my_bound=-5")
+    assert f"`{LOSS}.my_bound=-5.0` is out of range: it must be above 0." in said
+    assert "give a value that is above 0 (Largest ratio of a token with a negative advantage in `my_bounded`.)" in said
+    said = problem(*MY_BOUNDED, file, f"{LOSS}.my_bound=wide", f"{LOSS}.my_side=negativ")
+    assert f"`{LOSS}.my_bound`: expected a number, got 'wide'" in said
+    assert f"`{LOSS}.my_side=negativ` is not known; known: negative, both." in said and "`negative`?" in said
     said = problem(*TINY[:2], "algorithm.adv_estimator=centred", "algorithm.centred_scale=0")
     assert "`algorithm.centred_scale=0.0` is out of range: it must be above 0." in said
 
 
 def test_a_misspelt_one_is_answered_with_the_nearest(file):
-    assert f"did you mean `{LOSS}.topr_bound`?" in problem(*TOPR, file, f"{LOSS}.topr_bund=1")
+    assert f"did you mean `{LOSS}.my_bound`?" in problem(*MY_BOUNDED, file, f"{LOSS}.my_bund=1")
+
+
+def test_a_name_that_a_built_in_loss_has_is_rejected_in_one_sentence(file, tmp_path):
+    (tmp_path / "my_bounded.py").write_text(FILE.replace('"my_bounded", ', '"dro", '))
+    said = problem(*MY_BOUNDED, file, f"{LOSS}.my_bound=1")
+    assert "The policy loss `dro` is already registered by posttrain.algorithms.losses.dro." in said
+    assert "Register it under another one.\n" in said
 
 
 def test_without_its_file_the_key_is_unknown(tmp_path):
-    (tmp_path / "topr.py").unlink()
-    assert f"Unknown key `{LOSS}.topr_bound`." in problem(*TINY, f"{LOSS}.topr_bound=1")
+    (tmp_path / "my_bounded.py").unlink()
+    assert f"Unknown key `{LOSS}.my_bound`." in problem(*TINY, f"{LOSS}.my_bound=1")
 
 
 def test_settings_of_others_that_it_does_not_read_have_no_effect(file):
-    notes = load_config([*TOPR, file, f"{ACTOR}.clip_ratio=0.3", f"{LOSS}.dro_beta=2"]).notes
+    notes = load_config([*MY_BOUNDED, file, f"{ACTOR}.clip_ratio=0.3", f"{LOSS}.dro_beta=2"]).notes
     assert f"{ACTOR}.clip_ratio has no effect: this policy loss clips nothing." in notes
     assert f"{LOSS}.dro_beta has no effect: {LOSS}.loss_mode is not dro." in notes
 
 
 def test_its_settings_under_another_loss_have_no_effect(file):
-    wanted = f"{LOSS}.topr_bound has no effect: {LOSS}.loss_mode is not topr."
-    assert wanted in load_config([*TINY, file, f"{LOSS}.topr_bound=3"]).notes
+    wanted = f"{LOSS}.my_bound has no effect: {LOSS}.loss_mode is not my_bounded."
+    assert wanted in load_config([*TINY, file, f"{LOSS}.my_bound=3"]).notes
 
 
 def test_its_settings_may_stand_in_a_yaml_file(file, tmp_path):
     (tmp_path / "run.yaml").write_text(
-        "actor_rollout_ref:\n  actor:\n    policy_loss: {loss_mode: topr, topr_bound: -1}\n"
+        "actor_rollout_ref:\n  actor:\n    policy_loss: {loss_mode: my_bounded, my_bound: -1}\n"
     )
-    assert "topr_bound=-1.0` is out of range" in problem("--config-path", ".", "--config-name", "run", *TINY, file)
+    assert "my_bound=-1.0` is out of range" in problem("--config-path", ".", "--config-name", "run", *TINY, file)
 
 
 def test_the_file_is_found_in_the_working_folder_and_values_are_in_the_tree():
-    resolved = load_config([*TOPR, f"{LOSS}.topr_bound=3"])
-    assert resolved.value(f"{LOSS}.topr_bound") == 3.0 and resolved.value(f"{LOSS}.topr_side") == "negative"
-    assert resolved.config.to_dict()["actor_rollout_ref"]["actor"]["policy_loss"]["topr_bound"] == 3.0
+    resolved = load_config([*MY_BOUNDED, f"{LOSS}.my_bound=3"])
+    assert resolved.value(f"{LOSS}.my_bound") == 3.0 and resolved.value(f"{LOSS}.my_side") == "negative"
+    assert resolved.config.to_dict()["actor_rollout_ref"]["actor"]["policy_loss"]["my_bound"] == 3.0
 
 
 def test_explain_has_the_page_of_the_loss_with_its_settings_and_metrics():
-    page = explain("topr")
-    assert page.startswith("TOPR: tapered off-policy REINFORCE.")
-    assert f"{LOSS}.topr_bound (default 2.0)\n    Largest ratio of a token" in page
-    assert explain("actor/topr_bounded") == "`actor/topr_bounded`: Share of tokens at topr_bound."
+    page = explain("my_bounded")
+    assert page.startswith("My bounded REINFORCE.")
+    assert f"{LOSS}.my_bound (default 2.0)\n    Largest ratio of a token" in page
+    assert explain("actor/my_share") == "`actor/my_share`: Share of tokens at my_bound."
     assert "Factor of the advantages of `centred`." in explain("algorithm.centred_scale")
 
 
@@ -132,11 +139,11 @@ def test_it_trains_a_step_with_its_settings(tiny_model, sums, tmp_path):
         reward=even_share,
         algorithm__adv_estimator="centred",
         algorithm__centred_scale=0.5,
-        actor_rollout_ref__actor__policy_loss__loss_mode="topr",
-        actor_rollout_ref__actor__policy_loss__topr_bound=1.5,
-        actor_rollout_ref__model__external_lib=str(tmp_path / "topr.py"),
+        actor_rollout_ref__actor__policy_loss__loss_mode="my_bounded",
+        actor_rollout_ref__actor__policy_loss__my_bound=1.5,
+        actor_rollout_ref__model__external_lib=str(tmp_path / "my_bounded.py"),
         trainer__total_training_steps=1,
     )
     line = metrics_of(result.path)[0]
-    assert result.status == "finished" and line["actor/topr_bound"] == 1.5 and "actor/topr_bounded" in line
-    assert "topr_bound: 1.5" in (result.path / "config.yaml").read_text()
+    assert result.status == "finished" and line["actor/my_bound"] == 1.5 and "actor/my_share" in line
+    assert "my_bound: 1.5" in (result.path / "config.yaml").read_text()

@@ -9,6 +9,7 @@ from sft_runs import reward_model, sft
 
 from posttrain.engine.settings import ENGINES, RL, register_train_engine, train_engine
 from posttrain.errors import UserError
+from posttrain.workers.supervised import TAKEN
 
 COUNTING = '''
 from collections import Counter
@@ -84,6 +85,82 @@ def test_supervised_training_goes_through_it_too(tiny_model, tmp_path, counting,
     found = train(tiny_model, tmp_path / "own", fsdp__strategy="counting", model__external_lib=counting)
     assert supervised_metrics(found.path) == supervised_metrics(plain.path)
     assert calls()["create"] == 1 and calls()["update"] == 2
+
+
+RETURNING = """
+from posttrain.engine.settings import register_train_engine
+from posttrain.engine.torch_engine import TorchEngine
+
+
+@register_train_engine("returning")
+class ReturningEngine(TorchEngine):
+    def update(self, data, loss, **options):
+        made = super().update(data, loss, **options)
+        return {returned}
+"""
+
+
+@pytest.fixture
+def returning(tmp_path, monkeypatch):
+    """Settings of a run whose engine returns an expression from `update`, for RL and for supervised training."""
+    monkeypatch.delitem(ENGINES, "returning", raising=False)
+
+    def settings(returned, actor="", model=""):
+        file = tmp_path / "returning_engine.py"
+        file.write_text(RETURNING.replace("{returned}", returned))
+        return {f"{actor or 'fsdp__'}strategy": "returning", f"{model}model__external_lib": str(file)}
+
+    yield settings
+    ENGINES.pop("returning", None)
+
+
+def rl_settings(returning, returned):
+    return returning(returned, "actor_rollout_ref__actor__", "actor_rollout_ref__")
+
+
+NOT_RETURNED = r"The train engine ReturningEngine: its `update` "
+
+
+@pytest.mark.parametrize(
+    ("returned", "said"),
+    [
+        ("made | {'optimizer_steps': 1.0}", "returns `optimizer_steps`, which is a metric of posttrain already"),
+        ("made | {'policy_loss': 1.0}", "returns `policy_loss`, which is a metric of posttrain already"),
+        ("{'lr': 1.0}", "returns no grad_norm and no skipped"),
+        ("made | {'steps': 'one'}", "returns 'one' as `steps`, which is no number"),
+        ("None", "returns NoneType, and no dict"),
+    ],
+)
+def test_what_update_may_not_return_ends_an_rl_run_with_the_engine_and_the_key(
+    tiny_model, sums, tmp_path, returning, returned, said
+):
+    with pytest.raises(UserError, match=NOT_RETURNED + said):
+        run(tiny_model, sums, tmp_path / "out", **rl_settings(returning, returned))
+
+
+@pytest.mark.parametrize("train", [sft, reward_model], ids=["sft", "reward model"])
+@pytest.mark.parametrize(
+    ("returned", "said"),
+    [
+        ("made | {'rows': 1.0}", "returns `rows`, which is a metric of posttrain already"),
+        ("made | {'steps': None}", "returns None as `steps`, which is no number"),
+    ],
+)
+def test_it_ends_supervised_training_too(tiny_model, tmp_path, returning, train, returned, said):
+    with pytest.raises(UserError, match=NOT_RETURNED + said):
+        train(tiny_model, tmp_path / "out", **returning(returned))
+
+
+def test_an_engines_own_number_is_logged_by_role(tiny_model, sums, tmp_path, returning):
+    ran = run(tiny_model, sums, tmp_path / "out", **rl_settings(returning, "made | {'steps': 3.0}"))
+    assert [line["actor/steps"] for line in metrics_of(ran.path)] == [3.0, 3.0]
+
+
+@pytest.mark.parametrize("train", [sft, reward_model], ids=["sft", "reward model"])
+def test_all_metrics_of_a_supervised_step_are_taken(tiny_model, tmp_path, train):
+    *_, line = supervised_metrics(train(tiny_model, tmp_path / "out").path)
+    names = {key.removeprefix("train/") for key in line if key.startswith("train/")}
+    assert names - {"grad_norm", "lr"} <= set(TAKEN)
 
 
 def test_an_engine_that_the_module_does_not_register_ends_the_run_before_a_model_is_loaded(tiny_model, tmp_path):

@@ -215,7 +215,7 @@ class DataParallelPPOActor:
             self.objective.mean_weight = mean
             measures.tell("rollout_is/norm", mean)
         made = self.engine.update(mini.data, self.objective, temperature=self.temperature, passes=mini.passes)
-        measures.tell_update("actor", made)
+        measures.tell_update("actor", self.engine, made)
         return measures.read_values()
 
     def compute_log_prob(self, data: DataProto, passes: Passes | None = None) -> dict[str, torch.Tensor]:

@@ -53,7 +53,7 @@ class DataParallelPPOCritic:
     def _step(self, mini: MiniBatch) -> Measures:
         self.measures = measures = Measures()
         made = self.engine.update(mini.data, self._loss, passes=mini.passes)
-        measures.tell_update("critic", made)
+        measures.tell_update("critic", self.engine, made)
         return measures.read_values()
 
     def _loss(self, micro: DataProto, outputs: dict[str, torch.Tensor]) -> torch.Tensor:
