@@ -9,8 +9,8 @@ ten times as long), so that rollout is the bottleneck. 1,000 sums are held out, 
 Prints a table: accuracy at the end, the largest staleness of any trained token, the share of rows with several
 versions, and seconds. With --folder runs are kept, and those that are there already are not made again. Exits 1 if a
 mean is more than 0.03 below that of the first bound, or a token is older than its bound. --drill kills a run with
-delays (bound 2) by SIGKILL, resumes and replays it; it exits 1 if a prompt is lost or trained twice, or
-the replay differs.
+delays (bound 2) by SIGKILL, resumes and replays it; it exits 1 if a prompt is lost or trained twice, or the replay
+differs.
 """
 
 from __future__ import annotations
@@ -110,9 +110,13 @@ def drill(task: Task) -> bool:
     """Whether a killed run loses no prompt and trains none twice, and a replay repeats a run bit for bit."""
     saves = {"save_freq": 3}
     command = task.command("killed", 2, 1, **saves)
+    if task.lines("killed"):
+        raise SystemExit(f"{task.folder} holds a drill already: give another --folder.")
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     while process.poll() is None and len(task.lines("killed")) < task.steps - 3:
         time.sleep(0.05)
+    if process.poll() is not None:
+        raise SystemExit(f"The run ended with exit code {process.returncode} before it could be killed.")
     process.kill()
     process.wait()
     before = len(task.lines("killed"))
@@ -147,12 +151,13 @@ def main() -> int:
     args = parser.parse_args()
     failed = False
     if args.drill:
-        with tempfile.TemporaryDirectory() as name:
-            data = write_files(Path(name) / "sums", arithmetic_rows(max_operand=50, val_fraction=0.45, val_size=100))
-            return int(not drill(Task("delays", args.steps, data, args.folder or Path(name), args.median)))
+        with tempfile.TemporaryDirectory() as temporary:
+            folder = Path(temporary)
+            data = write_files(folder / "sums", arithmetic_rows(max_operand=50, val_fraction=0.45, val_size=100))
+            return int(not drill(Task("delays", args.steps, data, args.folder or folder, args.median)))
     print("| task | bound | seed | accuracy | oldest token | partial rows | seconds |\n|---|---|---|---|---|---|---|")
-    with tempfile.TemporaryDirectory() as name:
-        folder = args.folder or Path(name)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = args.folder or Path(temporary)
         data = write_files(folder / "sums", arithmetic_rows(max_operand=50, val_fraction=0.45, val_size=HELD_OUT))
         for name in args.tasks:
             task = Task(name, args.steps, data, folder / "runs", args.median)

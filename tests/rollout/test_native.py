@@ -290,6 +290,25 @@ def test_long_or_many_responses_have_the_weights_copied_and_few_short_ones_do_no
         engine.wake()
 
 
+def test_an_engine_that_slept_makes_the_steps_of_a_new_one():
+    """Replays count steps. A run that is resumed has a new engine where the recorded one had only slept."""
+
+    def steps(engine) -> list[int]:
+        engine.score([[1, 2, 3]])  # as after a weight sync
+        for number, prompt in enumerate(PROMPTS):
+            engine.submit(Request(number, prompt, Sampling(max_tokens=5), number))
+        ended = []
+        while engine.has_work():
+            ended.append(len(engine.step()))
+        return [*ended, engine.decoder.whole is not None]
+
+    used = native(tiny("qwen2"))
+    generate(used, PROMPTS, [Sampling(max_tokens=MANY)] * 6, range(6))
+    used.sleep()
+    used.wake()
+    assert steps(used) == steps(native(tiny("qwen2")))
+
+
 def test_weights_packed_for_onednn_give_the_same_bits(monkeypatch):
     monkeypatch.setattr(decoder, "can_run_whole", lambda weights: False)
     engine = native(tiny("qwen2", torch.bfloat16))

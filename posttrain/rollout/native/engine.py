@@ -317,6 +317,8 @@ class NativeEngine(RolloutEngine):
             self.speculation.forget()
         self.queue.forget()
         self.pool.sleep()
+        # As a new engine: a run that is resumed here makes the same steps, which are fewer with copies.
+        self.copies_pay = False
         self.decoder.drop_fast_copies()
 
     def let_go(self) -> None:

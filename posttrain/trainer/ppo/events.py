@@ -1,8 +1,9 @@
 """The event log of an asynchronous run, `events.jsonl`, and its replay.
 
-Which prompts form a batch, and at which policy version they are asked for, follows from the settings alone. A clock
-decides only between which decode steps an engine gets requests, next turns and new weights. Every engine counts its
-steps and keeps that schedule; the log has it, and a replay holds each engine to it:
+Which prompts are asked for at which policy version follows from the settings. A clock decides between which decode
+steps an engine gets requests, next turns and new weights; with several engines also which of them gets a group, and
+with over-sampling which groups are whole first. Every engine counts its steps and keeps its schedule. The log has
+schedules and choices, and a replay holds each engine to them:
 
     {"step": 2, "engine": 0, "steps": 41, "do": "weights", "of": [2]}     behind 41 steps it got version 2
     {"step": 2, "ask": ["8", "9"], "version": 1}                          groups, and the version that begins them
@@ -10,7 +11,7 @@ steps and keeps that schedule; the log has it, and a replay holds each engine to
     {"step": 3, "weights": 3, "checksum": 1234.0}                         the policy after step 3
     {"step": 4, "drained": true}                                          a checkpoint: nothing is under way
     {"step": 4, "placed": [0, 1, 1]}                                      engines of the groups that are asked for
-    {"step": 5, "whole": ["8", "7"]}                                      groups taken as they were complete
+    {"step": 5, "whole": ["7", "8"]}                                      groups that were taken, as they were whole
 
 Steps are counted from the last line that says `drained`, so that a replay may begin at any checkpoint.
 """
@@ -98,20 +99,20 @@ class Replay:
 
     def entries(self, step: int, engines: int) -> list[list[Entry]]:
         """By engine, its schedule from behind this step up to where it was drained next."""
-        end = min((drained for drained in self.drains if drained > step), default=self.lines[-1]["step"])
         found: list[list[Entry]] = [[] for _ in range(engines)]
-        for line in self.lines:
-            if "engine" in line and step < line["step"] <= end:
+        for line in self._lines_behind(step):
+            if "engine" in line:
                 found[line["engine"]].append((line["steps"], line["do"], line["of"]))
         return found
 
     def choices(self, step: int) -> dict[str, list[list[Any]]]:
         """By name, the choices that were made from behind this step up to where the engines were drained next."""
+        lines = list(self._lines_behind(step))
+        return {what: [line[what] for line in lines if what in line] for what in ("placed", "whole")}
+
+    def _lines_behind(self, step: int) -> Iterator[dict[str, Any]]:
         end = min((drained for drained in self.drains if drained > step), default=self.lines[-1]["step"])
-        return {
-            what: [line[what] for line in self.lines if what in line and step < line["step"] <= end]
-            for what in ("placed", "whole")
-        }
+        return (line for line in self.lines if step < line["step"] <= end)
 
     def check_weights(self, version: int, checksum: float | None) -> None:
         if version in self.checksums and self.checksums[version] != checksum:
