@@ -4,7 +4,7 @@
     python scripts/check_worker_counts.py [--steps 60] [--seeds 3] [--workers 1 2]
 
 After an update, samples depend on the last bit of the weights, so the runs differ; their accuracy must not. 1,000 sums
-of the embedded task are held out, so that the accuracy is known to 0.01. Prints a table and exits 1 if the means over the
+of the embedded task are held out, so the accuracy is known to 0.01. Prints a table and exits 1 if the means over the
 seeds differ by more than 0.03. Takes 12 minutes on one core.
 """
 
