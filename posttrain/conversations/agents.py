@@ -163,6 +163,11 @@ def make_agent(
         tools = [] if hasattr(source, "step") else method_schemas(source)
         lead, imports = play(source, name, config, max_turns), getattr(source, "imports", "")
         return Agent(lead, isolated=isolated, imports=imports, tools=tools)
+    if inspect.isclass(source) and hasattr(source, "reset") and not hasattr(source, "run"):
+        raise UserError(
+            f"the environment {name} has `reset` but no `step`, and no methods that are tools.\n"
+            "  to do:  write `def step(self, action)`, which returns (observation, reward, done)"
+        )
     try:
         if hasattr(source, "as_agent"):  # verl's classes are made anew for each conversation
             return Agent(source.as_agent(context, **config), isolated=isolated)

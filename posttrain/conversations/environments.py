@@ -22,8 +22,9 @@ If the run has tools, their calls are answered first: `step` is given the turns 
 from __future__ import annotations
 
 import inspect
+import reprlib
 import types
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -166,6 +167,8 @@ class StepEpisode:
         if isinstance(observation, tuple) and len(observation) == 2 and isinstance(observation[1], Mapping):
             observation, facts = observation  # as in Gymnasium
             self._chat.facts.update(facts)
+        if not _is_observation(observation):
+            raise _wrong_result(self._environment, "reset", observation, f"{_OBSERVATION}, or None for the row's prompt")
         _start(self._chat, observation)
 
     async def judge(self, messages: Sequence[Message], text: str) -> tuple[bool, Observation]:
@@ -175,15 +178,43 @@ class StepEpisode:
             action = self._chat.last.token_ids
         elif getattr(self._environment, "takes_messages", False):
             action = [dict(one) for one in messages]
-        observation, reward, done, *rest = await self._call(self._environment.step, action)
-        if rest and not isinstance(rest[0], Mapping):  # as in Gymnasium: terminated, truncated
-            truncated = rest.pop(0)
-            done = bool(done or truncated)
-        self._chat.add_reward(float(reward))
+        made = await self._call(self._environment.step, action)
+        try:
+            observation, reward, done, facts = _parts_of_step(made)
+        except (TypeError, ValueError):
+            raise _wrong_result(self._environment, "step", made, _STEP) from None
+        self._chat.add_reward(reward)
         if self.score is not None:
-            self.score += float(reward)
-        self._chat.facts.update(*rest)
-        return bool(done), observation
+            self.score += reward
+        self._chat.facts.update(facts)
+        return done, observation
+
+
+_OBSERVATION = "a text, a message, a list of messages or a list of token ids"
+_STEP = f"(observation, reward, done), or with a dict of facts behind these; an observation is {_OBSERVATION}"
+
+
+def _parts_of_step(made: Any) -> tuple[Any, float, bool, Mapping[str, Any]]:
+    """TypeError or ValueError if it is no result of `step`."""
+    observation, reward, done, *rest = made
+    if rest and not isinstance(rest[0], Mapping):  # as in Gymnasium: terminated, truncated
+        truncated = rest.pop(0)
+        done = bool(done or truncated)
+    (facts,) = rest or [{}]
+    if not (done or _is_observation(observation)):
+        raise TypeError
+    return observation, float(reward), bool(done), dict(facts)
+
+
+def _is_observation(value: Any) -> bool:
+    if value is None or isinstance(value, str | Mapping):
+        return True
+    parts = list(value) if isinstance(value, Iterable) else [None]
+    return all(isinstance(one, Mapping) for one in parts) or all(hasattr(one, "__index__") for one in parts)
+
+
+def _wrong_result(environment: Any, method: str, made: Any, expected: str) -> ChatError:
+    return ChatError(f"{type(environment).__name__}.{method} returned {reprlib.repr(made)}; expected {expected}")
 
 
 def _bind_reset(reset: Callable[..., Any], row: dict[str, Any], seed: int) -> Callable[[], Any]:
@@ -273,7 +304,7 @@ class MethodEpisode:
     async def begin(self, row: dict[str, Any]) -> None:
         observation = await self._call(_bind_columns(self._environment.reset, row))
         if observation is not None and not isinstance(observation, str):
-            raise ChatError(f"reset gave {type(observation).__name__}; a text, or None")
+            raise _wrong_result(self._environment, "reset", observation, "a text, or None")
         chat = self._chat
         chat.tools = [*chat.tools, *self._schemas.values()]
         chat.start(_with_text(chat.messages, observation or ""), chat.tools)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -155,7 +155,7 @@ def _check_turns(checked: Checked) -> Iterator[Finding]:
     without_effect = [name for name in checked.config.actor_rollout_ref.rollout.multi_turn if name not in always]
     if without_effect and not settings.enable:
         why = f"{TURNS_KEY}.enable is False, so that no tool is called"
-        yield f"{TURNS_KEY}: {', '.join(without_effect)} have no effect: {why}."
+        yield f"{TURNS_KEY}: {_idle(without_effect)}: {why}."
 
 
 def _check_agent(checked: Checked) -> Iterator[Finding]:
@@ -181,7 +181,7 @@ def _check_agent(checked: Checked) -> Iterator[Finding]:
         name for name in given if name in ("program_per", "python", "max_programs", "memory_gb", "host", "port")
     ]
     if of_programs and not settings.uses_http:
-        yield f"{AGENT_KEY}: {', '.join(of_programs)} have no effect: {AGENT_KEY}.program is not set."
+        yield f"{AGENT_KEY}: {_idle(of_programs)}: {AGENT_KEY}.program is not set."
     if settings.program == EXTERNAL_PROGRAM and "program_per" in given:
         yield f"{AGENT_KEY}.program_per has no effect: programs elsewhere are not started by the run."
     program_pulls_samples = settings.uses_http and (
@@ -193,4 +193,8 @@ def _check_agent(checked: Checked) -> Iterator[Finding]:
         yield f"{AGENT_KEY}.config has no effect: a program has its arguments in {AGENT_KEY}.program."
     without_effect = [name for name in given if name in ("config", "timeout_s", "processes", "max_rows")]
     if without_effect and not settings.enable:
-        yield f"{AGENT_KEY}: {', '.join(without_effect)} have no effect: no agent is named ({AGENT_KEY}=FILE.py:NAME)."
+        yield f"{AGENT_KEY}: {_idle(without_effect)}: no agent is named ({AGENT_KEY}=FILE.py:NAME)."
+
+
+def _idle(names: Sequence[str]) -> str:
+    return f"{', '.join(names)} {'has' if len(names) == 1 else 'have'} no effect"

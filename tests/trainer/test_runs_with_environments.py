@@ -105,3 +105,51 @@ def test_an_environment_that_cannot_be_made_or_fails_says_so(tiny_model, sums, t
             tmp_path / "b",
             **AGENT | {f"{R}agent": "board.py:Guess", f"{R}agent__config": {"kind": "broken"}},
         )
+
+
+SHAPES = """
+class Shapes:
+    def __init__(self, reset="a board", step=None):
+        self.made = reset, step
+
+    def reset(self, row, seed):
+        return self.made[0]
+
+    def step(self, action):
+        return self.made[1]
+
+
+class NoStep:
+    def reset(self, row, seed):
+        return "a board"
+"""
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"step": ["next", 1.0]}, r"Shapes.step returned \['next', 1.0\]; expected \(observation, reward, done\)"),
+        ({"step": [5, 1.0, False]}, r"Shapes.step returned \[5, 1.0, False\]; .* an observation is a text, a message"),
+        ({"step": ["next", "one", False]}, r"Shapes.step returned \['next', 'one', False\]; expected"),
+        ({"step": ["next", 1.0, False, {}, 2]}, r"Shapes.step returned .*; expected"),
+        ({}, r"Shapes.step returned None; expected"),
+        ({"reset": 5}, r"Shapes.reset returned 5; expected a text, a message, .*, or None for the row's prompt"),
+        ({"reset": [1, "two"]}, r"Shapes.reset returned \[1, 'two'\]; expected"),
+    ],
+)
+def test_a_result_of_the_wrong_shape_names_class_method_and_what_was_expected(
+    tiny_model, sums, tmp_path, monkeypatch, config, said
+):
+    (tmp_path / "board.py").write_text(SHAPES)
+    monkeypatch.chdir(tmp_path)
+    scripted.use(tries)
+    with pytest.raises(UserError, match=rf"(?s)failed on all 12 responses.*{said}"):
+        run(tiny_model, sums, tmp_path / "out", **AGENT | {f"{R}agent": "board.py:Shapes", f"{R}agent__config": config})
+
+
+def test_a_class_with_reset_but_no_step_is_rejected_as_such(tiny_model, sums, tmp_path, monkeypatch):
+    (tmp_path / "board.py").write_text(SHAPES)
+    monkeypatch.chdir(tmp_path)
+    scripted.use(tries)
+    with pytest.raises(UserError, match="the environment board.py:NoStep has `reset` but no `step`"):
+        run(tiny_model, sums, tmp_path / "out", **AGENT | {f"{R}agent": "board.py:NoStep"})
