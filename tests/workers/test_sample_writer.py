@@ -37,6 +37,7 @@ def run(folder: Path, name: str, large: float) -> tuple[list[dict], str]:
     keys += [
         "trainer.device=cpu",
         "tracking.samples_freq=1",
+        "actor_rollout_ref.actor.old_log_probs=trainer",
         "data.train_batch_size=8",
         "actor_rollout_ref.actor.ppo_mini_batch_size=4",
     ]
