@@ -46,7 +46,10 @@ def sources() -> list[str]:
     lines = ["| data_source | scorer | a response scores | also for |", "|---|---|---|---|"]
     for module in dict.fromkeys(scorer.__module__ for scorer in SCORERS.values()):
         names = [name for name, scorer in SCORERS.items() if scorer.__module__ == module]
-        paragraph = " ".join((sys.modules[module].__doc__ or "").split("\n\n")[1].split())
+        paragraphs = (sys.modules[module].__doc__ or "").split("\n\n")
+        if len(paragraphs) < 2:
+            raise SystemExit(f"the docstring of {module} needs a second paragraph: which response scores what")
+        paragraph = " ".join(paragraphs[1].split())
         score = re.split(r"(?<=\.) (?=[A-Z])", paragraph)[0]
         others = ", ".join(alias for alias, name in ALIASES.items() if name in names)
         file = f"`{module.rpartition('.')[2]}.py`"

@@ -184,7 +184,7 @@ def _unread_by_loss(config: Any) -> Iterator[Unread]:
         return
     unread = [name for name in SHARED_BY_LOSSES if name not in chosen.reads]
     if len(unread) == len(SHARED_BY_LOSSES):
-        yield tuple(f"{_ACTOR}.{name}" for name in unread), "this policy loss clips nothing"
+        yield tuple(f"{_ACTOR}.{name}" for name in unread), f"the policy loss {chosen.name} reads no clip ratio"
     for name in unread:
         reason = "this policy loss has no dual clip" if name == "clip_ratio_c" else "this policy loss does not read it"
         yield (f"{_ACTOR}.{name}",), reason

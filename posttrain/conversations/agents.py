@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from posttrain.conversations.adapters import OPENENV, InteractionEnvironment, Interactions, OpenEnv, check_server
 from posttrain.conversations.chat import Chat
-from posttrain.conversations.environments import is_environment, method_schemas, play
+from posttrain.conversations.environments import is_environment, lacks_step, method_schemas, play
 from posttrain.conversations.settings import AGENT_KEY as KEY
 from posttrain.conversations.settings import BUILT_IN, PROGRAM, AgentSettings, TurnSettings
 from posttrain.conversations.tools.lookup import find_named, is_place, listed_in
@@ -163,7 +163,7 @@ def make_agent(
         tools = [] if hasattr(source, "step") else method_schemas(source)
         lead, imports = play(source, name, config, max_turns), getattr(source, "imports", "")
         return Agent(lead, isolated=isolated, imports=imports, tools=tools)
-    if inspect.isclass(source) and hasattr(source, "reset") and not hasattr(source, "run"):
+    if lacks_step(source):
         raise UserError(
             f"the environment {name} has `reset` but no `step`, and no methods that are tools.\n"
             "  to do:  write `def step(self, action)`, which returns (observation, reward, done)"

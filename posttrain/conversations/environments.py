@@ -88,6 +88,13 @@ def is_environment(source: Any) -> bool:
     return callable(getattr(source, "step", None)) or has_method_tools(source)
 
 
+def lacks_step(source: Any) -> bool:
+    """Whether it is a class with `reset` that is neither an environment nor an agent."""
+    return (
+        inspect.isclass(source) and hasattr(source, "reset") and not (is_environment(source) or hasattr(source, "run"))
+    )
+
+
 def play(kind: Callable[..., Any], name: str, config: Mapping[str, Any], max_turns: int | None = None) -> Lead:
     """The agent that plays this environment, made anew with `config` for each conversation."""
     try:
@@ -168,7 +175,9 @@ class StepEpisode:
             observation, facts = observation  # as in Gymnasium
             self._chat.facts.update(facts)
         if not _is_observation(observation):
-            raise _wrong_result(self._environment, "reset", observation, f"{_OBSERVATION}, or None for the row's prompt")
+            raise _wrong_result(
+                self._environment, "reset", observation, f"{_OBSERVATION}, or None for the row's prompt"
+            )
         _start(self._chat, observation)
 
     async def judge(self, messages: Sequence[Message], text: str) -> tuple[bool, Observation]:

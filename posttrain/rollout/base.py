@@ -127,7 +127,8 @@ class RolloutEngine(ABC):
         return 0
 
     def take_counts(self) -> dict[str, float]:
-        """What the engine has counted since the last call, by name, for metrics."""
+        """What `speculation_metrics` (`native/speculation.py`) reads, since the last call. It is called with
+        `rollout.speculation` only, and other names are not logged."""
         return {}
 
     def so_far(self, ids: Collection[Hashable]) -> list[Output]:

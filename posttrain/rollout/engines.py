@@ -117,6 +117,11 @@ def build_engine(
     problem = ""
     for name in dict.fromkeys((config.name, "hf")):
         made = ENGINES[name](order)
+        if not (isinstance(made, str) or (isinstance(made, tuple) and len(made) == 2)):
+            raise UserError(
+                f"The maker of the rollout engine {name} returned {type(made).__name__}.\n"
+                '  to do:  return (engine, "its name and version"), or a text that says why it cannot serve this model'
+            )
         if not isinstance(made, str):
             return made[0], "; ".join([made[1], *notes])
         problem = made

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -12,7 +13,7 @@ from posttrain.config.choices import ESTIMATORS, POLICY_LOSSES, PRESETS
 from posttrain.config.schema import leaves
 from posttrain.config.trees import DERIVED, PPO, RENAMED, REWARD_MODEL, SFT
 from posttrain.explain.pages import METRICS, _pages
-from posttrain.rewards.scorers import known_sources
+from posttrain.rewards.scorers import SCORERS, known_sources
 from posttrain.trainer import main_eval, main_generation
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -99,6 +100,16 @@ def test_the_configuration_page_has_every_other_spelling_and_every_preset():
 def test_the_rewards_page_has_every_built_in_source_and_the_runs_page_every_explained_metric():
     assert [source for source in known_sources() if f"`{source}`" not in PAGES["rewards.md"]] == []
     assert [name for name in METRICS if f"`{name}`" not in PAGES["runs.md"]] == []
+
+
+def test_a_scorer_whose_docstring_lacks_its_row_is_named(monkeypatch):
+    from made_tables import sources
+
+    monkeypatch.setitem(sys.modules, "my_scorer", ModuleType("my_scorer", "One paragraph."))
+    score = SimpleNamespace(__module__="my_scorer")
+    monkeypatch.setitem(SCORERS, "mine", score)
+    with pytest.raises(SystemExit, match="the docstring of my_scorer needs a second paragraph"):
+        sources()
 
 
 @pytest.mark.parametrize("page", ["algorithms.md", "rewards.md", "api.md"])

@@ -8,7 +8,12 @@ import torch
 from engine_tools import TEMPERATURE, VOCABULARY, gradient, objective, ragged_batch
 
 import posttrain
+from posttrain.config.root import PPOConfig
+from posttrain.config.schema import leaves
+from posttrain.config.supervised import SFTConfig
 from posttrain.engine.micro_batches import plan_micro_batches, plan_passes, plan_units
+from posttrain.engine.registry import BUILT_IN
+from posttrain.engine.settings import ENGINES, RL, SUPERVISED
 from posttrain.models.forward import TokenPass
 from posttrain.rollout.base import Output
 from posttrain.rollout.generate import to_batch
@@ -79,3 +84,17 @@ def test_answers_without_tokens_that_share_a_prompt_are_a_pass_like_any_other(ma
     outputs = [Output(row, ids, [0.0] * len(ids), "stop") for row, ids in enumerate(answers)]
     found = make_engine().log_probs(to_batch([[7, 8, 9]] * 3, outputs, pad_token_id=0)[[0, 1]])
     assert float(found["log_probs"].abs().sum()) == 0 and len(found["log_probs"]) == 2
+
+
+def test_every_built_in_engine_goes_through_the_whole_suite_and_is_in_the_sentence_of_its_setting():
+    from megatron_cases import CASES, layout
+    from megatron_runs import WHOLE
+
+    suite = {layout(cut).strategy for model, cut, _ in CASES if model in WHOLE}
+    missing = BUILT_IN.keys() - suite
+    assert not missing, f"add cases of {missing} (model {WHOLE[0]}) to CASES of tests/engine/megatron_cases.py"
+    assert ENGINES.keys() >= BUILT_IN.keys(), "add it to ENGINES of posttrain/engine/settings.py"
+    for config, key in ((PPOConfig, RL.strategy), (SFTConfig, SUPERVISED.strategy)):
+        sentence = leaves(config)[key].sentence
+        unnamed = [name for name in BUILT_IN if f"`{name}`" not in sentence]
+        assert not unnamed, f"name {unnamed} in the sentence of {key} (posttrain/config)"

@@ -163,14 +163,20 @@ def test_sympy_is_not_imported_for_numbers():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-@pytest.mark.parametrize(
-    "text", ["\\boxed{" * 20000, "1" * 200000, "#### " * 20000, "1e999999999 " * 1000, "$" * 50001]
-)
-def test_hostile_responses_take_little_of_the_processor(text):
-    """A pattern that is quadratic in them would take minutes."""
+HOSTILE = [
+    *("\\boxed{" * 20000, "1" * 200000, "#### " * 20000, "1e999999999 " * 1000, "$" * 50001),
+    *("", "\x00", "\ud800", "no answer"),
+]
+# Ground truths of sources for which `42` is none; rows of reasoning_gym are scored by that package.
+GROUND_TRUTHS = {"code": "assert answer == 42", "code_generation": "assert answer == 42"}
+
+
+@pytest.mark.parametrize("source", [source for source in SCORERS if source != "reasoning_gym"])
+def test_text_without_an_answer_scores_0_never_raises_and_takes_little_of_the_processor(source):
+    """A pattern that is quadratic in it would take minutes."""
     start = time.process_time()
-    for source in ("math_reasoning", "gsm8k", "math", "qa", "classification"):
-        assert score(source, text, "42") == 0.0
+    for text in HOSTILE:
+        assert score(source, text, GROUND_TRUTHS.get(source, "42")) == 0.0, text[:20]
     assert time.process_time() - start < 10.0
 
 

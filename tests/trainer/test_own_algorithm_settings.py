@@ -101,7 +101,7 @@ def test_without_its_file_the_key_is_unknown(tmp_path):
 
 def test_settings_of_others_that_it_does_not_read_have_no_effect(file):
     notes = load_config([*MY_BOUNDED, file, f"{ACTOR}.clip_ratio=0.3", f"{LOSS}.dro_beta=2"]).notes
-    assert f"{ACTOR}.clip_ratio has no effect: this policy loss clips nothing." in notes
+    assert f"{ACTOR}.clip_ratio has no effect: the policy loss my_bounded reads no clip ratio." in notes
     assert f"{LOSS}.dro_beta has no effect: {LOSS}.loss_mode is not dro." in notes
 
 

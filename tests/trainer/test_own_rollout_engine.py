@@ -37,3 +37,13 @@ def test_a_module_that_does_not_register_the_engine_ends_the_run_before_a_model_
     said = r"rollout\.name=mine: there is no such rollout engine; known: native, hf, vllm, sglang, server\."
     with pytest.raises(UserError, match=said):
         run(tiny_model, sums, tmp_path / "out", actor_rollout_ref__model__external_lib=str(empty), **NAME)
+
+
+@pytest.mark.parametrize(("returned", "kind"), [("engine", "HFEngine"), ("None", "NoneType"), ("(engine,)", "tuple")])
+def test_a_maker_that_returns_neither_an_engine_with_its_name_nor_a_reason_is_named(
+    tiny_model, sums, tmp_path, monkeypatch, returned, kind
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_engine.py").write_text(MY_ENGINE.replace('engine, "mine 1.0"', returned))
+    with pytest.raises(UserError, match=f"The maker of the rollout engine mine returned {kind}"):
+        run(tiny_model, sums, tmp_path / "out", **NAME)

@@ -151,5 +151,5 @@ def test_a_class_with_reset_but_no_step_is_rejected_as_such(tiny_model, sums, tm
     (tmp_path / "board.py").write_text(SHAPES)
     monkeypatch.chdir(tmp_path)
     scripted.use(tries)
-    with pytest.raises(UserError, match="the environment board.py:NoStep has `reset` but no `step`"):
+    with pytest.raises(UserError, match=r"the environment board\.py:NoStep has `reset` but no `step`"):
         run(tiny_model, sums, tmp_path / "out", **AGENT | {f"{R}agent": "board.py:NoStep"})
