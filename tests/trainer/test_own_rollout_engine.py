@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
-from runs import run
+from runs import metrics_of, run
 
 from posttrain.errors import UserError
 from posttrain.rollout.engines import ENGINES
@@ -47,3 +50,14 @@ def test_a_maker_that_returns_neither_an_engine_with_its_name_nor_a_reason_is_na
     (tmp_path / "my_engine.py").write_text(MY_ENGINE.replace('engine, "mine 1.0"', returned))
     with pytest.raises(UserError, match=f"The maker of the rollout engine mine returned {kind}"):
         run(tiny_model, sums, tmp_path / "out", **NAME)
+
+
+def test_the_wrapped_engine_of_the_page_gives_the_responses_of_the_inner_one(tiny_model, sums, tmp_path, monkeypatch):
+    page = Path(__file__).parents[2] / "docs" / "rollout.md"
+    (code,) = [code for code in re.findall(r"```python\n(.*?)```", page.read_text(), re.S) if "WrappedEngine" in code]
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_engine.py").write_text(code)
+    more = {"trainer__total_training_steps": 2}
+    plain = run(tiny_model, sums, tmp_path / "plain", **more)
+    wrapped = run(tiny_model, sums, tmp_path / "wrapped", actor_rollout_ref__rollout__name="counted", **more)
+    assert metrics_of(wrapped.path) == metrics_of(plain.path)
