@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
-
 import pytest
 from runs import metrics_of, run
 
@@ -52,11 +49,29 @@ def test_a_maker_that_returns_neither_an_engine_with_its_name_nor_a_reason_is_na
         run(tiny_model, sums, tmp_path / "out", **NAME)
 
 
-def test_the_wrapped_engine_of_the_page_gives_the_responses_of_the_inner_one(tiny_model, sums, tmp_path, monkeypatch):
-    page = Path(__file__).parents[2] / "docs" / "rollout.md"
-    (code,) = [code for code in re.findall(r"```python\n(.*?)```", page.read_text(), re.S) if "WrappedEngine" in code]
+WRAPPED = """
+from posttrain.rollout.base import WrappedEngine
+from posttrain.rollout.engines import make_native, register_engine
+
+
+class Counted(WrappedEngine):
+    requests = 0
+
+    def submit(self, request):
+        self.requests += 1
+        self.inner.submit(request)
+
+
+@register_engine("counted")
+def make(order):
+    made = make_native(order)
+    return made if isinstance(made, str) else (Counted(made[0]), f"counted {made[1]}")
+"""
+
+
+def test_a_wrapped_engine_gives_the_responses_of_the_inner_one(tiny_model, sums, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "my_engine.py").write_text(code)
+    (tmp_path / "my_engine.py").write_text(WRAPPED)
     more = {"trainer__total_training_steps": 2}
     plain = run(tiny_model, sums, tmp_path / "plain", **more)
     wrapped = run(tiny_model, sums, tmp_path / "wrapped", actor_rollout_ref__rollout__name="counted", **more)
