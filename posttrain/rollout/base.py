@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -197,3 +197,31 @@ class RolloutEngine(ABC):
         """For engines: requests require the cache; new weights and scores require the weights."""
         if stage in self.asleep:
             raise RuntimeError(f"the engine is asleep: wake({stage!r}) comes first")
+
+
+class WrappedEngine(cast("Any", RolloutEngine)):  # a checker would miss the methods, which are set below
+    """Has the engine `inner` do the work; a subclass overrides what differs. `step` is what `advance` calls.
+
+    Example:
+        class Counted(WrappedEngine):
+            requests = 0
+
+            def submit(self, request):
+                self.requests += 1
+                self.inner.submit(request)
+    """
+
+    def __init__(self, inner: RolloutEngine) -> None:
+        self.inner = inner
+
+    def __getattr__(self, name: str) -> Any:  # what the contract does not name
+        return getattr(self.inner, name)
+
+
+def _of_inner(name: str) -> property:
+    return property(lambda self: getattr(self.inner, name), lambda self, value: setattr(self.inner, name, value))
+
+
+for _name in [name for name in vars(RolloutEngine) if not name.startswith("_") and name != "advance"]:
+    setattr(WrappedEngine, _name, _of_inner(_name))
+WrappedEngine.__abstractmethods__ = frozenset()

@@ -15,7 +15,7 @@ from posttrain.config.rollout import RolloutConfig, ServerConfig
 from posttrain.engine.ranks import join_ranks, leave_ranks, team_of
 from posttrain.models.embedded import write_model
 from posttrain.models.loading import load_causal_lm, load_tokenizer
-from posttrain.rollout.base import Request, Sampling
+from posttrain.rollout.base import Request, Sampling, WrappedEngine
 from posttrain.rollout.generate import advance, generate, to_batch
 from posttrain.rollout.hf import HFEngine
 from posttrain.rollout.native.build import build_native
@@ -51,6 +51,10 @@ def make_sglang(folder, tokenizer, **settings):
     module = load_causal_lm(ModelConfig(path=str(folder)), dtype=torch.float32, device=torch.device("cpu"))
     decode = lambda ids: tokenizer.decode(ids)  # noqa: E731
     return build_sglang(module, RolloutConfig(kv_cache_gb=0.1, **settings), decode=decode, longest=96)[0]
+
+
+def make_wrapped(folder, tokenizer, **settings):
+    return WrappedEngine(make_native(folder, tokenizer, **settings))
 
 
 TEAM = "CONFORMANCE_TEAM"
@@ -92,6 +96,7 @@ ENGINES = {
     "sglang over a fake": make_sglang,
     "sglang": make_sglang,
     "server": make_server,
+    "native, wrapped": make_wrapped,
     "native-by-two": make_team("native"),
     "vllm-by-two": make_team("vllm"),
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from runs import run
+from runs import metrics_of, run
 
 from posttrain.errors import UserError
 from posttrain.rollout.engines import ENGINES
@@ -47,3 +47,32 @@ def test_a_maker_that_returns_neither_an_engine_with_its_name_nor_a_reason_is_na
     (tmp_path / "my_engine.py").write_text(MY_ENGINE.replace('engine, "mine 1.0"', returned))
     with pytest.raises(UserError, match=f"The maker of the rollout engine mine returned {kind}"):
         run(tiny_model, sums, tmp_path / "out", **NAME)
+
+
+WRAPPED = """
+from posttrain.rollout.base import WrappedEngine
+from posttrain.rollout.engines import make_native, register_engine
+
+
+class Counted(WrappedEngine):
+    requests = 0
+
+    def submit(self, request):
+        self.requests += 1
+        self.inner.submit(request)
+
+
+@register_engine("counted")
+def make(order):
+    made = make_native(order)
+    return made if isinstance(made, str) else (Counted(made[0]), f"counted {made[1]}")
+"""
+
+
+def test_a_wrapped_engine_gives_the_responses_of_the_inner_one(tiny_model, sums, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_engine.py").write_text(WRAPPED)
+    more = {"trainer__total_training_steps": 2}
+    plain = run(tiny_model, sums, tmp_path / "plain", **more)
+    wrapped = run(tiny_model, sums, tmp_path / "wrapped", actor_rollout_ref__rollout__name="counted", **more)
+    assert metrics_of(wrapped.path) == metrics_of(plain.path)

@@ -9,29 +9,27 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from posttrain.controller.group import WorkerGroup, all_of, register, to_all
 from posttrain.controller.pool import StagePeaks, Workers
 from posttrain.models import fused_layer
-from posttrain.rollout.base import Output, Request, RolloutEngine, Stage
+from posttrain.rollout.base import Output, Request, RolloutEngine, WrappedEngine
 from posttrain.workers.fsdp_workers import ActorRefWorker, ActorRolloutRefWorker, CriticWorker, RolloutWorker
 from posttrain.workers.supervised import PairWorker, SFTWorker
 
 LENGTHS = (2, 2, 3, 5, 9, 17, 40, 200)  # tokens of a response, at most
 
 
-class Recorder(RolloutEngine):
+class Recorder(WrappedEngine):
     """An engine whose responses are cut to uneven lengths and kept."""
 
     def __init__(self, inner: RolloutEngine) -> None:
-        self.inner, self.kept = inner, {}
-        self.shares_weights, self.asleep = inner.shares_weights, inner.asleep
+        super().__init__(inner)
+        self.kept: dict[Hashable, Any] = {}
 
     def submit(self, request: Request) -> None:
         uid, sample = request.id  # pyright: ignore
@@ -43,31 +41,6 @@ class Recorder(RolloutEngine):
         ended = self.inner.step()
         self.kept.update({output.id: (self.kept[output.id], output) for output in ended})
         return ended
-
-    def has_work(self) -> bool:
-        return self.inner.has_work()
-
-    def abort(self, ids: Iterable[Hashable]) -> list[Output]:
-        return self.inner.abort(ids)
-
-    def release(self, ids: Iterable[Hashable]) -> None:
-        self.inner.release(ids)
-
-    def score(self, token_ids: Sequence[Sequence[int]], *, temperature: float = 1.0) -> list[torch.Tensor]:
-        return self.inner.score(token_ids, temperature=temperature)
-
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        self.inner.load_weights(weights, version)
-        self.version = version
-
-    def cache_bytes(self) -> int:
-        return self.inner.cache_bytes()
-
-    def _give_back(self) -> None:
-        self.inner.sleep()
-
-    def _take(self, stage: Stage) -> None:
-        self.inner.wake(stage)
 
 
 class Replay(Recorder):
