@@ -176,7 +176,7 @@ class Experience:
         asked for in the batches under way. Responses that it had given are kept: seeds decide what is written."""
         while True:
             if self.replace is None or self.replace(death) != engine:
-                raise death  # the answer was lost because of another worker, and nobody would ask for it again
+                raise death  # the answer was lost with another worker, and would never be asked for again
             self._advancing.pop(engine, None)
             self._asked_while_busy.discard(engine)
             try:
