@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""vLLM on the work of `measure_mixture.py` and `measure_fp8.py`: the same shape, prompts, groups and lengths, and a
-log-prob for each token.
+"""vLLM on the work of `measure_mixture.py`, `measure_families.py` and `measure_fp8.py`: the same shape, prompts, groups
+and lengths, and a log-prob for each token.
 
     python scripts/measure_mixture_vllm.py --rows 512 1024
     python scripts/measure_mixture_vllm.py --rows 512 1024 --set quantization=fp8
@@ -27,6 +27,7 @@ need("vllm", get='pip install "posttrain[vllm]"')
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "posttrain" / "bench" / "peers"))  # run_vllm's folder
 import vllm  # noqa: E402
 from decode_speed import grouped_prompts  # noqa: E402
+from family_shapes import SHAPES, configuration  # noqa: E402
 from measure_mixture import LAYERS, SHAPE  # noqa: E402
 from transformers import Qwen2Config, Qwen3MoeConfig  # noqa: E402
 
@@ -38,7 +39,7 @@ NO_TOKENS = {"eos_token_id": None, "bos_token_id": None, "pad_token_id": None}
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--model", choices=["mixture", *PRESETS], default="mixture", help="a shape; all but the first dense"
+        "--model", choices=["mixture", *SHAPES, *PRESETS], default="mixture", help="a shape"
     )
     parser.add_argument("--layers", type=int, default=LAYERS, help="of the mixture")
     parser.add_argument("--rows", type=int, nargs="*", default=[512, 1024])
@@ -51,7 +52,9 @@ def main() -> None:
     more = {name: _value(text) for name, _, text in (item.partition("=") for item in options.set)}
     with tempfile.TemporaryDirectory() as folder:
         config: Any = Qwen3MoeConfig(**SHAPE, num_hidden_layers=options.layers, dtype="bfloat16")
-        if options.model != "mixture":
+        if options.model in SHAPES:
+            config = configuration(options.model)
+        elif options.model != "mixture":
             config = Qwen2Config(**asdict(PRESETS[options.model]) | NO_TOKENS)
         config.architectures = [f"{type(config).__name__.removesuffix('Config')}ForCausalLM"]
         config.save_pretrained(folder)

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-from posttrain.kernels import cuda
 from posttrain.models.paged_step import PagedStep, active_step
 from posttrain.models.quantized import plain_weight
 
@@ -34,17 +33,10 @@ def _is_plain(layer: Any) -> bool:
     return isinstance(base, torch.nn.Linear) and base.bias is None and not hasattr(layer, "indexer")
 
 
-def keep_latents(module: torch.nn.Module, *, on: bool) -> None:
-    """Have the layers with latents leave them as they are in paged steps, or expand them."""
+def keep_latents(module: torch.nn.Module) -> None:
+    """Have the layers with latents leave them as they are in paged steps."""
     for layer in latent_layers(module):
-        vars(layer).pop("expand_kv", None)
-        if on:
-            layer.expand_kv = types.MethodType(_unexpanded, layer)
-
-
-def holds_latents(kind: str) -> bool:
-    """Whether the cache on this kind of device is one of latents. The Triton kernels for it never ran on a device."""
-    return kind != "cuda" or cuda.tries_unproved()
+        layer.expand_kv = types.MethodType(_unexpanded, layer)
 
 
 def has_latents(layer: Any) -> bool:

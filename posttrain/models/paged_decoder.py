@@ -25,6 +25,7 @@ from posttrain.models.adapter_files import load_module
 from posttrain.models.experts import watch_experts
 from posttrain.models.forward import decoder_of, logits_of
 from posttrain.models.latent import LATENT_HEADS, keep_latents
+from posttrain.models.paged_norms import watch_norms
 from posttrain.models.paged_step import paged_step
 from posttrain.models.routing import RoutePass, routed
 
@@ -78,19 +79,20 @@ class _CapturedStep:
 
 class PagedDecoder:
     """Computes hidden states and logits of flat tokens with the module itself. `captures`: rows decode in captured
-    steps, which not every module allows; an engine is proved before it is used. `latents`: layers that make keys and
-    values from latents cache these."""
+    steps, which not every module allows; an engine is proved before it is used. Layers that make keys and values from
+    latents cache these."""
 
     exact = False
 
-    def __init__(self, module: Any, *, captures: bool, latents: bool) -> None:
+    def __init__(self, module: Any, *, captures: bool) -> None:
         self.module, self.captures = module, captures
         self.shapes: dict[int, tuple[int, int]] = {}  # heads and head size in the cache, by layer
         self.graphs: Any = None
         self.captured_caches: dict[int, LayerCache] = {}
         self.captured_routes: torch.Tensor | None = None
-        keep_latents(module, on=latents)
+        keep_latents(module)
         watch_experts(module, on=captures)
+        watch_norms(module, on=captures)
 
     def hidden(
         self,

@@ -18,7 +18,6 @@ from posttrain.config import PPOConfig, needs_reference
 from posttrain.config.trainer import generating_workers_of, rollout_workers_of, workers_of
 from posttrain.engine.facts import joining_cost
 from posttrain.kernels.decode import BLOCK
-from posttrain.models.latent import holds_latents
 from posttrain.models.loading import resolve_dtype
 from posttrain.planning import counting, cuda_bytes, megatron_ranks, meta_models
 from posttrain.planning.counting import ModelBytes
@@ -258,7 +257,7 @@ class _Run:
         size, response = rollout.tensor_model_parallel_size, self.config.data.max_response_length
         # The cache has whole blocks: those of a prompt once, shared by its responses, those of each response. The ranks
         # of a tensor-parallel engine hold a part of weights and cache each.
-        per_token = self.count("actor", bytes_per_token, size, holds_latents(device.kind))
+        per_token = self.count("actor", bytes_per_token, size, True)
         blocks = shape.prefill * blocks_for(shape.prompt) + shape.wave * blocks_for(response)
         cache = min(with_slack(blocks) * BLOCK * per_token, cache_limit(rollout, device.kind, device.bytes))
         temporary, captured = self._step_peak(), 0

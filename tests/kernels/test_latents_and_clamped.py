@@ -1,10 +1,12 @@
-"""Attention to cached latents, the experts of gpt-oss, and routers of DeepSeek and GLM, against plain torch.
+"""Attention to cached latents, the experts of gpt-oss, norms, and routers of DeepSeek and GLM, against plain torch.
 
 The Triton kernels on a CUDA device in float32 and bfloat16, or in Triton's interpreter in float32:
 `TRITON_INTERPRET=1 pytest tests/kernels/test_latents_and_clamped.py`.
 """
 
 from __future__ import annotations
+
+import importlib
 
 import pytest
 import torch
@@ -211,3 +213,31 @@ def test_routers_choose_what_those_of_transformers_choose(kind, monkeypatch):
     near(logits, wanted_logits)
     assert torch.equal(chosen.sort(1).values, wanted.sort(1).values)
     near(share.gather(1, chosen.argsort(1)), wanted_share.gather(1, wanted.argsort(1)))
+
+
+@pytest.mark.gpu(interpreter=True)
+@each_dtype
+@pytest.mark.parametrize("kind", ["deepseek_v2.DeepseekV2", "gpt_oss.GptOss", "gemma2.Gemma2", "glm4_moe.Glm4Moe"])
+@torch.no_grad()
+def test_norms_are_those_of_transformers_also_on_columns_of_wider_rows(kind, dtype, monkeypatch):
+    from posttrain.kernels import cuda
+    from posttrain.kernels.cuda import elementwise
+    from posttrain.models import paged_norms
+
+    monkeypatch.setattr(paged_norms, "active_step", lambda: "a step")
+    monkeypatch.setattr(cuda, "runs_here", lambda tensor: True)
+    folder, name = kind.split(".")
+    module = importlib.import_module(f"transformers.models.{folder}.modeling_{folder}")
+    norm = getattr(module, f"{name}RMSNorm")(40, eps=1e-3).to(DEVICE, dtype)
+    norm.weight.copy_(draw(40, dtype=dtype, seed=7))
+    wide = draw(1, 9, 56, dtype=dtype, seed=8)
+    calls: list[int] = []
+    kernel = elementwise.rms_norm
+    monkeypatch.setattr(elementwise, "rms_norm", lambda *a, **b: (calls.append(1), kernel(*a, **b))[1])
+    for x in (wide[..., :40], wide[..., 16:], draw(2, 3, 4, 40, dtype=dtype, seed=9)):
+        paged_norms.watch_norms(norm, on=True)
+        found = norm(x)
+        paged_norms.watch_norms(norm, on=False)
+        assert found.shape == x.shape
+        near(found, norm(x))
+    assert len(calls) == 3, "the kernel computed the first of each pair alone"

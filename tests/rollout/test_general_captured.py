@@ -30,7 +30,6 @@ KINDS = ["gemma2", "gpt-oss", "glm4-moe", "deepseek-v2", "deepseek-v3", "gemma3"
 @pytest.fixture
 def build(monkeypatch):
     def make(module, **settings):
-        monkeypatch.setenv("POSTTRAIN_UNPROVED_KERNELS", "1")
         if not ON_CUDA:
             interpret(monkeypatch)
         engine, name = build_native(module, RolloutConfig(kv_cache_gb=0.01, **settings), decode=None)

@@ -465,19 +465,14 @@ def test_the_general_decoder_preempts_rows_and_follows_weights_that_change_in_pl
 
 
 @pytest.mark.parametrize("kind", ["deepseek-v2", "deepseek-v3"])
-def test_a_cache_of_latents_is_as_small_as_its_plan(kind, monkeypatch):
+def test_a_cache_of_latents_is_as_small_as_its_plan(kind):
     """A latent and the rotated part of a token in each layer, instead of keys and values of all heads."""
-    found = {}
-    for latents in (True, False):
-        monkeypatch.setattr("posttrain.rollout.native.build.holds_latents", lambda kind, latents=latents: latents)
-        module = tiny(kind)
-        engine = build_native(module, RolloutConfig(), decode=None)[0]
-        outputs = generate(engine, [list(range(40)), [5]], [Sampling(max_tokens=9)] * 2, range(2))
-        held = sum(tensor.nbytes for cache in engine.pool.layers.values() for tensor in cache)
-        assert held == engine.pool.size * BLOCK * bytes_per_token(module, 1, latents)
-        found[latents] = outputs, bytes_per_token(module, 1, latents)
-    (ours, small), (expanded, large) = found[True], found[False]
-    assert (small, large) == (3 * (20 + 8) * 4, 2 * 3 * 4 * 20 * 4)
-    for one, other in zip(ours, expanded, strict=True):
+    module, given = tiny(kind), ([list(range(40)), [5]], [Sampling(max_tokens=9)] * 2, range(2))
+    engine = build_native(module, RolloutConfig(), decode=None)[0]
+    ours = generate(engine, *given)
+    held = sum(tensor.nbytes for cache in engine.pool.layers.values() for tensor in cache)
+    assert held == engine.pool.size * BLOCK * bytes_per_token(module, latents=True)
+    assert (bytes_per_token(module, latents=True), bytes_per_token(module)) == (3 * (20 + 8) * 4, 2 * 3 * 4 * 20 * 4)
+    for one, other in zip(ours, generate(HFEngine(module, pad_token_id=0), *given), strict=True):
         assert one.token_ids == other.token_ids
         torch.testing.assert_close(torch.tensor(one.log_probs), torch.tensor(other.log_probs), rtol=0, atol=1e-5)

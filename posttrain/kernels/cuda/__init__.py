@@ -6,7 +6,6 @@ is, or is not, divisible by 16, and a run would stop for half a second in the mi
 
 from __future__ import annotations
 
-import os
 from functools import cache
 from importlib.util import find_spec
 
@@ -29,11 +28,6 @@ def has_triton() -> bool:
 def runs_here(tensor: torch.Tensor) -> bool:
     """Whether these kernels take this tensor: on a CUDA device, in a type that its matrix units multiply."""
     return tensor.is_cuda and tensor.dtype in (torch.float32, torch.bfloat16, torch.float16) and has_triton()
-
-
-def tries_unproved() -> bool:
-    """Whether kernels may be used that were checked in Triton's interpreter alone, and never ran on a device."""
-    return os.environ.get("POSTTRAIN_UNPROVED_KERNELS") == "1"
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -2,7 +2,7 @@
 and a clamped gate, (clamp(up) + 1) * g * sigmoid(alpha g) with g = min(gate, limit). Gate and up are interleaved, so
 one product makes both, and its columns are split in pairs.
 
-Shapes as in `experts.py`; O columns of a product.
+Shapes as in `experts.py`; D inputs and O columns of a product.
 """
 
 from __future__ import annotations
@@ -10,9 +10,20 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from posttrain.kernels.cuda.dependent_launch import _wait, comes_early
-from posttrain.kernels.cuda.experts import MOST_TOKENS, sort_pairs, weigh_parts
+from posttrain.kernels.cuda.experts import MOST_TOKENS, Tile, sort_pairs, weigh_parts
+
+# (mean tokens of an expert up to which they are used, the tile of gate and up, the tile of down). A tile has room for
+# more tokens than the mean, since an expert that needs a second tile reads its weights twice.
+TILES: tuple[tuple[float, Tile, Tile], ...] = (
+    (8, Tile(16, 128, 64, 4, 4, described=True), Tile(16, 128, 64, 4, 4, described=True)),
+    (23, Tile(32, 128, 64, 4, 4, described=True), Tile(32, 128, 64, 4, 4, described=True)),
+    (45, Tile(64, 128, 64, 4, 4, described=True), Tile(64, 128, 64, 4, 4, described=True)),
+    (float("inf"), Tile(128, 128, 64, 8, 4, described=True), Tile(128, 128, 64, 8, 4, described=True)),
+)
+EXACT = Tile(16, 32, 32, 4, 2)  # float32: twice the bytes, and no matrix units of its precision
 
 
 @triton.jit
@@ -29,8 +40,8 @@ def _clamped(both, alpha, limit, kind: tl.constexpr, BM: tl.constexpr, BN: tl.co
 @triton.jit
 def _product(
     X, W, BIAS, OUT, ORDER, ENDS, alpha, limit, DEPTH: tl.constexpr, COLUMNS: tl.constexpr, K: tl.constexpr,
-    GATED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr, EXACT: tl.constexpr,
-    EARLY: tl.constexpr,
+    GATED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, DESCRIBED: tl.constexpr,
+    EVEN_D: tl.constexpr, EVEN_O: tl.constexpr, EXACT: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     if EARLY:
         _wait()
@@ -49,13 +60,18 @@ def _product(
         for k0 in range(0, DEPTH, BK):
             k = k0 + depth
             at_x = X + row.to(tl.int64)[:, None] * DEPTH + k[None, :]
-            at_w = W + (expert.to(tl.int64) * DEPTH + k)[:, None] * COLUMNS + n[None, :]
-            if EVEN:
+            if EVEN_D:
                 x = tl.load(at_x, mask=live[:, None], other=0.0)
-                w = tl.load(at_w)
             else:
                 x = tl.load(at_x, mask=live[:, None] & (k < DEPTH)[None, :], other=0.0)
-                w = tl.load(at_w, mask=(k < DEPTH)[:, None] & (n < COLUMNS)[None, :], other=0.0)
+            if DESCRIBED:  # rows past DEPTH are those of the next expert, and are multiplied with zeros
+                w = W.load([expert * DEPTH + k0, column])
+            else:
+                at_w = W + (expert.to(tl.int64) * DEPTH + k)[:, None] * COLUMNS + n[None, :]
+                if EVEN_D and EVEN_O:
+                    w = tl.load(at_w)
+                else:
+                    w = tl.load(at_w, mask=(k < DEPTH)[:, None] & (n < COLUMNS)[None, :], other=0.0)
             if EXACT:
                 acc = tl.dot(x, w, acc, input_precision="ieee")
             else:
@@ -71,19 +87,36 @@ def _product(
             tl.store(to, acc.to(OUT.dtype.element_ty), mask=live[:, None] & (n < COLUMNS)[None, :])
 
 
-def _multiply(
-    x: torch.Tensor, weight_XDO: torch.Tensor, bias_XO: torch.Tensor, order_P, ends_X, top_k: int, gate: tuple | None
+def tiles_for(pairs: int, experts: int, dtype: torch.dtype) -> tuple[Tile, Tile]:
+    """The tiles of both products for so many pairs."""
+    if dtype is torch.float32:
+        return EXACT, EXACT
+    return next((one, other) for most, one, other in TILES if pairs <= most * experts)
+
+
+def multiply(
+    x: torch.Tensor,
+    weight_XDO: torch.Tensor,
+    bias_XO: torch.Tensor,
+    order_P: torch.Tensor,
+    ends_X: torch.Tensor,
+    top_k: int,
+    tile: Tile,
+    gate: tuple[float, float] | None = None,
 ) -> torch.Tensor:
+    """The product of every pair. With `gate`, its alpha and limit, x are tokens and pairs come out in the order of
+    experts; without, x are these pairs, and those of a token come out side by side."""
     experts, depth, columns = weight_XDO.shape
-    pairs = len(order_P)
-    out = x.new_empty(pairs, columns if gate is None else columns // 2)
-    rows = min(64, max(16, triton.next_power_of_2(triton.cdiv(pairs, experts))))
-    exact, early = x.dtype is torch.float32, comes_early(x.device)
-    wide, deep, warps, stages = (32, 32, 4, 2) if exact else (128, 64, 4 if rows < 64 else 8, 3)
-    even = columns % wide == 0 and depth % deep == 0
-    _product[(triton.cdiv(columns, wide), experts)](
-        x, weight_XDO, bias_XO, out, order_P, ends_X, *(gate or (0.0, 0.0)), depth, columns, top_k, gate is not None,
-        rows, wide, deep, even, exact, early, num_warps=warps, num_stages=stages, launch_pdl=early,
+    out = x.new_empty(len(order_P), columns if gate is None else columns // 2)
+    early, weight = comes_early(x.device), weight_XDO
+    if tile.described and columns * weight.element_size() % 16 == 0:  # the copy engine's rows begin at such multiples
+        flat = weight.view(-1, columns)
+        weight = TensorDescriptor(flat, list(flat.shape), list(flat.stride()), [tile.depth, tile.columns])
+    _product[(triton.cdiv(columns, tile.columns), experts)](
+        x, weight, bias_XO, out, order_P, ends_X, *(gate or (0.0, 0.0)), depth, columns, top_k, gate is not None,
+        tile.rows, tile.columns, tile.depth, weight is not weight_XDO, depth % tile.depth == 0,
+        columns % tile.columns == 0, x.dtype is torch.float32, early,
+        num_warps=tile.warps, num_stages=tile.stages, launch_pdl=early,
     )  # fmt: skip
     return out
 
@@ -109,6 +142,8 @@ def clamped_expert_sum(
         return torch.empty_like(x_TE)
     top_k = chosen_TK.shape[1]
     order_P, ends_X = sort_pairs(chosen_TK.int().contiguous(), len(gate_up_XEO))
-    gated_PI = _multiply(x_TE.contiguous(), gate_up_XEO, gate_up_bias_XO, order_P, ends_X, top_k, (alpha, limit))
-    parts_PE = _multiply(gated_PI, down_XIE, down_bias_XE, order_P, ends_X, top_k, None)
+    first, second = tiles_for(len(order_P), len(gate_up_XEO), x_TE.dtype)
+    pairs = (order_P, ends_X, top_k)
+    gated_PI = multiply(x_TE.contiguous(), gate_up_XEO, gate_up_bias_XO, *pairs, first, (alpha, limit))
+    parts_PE = multiply(gated_PI, down_XIE, down_bias_XE, *pairs, second)
     return weigh_parts(parts_PE, share_TK.contiguous())

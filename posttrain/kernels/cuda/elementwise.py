@@ -55,6 +55,43 @@ def add_rms_norm(
 
 
 @triton.jit
+def _rms_norm(
+    X, WEIGHT, OUT, stride, size, epsilon, SHIFTED: tl.constexpr, ROUNDED: tl.constexpr, BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    if EARLY:
+        _wait()
+    row, at = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    real = at < size
+    x = tl.load(X + row * stride + at, mask=real, other=0.0)
+    wide = x.to(tl.float32)
+    wide = wide * tl.rsqrt(tl.sum(wide * wide, 0) / size + epsilon)
+    weight = tl.load(WEIGHT + at, mask=real, other=0.0).to(tl.float32)
+    if SHIFTED:
+        weight += 1.0
+    if ROUNDED:
+        wide = wide.to(x.dtype).to(tl.float32)
+    tl.store(OUT + row * size + at, (wide * weight).to(x.dtype), mask=real)
+
+
+def rms_norm(
+    x_TE: torch.Tensor, weight_E: torch.Tensor, epsilon: float, *, shifted: bool = False, rounded: bool = False
+) -> torch.Tensor:
+    """The norm of rows, which may be columns of wider ones. `shifted`: weights count from -1. `rounded`: the
+    normalised row is rounded to its type before it is multiplied with the weight."""
+    tokens, size = x_TE.shape
+    out, early = x_TE.new_empty(tokens, size), comes_early(x_TE.device)
+    if tokens:
+        assert x_TE.stride(1) == 1
+        block = triton.next_power_of_2(size)
+        _rms_norm[(tokens,)](
+            x_TE, weight_E, out, x_TE.stride(0), size, epsilon, shifted, rounded, block, early,
+            num_warps=norm_warps(block), launch_pdl=early,
+        )  # fmt: skip
+    return out
+
+
+@triton.jit
 def _silu_mul(GATE_UP, OUT, size, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -13,7 +13,6 @@ from typing import Any
 
 from posttrain.errors import UserError
 from posttrain.models.forward import without_adapters
-from posttrain.models.latent import holds_latents
 from posttrain.models.shards import own_key_heads
 from posttrain.planning.counting import cached_heads
 from posttrain.rollout.native.build import bytes_per_token
@@ -98,7 +97,7 @@ class ModelCosts:
     queries: int  # width of all query heads
     keys: int  # and of all keys and values
     cache: tuple[tuple[int, int], ...]  # heads and bytes of each that a token leaves in the cache
-    native_cache: tuple[tuple[int, int], ...]  # by ranks, bytes in that of the native engine, which may expand latents
+    native_cache: tuple[tuple[int, int], ...]  # by ranks, bytes in that of the native engine, which holds latents
 
     @classmethod
     def of(cls, model: Any) -> ModelCosts:
@@ -134,7 +133,7 @@ class ModelCosts:
             queries=queries,
             keys=keys,
             cache=tuple(cached_heads(model)),
-            native_cache=tuple((ranks, bytes_per_token(inner, ranks, holds_latents("cuda"))) for ranks in TEAMS),
+            native_cache=tuple((ranks, bytes_per_token(inner, ranks, latents=True)) for ranks in TEAMS),
         )
 
     def cached(self, ranks: int, engine: str = "native") -> int:

@@ -20,7 +20,7 @@ from posttrain.models.decodable import KNOWN, can_decode_fast, check_exact
 from posttrain.models.decoder import FastDecoder
 from posttrain.models.feed_forward import MIXTURES
 from posttrain.models.forward import forward_mode_of
-from posttrain.models.latent import holds_latents, latent_layers
+from posttrain.models.latent import latent_layers
 from posttrain.models.lora import has_adapters
 from posttrain.models.paged_decoder import PagedDecoder
 from posttrain.models.routing import RouteShape, check_routes, watch_routers
@@ -70,13 +70,12 @@ def build_native(
         limit = team.smallest(limit)  # machines may differ, but who is let in when may not
     if exact:
         check_exact(module, device)
-    latents = holds_latents(device.type)
-    captured = captures and team is None and _on_triton(weight.dtype, device) and (fast or cuda.tries_unproved())
+    captured = captures and team is None and _on_triton(weight.dtype, device)
     if fast:
         decoder = FastDecoder(module, share=share, team=team, device=device, exact=exact)
     else:
-        decoder = PagedDecoder(module, captures=captured, latents=latents)
-    per_token = bytes_per_token(module, size, latents) + (0 if routes is None else routes.bytes_per_token)
+        decoder = PagedDecoder(module, captures=captured)
+    per_token = bytes_per_token(module, size, latents=True) + (0 if routes is None else routes.bytes_per_token)
     pool = Pool(weight.dtype, device, limit_bytes=limit, bytes_per_token=per_token, routes=routes)
     together = MOST_STEPS if captured else max(1, min(MOST, TOGETHER // sum(p.numel() for p in module.parameters())))
     if team is not None:
