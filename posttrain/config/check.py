@@ -373,6 +373,38 @@ def check_quantization(checked: Checked) -> Iterator[Finding]:
         yield checked.problem(what, "remove one of them", key, moves)
 
 
+def check_fp8_base(checked: Checked) -> Iterator[Finding]:
+    """What a base in fp8 is not built for; the loaded model and the device are checked in `models/fp8_base.py`."""
+    key, config = f"{_ACTOR}.quantization", checked.config
+    if lookup(config, key) is None:
+        return
+    name = f"`{key}={lookup(config, key)}`"
+    if config.actor_rollout_ref.model.lora_rank == 0:
+        what = f"{name} without adapters: 8-bit copies of weights that are trained would have to be made in every step."
+        yield checked.problem(what, f"set {_MODEL}.lora_rank, e.g. to 32, or remove {key}", key)
+    if workers_of(config) > 1:
+        what = f"{name} with {workers_of(config)} workers that train: their weights are sharded."
+        yield checked.problem(what, f"train on one worker, or remove {key}", key, "trainer.n_gpus_per_node")
+    if (strategy := config.actor_rollout_ref.actor.strategy) == "megatron":
+        what = f"{name} is not built for {_ACTOR}.strategy={strategy}."
+        yield checked.problem(what, f"set {_ACTOR}.strategy=fsdp2, or remove {key}", key, f"{_ACTOR}.strategy")
+    others = {
+        f"{_MODEL}.quantization": None,
+        f"{_MODEL}.use_remove_padding": True,
+        f"{_ACTOR}.fsdp_config.param_offload": False,
+        "trainer.exact": False,
+    }
+    for other, wanted in others.items():
+        if (found := lookup(config, other)) != wanted:
+            what = f"{name} is not built for {other}={found}."
+            yield checked.problem(
+                what, f"set {other}={'null' if wanted is None else wanted}, or remove {key}", key, other
+            )
+    if (dtype := config.actor_rollout_ref.model.dtype) in ("float64", "float16"):
+        what = f"{name} with {_MODEL}.dtype={dtype}: its products have bfloat16 results, or float32 on a CPU."
+        yield checked.problem(what, f"set {_MODEL}.dtype=auto", key, f"{_MODEL}.dtype")
+
+
 def check_exact(checked: Checked) -> Iterator[Finding]:
     """What `trainer.exact` is not built for; what only the loaded model and the device can tell is checked there."""
     config = checked.config
@@ -445,6 +477,7 @@ PPO_CHECKS = (
     check_sizes,
     check_fewer_machines,
     check_staleness,
+    check_fp8_base,
     check_exact,
     check_router_replay,
     check_colocated_workers,

@@ -209,8 +209,8 @@ def _staleness(merged: Merged) -> None:
 
 def _importance_weights(merged: Merged) -> None:
     """Samples of another policy than the one that learns get importance weights, unless the user says what else is
-    done about them: in asynchronous training that policy is older, with fp8 it is rounded."""
-    section, rounded = "algorithm.rollout_correction", f"{_ROLLOUT}.quantization"
+    done about them: in asynchronous training that policy is older, with fp8 it is rounded otherwise."""
+    section, rounding = "algorithm.rollout_correction", [f"{role}.quantization" for role in (_ROLLOUT, _ACTOR)]
     said = (f"{section}.rollout_is", f"{section}.rollout_rs", f"{_ACTOR}.old_log_probs")
     if any(merged.is_set(key) or key in merged.bad for key in said) or merged.value(said[2]) == "rollout":
         return
@@ -218,8 +218,8 @@ def _importance_weights(merged: Merged) -> None:
     if isinstance(bound, int) and bound > 0:
         one = merged.value("trainer.one_step_off") is True
         switch, why = "trainer.one_step_off" if one else "trainer.max_staleness", "as responses are older than a step"
-    elif merged.value(rounded) is not None:
-        switch, why = rounded, "as its log-probs differ from the trainer's"
+    elif rounded := [key for key in rounding if merged.value(key) is not None]:
+        switch, why = rounded[0], "as its log-probs differ from the trainer's"
     else:
         return
     merged.set_default(said[0], "token", f"under {switch}")

@@ -212,6 +212,9 @@ class ActorConfig(Section):
     old_log_probs: str = setting("auto", choices=("auto", "trainer", "rollout"))
     """Where the old log-probs come from: `trainer` recomputes them, `rollout` takes the engine's, `auto` recomputes
     only when needed."""
+    quantization: str | None = setting(None, choices=("fp8",))
+    """`fp8` computes products with the frozen base of LoRA in 8 bits, in the update and in log-probs: faster and less
+    exact. Adapters keep float32. null: `model.dtype`."""
     router_aux_loss_coef: float = setting(0.0, range=ZERO_OR_MORE)
     """Coefficient of a mixture's load-balance loss; it needs recorded routes (`router_replay.mode`, or
     `rollout.enable_rollout_routing_replay`)."""

@@ -53,6 +53,7 @@ class EngineSettings:
     pack: bool = True
     share_prompts: bool = True
     exact: bool = False  # whether log-probs have the bits that the rollout gives them
+    fp8: bool = False  # whether products with the frozen base beside adapters are those of fp8 copies
     # Of a mixture: whether its tokens take the experts that the batch holds (`ROUTES`), whether passes without gradient
     # record them, and whether the loss gets the values of the load-balance loss.
     replay_routes: bool = False

@@ -48,6 +48,8 @@ class EngineFacts:
     pipeline: int = 1
     # Name and version of the library that computes instead of torch's own modules; None for torch's.
     engine: str | None = None
+    # The type that inputs and weights of products are rounded to, where that is not `dtype`.
+    rounding: torch.dtype | None = None
 
 
 def joining_cost(width: int) -> float:
@@ -66,6 +68,7 @@ def facts_of(
     pairs: bool = False,
     pipeline: int = 1,
     engine: str | None = None,
+    rounding: torch.dtype | None = None,
 ) -> EngineFacts:
     """`module` is whole: not yet sharded."""
     settings = module.config.get_text_config()
@@ -91,6 +94,7 @@ def facts_of(
         note=forward_mode_of(module).note,
         pipeline=pipeline,
         engine=engine,
+        rounding=rounding,
     )
 
 

@@ -21,9 +21,11 @@ from posttrain.engine.packing import Rows, expert_counts, with_a_prediction
 from posttrain.engine.ranks import Ranks, check_heads, group_ranks, this_rank
 from posttrain.engine.runner import ComposedEngine, PassRunner, Stage
 from posttrain.kernels.packed_attention import packed_rows
+from posttrain.kernels.quantized import FP8
 from posttrain.kernels.sequence_parallel import shared_sequence
 from posttrain.models.adapter_files import adapter_parameters, trained_parameters
 from posttrain.models.forward import decoder_of, forward_mode_of, recompute_layers, without_adapters
+from posttrain.models.fp8_base import Fp8Base, check_fp8_base
 from posttrain.models.fused_layer import join_weights, weights_unchanged
 from posttrain.models.lora import base_only, has_adapters, merged_state, save_model
 from posttrain.models.quantized import plain_weight
@@ -37,6 +39,7 @@ class TorchStage(Stage):
     def __init__(self, module: torch.nn.Module, head: Head, settings: EngineSettings, *, packed: bool) -> None:
         self.module, self.head, self.settings, self.ranks = module, head, settings, settings.ranks
         self.forward_pass = head.torch_pass(module, packed=packed)
+        self.fp8_base = Fp8Base() if settings.fp8 else None
         # Of a mixture's policy: how many tokens each expert got in this step, and its share of all, if that is wanted.
         self.routes = route_shape(module) if "log_probs" in head.outputs else None
         self.counts_LX: torch.Tensor | None = None
@@ -77,7 +80,7 @@ class TorchStage(Stage):
 
     def prepare_rows(self, rows: Rows) -> Rows:
         if rows.layout is not None:
-            rows.layout.exact = self.settings.exact
+            rows.layout.exact, rows.layout.fp8 = self.settings.exact, self.fp8_base
         rows.routes = self._routes(rows)
         return rows if self.ranks is None else with_a_prediction(rows)
 
@@ -117,8 +120,11 @@ class TorchEngine(ComposedEngine):
             max_rows=1 if alone else settings.max_rows,
             sequence_parallel=settings.ranks.sequence_size if settings.ranks else 1,
             pairs=head.pairs,
+            rounding=FP8 if settings.fp8 else None,
         )
         check_heads(module.config, facts.sequence_parallel, packed=packed)
+        if settings.fp8:
+            check_fp8_base(module, settings.device, sharded=settings.ranks is not None)
         if settings.optim is None:
             module.requires_grad_(False)
         self.stage = TorchStage(module, head, settings, packed=packed)

@@ -11,12 +11,13 @@ Shapes: T rows, E numbers of a row.
 from __future__ import annotations
 
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 import torch.nn.functional as F
 
 from posttrain.kernels import cuda
-from posttrain.kernels.quantized import Quantized, round_rows
+from posttrain.kernels.quantized import Quantized, round_rows, row_scales
 
 OLDEST = (8, 9)  # compute capability of the first matrix units that multiply fp8
 
@@ -29,17 +30,31 @@ def can_multiply(weight: torch.Tensor) -> bool:
     return torch.cuda.get_device_capability(weight.device) >= OLDEST
 
 
-def product(x_TE: Quantized, weight_FE: Quantized, bias_F: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-    """x times the transposed weight, by the device's own product or a kernel for few rows."""
+def product(
+    x_TE: Quantized,
+    weight_FE: Quantized,
+    bias_F: torch.Tensor | None,
+    dtype: torch.dtype,
+    into_TF: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """x times the transposed weight, by the device's own product or a kernel for few rows; in `into`, if given."""
     from posttrain.kernels.cuda import fp8
 
     if fp8.takes_few_rows(len(x_TE.values), x_TE.values.device):
-        return fp8.multiply_few_rows(x_TE, weight_FE, bias_F, dtype)
+        y_TF = fp8.multiply_few_rows(x_TE, weight_FE, bias_F, dtype)
+        return y_TF if into_TF is None else into_TF.copy_(y_TF)
     # Sums stay in the matrix unit's accumulator, which keeps about 14 bits of a number: far more than fp8 has, and a
     # tenth faster than moving them out every 128 numbers. vLLM's fp8 products do the same.
     how = {"scale_a": x_TE.scales[:, None], "scale_b": weight_FE.scales[None, :], "use_fast_accum": True}
     scaled_mm: Any = torch._scaled_mm  # pyright: ignore
+    if into_TF is not None:
+        how["out"] = into_TF
     return scaled_mm(x_TE.values, weight_FE.values.T, bias=bias_F, out_dtype=dtype, **how)
+
+
+# Rollout and trainer share the copies of the weights that they share. A copy keeps its weight's memory, so no other
+# tensor can get an address that is in here.
+_LIVING: WeakValueDictionary[tuple[Any, ...], Fp8Weight] = WeakValueDictionary()
 
 
 class Fp8Weight:
@@ -47,6 +62,17 @@ class Fp8Weight:
 
     # In place, because captured decode steps hold its address. Scales follow from the weight alone, with no history, so
     # that a resumed run has the same copy.
+
+    @classmethod
+    def of(cls, weight: torch.Tensor) -> Fp8Weight:
+        """Return the copy of this weight, which others may hold too; a new one is not filled yet."""
+        key = (weight.device, weight.data_ptr(), weight.shape, weight.dtype)
+        found = None if weight.is_meta else _LIVING.get(key)
+        if found is None:
+            found = cls(weight)
+            if not weight.is_meta:
+                _LIVING[key] = found
+        return found
 
     def __init__(self, weight: torch.Tensor) -> None:
         self.weight = weight
@@ -62,12 +88,54 @@ class Fp8Weight:
         else:
             self.rounded.copy_(round_rows(self.weight))
 
-    def product(self, x_TE: torch.Tensor | Quantized, bias_F: torch.Tensor | None) -> torch.Tensor:
+    def product(
+        self, x_TE: torch.Tensor | Quantized, bias_F: torch.Tensor | None, into_TF: torch.Tensor | None = None
+    ) -> torch.Tensor:
         if isinstance(self.rounded, Quantized):
             x = x_TE if isinstance(x_TE, Quantized) else quantize_rows(x_TE)
-            return product(x, self.rounded, bias_F, self.weight.dtype)
+            return product(x, self.rounded, bias_F, self.weight.dtype, into_TF)
         assert not isinstance(x_TE, Quantized)
-        return F.linear(round_rows(x_TE), self.rounded, bias_F)
+        y_TF = F.linear(round_rows(x_TE), self.rounded, bias_F)
+        return y_TF if into_TF is None else into_TF.copy_(y_TF)
+
+
+class FrozenFp8Weight:
+    """A weight that is not trained, in fp8 for both directions of training: y = x W' and dx = dy W.
+
+    The scales of W belong to its rows, over which dy W sums. So they multiply dy before it is rounded by rows, and both
+    products read the same rounded numbers.
+    """
+
+    def __init__(self, weight_FE: torch.Tensor) -> None:
+        self.forward = Fp8Weight.of(weight_FE)
+        self.forward.refill()
+        self.backward: Quantized | None = None
+        rounded = self.forward.rounded
+        if isinstance(rounded, Quantized):
+            # The matrix units take fp8 only with the dimension that is summed over lying contiguous: one more byte of
+            # each weight.
+            ones_E = rounded.scales.new_ones(weight_FE.shape[1])
+            self.backward = Quantized(rounded.values.T.contiguous(), ones_E)
+            self.scales_F = rounded.scales
+        else:
+            self.scales_F = row_scales(weight_FE)[:, 0]
+
+    def product(
+        self, x_TE: torch.Tensor | Quantized, bias_F: torch.Tensor | None, into_TF: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return self.forward.product(x_TE, bias_F, into_TF)
+
+    def back(self, grad_TF: torch.Tensor) -> torch.Tensor:
+        """Return the gradient of x."""
+        rounded = self.forward.rounded
+        if isinstance(rounded, Quantized):
+            assert self.backward is not None
+            from posttrain.kernels.cuda import fp8
+
+            given = fp8.quantize_rows(grad_TF, factors_E=self.scales_F)
+            return product(given, self.backward, None, grad_TF.dtype)
+        # `rounded` holds values times scales here, so the scales are divided out again.
+        return (round_rows(grad_TF * self.scales_F) / self.scales_F) @ rounded
 
 
 def quantize_rows(x_TE: torch.Tensor) -> Quantized:

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -33,7 +34,8 @@ class PackedLayout:
     to it: `end_T` is the place behind the last token that sees this one (`train.Sight`). `position_T` are the tokens'
     positions, which a sliding window goes by. `wanted_T` are the tokens whose hidden states are asked for, in
     order; a last layer may leave the others out. `answered` counts the layers whose attention this layout has served.
-    With `exact`, a pass gives log-probs the bits that decoding gives them.
+    With `exact`, a pass gives log-probs the bits that decoding gives them; with `fp8` (`models/fp8_base.py`), its
+    products read 8-bit copies of the weights.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class PackedLayout:
         wanted_T: torch.Tensor | None = None,
     ) -> None:
         self.answered, self.exact = 0, False
+        self.fp8: Any = None
         self._rotation: tuple[Sequence[torch.Tensor], tuple[torch.Tensor, ...]] | None = None
         self.lengths, self.device = torch.tensor(lengths), torch.device(device)
         self.total = int(self.lengths.sum())

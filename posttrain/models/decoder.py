@@ -63,7 +63,7 @@ class _Layer:
 
     def hold_in_fp8(self) -> None:
         for projection in self.projections:
-            projection.fp8 = Fp8Weight(projection.weight)
+            projection.fp8 = Fp8Weight.of(projection.weight)  # which the trainer may have already
         if isinstance(self.feed, Mixture):
             self.feed.hold_in_fp8()
 

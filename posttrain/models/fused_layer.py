@@ -27,6 +27,7 @@ from posttrain.kernels.packed_attention import PackedLayout, active_layout
 from posttrain.kernels.sequence_parallel import sequence_group
 from posttrain.models.arena import join_products
 from posttrain.models.forward import LAYERS
+from posttrain.models.fp8_base import KEY
 from posttrain.models.layer_weights import PARTS, Grads, LayerWeights
 
 
@@ -53,13 +54,15 @@ def join_weights(model: torch.nn.Module) -> None:
 def _forward(self: Any, hidden_states: torch.Tensor, *args: Any, position_embeddings: Any = None, **kwargs: Any):
     layout, weights = active_layout(), None
     if layout is not None and position_embeddings is not None and _can_fuse(self, hidden_states, layout):
-        weights = make_once(self, LayerWeights.ordered if layout.exact else LayerWeights.of)
+        weights = make_once(self, _weights_in(layout))
     if layout is None or weights is None or position_embeddings is None:
         if layout is not None and layout.exact:
             raise UserError(
                 "trainer.exact=True: a layer of this model cannot be computed in the order of decoding: its window is "
                 "shorter than a sequence, or its adapters are of another kind than plain LoRA. Remove the setting"
             )
+        if layout is not None and layout.fp8 is not None:
+            raise UserError(f"{KEY}: a layer of this model has a window that is shorter than a sequence. Remove it")
         return type(self).forward(self, hidden_states, *args, position_embeddings=position_embeddings, **kwargs)
     layout.answered += 1
     attention = self.self_attn
@@ -71,6 +74,12 @@ def _forward(self: Any, hidden_states: torch.Tensor, *args: Any, position_embedd
         weights,
         *weights.tensors,
     )  # pyright: ignore
+
+
+def _weights_in(layout: PackedLayout) -> Callable[[Any], LayerWeights | None]:
+    if layout.fp8 is not None:
+        return layout.fp8.weights_of
+    return LayerWeights.ordered if layout.exact else LayerWeights.of
 
 
 def _can_fuse(layer: Any, hidden: torch.Tensor, layout: PackedLayout) -> bool:

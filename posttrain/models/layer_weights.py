@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from posttrain.kernels import train
+from posttrain.kernels.fp8 import FrozenFp8Weight
 from posttrain.kernels.gradient_sums import add_product
 from posttrain.kernels.logprob_head import wide_product
 from posttrain.kernels.ordered import counts_for_cpu, ordered_product
@@ -28,7 +29,8 @@ _LINEAR = (("self_attn", ("q_proj", "k_proj", "v_proj", "o_proj")), ("mlp", ("ga
 class Joined:
     """Weights that multiply the same input, with their products side by side; one product if they are consecutive.
 
-    `ordered` are the same with adapters merged in: forward products are then those of `ordered_product`."""
+    `ordered` are the same with adapters merged in: forward products are then those of `ordered_product`.
+    With `fp8`, products and gradients of inputs are those of its rounded numbers."""
 
     def __init__(
         self,
@@ -38,6 +40,7 @@ class Joined:
     ) -> None:
         self.weights, self.rows, self.ordered = weights, [len(weight) for weight in weights], ordered
         self.whole = as_one_tensor(weights)
+        self.fp8: FrozenFp8Weight | None = None  # replaces the frozen weights in products, if requested
         self.bias = None if biases[0] is None else _end_to_end(biases)  # pyright: ignore
 
     def product(self, x_TE: torch.Tensor, spare: int = 0) -> torch.Tensor:
@@ -48,6 +51,8 @@ class Joined:
             y = x_TE.new_empty(len(x_TE) + spare, sum(self.rows))
             y[len(x_TE) :].zero_()
             return self._into(y, x_TE)
+        if self.fp8 is not None:
+            return self.fp8.product(x_TE, self.bias)
         if x_TE.is_meta and counts_for_cpu(x_TE):  # a memory plan: a real engine joins the weights
             return x_TE.new_empty(len(x_TE), sum(self.rows))
         if self.whole is None:
@@ -57,7 +62,9 @@ class Joined:
 
     def _into(self, y: torch.Tensor, x_TE: torch.Tensor) -> torch.Tensor:
         here = y[: len(x_TE)]
-        if self.whole is None:
+        if self.fp8 is not None:
+            self.fp8.product(x_TE, self.bias, here)
+        elif self.whole is None:
             here.copy_(self.product(x_TE))
         elif self.bias is None:
             torch.mm(x_TE, self.whole.T, out=here)
@@ -78,10 +85,14 @@ class Joined:
         """Add the product with the only weight to `y`."""
         if self.ordered is not None:
             ordered_product(x_TE, self.ordered[0], into_TC=y_TC, adds=True)
+        elif self.fp8 is not None:
+            y_TC.add_(self.fp8.product(x_TE, None))
         else:
             y_TC.addmm_(x_TE, self.weights[0].T)
 
     def back(self, grad_TC: torch.Tensor) -> torch.Tensor:
+        if self.fp8 is not None:
+            return self.fp8.back(grad_TC)
         return grad_TC @ (torch.cat(list(self.weights)) if self.whole is None else self.whole)
 
     def gradients(self, grad_TC: torch.Tensor, x_TE: torch.Tensor) -> Sequence[torch.Tensor | None]:

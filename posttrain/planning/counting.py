@@ -224,6 +224,22 @@ def fp8_bytes(model: Any) -> int:
     return sum(w.numel() + 4 * w.numel() // w.shape[-1] for w in matrices)
 
 
+def fp8_base_bytes(model: Any, device: str, shared: bool) -> int:
+    """A frozen base's copies for forward and backward products; the first is the rollout's too, if `shared`. Emulated,
+    there is one for both, in the weights' own type."""
+    if device == "cpu":
+        layers: Any = decoder_of(model).layers
+        return sum(w.nbytes for name, w in layers.named_parameters() if w.dim() > 1 and "lora_" not in name)
+    return fp8_bytes(model) * (1 if shared else 2)
+
+
+def rounding_bytes(model: Any, tokens: int, device: str, back: bool) -> int:
+    """Room for the rounded input of the widest product in a training pass with such copies; emulated, rounding makes
+    copies in float32 as well."""
+    each = 1 if device == "cuda" else 13 if back else 9
+    return each * tokens * model.config.get_text_config().intermediate_size * (2 if back else 1)
+
+
 def packed_bytes(model: Any) -> int:
     """Copies of the layers' matrices that multiply faster: the native engine makes them for long responses on a CPU
     that has the instructions."""

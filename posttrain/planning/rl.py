@@ -148,6 +148,8 @@ class RLPlanner(Planner):
             prefix = "" if role == "actor" else "critic "
             plan.stages[f"{prefix}update"] = run.update(role, roles[role], held[role])
             plan.stages[f"{prefix}step"] = step_parts(role, device, held[role])
+        if (copies := run.fp8_base()) > 0:
+            place(plan, "actor fp8 copies", copies, None)
         _keep_while_asleep(plan, config.actor_rollout_ref.rollout.name, run.fp8_copies())
         _add_unpacked(plan, {role: run.count(role, counting.unpacked_bytes) for role in roles})
         self._place_models(plan, run, roles, held)
@@ -283,6 +285,18 @@ class _Run:
             return 0
         return math.ceil(self.count("actor", counting.fp8_bytes) / self.rollout.tensor_model_parallel_size)
 
+    def fp8_base(self) -> int:
+        """Copies of the actor's frozen base, which stay from its first pass on."""
+        if self.config.actor_rollout_ref.actor.quantization != "fp8":
+            return 0
+        shared = self.fp8_copies() > 0 and not self.shape.generating
+        return self.count("actor", counting.fp8_base_bytes, self.device.kind, shared)
+
+    def _rounding(self, role: str, tokens: int, *, back: bool) -> int:
+        if role != "actor" or self.config.actor_rollout_ref.actor.quantization != "fp8":
+            return 0
+        return self.count(role, counting.rounding_bytes, tokens, self.device.kind, back)
+
     def _step_tokens(self) -> int:
         """Tokens that meet in one step of an engine: a decode step of all responses, or a chunk of prefill."""
         limit = step_limit(self.rollout, self.device.kind)
@@ -309,9 +323,11 @@ class _Run:
             return self.count(role, megatron_ranks.scoring_bytes, self.sizes, *passed, self._memory())
         if sizes is not None:
             passed = shape.packed_pass(settings, self.rollout.n, joining_cost(sizes.width))
-            return cuda_bytes.scoring_bytes(sizes, *passed, self.device.bytes)
+            rounding = self._rounding(role, passed[0], back=False)
+            return cuda_bytes.scoring_bytes(sizes, *passed, self.device.bytes) + rounding
         rows = shape.micro_rows(settings)
-        return self.count(role, counting.scoring_peak, rows, shape.longest, self.device.kind)
+        rounding = self._rounding(role, rows * shape.longest, back=False)
+        return self.count(role, counting.scoring_peak, rows, shape.longest, self.device.kind) + rounding
 
     def _megatron_pass(self, role: str, settings: Any) -> tuple[int, int]:
         width = self.count(role, counting.width_of)
@@ -337,18 +353,19 @@ class _Run:
         )
         if role == "critic" and self.config.critic.model.enable_gradient_checkpointing is not None:
             checkpointing = self.config.critic.model.enable_gradient_checkpointing
-        sizes = self.cuda_sizes(role)
+        sizes, tokens = self.cuda_sizes(role), rows * shape.longest
         if self.sizes is not None:
             passed = (*self._megatron_pass(role, settings), math.ceil(shape.mini_rows / rows))
             how = (self.sizes, *passed, bool(checkpointing), self._memory())
             counted = self.count(role, megatron_ranks.update_bytes, *how)
         elif sizes is not None:
             passed = shape.packed_pass(settings, self.rollout.n, joining_cost(sizes.width))
-            alone = shape.workers == 1
+            alone, tokens = shape.workers == 1, passed[0]
             counted = cuda_bytes.update_bytes(sizes, *passed, bool(checkpointing), device.bytes, alone=alone)
         else:
             how = (rows, shape.longest, checkpointing, device.kind)
             counted = self.count(role, counting.training_bytes, *how)
+        counted = counted[0], counted[1] + self._rounding(role, tokens, back=True)
         return backward_parts(role, counted, held, device, single=rows == shape.mini_rows, workers=shape.workers)
 
 

@@ -189,7 +189,8 @@ class DisaggregatedGroup(RoleGroup, PolicyCalls, ReferenceCalls, RolloutCalls):
         if len(set(sums)) > 1:
             raise SyncError(f"rollout workers were given different weights: checksums {', '.join(map(str, sums))}")
         scores = carrier.rollout.rollout_scores.later()  # scored while the trainer scores the same rows
-        ours, dtype = self.training.probe_scores(), self.rounding or self.training.engine_facts.once().dtype
+        ours, facts = self.training.probe_scores(), self.training.engine_facts.once()
+        dtype = self.rounding or facts.rounding or facts.dtype
         found = [compare_scores(ours, theirs, dtype, self.training.lost_weights) for theirs in scores.result()]
         return {"sync/checksum": float(sums[0]), "sync/probe_max": max(part["sync/probe_max"] for part in found)}
 

@@ -41,6 +41,7 @@ def actor_engine(config: PPOConfig, device: torch.device, total_steps: int) -> T
     settings = replace(
         settings,
         exact=config.trainer.exact,
+        fp8=actor.quantization == "fp8",
         replay_routes=replay != "disabled",
         record_routes=replay == "R2",
         balance_load=coefficient > 0,

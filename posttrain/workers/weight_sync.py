@@ -55,7 +55,8 @@ class WeightProbe:
         rank without a rollout engine only looks for weights that are not finite."""
         theirs = self.score_with_rollout(rollout) if rollout is not None else None
         ours = self.score_with_trainer(trainer)
-        dtype = (rollout and rollout.rounding) or trainer.facts().dtype
+        facts = trainer.facts()
+        dtype = (rollout and rollout.rounding) or facts.rounding or facts.dtype
         theirs = ours if theirs is None else theirs
         return compare_scores(ours, theirs, dtype, lambda: not_finite(trainer.export_weights()))
 

@@ -113,6 +113,31 @@ def test_4_bits_need_adapters_stay_on_their_device_and_need_bitsandbytes(load, p
     assert "the package bitsandbytes is not installed" in text and "posttrain[qlora]" in text
 
 
+FP8 = f"{ACTOR}.quantization=fp8"
+
+
+def test_a_base_in_fp8_needs_adapters_beside_it(load, problems):
+    assert "without adapters: 8-bit copies of weights that are trained" in problems(*START, FP8)
+    assert load(*START, FP8, f"{MODEL}.lora_rank=4").config.actor_rollout_ref.actor.quantization == "fp8"
+    assert "known: fp8" in problems(*START, f"{ACTOR}.quantization=fp4", f"{MODEL}.lora_rank=4")
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        ("trainer.n_gpus_per_node=2", "with 2 workers that train: their weights are sharded"),
+        (f"{ACTOR}.strategy=megatron", f"is not built for {ACTOR}.strategy=megatron"),
+        (f"{MODEL}.quantization=nf4", f"is not built for {MODEL}.quantization=nf4"),
+        (f"{MODEL}.use_remove_padding=False", f"is not built for {MODEL}.use_remove_padding=False"),
+        (f"{ACTOR}.fsdp_config.param_offload=True", f"is not built for {ACTOR}.fsdp_config.param_offload=True"),
+        ("trainer.exact=True", "is not built for trainer.exact=True"),
+        (f"{MODEL}.dtype=float64", f"with {MODEL}.dtype=float64"),
+    ],
+)
+def test_what_a_base_in_fp8_is_not_built_for_is_named_before_a_model_is_loaded(problems, other, words):
+    assert f"`{ACTOR}.quantization=fp8` {words}" in problems(*START, f"{MODEL}.lora_rank=4", FP8, other)
+
+
 def test_settings_of_adapters_that_there_are_not_are_named(load):
     notes = "\n".join(load(*START, f"{MODEL}.exclude_modules=q_proj", "trainer.export_lora=merged").notes)
     assert f"{MODEL}.exclude_modules, trainer.export_lora have no effect" in notes

@@ -190,6 +190,20 @@ def test_fp8_copies_take_a_byte_of_every_weight_of_the_layers_and_stay_in_the_up
     assert planned().largest("rollout weights") == 0
 
 
+def test_a_base_in_fp8_takes_two_bytes_of_every_weight_and_shares_one_with_the_rollout(planned, planner, settings):
+    more = {"model__lora_rank": 2, "actor__quantization": "fp8"}
+    lora, base = planned(model__lora_rank=2), planned(**more)
+    copies = planned(model__lora_rank=2, rollout__quantization="fp8").largest("rollout weights")
+    assert copies > 0
+    part = "actor fp8 copies"
+    assert base.stages["generate"][part] == base.stages["update"][part] == 2 * copies
+    both = planned(**more, rollout__quantization="fp8")
+    assert both.stages["update"][part] == both.stages["update"]["rollout weights"] == copies
+    assert part not in lora.stages["update"]
+    for stage in ("log-probs", "update"):  # and room for what is rounded
+        assert base.stages[stage]["temporary tensors"] > lora.stages[stage]["temporary tensors"]
+
+
 def test_every_remedy_lowers_the_predicted_peak_and_is_named_with_its_value(settings, planned, planner):
     assert planned(**{CHECKPOINTING: True}).peak("update") < planned().peak("update")
     assert planned(rollout__n=2).peak("generate") < planned().peak("generate")

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from triton_tools import draw
 
 from posttrain.kernels import decode as twin
-from posttrain.kernels.fp8 import Fp8Weight, product
+from posttrain.kernels.fp8 import Fp8Weight, FrozenFp8Weight, product
 from posttrain.kernels.quantized import LARGEST, Quantized, round_rows
 
 gpu = pytest.mark.gpu
@@ -47,6 +47,32 @@ def test_a_copy_follows_its_weight_when_it_is_refilled_and_keeps_its_address():
     assert torch.equal(copy.product(x, None), first)
     copy.refill()
     assert torch.equal(copy.product(x, None), 2 * first) and copy.rounded.data_ptr() == address
+
+
+def formulas(x, grad, weight):
+    """Written out, in float64: the product of rounded rows, and its input's gradient, which the same weight gives."""
+    scales = weight.abs().amax(-1, keepdim=True).double() / LARGEST
+    values = (weight.double() / scales).float().to(torch.float8_e4m3fn).double()
+    given, back = x.double(), grad.double() * scales.T
+    rounded = []
+    for rows in (given, back):
+        own = rows.abs().amax(-1, keepdim=True) / LARGEST
+        rounded.append((rows / own).float().to(torch.float8_e4m3fn).double() * own)
+    return rounded[0] @ (values * scales).T, rounded[1] @ values
+
+
+def test_a_frozen_weight_gives_the_product_and_the_gradient_of_its_input_by_the_same_rounded_numbers():
+    x, grad = draw(23, 48, seed=5).cpu(), draw(23, 32).cpu()
+    weight = draw(32, 48).cpu() * torch.linspace(0.1, 10, 32)[:, None]
+    frozen, (wanted, wanted_grad) = FrozenFp8Weight(weight), formulas(x, grad, weight)
+    bias = torch.arange(32.0)
+    torch.testing.assert_close(frozen.product(x, bias).double(), wanted + bias, rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(frozen.back(grad).double(), wanted_grad, rtol=1e-4, atol=1e-3)
+    for found, plain in ((wanted, x @ weight.T), (wanted_grad, grad @ weight)):
+        assert 0.01 < float((found - plain).norm() / plain.norm()) < 0.06
+    into = torch.full((25, 32), 7.0)
+    frozen.product(x, bias, into[:23])
+    assert torch.equal(into[:23], frozen.product(x, bias)) and bool((into[23:] == 7).all())
 
 
 def mixture_weights(dtype, experts=6, width=64, size=32):
@@ -116,6 +142,23 @@ def test_products_are_those_of_the_rounded_numbers(rows, width, size):
     found = product(*given, bias, torch.bfloat16)
     wanted = numbers(given[0]) @ numbers(given[1]).T + bias.float()
     close(found, wanted)
+
+
+@gpu
+@pytest.mark.parametrize(("rows", "width", "size"), [(5, 256, 96), (300, 3584, 4608), (129, 9216, 80)])
+def test_a_frozen_weight_gives_products_and_gradients_of_inputs_as_the_emulation(rows, width, size):
+    x, grad, weight, bias = (
+        draw(*shape, dtype=torch.bfloat16, seed=7) for shape in ((rows, width), (rows, size), (size, width), (size,))
+    )
+    weight *= torch.linspace(0.1, 10, size, device=weight.device, dtype=weight.dtype)[:, None]
+    frozen = FrozenFp8Weight(weight)
+    wanted, wanted_grad = (found.float().cuda() for found in formulas(x.cpu(), grad.cpu(), weight.cpu()))
+    found, found_grad = frozen.product(x, bias), frozen.back(grad)
+    near(found, wanted + bias)
+    near(found_grad, wanted_grad)
+    into = torch.zeros(rows + 8, size, dtype=torch.bfloat16, device=x.device)
+    frozen.product(x, bias, into[:rows])
+    assert torch.equal(into[:rows], found) and not into[rows:].any()
 
 
 @gpu

@@ -265,6 +265,20 @@ def test_with_fp8_the_rollout_rounds_and_importance_weights_correct_for_it(tiny_
     assert all(1e-3 < step["mismatch/logp_mean"] < 0.5 for step in steps), steps
 
 
+def test_with_fp8_the_trainer_rounds_the_base_and_agrees_better_with_a_rollout_that_does(
+    tiny_model, sums, tmp_path, capsys
+):
+    found = {}
+    for rollout in (None, "fp8"):
+        settings = {"actor_rollout_ref__actor__quantization": "fp8", "actor_rollout_ref__model__lora_rank": 4}
+        settings |= {"actor_rollout_ref__rollout__quantization": rollout} if rollout else {}
+        result = run(tiny_model, sums, tmp_path / str(rollout), **settings)
+        found[rollout] = [step["mismatch/logp_mean"] for step in metrics_of(result.path)]
+    assert "rollout_is=token under actor_rollout_ref.actor.quantization" in capsys.readouterr().out
+    assert all(1e-3 < apart < 0.5 for apart in found[None]), found
+    assert sum(found["fp8"]) < 0.5 * sum(found[None]), found
+
+
 def test_with_speculation_few_responses_are_verified_and_none_differs(tiny_model, sums, tmp_path, monkeypatch):
     monkeypatch.setattr(PassCost, "best_width", lambda *_: 4)  # as if it always paid
     found = []

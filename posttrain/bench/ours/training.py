@@ -113,7 +113,10 @@ def train(job: dict[str, Any]):
 
     torch.set_num_threads(job["threads"])
     device = torch.device(job["device"])
-    config = ModelConfig(path=job["model"], lora_rank=job["lora_rank"], **job["settings"])
+    # `--set native:actor.quantization=fp8` is the actor's; other settings are the model's.
+    given = dict(job["settings"])
+    actor = ActorConfig(loss_agg_mode="seq-mean-token-mean", quantization=given.pop("actor.quantization", None))
+    config = ModelConfig(path=job["model"], lora_rank=job["lora_rank"], **given)
     module = load_causal_lm(config, dtype=DTYPES[job["dtype"]], device=device)
     if config.lora_rank:
         module = with_adapters(module, config)
@@ -122,6 +125,7 @@ def train(job: dict[str, Any]):
         optim=OptimConfig(lr=1e-5, weight_decay=0.0),
         token_budget=job["budget"],
         gradient_checkpointing=job["checkpointing"],
+        fp8=actor.quantization == "fp8",
     )
     engine = TorchEngine(module, settings)
     outputs = [Output(row, ids, [-1.0] * len(ids), "length") for row, ids in enumerate(job["responses"])]
@@ -131,7 +135,6 @@ def train(job: dict[str, Any]):
     generator = torch.Generator().manual_seed(0)  # the same advantages as `peers/run_transformers.py`
     mask_BR = batch.batch["response_mask"]
     batch.batch["advantages"] = torch.randn(len(outputs), 1, generator=generator) * mask_BR
-    actor = ActorConfig(loss_agg_mode="seq-mean-token-mean")
     objective = ActorObjective(actor, RolloutCorrectionConfig(), float(mask_BR.shape[1]))
     # Packing depends on lengths alone, which do not change: it is done once, as the peer pads once.
     passes = plan_passes(batch, engine.facts())

@@ -36,33 +36,40 @@ def _rounded(wide, scale):
 
 
 @triton.jit
-def _quantize(X, VALUES, SCALES, size, PIECE: tl.constexpr, EARLY: tl.constexpr):
+def _piece(X, FACTORS, row, start, size, PIECE: tl.constexpr):
+    at = start + tl.arange(0, PIECE)
+    x = tl.load(X + row * size + at, mask=at < size, other=0.0).to(tl.float32)
+    if FACTORS is not None:
+        x *= tl.load(FACTORS + at, mask=at < size, other=0.0)
+    return x, at
+
+
+@triton.jit
+def _quantize(X, FACTORS, VALUES, SCALES, size, PIECE: tl.constexpr, EARLY: tl.constexpr):
     if EARLY:
         _wait()
     row = tl.program_id(0).to(tl.int64)
     largest = tl.zeros([PIECE], tl.float32)
     for start in range(0, size, PIECE):
-        at = start + tl.arange(0, PIECE)
-        x = tl.load(X + row * size + at, mask=at < size, other=0.0).to(tl.float32)
+        x, _ = _piece(X, FACTORS, row, start, size, PIECE)
         largest = tl.maximum(largest, tl.abs(x))
     scale = _scale(tl.max(largest, 0))
     for start in range(0, size, PIECE):  # read again, now from the cache: the scale is known only now
-        at = start + tl.arange(0, PIECE)
-        x = tl.load(X + row * size + at, mask=at < size, other=0.0).to(tl.float32)
+        x, at = _piece(X, FACTORS, row, start, size, PIECE)
         tl.store(VALUES + row * size + at, _rounded(x, scale), mask=at < size)
     tl.store(SCALES + row, scale)
 
 
-def quantize_rows(x: torch.Tensor, into: Quantized | None = None) -> Quantized:
-    """The last dimension's rows, (..., E)."""
+def quantize_rows(x: torch.Tensor, into: Quantized | None = None, factors_E: torch.Tensor | None = None) -> Quantized:
+    """The last dimension's rows, (..., E); multiplied by `factors` first, if given."""
     into = into or Quantized.like(x)
     assert x.is_contiguous()
     rows, size, early = into.scales.numel(), x.shape[-1], comes_early(x.device)
     if rows:
         piece = min(PIECE, triton.next_power_of_2(size))
         _quantize[(rows,)](
-            x, into.values, into.scales, size, piece, early, num_warps=4 if piece <= 1024 else 8, launch_pdl=early
-        )
+            x, factors_E, *into, size, piece, early, num_warps=4 if piece <= 1024 else 8, launch_pdl=early
+        )  # fmt: skip
     return into
 
 

@@ -44,7 +44,8 @@ class FirstBatchChecks:
         self.n, self.one_prompt = config.actor_rollout_ref.rollout.n, one_prompt
         self.corrected = correction_is_on(config.algorithm.rollout_correction)
         self.tolerance = config.trainer.rollout_mismatch_tol
-        if self.tolerance is None and config.actor_rollout_ref.rollout.quantization is not None:
+        roles = config.actor_rollout_ref
+        if self.tolerance is None and (roles.rollout.quantization or roles.actor.quantization):
             self.tolerance = FP8_TOLERANCE
         if config.trainer.exact:
             self.tolerance = 0.0
