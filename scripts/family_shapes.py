@@ -1,5 +1,5 @@
-"""Shapes of models that the general decoder decodes, for the scripts that measure it: transformers' configurations, whose
-weights are drawn at random."""
+"""Shapes of models that the general decoder decodes, for the scripts that measure it: transformers' configurations,
+whose weights are drawn at random."""
 
 from __future__ import annotations
 

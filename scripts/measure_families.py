@@ -53,8 +53,8 @@ def measure(name: str, options: argparse.Namespace) -> None:
         speed = measure_speed(engine, rows, config.vocab_size, options)
         each = ", ".join(f"{rate:,.0f}" for rate in speed.rates)
         print(
-            f"rows {rows}, {options.prompt} + {options.tokens} tokens: {max(speed.rates):,.0f} tokens/s, best of {each}; "
-            f"{speed.step_ms:.2f} ms a step, prompts {speed.prompt_s * 1e3:.0f} ms (first run {speed.first_s:.1f} s)",
+            f"rows {rows}, {options.prompt} + {options.tokens} tokens: {max(speed.rates):,.0f} tokens/s, best of "
+            f"{each}; {speed.step_ms:.2f} ms a step, prompts {speed.prompt_s * 1e3:.0f} ms (first run {speed.first_s:.1f} s)",
             flush=True,
         )
         if options.profile:

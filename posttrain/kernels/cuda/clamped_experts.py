@@ -21,7 +21,7 @@ TILES: tuple[tuple[float, Tile, Tile], ...] = (
     (8, Tile(16, 128, 64, 4, 4, described=True), Tile(16, 128, 64, 4, 4, described=True)),
     (23, Tile(32, 128, 64, 4, 4, described=True), Tile(32, 128, 64, 4, 4, described=True)),
     (45, Tile(64, 128, 64, 4, 4, described=True), Tile(64, 128, 64, 4, 4, described=True)),
-    (float("inf"), Tile(128, 128, 64, 8, 4, described=True), Tile(128, 128, 64, 8, 4, described=True)),
+    (float("inf"), Tile(128, 128, 64, 8, 3, described=True), Tile(128, 256, 64, 8, 3, described=True)),
 )
 EXACT = Tile(16, 32, 32, 4, 2)  # float32: twice the bytes, and no matrix units of its precision
 
