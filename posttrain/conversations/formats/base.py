@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar
 
 from posttrain.conversations.tools.arguments import MOST_NESTED, is_shallow
@@ -90,28 +90,19 @@ class CallFormat(ABC):
         return Unreadable(f"A tool call must be written like this: {self.write(ToolCall('NAME', {'KEY': 'VALUE'}))}")
 
 
-class JsonList(CallFormat):
-    """Calls as a list of JSON objects between two marks, or behind the first of them alone (closing `]`)."""
+class BlockFormat(CallFormat):
+    """Calls that stand between two marks, outside of thinking."""
+
+    block: tuple[str, str | None]
+    """The marks around what `read_block` reads: one call, or all of a turn. Without a closing one, a block is the rest
+    of the turn."""
 
     def read(self, text: str) -> list[ToolCall | Unreadable]:
-        closing = self.closing if self.closing != "]" else None
-        return [call for inner in find_blocks(text, self.opening, closing) for call in self._read(inner)]
+        return [call for inner in find_blocks(text, *self.block) for call in self.read_block(inner)]
 
-    def _read(self, inner: str) -> Iterator[ToolCall | Unreadable]:
-        place, found = 0, False
-        while inner.startswith(("[", "{"), begin := _BLANKS.match(inner, place).end()):  # pyright: ignore (it matches)
-            try:
-                value, place = _DECODER.raw_decode(inner, begin)
-            except (ValueError, RecursionError):
-                yield self.explain()
-                return
-            found = True
-            yield from (read_call(one, "arguments") for one in (value if isinstance(value, list) else [value]))
-        if not found:
-            yield self.explain()
-
-    def write(self, call: ToolCall) -> str:
-        return f"{self.opening}[{write_call(call, 'arguments')}]{self.closing.removeprefix(']')}"
+    @abstractmethod
+    def read_block(self, inner: str) -> Iterable[ToolCall | Unreadable]:
+        """The calls between two marks; `explain()` if there are none. It never raises."""
 
 
 FORMATS: Registry[CallFormat] = Registry("format of tool calls", package="posttrain.conversations.formats")
