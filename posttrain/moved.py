@@ -24,6 +24,8 @@ MOVED = {
     "posttrain.rewards.remote": "posttrain.rewards.user_functions",
     "posttrain.rollout.agents": "posttrain.conversations",
     "posttrain.rollout.agents.registry": "posttrain.conversations.agents",
+    "posttrain.rollout.proof": "posttrain.rollout.engines",
+    "posttrain.rollout.settings": "posttrain.rollout.sampling",
     "posttrain.rollout.tools": "posttrain.conversations.tools",
     "posttrain.trainer.config.algorithm": "posttrain.config.root",
 }

@@ -17,12 +17,11 @@ import torch
 from posttrain.kernels.decode import BLOCK
 from posttrain.rollout.base import Output, Request, RolloutEngine, Stage
 from posttrain.rollout.native.admission import SEGMENT, SEGMENT_AHEAD, Queue
-from posttrain.rollout.native.decoder import Decoder
+from posttrain.rollout.native.decoder import Decoder, score_rows
 from posttrain.rollout.native.next_tokens import forward, sample_next, sources
 from posttrain.rollout.native.pool import Pool
 from posttrain.rollout.native.prompts import Prompt
 from posttrain.rollout.native.rounds import Drafted, Ended, Rounds
-from posttrain.rollout.native.scoring import score_rows
 from posttrain.rollout.native.slots import Slots
 from posttrain.rollout.native.speculation import Speculation
 
