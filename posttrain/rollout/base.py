@@ -74,6 +74,35 @@ class Output:
     recorded. The last token that was sampled has none: it was never computed."""
 
 
+@dataclass
+class Row:
+    """A request under way, with what has been made of it, for engines that look at every token."""
+
+    request: Request
+    name: str = ""
+    """Of the request in another package's engine."""
+    tokens: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    versions: list[tuple[int, int]] = field(default_factory=list)
+
+    def add(self, token: int, log_prob: float, version: int) -> None:
+        self.tokens.append(token)
+        self.log_probs.append(log_prob)
+        if self.versions and self.versions[-1][0] == version:
+            self.versions[-1] = (version, self.versions[-1][1] + 1)
+        else:
+            self.versions.append((version, 1))
+
+    def stopped_by_text(self, decode: Callable[[list[int]], str] | None) -> bool:
+        """Whether the newest token completed a stop string. A token is at least one byte, so a short tail tells."""
+        stops = self.request.sampling.stop
+        if not stops or not self.tokens:
+            return False
+        assert decode is not None
+        text = decode(self.tokens[-(max(len(stop.encode()) for stop in stops) + 8) :])
+        return any(stop in text for stop in stops)
+
+
 class RolloutEngine(ABC):
     """What every engine implements; `native`, `hf`, `vllm`, `sglang` and `server` are built in."""
 
