@@ -164,15 +164,11 @@ class HFEngine(RolloutEngine):
         if not keep:
             return self._clear()
         if self.mode == "no cache":
-            self.rows = [self.rows[place] for place in keep]
+            self._keep_rows(keep)
             self.logits_BV = self._anew()
             return
-        assert self.cache is not None
         if len(keep) < len(self.rows):
-            index = torch.tensor(keep, device=self.device)
-            self.cache.batch_select_indices(index)
-            self.rows = [self.rows[place] for place in keep]
-            tokens_B, self.mask_BL = tokens_B[index], self.mask_BL[index]
+            tokens_B = tokens_B[self._keep_rows(keep)]
         self.mask_BL = torch.cat([self.mask_BL, self.mask_BL.new_ones(len(keep), 1)], -1)
         self.logits_BV, self.cache = self._forward(tokens_B[:, None], self.cache)
 
@@ -189,12 +185,17 @@ class HFEngine(RolloutEngine):
             self._clear()
         elif len(keep) < len(self.rows):
             assert self.logits_BV is not None
-            index = torch.tensor(keep, device=self.device)
-            self.rows, self.logits_BV = [self.rows[place] for place in keep], self.logits_BV[index]
-            if self.cache is not None:
-                self.cache.batch_select_indices(index)
-                self.mask_BL = self.mask_BL[index]
+            self.logits_BV = self.logits_BV[self._keep_rows(keep)]
         return gone
+
+    def _keep_rows(self, keep: list[int]) -> torch.Tensor:
+        """Only these rows remain; gives them as an index."""
+        index = torch.tensor(keep, device=self.device)
+        self.rows = [self.rows[place] for place in keep]
+        if self.cache is not None:
+            self.cache.batch_select_indices(index)
+            self.mask_BL = self.mask_BL[index]
+        return index
 
     @torch.no_grad()
     def score(self, token_ids: Sequence[Sequence[int]], *, temperature: float = 1.0) -> list[torch.Tensor]:

@@ -93,12 +93,13 @@ class CallFormat(ABC):
 class BlockFormat(CallFormat):
     """Calls that stand between two marks, outside of thinking."""
 
-    block: tuple[str, str | None]
-    """The marks around what `read_block` reads: one call, or all of a turn. Without a closing one, a block is the rest
-    of the turn."""
+    block: tuple[str, str | None] | None = None
+    """The marks around what `read_block` reads, where these are not `opening` and `closing`: of one call, or of all
+    calls of a turn. Without a closing one, a block is the rest of the turn."""
 
     def read(self, text: str) -> list[ToolCall | Unreadable]:
-        return [call for inner in find_blocks(text, *self.block) for call in self.read_block(inner)]
+        marks = self.block or (self.opening, self.closing)
+        return [call for inner in find_blocks(text, *marks) for call in self.read_block(inner)]
 
     @abstractmethod
     def read_block(self, inner: str) -> Iterable[ToolCall | Unreadable]:

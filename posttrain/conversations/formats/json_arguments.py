@@ -89,7 +89,6 @@ class Gemma4(JsonArguments):
     models = "Gemma 4"
     opening = "<|tool_call>"
     closing = "<tool_call|>"
-    block = (opening, closing)
     _name = re.compile(r"\s*call:([^\s{}<>]{1,200})(?=\{)")
     _quote, _word = '<|"|>', re.compile(r"[^\s{}\[\],:\"]{1,200}")
 

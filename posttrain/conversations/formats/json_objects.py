@@ -32,7 +32,6 @@ class Hermes(BlockFormat):
     models = "Qwen2.5, Qwen3, Hermes, SmolLM3"
     opening = "<tool_call>"
     closing = "</tool_call>"
-    block = (opening, closing)
 
     def read_block(self, inner: str) -> Iterator[ToolCall | Unreadable]:
         try:
@@ -53,7 +52,7 @@ class JsonList(BlockFormat):
     def __init__(self, models: str, opening: str, closing: str) -> None:
         """closing: the mark behind the list, or `]` if nothing closes the list but its bracket."""
         self.models, self.opening, self.closing = models, opening, closing
-        self.block = (opening, closing if closing != "]" else None)
+        self.block = (opening, None) if closing == "]" else None
 
     def read_block(self, inner: str) -> Iterator[ToolCall | Unreadable]:
         place, found = 0, False

@@ -9,15 +9,13 @@ from posttrain.conversations.formats.base import FORMATS, CallFormat, Unreadable
 from posttrain.conversations.formats.tags import Tags
 from posttrain.conversations.tools.base import ToolCall
 
-_END = re.compile(r"<\|(?:call|end|return|eom|eot)\|>")
 
-
-def split_messages(text: str) -> list[tuple[str, str]]:
+def split_messages(text: str, end: re.Pattern[str]) -> list[tuple[str, str]]:
     """(header, body) of each message of a turn. One without a header is a body."""
     found = list[tuple[str, str]]()
     for message in text.split("<|start|>"):
         header, has_body, body = message.partition("<|message|>")
-        found.append((header, _END.split(body, maxsplit=1)[0]) if has_body else ("", header))
+        found.append((header, end.split(body, maxsplit=1)[0]) if has_body else ("", header))
     return found
 
 
@@ -31,15 +29,16 @@ class Harmony(CallFormat):
     models = "gpt-oss"
     streams = False
     closing = "}"
+    _end = re.compile(r"<\|(?:call|end|return)\|>")
     _recipient = re.compile(r"\bto=([^\s<]{1,200})")
 
     def read(self, text: str) -> list[ToolCall | Unreadable]:
-        named = [(self._recipient.search(header), body) for header, body in split_messages(text)]
+        named = [(self._recipient.search(header), body) for header, body in split_messages(text, self._end)]
         return [self.read_json(to[1].removeprefix("functions."), body) for to, body in named if to]
 
     def split(self, text: str, *, has_calls: bool) -> tuple[str, str]:
         bodies: dict[bool, list[str]] = {True: [], False: []}
-        for header, body in split_messages(text):
+        for header, body in split_messages(text, self._end):
             if not self._recipient.search(header):
                 bodies["analysis" in header].append(body)
         return "\n".join(bodies[True]), "".join(bodies[False])
@@ -70,15 +69,16 @@ class MuseGlimmer(Tags):
         "</atem:function_calls>"
     )
     written_argument = '<atem:parameter name="{key}">{value}</atem:parameter>\n'
+    _end = re.compile(r"<\|(?:eom|eot)\|>")
     _to_itself = re.compile(r"\bto=self\b")
 
     def read(self, text: str) -> list[ToolCall | Unreadable]:
-        bodies = [body for header, body in split_messages(text) if not self._to_itself.search(header)]
+        bodies = [body for header, body in split_messages(text, self._end) if not self._to_itself.search(header)]
         return [call for body in bodies for call in super(MuseGlimmer, self).read(body)]
 
     def split(self, text: str, *, has_calls: bool) -> tuple[str, str]:
         bodies: dict[bool, list[str]] = {True: [], False: []}
-        for header, body in split_messages(text):
+        for header, body in split_messages(text, self._end):
             is_thinking = self._to_itself.search(header) is not None
             bodies[is_thinking].append(body.partition(self.opening)[0] if has_calls else body)
         return "\n".join(bodies[True]), "".join(bodies[False])

@@ -54,7 +54,6 @@ class Glm(Tags):
     models = "GLM 4.5, 4.6, 4.7"
     opening = "<tool_call>"
     closing = "</tool_call>"
-    block = (opening, closing)
     call = re.compile(
         r"\A\s*([^\s<>{}]{1,200})\s*(?=<arg_key>|<\|[a-z]{1,20}\|>|\Z)(.*?)(?:<\|[a-z]{1,20}\|>|\Z)", re.DOTALL
     )
@@ -99,7 +98,6 @@ class Qwen3Coder(Tags):
     models = "Qwen3-Coder, Qwen3.5, Nemotron 3"
     opening = "<tool_call>"
     closing = "</tool_call>"
-    block = (opening, closing)
     call = re.compile(r"\A\s*<function=([^>\n]{1,200})>(.*?)(?:</function>|\Z)", re.DOTALL)
     argument = re.compile(r"<parameter=([^>\n]{1,200})>\n?(.*?)\n?(?:</parameter>|(?=<parameter=)|\Z)", re.DOTALL)
     written = "<tool_call>\n<function={name}>\n{arguments}</function>\n</tool_call>"
@@ -115,7 +113,6 @@ class SeedOss(Tags):
     models = "Seed-OSS"
     opening = "<seed:tool_call>"
     closing = "</seed:tool_call>"
-    block = (opening, closing)
     call = Qwen3Coder.call
     argument = re.compile(r"<parameter=([^>\n]{1,200})>(.*?)(?:</parameter>|(?=<parameter=)|\Z)", re.DOTALL)
     written = "<seed:tool_call>\n<function={name}>\n{arguments}</function>\n</seed:tool_call>"
@@ -131,7 +128,6 @@ class MinimaxM2(Tags):
     models = "MiniMax-M2, M2.1, M2.5"
     opening = "<minimax:tool_call>"
     closing = "</minimax:tool_call>"
-    block = (opening, closing)
     call = re.compile(r'<invoke name="?([^">\n]{1,200})"?>(.*?)(?:</invoke>|\Z)', re.DOTALL)
     argument = re.compile(
         r'<parameter name="?([^">\n]{1,200})"?>(.*?)(?:</parameter>|(?=<parameter name=)|\Z)', re.DOTALL
