@@ -19,7 +19,6 @@ MOVED = {
     "posttrain.config.reward": "posttrain.config.rollout",
     "posttrain.config.train_engines": "posttrain.engine.settings",
     "posttrain.conversations.batch": "posttrain.conversations.loop",
-    "posttrain.conversations.tools.search.bm25": "posttrain.conversations.tools.search",
     "posttrain.other_systems.verl.algorithm": "posttrain.other_systems.verl.rollout",
     "posttrain.other_systems.verl.written": "posttrain.other_systems.verl.rule",
     "posttrain.other_systems.verl_script.report": "posttrain.other_systems.verl_script.command",

@@ -12,7 +12,6 @@ OFFERED = {  # what users' files may import from them
     "posttrain.config.data": ("DataConfig", "HELD_OUT"),
     "posttrain.config.reward": ("CustomRewardConfig", "RewardConfig", "RewardModelConfig", "SandboxConfig"),
     "posttrain.conversations.batch": ("begin_conversations", "join_rows", "reward_info"),
-    "posttrain.conversations.tools.search.bm25": ("BM25", "split_words"),
     "posttrain.other_systems.verl.algorithm": ("ALGORITHM", "ALGORITHM_RULES", "DATA", "REWARDS"),
     "posttrain.other_systems.verl.written": ("ON", "given", "is_empty", "number", "refuse"),
     "posttrain.other_systems.verl_script.report": ("ASSUMED", "Report", "TREES", "as_text", "examine"),

@@ -14,7 +14,8 @@ import pytest
 from posttrain.conversations.tools.base import ToolAnswer, ToolCall, ToolFault
 from posttrain.conversations.tools.registry import make_tools
 from posttrain.conversations.tools.runner import ToolRunner
-from posttrain.conversations.tools.search import BM25, SearchTool, split_words
+from posttrain.conversations.tools.search import SearchTool
+from posttrain.conversations.tools.search.bm25 import BM25, split_words
 from posttrain.conversations.tools.search.corpus import Passage, facts, read_corpus
 from posttrain.errors import UserError
 from posttrain.posting import Patience
