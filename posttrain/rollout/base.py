@@ -41,6 +41,15 @@ class Sampling:
         """Whether tokens are drawn from the tempered distribution itself (or are its most likely ones)."""
         return self.repetition_penalty == 1.0 and (self.greedy or not self.filtered)
 
+    def stopped_by_text(self, tokens: list[int], decode: Callable[[list[int]], str] | None) -> bool:
+        """Whether the newest of a response's tokens completed a stop string."""
+        if not self.stop or not tokens:
+            return False
+        assert decode is not None
+        # A token is at least one byte, so the last few tokens are enough: decoding the whole response would be slow.
+        text = decode(tokens[-(max(len(stop.encode()) for stop in self.stop) + 8) :])
+        return any(stop in text for stop in self.stop)
+
 
 @dataclass(frozen=True)
 class Request:
@@ -94,13 +103,7 @@ class Row:
             self.versions.append((version, 1))
 
     def stopped_by_text(self, decode: Callable[[list[int]], str] | None) -> bool:
-        """Whether the newest token completed a stop string. A token is at least one byte, so a short tail tells."""
-        stops = self.request.sampling.stop
-        if not stops or not self.tokens:
-            return False
-        assert decode is not None
-        text = decode(self.tokens[-(max(len(stop.encode()) for stop in stops) + 8) :])
-        return any(stop in text for stop in stops)
+        return self.request.sampling.stopped_by_text(self.tokens, decode)
 
 
 class RolloutEngine(ABC):
