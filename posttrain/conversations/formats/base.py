@@ -39,13 +39,13 @@ class Unreadable(ValueError):
 class CallFormat(ABC):
     """How one family of models writes tool calls. Example: `FORMATS["hermes"].read(text)`."""
 
-    models: ClassVar[str]
+    models: str
     """The families that write calls like this, for the documentation."""
-    opening: ClassVar[str] = ""
+    opening: str = ""
     """The text at which the calls of a turn begin, behind its words; empty: a turn with calls has no words."""
     streams: ClassVar[bool] = True
     """Whether the words of a turn are known before it has ended."""
-    closing: ClassVar[str]
+    closing: str
     """The text that ends the calls of a turn. What a chat template writes behind it ends the turn itself."""
     stop: tuple[str, ...] = ()
     """Texts that end a turn, besides those of the settings: for models that do not end it behind a call themselves."""
