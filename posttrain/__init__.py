@@ -15,7 +15,6 @@ plugins.checks = (
     "posttrain.engine.megatron.entry",  # it registers its engine
     "posttrain.engine.settings",
     "posttrain.rollout.engine_kwargs",
-    "posttrain.rollout.server.settings",
     "posttrain.conversations.settings",
     "posttrain.models.model_files",
 )

@@ -37,8 +37,8 @@ from posttrain.kernels.cuda.sampling import chunk_room
 from posttrain.kernels.decode import BLOCK, add_rms_norm
 from posttrain.kernels.quantized import FP8, Quantized
 from posttrain.models.feed_forward import Mixture
+from posttrain.rollout.engines import why_wrong
 from posttrain.rollout.native.build import build_native
-from posttrain.rollout.proof import why_wrong
 
 SHAPE: dict[str, Any] = {
     "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768, "num_experts": 128,

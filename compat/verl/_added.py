@@ -15,7 +15,7 @@ from typing import Any
 from posttrain.config.choices import ESTIMATORS, POLICY_LOSSES
 from posttrain.config.trees import PPO
 from posttrain.config.values import parse_yaml
-from posttrain.other_systems.verl.translations import WORDS
+from posttrain.other_systems.verl.answers import WORDS
 
 _VARIABLE = "POSTTRAIN_VERL_ADDED"
 _ESTIMATOR, _LOSS = "algorithm.adv_estimator", "actor_rollout_ref.actor.policy_loss.loss_mode"

@@ -10,14 +10,17 @@ from typing import Any
 
 from posttrain import cores
 from posttrain.config.checked import Checked, Finding, check_dict, settings_of
+from posttrain.registry import built_in_names
 from posttrain.settings import ONE_OR_MORE, POSITIVE, at_least, setting
 
 TURNS_KEY, AGENT_KEY = "actor_rollout_ref.rollout.multi_turn", "actor_rollout_ref.rollout.agent"
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 SIDES = ("left", "middle", "right")
-_FORMATS = Path(__file__).parent / "formats"
-# A format of tool calls is a file. It is found by its name: checking settings must not import torch.
-FORMATS = tuple(sorted(file.stem for file in _FORMATS.glob("*.py") if file.stem not in ("__init__", "base")))
+_FORMATS = sorted(file.name for file in (Path(__file__).parent / "formats").glob("*.py"))
+# Checking settings must not import torch, so the formats of tool calls are read from the source that registers them.
+FORMATS = tuple(
+    sorted(name for file in _FORMATS for name in built_in_names(f"conversations/formats/{file}", "FORMATS.add"))
+)
 EXTERNAL_PROGRAM = "outside"
 """The value of `agent.program` if programs are started outside of the run."""
 VERIFIERS = "verifiers:"

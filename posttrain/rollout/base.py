@@ -41,6 +41,15 @@ class Sampling:
         """Whether tokens are drawn from the tempered distribution itself (or are its most likely ones)."""
         return self.repetition_penalty == 1.0 and (self.greedy or not self.filtered)
 
+    def stopped_by_text(self, tokens: list[int], decode: Callable[[list[int]], str] | None) -> bool:
+        """Whether the newest of a response's tokens completed a stop string."""
+        if not self.stop or not tokens:
+            return False
+        assert decode is not None
+        # A token is at least one byte, so the last few tokens are enough: decoding the whole response would be slow.
+        text = decode(tokens[-(max(len(stop.encode()) for stop in self.stop) + 8) :])
+        return any(stop in text for stop in self.stop)
+
 
 @dataclass(frozen=True)
 class Request:
@@ -72,6 +81,29 @@ class Output:
     routes: np.ndarray | None = None
     """(tokens, layers, top_k): the experts of the first tokens of prompt and response in a mixture, where they are
     recorded. The last token that was sampled has none: it was never computed."""
+
+
+@dataclass
+class Row:
+    """A request under way, with what has been made of it, for engines that look at every token."""
+
+    request: Request
+    name: str = ""
+    """Of the request in another package's engine."""
+    tokens: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    versions: list[tuple[int, int]] = field(default_factory=list)
+
+    def add(self, token: int, log_prob: float, version: int) -> None:
+        self.tokens.append(token)
+        self.log_probs.append(log_prob)
+        if self.versions and self.versions[-1][0] == version:
+            self.versions[-1] = (version, self.versions[-1][1] + 1)
+        else:
+            self.versions.append((version, 1))
+
+    def stopped_by_text(self, decode: Callable[[list[int]], str] | None) -> bool:
+        return self.request.sampling.stopped_by_text(self.tokens, decode)
 
 
 class RolloutEngine(ABC):

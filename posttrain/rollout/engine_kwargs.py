@@ -1,4 +1,5 @@
-"""`actor_rollout_ref.rollout.engine_kwargs`: arguments of a rollout engine's own, as a free dict under its name.
+"""Settings of single rollout engines, checked before anything is loaded: `rollout.server`, what only `native` follows,
+and `actor_rollout_ref.rollout.engine_kwargs`, arguments of an engine's own as a free dict under its name.
 
     engine_kwargs: {vllm: {max_model_len: 4096, block_size: 32}}
 
@@ -13,11 +14,12 @@ import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from posttrain.config.checked import Checked, Finding, nearest_name
 from posttrain.config.choices import ROLLOUT_ENGINES
 from posttrain.config.resolved import Problem, Resolved
-from posttrain.config.trainer import COLOCATED_WORKERS, ROLLOUT_WORKERS, runs_on_cpu
+from posttrain.config.trainer import COLOCATED_WORKERS, ROLLOUT_WORKERS, generating_workers_of, runs_on_cpu
 from posttrain.rollout.outside_engine import KEY, ROLLOUT, OutsideEngine, given_for, is_count
 from posttrain.rollout.sglang.settings import SGLANG
 from posttrain.rollout.vllm.settings import VLLM
@@ -38,6 +40,7 @@ def check(checked: Checked) -> Iterator[Finding]:
     """`engine_kwargs`, and settings that only one engine follows."""
     if hasattr(checked.config, "actor_rollout_ref"):  # supervised training has no rollout
         yield from _check_native_settings(checked)
+        yield from _check_server_settings(checked)
         yield from _check_engine_kwargs(checked)
 
 
@@ -56,6 +59,24 @@ def _check_native_settings(checked: Checked) -> Iterator[Finding]:
             "computes tokens in other passes, and may round otherwise."
         )
         yield checked.problem(what, f"set {key}=batch, or trainer.exact=True", key, "trainer.deterministic")
+
+
+def _check_server_settings(checked: Checked) -> Iterator[Finding]:
+    """Addresses, and the one worker that speaks with all servers."""
+    rollout, url_key = checked.config.actor_rollout_ref.rollout, f"{ROLLOUT}.server.url"
+    if rollout.name != "server":
+        return
+    if not rollout.server.url:
+        what = f"`{_NAME}=server` generates in other processes, and there is no address."
+        yield checked.problem(what, f"set {url_key}=[http://HOST:PORT], one or several", _NAME)
+    for url in rollout.server.url:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.netloc:
+            what = f"`{url_key}={url}` is no address."
+            yield checked.problem(what, "give one such as http://127.0.0.1:8000", url_key)
+    if (workers := generating_workers_of(checked.config)) > 1:
+        what = f"`{_NAME}=server`: one worker speaks with all servers, and here {workers} would."
+        yield checked.problem(what, f"set {COLOCATED_WORKERS}=1 (all workers train nevertheless)", _NAME)
 
 
 def _check_engine_kwargs(checked: Checked) -> Iterator[Finding]:

@@ -20,14 +20,16 @@ from posttrain.config.rollout import RolloutConfig
 from posttrain.errors import UserError
 from posttrain.kernels.tensor_parallel import Team
 from posttrain.models.decoder import FastDecoder
+from posttrain.models.forward import row_log_probs
 from posttrain.models.loading import load_causal_lm, resolve_dtype
 from posttrain.models.paged_decoder import PagedDecoder
+from posttrain.models.proof import agree, proof_rows
 from posttrain.models.shards import KEY
 from posttrain.registry import Registry
-from posttrain.rollout.base import RolloutEngine
+from posttrain.rollout.base import RolloutEngine, Sampling
+from posttrain.rollout.generate import generate
 from posttrain.rollout.hf import MODES, HFEngine
 from posttrain.rollout.native.build import build_native, can_run_native, use_fp8
-from posttrain.rollout.proof import why_wrong
 from posttrain.rollout.server.build import connect_servers
 from posttrain.rollout.sglang.build import build_sglang
 from posttrain.rollout.vllm.build import build_vllm
@@ -214,3 +216,30 @@ def _made_outside(order: Order, build: Callable[..., Any]) -> Made | str:
     if next(order.module.parameters()).device != place:
         order.module.to(place)
     return problem
+
+
+_PROOF_TOKENS = (1, 3, 2)  # of each response: rows end one after the other
+
+
+@torch.no_grad()
+def why_wrong(engine: RolloutEngine, module: torch.nn.Module) -> str | None:
+    """None if short responses to two prompts, one of them twice, have the log-probs of a plain pass over them."""
+    short, long = proof_rows(module.config)
+    prompts = [short, long, long]
+    try:
+        outputs = generate(
+            engine, prompts, [Sampling(max_tokens=count) for count in _PROOF_TOKENS], range(len(prompts))
+        )
+        engine.sleep()
+        engine.wake()
+        rows = [prompt + output.token_ids for prompt, output in zip(prompts, outputs, strict=True)]
+        plain = zip(row_log_probs(module, rows), _PROOF_TOKENS, strict=True)
+        expected = [log_probs[-count:] for log_probs, count in plain]
+        found = [torch.tensor(output.log_probs, device=expected[0].device) for output in outputs]
+        if not agree(torch.cat(found), torch.cat(expected), module):
+            return "its log-probs are not those of the model"
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # whatever a model's own code may do with a cache; the engine is then thrown away
+        return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    return None

@@ -18,7 +18,7 @@ import torch
 from posttrain.models.adapter_files import load_module
 from posttrain.models.forward import next_logits, row_log_probs
 from posttrain.models.lora import has_adapters
-from posttrain.rollout.base import Output, Request, RolloutEngine, Stage
+from posttrain.rollout.base import Output, Request, RolloutEngine, Row, Stage
 from posttrain.rollout.sampling import sample, uniforms
 
 MODES = {
@@ -30,21 +30,8 @@ MODES = {
 
 
 @dataclass
-class _Row:
-    request: Request
-    tokens: list[int] = field(default_factory=list)
-    log_probs: list[float] = field(default_factory=list)
-    versions: list[tuple[int, int]] = field(default_factory=list)
+class _Row(Row):
     drawn: list[float] = field(default_factory=list)
-
-    def add(self, token: int, log_prob: float, drawn: float, version: int) -> None:
-        self.tokens.append(token)
-        self.log_probs.append(log_prob)
-        self.drawn.append(drawn)
-        if self.versions and self.versions[-1][0] == version:
-            self.versions[-1] = (version, self.versions[-1][1] + 1)
-        else:
-            self.versions.append((version, 1))
 
     def output(self, reason: str) -> Output:
         drawn = None if self.request.sampling.plain else self.drawn
@@ -101,7 +88,9 @@ class HFEngine(RolloutEngine):
         finished, keep = [], []
         columns = (tokens_B.tolist(), log_probs_B.tolist(), drawn_B.tolist())
         for place, (row, *made) in enumerate(zip(self.rows, *columns, strict=True)):
-            row.add(*made, self.version)  # pyright: ignore
+            token, log_prob, drawn = made
+            row.add(token, log_prob, self.version)
+            row.drawn.append(drawn)
             reason = self._finish_reason(row)
             if reason:
                 finished.append(row.output(reason))
@@ -166,12 +155,8 @@ class HFEngine(RolloutEngine):
 
     def _finish_reason(self, row: _Row) -> str | None:
         sampling = row.request.sampling
-        if row.tokens[-1] in sampling.stop_token_ids:
+        if row.tokens[-1] in sampling.stop_token_ids or row.stopped_by_text(self.decode):
             return "stop"
-        if sampling.stop and self.decode is not None:
-            text = self.decode(row.tokens)
-            if any(stop in text for stop in sampling.stop):
-                return "stop"
         return "length" if len(row.tokens) >= sampling.max_tokens else None
 
     def _go_on(self, tokens_B: torch.Tensor, keep: list[int]) -> None:
@@ -179,15 +164,11 @@ class HFEngine(RolloutEngine):
         if not keep:
             return self._clear()
         if self.mode == "no cache":
-            self.rows = [self.rows[place] for place in keep]
+            self._keep_rows(keep)
             self.logits_BV = self._anew()
             return
-        assert self.cache is not None
         if len(keep) < len(self.rows):
-            index = torch.tensor(keep, device=self.device)
-            self.cache.batch_select_indices(index)
-            self.rows = [self.rows[place] for place in keep]
-            tokens_B, self.mask_BL = tokens_B[index], self.mask_BL[index]
+            tokens_B = tokens_B[self._keep_rows(keep)]
         self.mask_BL = torch.cat([self.mask_BL, self.mask_BL.new_ones(len(keep), 1)], -1)
         self.logits_BV, self.cache = self._forward(tokens_B[:, None], self.cache)
 
@@ -204,12 +185,17 @@ class HFEngine(RolloutEngine):
             self._clear()
         elif len(keep) < len(self.rows):
             assert self.logits_BV is not None
-            index = torch.tensor(keep, device=self.device)
-            self.rows, self.logits_BV = [self.rows[place] for place in keep], self.logits_BV[index]
-            if self.cache is not None:
-                self.cache.batch_select_indices(index)
-                self.mask_BL = self.mask_BL[index]
+            self.logits_BV = self.logits_BV[self._keep_rows(keep)]
         return gone
+
+    def _keep_rows(self, keep: list[int]) -> torch.Tensor:
+        """Only these rows remain; gives them as an index."""
+        index = torch.tensor(keep, device=self.device)
+        self.rows = [self.rows[place] for place in keep]
+        if self.cache is not None:
+            self.cache.batch_select_indices(index)
+            self.mask_BL = self.mask_BL[index]
+        return index
 
     @torch.no_grad()
     def score(self, token_ids: Sequence[Sequence[int]], *, temperature: float = 1.0) -> list[torch.Tensor]:

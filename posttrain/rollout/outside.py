@@ -1,4 +1,4 @@
-"""What engines of other packages (`vllm`, `sglang`) share: the model as they are given it, its weights, and their rows.
+"""What engines of other packages (`vllm`, `sglang`) share: the model as they are given it, and their contract.
 
 Such an engine holds a copy of the weights, which syncs renew, and takes its memory at once.
 """
@@ -7,17 +7,18 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Callable, Iterable, Iterator
+from abc import abstractmethod
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from posttrain.config.rollout import RolloutConfig
 from posttrain.errors import UserError, first_line
 from posttrain.models.lora import has_adapters, merged_state
-from posttrain.rollout.base import Request
+from posttrain.rollout.base import Output, Request, RolloutEngine, Row, Stage
 from posttrain.rollout.engine_kwargs import OUTSIDE
 from posttrain.rollout.native.build import cache_limit
 from posttrain.rollout.outside_engine import OutsideEngine
@@ -30,32 +31,105 @@ BLOCK = 128  # tokens of the largest block of a cache on a CPU
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
-@dataclass
-class Row:
-    """A request under way, with what has been made of it."""
+class CopyEngine(RolloutEngine):
+    """What engines of other packages share: rows under way, and a copy of the weights. `source` gives the weights again
+    where they can be read without a sync: then nothing of them is kept while the engine sleeps."""
 
-    request: Request
-    name: str
-    tokens: list[int] = field(default_factory=list)
-    log_probs: list[float] = field(default_factory=list)
-    versions: list[tuple[int, int]] = field(default_factory=list)
+    title: ClassVar[str]
+    """The package, in messages."""
+    on_cuda: bool
+    longest: int
+    """Tokens of the longest row."""
 
-    def add(self, token: int, log_prob: float, version: int) -> None:
-        self.tokens.append(token)
-        self.log_probs.append(log_prob)
-        if self.versions and self.versions[-1][0] == version:
-            self.versions[-1] = (version, self.versions[-1][1] + 1)
-        else:
-            self.versions.append((version, 1))
+    def __init__(self, decode: Callable[[list[int]], str] | None, source: Callable[[], Weights] | None) -> None:
+        self.decode, self.source = decode, source
+        self.waiting: deque[Any] = deque()
+        self.rows: dict[str, Any] = {}
+        self.count = 0
+        self.empty = False  # whether the memory of the weights holds none
 
-    def stopped_by_text(self, decode: Callable[[list[int]], str] | None) -> bool:
-        """Whether the newest token completed a stop string. A token is at least one byte, so a short tail tells."""
-        stops = self.request.sampling.stop
-        if not stops or not self.tokens:
-            return False
-        assert decode is not None
-        text = decode(self.tokens[-(max(len(stop.encode()) for stop in stops) + 8) :])
-        return any(stop in text for stop in stops)
+    # -- requests -------------------------------------------------------------------------------------------------
+    def submit(self, request: Request) -> None:
+        self.check_request(request)
+        whole = len(request.prompt_ids) + request.sampling.max_tokens
+        if whole > self.longest:
+            raise ValueError(
+                f"request {request.id}: its prompt and response may have {whole} tokens, more than the {self.longest} "
+                f"that {self.title} was made for"
+            )
+        self.waiting.append(self._new_row(request))
+
+    @abstractmethod
+    def _new_row(self, request: Request) -> Row: ...
+
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.rows)
+
+    def running_tokens(self) -> int:
+        return sum(len(row.tokens) for row in self.rows.values())
+
+    def release(self, ids: Iterable[Hashable]) -> None:
+        """These engines find a parent's cache by its tokens, and keep it as long as there is room."""
+
+    def abort(self, ids: Iterable[Hashable]) -> list[Output]:
+        wanted = set(ids)
+        gone = [row for row in (*self.rows.values(), *self.waiting) if row.request.id in wanted]
+        self._take_out([row for row in gone if row.name in self.rows])
+        self.waiting = deque(row for row in self.waiting if row.request.id not in wanted)
+        return [row.output("abort") for row in gone]
+
+    @abstractmethod
+    def _take_out(self, rows: Sequence[Any]) -> None:
+        """The other package has nothing of these rows when this is over."""
+
+    # -- weights and memory ---------------------------------------------------------------------------------------
+    @torch.no_grad()
+    def score(self, token_ids: Sequence[Sequence[int]], *, temperature: float = 1.0) -> list[torch.Tensor]:
+        """They compute log-probs of a prompt only with a cache: where that sleeps it wakes for the call."""
+        self.check_awake("weights")
+        if self.has_work():
+            raise RuntimeError(f"{self.title} scores rows while no requests are under way")
+        self._be_ready()
+        borrowed = "cache" in self.asleep
+        if borrowed:
+            self._resume("cache")
+        try:
+            return self._scored(token_ids, temperature)
+        finally:
+            if borrowed:
+                self._drop("cache")
+
+    @abstractmethod
+    def _scored(self, token_ids: Sequence[Sequence[int]], temperature: float) -> list[torch.Tensor]: ...
+
+    @abstractmethod
+    def _load(self, weights: Weights) -> None: ...
+
+    def _be_ready(self) -> None:
+        """The weights are those that they should be."""
+        if self.empty:
+            assert self.source is not None
+            self._load(self.source())
+
+    def _give_back(self) -> None:
+        for stage in ("cache", "weights"):
+            if stage not in self.asleep:
+                self._drop(stage)
+        if "weights" not in self.asleep:
+            self.empty = self.on_cuda and self.source is not None
+
+    def _take(self, stage: Stage) -> None:
+        """Weights that a sync brings are not read before; without one they are, when the cache wakes."""
+        self._resume(stage)
+        if stage == "cache":
+            self._be_ready()
+
+    @abstractmethod
+    def _drop(self, stage: Stage) -> None:
+        """Gives the memory of a stage back. On a CPU weights stay."""
+
+    @abstractmethod
+    def _resume(self, stage: Stage) -> None: ...
 
 
 def check_installed(engine: str) -> None:
@@ -79,16 +153,6 @@ def longest_row(module: Any, given: int | None, longest: int | None) -> tuple[in
     positions = getattr(module.config.get_text_config(), "max_position_embeddings", None)
     most = max(given or longest or positions or 0, LEAST) + 1
     return most, bool(positions) and most > positions
-
-
-def check_length(request: Request, longest: int, engine: str) -> None:
-    """Refuses a request whose row may be longer than the engine was made for."""
-    whole = len(request.prompt_ids) + request.sampling.max_tokens
-    if whole > longest:
-        raise ValueError(
-            f"request {request.id}: its prompt and response may have {whole} tokens, more than the {longest} that "
-            f"{engine} was made for"
-        )
 
 
 def allowed_cache(config: RolloutConfig, kind: str, memory: int, longest: int, per_token: int) -> int:

@@ -1,4 +1,4 @@
-"""Sampling of next tokens: exact filters, and randomness that belongs to the request alone.
+"""Sampling of next tokens: its settings, exact filters, and randomness that belongs to the request alone.
 
 The random number of a request's t-th token is a hash of (its seed, t). A sample therefore depends on its seed and on
 its own logits, never on its neighbours in the batch, their order, or how often the engine was interrupted.
@@ -9,10 +9,12 @@ Shapes: B rows, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 
+from posttrain.config.root import PPOConfig
 from posttrain.kernels import cuda
 from posttrain.kernels.compiled import kernel
 from posttrain.kernels.ordered import token_log_probs
@@ -205,3 +207,26 @@ def _penalised(logits_BV: torch.Tensor, settings: Sequence[Sampling], seen: Sequ
         penalty = setting.repetition_penalty
         out[row, index] = torch.where(scores > 0, scores / penalty, scores * penalty)
     return out
+
+
+def sampling_for(config: PPOConfig, *, validate: bool = False, end_ids: tuple[int, ...] = ()) -> Sampling:
+    """How training's responses are sampled, or validation's; `end_ids` end a response."""
+    rollout = config.actor_rollout_ref.rollout
+    chosen: Any = rollout.val_kwargs if validate else rollout
+    return Sampling(
+        max_tokens=config.data.max_response_length,
+        temperature=chosen.temperature,
+        greedy=(validate and not rollout.val_kwargs.do_sample) or chosen.temperature == 0,
+        top_p=chosen.top_p,
+        top_k=chosen.top_k,
+        min_p=0.0 if validate else rollout.min_p,
+        repetition_penalty=rollout.repetition_penalty,
+        stop_token_ids=() if rollout.ignore_eos else end_ids,
+        stop=tuple(rollout.stop),
+    )
+
+
+def sampling_words(config: PPOConfig, *, validate: bool = False) -> dict[str, Any]:
+    """The same for people: without the ids that end a response."""
+    sampling = vars(sampling_for(config, validate=validate))
+    return {name: value for name, value in sampling.items() if name != "stop_token_ids"}

@@ -23,7 +23,7 @@ from posttrain.protocol import DataProto
 from posttrain.rollout.base import Output, Request, RolloutEngine, Sampling
 from posttrain.rollout.engines import build_engine
 from posttrain.rollout.generate import admission_deadline, advance, generate, to_batch
-from posttrain.rollout.settings import sampling_for
+from posttrain.rollout.sampling import sampling_for
 from posttrain.rollout.stored import keep_outputs
 from posttrain.rollout.weight_buckets import Bucket, checksum_of_all
 from posttrain.texts import texts_of

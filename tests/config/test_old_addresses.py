@@ -11,10 +11,13 @@ from posttrain.moved import MOVED
 OFFERED = {  # what users' files may import from them
     "posttrain.config.data": ("DataConfig", "HELD_OUT"),
     "posttrain.config.reward": ("CustomRewardConfig", "RewardConfig", "RewardModelConfig", "SandboxConfig"),
+    "posttrain.conversations.batch": ("begin_conversations", "join_rows", "reward_info"),
     "posttrain.other_systems.verl.algorithm": ("ALGORITHM", "ALGORITHM_RULES", "DATA", "REWARDS"),
     "posttrain.other_systems.verl.written": ("ON", "given", "is_empty", "number", "refuse"),
     "posttrain.other_systems.verl_script.report": ("ASSUMED", "Report", "TREES", "as_text", "examine"),
     "posttrain.rewards.remote": ("Patience", "Refused", "Remote"),
+    "posttrain.rollout.proof": ("why_wrong",),
+    "posttrain.rollout.settings": ("sampling_for", "sampling_words"),
     "posttrain.trainer.config.algorithm": ("AlgorithmConfig",),
 }
 

@@ -73,7 +73,7 @@ def test_a_recipe_that_has_a_file_is_in_the_table_and_known_to_the_hints():
         for value in vars(importlib.import_module(name)).values()
         if isinstance(value, Recipe)
     }
-    assert made <= set(RECIPES), f"add {made - set(RECIPES)} to posttrain/data/recipes/command.py"
+    assert made <= set(RECIPES), f"move {made - set(RECIPES)} to posttrain/data/recipes/tasks.py"
     hinted = {*rows.RECIPES, "gsm8k"}  # which has its own hint
     assert set(RECIPES) == hinted, f"RECIPES of posttrain/data/rows.py differs: {set(RECIPES) ^ hinted}"
 
@@ -90,6 +90,8 @@ def test_a_rollout_engine_that_has_a_file_can_be_named_and_passes_the_conformanc
     joined = re.search(r"^ENGINES = \{(.*?)\}", suite, re.M | re.S)
     assert joined is not None
     for kind in kinds:
+        if inspect.isabstract(kind):
+            continue
         name = kind.__module__.split(".")[2]  # posttrain.rollout.NAME...
         assert name in choices.ROLLOUT_ENGINES, f"register {name!r} in posttrain/rollout/engines.py"
         assert name in ENGINES

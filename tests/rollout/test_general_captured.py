@@ -14,10 +14,10 @@ from posttrain.models.experts import watch_experts
 from posttrain.models.forward import ForwardMode
 from posttrain.models.lora import add_adapters
 from posttrain.rollout.base import Sampling
+from posttrain.rollout.engines import why_wrong
 from posttrain.rollout.generate import generate
 from posttrain.rollout.hf import HFEngine
 from posttrain.rollout.native.build import build_native
-from posttrain.rollout.proof import why_wrong
 from tests.rollout.test_ahead import DEVICE, ON_CUDA, ROUND, interpret
 from tests.rollout.tiny import tiny
 

@@ -7,9 +7,8 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from posttrain.conversations.batch import ROW_FIELDS
 from posttrain.conversations.conversation import Key
-from posttrain.conversations.loop import ConversationLoop
+from posttrain.conversations.loop import ROW_FIELDS, ConversationLoop
 from posttrain.data.dataset import PromptItem
 from posttrain.rollout.base import Output, Request, RolloutEngine, Sampling
 from posttrain.rollout.generate import admission_deadline, advance

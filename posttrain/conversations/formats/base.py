@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar
 
 from posttrain.conversations.tools.arguments import MOST_NESTED, is_shallow
@@ -39,13 +39,13 @@ class Unreadable(ValueError):
 class CallFormat(ABC):
     """How one family of models writes tool calls. Example: `FORMATS["hermes"].read(text)`."""
 
-    models: ClassVar[str]
+    models: str
     """The families that write calls like this, for the documentation."""
-    opening: ClassVar[str] = ""
+    opening: str = ""
     """The text at which the calls of a turn begin, behind its words; empty: a turn with calls has no words."""
     streams: ClassVar[bool] = True
     """Whether the words of a turn are known before it has ended."""
-    closing: ClassVar[str]
+    closing: str
     """The text that ends the calls of a turn. What a chat template writes behind it ends the turn itself."""
     stop: tuple[str, ...] = ()
     """Texts that end a turn, besides those of the settings: for models that do not end it behind a call themselves."""
@@ -90,28 +90,20 @@ class CallFormat(ABC):
         return Unreadable(f"A tool call must be written like this: {self.write(ToolCall('NAME', {'KEY': 'VALUE'}))}")
 
 
-class JsonList(CallFormat):
-    """Calls as a list of JSON objects between two marks, or behind the first of them alone (closing `]`)."""
+class BlockFormat(CallFormat):
+    """Calls that stand between two marks, outside of thinking."""
+
+    block: tuple[str, str | None] | None = None
+    """The marks around what `read_block` reads, where these are not `opening` and `closing`: of one call, or of all
+    calls of a turn. Without a closing one, a block is the rest of the turn."""
 
     def read(self, text: str) -> list[ToolCall | Unreadable]:
-        closing = self.closing if self.closing != "]" else None
-        return [call for inner in find_blocks(text, self.opening, closing) for call in self._read(inner)]
+        marks = self.block or (self.opening, self.closing)
+        return [call for inner in find_blocks(text, *marks) for call in self.read_block(inner)]
 
-    def _read(self, inner: str) -> Iterator[ToolCall | Unreadable]:
-        place, found = 0, False
-        while inner.startswith(("[", "{"), begin := _BLANKS.match(inner, place).end()):  # pyright: ignore (it matches)
-            try:
-                value, place = _DECODER.raw_decode(inner, begin)
-            except (ValueError, RecursionError):
-                yield self.explain()
-                return
-            found = True
-            yield from (read_call(one, "arguments") for one in (value if isinstance(value, list) else [value]))
-        if not found:
-            yield self.explain()
-
-    def write(self, call: ToolCall) -> str:
-        return f"{self.opening}[{write_call(call, 'arguments')}]{self.closing.removeprefix(']')}"
+    @abstractmethod
+    def read_block(self, inner: str) -> Iterable[ToolCall | Unreadable]:
+        """The calls between two marks; `explain()` if there are none. It never raises."""
 
 
 FORMATS: Registry[CallFormat] = Registry("format of tool calls", package="posttrain.conversations.formats")

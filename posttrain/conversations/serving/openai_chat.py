@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from posttrain.conversations.serving.requests import (
@@ -174,14 +175,7 @@ def _choice(request: ModelRequest, answer: Answer, choice: Choice) -> dict[str, 
 
 
 def _calls(choice: Choice) -> list[dict[str, Any]]:
-    return [
-        {
-            "id": id,
-            "type": "function",
-            "function": {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)},
-        }
-        for id, call in zip(choice.turn.call_ids, choice.turn.calls, strict=True)
-    ]
+    return choice.turn.tool_calls(partial(json.dumps, ensure_ascii=False))
 
 
 def log_probs(answer: Answer, ids: Any, values: Any) -> list[dict[str, Any]]:

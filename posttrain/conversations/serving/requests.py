@@ -87,11 +87,15 @@ class Turn:
         if self.thinking:
             found["reasoning_content"] = self.thinking
         if self.calls:
-            found["tool_calls"] = [
-                {"id": id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-                for id, call in zip(self.call_ids, self.calls, strict=True)
-            ]
+            found["tool_calls"] = self.tool_calls(lambda given: given)
         return found
+
+    def tool_calls(self, write: Callable[[dict[str, Any]], Any]) -> list[dict[str, Any]]:
+        """The calls in OpenAI's chat form, their arguments as `write` gives them."""
+        return [
+            {"id": id, "type": "function", "function": {"name": call.name, "arguments": write(call.arguments)}}
+            for id, call in zip(self.call_ids, self.calls, strict=True)
+        ]
 
 
 @dataclass

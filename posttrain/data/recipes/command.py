@@ -14,21 +14,7 @@ from posttrain.data.recipes.recipe import Recipe, prepare
 from posttrain.data.rows import DataError, RowTable, load_rows
 from posttrain.spelling import OptionParser
 
-RECIPES: dict[str, Recipe] = {
-    recipe.name: recipe
-    for recipe in (
-        tasks.GSM8K,
-        tasks.MATH,
-        tasks.MATH500,
-        tasks.MBPP,
-        tasks.HUMANEVAL,
-        tasks.NQ_OPEN,
-        tasks.HOTPOTQA,
-        tasks.BANKING77,
-        tasks.HH_RLHF,
-        tasks.HH_RLHF_SFT,
-    )
-}
+RECIPES = {recipe.name: recipe for recipe in vars(tasks).values() if isinstance(recipe, Recipe)}
 
 
 def convert(

@@ -13,12 +13,26 @@ from typing import NamedTuple
 from posttrain.config.merge import Entry, Merged
 from posttrain.config.resolved import Problem
 from posttrain.config.trees import Tree
+from posttrain.config.values import parse_yaml
 from posttrain.other_systems.verl.actor import ACTOR_RULES
 from posttrain.other_systems.verl.rollout import ALGORITHM_RULES, ROLLOUT_RULES
-from posttrain.other_systems.verl.rule import HONOURED, NOT_NEEDED, NOT_SUPPORTED, TRANSLATED, Rule, Rules
+from posttrain.other_systems.verl.rule import (
+    HONOURED,
+    NOT_NEEDED,
+    NOT_SUPPORTED,
+    ON,
+    PACKED,
+    TRANSLATED,
+    Rule,
+    Rules,
+    given,
+    number,
+    plain,
+    refuse,
+)
 from posttrain.other_systems.verl.run import RUN_RULES
 from posttrain.other_systems.verl.supervised import GENERATION, SUPERVISED_RULES
-from posttrain.other_systems.verl.translations import CONDITIONS, ON, TRANSLATIONS, given, translate_values
+from posttrain.other_systems.verl.translations import CONDITIONS, TRANSLATIONS
 
 PPO_RULES: tuple[Rule, ...] = (*ACTOR_RULES, *ROLLOUT_RULES, *ALGORITHM_RULES, *RUN_RULES)
 
@@ -160,3 +174,99 @@ def _list_keys(keys: Iterable[str], most: int = 6) -> str:
     shown = [f"`{key}`" for key in keys]
     rest = f" and {len(shown) - most} more" if len(shown) > most else ""
     return ", ".join(shown[:most]) + rest
+
+
+# Values of verl are read in our words, whatever the key.
+
+_ACTOR, _MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
+_VAL = "actor_rollout_ref.rollout.val_kwargs"
+_RULES = "algorithm.rollout_correction.rollout_rs"
+# (key, value) -> the value here.
+WORDS: dict[tuple[str, str], object] = {
+    (_RULES, "token"): "token_k1",
+    (_RULES, "sequence"): "seq_sum_k1",
+    (_RULES, "geometric"): "seq_mean_k1",
+    ("algorithm.adv_estimator", "grpo_vectorized"): "grpo",
+    ("algorithm.adv_estimator", "rloo_vectorized"): "rloo",
+    ("trainer.save_freq", "0"): -1,
+    ("trainer.test_freq", "0"): -1,
+    ("trainer.total_training_steps", "-1"): None,
+    ("trainer.device", "gpu"): "cuda",
+}
+# Loggers of verl that write what every run writes: `metrics.jsonl`.
+IN_FILES = ("file",)
+
+
+def translate_values(merged: Merged) -> None:
+    """Replace other words by ours, and say so."""
+    for (key, word), value in WORDS.items():
+        entry = merged.entries.get(key)
+        if entry is not None and plain(entry.value) == word:
+            entry.value = value
+            merged.note(f"`{entry.spelling}={word}` is read as {'null' if value is None else value}.")
+    _after_each_epoch(merged)
+    _packed(merged)
+    _greedy(merged)
+    _no_adapter(merged)
+    _loggers(merged)
+
+
+def _after_each_epoch(merged: Merged) -> None:
+    """verl's word for saving or validating at the end of an epoch: with one epoch, the end of the run."""
+    for key in ("trainer.save_freq", "trainer.test_freq"):
+        entry = merged.entries.get(key)
+        if entry is None or plain(entry.value) != "after_each_epoch":
+            continue
+        if number(merged, "trainer.total_epochs", merged.names.leaves["trainer.total_epochs"].default) == 1:
+            merged.note(f"`{entry.spelling}=after_each_epoch` is read as -1: the run has one epoch.")
+        else:
+            refuse(merged, entry, "how often is a number of steps", f"set {key} to the steps of an epoch")
+        entry.value = -1
+
+
+def _packed(merged: Merged) -> None:
+    """verl pads rows for models that Megatron-Core cannot pack, and its scripts say so beside the engine."""
+    if all(given(merged, key) != "megatron" for key in ("model_engine", f"{_ACTOR}.model_engine", "engine")):
+        return
+    for key in (f"{_MODEL}.use_remove_padding", "critic.model.use_remove_padding", "model.use_remove_padding"):
+        entry = merged.entries.get(key)
+        if entry is not None and plain(entry.value) == "false":
+            entry.value = True
+            merged.note(f"`{entry.spelling}=False` is read as True: {PACKED}.")
+
+
+def _greedy(merged: Merged) -> None:
+    """Temperature 0 in validation is the most likely token."""
+    entry = merged.entries.get(f"{_VAL}.temperature")
+    if entry is None or plain(entry.value) not in ("0", "0.0"):
+        return
+    # A temperature of 0 cannot be divided by; engines take a switch for the likeliest token.
+    del merged.entries[f"{_VAL}.temperature"]
+    sample = merged.entries.get(f"{_VAL}.do_sample")
+    if sample is not None and plain(sample.value) in ("true", "1"):
+        sample.value = False
+        merged.note(f"`{entry.spelling}=0` takes the most likely token: {_VAL}.do_sample=False.")
+
+
+def _no_adapter(merged: Merged) -> None:
+    """Alpha 0 beside rank 0, as scripts write that there is no adapter."""
+    for model in ("actor_rollout_ref.model", "critic.model", "model"):
+        alpha, rank = (merged.entries.get(f"{model}.lora_{name}") for name in ("alpha", "rank"))
+        if alpha is not None and plain(alpha.value) == "0" and (rank is None or plain(rank.value) in ("0", "null")):
+            del merged.entries[f"{model}.lora_alpha"]
+            merged.note(f"`{alpha.spelling}=0` is not needed here: without a rank there is no adapter.")
+
+
+def _loggers(merged: Merged) -> None:
+    entry = merged.entries.get("trainer.logger")
+    if entry is None:
+        return
+    text = entry.value
+    try:
+        names = parse_yaml(text) if isinstance(text, str) and text.strip().startswith("[") else text
+    except ValueError:
+        return
+    names = [name.strip() for name in names.split(",")] if isinstance(names, str) else names
+    if isinstance(names, list) and any(name in IN_FILES for name in names):
+        entry.value = [name for name in names if name not in IN_FILES]
+        merged.note("The logger `file` writes what every run writes: metrics.jsonl in its directory.")

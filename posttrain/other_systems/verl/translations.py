@@ -1,16 +1,15 @@
-"""What keys and values of verl mean in posttrain's settings, where it is more than another name; and conditions under
-which a key does nothing in verl either."""
+"""What keys of verl mean in posttrain's settings, where it is more than another name; and conditions under which a key
+does nothing in verl either."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
 from posttrain.config.choices import CRITIC_ESTIMATORS
 from posttrain.config.merge import Entry, Merged
-from posttrain.config.values import parse_yaml
-from posttrain.other_systems.verl.asynchronous import ASYNCHRONOUS
-from posttrain.other_systems.verl.rule import NOTHING, ON, PACKED, given, is_empty, number, plain, refuse
+from posttrain.other_systems.verl.rule import NOTHING, ON, given, is_empty, number, plain, refuse
 
 _ACTOR, _MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
 _STRATEGY, _SUPERVISED_STRATEGY = f"{_ACTOR}.strategy", "fsdp.strategy"
@@ -18,7 +17,35 @@ _DTYPES = {"bf16": "bfloat16", "bfloat16": "bfloat16", "fp32": "float32", "float
 _ENGINES = ("dp", "fsdp", "fsdp2", "legacy")
 _MANAGERS = ("naive", "dapo", "gdpo", "prime")
 
+Translation = Callable[[Merged, str, Entry], None]
+TRANSLATIONS: dict[str, Translation] = {}
+"""Name in a rule -> its function."""
 
+
+def translation(*, of_empty: bool = False) -> Callable[[Translation], Translation]:
+    """Decorator: the function `_NAME` is the translation NAME. Values that say nothing are left alone, unless
+    `of_empty`."""
+
+    def register(function: Translation) -> Translation:
+        def translate(merged: Merged, key: str, entry: Entry) -> None:
+            if of_empty or not is_empty(entry):
+                function(merged, key, entry)
+
+        TRANSLATIONS[function.__name__.removeprefix("_")] = translate
+        return function
+
+    return register
+
+
+def _put_number(merged: Merged, target: str, entry: Entry, convert: Callable[[float], int]) -> None:
+    """Set `target` to what `convert` makes of the value; a problem if that is no number."""
+    try:
+        merged.put(target, convert(float(str(entry.value))), entry)
+    except ValueError:
+        refuse(merged, entry, "it is no number", f"set {target}")
+
+
+@translation(of_empty=True)
 def _dynamic(merged: Merged, key: str, entry: Entry) -> None:
     """True: passes are bounded by tokens alone, so that a bound on rows, if there is one, does not count."""
     prefix = key.removesuffix("use_dynamic_bsz")
@@ -32,37 +59,32 @@ def _dynamic(merged: Merged, key: str, entry: Entry) -> None:
     merged.entries[micro] = replace(entry, value=None, answer=None)
 
 
+@translation()
 def _share(merged: Merged, key: str, entry: Entry) -> None:
     """Rows over all workers, divided by the workers."""
-    if is_empty(entry):
-        return
     # Read as text: types are given later, when all keys have been answered.
     workers = number(merged, "trainer.n_gpus_per_node", 1) * number(merged, "trainer.nnodes", 1)
-    try:
-        rows = max(1, int(float(str(entry.value)) // workers))
-    except ValueError:
-        refuse(merged, entry, "it is no number", f"set {key}_per_gpu")
-        return
-    merged.put(f"{key}_per_gpu", rows, entry)
+    _put_number(merged, f"{key}_per_gpu", entry, lambda rows: max(1, int(rows // workers)))
 
 
+@translation()
 def _floor(merged: Merged, key: str, entry: Entry) -> None:
     """The last learning rate, as a share of the first."""
     section = key.rpartition(".")[0]
     rate = number(merged, f"{section}.lr", merged.names.leaves[f"{section}.lr"].default)
-    if is_empty(entry):
-        return
     try:
         merged.put(f"{section}.min_lr_ratio", float(str(entry.value)) / rate, entry)
     except (ValueError, ZeroDivisionError):
         refuse(merged, entry, f"it is no share of {section}.lr={rate:g}", f"set {section}.min_lr_ratio")
 
 
+@translation()
 def _cpu_optimizer(merged: Merged, key: str, entry: Entry) -> None:
     if plain(entry.value) in ON:
         merged.put(f"{key.split('.optim.')[0]}.fsdp_config.optimizer_offload", True, entry)
 
 
+@translation()
 def _offload(merged: Merged, key: str, entry: Entry) -> None:
     section = key.rpartition(".")[0]
     for name in ("param_offload", "optimizer_offload"):
@@ -70,15 +92,15 @@ def _offload(merged: Merged, key: str, entry: Entry) -> None:
             merged.entries[f"{section}.{name}"] = replace(entry, value=True, answer=None)
 
 
+@translation()
 def _deterministic(merged: Merged, key: str, entry: Entry) -> None:
     if plain(entry.value) in ON:
         merged.put("trainer.deterministic", True, entry)
 
 
+@translation()
 def _dtype(merged: Merged, key: str, entry: Entry) -> None:
     target = f"{_MODEL}.dtype" if f"{_MODEL}.dtype" in merged.names.leaves else "model.dtype"
-    if is_empty(entry):
-        return
     if ".megatron" in key and plain(merged.value(_STRATEGY)) != "megatron":
         merged.note(f"`{entry.spelling}` is not needed here: {_STRATEGY} is not megatron.")
         return
@@ -88,43 +110,48 @@ def _dtype(merged: Merged, key: str, entry: Entry) -> None:
         refuse(merged, entry, "this type is not offered", f"set {target} to bfloat16 or float32")
 
 
+@translation()
 def _stored_dtype(merged: Merged, key: str, entry: Entry) -> None:
     if plain(entry.value) in ("bf16", "bfloat16"):
         _dtype(merged, key, entry)
         merged.note(f"`{entry.spelling}={entry.value}`: computed in bfloat16; the optimizer's weights stay float32.")
-    elif plain(entry.value) not in ("fp32", "float32") and not is_empty(entry):
+    elif plain(entry.value) not in ("fp32", "float32"):
         refuse(merged, entry, "this type is not offered", "set it to fp32 or bf16")
 
 
+@translation()
 def _contents(merged: Merged, key: str, entry: Entry) -> None:
     # A list, but read as text: only this one entry of it has a counterpart.
     if "hf_model" in plain(entry.value):
         merged.put("trainer.export_hf", "all", entry)
 
 
+@translation()
 def _one_checkpoint(merged: Merged, key: str, entry: Entry) -> None:
     if plain(entry.value) in ON:
         merged.put("trainer.max_ckpt_to_keep", 1, entry)
 
 
+@translation()
 def _critic(merged: Merged, key: str, entry: Entry) -> None:
     name = merged.value("algorithm.adv_estimator")
     # The estimator decides; a script that says the same is right, and one that says otherwise expects another run.
-    if is_empty(entry) or (plain(entry.value) in ON) == (name in CRITIC_ESTIMATORS):
+    if (plain(entry.value) in ON) == (name in CRITIC_ESTIMATORS):
         return
     has = "has a critic" if name in CRITIC_ESTIMATORS else "has none"
     refuse(merged, entry, f"the estimator {name} {has}", "remove it; algorithm.adv_estimator=gae has a critic")
 
 
+@translation()
 def _bypass(merged: Merged, key: str, entry: Entry) -> None:
-    if not is_empty(entry):
-        merged.put(f"{_ACTOR}.old_log_probs", "rollout" if plain(entry.value) in ON else "trainer", entry)
+    merged.put(f"{_ACTOR}.old_log_probs", "rollout" if plain(entry.value) in ON else "trainer", entry)
 
 
+@translation()
 def _loss_type(merged: Merged, key: str, entry: Entry) -> None:
     """REINFORCE or the clipped loss, in bypass mode."""
     section, loss = key.rpartition(".")[0], f"{_ACTOR}.policy_loss.loss_mode"
-    if is_empty(entry) or plain(entry.value) == "ppo_clip":
+    if plain(entry.value) == "ppo_clip":
         return
     if plain(entry.value) != "reinforce":
         refuse(merged, entry, "it is neither ppo_clip nor reinforce", f"set {loss}")
@@ -137,11 +164,12 @@ def _loss_type(merged: Merged, key: str, entry: Entry) -> None:
         merged.put(loss, "gpg", entry)
 
 
+@translation()
 def _lower(merged: Merged, key: str, entry: Entry) -> None:
     target = key.removesuffix("_lower")
     upper = merged.entries.get(target)
     # `low_high` says both already.
-    if is_empty(entry) or (upper is not None and "_" in str(upper.value)):
+    if upper is not None and "_" in str(upper.value):
         return
     if upper is None or plain(upper.value) in NOTHING:
         refuse(merged, entry, f"there is no {target} beside it", f"set {target}={entry.value}_HIGH")
@@ -151,10 +179,11 @@ def _lower(merged: Merged, key: str, entry: Entry) -> None:
     upper.value = both
 
 
+@translation()
 def _gen_batch(merged: Merged, key: str, entry: Entry) -> None:
     batch = merged.value("data.train_batch_size")
     filtered = merged.entries.get("algorithm.filter_groups.enable")
-    if is_empty(entry) or plain(entry.value) == plain(batch):
+    if plain(entry.value) == plain(batch):
         return
     if any(key.startswith("async_training.") for key in merged.elsewhere):
         merged.note(f"`{entry.spelling}={entry.value}`: prompts are asked for in batches of {batch}.")
@@ -169,6 +198,7 @@ def _gen_batch(merged: Merged, key: str, entry: Entry) -> None:
     refuse(merged, entry, why, "remove it, or set data.train_batch_size")
 
 
+@translation(of_empty=True)
 def _manager(merged: Merged, key: str, entry: Entry) -> None:
     if plain(entry.value) in _MANAGERS or is_empty(entry):
         merged.note(
@@ -184,13 +214,15 @@ def _manager(merged: Merged, key: str, entry: Entry) -> None:
     refuse(merged, entry, "there is one manager of rewards", do)
 
 
+@translation()
 def _longest(merged: Merged, key: str, entry: Entry) -> None:
     limit = number(merged, "data.max_response_length", 0)
-    if not is_empty(entry) and plain(entry.value) not in (plain(int(limit)), plain(limit)):
+    if plain(entry.value) not in (plain(int(limit)), plain(limit)):
         why = f"the overlong buffer ends at data.max_response_length={limit:g}"
         refuse(merged, entry, why, "set both to the same number")
 
 
+@translation(of_empty=True)
 def _engine(merged: Merged, key: str, entry: Entry) -> None:
     if plain(entry.value) == "megatron":
         if key != "optim":  # the optimizer's group is that of the engine
@@ -204,6 +236,7 @@ def _engine(merged: Merged, key: str, entry: Entry) -> None:
     refuse(merged, entry, "this engine is not built in this version", do)
 
 
+@translation(of_empty=True)
 def _megatron_offload(merged: Merged, key: str, entry: Entry) -> None:
     if plain(merged.value(_STRATEGY)) == "megatron":
         role, _, name = key.rpartition(".")
@@ -212,6 +245,7 @@ def _megatron_offload(merged: Merged, key: str, entry: Entry) -> None:
         merged.note(f"`{entry.spelling}` is not needed here: {_STRATEGY} is not megatron.")
 
 
+@translation(of_empty=True)
 def _megatron_sizes(merged: Merged, key: str, entry: Entry) -> None:
     name = key.rpartition(".")[2].replace("_model_", "_")
     # The dict may have been given whole or key by key, and may still be text.
@@ -227,6 +261,7 @@ def _megatron_sizes(merged: Merged, key: str, entry: Entry) -> None:
         refuse(merged, entry, why, f"set {_ACTOR}.megatron_config.{name}={entry.value}, which holds for all")
 
 
+@translation(of_empty=True)
 def _supervised_sizes(merged: Merged, key: str, entry: Entry) -> None:
     """Of SFT and reward models: the sizes by which Megatron cuts the model, where it is the engine."""
     name = key.rpartition(".")[2].replace("_model_", "_")
@@ -236,25 +271,28 @@ def _supervised_sizes(merged: Merged, key: str, entry: Entry) -> None:
         merged.note(f"`{entry.spelling}` is not needed here: {_SUPERVISED_STRATEGY} is not megatron.")
 
 
+@translation()
 def _same_engine(merged: Merged, key: str, entry: Entry) -> None:
     """Of the reference and the critic: the actor's engine, by any of its names."""
     actors, own = plain(merged.value(_STRATEGY)), plain(entry.value)
     # All roles of a run share one engine, so that they plan the same passes.
-    if own == actors or {own, actors} <= {"fsdp", "fsdp2"} or is_empty(entry):
+    if own == actors or {own, actors} <= {"fsdp", "fsdp2"}:
         return
     name = "fsdp2" if actors in ("fsdp", "fsdp2") else actors
     refuse(merged, entry, f"it is computed by the actor's engine, {actors}", f"remove it, or set {key}={name}")
 
 
+@translation(of_empty=True)
 def _model_group(merged: Merged, key: str, entry: Entry) -> None:
     if plain(entry.value) != "hf_model":
         refuse(merged, entry, "verl's group files are not here", f"remove it; set {key}.path")
 
 
+@translation()
 def _user_turns(merged: Merged, key: str, entry: Entry) -> None:
     """Tool results and other words between the model's turns, which has one turn more than there are of these."""
     section, name = key.rpartition(".")[0], "max_assistant_turns"
-    if is_empty(entry) or plain(entry.value) == "0":  # 0 is no bound, as in verl
+    if plain(entry.value) == "0":  # 0 is no bound, as in verl
         return
     try:
         # The model speaks before the first and after the last of them.
@@ -272,47 +310,69 @@ def _user_turns(merged: Merged, key: str, entry: Entry) -> None:
     merged.add(replace(entry, spelling=f"{section}.{name}", value=turns, is_file=False, answer=None))
 
 
+@translation()
 def _sampler(merged: Merged, key: str, entry: Entry) -> None:
     """The file and the class are one name."""
     section, _, which = key.rpartition(".")
     other = merged.elsewhere.get(f"{section}.{'class_name' if which == 'class_path' else 'class_path'}")
-    if is_empty(entry):
-        return
     if other is None or is_empty(other):
         refuse(merged, entry, "a sampler has a file and a class", f"set {section}=FILE.py:CLASS")
     elif which == "class_path":
         merged.put(section, f"{entry.value}:{other.value}", entry)
 
 
-# Name in a rule -> its function.
-TRANSLATIONS: dict[str, Callable[[Merged, str, Entry], None]] = {
-    "dynamic": _dynamic,
-    "share": _share,
-    "floor": _floor,
-    "cpu_optimizer": _cpu_optimizer,
-    "offload": _offload,
-    "deterministic": _deterministic,
-    "dtype": _dtype,
-    "stored_dtype": _stored_dtype,
-    "contents": _contents,
-    "one_checkpoint": _one_checkpoint,
-    "critic": _critic,
-    "bypass": _bypass,
-    "loss_type": _loss_type,
-    "lower": _lower,
-    "gen_batch": _gen_batch,
-    "manager": _manager,
-    "longest": _longest,
-    "engine": _engine,
-    "megatron_offload": _megatron_offload,
-    "megatron_sizes": _megatron_sizes,
-    "supervised_sizes": _supervised_sizes,
-    "same_engine": _same_engine,
-    "model_group": _model_group,
-    "user_turns": _user_turns,
-    "sampler": _sampler,
-    **ASYNCHRONOUS,
-}
+# verl's fully asynchronous trainer. There a trainer's step takes `require_batches` mini-batches, weights are synced
+# every `trigger_parameter_sync_step` of them, and `staleness_threshold` is how much may be generated ahead, as a share
+# of what is trained between two syncs. Here that is a step, of `data.train_batch_size` prompts in mini-batches of the
+# same size.
+_SECTION, _BATCH = "async_training", "data.train_batch_size"
+
+
+@translation()
+def _staleness(merged: Merged, key: str, entry: Entry) -> None:
+    """A share of a step counts as a whole one: the bound here is in policy versions."""
+    _put_number(merged, "trainer.max_staleness", entry, math.ceil)
+
+
+@translation()
+def _partial(merged: Merged, key: str, entry: Entry) -> None:
+    merged.put("trainer.partial_rollout", plain(entry.value) in ON, entry)
+
+
+def _prompts_between_syncs(merged: Merged) -> int:
+    said = (given(merged, f"{_SECTION}.{name}") for name in ("require_batches", "trigger_parameter_sync_step"))
+    counts = [float(text) if text.replace(".", "").isdigit() else 1.0 for text in said]
+    return int(number(merged, f"{_ACTOR}.ppo_mini_batch_size", 1) * counts[0] * counts[1])
+
+
+@translation()
+def _sync_step(merged: Merged, key: str, entry: Entry) -> None:
+    """As many prompts in a step as verl trains between two syncs; verl's scripts have a batch size of 0."""
+    old = merged.entries.get(_BATCH)
+    if old is not None and old.explicit and plain(old.value) not in ("0", str(_prompts_between_syncs(merged))):
+        merged.note(f"`{entry.spelling}={entry.value}`: weights are synced after every {_BATCH}={old.value} prompts.")
+        return
+    merged.entries.pop(_BATCH, None)
+    merged.put(_BATCH, _prompts_between_syncs(merged), entry)
+
+
+@translation(of_empty=True)
+def _old_policy(merged: Merged, key: str, entry: Entry) -> None:
+    """The rollout's log-probs are the old ones, unless the trainer is to compute those of the policy that learns."""
+    prox = given(merged, f"{_SECTION}.compute_prox_log_prob") in ON
+    if given(merged, f"{_SECTION}.use_rollout_log_probs") in ON and not prox:
+        merged.put(f"{_ACTOR}.old_log_probs", "rollout", entry)
+
+
+@translation()
+def _total_prompts(merged: Merged, key: str, entry: Entry) -> None:
+    size = number(merged, _BATCH, 0) or _prompts_between_syncs(merged)
+    _put_number(merged, "trainer.total_training_steps", entry, lambda prompts: max(1, int(prompts // size)))
+
+
+@translation()
+def _of_trainer(merged: Merged, key: str, entry: Entry) -> None:
+    merged.put(f"trainer.{key.rpartition('.')[2]}", entry.value, entry)
 
 
 _FSDP_NAMES = ("fsdp", "fsdp2", "dp")
@@ -333,96 +393,3 @@ def _constant(merged: Merged, key: str) -> bool:
 
 
 CONDITIONS: dict[str, Callable[[Merged, str], bool]] = {"fsdp": _fsdp, "constant": _constant}
-
-
-_VAL = "actor_rollout_ref.rollout.val_kwargs"
-_RULES = "algorithm.rollout_correction.rollout_rs"
-# (key, value) -> the value here.
-WORDS: dict[tuple[str, str], object] = {
-    (_RULES, "token"): "token_k1",
-    (_RULES, "sequence"): "seq_sum_k1",
-    (_RULES, "geometric"): "seq_mean_k1",
-    ("algorithm.adv_estimator", "grpo_vectorized"): "grpo",
-    ("algorithm.adv_estimator", "rloo_vectorized"): "rloo",
-    ("trainer.save_freq", "0"): -1,
-    ("trainer.test_freq", "0"): -1,
-    ("trainer.total_training_steps", "-1"): None,
-    ("trainer.device", "gpu"): "cuda",
-}
-# Loggers of verl that write what every run writes: `metrics.jsonl`.
-IN_FILES = ("file",)
-
-
-def translate_values(merged: Merged) -> None:
-    """Replace other words by ours, and say so."""
-    for (key, word), value in WORDS.items():
-        entry = merged.entries.get(key)
-        if entry is not None and plain(entry.value) == word:
-            entry.value = value
-            merged.note(f"`{entry.spelling}={word}` is read as {'null' if value is None else value}.")
-    _after_each_epoch(merged)
-    _packed(merged)
-    _greedy(merged)
-    _no_adapter(merged)
-    _loggers(merged)
-
-
-def _after_each_epoch(merged: Merged) -> None:
-    """verl's word for saving or validating at the end of an epoch: with one epoch, the end of the run."""
-    for key in ("trainer.save_freq", "trainer.test_freq"):
-        entry = merged.entries.get(key)
-        if entry is None or plain(entry.value) != "after_each_epoch":
-            continue
-        if number(merged, "trainer.total_epochs", merged.names.leaves["trainer.total_epochs"].default) == 1:
-            merged.note(f"`{entry.spelling}=after_each_epoch` is read as -1: the run has one epoch.")
-        else:
-            refuse(merged, entry, "how often is a number of steps", f"set {key} to the steps of an epoch")
-        entry.value = -1
-
-
-def _packed(merged: Merged) -> None:
-    """verl pads rows for models that Megatron-Core cannot pack, and its scripts say so beside the engine."""
-    if all(given(merged, key) != "megatron" for key in ("model_engine", f"{_ACTOR}.model_engine", "engine")):
-        return
-    for key in (f"{_MODEL}.use_remove_padding", "critic.model.use_remove_padding", "model.use_remove_padding"):
-        entry = merged.entries.get(key)
-        if entry is not None and plain(entry.value) == "false":
-            entry.value = True
-            merged.note(f"`{entry.spelling}=False` is read as True: {PACKED}.")
-
-
-def _greedy(merged: Merged) -> None:
-    """Temperature 0 in validation is the most likely token."""
-    entry = merged.entries.get(f"{_VAL}.temperature")
-    if entry is None or plain(entry.value) not in ("0", "0.0"):
-        return
-    # A temperature of 0 cannot be divided by; engines take a switch for the likeliest token.
-    del merged.entries[f"{_VAL}.temperature"]
-    sample = merged.entries.get(f"{_VAL}.do_sample")
-    if sample is not None and plain(sample.value) in ("true", "1"):
-        sample.value = False
-        merged.note(f"`{entry.spelling}=0` takes the most likely token: {_VAL}.do_sample=False.")
-
-
-def _no_adapter(merged: Merged) -> None:
-    """Alpha 0 beside rank 0, as scripts write that there is no adapter."""
-    for model in ("actor_rollout_ref.model", "critic.model", "model"):
-        alpha, rank = (merged.entries.get(f"{model}.lora_{name}") for name in ("alpha", "rank"))
-        if alpha is not None and plain(alpha.value) == "0" and (rank is None or plain(rank.value) in ("0", "null")):
-            del merged.entries[f"{model}.lora_alpha"]
-            merged.note(f"`{alpha.spelling}=0` is not needed here: without a rank there is no adapter.")
-
-
-def _loggers(merged: Merged) -> None:
-    entry = merged.entries.get("trainer.logger")
-    if entry is None:
-        return
-    text = entry.value
-    try:
-        names = parse_yaml(text) if isinstance(text, str) and text.strip().startswith("[") else text
-    except ValueError:
-        return
-    names = [name.strip() for name in names.split(",")] if isinstance(names, str) else names
-    if isinstance(names, list) and any(name in IN_FILES for name in names):
-        entry.value = [name for name in names if name not in IN_FILES]
-        merged.note("The logger `file` writes what every run writes: metrics.jsonl in its directory.")

@@ -17,12 +17,11 @@ import torch
 from posttrain.kernels.decode import BLOCK
 from posttrain.rollout.base import Output, Request, RolloutEngine, Stage
 from posttrain.rollout.native.admission import SEGMENT, SEGMENT_AHEAD, Queue
-from posttrain.rollout.native.decoder import Decoder
+from posttrain.rollout.native.decoder import Decoder, score_rows
 from posttrain.rollout.native.next_tokens import forward, sample_next, sources
 from posttrain.rollout.native.pool import Pool
 from posttrain.rollout.native.prompts import Prompt
 from posttrain.rollout.native.rounds import Drafted, Ended, Rounds
-from posttrain.rollout.native.scoring import score_rows
 from posttrain.rollout.native.slots import Slots
 from posttrain.rollout.native.speculation import Speculation
 
@@ -220,11 +219,8 @@ class NativeEngine(RolloutEngine):
     def _stopped_by_text(self, slot: int) -> bool:
         """Whether the newest token completed a stop string."""
         request = self.slots.requests[slot]
-        assert request is not None and self.decode is not None
-        # A token is at least one byte, so the last few tokens are enough: decoding the whole response would be slow.
-        longest = max(len(stop.encode()) for stop in request.sampling.stop)
-        text = self.decode(self.slots.written(slot)[-(longest + 8) :])
-        return any(stop in text for stop in request.sampling.stop)
+        assert request is not None
+        return request.sampling.stopped_by_text(self.slots.written(slot), self.decode)
 
     def _has_budget_left(self, slot: int, reason: str) -> bool:
         """Whether the row has only come to the end of the tokens that it was granted."""

@@ -10,8 +10,7 @@ import torch
 
 from posttrain.kernels.cuda import to_device
 from posttrain.rollout.base import Request
-from posttrain.rollout.native.batch import step_tokens, with_rows
-from posttrain.rollout.native.decoder import Decoder
+from posttrain.rollout.native.decoder import Decoder, step_tokens, with_rows
 from posttrain.rollout.native.pool import Pool
 from posttrain.rollout.native.prompts import Piece, Prompt
 from posttrain.rollout.native.slots import Slots

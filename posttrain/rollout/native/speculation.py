@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from posttrain.rollout.base import Request
-from posttrain.rollout.native.batch import step_tokens
+from posttrain.rollout.native.decoder import step_tokens
 from posttrain.rollout.native.drafts import Drafts
 from posttrain.rollout.native.next_tokens import draw
 from posttrain.rollout.native.rounds import Drafted, Rounds

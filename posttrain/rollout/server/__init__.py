@@ -5,5 +5,4 @@ host.py      the far side (`posttrain serve MODEL --accept-weights`): an engine 
 link.py      the near side's connection to one server, and what a failed one is called
 engine.py    the near side (`actor_rollout_ref.rollout.name=server`): a rollout engine over one or several servers
 build.py     connects, and compares the servers' model with the trainer's
-settings.py  checks of `actor_rollout_ref.rollout.server`
 """

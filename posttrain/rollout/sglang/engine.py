@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from posttrain.rollout.base import Output, Request, RolloutEngine, Sampling, Stage
-from posttrain.rollout.outside import Row, Weights, check_length
+from posttrain.rollout.base import Output, Request, Row, Sampling, Stage
+from posttrain.rollout.outside import CopyEngine, Weights
 from posttrain.rollout.sglang.inside import DRAWN, DROP, TAKE, told
 from posttrain.rollout.sglang.link import Link
 
@@ -58,9 +58,10 @@ class _Row(Row):
         return Output(self.request.id, self.tokens, self.log_probs, reason, self.versions, drawn)
 
 
-class SGLangEngine(RolloutEngine):
-    """Decodes with SGLang over a `link`. `source` gives the weights again where they can be read without a sync: then
-    nothing of them is kept while the engine sleeps. Its cache holds `held` bytes."""
+class SGLangEngine(CopyEngine):
+    """Decodes with SGLang over a `link`. Its cache holds `held` bytes."""
+
+    title = "SGLang"
 
     def __init__(
         self,
@@ -74,37 +75,14 @@ class SGLangEngine(RolloutEngine):
         source: Callable[[], Weights] | None = None,
     ) -> None:
         self.link, self.longest, self.max_num_seqs, self.held, self.on_cuda = link, longest, max_num_seqs, held, on_cuda
-        self.decode, self.source = decode, source
-        self.waiting: deque[_Row] = deque()
-        self.rows: dict[str, _Row] = {}
+        super().__init__(decode, source)
         self.readers: dict[str, asyncio.Task[None]] = {}
-        self.count = 0
-        self.empty = False  # whether the memory of the weights holds none
 
     # -- requests -------------------------------------------------------------------------------------------------
-    def submit(self, request: Request) -> None:
-        self.check_request(request)
-        check_length(request, self.longest, "SGLang")
-        self.waiting.append(_Row(request, ""))
-
-    def has_work(self) -> bool:
-        return bool(self.waiting or self.rows)
-
-    def running_tokens(self) -> int:
-        return sum(len(row.tokens) for row in self.rows.values())
-
-    def release(self, ids: Iterable[Hashable]) -> None:
-        """SGLang finds a parent's cache by its tokens, and keeps it as long as there is room."""
-
-    def abort(self, ids: Iterable[Hashable]) -> list[Output]:
-        wanted = set(ids)
-        gone = [row for row in (*self.rows.values(), *self.waiting) if row.request.id in wanted]
-        self._take_out([row for row in gone if row.name in self.rows])
-        self.waiting = deque(row for row in self.waiting if row.request.id not in wanted)
-        return [row.output("abort") for row in gone]
+    def _new_row(self, request: Request) -> _Row:
+        return _Row(request)
 
     def _take_out(self, rows: Sequence[_Row]) -> None:
-        """SGLang has nothing of them when this is over."""
         if rows:
             self.link.run(self._stopped(rows))
         for row in rows:
@@ -177,21 +155,6 @@ class SGLangEngine(RolloutEngine):
         return row.reason
 
     # -- weights and memory ---------------------------------------------------------------------------------------
-    def score(self, token_ids: Sequence[Sequence[int]], *, temperature: float = 1.0) -> list[torch.Tensor]:
-        """SGLang computes log-probs of a prompt only with a cache: where that sleeps it wakes for the call."""
-        self.check_awake("weights")
-        if self.has_work():
-            raise RuntimeError("SGLang scores rows while no requests are under way")
-        self._be_ready()
-        borrowed = "cache" in self.asleep
-        if borrowed:
-            self._resume("cache")
-        try:
-            return self._scored(token_ids, temperature)
-        finally:
-            if borrowed:
-                self._drop("cache")
-
     def _scored(self, token_ids: Sequence[Sequence[int]], temperature: float) -> list[torch.Tensor]:
         rows = [[*row] for row in token_ids if len(row) > 1]
         asked = told(_NOTHING, 0, 0) | {"scale": float(temperature)}
@@ -233,30 +196,10 @@ class SGLangEngine(RolloutEngine):
         if not any(self.link.run(flush(timeout_s=seconds)).success for seconds in (None, PATIENCE)):
             raise RuntimeError("SGLang does not forget what it has computed with older weights")
 
-    def _be_ready(self) -> None:
-        """The weights are those that they should be."""
-        if self.empty:
-            assert self.source is not None
-            self._load(self.source())
-
     def cache_bytes(self) -> int:
         return 0 if "cache" in self.asleep else self.held
 
-    def _give_back(self) -> None:
-        if "cache" not in self.asleep:
-            self._drop("cache")
-        if "weights" not in self.asleep:
-            self._drop("weights")
-            self.empty = self.on_cuda and self.source is not None
-
-    def _take(self, stage: Stage) -> None:
-        """Weights that a sync brings are not read before; without one they are, when the cache wakes."""
-        self._resume(stage)
-        if stage == "cache":
-            self._be_ready()
-
     def _drop(self, stage: Stage) -> None:
-        """On a CPU weights stay."""
         if stage == "cache":
             self._forget()
         if self.on_cuda:

@@ -8,16 +8,15 @@ temperature before vLLM sees them, which scores take as well, so that requests o
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
 import torch
 
-from posttrain.rollout.base import Output, Request, RolloutEngine, Sampling, Stage
-from posttrain.rollout.outside import Row, Weights, check_length
+from posttrain.rollout.base import Output, Request, Row, Sampling, Stage
+from posttrain.rollout.outside import CopyEngine, Weights
 from posttrain.rollout.vllm.adapters import HeldAdapters
 from posttrain.rollout.vllm.inside import Inside, close
 
@@ -40,14 +39,17 @@ class _Row(Row):
         self.log_probs = [*log_probs]
 
     def output(self, reason: str) -> Output:
-        return Output(self.request.id, self.tokens, self.log_probs, reason, self.versions, self.drawn)
+        log_probs, drawn = self.log_probs, self.drawn
+        if drawn is None and not self.request.sampling.plain:  # it was aborted, and nobody has scored it yet
+            log_probs, drawn = [float("nan")] * len(self.tokens), self.log_probs
+        return Output(self.request.id, self.tokens, log_probs, reason, self.versions, drawn)
 
 
-class VLLMEngine(RolloutEngine):
-    """Decodes with `llm`, a vLLM LLMEngine of this process. `source` gives the weights again where they can be read
-    without a sync: then nothing of them is kept while the engine sleeps. `tied` names heads by their embeddings. With
-    `keep_groups` torch's process group outlives the engine. `adapters` are computed beside the base: a sync brings them
-    alone."""
+class VLLMEngine(CopyEngine):
+    """Decodes with `llm`, a vLLM LLMEngine of this process. `tied` names heads by their embeddings. With `keep_groups`
+    torch's process group outlives the engine. `adapters` are computed beside the base: a sync brings them alone."""
+
+    title = "vLLM"
 
     def __init__(
         self,
@@ -59,44 +61,28 @@ class VLLMEngine(RolloutEngine):
         keep_groups: bool = False,
         adapters: HeldAdapters | None = None,
     ) -> None:
-        self.llm, self.inside, self.decode, self.source = llm, Inside(llm), decode, source
+        super().__init__(decode, source)
+        self.llm, self.inside = llm, Inside(llm)
         self.tied, self.keep_groups = tied or {}, keep_groups
         self.adapters, self.takes_adapters = adapters, adapters is not None
         self.longest: int = llm.vllm_config.model_config.max_model_len - 1  # a row that is scored gets a token more
-        self.waiting: deque[_Row] = deque()
-        self.rows: dict[str, _Row] = {}
-        self.count = 0
-        self.empty = False  # whether the memory of the weights holds none
+
+    @property
+    def on_cuda(self) -> bool:
+        return self.inside.on_cuda
 
     # -- requests -------------------------------------------------------------------------------------------------
-    def submit(self, request: Request) -> None:
-        self.check_request(request)
-        check_length(request, self.longest, "vLLM")
-        self.waiting.append(_Row(request, self._new_name()))
+    def _new_row(self, request: Request) -> _Row:
+        return _Row(request, self._new_name())
 
     def _new_name(self) -> str:
         self.count += 1
         return str(self.count)
 
-    def has_work(self) -> bool:
-        return bool(self.waiting or self.rows)
-
-    def running_tokens(self) -> int:
-        return sum(len(row.tokens) for row in self.rows.values())
-
-    def release(self, ids: Iterable[Hashable]) -> None:
-        """vLLM finds a parent's cache by its tokens, and keeps it as long as there is room."""
-
-    def abort(self, ids: Iterable[Hashable]) -> list[Output]:
-        wanted = set(ids)
-        gone = [row for row in (*self.waiting, *self.rows.values()) if row.request.id in wanted]
-        self.llm.abort_request([row.name for row in gone if row.name in self.rows])
-        self.waiting = deque(row for row in self.waiting if row.request.id not in wanted)
-        self.rows = {name: row for name, row in self.rows.items() if row.request.id not in wanted}
-        for row in gone:
-            if not row.request.sampling.plain:  # nobody has scored it yet
-                row.drawn, row.log_probs = row.log_probs, [float("nan")] * len(row.tokens)
-        return [row.output("abort") for row in gone]
+    def _take_out(self, rows: Sequence[_Row]) -> None:
+        self.llm.abort_request([row.name for row in rows])
+        for row in rows:
+            del self.rows[row.name]
 
     # -- a step ---------------------------------------------------------------------------------------------------
     @torch.no_grad()
@@ -169,26 +155,15 @@ class VLLMEngine(RolloutEngine):
         return False
 
     # -- weights and memory ---------------------------------------------------------------------------------------
-    @torch.no_grad()
-    def score(self, token_ids: Sequence[Sequence[int]], *, temperature: float = 1.0) -> list[torch.Tensor]:
-        """vLLM computes log-probs of a prompt only with a cache: where that sleeps it wakes for the call."""
-        self.check_awake("weights")
-        if self.has_work():
-            raise RuntimeError("vLLM scores rows while no requests are under way")
-        self._be_ready()
-        borrowed = "cache" in self.asleep
-        if borrowed:
-            self.inside.take("cache")
+    def _scored(self, token_ids: Sequence[Sequence[int]], temperature: float) -> list[torch.Tensor]:
+        self.inside.divide_logits(temperature)
         try:
-            self.inside.divide_logits(temperature)
-            return self._scored(token_ids)
+            return self._of_prompts(token_ids)
         finally:
             self.inside.divide_logits(1.0)
             self.llm.reset_prefix_cache()
-            if borrowed:
-                self.inside.drop("cache", keep=False)
 
-    def _scored(self, token_ids: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+    def _of_prompts(self, token_ids: Sequence[Sequence[int]]) -> list[torch.Tensor]:
         found: dict[str, list[float]] = {}
         names = [self._new_name() for _ in token_ids]
         for name, row in zip(names, token_ids, strict=True):
@@ -247,9 +222,7 @@ class VLLMEngine(RolloutEngine):
 
     def _be_ready(self) -> None:
         """The weights are whole, and where they should be."""
-        if self.empty:
-            assert self.source is not None
-            self._load(self.source())
+        super()._be_ready()
         self._finish_loading()
 
     def cache_bytes(self) -> int:
@@ -258,19 +231,15 @@ class VLLMEngine(RolloutEngine):
     def _give_back(self) -> None:
         self._finish_loading()
         self.llm.reset_prefix_cache()
-        if "cache" not in self.asleep:
-            self.inside.drop("cache", keep=False)
-        if "weights" not in self.asleep:
-            self.inside.drop("weights", keep=self.source is None)
-            self.empty = self.inside.on_cuda and self.source is not None
+        super()._give_back()
 
-    def _take(self, stage: Stage) -> None:
-        """Weights that a sync brings are not read before; without one they are, when the cache wakes."""
+    def _drop(self, stage: Stage) -> None:
+        self.inside.drop(stage, keep=stage == "weights" and self.source is None)
+
+    def _resume(self, stage: Stage) -> None:
         self.inside.take(stage)
-        if stage == "weights" and self.adapters is not None and self.inside.on_cuda:
+        if stage == "weights" and self.adapters is not None and self.on_cuda:
             self.adapters.forget()
-        if stage == "cache":
-            self._be_ready()
 
     def close(self) -> None:
         """Its memory is free."""

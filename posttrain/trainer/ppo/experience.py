@@ -28,8 +28,7 @@ from posttrain.batch.samples import last_rows
 from posttrain.config.root import PPOConfig
 from posttrain.controller.group import Future
 from posttrain.controller.incidents import WorkerDied
-from posttrain.conversations.batch import begin_conversations, join_rows
-from posttrain.conversations.loop import ConversationLoop
+from posttrain.conversations.loop import ConversationLoop, begin_conversations, join_rows
 from posttrain.protocol import DataProto
 from posttrain.rewards.types import RewardResult
 from posttrain.rollout.base import Output

@@ -13,7 +13,7 @@ from posttrain.config.root import PPOConfig
 from posttrain.controller.pool import Workers
 from posttrain.planning.budgets import Sizes
 from posttrain.protocol import DataProto
-from posttrain.rollout.settings import sampling_words
+from posttrain.rollout.sampling import sampling_words
 from posttrain.texts import own_words, redact
 from posttrain.tracking.curve import before_after, text_plot
 from posttrain.tracking.diagnosis import RunFacts, StepFacts, collect_advice, diagnose

@@ -29,9 +29,8 @@ from posttrain.batch.compact import lengths_of
 from posttrain.batch.samples import last_rows
 from posttrain.config.rollout import OverlongBufferConfig, RewardConfig, RewardModelConfig
 from posttrain.controller.pool import Workers
-from posttrain.conversations.batch import reward_info
 from posttrain.conversations.conversation import Conversation
-from posttrain.conversations.loop import ConversationLoop
+from posttrain.conversations.loop import ConversationLoop, reward_info
 from posttrain.conversations.settings import AGENT_KEY as KEY
 from posttrain.protocol import DataProto
 from posttrain.rewards.combined import RIGHT, asks_sources, named_sources, read_parts

@@ -1,0 +1,153 @@
+"""Formats in which a call is a JSON object with its name: alone, in a list, or several behind each other."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+
+from posttrain.conversations.formats.base import (
+    FORMATS,
+    BlockFormat,
+    CallFormat,
+    Unreadable,
+    no_object,
+    read_call,
+    skip_thinking,
+    write_call,
+)
+from posttrain.conversations.tools.base import ToolCall
+
+_DECODER, _BLANKS = json.JSONDecoder(), re.compile(r"\s*")
+
+
+class Hermes(BlockFormat):
+    """Calls in tags, anywhere in a turn; a call without its closing tag is read as far as it goes.
+
+    <tool_call>
+    {"name": "search", "arguments": {"query": "..."}}
+    </tool_call>
+    """
+
+    models = "Qwen2.5, Qwen3, Hermes, SmolLM3"
+    opening = "<tool_call>"
+    closing = "</tool_call>"
+
+    def read_block(self, inner: str) -> Iterator[ToolCall | Unreadable]:
+        try:
+            yield read_call(json.loads(inner), "arguments")
+        except (ValueError, RecursionError):
+            yield no_object("arguments")
+
+    def write(self, call: ToolCall) -> str:
+        return f"<tool_call>\n{write_call(call, 'arguments')}\n</tool_call>"
+
+
+FORMATS.add("hermes", Hermes())
+
+
+class JsonList(BlockFormat):
+    """The calls of a turn as a list of JSON objects. Example: `JsonList("Granite 3", "<|tool_call|>", "]")`."""
+
+    def __init__(self, models: str, opening: str, closing: str) -> None:
+        """closing: the mark behind the list, or `]` if nothing closes the list but its bracket."""
+        self.models, self.opening, self.closing = models, opening, closing
+        self.block = (opening, None) if closing == "]" else None
+
+    def read_block(self, inner: str) -> Iterator[ToolCall | Unreadable]:
+        place, found = 0, False
+        while inner.startswith(("[", "{"), begin := _BLANKS.match(inner, place).end()):  # pyright: ignore (it matches)
+            try:
+                value, place = _DECODER.raw_decode(inner, begin)
+            except (ValueError, RecursionError):
+                yield self.explain()
+                return
+            found = True
+            yield from (read_call(one, "arguments") for one in (value if isinstance(value, list) else [value]))
+        if not found:
+            yield self.explain()
+
+    def write(self, call: ToolCall) -> str:
+        return f"{self.opening}[{write_call(call, 'arguments')}]{self.closing.removeprefix(']')}"
+
+
+# <tool_calls>[{"name": "search", "arguments": {"query": "..."}}]</tool_calls>
+FORMATS.add("apriel", JsonList("Apriel, Hunyuan A13B, MiniMax-M1", "<tool_calls>", "</tool_calls>"))
+FORMATS.add("granite", JsonList("Granite 3", "<|tool_call|>", "]"))
+FORMATS.add("nemotron_v2", JsonList("Nemotron Nano v2", "<TOOLCALL>", "</TOOLCALL>"))
+
+
+class Llama3Json(CallFormat):
+    """A turn that is nothing but calls, separated by `;`: {"name": "search", "parameters": {"query": "..."}}
+
+    JSON without a name and parameters is an answer, not a call.
+    """
+
+    models = "Llama 3.1, 3.2, 3.3"
+    closing = "}"
+    _tag, _call, _separator = "<|python_tag|>", re.compile(r'\{\s*"name"\s*:'), re.compile(r"[; \n]*")
+
+    def read(self, text: str) -> list[ToolCall | Unreadable]:
+        text = skip_thinking(text)
+        tagged, turn = self._tag in text, (text.partition(self._tag)[2] or text).strip()
+        meant = tagged or self._call.match(turn) is not None
+        calls, place = list[ToolCall | Unreadable](), 0
+        while turn.startswith("{", place):  # a place in the text: copies of the rest would take quadratic time
+            try:
+                found, place = _DECODER.raw_decode(turn, place)
+            except (ValueError, RecursionError):
+                return [*calls, no_object("parameters")] if meant else calls
+            if not tagged and not ({"name"} < found.keys() and found.keys() & {"parameters", "arguments"}):
+                return calls
+            calls.append(read_call(found, "arguments" if "parameters" not in found else "parameters"))
+            place = self._separator.match(turn, place).end()  # pyright: ignore (it always matches)
+        return calls or ([no_object("parameters")] if tagged else [])
+
+    def write(self, call: ToolCall) -> str:
+        return write_call(call, "parameters")
+
+
+FORMATS.add("llama3_json", Llama3Json())
+
+
+class Mistral(BlockFormat):
+    """Reads both forms, and writes the newer one. Everything behind the first mark is a call.
+
+    up to tokenizer v7:  [TOOL_CALLS][{"name": "search", "arguments": {"query": "..."}, "id": "..."}]
+    from v11 on:         [TOOL_CALLS]search[ARGS]{"query": "..."}
+    """
+
+    models = "Mistral 7B v0.3, Nemo, Small, Large, Ministral, Magistral"
+    opening = "[TOOL_CALLS]"
+    closing = "}"
+    block = (opening, None)
+    # `*+` does not backtrack: thousands of blanks would take quadratic time.
+    _begin = re.compile(r"\s*+(?:\[TOOL_CALLS\]\s*+)?+(?=[\[{])")
+    _named = re.compile(
+        r"\s*+(?:\[TOOL_CALLS\])?+([^\s\[\]{}]{1,200})(?:\[CALL_ID\][^\[\]]{0,200})?(?:\[ARGS\])?\s*+(?=\{)"
+    )
+
+    def read_block(self, inner: str) -> Iterator[ToolCall | Unreadable]:
+        place = 0
+        while found := self._named.match(inner, place) or self._begin.match(inner, place):
+            try:
+                value, place = _DECODER.raw_decode(inner, found.end())
+            except (ValueError, RecursionError):
+                yield self.explain()
+                return
+            if found.re is self._named:
+                yield read_call({"name": found[1], "arguments": value}, "arguments")
+            else:
+                yield from (read_call(one, "arguments") for one in (value if isinstance(value, list) else [value]))
+        if not place:
+            yield self.explain()
+
+    def write(self, call: ToolCall) -> str:
+        return f"{self.opening}{call.name}[ARGS]{json.dumps(call.arguments, ensure_ascii=False)}"
+
+    def turn_end(self, rendered: str) -> int:
+        # A list of calls ends with a bracket, a call of the newer form with a brace.
+        return max(rendered.rfind("]"), rendered.rfind("}")) + 1
+
+
+FORMATS.add("mistral", Mistral())
