@@ -27,9 +27,9 @@ from posttrain.kernels.cuda.clamped_experts import multiply
 from posttrain.kernels.cuda.experts import Tile, sort_pairs
 from posttrain.models.loading import fuse_and_prove
 from posttrain.rollout.base import Sampling
+from posttrain.rollout.engines import why_wrong
 from posttrain.rollout.generate import generate
 from posttrain.rollout.native.build import build_native
-from posttrain.rollout.proof import why_wrong
 
 KERNELS = 25  # lines of a profile
 CLAMPED = [(16, 128, 64, 4, 4), (32, 128, 64, 4, 4), (64, 128, 64, 4, 4), (64, 128, 64, 8, 4), (64, 64, 64, 4, 5),
