@@ -28,8 +28,8 @@ import numpy as np
 import torch
 
 from posttrain.batch.rows import Block, use_store
+from posttrain.controller.incidents import STACK_SIGNAL, Process, this_process
 from posttrain.controller.ray_store import HolderBeside, RayHolder, in_ray, put_beside, put_block
-from posttrain.controller.stalls import STACK_SIGNAL, Process, this_process
 from posttrain.errors import UserError
 
 Parcel = tuple[bytes, list[np.ndarray], list[Any]]

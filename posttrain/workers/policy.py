@@ -19,9 +19,8 @@ from posttrain.protocol import DataProto
 from posttrain.rollout.weight_buckets import Bucket, split_into_buckets, without_tied_copies
 from posttrain.workers.actor.correction import finish_importance_metrics
 from posttrain.workers.actor.dp_actor import DataParallelPPOActor, actor_objective, actor_schedule
-from posttrain.workers.engine_worker import ExportingWorker, adapter_notes, lora_state
 from posttrain.workers.measures import Kept, Measures, StoredStats, join_token_stats
-from posttrain.workers.roles import actor_engine, reference_engine
+from posttrain.workers.roles import ExportingWorker, actor_engine, adapter_notes, lora_state, reference_engine
 from posttrain.workers.update_plan import (
     UpdatePlan,
     batch_of,

@@ -27,9 +27,8 @@ from posttrain.rollout.settings import sampling_for
 from posttrain.rollout.stored import keep_outputs
 from posttrain.rollout.weight_buckets import Bucket, checksum_of_all
 from posttrain.texts import texts_of
-from posttrain.workers.engine_worker import policy_notes
 from posttrain.workers.policy import PolicyWorker
-from posttrain.workers.roles import engine_ranks, rollout_model
+from posttrain.workers.roles import engine_ranks, policy_notes, rollout_model
 from posttrain.workers.update_plan import by_groups, in_row_order
 from posttrain.workers.weight_sync import WeightProbe
 from posttrain.workers.weight_transport import Endpoint, Place, Route, machine_address, place_of

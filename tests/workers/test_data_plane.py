@@ -32,7 +32,7 @@ from posttrain.trainer.ppo import sample_writer
 from posttrain.trainer.ppo.advantages import compute_advantage
 from posttrain.trainer.ppo.sample_writer import packed_samples
 from posttrain.workers.measures import ROW, StoredStats, TokenStats, join_token_stats
-from posttrain.workers.token_weights import token_weights
+from posttrain.workers.update_plan import token_weights
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "measure_data_plane.py"
 PAD = 7

@@ -397,8 +397,8 @@ def test_what_a_rollout_worker_that_may_be_replaced_has_made_is_there_when_it_is
 
 def test_a_rank_that_is_stopped_or_dies_is_named_and_its_peers_error_is_not_taken_for_the_cause(cluster, tmp_path):
     from posttrain.controller import ray_ranks
+    from posttrain.controller.incidents import WorkerStopped
     from posttrain.controller.ray_pool import RayWorkers
-    from posttrain.controller.stalls import WorkerStopped
 
     told: list[str] = []
     workers = RayWorkers(2, CPU, cluster, tell=told.append, stopped_s=4, logs=tmp_path)

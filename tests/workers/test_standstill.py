@@ -16,20 +16,21 @@ import pytest
 from patience import until
 
 from posttrain.config import ConfigError, load_config
-from posttrain.controller.incidents import PeerLost, WorkerDied
-from posttrain.controller.rank_host import Identity
-from posttrain.controller.stalls import (
+from posttrain.controller.incidents import (
     EVERY_S,
     IDLE_S,
+    PeerLost,
     Process,
     StallWatch,
     State,
+    WorkerDied,
     WorkersHung,
     WorkerStopped,
     starting_states,
     state_of,
     this_process,
 )
+from posttrain.controller.rank_host import Identity
 
 ONE, TWO = "Rank 0 (process 11 on a)", "Rank 1 (process 22 on b)"
 

@@ -24,7 +24,7 @@ from posttrain.tracking.rundir import TIMELINE, RunDirectory, append_line
 from posttrain.tracking.safe_files import Background
 from posttrain.tracking.status import FRESH_S, STATUS_FILE, write_origin, write_status
 from posttrain.trainer.run.memory import named_stage
-from posttrain.trainer.run.snapshots import Snapshots
+from posttrain.trainer.run.recovery import Snapshots
 
 if TYPE_CHECKING:  # a supervised run does not load the workers of the others
     from posttrain.workers.groups import ActorRolloutGroup, CriticGroup

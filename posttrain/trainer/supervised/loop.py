@@ -37,7 +37,7 @@ from posttrain.trainer.run.recovery import run_with_restarts
 from posttrain.trainer.run.result import GracefulStop, RunResult, TrainingStopped
 from posttrain.trainer.run.writer import RunWriter
 from posttrain.trainer.supervised.tasks import ROLE, Task
-from posttrain.workers.engine_worker import adapter_notes
+from posttrain.workers.roles import adapter_notes
 
 # A step's metrics with another name in the log than `train/NAME`.
 NAMES = {"skipped": "train/bad_steps", "tokens": "perf/total_num_tokens"}
