@@ -19,10 +19,9 @@ import numpy as np
 import torch
 
 from posttrain.algorithms import aggregation_weights, mask_counts
-from posttrain.batch.columns import Column, MaskColumn
+from posttrain.batch.columns import Column, MaskColumn, has_store
 from posttrain.batch.compact import compact, keep_rows, row_sums
 from posttrain.batch.fields import ROUTES
-from posttrain.batch.rows import has_store
 from posttrain.batch.samples import has_several_rows, rows_of_samples, sample_of_rows
 from posttrain.controller.group import Calls, WorkerGroup
 from posttrain.engine.facts import EngineFacts

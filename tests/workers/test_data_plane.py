@@ -14,10 +14,18 @@ import pytest
 import torch
 
 from posttrain import algorithms
-from posttrain.batch.columns import Column, EveryTokenColumn, LastTokenColumn, StoredColumn
+from posttrain.batch.columns import (
+    Block,
+    Column,
+    EveryTokenColumn,
+    Held,
+    Holder,
+    LastTokenColumn,
+    StoredColumn,
+    use_store,
+)
 from posttrain.batch.compact import compact, keep_rows
 from posttrain.batch.fields import ROUTES
-from posttrain.batch.rows import Block, Held, Holder, use_store
 from posttrain.controller.group import Calls
 from posttrain.controller.rank_host import pack, size_of, unpack
 from posttrain.engine.micro_batches import plan_units

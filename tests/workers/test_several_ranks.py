@@ -40,8 +40,7 @@ from posttrain.batch.columns import EveryTokenColumn, LastTokenColumn, MaskColum
 from posttrain.config import load_config
 from posttrain.controller.incidents import PeerLost, WorkerDied
 from posttrain.controller.pool import LocalWorkers
-from posttrain.controller.rank_host import RankHost, unpack
-from posttrain.controller.ray_store import RayHolder
+from posttrain.controller.rank_host import RankHost, RayHolder, unpack
 from posttrain.errors import UserError
 from posttrain.kernels.train import can_train
 from posttrain.protocol import DataProto
@@ -296,7 +295,7 @@ def test_rollout_workers_that_die_or_are_stopped_are_replaced_alone_and_change_n
     apart = {f"{ROLLOUT}.n_workers": 2, "trainer.stopped_worker_timeout_s": 2}
     straight = runs.free("straight apart", (1, 2), {**SIX, **apart})
     library = runs.folder / "all_in_store.py"  # of the replaced run alone: also responses as short as these
-    library.write_text("from posttrain.controller import ray_store\nray_store.INLINE_BYTES = 0\n")
+    library.write_text("from posttrain.controller import rank_host\nrank_host.INLINE_BYTES = 0\n")
     wanted = {**settings(runs.model, runs.data, runs.folder / "replaced"), **SIX, **apart}
     wanted["actor_rollout_ref.model.external_lib"] = str(library)
     code = textwrap.dedent(REPLACED).format(paths=[path for path in sys.path if path], settings=wanted)
