@@ -27,7 +27,7 @@ from posttrain.trainer.ppo.parts import TrainerParts
 from posttrain.trainer.ppo.recorder import Progress
 from posttrain.trainer.ppo.reward import reward_weights
 from posttrain.trainer.run.memory import named_stage
-from posttrain.trainer.run.result import GracefulStop, RunResult, TrainingStopped
+from posttrain.trainer.run.result import RunResult, TrainingStopped
 from posttrain.workers.actor.correction import can_correct_in_update
 from posttrain.workers.measures import ROW
 
@@ -48,29 +48,17 @@ class RayPPOTrainer(TrainerParts):
             critic_updates=critic_updates(self.config, self.sizes),
             critic_warmup=self.sizes.critic_warmup,
         )
-        status = "failed"
-        try:
+        with self.recorder.running(self._save_checkpoint) as stop:
             if self.config.tracking.samples_freq > 0:
                 self.recorder.keep_vocabulary(self.tokenizer)
-            with GracefulStop(say) as stop:
-                self.pending.begin(self.step, self.sizes.total_steps)
-                self._validate_at_start()
-                while self.step < self.sizes.total_steps and not self.config.trainer.val_only:
-                    if stop.requested:
-                        break
-                    with self.recorder.traces.of(self.step + 1):
-                        self._train_step()
-                status = "finished" if not stop.requested or self.step >= self.sizes.total_steps else "stopped"
-                self._save_if_stopped(stop)
-                self.recorder.wait_until_written()
-        except KeyboardInterrupt:
-            status = "stopped"
-            raise
-        finally:
-            self.recorder.close(status)
+            self.pending.begin(self.step, self.sizes.total_steps)
+            self._validate_at_start()
+            while self.step < self.sizes.total_steps and not (stop.requested or self.config.trainer.val_only):
+                with self.recorder.traces.of(self.step + 1):
+                    self._train_step()
         self.recorder.print_summary()
         validation = [(step, metrics) for step, metrics, _ in self.recorder.validations]
-        return RunResult(self.run.path, status, self.step, self.recorder.history, validation, stop.requested)
+        return self.recorder.result(stop, validation)
 
     def _train_step(self) -> None:
         stage = self.recorder.stage
@@ -335,15 +323,13 @@ class RayPPOTrainer(TrainerParts):
             self.recorder.loggers.log(0, metrics)
 
     def _validate_if_due(self) -> dict[str, float]:
-        freq, last = self.config.trainer.test_freq, self.step >= self.sizes.total_steps
-        if self.validator is None or not (last or (freq > 0 and self.step % freq == 0)):
+        if self.validator is None or not self.recorder.is_due(self.config.trainer.test_freq, self.step):
             return {}
         with self.recorder.stage("validation"):
             return self.validator.run(self.step)
 
     def _save_is_due(self) -> bool:
-        freq = self.config.trainer.save_freq
-        return self.step >= self.sizes.total_steps or (freq > 0 and self.step % freq == 0)
+        return self.recorder.is_due(self.config.trainer.save_freq, self.step)
 
     def _save_checkpoint(self) -> Path:
         self.pending.drain(self.step)  # a checkpoint has whole groups only, so that resuming it is exact
@@ -352,11 +338,3 @@ class RayPPOTrainer(TrainerParts):
     def _load_checkpoint(self) -> None:
         if (progress := self.checkpoints.restore()) is not None:
             self.step, self.bad_steps = progress.step, progress.bad_steps
-
-    def _save_if_stopped(self, stop: GracefulStop) -> None:
-        if stop.requested and self.step < self.sizes.total_steps:
-            self.recorder.is_ending = True
-            if self.step and not self._save_is_due():
-                self._save_checkpoint()
-            self.recorder.wait_until_written()
-            say(f"Stopped by {stop.requested.name} after step {self.step}; the same command continues this run.")

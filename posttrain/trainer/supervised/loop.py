@@ -34,7 +34,7 @@ from posttrain.trainer.run.process import (
     prepare_torch,
 )
 from posttrain.trainer.run.recovery import run_with_restarts
-from posttrain.trainer.run.result import GracefulStop, RunResult, TrainingStopped
+from posttrain.trainer.run.result import RunResult, TrainingStopped
 from posttrain.trainer.run.writer import RunWriter
 from posttrain.trainer.supervised.tasks import ROLE, Task
 from posttrain.workers.roles import adapter_notes
@@ -110,34 +110,22 @@ class SupervisedTrainer:
         """Train to the last step; gives what was reached. Ctrl-C and SIGTERM save and end it early."""
         self._resume()
         self.recorder.start(self.step)
-        status = "failed"
-        try:
-            with GracefulStop(say) as stop:
-                self._validate_at_start()
-                while self.step < self.total_steps and not stop.requested:
-                    with self.recorder.traces.of(self.step + 1):
-                        self._train_step()
-                status = "finished" if self.step >= self.total_steps else "stopped"
-                self._save_if_stopped(stop)
-                self.recorder.wait_until_written()
-        except KeyboardInterrupt:
-            status = "stopped"
-            raise
-        finally:
-            self.recorder.close(status)
+        with self.recorder.running(self._save) as stop:
+            self._validate_at_start()
+            while self.step < self.total_steps and not stop.requested:
+                with self.recorder.traces.of(self.step + 1):
+                    self._train_step()
         self.recorder.print_summary()
-        result = RunResult(self.run.path, status, self.step, self.recorder.history, self.recorder.validations)
-        result.stopped_by = stop.requested
-        return result
+        return self.recorder.result(stop, self.recorder.validations)
 
     def _train_step(self) -> None:
         with self.recorder.stage("update"):
             metrics = self.task.train_step(self.sampler.next_batch())
         self.step += 1
-        validation = self._validate() if self._is_due(self.config.trainer.test_freq) else {}
+        validation = self._validate() if self.recorder.is_due(self.config.trainer.test_freq, self.step) else {}
         self.recorder.finish_step(self.step, metrics, validation, self._epoch())
         self._count_bad_steps(metrics)
-        if self._is_due(self.config.trainer.save_freq):
+        if self.recorder.is_due(self.config.trainer.save_freq, self.step):
             self._save()
         elif self.recorder.snapshot_is_due():
             roles, writers = {ROLE: self.task.group}, {ROLE: self.task.group.begin_save}
@@ -146,9 +134,6 @@ class SupervisedTrainer:
     def _epoch(self) -> float:
         """Passes over the data that are done."""
         return self.step / self.sampler.batches_per_epoch
-
-    def _is_due(self, frequency: int) -> bool:
-        return self.step >= self.total_steps or (frequency > 0 and self.step % frequency == 0)
 
     def _count_bad_steps(self, metrics: dict[str, float]) -> None:
         self.bad_steps = self.bad_steps + 1 if metrics["skipped"] > 0 else 0
@@ -208,14 +193,6 @@ class SupervisedTrainer:
         self.sampler.load_state_dict(state["sampler"])
         self.recorder.continue_from(path, self.step)
         say(f"Resumed from {path}: {self.step} of {self.total_steps} steps are done.")
-
-    def _save_if_stopped(self, stop: GracefulStop) -> None:
-        if stop.requested and self.step < self.total_steps:
-            self.recorder.is_ending = True
-            if self.step and not self._is_due(self.config.trainer.save_freq):
-                self._save()
-            self.recorder.wait_until_written()
-            say(f"Stopped by {stop.requested.name} after step {self.step}; the same command continues this run.")
 
 
 @driven_by_one_machine
