@@ -213,7 +213,7 @@ def packed(method: Callable[Concatenate[Any, P], Any]) -> Callable[Concatenate[A
 
 
 class RankHost:
-    """Becomes a Ray actor. Threads and import paths are set before torch and the workers are loaded."""
+    """Becomes a Ray actor. Threads and import paths are set before the workers are loaded."""
 
     def __init__(self, rank: int, ranks: int, device: str, threads: int, folder: str, paths: list[str]) -> None:
         self.rank, self.ranks, self.device = rank, ranks, device
@@ -223,8 +223,6 @@ class RankHost:
         if os.path.isdir(folder):
             os.chdir(folder)
         sys.path[:] = [*paths, *(path for path in sys.path if path not in paths)]
-        import torch  # after the import paths: the command's own packages, not those of Ray's process
-
         torch.set_num_threads(threads)
         use_store(put_block if in_ray() else None)
         self.workers: dict[str, Any] = {}
@@ -259,8 +257,6 @@ class RankHost:
     @packed
     def connect(self, address: str, parcel: Parcel) -> None:
         """Join the other ranks, and do what is to be done before workers are made."""
-        import torch
-
         from posttrain.engine.ranks import join_ranks
 
         if not os.path.isdir(self.folder):
@@ -312,8 +308,6 @@ class RankHost:
             if self.profiler is None:
                 yield
             else:
-                import torch
-
                 with torch.profiler.record_function(f"{role}.{name}"):
                     yield
         finally:
@@ -323,7 +317,6 @@ class RankHost:
     def place(self) -> tuple[str, list[int], int, int]:
         """(the machine's name, its GPUs that are this process's own, the process, its threads)."""
         import ray
-        import torch
 
         gpus = ray.get_gpu_ids() if self.device.startswith("cuda") else []
         return socket.gethostname(), [int(gpu) for gpu in gpus], os.getpid(), torch.get_num_threads()
@@ -331,8 +324,6 @@ class RankHost:
     @packed
     def gpu(self) -> tuple[str, int, bool]:
         """(name, bytes, whether it is a Hopper) of this process's GPU."""
-        import torch
-
         found = torch.cuda.get_device_properties(0)
         return found.name, found.total_memory, found.major == 9
 

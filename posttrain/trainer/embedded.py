@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,8 @@ from posttrain.engine.base import EngineSettings, TrainEngine
 from posttrain.engine.torch_engine import TorchEngine
 from posttrain.models.embedded import SHAPE, build_model, byte_tokenizer
 from posttrain.models.loading import fuse_and_prove, silence_progress_bars
-from posttrain.tracking.progress import Progress
-from posttrain.trainer.supervised.tasks import sft_batch
+from posttrain.tracking.progress import Progress, say
+from posttrain.trainer.supervised.tasks import SFTTask, sft_batch
 from posttrain.workers.supervised import sft_step
 
 # `withheld` training rows are kept from the warm-up; it ends when `until` of them are right, or after `max_steps`.
@@ -66,6 +66,29 @@ def ensure_embedded(say: Any, *, model: bool = True) -> Path:
         say(f"Making the embedded model once: SFT until {share:.0%} of withheld sums are right, half a minute.")
         _make_model(folder, say)
     return folder
+
+
+def fill_embedded(
+    models: Sequence[Any],
+    data: Any,
+    *,
+    given: bool,
+    files: Callable[[Path], Mapping[str, Path]] = SFTTask.embedded_files,
+) -> None:
+    """Replace `embedded` in these sections, and what was left unset of the first model and of the training rows (unless
+    they are `given` in Python), by what posttrain makes itself."""
+    wants_model = [role for role in models if role.path == "embedded" or (role is models[0] and not role.path)]
+    wants_train = not given and data.train_files in (None, "embedded")
+    if not (wants_model or wants_train or data.val_files == "embedded"):
+        return
+    folder = ensure_embedded(say, model=bool(wants_model))
+    for role in wants_model:
+        role.path = str(folder / "model")
+    paths = files(folder)
+    if wants_train:
+        data.train_files = str(paths["train"])
+    if data.val_files == "embedded":
+        data.val_files = str(paths["test"])
 
 
 def _make_model(folder: Path, say: Any) -> None:

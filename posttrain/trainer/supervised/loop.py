@@ -23,7 +23,7 @@ from posttrain.tracking.diagnosis import join_within
 from posttrain.tracking.loggers import read_metrics
 from posttrain.tracking.progress import say
 from posttrain.tracking.rundir import RunDirectory
-from posttrain.trainer.embedded import ensure_embedded
+from posttrain.trainer.embedded import fill_embedded
 from posttrain.trainer.run.memory import named_stage, plan_memory
 from posttrain.trainer.run.process import (
     driven_by_one_machine,
@@ -204,7 +204,7 @@ def run_supervised(resolved: Resolved, task_class: type[Task], *, data: Any = No
         load_external(config.model.external_lib, "model.external_lib")
         device = find_run_device(config.trainer)
         prepare_torch(config.trainer, device)
-        _fill_embedded(config, data, task_class)
+        fill_embedded([config.model], config.data, given=data is not None, files=task_class.embedded_files)
         tokenizer = load_tokenizer(config.model)
         dataset, held_out = task_class.dataset, config.data.val_files if val_data is None else val_data
         train: Any = dataset(config.data.train_files if data is None else data, tokenizer, config.data, split="train")
@@ -247,19 +247,3 @@ def _say_model(config: Any, task: Task, device: torch.device, longest: int) -> N
     for note in (facts.note, positions):
         if note:
             say(f"note: {note}")
-
-
-def _fill_embedded(config: Any, data: Any, task: type[Task]) -> None:
-    """Replace `embedded` by the model and the files that posttrain makes itself."""
-    wants_model = config.model.path in (None, "embedded")
-    wants_train = data is None and config.data.train_files in (None, "embedded")
-    if not (wants_model or wants_train or config.data.val_files == "embedded"):
-        return
-    folder = ensure_embedded(say, model=wants_model)
-    if wants_model:
-        config.model.path = str(folder / "model")
-    files = task.embedded_files(folder)
-    if wants_train:
-        config.data.train_files = str(files["train"])
-    if config.data.val_files == "embedded":
-        config.data.val_files = str(files["test"])
