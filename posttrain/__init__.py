@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from posttrain import moved, plugins
+from posttrain import lazy, moved
 from posttrain.version import __version__
 
-plugins.dialect = "posttrain.other_systems"
-plugins.checks = (
+lazy.dialect_package = "posttrain.other_systems"
+lazy.check_modules = (
     "posttrain.data.own_dataset",
     "posttrain.data.rows",
     "posttrain.engine.megatron.entry",  # it registers its engine

@@ -1,4 +1,4 @@
-"""Imports at first use: `torch` and `numpy` as names, and the names of a package.
+"""Imports at first use: `torch` and `numpy` as names, the names of a package, and packages that plug into a lower one.
 
     from posttrain.lazy import torch
     __getattr__ = lazy_names(__name__, rows="load_rows resolve_files")
@@ -32,6 +32,12 @@ else:
     torch, functional, numpy = LazyModule("torch"), LazyModule("torch.nn.functional"), LazyModule("numpy")
 
 __all__ = ["functional", "lazy_names", "numpy", "torch"]
+
+# Packages that plug into a lower one by name: `posttrain/__init__.py` sets them, `config/checked.py` imports them.
+# The package with `dialect(program)`, what other systems call the settings.
+dialect_package: str | None = None
+# Modules with checks of settings that only their package understands.
+check_modules: tuple[str, ...] = ()
 
 
 def lazy_names(package: str, **names_by_module: str) -> Callable[[str], Any]:

@@ -15,6 +15,8 @@ from typing import Any
 
 # Old name -> new name; modules below it move along.
 MOVED = {
+    "posttrain.algorithms.calling": "posttrain.algorithms.registry",
+    "posttrain.batch.rows": "posttrain.batch.columns",
     "posttrain.config.data": "posttrain.config.trainer",
     "posttrain.config.reward": "posttrain.config.rollout",
     "posttrain.config.train_engines": "posttrain.engine.settings",
@@ -29,6 +31,10 @@ MOVED = {
     "posttrain.rollout.settings": "posttrain.rollout.sampling",
     "posttrain.rollout.tools": "posttrain.conversations.tools",
     "posttrain.trainer.config.algorithm": "posttrain.config.root",
+    "posttrain.trainer.ppo.worker_groups": "posttrain.trainer.ppo.parts",
+    "posttrain.trainer.run.snapshots": "posttrain.trainer.run.recovery",
+    "posttrain.workers.engine_worker": "posttrain.workers.roles",
+    "posttrain.workers.weight_sync": "posttrain.workers.policy",
 }
 
 

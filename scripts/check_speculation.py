@@ -42,7 +42,7 @@ from posttrain.rollout.generate import generate
 from posttrain.rollout.native.build import build_native
 from posttrain.rollout.native.engine import NativeEngine
 from posttrain.rollout.native.speculation import WIDEST, PassCost, Speculation
-from posttrain.trainer.sft import fit_pairs
+from posttrain.trainer.embedded import fit_pairs
 
 ALWAYS = PassCost(
     tile=10**6, block=1, token=-0.9, host=-0.5

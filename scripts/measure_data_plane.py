@@ -26,13 +26,12 @@ import numpy as np
 import torch
 from needs import need
 
+from posttrain.batch.columns import has_store, use_store
 from posttrain.batch.compact import keep_rows
-from posttrain.batch.rows import has_store, use_store
 from posttrain.config.root import PPOConfig
 from posttrain.config.schema import assign
 from posttrain.controller.group import Future, WorkerGroup
-from posttrain.controller.rank_host import pack, size_of, unpack
-from posttrain.controller.ray_store import put_block
+from posttrain.controller.rank_host import pack, put_block, size_of, unpack
 from posttrain.engine.facts import EngineFacts
 from posttrain.models.embedded import byte_tokenizer
 from posttrain.protocol import DataProto

@@ -54,7 +54,8 @@ def measure(name: str, options: argparse.Namespace) -> None:
         each = ", ".join(f"{rate:,.0f}" for rate in speed.rates)
         print(
             f"rows {rows}, {options.prompt} + {options.tokens} tokens: {max(speed.rates):,.0f} tokens/s, best of "
-            f"{each}; {speed.step_ms:.2f} ms a step, prompts {speed.prompt_s * 1e3:.0f} ms (first run {speed.first_s:.1f} s)",
+            f"{each}; {speed.step_ms:.2f} ms a step, prompts {speed.prompt_s * 1e3:.0f} ms "
+            f"(first run {speed.first_s:.1f} s)",
             flush=True,
         )
         if options.profile:

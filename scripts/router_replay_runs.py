@@ -26,8 +26,7 @@ from posttrain.engine.base import EngineSettings
 from posttrain.engine.torch_engine import TorchEngine
 from posttrain.models.embedded import byte_tokenizer
 from posttrain.models.loading import fuse_and_prove
-from posttrain.trainer.embedded import _pair, ensure_embedded
-from posttrain.trainer.sft import fit_pairs, greedy_accuracy
+from posttrain.trainer.embedded import _pair, ensure_embedded, fit_pairs, greedy_accuracy
 
 SHAPE: dict[str, Any] = {
     "hidden_size": 128, "intermediate_size": 256, "moe_intermediate_size": 256, "num_hidden_layers": 2,

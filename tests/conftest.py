@@ -90,7 +90,10 @@ def _too_late(*_: object) -> None:
     pytest.fail("waits for ever: not over by its deadline")
 
 
-LONG = ("test_several_ranks.py", "test_torchrun.py", "test_single_controller.py", "test_ranks.py")
+LONG = (
+    *("test_several_ranks.py", "test_layouts_of_workers.py", "test_torchrun.py"),
+    *("test_single_controller.py", "test_ranks.py"),
+)
 """With these a divided suite begins: few tests, or so long that nothing would be left to do beside their end."""
 
 

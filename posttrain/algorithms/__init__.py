@@ -19,13 +19,6 @@ from posttrain.algorithms.advantages.reinforce_plus_plus_baseline import (
 from posttrain.algorithms.advantages.remax import compute_remax_outcome_advantage
 from posttrain.algorithms.advantages.rloo import compute_rloo_outcome_advantage
 from posttrain.algorithms.aggregation import AGGREGATION_MODES, agg_loss, aggregation_weights, mask_counts, token_share
-from posttrain.algorithms.calling import (
-    PolicyLoss,
-    call_policy_loss,
-    compute_advantage,
-    prepare_policy_loss,
-    scalar_loss_note,
-)
 from posttrain.algorithms.common import AlgorithmError
 from posttrain.algorithms.correction import (
     compute_rollout_correction,
@@ -55,13 +48,18 @@ from posttrain.algorithms.losses.vanilla import compute_policy_loss_vanilla
 from posttrain.algorithms.overlong import overlong_penalty
 from posttrain.algorithms.registry import (
     ADV_ESTIMATORS,
+    PolicyLoss,
+    call_policy_loss,
+    compute_advantage,
     critic_estimators,
     get_adv_estimator,
     get_policy_loss,
     group_estimators,
     own_settings,
+    prepare_policy_loss,
     register_adv_est,
     register_policy_loss,
+    scalar_loss_note,
 )
 
 AdvantageEstimator = StrEnum("AdvantageEstimator", {name.upper(): name for name in ADV_ESTIMATORS})

@@ -15,10 +15,19 @@ from typing import Any
 import numpy as np
 import torch
 
-from posttrain.batch.columns import Column, MaskColumn, ObjectColumn, PairColumn, StoredColumn
+from posttrain.batch.columns import (
+    Column,
+    Held,
+    MaskColumn,
+    ObjectColumn,
+    PairColumn,
+    RowPlaces,
+    StoredColumn,
+    keep,
+    ragged,
+)
 from posttrain.batch.data_proto import DataProto
 from posttrain.batch.fields import ROUTES
-from posttrain.batch.rows import Held, RowPlaces, keep, ragged
 
 Lengths = tuple[np.ndarray, np.ndarray]
 _FLOATS = (torch.float32, torch.float64)

@@ -1,9 +1,9 @@
 """How packages plug into config, which does not know them; and what checks of meaning work on: a typed configuration.
 
-Other systems' settings: the package that `posttrain.plugins.dialect` names answers "do you know this key, and what does
-it mean here?". It is imported when a run's settings are first loaded; without one, those keys are unknown keys.
+Other systems' settings: the package that `posttrain.lazy.dialect_package` names answers "do you know this key, and what
+does it mean here?". It is imported when a run's settings are first loaded; without one, those keys are unknown keys.
 
-Engines, models and tools: a module that `posttrain.plugins.checks` names takes part by functions of its own, loaded
+Engines, models and tools: a module that `posttrain.lazy.check_modules` names takes part by functions of its own, loaded
 without torch:
 
     def check(checked: Checked) -> Iterator[Finding]: ...                               # settings
@@ -24,7 +24,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
-from posttrain import plugins
+from posttrain import lazy
 from posttrain.algorithms.registry import ADV_ESTIMATORS, POLICY_LOSSES, critic_estimators
 from posttrain.config.resolved import Problem
 from posttrain.config.schema import ESTIMATOR_KIND, LOSS_KIND, Leaf, leaves, lookup
@@ -61,7 +61,8 @@ class Dialect:
 @cache
 def dialect(program: str) -> Dialect:
     """The dialect of a program: `ppo_trainer`, `sft_trainer` or `reward_model_trainer`."""
-    return Dialect() if plugins.dialect is None else importlib.import_module(plugins.dialect).dialect(program)
+    package = lazy.dialect_package
+    return Dialect() if package is None else importlib.import_module(package).dialect(program)
 
 
 @dataclass
@@ -80,7 +81,7 @@ class Checked:
 
 def checks_of_packages(name: str) -> Iterator[Callable[..., Iterator[Any]]]:
     """The functions of this name in the modules that take part."""
-    for module in map(importlib.import_module, plugins.checks):
+    for module in map(importlib.import_module, lazy.check_modules):
         if hasattr(module, name):
             yield getattr(module, name)
 

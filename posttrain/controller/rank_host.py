@@ -4,6 +4,11 @@ Values travel between processes as a pickle beside the numbers of its tensors an
 Ray moves arrays without pickling them, and tensors only through their pickle, several times slower; so tensors travel
 as arrays. A received value is private: it can be changed without changing what the sender, the store or another
 receiver holds.
+
+Rows of a batch lie in Ray's object store: a rank puts what it made there, and whoever needs it reads it from there. Ray
+holds an object once per machine, for all its ranks, and frees it when the last reference is gone. An object is lost
+with its owner, the process that has put it there; but the results of a call belong to the caller. A rollout worker that
+may be replaced therefore gives the blocks that it makes in a call as a second result of it (`put_beside`).
 """
 
 from __future__ import annotations
@@ -27,10 +32,80 @@ import cloudpickle
 import numpy as np
 import torch
 
-from posttrain.batch.rows import Block, use_store
-from posttrain.controller.ray_store import HolderBeside, RayHolder, in_ray, put_beside, put_block
-from posttrain.controller.stalls import STACK_SIGNAL, Process, this_process
-from posttrain.errors import UserError
+from posttrain.batch.columns import Block, Held, Holder, use_store
+from posttrain.controller.incidents import CONTINUES, STACK_SIGNAL, PeerLost, Process, this_process
+from posttrain.errors import UserError, first_line
+
+INLINE_BYTES = 4096
+"""Smaller blocks travel with what refers to them: an object costs a rank about a millisecond."""
+
+
+class RayHolder(Holder):
+    """A block in the store. `refs` is the list of a message's references, filled when it has arrived. Where an object
+    is a list of blocks, `part` is the number of this one."""
+
+    def __init__(self, refs: list[Any], number: int, part: int | None = None) -> None:
+        self._refs, self._number, self.part = refs, number, part
+        self._block: Block | None = None
+
+    @property
+    def ref(self) -> Any:
+        return self._refs[self._number]
+
+    def get(self) -> Block:
+        if self._block is not None:
+            return self._block
+        import ray
+        from ray.exceptions import ObjectLostError
+
+        try:
+            found: Any = ray.get(self.ref)
+        except ObjectLostError as error:
+            raise PeerLost(
+                f"Rows of a batch are lost with the worker, or the machine, that had made them: {first_line(error)} "
+                f"{CONTINUES}"
+            ) from error
+        block: Block = found if self.part is None else found[self.part]
+        self._block = block
+        return block
+
+
+class HolderBeside(Holder):
+    """A block that travels beside the answer to a call, as the block `part` of its second result."""
+
+    def __init__(self, block: Block, part: int) -> None:
+        self._block, self.part = block, part
+
+    def get(self) -> Block:
+        return self._block
+
+
+def put_block(block: Block) -> Holder:
+    """The block in the store, unless it is small. It is there as long as this process lives."""
+    if _is_small(block):
+        return Held(block)
+    import ray
+
+    return RayHolder([ray.put(block)], 0)
+
+
+def put_beside(blocks: list[Block], block: Block) -> Holder:
+    """The block among those that are the second result of this call, unless it is small."""
+    if _is_small(block):
+        return Held(block)
+    blocks.append(block)
+    return HolderBeside(block, len(blocks) - 1)
+
+
+def _is_small(block: Block) -> bool:
+    return sum(array.nbytes for pair in block.values() for array in pair) < INLINE_BYTES
+
+
+def in_ray() -> bool:
+    """Whether this process belongs to a Ray cluster."""
+    ray = sys.modules.get("ray")
+    return ray is not None and ray.is_initialized()
+
 
 Parcel = tuple[bytes, list[np.ndarray], list[Any]]
 """(a pickle, the arrays that it leaves out, the references to objects of Ray's store that it leaves out; None is
@@ -138,7 +213,7 @@ def packed(method: Callable[Concatenate[Any, P], Any]) -> Callable[Concatenate[A
 
 
 class RankHost:
-    """Becomes a Ray actor. Threads and import paths are set before torch and the workers are loaded."""
+    """Becomes a Ray actor. Threads and import paths are set before the workers are loaded."""
 
     def __init__(self, rank: int, ranks: int, device: str, threads: int, folder: str, paths: list[str]) -> None:
         self.rank, self.ranks, self.device = rank, ranks, device
@@ -148,8 +223,6 @@ class RankHost:
         if os.path.isdir(folder):
             os.chdir(folder)
         sys.path[:] = [*paths, *(path for path in sys.path if path not in paths)]
-        import torch  # after the import paths: the command's own packages, not those of Ray's process
-
         torch.set_num_threads(threads)
         use_store(put_block if in_ray() else None)
         self.workers: dict[str, Any] = {}
@@ -184,8 +257,6 @@ class RankHost:
     @packed
     def connect(self, address: str, parcel: Parcel) -> None:
         """Join the other ranks, and do what is to be done before workers are made."""
-        import torch
-
         from posttrain.engine.ranks import join_ranks
 
         if not os.path.isdir(self.folder):
@@ -237,8 +308,6 @@ class RankHost:
             if self.profiler is None:
                 yield
             else:
-                import torch
-
                 with torch.profiler.record_function(f"{role}.{name}"):
                     yield
         finally:
@@ -248,7 +317,6 @@ class RankHost:
     def place(self) -> tuple[str, list[int], int, int]:
         """(the machine's name, its GPUs that are this process's own, the process, its threads)."""
         import ray
-        import torch
 
         gpus = ray.get_gpu_ids() if self.device.startswith("cuda") else []
         return socket.gethostname(), [int(gpu) for gpu in gpus], os.getpid(), torch.get_num_threads()
@@ -256,8 +324,6 @@ class RankHost:
     @packed
     def gpu(self) -> tuple[str, int, bool]:
         """(name, bytes, whether it is a Hopper) of this process's GPU."""
-        import torch
-
         found = torch.cuda.get_device_properties(0)
         return found.name, found.total_memory, found.major == 9
 

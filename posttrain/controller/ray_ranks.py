@@ -18,30 +18,28 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from posttrain.controller.incidents import (
     CONTINUES,
+    EVERY_S,
+    STOPPED,
+    TRACED,
     Incident,
     PeerLost,
+    Process,
+    StallWatch,
+    State,
     WorkerDied,
+    WorkersHung,
     append_log,
     death_of,
+    dump_stacks,
     facts_of,
     is_about_a_peer,
     printed_lines,
+    starting_states,
+    state_of,
 )
 from posttrain.controller.pool import ROLLOUT
 from posttrain.controller.rank_host import Failure, Identity, unpack
 from posttrain.controller.ray_cluster import ITSELF, Machine
-from posttrain.controller.stalls import (
-    EVERY_S,
-    STOPPED,
-    TRACED,
-    Process,
-    StallWatch,
-    State,
-    WorkersHung,
-    dump_stacks,
-    starting_states,
-    state_of,
-)
 from posttrain.errors import first_line
 
 # For Ray's word on the other ranks when one could not talk to them; of a lost machine it takes Ray 15 s or more.

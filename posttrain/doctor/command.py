@@ -139,7 +139,7 @@ def _prepare(case: Any) -> None:
 def _embedded_file(case: Any, folder: Path, file: str) -> Path:
     if not case.is_pairs:
         return folder / file
-    from posttrain.trainer.embedded import embedded_pairs
+    from posttrain.trainer.supervised.tasks import embedded_pairs
 
     return embedded_pairs(folder)["train" if file == "train.json" else "test"]
 

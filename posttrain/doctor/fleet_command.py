@@ -15,10 +15,9 @@ from posttrain.config.trainer import ROLLOUT_WORKERS, SEQUENCE_SIZES, SHARD_SIZE
 from posttrain.config.trees import PPO
 from posttrain.errors import UserError, first_line
 from posttrain.planning.budgets import planner_for
-from posttrain.planning.fleet.constants import Constants, parse_assumed
 from posttrain.planning.fleet.costs import Pricing, StepCosts, Work
+from posttrain.planning.fleet.inputs import Constants, ModelCosts, model_path, parse_assumed
 from posttrain.planning.fleet.search import AHEAD, EACH, ENGINE, NODES, ONE_STEP_OFF, Found, Search, Tried
-from posttrain.planning.fleet.shapes import ModelCosts, model_path
 from posttrain.planning.memory_plan import GIB, USABLE, Device, Planner, shown
 from posttrain.rollout.engine_kwargs import OUTSIDE
 from posttrain.tracking.terminal_text import print_text

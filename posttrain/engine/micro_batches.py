@@ -12,9 +12,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from posttrain.batch.columns import StoredColumn
+from posttrain.batch.columns import StoredColumn, key_of
 from posttrain.batch.compact import lengths_of
-from posttrain.batch.rows import key_of
 from posttrain.batch.samples import has_several_rows
 from posttrain.engine.facts import EngineFacts
 from posttrain.protocol import DataProto

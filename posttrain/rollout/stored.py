@@ -14,10 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from posttrain.batch.columns import Column, ObjectColumn, StoredColumn
+from posttrain.batch.columns import Column, Holder, ObjectColumn, RowPlaces, StoredColumn, keep, key_of
 from posttrain.batch.compact import token_columns
 from posttrain.batch.fields import ROUTES
-from posttrain.batch.rows import Holder, RowPlaces, keep, key_of
 from posttrain.rollout.base import Output
 
 LOG_PROBS, SAMPLING = "rollout_log_probs", "sampling_log_probs"

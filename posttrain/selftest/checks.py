@@ -47,7 +47,7 @@ from posttrain.selftest.world import (
     relative,
     train,
 )
-from posttrain.workers.weight_sync import WeightProbe
+from posttrain.workers.policy import WeightProbe
 
 LONGEST = 64
 PROMPTS = [[72, 101, 108], [49, 32, 43, 32, 50, 32, 61], [49, 32, 43, 32, 50, 32, 61], [120]]

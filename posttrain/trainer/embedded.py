@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import shutil
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,15 @@ import torch
 
 from posttrain.cache import cache_folder, writing_cache
 from posttrain.config.root import OptimConfig
-from posttrain.data.recipes.arithmetic import arithmetic_rows, pair_rows, write_files
-from posttrain.engine.base import EngineSettings
+from posttrain.data.chat import TrainedRow
+from posttrain.data.recipes.arithmetic import arithmetic_rows, write_files
+from posttrain.engine.base import EngineSettings, TrainEngine
 from posttrain.engine.torch_engine import TorchEngine
 from posttrain.models.embedded import SHAPE, build_model, byte_tokenizer
 from posttrain.models.loading import fuse_and_prove, silence_progress_bars
-from posttrain.tracking.progress import Progress
-from posttrain.trainer.sft import fit_pairs, greedy_accuracy
+from posttrain.tracking.progress import Progress, say
+from posttrain.trainer.supervised.tasks import SFTTask, sft_batch
+from posttrain.workers.supervised import sft_step
 
 # `withheld` training rows are kept from the warm-up; it ends when `until` of them are right, or after `max_steps`.
 RECIPE: dict[str, Any] = {
@@ -41,6 +44,8 @@ RECIPE: dict[str, Any] = {
     "seed": 0,
 }
 CHECK_EVERY = 4
+
+Pair = tuple[Sequence[int], Sequence[int]]
 
 
 def embedded_folder() -> Path:
@@ -63,13 +68,27 @@ def ensure_embedded(say: Any, *, model: bool = True) -> Path:
     return folder
 
 
-def embedded_pairs(folder: Path) -> dict[str, Path]:
-    """Pairs of a right and a wrong sum, made from the embedded sums."""
-    paths = {name: folder / "pairs" / f"{name}.json" for name in ("train", "test")}
-    if not all(path.exists() for path in paths.values()):
-        sums = {name: json.loads((folder / f"{name}.json").read_text()) for name in paths}
-        write_files(folder / "pairs", {name: pair_rows(rows) for name, rows in sums.items()})
-    return paths
+def fill_embedded(
+    models: Sequence[Any],
+    data: Any,
+    *,
+    given: bool,
+    files: Callable[[Path], Mapping[str, Path]] = SFTTask.embedded_files,
+) -> None:
+    """Replace `embedded` in these sections, and what was left unset of the first model and of the training rows (unless
+    they are `given` in Python), by what posttrain makes itself."""
+    wants_model = [role for role in models if role.path == "embedded" or (role is models[0] and not role.path)]
+    wants_train = not given and data.train_files in (None, "embedded")
+    if not (wants_model or wants_train or data.val_files == "embedded"):
+        return
+    folder = ensure_embedded(say, model=bool(wants_model))
+    for role in wants_model:
+        role.path = str(folder / "model")
+    paths = files(folder)
+    if wants_train:
+        data.train_files = str(paths["train"])
+    if data.val_files == "embedded":
+        data.val_files = str(paths["test"])
 
 
 def _make_model(folder: Path, say: Any) -> None:
@@ -113,3 +132,43 @@ def _pair(tokenizer: Any, row: dict[str, Any]) -> tuple[list[int], list[int]]:
     messages = [{"role": "user", "content": row["prompt"]}]
     prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     return prompt, [*tokenizer.encode(row["ground_truth"]), tokenizer.eos_token_id]
+
+
+def pair_row(pair: Pair) -> TrainedRow:
+    """(prompt ids, response ids) as a row whose response tokens are all trained."""
+    prompt, response = pair
+    return TrainedRow([*prompt, *response], [False] * len(prompt) + [True] * len(response))
+
+
+@torch.no_grad()
+def greedy_accuracy(model: torch.nn.Module, pairs: Sequence[Pair], pad_token_id: int) -> float:
+    """Share of pairs whose response is what the model would write greedily: every token is its likeliest next one."""
+    batch = sft_batch([pair_row(pair) for pair in pairs], pad_token_id).batch
+    inputs = {name: batch[name] for name in ("input_ids", "attention_mask", "position_ids")}
+    logits = model(**inputs).logits[:, -batch["responses"].shape[1] - 1 : -1]
+    right = (logits.argmax(-1) == batch["responses"]) | (batch["response_mask"] == 0)
+    return float(right.all(-1).float().mean())
+
+
+def fit_pairs(
+    engine: TrainEngine,
+    pairs: Sequence[Pair],
+    *,
+    steps: int,
+    batch_size: int,
+    pad_token_id: int,
+    seed: int,
+    on_step: Callable[[int, float], bool | None] | None = None,
+) -> float:
+    """`steps` optimizer steps on random batches of `pairs`, fewer if `on_step` says True; gives the last loss."""
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.zeros(0, dtype=torch.long)
+    loss = float("nan")
+    for step in range(steps):
+        if len(order) < batch_size:
+            order = torch.randperm(len(pairs), generator=generator)
+        chosen, order = order[:batch_size].tolist(), order[batch_size:]
+        loss = sft_step(engine, sft_batch([pair_row(pairs[i]) for i in chosen], pad_token_id))["loss"]
+        if on_step is not None and on_step(step, loss):
+            break
+    return loss

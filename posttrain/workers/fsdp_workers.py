@@ -15,11 +15,10 @@ from posttrain.models.adapter_targets import stacked_note
 from posttrain.protocol import DataProto
 from posttrain.workers.actor.dp_actor import DataParallelPPOActor
 from posttrain.workers.critic.dp_critic import DataParallelPPOCritic, critic_schedule, prepare_values
-from posttrain.workers.engine_worker import EngineWorker, lora_state
 from posttrain.workers.measures import Measures
 from posttrain.workers.policy import PolicyCalls, PolicyWorker, ReferenceCalls, ReferenceWorker
 from posttrain.workers.reward_model import RewardModelWorker
-from posttrain.workers.roles import check_vocabulary, critic_engine, rollout_model
+from posttrain.workers.roles import EngineWorker, check_vocabulary, critic_engine, lora_state, rollout_model
 from posttrain.workers.rollout import RolloutCalls, RolloutWorker
 from posttrain.workers.update_plan import (
     UpdatePlan,

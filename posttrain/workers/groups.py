@@ -24,9 +24,8 @@ from posttrain.workers.fsdp_workers import (
     RewardModelWorker,
     RolloutWorker,
 )
-from posttrain.workers.policy import PolicyCalls, ReferenceCalls
+from posttrain.workers.policy import PolicyCalls, ReferenceCalls, compare_scores
 from posttrain.workers.rollout import RolloutCalls
-from posttrain.workers.weight_sync import compare_scores
 from posttrain.workers.weight_transport import Route, route_for
 
 

@@ -14,8 +14,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from posttrain.batch.columns import Column, StoredColumn
-from posttrain.batch.rows import Holder, RowPlaces, keep
+from posttrain.batch.columns import Column, Holder, RowPlaces, StoredColumn, keep
 from posttrain.controller.group import Calls
 from posttrain.engine.base import TrainEngine
 from posttrain.errors import UserError

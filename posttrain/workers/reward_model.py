@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from posttrain.batch.columns import LastTokenColumn
+from posttrain.batch.compact import lengths_of
 from posttrain.config.model import ModelConfig
 from posttrain.config.root import PPOConfig
 from posttrain.controller.group import register, to_all, to_first
@@ -198,7 +200,8 @@ class RewardModelWorker:
         # Counted and reported: a score of half a conversation is easily mistaken for one of it all.
         truncated = [isinstance(row, list) and len(row) > self.longest for row in rows]
         # A score that is no number is recorded as an error; NaN in the tensor would spread through the whole batch.
-        tensors = {"rm_scores": _on_last_token(scores_B.nan_to_num(0.0, 0.0, 0.0), data)}
+        scores_B, width = scores_B.nan_to_num(0.0, 0.0, 0.0), data.batch.shape("responses")[1]
+        tensors = {"rm_scores": LastTokenColumn(scores_B.numpy(), lengths_of(data)[1], width).value()}
         return DataProto.from_dict(tensors=tensors, non_tensors={"rm_error": errors, "rm_truncated": truncated})
 
     def _truncate(self, row: list[int]) -> list[int]:
@@ -225,11 +228,3 @@ class RewardModelWorker:
     def _offload(self) -> None:
         if self.config.fsdp_config.param_offload:
             self.module.to("cpu")
-
-
-def _on_last_token(scores_B: torch.Tensor, data: DataProto) -> torch.Tensor:
-    """(B, R): each score on the last real token of its response, 0 elsewhere."""
-    real_BR = data.batch["attention_mask"][:, -data.batch["responses"].shape[1] :].bool()
-    out_BR = torch.zeros(real_BR.shape)
-    out_BR[torch.arange(len(data)), real_BR.long().cumsum(-1).argmax(-1)] = scores_B
-    return out_BR

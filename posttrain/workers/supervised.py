@@ -23,8 +23,8 @@ from posttrain.models.loading import load_causal_lm, resolve_dtype
 from posttrain.models.lora import with_adapters
 from posttrain.models.scorer_loading import load_scorer
 from posttrain.protocol import DataProto
-from posttrain.workers.engine_worker import ExportingWorker, lora_state
 from posttrain.workers.measures import check_update
+from posttrain.workers.roles import ExportingWorker, lora_state
 from posttrain.workers.update_plan import by_passes, each_once, in_row_order, parts_by_rank, reporting_ranks
 
 TAKEN = ("accuracy", "bad_steps", "epoch", "leads", "loss", "margin", "rows", "tokens", "trained_tokens")

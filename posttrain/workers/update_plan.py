@@ -1,7 +1,10 @@
 """How the driver spreads rows over ranks and plans updates: the rows of each optimizer step, weighted by global counts.
 
 Groups stay together and ranks get equal tokens. Workers execute a plan, so a gradient depends neither on the number of
-ranks nor on the rank that computes a row.
+ranks nor on the rank that computes a row. `token_weights` turn losses per token into one number, the same for every
+split of a mini-batch.
+
+Shapes: B rows, R response width.
 """
 
 from __future__ import annotations
@@ -15,16 +18,64 @@ from typing import Any
 import numpy as np
 import torch
 
+from posttrain.algorithms import aggregation_weights, mask_counts
+from posttrain.batch.columns import Column, MaskColumn, has_store
 from posttrain.batch.compact import compact, keep_rows, row_sums
 from posttrain.batch.fields import ROUTES
-from posttrain.batch.rows import has_store
-from posttrain.batch.samples import rows_of_samples
+from posttrain.batch.samples import has_several_rows, rows_of_samples, sample_of_rows
 from posttrain.controller.group import Calls, WorkerGroup
 from posttrain.engine.facts import EngineFacts
 from posttrain.engine.micro_batches import RankPart, plan_ranks
 from posttrain.engine.ranks import this_rank, world_size
 from posttrain.protocol import DataProto
 from posttrain.workers.measures import Measures, reduce_over_ranks, reduce_over_steps
+
+
+@dataclass(frozen=True, eq=False)
+class WeightColumn(Column):
+    """The weights of responses of these lengths, by the counts of the whole mini-batch: made where they are read."""
+
+    response_B: np.ndarray
+    width: int
+    mode: str
+    scale: float | None
+    tokens: int
+    rows: int
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((len(self.response_B), self.width))
+
+    def value(self) -> torch.Tensor:
+        mask = MaskColumn(self.response_B, self.width).value()
+        totals: dict[str, Any] = {"total_tokens": self.tokens, "total_rows": self.rows}
+        return aggregation_weights(mask, self.mode, loss_scale_factor=self.scale, **totals)
+
+
+def token_weights(mini: DataProto, mode: str, scale: float) -> tuple[dict[str, Any], dict[str, int]]:
+    """(`loss_weights` by this aggregation and `mean_weights` of a mean over tokens, counts of the mini-batch).
+
+    With samples of several rows also `row_count`, the number of rows that have tokens.
+    """
+    sample_B = torch.from_numpy(sample_of_rows(mini)) if has_several_rows(mini) else None
+    mask = mini.batch.column("response_mask")
+    if isinstance(mask, MaskColumn) and sample_B is None:
+        tokens, rows = int(mask.response_B.sum()), int((mask.response_B > 0).sum())
+        made: dict[str, Any] = {
+            "loss_weights": WeightColumn(mask.response_B, mask.width, mode, scale, tokens, rows),
+            "mean_weights": WeightColumn(mask.response_B, mask.width, "token-mean", None, tokens, rows),
+        }
+        return made, {"total_tokens": tokens, "total_rows": rows}
+    mask_BR = mini.batch["response_mask"]
+    made = {
+        "loss_weights": aggregation_weights(mask_BR, mode, loss_scale_factor=scale, sample_B=sample_B),
+        "mean_weights": aggregation_weights(mask_BR, "token-mean"),
+    }
+    if sample_B is not None:
+        made["row_count"] = mask_counts(mask_BR)[1].expand(len(mini)).clone()
+    tokens, samples = mask_counts(mask_BR, sample_B)
+    return made, {"total_tokens": int(tokens), "total_rows": int(samples)}
+
 
 COMPUTED = ("input_ids", "attention_mask", "position_ids", "responses", "response_mask")
 

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from posttrain.algorithms import compute_advantage, register_adv_est, register_policy_loss
-from posttrain.algorithms.losses.shared import loss_settings
-from posttrain.algorithms.registry import ADV_ESTIMATORS, POLICY_LOSSES, Declaration
+from posttrain.algorithms.registry import ADV_ESTIMATORS, POLICY_LOSSES, Declaration, loss_settings
 from posttrain.config.checked import SHARED_BY_ESTIMATORS, SHARED_BY_LOSSES
 from posttrain.config.root import AlgorithmConfig, PPOConfig
 from posttrain.config.schema import leaves

@@ -4,8 +4,8 @@ import subprocess
 import sys
 
 PROGRAM = """
-from posttrain import plugins
-plugins.dialect = None
+from posttrain import lazy
+lazy.dialect_package = None
 from posttrain.config import ConfigError, load_config
 from posttrain.config.trees import REWARD_MODEL, SFT
 good = load_config(["preset=embedded", "algorithm.kl_coef=0.1", "rollout.n=4"], environment=True)

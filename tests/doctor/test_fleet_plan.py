@@ -13,9 +13,8 @@ from posttrain.config import load_config
 from posttrain.doctor import plan_command
 from posttrain.doctor.fleet_command import work_of
 from posttrain.errors import UserError
-from posttrain.planning.fleet.constants import Constants
 from posttrain.planning.fleet.costs import Layout, Pricing, StepCosts, Work
-from posttrain.planning.fleet.shapes import SHAPES, ModelCosts, model_path
+from posttrain.planning.fleet.inputs import SHAPES, Constants, ModelCosts, model_path
 from posttrain.planning.memory_plan import GIB, Device
 from posttrain.planning.rl import RLPlanner
 

@@ -19,8 +19,7 @@ from posttrain.planning import cuda_bytes
 from posttrain.planning.counting import LiveBytes
 from posttrain.planning.memory_plan import GIB, WORKSPACES, Device, Plan, find_remedies
 from posttrain.planning.supervised import SupervisedPlanner
-from posttrain.trainer.sft import sft_batch
-from posttrain.trainer.supervised.tasks import PairTask, SFTTask, pair_batch
+from posttrain.trainer.supervised.tasks import PairTask, SFTTask, pair_batch, sft_batch
 
 CPU = Device("cpu", 16 * GIB, "the CPU")
 GPU = Device("cuda", 80 * GIB, "a GPU of 80 GiB")

@@ -177,7 +177,7 @@ def test_the_trainers_of_every_kind_settle_memory_before_workers_are_made(tiny_m
 
     rows = [{"prompt": "1 + 1 =", "ground_truth": "2", "data_source": "math"}] * 4
     common = {"trainer.default_local_dir": str(tmp_path), "trainer.device": "cpu"}
-    monkeypatch.setattr("posttrain.trainer.ppo.ray_trainer.plan_memory", instead)
+    monkeypatch.setattr("posttrain.trainer.ppo.parts.plan_memory", instead)
     monkeypatch.setattr("posttrain.trainer.supervised.loop.plan_memory", instead)
     with pytest.raises(Settled, match=r"trainer\."):
         posttrain.train({"actor_rollout_ref.model.path": str(tiny_model), **common}, data=rows)

@@ -132,7 +132,7 @@ def test_nothing_is_said_of_experts_where_there_are_none_or_modules_were_named(k
 
 def test_weights_that_4_bits_leave_out_are_named():
     from posttrain.engine.facts import facts_of
-    from posttrain.workers.engine_worker import adapter_notes
+    from posttrain.workers.roles import adapter_notes
 
     shape = ModelConfig(lora_rank=2, quantization="nf4", target_modules=["q_proj"])
     notes = adapter_notes(facts_of(tiny("qwen3-moe"), packed=True), shape)

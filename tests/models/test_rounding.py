@@ -8,7 +8,7 @@ import torch
 
 from posttrain.models.proof import beyond_rounding, compute_plain, disagreement
 from posttrain.rollout.weight_buckets import SyncError
-from posttrain.workers.weight_sync import WeightProbe
+from posttrain.workers.policy import WeightProbe
 
 
 def noisy(log_probs, mean):

@@ -15,7 +15,7 @@ from reward_models import other_tokenizer, write_reward_model
 from seen import Seen, see, settings
 
 import posttrain
-from posttrain.trainer.ppo import runner
+from posttrain.trainer import embedded
 from posttrain.trainer.ppo.ray_trainer import RayPPOTrainer
 
 WARMUP, STEPS = 1, 3
@@ -205,7 +205,7 @@ def test_the_command_with_a_function_runs_on_the_embedded_task(tiny_model, sums,
     shutil.copytree(tiny_model, folder / "model")
     for name in ("train", "test"):
         shutil.copy(sums[name], folder / f"{name}.json")
-    monkeypatch.setattr(runner, "ensure_embedded", lambda say, model: folder)
+    monkeypatch.setattr(embedded, "ensure_embedded", lambda say, model: folder)
     seen = main_ppo(
         "algorithm.adv_estimator=gae",
         "reward_model.enable=False",

@@ -27,8 +27,7 @@ from posttrain.engine.megatron.groups import leave_groups
 from posttrain.engine.megatron.package import part
 from posttrain.engine.ranks import this_rank, world_size
 from posttrain.models.loading import load_tokenizer
-from posttrain.trainer.sft import sft_batch
-from posttrain.trainer.supervised.tasks import pair_batch
+from posttrain.trainer.supervised.tasks import pair_batch, sft_batch
 from posttrain.workers.supervised import PairWorker, SFTWorker, join_steps, planned_step
 
 CUTS: dict[str, tuple[int, dict[str, Any]]] = {

@@ -13,7 +13,7 @@ from posttrain.data.chat import TrainedRow
 from posttrain.engine.base import EngineSettings
 from posttrain.engine.torch_engine import TorchEngine
 from posttrain.models.loading import load_causal_lm
-from posttrain.trainer.sft import sft_batch
+from posttrain.trainer.supervised.tasks import sft_batch
 
 CPU = torch.device("cpu")
 LAYOUTS = [

@@ -18,7 +18,7 @@ from posttrain.controller.pool import LocalWorkers
 from posttrain.errors import UserError
 from posttrain.trainer.ppo import runner
 from posttrain.trainer.ppo.ray_trainer import RayPPOTrainer
-from posttrain.trainer.run import snapshots
+from posttrain.trainer.run import recovery
 from posttrain.trainer.run.recovery import Restarts, _decide
 
 SIX = {"trainer__total_training_steps": 6, "trainer__save_freq": 2, "trainer__n_gpus_per_node": 2}
@@ -42,9 +42,9 @@ def failing(monkeypatch):
 
     def prepare(errors: dict[int, list[Exception]], *, with_snapshots: bool = False) -> list[int]:
         if with_snapshots:
-            monkeypatch.setattr(snapshots, "SHARE", math.inf)
+            monkeypatch.setattr(recovery, "SHARE", math.inf)
         else:
-            monkeypatch.setattr(snapshots, "MEMORY", Path("/nowhere"))
+            monkeypatch.setattr(recovery, "MEMORY", Path("/nowhere"))
         update, steps = RayPPOTrainer._update_actor, []
 
         def failing_update(self, batch, **given):
@@ -62,13 +62,13 @@ def failing(monkeypatch):
 
 def wait_for_snapshots(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if they were written at once: otherwise the next step may come before one is in its place."""
-    take = snapshots.Snapshots.take
+    take = recovery.Snapshots.take
 
     def complete(self: Any, step: int, **given: Any) -> None:
         take(self, step, **given)
         self.end()
 
-    monkeypatch.setattr(snapshots.Snapshots, "take", complete)
+    monkeypatch.setattr(recovery.Snapshots, "take", complete)
 
 
 def final_files(path: Path) -> dict[str, bytes]:
@@ -113,7 +113,7 @@ def test_snapshots_let_only_the_step_in_flight_be_repeated_and_are_gone_with_the
     memory = tmp_path / "memory"
     memory.mkdir()
     steps = failing({4: [lost()], 6: [lost()]}, with_snapshots=True)
-    monkeypatch.setattr(snapshots, "MEMORY", memory)
+    monkeypatch.setattr(recovery, "MEMORY", memory)
     wait_for_snapshots(monkeypatch)
     result = run(tiny_model, sums, tmp_path / "lost", **unsaved)
     assert steps == [1, 2, 3, 4, 4, 5, 6, 6]
@@ -133,7 +133,7 @@ def test_snapshots_are_as_rare_as_they_are_slow_and_end_where_there_is_no_room(t
         folder.mkdir()
         return "this engine writes at once"
 
-    made = snapshots.Snapshots(tmp_path, lambda: now[0])
+    made = recovery.Snapshots(tmp_path, lambda: now[0])
     given = {"roles": {"actor": group}, "writers": {"actor": write}, "state": {}}
     assert made.is_due()
     made.take(1, **given)

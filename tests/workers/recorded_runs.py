@@ -54,6 +54,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "reward model": {},
 }
 SAVED = 3
+SIX = {"trainer.total_training_steps": 6, "trainer.save_freq": 3}
 GOES_ON = [(kind, "float64", 4) for kind in ("ppo", "sft")]
 """These save after so many of their steps too: others go on from there."""
 

@@ -14,10 +14,18 @@ import pytest
 import torch
 
 from posttrain import algorithms
-from posttrain.batch.columns import Column, EveryTokenColumn, LastTokenColumn, StoredColumn
+from posttrain.batch.columns import (
+    Block,
+    Column,
+    EveryTokenColumn,
+    Held,
+    Holder,
+    LastTokenColumn,
+    StoredColumn,
+    use_store,
+)
 from posttrain.batch.compact import compact, keep_rows
 from posttrain.batch.fields import ROUTES
-from posttrain.batch.rows import Block, Held, Holder, use_store
 from posttrain.controller.group import Calls
 from posttrain.controller.rank_host import pack, size_of, unpack
 from posttrain.engine.micro_batches import plan_units
@@ -32,7 +40,7 @@ from posttrain.trainer.ppo import sample_writer
 from posttrain.trainer.ppo.advantages import compute_advantage
 from posttrain.trainer.ppo.sample_writer import packed_samples
 from posttrain.workers.measures import ROW, StoredStats, TokenStats, join_token_stats
-from posttrain.workers.token_weights import token_weights
+from posttrain.workers.update_plan import token_weights
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "measure_data_plane.py"
 PAD = 7

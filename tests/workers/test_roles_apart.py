@@ -22,8 +22,8 @@ from posttrain.models.loading import load_tokenizer
 from posttrain.protocol import DataProto
 from posttrain.rollout import weight_buckets
 from posttrain.rollout.weight_buckets import SyncError, split_into_buckets, without_tied_copies
+from posttrain.trainer.ppo.parts import TrainingGroups, WorkerClasses
 from posttrain.trainer.ppo.ray_trainer import RayPPOTrainer
-from posttrain.trainer.ppo.worker_groups import TrainingGroups, WorkerClasses
 from posttrain.trainer.run.process import open_workers
 from posttrain.workers.fsdp_workers import ActorRolloutRefWorker, PolicyWorker, ReferenceWorker, RolloutWorker
 from posttrain.workers.groups import ColocatedGroup, DisaggregatedGroup, PolicyGroup, RolloutGroup

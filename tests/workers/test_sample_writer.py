@@ -13,9 +13,9 @@ import pytest
 pytest.importorskip("ray")
 pytestmark = pytest.mark.slow
 CHANGES = """
-from posttrain.controller import ray_store
+from posttrain.controller import rank_host
 from posttrain.trainer.ppo import sample_writer
-ray_store.INLINE_BYTES = 0  # also blocks as small as these go into the store
+rank_host.INLINE_BYTES = 0  # also blocks as small as these go into the store
 sample_writer.LARGE = {large}
 write = sample_writer.SampleWriter.job
 

@@ -16,20 +16,21 @@ import pytest
 from patience import until
 
 from posttrain.config import ConfigError, load_config
-from posttrain.controller.incidents import PeerLost, WorkerDied
-from posttrain.controller.rank_host import Identity
-from posttrain.controller.stalls import (
+from posttrain.controller.incidents import (
     EVERY_S,
     IDLE_S,
+    PeerLost,
     Process,
     StallWatch,
     State,
+    WorkerDied,
     WorkersHung,
     WorkerStopped,
     starting_states,
     state_of,
     this_process,
 )
+from posttrain.controller.rank_host import Identity
 
 ONE, TWO = "Rank 0 (process 11 on a)", "Rank 1 (process 22 on b)"
 
@@ -305,9 +306,8 @@ def test_the_loss_of_a_worker_is_noticed_though_one_before_it_does_not_answer(mo
 
 def test_rows_that_are_lost_with_their_worker_are_a_lost_worker_and_named_by_it_where_ray_knows(monkeypatch):
     ray = pytest.importorskip("ray")
-    from posttrain.controller.rank_host import Failure, _portable, pack
+    from posttrain.controller.rank_host import Failure, RayHolder, _portable, pack
     from posttrain.controller.ray_ranks import RankWatch
-    from posttrain.controller.ray_store import RayHolder
 
     def get(ref: Any) -> Any:
         raise ray.exceptions.OwnerDiedError("ab" * 14, None, "")

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from textbook import ACTOR, CPU, ROLLOUT, batch, ppo_config
 
-from posttrain.batch.rows import Holder, keep
+from posttrain.batch.columns import Holder, keep
 from posttrain.controller.group import WorkerGroup, all_of, largest, register, to_all, to_first
 from posttrain.controller.pool import Workers
 from posttrain.engine.ranks import join_ranks, leave_ranks, neighbours

@@ -36,8 +36,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from posttrain.algorithms.common import keep_masked, read_setting, without_gradient
-from posttrain.algorithms.losses.shared import TRUSTED_METRICS, loss_settings, safe_log_ratio, trusted_losses
-from posttrain.algorithms.registry import register_policy_loss
+from posttrain.algorithms.losses.shared import TRUSTED_METRICS, safe_log_ratio, trusted_losses
+from posttrain.algorithms.registry import loss_settings, register_policy_loss
 from posttrain.lazy import torch
 from posttrain.settings import ONE_OR_MORE, SHARE, ZERO_OR_MORE, setting
 

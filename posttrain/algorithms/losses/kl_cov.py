@@ -31,13 +31,12 @@ from posttrain.algorithms.losses.shared import (
     COVARIANCE_METRICS,
     PPO_KL,
     detached,
-    loss_settings,
     mask_of,
     safe_log_ratio,
     token_covariance,
     weighted,
 )
-from posttrain.algorithms.registry import register_policy_loss
+from posttrain.algorithms.registry import loss_settings, register_policy_loss
 from posttrain.lazy import torch
 from posttrain.settings import POSITIVE, POSITIVE_SHARE, setting
 

@@ -27,8 +27,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from posttrain.algorithms.common import keep_masked
-from posttrain.algorithms.losses.shared import PPO_KL, detached, loss_settings, safe_log_ratio, weighted
-from posttrain.algorithms.registry import register_policy_loss
+from posttrain.algorithms.losses.shared import PPO_KL, detached, safe_log_ratio, weighted
+from posttrain.algorithms.registry import loss_settings, register_policy_loss
 from posttrain.lazy import torch
 from posttrain.settings import POSITIVE, setting
 

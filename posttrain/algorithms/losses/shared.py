@@ -6,10 +6,9 @@ Shapes: B rows, T response tokens.
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any
 
 from posttrain.algorithms.common import AlgorithmError, keep_masked, masked_mean, read_setting, without_gradient
-from posttrain.algorithms.registry import own_settings
 from posttrain.lazy import torch
 
 # exp(20) is about 5e8: beyond every useful ratio, and far from overflow in float32.
@@ -27,8 +26,6 @@ CLIP_FRACTION = {
 Share of tokens whose ratio lies outside the clip range on the side where clipping acts: they have no gradient. 0 at the
 first update of a batch. Growing beyond about 0.2: the updates are too large; lower the learning rate or ppo_epochs.""",
 }
-
-S = TypeVar("S")
 
 
 def safe_log_ratio(log_prob: torch.Tensor, old_log_prob: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -70,11 +67,6 @@ def ratio_range(config: Any) -> tuple[float, float]:
             "(0 to 1) and clip_ratio_high (0 or more)."
         )
     return low, high
-
-
-def loss_settings(kind: type[S], config: Any) -> S:
-    """Return a loss's own settings, from the actor's section."""
-    return own_settings(kind, read_setting(config, "policy_loss", None), "actor_rollout_ref.actor.policy_loss.")
 
 
 def detached(metrics: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from posttrain.config import ConfigError, load_config
 from posttrain.config.choices import ROLLOUT_ENGINES
-from posttrain.config.commandline import cut_short
+from posttrain.config.commandline import cut_short, lost_lines
 from posttrain.config.merge import Entry, Merged, Spellings
 from posttrain.config.trees import PPO, SFT, Tree
 from posttrain.errors import UserError
@@ -28,7 +28,6 @@ from posttrain.other_systems.verl_script.program import (
     settings_of_file,
 )
 from posttrain.other_systems.verl_script.shell import Script
-from posttrain.script_above import lost_lines
 from posttrain.spelling import OptionParser
 
 ENGINE = "actor_rollout_ref.rollout.name"

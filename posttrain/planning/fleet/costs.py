@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 
 from posttrain.engine.registry import train_engine
 from posttrain.engine.settings import RL
-from posttrain.planning.fleet.constants import Constants
-from posttrain.planning.fleet.shapes import ModelCosts
+from posttrain.planning.fleet.inputs import Constants, ModelCosts
 
 BF16, FP32 = 2, 4
 ROW_BYTES = 16  # of a token in the store: its id, and log-probs of rollout, old policy and reference

@@ -28,7 +28,7 @@ from posttrain.models.shards import check_heads
 from posttrain.planning import megatron_ranks
 from posttrain.planning.budgets import set_cache_size
 from posttrain.planning.fleet.costs import Layout, Pricing, StepCosts, most_each
-from posttrain.planning.fleet.shapes import TEAMS
+from posttrain.planning.fleet.inputs import TEAMS
 from posttrain.planning.memory_plan import USABLE, Device, Plan, Planner, shown
 from posttrain.rollout.engine_kwargs import OUTSIDE
 from posttrain.rollout.native.build import check_can_cut

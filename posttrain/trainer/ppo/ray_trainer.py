@@ -8,181 +8,35 @@ with one worker the group calls it in this process and Ray is not needed.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from posttrain.algorithms import apply_kl_in_reward, correction_is_on, get_adv_estimator, get_kl_controller
+from posttrain.algorithms import apply_kl_in_reward, correction_is_on
 from posttrain.batch.columns import Column
 from posttrain.batch.samples import has_several_rows, sample_of_rows
-from posttrain.config.root import PPOConfig
 from posttrain.controller.incidents import WorkerDied
-from posttrain.controller.pool import LocalWorkers, Workers
-from posttrain.conversations.loop import ConversationLoop
-from posttrain.data.dataset import PromptDataset, collate
-from posttrain.data.sampler import PromptSampler, make_sampler
-from posttrain.planning.budgets import check_group_size, critic_updates, fit_sizes
+from posttrain.data.dataset import collate
+from posttrain.planning.budgets import critic_updates
 from posttrain.protocol import DataProto
 from posttrain.rollout.native.speculation import speculation_metrics
 from posttrain.tracking.progress import say
-from posttrain.tracking.rundir import RunDirectory
 from posttrain.trainer.ppo.advantages import compute_advantage, greedy_baselines
-from posttrain.trainer.ppo.dynamic_sampling import GroupFilter
-from posttrain.trainer.ppo.experience import Experience, take_prompts
-from posttrain.trainer.ppo.first_batch import FirstBatchChecks, is_fresh
-from posttrain.trainer.ppo.pending import PendingBatches
-from posttrain.trainer.ppo.recorder import Checkpoints, Progress, Recorder
-from posttrain.trainer.ppo.reward import ModelReward, RewardManager, reward_weights
-from posttrain.trainer.ppo.validate import Validator
-from posttrain.trainer.ppo.worker_groups import TrainingGroups, WorkerClasses
-from posttrain.trainer.run.memory import named_stage, plan_memory
-from posttrain.trainer.run.result import GracefulStop, RunResult, TrainingStopped
+from posttrain.trainer.ppo.experience import take_prompts
+from posttrain.trainer.ppo.first_batch import is_fresh
+from posttrain.trainer.ppo.parts import TrainerParts
+from posttrain.trainer.ppo.recorder import Progress
+from posttrain.trainer.ppo.reward import reward_weights
+from posttrain.trainer.run.memory import named_stage
+from posttrain.trainer.run.result import RunResult, TrainingStopped
 from posttrain.workers.actor.correction import can_correct_in_update
-from posttrain.workers.groups import (
-    ActorRolloutGroup,
-    CriticGroup,
-    DisaggregatedGroup,
-    RewardModelGroup,
-    RolloutGroup,
-)
 from posttrain.workers.measures import ROW
-from posttrain.workers.roles import engine_ranks
 
 
-class RayPPOTrainer(WorkerClasses):
-    """Holds the parts of a run; `fit` trains. Built from a configuration, a tokenizer, data and a reward.
+class RayPPOTrainer(TrainerParts):
+    """Trains with the parts of a run; `fit` is the loop. Built from a configuration, a tokenizer, data and a reward.
 
     A subclass may name worker classes of its own, and override a stage.
     """
-
-    actor_rollout_wg: ActorRolloutGroup  # policy, reference and rollout
-    rollout_wg: RolloutGroup  # the workers that generate, colocated or not
-    critic_wg: CriticGroup | None
-    rm_wg: RewardModelGroup | None
-    model_reward: ModelReward | None = None
-
-    def __init__(
-        self,
-        config: PPOConfig,
-        *,
-        tokenizer: Any,
-        run: RunDirectory,
-        train_dataset: PromptDataset,
-        val_dataset: PromptDataset | None,
-        reward_fn: RewardManager,
-        device: torch.device,
-        explicit: set[str] | None = None,
-        stored_config: PPOConfig | None = None,
-        workers: Workers | None = None,
-        turns: ConversationLoop | None = None,
-    ) -> None:
-        self.workers = workers or LocalWorkers()
-        self.config, self.tokenizer, self.device, self.run = config, tokenizer, device, run
-        self.train_dataset, self.reward_fn, self.turns = train_dataset, reward_fn, turns
-        self.estimator = get_adv_estimator(config.algorithm.adv_estimator)
-        say(f"Using advantage estimator: {config.algorithm.adv_estimator}")
-        actor = config.actor_rollout_ref.actor
-        kl_loss = actor.use_kl_loss and actor.kl_loss_coef > 0
-        self.use_critic = self.estimator.needs_critic
-        self.use_reference = kl_loss or config.algorithm.use_kl_in_reward
-        self._plan(explicit or set())
-        self.recorder = Recorder(
-            config,
-            run,
-            self.sizes.total_steps,
-            stored_config=stored_config or config,
-            workers=self.workers,
-            grouped=self.estimator.compares_group,
-            kl_on=kl_loss,
-        )
-        self.step, self.bad_steps = 0, 0
-        self.init_workers()
-        self._make_parts(val_dataset)
-
-    def _plan(self, explicit: set[str]) -> None:
-        """Decide sizes, memory and the order of prompts before models are loaded; `explicit` settings stay."""
-        if self.estimator.compares_group:
-            check_group_size(self.config, explicit)
-        self.sizes, notes = fit_sizes(self.config, explicit, len(self.train_dataset), critic=self.use_critic)
-        for sentence in (*notes, self.sizes.words()):
-            say(sentence)
-        plan_memory(self.config, self.device, explicit, self.workers)
-        self.sampler: PromptSampler = make_sampler(
-            self.train_dataset, self.config.data, batch_size=self.sizes.prompts, seed=self.config.trainer.seed
-        )
-
-    def _make_parts(self, val_dataset: PromptDataset | None) -> None:
-        """Everything that the loop calls beside the worker groups."""
-        config, turns = self.config, self.turns
-        self.group_filter = GroupFilter(config.algorithm.filter_groups, config.reward.failure_score)
-        self.kl_controller = get_kl_controller(config.algorithm.kl_ctrl)
-        self.experience = Experience(
-            config, self.tokenizer, self.rollout_wg, self.reward_fn, model_reward=self.model_reward, turns=turns
-        )
-        self._replace_rollout_workers()
-        training = self.groups.training() if config.trainer.max_staleness else ()
-        self.pending = PendingBatches(
-            config, self.experience, self.recorder.stage, training, prompts=self.sizes.prompts
-        )
-        self.pending.log_events(self.run.path, say)
-        beside = (turns, self.reward_fn.pool)  # what works while the loop does something else
-        self.recorder.lanes += [part.lane for part in beside if part is not None]
-        self.validator = None
-        if val_dataset is not None:
-            n = config.actor_rollout_ref.rollout.val_kwargs.n
-            self.validator = Validator(config.data, n, self.tokenizer, val_dataset, self.experience, self.recorder)
-        self.first_batch = FirstBatchChecks(
-            config, self.sizes, self.actor_rollout_wg, self.device, one_prompt=not (turns and turns.has_agents)
-        )
-        self.checkpoints = Checkpoints(
-            self.recorder,
-            self.sizes,
-            actor=self.actor_rollout_wg,
-            critic=self.critic_wg,
-            # The names are those of `state.json`, which checkpoints of earlier versions have, too.
-            parts={
-                "sampler": self.sampler,
-                "prompts": self.experience,
-                "kl_controller": self.kl_controller,
-                "old_from_rollout": self.first_batch,
-            },
-            batches={"surplus": self.group_filter, "ahead": self.pending},
-        )
-
-    def init_workers(self) -> None:
-        """Create the workers and load their models; no step is made."""
-        self.groups = groups = TrainingGroups(
-            self.workers,
-            type(self),
-            self.config,
-            self.tokenizer,
-            self.device,
-            total_updates=self.sizes.total_updates,
-            reference=self.use_reference,
-            critic_updates=critic_updates(self.config, self.sizes) if self.use_critic else None,
-        )
-        with named_stage("load"):
-            groups.load_models()
-            self.actor_rollout_wg, self.rollout_wg = groups.actor_rollout, groups.rollout
-            self.critic_wg, self.rm_wg = groups.critic, groups.reward_model
-            if self.rm_wg is not None:
-                self.model_reward = self._join_reward_model(self.rm_wg)
-
-    def _join_reward_model(self, scorer: RewardModelGroup) -> ModelReward:
-        # Before anything is generated: a chat template that cannot render the data is rejected here.
-        scorer.check_prompt(self.train_dataset[0]["raw_prompt"])
-        joined = ModelReward(
-            self.config.reward_model,
-            scorer,
-            failure_score=self.config.reward.failure_score,
-            functions=self.reward_fn.pool is not None,
-            named=self.reward_fn.named,
-        )
-        if joined.function_weight == 0:
-            self.reward_fn.watch = None  # the functions only tell which responses are right
-        for sentence in (*scorer.notes(), joined.words()):
-            say(sentence)
-        return joined
 
     # -- the loop -------------------------------------------------------------------------------------------------
     def fit(self) -> RunResult:
@@ -194,29 +48,17 @@ class RayPPOTrainer(WorkerClasses):
             critic_updates=critic_updates(self.config, self.sizes),
             critic_warmup=self.sizes.critic_warmup,
         )
-        status = "failed"
-        try:
+        with self.recorder.running(self._save_checkpoint) as stop:
             if self.config.tracking.samples_freq > 0:
                 self.recorder.keep_vocabulary(self.tokenizer)
-            with GracefulStop(say) as stop:
-                self.pending.begin(self.step, self.sizes.total_steps)
-                self._validate_at_start()
-                while self.step < self.sizes.total_steps and not self.config.trainer.val_only:
-                    if stop.requested:
-                        break
-                    with self.recorder.traces.of(self.step + 1):
-                        self._train_step()
-                status = "finished" if not stop.requested or self.step >= self.sizes.total_steps else "stopped"
-                self._save_if_stopped(stop)
-                self.recorder.wait_until_written()
-        except KeyboardInterrupt:
-            status = "stopped"
-            raise
-        finally:
-            self.recorder.close(status)
+            self.pending.begin(self.step, self.sizes.total_steps)
+            self._validate_at_start()
+            while self.step < self.sizes.total_steps and not (stop.requested or self.config.trainer.val_only):
+                with self.recorder.traces.of(self.step + 1):
+                    self._train_step()
         self.recorder.print_summary()
         validation = [(step, metrics) for step, metrics, _ in self.recorder.validations]
-        return RunResult(self.run.path, status, self.step, self.recorder.history, validation, stop.requested)
+        return self.recorder.result(stop, validation)
 
     def _train_step(self) -> None:
         stage = self.recorder.stage
@@ -262,42 +104,6 @@ class RayPPOTrainer(WorkerClasses):
             self.checkpoints.snapshot(Progress(self.step, self.bad_steps))
         elif self.pending.was_drained(step):
             self.pending.drain(step)  # the replayed run was stopped here, and continued
-
-    # -- lost rollout workers -------------------------------------------------------------------------------------
-    def _replace_rollout_workers(self) -> None:
-        """From now on a rollout worker that is lost is replaced alone, where that changes no number. Other losses start
-        all workers again (`run/recovery.py`)."""
-        config = self.config
-        # In asynchronous training the weights that the lost responses began with are gone; a conversation's tools may
-        # have been called; and workers that hold one engine together meet in collectives.
-        changes_no_number = not config.trainer.max_staleness and self.turns is None and engine_ranks(config) == 1
-        if changes_no_number and self.run.note_replacement is not None and self.workers.replace_rollout_workers():
-            self.experience.replace = self._replace_rollout
-
-    def _replace_rollout(self, death: WorkerDied, version: int | None = None) -> int:
-        """A new process in the place of a lost rollout worker, with the policy's weights; its number. Raises `death`
-        where it was another worker, or has been replaced too often."""
-        assert self.run.note_replacement is not None and isinstance(self.actor_rollout_wg, DisaggregatedGroup)
-        while True:
-            number = self.workers.number_of_lost_rollout(death)
-            self.run.note_replacement(death)
-            try:
-                self.workers.replace(number)
-                self.actor_rollout_wg.admit(number, self.step if version is None else version)
-                return number
-            except WorkerDied as another:
-                if another.worker != death.worker:
-                    raise  # requests of two workers were lost: all are started again
-                death = another
-
-    def _sync_weights(self, version: int) -> dict[str, float]:
-        while True:
-            try:
-                return self.actor_rollout_wg.sync_weights(version)
-            except WorkerDied as death:
-                if self.experience.replace is None:
-                    raise
-                self._replace_rollout(death, version)
 
     # -- stages ---------------------------------------------------------------------------------------------------
     def _rollout(self, step: int) -> tuple[DataProto, dict[str, float]]:
@@ -475,6 +281,15 @@ class RayPPOTrainer(WorkerClasses):
             batch.batch[name] = values
         return metrics
 
+    def _sync_weights(self, version: int) -> dict[str, float]:
+        while True:
+            try:
+                return self.actor_rollout_wg.sync_weights(version)
+            except WorkerDied as death:
+                if self.experience.replace is None:
+                    raise
+                self._replace_rollout(death, version)
+
     # -- checks ---------------------------------------------------------------------------------------------------
     def _check_step_zero(self, batch: DataProto) -> None:
         """On the first batch of this process: whole groups, agreement with the rollout, the largest batch tried."""
@@ -508,15 +323,13 @@ class RayPPOTrainer(WorkerClasses):
             self.recorder.loggers.log(0, metrics)
 
     def _validate_if_due(self) -> dict[str, float]:
-        freq, last = self.config.trainer.test_freq, self.step >= self.sizes.total_steps
-        if self.validator is None or not (last or (freq > 0 and self.step % freq == 0)):
+        if self.validator is None or not self.recorder.is_due(self.config.trainer.test_freq, self.step):
             return {}
         with self.recorder.stage("validation"):
             return self.validator.run(self.step)
 
     def _save_is_due(self) -> bool:
-        freq = self.config.trainer.save_freq
-        return self.step >= self.sizes.total_steps or (freq > 0 and self.step % freq == 0)
+        return self.recorder.is_due(self.config.trainer.save_freq, self.step)
 
     def _save_checkpoint(self) -> Path:
         self.pending.drain(self.step)  # a checkpoint has whole groups only, so that resuming it is exact
@@ -525,11 +338,3 @@ class RayPPOTrainer(WorkerClasses):
     def _load_checkpoint(self) -> None:
         if (progress := self.checkpoints.restore()) is not None:
             self.step, self.bad_steps = progress.step, progress.bad_steps
-
-    def _save_if_stopped(self, stop: GracefulStop) -> None:
-        if stop.requested and self.step < self.sizes.total_steps:
-            self.recorder.is_ending = True
-            if self.step and not self._save_is_due():
-                self._save_checkpoint()
-            self.recorder.wait_until_written()
-            say(f"Stopped by {stop.requested.name} after step {self.step}; the same command continues this run.")

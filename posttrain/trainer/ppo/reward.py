@@ -238,7 +238,8 @@ class RewardManager:
 
     def __call__(self, data: DataProto) -> torch.Tensor:
         """(B, R): each row's score on its last response token, 0 elsewhere."""
-        return place_on_last_token(self.score(data).non_tensor_batch["reward_score"], data)
+        scores = self.score(data).non_tensor_batch["reward_score"]
+        return _last_tokens(np.array([float(score) for score in scores], np.float32), data).value()
 
 
 def keys_of(rows: DataProto) -> list[Key]:
@@ -258,19 +259,15 @@ def _real_responses(data: DataProto) -> torch.Tensor:
     return data.batch["attention_mask"][:, -data.batch["responses"].shape[1] :].bool()
 
 
-def place_on_last_token(scores: Any, data: DataProto) -> torch.Tensor:
-    """(B, R) token-level scores: each score on the last real token of its response."""
-    out = torch.zeros(data.batch.shape("responses"), dtype=torch.float32)
-    last_B = _real_responses(data).long().cumsum(-1).argmax(-1)
-    out[torch.arange(len(data)), last_B] = torch.tensor([float(score) for score in scores], dtype=torch.float32)
-    return out
-
-
 def on_last_token(scores_B: np.ndarray, data: DataProto) -> torch.Tensor | Column:
-    """The same; of responses that lie in a store as a column that is made where it is read."""
-    if isinstance(data.batch.column("attention_mask"), MaskColumn):
-        return LastTokenColumn(scores_B, lengths_of(data)[1], data.batch.shape("responses")[1])
-    return place_on_last_token(scores_B, data)
+    """(B, R): each score on the last token of its response; of responses that lie in a store as a column that is made
+    where it is read."""
+    column = _last_tokens(scores_B, data)
+    return column if isinstance(data.batch.column("attention_mask"), MaskColumn) else column.value()
+
+
+def _last_tokens(scores_B: np.ndarray, data: DataProto) -> LastTokenColumn:
+    return LastTokenColumn(scores_B, lengths_of(data)[1], data.batch.shape("responses")[1])
 
 
 def add_overlong_penalty(scores_B: np.ndarray, data: DataProto, config: OverlongBufferConfig, limit: int) -> None:

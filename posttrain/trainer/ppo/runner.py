@@ -25,7 +25,7 @@ from posttrain.rewards.types import RewardError, RewardList, RewardSpec
 from posttrain.rollout.engines import check_engine_name
 from posttrain.tracking.progress import say
 from posttrain.tracking.rundir import RunDirectory
-from posttrain.trainer.embedded import ensure_embedded
+from posttrain.trainer.embedded import fill_embedded
 from posttrain.trainer.ppo.ray_trainer import RayPPOTrainer
 from posttrain.trainer.ppo.reward import RewardManager, make_reward_pool, spread_rewards
 from posttrain.trainer.run.process import (
@@ -92,7 +92,7 @@ def _open_trainer(
     spec, first_worker = _load_reward(stack, config, reward)
     device = find_run_device(config.trainer)
     prepare_torch(config.trainer, device)
-    _fill_embedded(config, data)
+    fill_embedded([config.actor_rollout_ref.model, config.critic.model], config.data, given=data is not None)
     tokenizer = load_tokenizer(config.actor_rollout_ref.model)
     turns = stack.enter_context(open_conversations(config, tokenizer, device, say))
     train, val = _open_data(config, resolved.explicit, tokenizer, turns, data, val_data)
@@ -211,19 +211,3 @@ def _can_judge(reward_model: RewardModelConfig, sources: set[str | None], *data:
             raise
         return False
     return not any(rows.rows_without_truth for rows in data if rows is not None)
-
-
-def _fill_embedded(config: PPOConfig, data: Any) -> None:
-    """Replace `embedded` (and what was left unset) by the files that posttrain makes itself."""
-    model, critic, files = config.actor_rollout_ref.model, config.critic.model, config.data
-    wants_model = [role for role in (model, critic) if role.path == "embedded" or (role is model and not model.path)]
-    wants_train = data is None and files.train_files in (None, "embedded")
-    if not (wants_model or wants_train or files.val_files == "embedded"):
-        return
-    folder = ensure_embedded(say, model=bool(wants_model))
-    for role in wants_model:
-        role.path = str(folder / "model")
-    if wants_train:
-        files.train_files = str(folder / "train.json")
-    if files.val_files == "embedded":
-        files.val_files = str(folder / "test.json")

@@ -12,9 +12,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from posttrain.batch.columns import StoredColumn
+from posttrain.batch.columns import Held, StoredColumn
 from posttrain.batch.compact import lengths_of
-from posttrain.batch.rows import Held
 from posttrain.controller.rank_host import Parcel, pack, unpack
 from posttrain.errors import first_line
 from posttrain.protocol import DataProto

@@ -2,34 +2,45 @@
 rollout worker is replaced alone, where that changes no number (`RayPPOTrainer`).
 
 A run that continues from a checkpoint is bitwise the one that was never interrupted, so a restart changes no number; it
-repeats the steps since the newest checkpoint or snapshot (`snapshots.py`). Everything that a run opens is closed and
-opened anew, reward workers and conversations too: they hold requests of the step that was cut off. The run's directory,
-its log and the console stay.
+repeats the steps since the newest checkpoint or snapshot. Everything that a run opens is closed and opened anew, reward
+workers and conversations too: they hold requests of the step that was cut off. The run's directory, its log and the
+console stay.
+
+A snapshot is a checkpoint in `/dev/shm`, made between those on the disk, so that little more than the step in flight is
+repeated. It is made as checkpoints are, in the background, and so rarely that training waits for it 1% of the time. It
+ends with the command, however that ends. Runs on several machines have none: ranks restore from files of one machine.
+Asynchronous runs have none, either.
 
 Errors of the user's own code and settings, and memory that would run out again, end the run as before.
 """
 
 from __future__ import annotations
 
+import os
+import shutil
+import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from posttrain import cores
 from posttrain.checkpoint.folders import steps_in
+from posttrain.checkpoint.manager import CheckpointManager, WriteRole, capture_rng
 from posttrain.config.resolved import Resolved
-from posttrain.config.trainer import machines_for
+from posttrain.config.trainer import machines_for, one_process
+from posttrain.controller.group import RoleGroup
 from posttrain.controller.incidents import CONTINUES, Incident, NoRoom, WorkerDied
+from posttrain.errors import first_line
 from posttrain.tracking.progress import say
 from posttrain.tracking.rundir import RunDirectory
 from posttrain.tracking.status import read_status, write_status
-from posttrain.trainer.run.memory import note_stage, stage_of
+from posttrain.trainer.run.memory import named_stage, note_stage, stage_of
 from posttrain.trainer.run.process import opened_attempt, opened_run
 from posttrain.trainer.run.result import RunResult, came_while_stopping
-from posttrain.trainer.run.snapshots import snapshot_folder
 
 LIMIT, FEWEST = "trainer.max_restarts", "trainer.min_nnodes"
 Attempt = Callable[[ExitStack, Any, RunDirectory], RunResult]
@@ -201,3 +212,97 @@ def _page_lines(number: int, death: WorkerDied, step: int, decision: str) -> Ite
 
 def _section(title: str, text: str) -> Iterator[str]:
     yield from ("", f"## {title}", "", "```", text.rstrip(), "```")
+
+
+MEMORY = Path("/dev/shm")
+SHARE = 0.01  # of the time, at most, that training waits for snapshots
+BYTES = 16  # of a parameter with its optimizer state, at most
+COPIES = 3  # of the state at once: the one that is being written, its source in the ranks, and the last snapshot
+FREE = 0.25  # of the free memory, at most, is taken
+
+
+@contextmanager
+def snapshot_folder(config: Any) -> Iterator[Path | None]:
+    """A folder in memory that is gone with this process; None where a run has no use for it, or cannot have one."""
+    if one_process(config) or config.trainer.max_restarts == 0 or config.trainer.nnodes > 1:
+        yield None
+        return
+    from posttrain.controller.ray_address import given_address
+    from posttrain.controller.ray_node import Watched
+
+    # Ranks of a Ray that runs already may be on any machine.
+    connected = "ray" in sys.modules and sys.modules["ray"].is_initialized()
+    if given_address() or connected or not os.access(MEMORY, os.W_OK):
+        yield None
+        return
+    watched = Watched(str(MEMORY))
+    try:
+        yield Path(watched.folder)
+    finally:
+        watched.close()
+
+
+class Snapshots:
+    """Of one attempt of a run; those in `folder` stay for the next. Without a folder none is ever due."""
+
+    def __init__(self, folder: Path | None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._manager = None if folder is None else CheckpointManager(folder, keep=1, on_note=lambda note: None)
+        self._clock, self._ended, self._waited = clock, clock(), 0.0
+
+    def is_due(self) -> bool:
+        """Whether enough time has passed since the last one, and that is written."""
+        rested = SHARE * (self._clock() - self._ended) >= self._waited
+        return self._manager is not None and rested and not self.is_writing
+
+    def take(
+        self,
+        step: int,
+        *,
+        roles: Mapping[str, RoleGroup],
+        writers: Mapping[str, WriteRole],
+        state: dict[str, Any],
+        extra: Callable[[Path], None] | None = None,
+    ) -> None:
+        """A snapshot of this step, written while training goes on. After one that fails there are no more."""
+        manager = self._manager
+        if manager is None or not self._fits(manager.folder, roles):
+            return
+        began = self._clock()
+        try:
+            with named_stage("snapshot"):
+                manager.save(step, tensors=writers, state=state, rng=capture_rng(), extra=extra, background=True)
+        except WorkerDied:
+            raise
+        except Exception as error:
+            self._give_up(f"one could not be written: {first_line(error)}")
+        self._ended = self._clock()
+        self._waited = self._ended - began
+
+    @property
+    def is_writing(self) -> bool:
+        return self._manager is not None and self._manager.is_writing
+
+    def newest(self) -> Path | None:
+        return None if self._manager is None else self._manager.newest()
+
+    def end(self, *, abandon: bool = False) -> None:
+        """Until none is being written, or with what is written of it removed."""
+        if self._manager is None:
+            return
+        if abandon:
+            self._manager.abandon()
+        try:
+            self._manager.wait()
+        except Exception as error:
+            self._give_up(f"one could not be written: {first_line(error)}")
+
+    def _fits(self, folder: Path, roles: Mapping[str, RoleGroup]) -> bool:
+        size = BYTES * sum(role.group.once("engine_facts").parameters for role in roles.values())
+        room = min(FREE * cores.free_memory(), shutil.disk_usage(folder).free)
+        if COPIES * size > room:
+            self._give_up(f"{COPIES} times {size / 1e9:.1f} GB are more than the {room / 1e9:.1f} GB that it may take")
+        return self._manager is not None
+
+    def _give_up(self, reason: str) -> None:
+        say(f"note: no snapshots are kept in memory ({reason}); lost workers restart from the newest checkpoint.")
+        self._manager = None

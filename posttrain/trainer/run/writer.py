@@ -24,7 +24,8 @@ from posttrain.tracking.rundir import TIMELINE, RunDirectory, append_line
 from posttrain.tracking.safe_files import Background
 from posttrain.tracking.status import FRESH_S, STATUS_FILE, write_origin, write_status
 from posttrain.trainer.run.memory import named_stage
-from posttrain.trainer.run.snapshots import Snapshots
+from posttrain.trainer.run.recovery import Snapshots
+from posttrain.trainer.run.result import GracefulStop, RunResult
 
 if TYPE_CHECKING:  # a supervised run does not load the workers of the others
     from posttrain.workers.groups import ActorRolloutGroup, CriticGroup
@@ -131,6 +132,38 @@ class RunWriter:
     def _refresh_status(self) -> None:
         with suppress(OSError):  # a full disk is reported where something that matters is written
             write_status(self.run.path, "running", self.step, self.total_steps, self.progress.moment())
+
+    @contextmanager
+    def running(self, save: Callable[[], object]) -> Iterator[GracefulStop]:
+        """Around the steps of a run that was started. Ctrl-C and SIGTERM end it early, after its last step was saved.
+        At the end everything is written, and `status` says how the run has ended."""
+        self.status = "failed"
+        try:
+            with GracefulStop(say) as stop:
+                yield stop
+                is_over = self.step >= self.total_steps
+                self.status = "finished" if is_over or not stop.requested else "stopped"
+                if stop.requested and not is_over:
+                    self.is_ending = True
+                    if self.step and not self.is_due(self.config.trainer.save_freq, self.step):
+                        save()
+                    self.wait_until_written()
+                    what = f"Stopped by {stop.requested.name} after step {self.step}"
+                    say(f"{what}; the same command continues this run.")
+                self.wait_until_written()
+        except KeyboardInterrupt:
+            self.status = "stopped"
+            raise
+        finally:
+            self.close(self.status)
+
+    def result(self, stop: GracefulStop, validation: list[tuple[int, dict[str, float]]]) -> RunResult:
+        """What the run has reached."""
+        return RunResult(self.run.path, self.status, self.step, self.history, validation, stop.requested)
+
+    def is_due(self, frequency: int, step: int) -> bool:
+        """Whether what is done every so many steps (never: below 1), and at the last, is done at this one."""
+        return step >= self.total_steps or (frequency > 0 and step % frequency == 0)
 
     def wait_until_written(self) -> None:
         """Wait until everything of the steps so far is on the disk; what could not be written is raised here."""

@@ -23,7 +23,7 @@ from posttrain.tracking.diagnosis import join_within
 from posttrain.tracking.loggers import read_metrics
 from posttrain.tracking.progress import say
 from posttrain.tracking.rundir import RunDirectory
-from posttrain.trainer.embedded import ensure_embedded
+from posttrain.trainer.embedded import fill_embedded
 from posttrain.trainer.run.memory import named_stage, plan_memory
 from posttrain.trainer.run.process import (
     driven_by_one_machine,
@@ -34,10 +34,10 @@ from posttrain.trainer.run.process import (
     prepare_torch,
 )
 from posttrain.trainer.run.recovery import run_with_restarts
-from posttrain.trainer.run.result import GracefulStop, RunResult, TrainingStopped
+from posttrain.trainer.run.result import RunResult, TrainingStopped
 from posttrain.trainer.run.writer import RunWriter
 from posttrain.trainer.supervised.tasks import ROLE, Task
-from posttrain.workers.engine_worker import adapter_notes
+from posttrain.workers.roles import adapter_notes
 
 # A step's metrics with another name in the log than `train/NAME`.
 NAMES = {"skipped": "train/bad_steps", "tokens": "perf/total_num_tokens"}
@@ -110,34 +110,22 @@ class SupervisedTrainer:
         """Train to the last step; gives what was reached. Ctrl-C and SIGTERM save and end it early."""
         self._resume()
         self.recorder.start(self.step)
-        status = "failed"
-        try:
-            with GracefulStop(say) as stop:
-                self._validate_at_start()
-                while self.step < self.total_steps and not stop.requested:
-                    with self.recorder.traces.of(self.step + 1):
-                        self._train_step()
-                status = "finished" if self.step >= self.total_steps else "stopped"
-                self._save_if_stopped(stop)
-                self.recorder.wait_until_written()
-        except KeyboardInterrupt:
-            status = "stopped"
-            raise
-        finally:
-            self.recorder.close(status)
+        with self.recorder.running(self._save) as stop:
+            self._validate_at_start()
+            while self.step < self.total_steps and not stop.requested:
+                with self.recorder.traces.of(self.step + 1):
+                    self._train_step()
         self.recorder.print_summary()
-        result = RunResult(self.run.path, status, self.step, self.recorder.history, self.recorder.validations)
-        result.stopped_by = stop.requested
-        return result
+        return self.recorder.result(stop, self.recorder.validations)
 
     def _train_step(self) -> None:
         with self.recorder.stage("update"):
             metrics = self.task.train_step(self.sampler.next_batch())
         self.step += 1
-        validation = self._validate() if self._is_due(self.config.trainer.test_freq) else {}
+        validation = self._validate() if self.recorder.is_due(self.config.trainer.test_freq, self.step) else {}
         self.recorder.finish_step(self.step, metrics, validation, self._epoch())
         self._count_bad_steps(metrics)
-        if self._is_due(self.config.trainer.save_freq):
+        if self.recorder.is_due(self.config.trainer.save_freq, self.step):
             self._save()
         elif self.recorder.snapshot_is_due():
             roles, writers = {ROLE: self.task.group}, {ROLE: self.task.group.begin_save}
@@ -146,9 +134,6 @@ class SupervisedTrainer:
     def _epoch(self) -> float:
         """Passes over the data that are done."""
         return self.step / self.sampler.batches_per_epoch
-
-    def _is_due(self, frequency: int) -> bool:
-        return self.step >= self.total_steps or (frequency > 0 and self.step % frequency == 0)
 
     def _count_bad_steps(self, metrics: dict[str, float]) -> None:
         self.bad_steps = self.bad_steps + 1 if metrics["skipped"] > 0 else 0
@@ -209,14 +194,6 @@ class SupervisedTrainer:
         self.recorder.continue_from(path, self.step)
         say(f"Resumed from {path}: {self.step} of {self.total_steps} steps are done.")
 
-    def _save_if_stopped(self, stop: GracefulStop) -> None:
-        if stop.requested and self.step < self.total_steps:
-            self.recorder.is_ending = True
-            if self.step and not self._is_due(self.config.trainer.save_freq):
-                self._save()
-            self.recorder.wait_until_written()
-            say(f"Stopped by {stop.requested.name} after step {self.step}; the same command continues this run.")
-
 
 @driven_by_one_machine
 def run_supervised(resolved: Resolved, task_class: type[Task], *, data: Any = None, val_data: Any = None) -> RunResult:
@@ -227,7 +204,7 @@ def run_supervised(resolved: Resolved, task_class: type[Task], *, data: Any = No
         load_external(config.model.external_lib, "model.external_lib")
         device = find_run_device(config.trainer)
         prepare_torch(config.trainer, device)
-        _fill_embedded(config, data, task_class)
+        fill_embedded([config.model], config.data, given=data is not None, files=task_class.embedded_files)
         tokenizer = load_tokenizer(config.model)
         dataset, held_out = task_class.dataset, config.data.val_files if val_data is None else val_data
         train: Any = dataset(config.data.train_files if data is None else data, tokenizer, config.data, split="train")
@@ -270,19 +247,3 @@ def _say_model(config: Any, task: Task, device: torch.device, longest: int) -> N
     for note in (facts.note, positions):
         if note:
             say(f"note: {note}")
-
-
-def _fill_embedded(config: Any, data: Any, task: type[Task]) -> None:
-    """Replace `embedded` by the model and the files that posttrain makes itself."""
-    wants_model = config.model.path in (None, "embedded")
-    wants_train = data is None and config.data.train_files in (None, "embedded")
-    if not (wants_model or wants_train or config.data.val_files == "embedded"):
-        return
-    folder = ensure_embedded(say, model=wants_model)
-    if wants_model:
-        config.model.path = str(folder / "model")
-    files = task.embedded_files(folder)
-    if wants_train:
-        config.data.train_files = str(files["train"])
-    if config.data.val_files == "embedded":
-        config.data.val_files = str(files["test"])

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -12,15 +13,16 @@ from typing import Any
 import torch
 
 from posttrain import pulse
+from posttrain.algorithms import aggregation_weights
 from posttrain.controller.pool import LocalWorkers, Workers
+from posttrain.data.chat import TrainedRow
+from posttrain.data.recipes.arithmetic import pair_rows, write_files
 from posttrain.data.sampler import sequential_batches
 from posttrain.data.supervised import Pair, PairDataset, SFTDataset
 from posttrain.models.scorer import without_trailing_padding
 from posttrain.protocol import DataProto
 from posttrain.rollout.base import Output
 from posttrain.rollout.generate import to_batch
-from posttrain.trainer.embedded import embedded_pairs
-from posttrain.trainer.sft import sft_batch
 from posttrain.workers.supervised import PairGroup, PairWorker, SFTGroup, SFTWorker, SupervisedGroup, pair_losses
 
 Metrics = dict[str, float]
@@ -84,6 +86,22 @@ class Task(ABC):
     @abstractmethod
     def goodness(self, validation: Mapping[str, float]) -> float:
         """By which the best checkpoint is chosen, largest best."""
+
+
+def sft_batch(rows: Sequence[TrainedRow], pad_token_id: int) -> DataProto:
+    """Rows as a batch: what precedes the first trained token is the prompt, what follows the last one is left out.
+
+    `response_mask` marks the trained tokens; `loss_weights` make their mean over the whole batch.
+    """
+    bounds = [(1 + row.trained[1:].index(True), len(row.ids) - row.trained[::-1].index(True)) for row in rows]
+    responses = [row.ids[start:end] for row, (start, end) in zip(rows, bounds, strict=True)]
+    outputs = [Output(number, ids, [0.0] * len(ids), "stop") for number, ids in enumerate(responses)]
+    prompts = [row.ids[:start] for row, (start, _) in zip(rows, bounds, strict=True)]
+    batch = to_batch(prompts, outputs, pad_token_id)
+    mask = batch.batch["response_mask"]
+    for number, (row, (start, end)) in enumerate(zip(rows, bounds, strict=True)):
+        mask[number, : end - start] = torch.tensor(row.trained[start:end])
+    return batch.union(DataProto.from_dict(tensors={"loss_weights": aggregation_weights(mask, "token-mean")}))
 
 
 class SFTTask(Task):
@@ -170,6 +188,15 @@ def _common(left: list[int], right: list[int]) -> int:
     """Tokens that both begin with."""
     most = min(len(left), len(right))
     return next((at for at in range(most) if left[at] != right[at]), most)
+
+
+def embedded_pairs(folder: Path) -> dict[str, Path]:
+    """Pairs of a right and a wrong sum, made from the embedded sums."""
+    paths = {name: folder / "pairs" / f"{name}.json" for name in ("train", "test")}
+    if not all(path.exists() for path in paths.values()):
+        sums = {name: json.loads((folder / f"{name}.json").read_text()) for name in paths}
+        write_files(folder / "pairs", {name: pair_rows(rows) for name, rows in sums.items()})
+    return paths
 
 
 class PairTask(Task):

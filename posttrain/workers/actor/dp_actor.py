@@ -35,8 +35,7 @@ from posttrain.workers.actor.correction import (
     weights_in_update,
 )
 from posttrain.workers.measures import Measures, TokenStats, reduce_over_steps
-from posttrain.workers.token_weights import token_weights
-from posttrain.workers.update_plan import MiniBatch, Schedule, UpdatePlan, one_rank_plan
+from posttrain.workers.update_plan import MiniBatch, Schedule, UpdatePlan, one_rank_plan, token_weights
 
 ROUTER_METRICS = ("router_entropy", "route_changes", "router_balance")  # outputs of a mixture's passes, per token
 PREPARED = "prepared_"  # prefix of the fields that a loss's `prepare` gave per row

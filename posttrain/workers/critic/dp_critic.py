@@ -12,8 +12,7 @@ from posttrain.config.root import ActorConfig, CriticConfig, PPOConfig
 from posttrain.engine.base import Passes, TrainEngine
 from posttrain.protocol import DataProto
 from posttrain.workers.measures import Measures, reduce_over_steps
-from posttrain.workers.token_weights import token_weights
-from posttrain.workers.update_plan import MiniBatch, Schedule, UpdatePlan, one_rank_plan
+from posttrain.workers.update_plan import MiniBatch, Schedule, UpdatePlan, one_rank_plan, token_weights
 
 
 def critic_schedule(critic: CriticConfig, actor: ActorConfig, seed: int) -> Schedule:
