@@ -63,7 +63,7 @@ def product(
 def _wide_product(x_TE: Quantized, weight_FE: Quantized, bias_F: torch.Tensor | None) -> torch.Tensor:
     # The same numbers and float32 sums by matrix units of bfloat16, which holds every fp8 value exactly.
     x, weight = (each.values.to(torch.bfloat16 if each.values.is_cuda else torch.float32) for each in (x_TE, weight_FE))
-    wide = {"out_dtype": torch.float32} if x.is_cuda else {}
+    wide: dict[str, Any] = {"out_dtype": torch.float32} if x.is_cuda else {}
     y_TF = torch.mm(x, weight.T, **wide) * x_TE.scales[:, None] * weight_FE.scales[None, :]
     return y_TF if bias_F is None else y_TF + bias_F.float()
 

@@ -167,7 +167,7 @@ def test_copies_are_made_once_and_are_those_of_a_rollout_over_the_same_weights(m
 
 def engine_of(model, **settings):
     optim = OptimConfig(lr=1e-3)
-    given = {"device": torch.device("cpu"), "optim": optim, "grad_clip": 1e9, "fp8": True} | settings
+    given: dict[str, Any] = {"device": torch.device("cpu"), "optim": optim, "grad_clip": 1e9, "fp8": True} | settings
     return TorchEngine(model, EngineSettings(**given))
 
 
