@@ -113,7 +113,7 @@ def measure_update(shape: Any, options: argparse.Namespace) -> None:
             torch.cuda.synchronize()
         peak = torch.cuda.max_memory_allocated() / 2**30
         print(f"\n== {'fp8' if fp8 else 'bf16'}: {seconds:.3f} s an update, peak {peak:.1f} GiB")
-        print(found.key_averages().table(sort_by="cuda_time_total", row_limit=30, max_name_column_width=90))
+        print(found.key_averages().table(sort_by="device_time_total", row_limit=30, max_name_column_width=90))
         del engine, module, model, update
         gc.collect()
         torch.cuda.empty_cache()

@@ -385,7 +385,7 @@ def check_fp8_base(checked: Checked) -> Iterator[Finding]:
     if workers_of(config) > 1:
         what = f"{name} with {workers_of(config)} workers that train: their weights are sharded."
         yield checked.problem(what, f"train on one worker, or remove {key}", key, "trainer.n_gpus_per_node")
-    if (strategy := config.actor_rollout_ref.actor.strategy) == "megatron":
+    if (strategy := config.actor_rollout_ref.actor.strategy) not in ("fsdp", "fsdp2"):
         what = f"{name} is not built for {_ACTOR}.strategy={strategy}."
         yield checked.problem(what, f"set {_ACTOR}.strategy=fsdp2, or remove {key}", key, f"{_ACTOR}.strategy")
     others = {

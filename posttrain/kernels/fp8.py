@@ -19,6 +19,8 @@ import torch.nn.functional as F
 from posttrain.kernels import cuda
 from posttrain.kernels.quantized import Quantized, round_rows, row_scales
 
+# cuBLASLt has no kernel for some sizes that are multiples of 16: on an H200, 80 rows of a weight of 9,216 columns.
+UNSUPPORTED = "CUBLAS_STATUS_NOT_SUPPORTED"
 OLDEST = (8, 9)  # compute capability of the first matrix units that multiply fp8
 
 
@@ -49,7 +51,21 @@ def product(
     scaled_mm: Any = torch._scaled_mm  # pyright: ignore
     if into_TF is not None:
         how["out"] = into_TF
-    return scaled_mm(x_TE.values, weight_FE.values.T, bias=bias_F, out_dtype=dtype, **how)
+    try:
+        return scaled_mm(x_TE.values, weight_FE.values.T, bias=bias_F, out_dtype=dtype, **how)
+    except RuntimeError as error:
+        if UNSUPPORTED not in str(error):
+            raise
+    y_TF = _wide_product(x_TE, weight_FE, bias_F).to(dtype)
+    return y_TF if into_TF is None else into_TF.copy_(y_TF)
+
+
+def _wide_product(x_TE: Quantized, weight_FE: Quantized, bias_F: torch.Tensor | None) -> torch.Tensor:
+    # The same numbers and float32 sums by matrix units of bfloat16, which holds every fp8 value exactly.
+    x, weight = (each.values.to(torch.bfloat16 if each.values.is_cuda else torch.float32) for each in (x_TE, weight_FE))
+    wide: dict[str, Any] = {"out_dtype": torch.float32} if x.is_cuda else {}
+    y_TF = torch.mm(x, weight.T, **wide) * x_TE.scales[:, None] * weight_FE.scales[None, :]
+    return y_TF if bias_F is None else y_TF + bias_F.float()
 
 
 # Rollout and trainer share the copies of the weights that they share. A copy keeps its weight's memory, so no other
@@ -135,7 +151,7 @@ class FrozenFp8Weight:
             given = fp8.quantize_rows(grad_TF, factors_E=self.scales_F)
             return product(given, self.backward, None, grad_TF.dtype)
         # `rounded` holds values times scales here, so the scales are divided out again.
-        return (round_rows(grad_TF * self.scales_F) / self.scales_F) @ rounded
+        return (round_rows(grad_TF * self.scales_F) / self.scales_F).to(grad_TF.dtype) @ rounded
 
 
 def quantize_rows(x_TE: torch.Tensor) -> Quantized:

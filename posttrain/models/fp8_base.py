@@ -12,7 +12,7 @@ import torch
 
 from posttrain.errors import UserError
 from posttrain.kernels import cuda
-from posttrain.kernels.fp8 import OLDEST, FrozenFp8Weight, can_multiply
+from posttrain.kernels.fp8 import OLDEST, FrozenFp8Weight
 from posttrain.kernels.train import can_attend, can_train
 from posttrain.models.forward import LAYERS, decoder_of, forward_mode_of
 from posttrain.models.layer_weights import Joined, LayerWeights
@@ -63,9 +63,6 @@ def why_no_fp8_base(module: Any, device: torch.device) -> str | None:
     if device.type == "cuda" and cuda.runs_here(weight) and torch.cuda.get_device_capability(device) < OLDEST:
         least = ".".join(map(str, OLDEST))
         return f"matrix units multiply fp8 from compute capability {least} on, and {device} has less"
-    matrices = [w for layer in layers for name, w in layer.named_parameters() if w.dim() == 2 and "lora_" not in name]
-    if device.type == "cuda" and not all(map(can_multiply, matrices)):
-        return "the device multiplies no fp8, or a width of the model is not a multiple of 16"
     if not can_train(weight):
         return f"{device} has no fused training pass for {weight.dtype} (a CPU needs float32 and a C++ compiler)"
     if not all(can_attend(layer.self_attn.head_dim, weight) for layer in layers):

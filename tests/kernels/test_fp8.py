@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 import torch.nn.functional as F
 from triton_tools import draw
 
+from posttrain.kernels import cuda as cuda_kernels
 from posttrain.kernels import decode as twin
-from posttrain.kernels.fp8 import Fp8Weight, FrozenFp8Weight, product
+from posttrain.kernels import fp8 as fp8_kernels
+from posttrain.kernels.fp8 import UNSUPPORTED, Fp8Weight, FrozenFp8Weight, product
 from posttrain.kernels.quantized import LARGEST, Quantized, round_rows
 
 gpu = pytest.mark.gpu
@@ -68,11 +72,63 @@ def test_a_frozen_weight_gives_the_product_and_the_gradient_of_its_input_by_the_
     bias = torch.arange(32.0)
     torch.testing.assert_close(frozen.product(x, bias).double(), wanted + bias, rtol=1e-4, atol=1e-3)
     torch.testing.assert_close(frozen.back(grad).double(), wanted_grad, rtol=1e-4, atol=1e-3)
+    in_half = FrozenFp8Weight(weight.bfloat16()).back(grad.bfloat16())  # where a width is no multiple of 16
+    assert in_half.dtype is torch.bfloat16
+    expected = formulas(x, grad.bfloat16(), weight.bfloat16())[1]
+    assert float((in_half.double() - expected).norm() / expected.norm()) < 0.01
     for found, plain in ((wanted, x @ weight.T), (wanted_grad, grad @ weight)):
         assert 0.01 < float((found - plain).norm() / plain.norm()) < 0.06
     into = torch.full((25, 32), 7.0)
     frozen.product(x, bias, into[:23])
     assert torch.equal(into[:23], frozen.product(x, bias)) and bool((into[23:] == 7).all())
+
+
+class PlainDevice:
+    """Rounds as the kernels of a CUDA device do, by the plain formula."""
+
+    @staticmethod
+    def quantize_rows(x, into=None, factors_E=None):
+        x = x if factors_E is None else x * factors_E
+        into, scales = into or Quantized.like(x), x.abs().amax(-1) / LARGEST
+        into.values.copy_((x / scales[:, None]).to(torch.float8_e4m3fn))
+        into.scales.copy_(scales)
+        return into
+
+    @staticmethod
+    def takes_few_rows(rows, device):
+        return False
+
+
+@pytest.fixture
+def refusing(monkeypatch):
+    """(shapes, words): what torch's scaled product was asked for, and with which words it fails each time."""
+    shapes, words = [], [UNSUPPORTED]
+
+    def scaled_mm(x, weight, **how):
+        shapes.append(weight.shape)
+        assert x.dtype is weight.dtype is torch.float8_e4m3fn and weight.stride(0) == 1, "the layout that it needs"
+        raise RuntimeError(f"CUDA error: {words[0]} when calling `cublasLtMatmulAlgoGetHeuristic`")
+
+    monkeypatch.setattr(fp8_kernels, "can_multiply", lambda weight: True)
+    monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
+    monkeypatch.setattr(cuda_kernels, "fp8", PlainDevice, raising=False)
+    monkeypatch.setitem(sys.modules, "posttrain.kernels.cuda.fp8", PlainDevice)
+    return shapes, words
+
+
+def test_sizes_that_the_library_has_no_fp8_product_for_are_multiplied_wide_with_the_same_numbers(refusing):
+    x, grad, weight, bias = (draw(*shape).cpu() for shape in ((23, 48), (23, 80), (80, 48), (80,)))
+    frozen, (wanted, wanted_grad) = FrozenFp8Weight(weight), formulas(x, grad, weight)
+    shapes, words = refusing
+    torch.testing.assert_close(frozen.product(x, bias).double(), wanted + bias, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(frozen.back(grad).double(), wanted_grad, rtol=1e-4, atol=1e-4)
+    assert shapes == [(48, 80), (80, 48)]
+    into = torch.full((25, 80), 7.0)
+    frozen.product(x, bias, into[:23])
+    assert torch.equal(into[:23], frozen.product(x, bias)) and bool((into[23:] == 7).all())
+    words[0] = "out of memory"
+    with pytest.raises(RuntimeError, match="out of memory"):
+        frozen.product(x, bias)
 
 
 def mixture_weights(dtype, experts=6, width=64, size=32):
