@@ -14,7 +14,7 @@ from posttrain.errors import working_folder
 from posttrain.interrupts import one_interrupt
 from posttrain.spelling import OptionParser
 from posttrain.tracking.console import exit_status, prepare_streams, protect_console
-from posttrain.tracking.row import waiting
+from posttrain.tracking.progress import waiting
 from posttrain.tracking.terminal_text import print_page, print_text
 
 Arguments = Sequence[str]

@@ -15,7 +15,7 @@ from posttrain.errors import UserError, first_line
 from posttrain.texts import redact
 from posttrain.tracking.curve import write_chart
 from posttrain.tracking.loggers import read_metrics
-from posttrain.tracking.row import waiting
+from posttrain.tracking.progress import waiting
 from posttrain.tracking.rundir import flatten
 from posttrain.tracking.safe_files import DamagedFile, read_settings
 from posttrain.tracking.status import read_origin

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from posttrain.checkpoint.folders import steps_in
 from posttrain.errors import UserError
 from posttrain.spelling import OptionParser
-from posttrain.tracking.row import waiting
+from posttrain.tracking.progress import waiting
 from posttrain.tracking.rundir import find_run, kept_steps, read_facts
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from posttrain.config.trees import COMMANDS, PPO, Tree
 from posttrain.doctor.case import ERROR, WARNING, Finding, Report
 from posttrain.launch import command_tree, resolve_arguments
 from posttrain.tracking.console import JSON, active
-from posttrain.tracking.row import waiting
+from posttrain.tracking.progress import waiting
 from posttrain.tracking.terminal_text import print_text
 
 USAGE = """usage: posttrain doctor [--json] [train] [--flag VALUE] [key=value] ...   as train.sh reads it

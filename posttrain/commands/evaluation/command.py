@@ -20,7 +20,7 @@ from posttrain.commands.generation.settings import (
 )
 from posttrain.errors import UserError
 from posttrain.spelling import OptionParser
-from posttrain.tracking.row import waiting
+from posttrain.tracking.progress import waiting
 from posttrain.tracking.terminal_text import print_text
 from posttrain.trainer.constants_ppo import apply_environment
 

@@ -26,7 +26,7 @@ from posttrain.commands.generation.workers import Share, run_workers, shares
 from posttrain.errors import UserError
 from posttrain.spelling import OptionParser
 from posttrain.texts import own_turns
-from posttrain.tracking.row import waiting
+from posttrain.tracking.progress import waiting
 from posttrain.trainer.constants_ppo import apply_environment
 
 if TYPE_CHECKING:

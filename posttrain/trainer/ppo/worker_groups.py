@@ -13,8 +13,7 @@ from posttrain.controller.group import WorkerGroup
 from posttrain.controller.pool import ROLLOUT, Workers
 from posttrain.errors import UserError
 from posttrain.kernels.quantized import FP8
-from posttrain.tracking.progress import say
-from posttrain.tracking.row import waiting
+from posttrain.tracking.progress import say, waiting
 from posttrain.workers.fsdp_workers import (
     ActorRefWorker,
     ActorRolloutRefWorker,
