@@ -153,4 +153,4 @@ def _write_file(name: str, content: str) -> None:
         file.write(content)
 
 
-assert "posttrain.sandbox.values" in sys.modules  # once the root is gone, nothing can be imported
+assert "posttrain.sandbox.wire" in sys.modules  # once the root is gone, nothing can be imported

@@ -30,7 +30,7 @@ from posttrain.sandbox.names import MODULE, USUAL, builtins_under_test, classify
 from posttrain.sandbox.stand_ins import Super, is_stand_in
 from posttrain.sandbox.supervise import Program
 from posttrain.sandbox.surroundings import forward_library_calls, forward_patches, make_strict
-from posttrain.sandbox.values import decode, encode, plain_base
+from posttrain.sandbox.wire import decode, encode, plain_base
 
 _FILE = "tests.py"
 _TEXT = 300

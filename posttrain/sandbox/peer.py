@@ -26,7 +26,7 @@ from posttrain.sandbox.stand_ins import (
     new_stand_in,
     stand_in_class,
 )
-from posttrain.sandbox.values import (
+from posttrain.sandbox.wire import (
     EMPTY_CONTAINERS,
     MUTABLE,
     WatchedContainer,
