@@ -68,12 +68,11 @@ Check = Callable[[Any], Iterator[Finding]]
 def checks() -> dict[str, Check]:
     """Area -> its check, in the order in which they can use each other's results."""
     from posttrain.doctor.batch import check_batch, check_pace
-    from posttrain.doctor.conversations import check_tools
+    from posttrain.doctor.conversations import check_template, check_tools
     from posttrain.doctor.resources import check_memory, check_resources
     from posttrain.doctor.reward import check_reward
     from posttrain.doctor.rows import check_rows
     from posttrain.doctor.settings import check_settings
-    from posttrain.doctor.template import check_template
 
     return {
         "configuration": check_settings,
