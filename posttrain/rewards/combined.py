@@ -24,8 +24,18 @@ from dataclasses import fields
 from typing import Any
 
 from posttrain.config.rollout import CustomRewardConfig, RewardPartConfig
-from posttrain.rewards.outcomes import NONE_APPLIES, TOO_LARGE, Outcome, ScoreItems, failure, is_usable
-from posttrain.rewards.types import Fields, RewardError, RewardPart, RewardSpec
+from posttrain.rewards.types import (
+    NONE_APPLIES,
+    TOO_LARGE,
+    Fields,
+    Outcome,
+    RewardError,
+    RewardPart,
+    RewardSpec,
+    ScoreItems,
+    failure,
+    is_usable,
+)
 
 _LENGTH = ("min_tokens", "free_tokens", "max_tokens")
 _SHAPES = ("tags", "pattern", *_LENGTH)

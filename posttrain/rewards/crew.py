@@ -23,8 +23,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from posttrain.rewards.channel import CHUNK, CHUNK_S, Channel, Payload
-from posttrain.rewards.outcomes import Outcome, failure
-from posttrain.rewards.types import RewardError, RewardSpec
+from posttrain.rewards.types import Outcome, RewardError, RewardSpec, failure
 
 _ROOT = str(Path(__file__).resolve().parents[2])
 # The worker imports this process's posttrain, whatever PYTHONPATH says: both ends must use the same protocol.
