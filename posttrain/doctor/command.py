@@ -15,9 +15,8 @@ from posttrain.config import ConfigError, Resolved, load_config
 from posttrain.config.trees import COMMANDS, PPO, Tree
 from posttrain.doctor.case import ERROR, WARNING, Finding, Report
 from posttrain.launch import command_tree, resolve_arguments
-from posttrain.tracking.console import JSON, active
+from posttrain.tracking.console import JSON, active, print_text
 from posttrain.tracking.progress import waiting
-from posttrain.tracking.terminal_text import print_text
 
 USAGE = """usage: posttrain doctor [--json] [train] [--flag VALUE] [key=value] ...   as train.sh reads it
        posttrain doctor [--json] sft [key=value] ...                    as posttrain sft reads it

@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from typing import TextIO
 
 from posttrain import pulse
+from posttrain.tracking.console import add_colours, columns, fold_lines, has_colour, is_terminal, styled
 from posttrain.tracking.tee import Tee, active, set_active_bar, underlying_console
-from posttrain.tracking.terminal_text import add_colours, columns, fold_lines, has_colour, is_terminal, styled
 
 STAGE_WORDS = {
     "gen": "rollout",

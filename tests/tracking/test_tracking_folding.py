@@ -11,9 +11,9 @@ import pytest
 
 from posttrain import cli
 from posttrain.tracking import progress as module
+from posttrain.tracking.console import fold_lines, print_page, print_text
 from posttrain.tracking.progress import say, waiting
 from posttrain.tracking.tee import active
-from posttrain.tracking.terminal_text import fold_lines, print_page, print_text
 from posttrain.trainer import embedded
 from tests.tracking.test_tracking_progress import Terminal, rows_of
 

@@ -13,9 +13,9 @@ import pytest
 
 from posttrain import pulse
 from posttrain.tracking import progress as module
+from posttrain.tracking.console import plain
 from posttrain.tracking.progress import Moment, Progress, progress_row, say
 from posttrain.tracking.tee import tee_output
-from posttrain.tracking.terminal_text import plain
 
 
 class Terminal(io.StringIO):

@@ -43,7 +43,7 @@ from posttrain.models.loading import (
 from posttrain.rollout.base import Sampling
 from posttrain.rollout.engines import build_engine
 from posttrain.rollout.outside import check_installed
-from posttrain.tracking.terminal_text import print_text
+from posttrain.tracking.console import print_text
 from posttrain.trainer.embedded import ensure_embedded
 from posttrain.trainer.run.memory import is_out_of_memory
 from posttrain.workers.roles import pick_device
