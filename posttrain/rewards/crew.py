@@ -58,7 +58,7 @@ class WorkerProcess:
             env=_environment(),
             start_new_session=True,
         )
-        _guard(self.process.pid)
+        _send_to_guardian(f"+{self.process.pid}\n")
         theirs.close()
         self.channel = Channel(ours, send_s=SEND_S)
         with contextlib.suppress(OSError):  # a worker that is already dead is noticed when it is read
@@ -119,7 +119,7 @@ class WorkerProcess:
             if self.process.returncode is None:
                 os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
-        _release(self.process.pid)
+        _send_to_guardian(f"-{self.process.pid}\n")  # it has ended, and its number may be reused by others
         self.channel.close()
 
 
@@ -152,15 +152,6 @@ for group in groups:
 _lock = threading.Lock()
 _owner: int | None = None
 _pipe: int | None = None
-
-
-def _guard(group: int) -> None:
-    _send_to_guardian(f"+{group}\n")
-
-
-def _release(group: int) -> None:
-    # It has ended, and its number may be reused by others.
-    _send_to_guardian(f"-{group}\n")
 
 
 def _send_to_guardian(line: str) -> None:
