@@ -190,19 +190,14 @@ def main_sync(options: argparse.Namespace) -> int:
         return None if chip is None or not sizes else 2 * max(sizes) / chip.bandwidth
 
     def content(entries: list[Entry]) -> dict[str, Any]:
-        results = {entry.system.name: entry.as_json() | sync_figures(entry) for entry in entries}
+        results = {entry.system.name: entry.as_json() | entry.times() for entry in entries}
         return {"floor_s": floor(entries), "systems": results}
 
     entries = bench.contest(warm_ups=1, content=content).measure(bench.systems, bench.job)
     limit = floor(entries)
     row = ("floor of a copy", limit, f"{1000 * limit:.2f}", "the chip's bandwidth") if limit else None
-    table = comparison(entries, SYNC_HEAD, sync_figures, _sync_cells, nothing="no runs", floor=row)
+    table = comparison(entries, SYNC_HEAD, Entry.times, _sync_cells, nothing="no runs", floor=row)
     return bench.print_results(entries, "new weights for the rollout", table)
-
-
-def sync_figures(entry: Entry) -> dict[str, float]:
-    times = [answer["seconds"] for answer in entry.answers]
-    return {"best": min(times), "median": statistics.median(times)} if times else {}
 
 
 def _sync_cells(entry: Entry, found: dict[str, float]) -> list[str]:

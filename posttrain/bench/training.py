@@ -216,10 +216,9 @@ def update_floor(bench: Bench, work: Workload) -> float | None:
 
 def update_figures(bench: Bench, work: Workload, entry: Entry) -> dict[str, float]:
     """Best and median seconds, peak memory, and the shares of the chip's rate at the best."""
-    times = [answer["seconds"] for answer in entry.answers]
-    if not times:
+    found = entry.times()
+    if not found:
         return {}
-    found = {"best": min(times), "median": statistics.median(times)}
     least = update_floor(bench, work)
     if least is not None:
         # Against the best run: the share is a property of the code, other load is not.

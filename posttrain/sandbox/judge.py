@@ -377,23 +377,8 @@ def _capture() -> Iterator[_Capture]:
         yield capture
 
 
-@contextlib.contextmanager
-def _monkeypatch() -> Iterator[Any]:
-    import pytest
-
-    with pytest.MonkeyPatch.context() as patch:
-        yield patch
-
-
-@contextlib.contextmanager
-def _folder() -> Iterator[Any]:
-    from pathlib import Path
-
-    yield Path(tempfile.mkdtemp())
-
-
 _BUILTIN: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
     "capsys": _capture,
-    "monkeypatch": _monkeypatch,
-    "tmp_path": _folder,
+    "monkeypatch": lambda: importlib.import_module("pytest").MonkeyPatch.context(),
+    "tmp_path": lambda: contextlib.nullcontext(importlib.import_module("pathlib").Path(tempfile.mkdtemp())),
 }

@@ -249,16 +249,17 @@ def _read_version(path: Path, version: tuple[int, int, int]) -> dict[str, Any]:
 
 
 def _lines(data: bytes) -> list[dict[str, Any]]:
-    found = []
     # Only complete lines: the run may be writing the last one.
-    for text in data[: data.rfind(b"\n") + 1].splitlines():
-        try:
-            line = json.loads(text)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(line, dict):
-            found.append(line)
-    return found
+    found = map(_as_object, data[: data.rfind(b"\n") + 1].splitlines())
+    return [line for line in found if line is not None]
+
+
+def _as_object(text: bytes) -> dict[str, Any] | None:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
 
 
 def _last(lines: list[dict[str, Any]], pattern: re.Pattern[str]) -> dict[str, Any] | None:
@@ -314,11 +315,8 @@ class Metrics:
             self.problem = str(error)
 
     def _add(self, text: bytes) -> None:
-        try:
-            line = json.loads(text)
-        except (ValueError, RecursionError):
-            return
-        if isinstance(line, dict) and isinstance(line.get("step"), int):
+        line = _as_object(text)
+        if line is not None and isinstance(line.get("step"), int):
             self.lines.append(line)
             new = [name for name in line if name not in self._known and name != "step"]
             self._known.update(new)
