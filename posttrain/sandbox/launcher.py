@@ -237,7 +237,7 @@ def serve(control: int, proc: int, *, isolated: bool) -> None:
     own = os.open("self/ns/pid", os.O_RDONLY, dir_fd=proc)
     if not isolated:
         kernel.prctl(_PR_SET_CHILD_SUBREAPER, 1, "subreaper")  # so that processes which a job leaves behind are found
-    with contextlib.suppress(OSError), os.fdopen(_open(proc, "self/oom_score_adj", os.O_WRONLY), "w") as file:
+    with contextlib.suppress(OSError), os.fdopen(os.open("self/oom_score_adj", os.O_WRONLY, dir_fd=proc), "w") as file:
         file.write("1000")  # if the machine runs out of memory, jobs are killed first
     site.setquit()  # `exit` and `quit`, which Python lacks without its site module
     site.sethelper()
@@ -323,12 +323,8 @@ def _find_excess(proc: int, processes: list[int], limits: dict[str, Any]) -> tup
 def _kill(proc: int, process: int) -> None:
     # By its folder in /proc: the template has another process numbering than the host's /proc.
     with contextlib.suppress(OSError):
-        folder = _open(proc, str(process), os.O_RDONLY | os.O_DIRECTORY)
+        folder = os.open(str(process), os.O_RDONLY | os.O_DIRECTORY, dir_fd=proc)
         try:
             signal.pidfd_send_signal(folder, signal.SIGKILL)
         finally:
             os.close(folder)
-
-
-def _open(proc: int, name: str, flags: int) -> int:
-    return os.open(name, flags, dir_fd=proc)

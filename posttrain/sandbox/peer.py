@@ -429,7 +429,7 @@ def describe_error(error: BaseException) -> dict[str, Any]:
         text = str(error)[:500]
     except BaseException:
         text = ""
-    return {"name": type(error).__name__, "text": text, "line": None}
+    return {"name": type(error).__name__, "text": text}
 
 
 def _builtin_exception(kind: Any, args: tuple[Any, ...]) -> BaseException:

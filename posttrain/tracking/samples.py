@@ -65,7 +65,6 @@ def write_samples(
 def write_step(folder: str | os.PathLike[str], step: int, table: pa.Table) -> Path:
     """Write `step_<step>.parquet` from its table."""
     path = Path(folder) / f"step_{step}.parquet"
-    path.parent.mkdir(parents=True, exist_ok=True)
     _write(path, table)
     return path
 
@@ -73,7 +72,6 @@ def write_step(folder: str | os.PathLike[str], step: int, table: pa.Table) -> Pa
 def write_validation(folder: str | os.PathLike[str], step: int, tables: Sequence[pa.Table]) -> Path:
     """Write `val_<step>.parquet` from the tables of a validation's batches."""
     path = Path(folder) / f"val_{step}.parquet"
-    path.parent.mkdir(parents=True, exist_ok=True)
     _write(path, pa.concat_tables(tables, promote_options="default"))
     return path
 
@@ -222,6 +220,7 @@ def _thin(path: Path, excess: float) -> None:
 
 
 def _write(path: Path, table: pa.Table) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
     how: Any = {"compression": "zstd", "row_group_size": ROWS_AT_ONCE}
     replace_file(path, lambda temporary: pq.write_table(table, temporary, **how))
 

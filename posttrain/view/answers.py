@@ -217,21 +217,18 @@ def failures(catalogue: Catalogue) -> dict[str, Any]:
         except (OSError, pa.ArrowException):
             continue
         for one in texts:
-            newest = {"error": one["error"], "count": 0, "step": step, **_inputs(one)}
+            inputs = {name: preview(one[name]) for name in ("prompt", "response", "ground_truth")}
+            newest = {
+                "error": one["error"],
+                "count": 0,
+                "step": step,
+                "uid": one["uid"],
+                "sample": one["sample"],
+            } | inputs
             kind = kinds.setdefault(error_kind(one["error"] or ""), newest)
             kind["count"] += 1
     ordered = sorted(kinds.values(), key=lambda kind: -kind["count"])
     return {"kinds": ordered, "count": found["count"], "read": found["read"], "files": found["files"]}
-
-
-def _inputs(row: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "uid": row["uid"],
-        "sample": row["sample"],
-        "prompt": preview(row["prompt"]),
-        "response": preview(row["response"]),
-        "ground_truth": preview(row["ground_truth"]),
-    }
 
 
 def timeline(folder: Path, last: int | None = None) -> dict[str, Any]:
