@@ -74,7 +74,7 @@ def train(
     resolved = load_config(overrides or {}, environment=True, provided=provided)
     if resolved.dry_run:
         raise UserError("trainer.dry_run is for the commands; from Python: posttrain.doctor.command.examine([...])")
-    from posttrain.tracking.row import waiting
+    from posttrain.tracking.progress import waiting
 
     with waiting():
         from posttrain.trainer.ppo.runner import run_training

@@ -13,9 +13,8 @@ from typing import Any
 from posttrain.errors import working_folder
 from posttrain.interrupts import one_interrupt
 from posttrain.spelling import OptionParser
-from posttrain.tracking.console import exit_status, prepare_streams, protect_console
-from posttrain.tracking.row import waiting
-from posttrain.tracking.terminal_text import print_page, print_text
+from posttrain.tracking.console import exit_status, prepare_streams, print_page, print_text, protect_console
+from posttrain.tracking.progress import waiting
 
 Arguments = Sequence[str]
 

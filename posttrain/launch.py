@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from posttrain.config.resolved import ConfigError, Problem
 from posttrain.other_systems.names import counterpart
 from posttrain.spelling import closest
-from posttrain.tracking.terminal_text import print_text
+from posttrain.tracking.console import print_text
 
 if TYPE_CHECKING:
     from posttrain.config import Resolved

@@ -15,12 +15,24 @@ from posttrain.bench.device import DEVICES
 from posttrain.bench.workload import LENGTHS, PRESETS, WORKS
 from posttrain.cores import usable
 
+# Job -> the module and the function that measure it.
+JOBS = {
+    "rollout": ("rollout", "main"),
+    "sync": ("rollout", "main_sync"),
+    "step": ("training", "main_step"),
+    "train": ("training", "main_train"),
+    "sweep": ("sweep", "main"),
+    "scale": ("scale", "main"),
+    "algorithms": ("algorithms", "main"),
+}
+
 
 def main(args: Sequence[str]) -> int:
-    """`posttrain bench rollout|step|train|sync|sweep|scale|algorithms ...`."""
+    """`posttrain bench JOB ...`."""
     options = parser().parse_args(args)
+    module, function = JOBS[options.job]
     with exit_on_sigterm():
-        return importlib.import_module(f"posttrain.bench.{options.job}").main(options)
+        return getattr(importlib.import_module(f"posttrain.bench.{module}"), function)(options)
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -48,6 +49,11 @@ class Entry:
         text, code = f"{name} {packages.get(name, '')}".strip(), self.facts.get("code")
         other = self.system.ours and code and ("PYTHONPATH" in self.system.variables or code != str(HERE))
         return f"{text} from {code}" if other else text
+
+    def times(self) -> dict[str, float]:
+        """The best and the median seconds of its answers; empty without any."""
+        times = [answer["seconds"] for answer in self.answers]
+        return {"best": min(times), "median": statistics.median(times)} if times else {}
 
     def as_json(self) -> dict[str, Any]:
         preload = {"LD_PRELOAD": self.system.preload} if self.system.preload else {}

@@ -1,6 +1,8 @@
-"""`posttrain bench rollout`: useful tokens per second of each system on the same rows.
+"""What rollout engines are measured on: `posttrain bench rollout` and `posttrain bench sync`.
 
-With `--truth ROWS` also how far a system's log-probs are from those of the same model in float32.
+rollout     useful tokens per second of each system on the same rows; with `--truth ROWS` also how far a system's
+            log-probs are from those of the same model in float32
+sync        seconds from new weights in the trainer to a rollout engine that computes with them
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from posttrain.bench.child import ChildFailed, start_runner
 from posttrain.bench.contest import LOAD_S, RUN_S, Bench, Entry, comparison, prepare
 from posttrain.bench.device import decoding_floor
 from posttrain.bench.output import render
-from posttrain.bench.systems import ROLLOUT, System
+from posttrain.bench.systems import ROLLOUT, SYNC, System
 from posttrain.bench.workload import Workload, fill_in_sizes, workload_of
 from posttrain.errors import UserError
 
@@ -172,3 +174,32 @@ def truth_table(found: Mapping[str, Found], dtype: str, ours: set[str]) -> str:
                 lines.append([words.format(name, dtype), *numbers])
     head = ["log-probs, nats", "mean", "max", "KL", "tokens"]
     return "\n".join([render(head, lines), *problems])
+
+
+SYNC_HEAD = ("system", "best ms", "median ms", "time vs", "GiB moved", "note")
+
+
+def main_sync(options: argparse.Namespace) -> int:
+    """Measure, print the table, write the file; the status is 1 if nothing could be measured."""
+    bench = prepare(options, SYNC)
+    chip = bench.place.chip
+
+    def floor(entries: list[Entry]) -> float | None:
+        # A copy reads the weights once and writes them once; an engine that shares them is below that.
+        sizes = [answer["bytes"] for entry in entries for answer in entry.answers]
+        return None if chip is None or not sizes else 2 * max(sizes) / chip.bandwidth
+
+    def content(entries: list[Entry]) -> dict[str, Any]:
+        results = {entry.system.name: entry.as_json() | entry.times() for entry in entries}
+        return {"floor_s": floor(entries), "systems": results}
+
+    entries = bench.contest(warm_ups=1, content=content).measure(bench.systems, bench.job)
+    limit = floor(entries)
+    row = ("floor of a copy", limit, f"{1000 * limit:.2f}", "the chip's bandwidth") if limit else None
+    table = comparison(entries, SYNC_HEAD, Entry.times, _sync_cells, nothing="no runs", floor=row)
+    return bench.print_results(entries, "new weights for the rollout", table)
+
+
+def _sync_cells(entry: Entry, found: dict[str, float]) -> list[str]:
+    times = [f"{1000 * found[key]:.2f}" for key in ("best", "median")]
+    return [*times, f"{entry.answers[-1]['moved'] / 2**30:.2f}", entry.version()]

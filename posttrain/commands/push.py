@@ -15,7 +15,7 @@ from posttrain.errors import UserError, first_line
 from posttrain.texts import redact
 from posttrain.tracking.curve import write_chart
 from posttrain.tracking.loggers import read_metrics
-from posttrain.tracking.row import waiting
+from posttrain.tracking.progress import waiting
 from posttrain.tracking.rundir import flatten
 from posttrain.tracking.safe_files import DamagedFile, read_settings
 from posttrain.tracking.status import read_origin
@@ -180,14 +180,9 @@ def _results(lines: list[dict[str, Any]], metric: str | None) -> str:
 
 
 def _usage(repo: str, folder: Path) -> str:
-    if (folder / "adapter_config.json").is_file():
-        load = (
-            f'from peft import AutoPeftModelForCausalLM\n\nmodel = AutoPeftModelForCausalLM.from_pretrained("{repo}")'
-        )
-    else:
-        load = (
-            f'from transformers import AutoModelForCausalLM\n\nmodel = AutoModelForCausalLM.from_pretrained("{repo}")'
-        )
+    adapter = (folder / "adapter_config.json").is_file()
+    package, kind = ("peft", "AutoPeftModelForCausalLM") if adapter else ("transformers", "AutoModelForCausalLM")
+    load = f'from {package} import {kind}\n\nmodel = {kind}.from_pretrained("{repo}")'
     return f"## Use\n\n```python\n{load}\n```\n"
 
 

@@ -11,7 +11,7 @@ from posttrain.commands.generation.settings import check_model, read_settings, s
 from posttrain.conversations.serving import require_aiohttp
 from posttrain.errors import UserError
 from posttrain.spelling import OptionParser
-from posttrain.tracking.row import waiting
+from posttrain.tracking.progress import waiting
 from posttrain.trainer.constants_ppo import apply_environment
 
 USAGE = "posttrain serve MODEL [--host ADDRESS] [--port N] [options] [key=value ...]"

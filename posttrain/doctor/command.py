@@ -15,9 +15,8 @@ from posttrain.config import ConfigError, Resolved, load_config
 from posttrain.config.trees import COMMANDS, PPO, Tree
 from posttrain.doctor.case import ERROR, WARNING, Finding, Report
 from posttrain.launch import command_tree, resolve_arguments
-from posttrain.tracking.console import JSON, active
-from posttrain.tracking.row import waiting
-from posttrain.tracking.terminal_text import print_text
+from posttrain.tracking.console import JSON, active, print_text
+from posttrain.tracking.progress import waiting
 
 USAGE = """usage: posttrain doctor [--json] [train] [--flag VALUE] [key=value] ...   as train.sh reads it
        posttrain doctor [--json] sft [key=value] ...                    as posttrain sft reads it
@@ -68,12 +67,11 @@ Check = Callable[[Any], Iterator[Finding]]
 def checks() -> dict[str, Check]:
     """Area -> its check, in the order in which they can use each other's results."""
     from posttrain.doctor.batch import check_batch, check_pace
-    from posttrain.doctor.conversations import check_tools
+    from posttrain.doctor.conversations import check_template, check_tools
     from posttrain.doctor.resources import check_memory, check_resources
     from posttrain.doctor.reward import check_reward
     from posttrain.doctor.rows import check_rows
     from posttrain.doctor.settings import check_settings
-    from posttrain.doctor.template import check_template
 
     return {
         "configuration": check_settings,

@@ -20,7 +20,7 @@ from posttrain.planning.fleet.inputs import Constants, ModelCosts, model_path, p
 from posttrain.planning.fleet.search import AHEAD, EACH, ENGINE, NODES, ONE_STEP_OFF, Found, Search, Tried
 from posttrain.planning.memory_plan import GIB, USABLE, Device, Planner, shown
 from posttrain.rollout.engine_kwargs import OUTSIDE
-from posttrain.tracking.terminal_text import print_text
+from posttrain.tracking.console import print_text
 
 H200_GIB = 139.8
 BUDGET = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu"

@@ -38,7 +38,7 @@ from posttrain.planning.supervised import ROLE
 from posttrain.rollout.engine_kwargs import check_on_any_machine
 from posttrain.rollout.engines import check_engine_name
 from posttrain.rollout.native.build import check_can_cut
-from posttrain.tracking.terminal_text import print_text
+from posttrain.tracking.console import print_text
 
 PARTS = ("weights", "gradients", "optimizer", "activations")
 ROWS = (

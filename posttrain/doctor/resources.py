@@ -34,7 +34,8 @@ _SIZE = struct.Struct("<Q")
 
 def check_resources(case: Case) -> Iterator[Finding]:
     _versions(case)
-    yield from check_packages(case)
+    yield from _engines(case)
+    yield from _wrong_versions()
     yield from _run_directory(case)
     for problem in missing_packages(case.resolved):  # of loggers
         yield Finding.of(problem, AREA, WARNING)
@@ -171,11 +172,6 @@ def _stored_names(folder: Path) -> set[str]:
 
 WHERE = "the Python environment"
 _NAME = "actor_rollout_ref.rollout.name"
-
-
-def check_packages(case: Case) -> Iterator[Finding]:
-    yield from _engines(case)
-    yield from _wrong_versions()
 
 
 def _engines(case: Case) -> Iterator[Finding]:

@@ -20,9 +20,8 @@ from posttrain.data.fields import is_missing
 from posttrain.data.own_dataset import read_own_rows
 from posttrain.data.rows import RowTable, read_table
 from posttrain.data.supervised import PairDataset, SFTDataset
-from posttrain.doctor import template
 from posttrain.doctor.case import ERROR, NOTE, SPLITS, WARNING, Case, Finding
-from posttrain.doctor.conversations import check_named_in_rows
+from posttrain.doctor.conversations import TEMPLATE, check_named_in_rows, refuses_all, template_name
 from posttrain.errors import UserError
 
 AREA = "data"
@@ -71,10 +70,8 @@ def _tokenized(case: Case, split: str, table: RowTable) -> Iterator[Finding]:
         shown = {"tools": case.schemas} if case.is_rl else {}
         data = make(sample, case.tokenizer, case.config.data, split=split, **shown)
     except UserError as error:
-        if isinstance(error, TemplateError) and template.refuses_all(case):
-            yield Finding(
-                ERROR, template.AREA, str(error), template.template_name(case), "fix it, or take another tokenizer"
-            )
+        if isinstance(error, TemplateError) and refuses_all(case):
+            yield Finding(ERROR, TEMPLATE, str(error), template_name(case), "fix it, or take another tokenizer")
         else:
             yield Finding(ERROR, AREA, str(error), case.where(f"data.{split}_files"))
         return

@@ -4,7 +4,8 @@ The pages are the docstrings of the algorithm files, which are imported without 
 key has at least its own sentence.
 
 In `prose/` a `##` heading is the name of a page. `WORDS` are words of the field and of the lines that a run prints;
-`TOPICS` have no algorithm file of their own.
+`TOPICS` have no algorithm file of their own. `METRICS` are the most useful metrics, `FAMILIES` all others that a run
+writes; algorithms declare their own.
 """
 
 from __future__ import annotations
@@ -27,7 +28,6 @@ from posttrain.config.root import PPOConfig
 from posttrain.config.schema import Leaf, leaves
 from posttrain.config.trees import COMMANDS
 from posttrain.errors import working_folder
-from posttrain.explain.metrics import FAMILIES, family_text
 
 
 def _read(file: str) -> dict[str, str]:
@@ -38,75 +38,54 @@ def _read(file: str) -> dict[str, str]:
 
 WORDS, TOPICS, METRICS = _read("words.md"), _read("topics.md"), _read("metrics.md")
 SUPERVISED_TOPICS, SUPERVISED_METRICS = _read("supervised.md"), _read("supervised_metrics.md")
+FAMILIES = {name: " ".join(text.split()) for name, text in _read("families.md").items()}
+
+
+def _by_other_name(names: dict[str, str]) -> dict[str, str]:
+    # Page -> its other names, turned around.
+    return {other: page for page, others in names.items() for other in others.split(", ")}
+
 
 # Other names of these and other pages; a blank also matches `_` and `-`, and a plural its singular.
-SPELLINGS: dict[str, str] = {
-    "adv": "advantage",
-    "kl divergence": "kl",
-    "kl loss": "kl_loss",
-    "clipping": "clip",
-    "clip ratio": "clip",
-    "clip range": "clip",
-    "ref": "reference",
-    "ref policy": "reference",
-    "reference model": "reference",
-    "reference policy": "reference",
-    "ckpt": "checkpoint",
-    "saved": "checkpoint",
-    "best checkpoint": "checkpoint",
-    "batch": "batch size",
-    "train batch size": "batch size",
-    "minibatch": "mini-batch",
-    "mini batch size": "mini-batch",
-    "microbatch": "micro-batch",
-    "micro batch size": "micro-batch",
-    "gen": "rollout",
-    "generation": "rollout",
-    "group size": "rollout.n",
-    "grad norm": "gradient norm",
-    "grad clip": "gradient norm",
-    "lr": "learning rate",
-    "warmup": "warm-up",
-    "adam": "optimizer",
-    "adamw": "optimizer",
-    "optimizer step": "optimizer",
-    "reference answer": "ground truth",
-    "tokens per second": "tok/s",
-    "throughput": "tok/s",
-    "response length": "response_length",
-    "completion": "response",
-    "completion length": "response_length",
-    "logprob": "log-prob",
-    "log probability": "log-prob",
-    "old log-prob": "log-prob",
-    "old log-probs": "log-prob",
-    "sync": "weight sync",
-    "value function": "value",
-    "value model": "critic",
-    "score": "scores",
-    "val": "validation",
-    "eval": "validation",
-    "trajectory": "rollout",
-    "episode": "rollout",
-    "importance weight": "rollout_correction",
-    "importance sampling": "rollout_correction",
-    "importance ratio": "ratio",
-    "discount": "return",
-    "gamma": "return",
-    "random seed": "seed",
-    "oom": "out of memory",
-    "dataset": "prompt",
-    "rank": "worker",
-    "gpu": "worker",
-    "ray": "worker",
-    "vllm": "rollout",
-    "sglang": "rollout",
-    "bf16": "dtype",
-    "bfloat16": "dtype",
-    "mean@": "validation",
-    "pass@": "pass@k",
-    "maj@": "maj@k",
-}
+SPELLINGS = _by_other_name(
+    {
+        "advantage": "adv",
+        "kl": "kl divergence",
+        "kl_loss": "kl loss",
+        "clip": "clipping, clip ratio, clip range",
+        "reference": "ref, ref policy, reference model, reference policy",
+        "checkpoint": "ckpt, saved, best checkpoint",
+        "batch size": "batch, train batch size",
+        "mini-batch": "minibatch, mini batch size",
+        "micro-batch": "microbatch, micro batch size",
+        "rollout": "gen, generation, trajectory, episode, vllm, sglang",
+        "rollout.n": "group size",
+        "gradient norm": "grad norm, grad clip",
+        "learning rate": "lr",
+        "warm-up": "warmup",
+        "optimizer": "adam, adamw, optimizer step",
+        "ground truth": "reference answer",
+        "tok/s": "tokens per second, throughput",
+        "response_length": "response length, completion length",
+        "response": "completion",
+        "log-prob": "logprob, log probability, old log-prob, old log-probs",
+        "weight sync": "sync",
+        "value": "value function",
+        "critic": "value model",
+        "scores": "score",
+        "validation": "val, eval, mean@",
+        "rollout_correction": "importance weight, importance sampling",
+        "ratio": "importance ratio",
+        "return": "discount, gamma",
+        "seed": "random seed",
+        "out of memory": "oom",
+        "prompt": "dataset",
+        "worker": "rank, gpu, ray",
+        "dtype": "bf16, bfloat16",
+        "pass@k": "pass@",
+        "maj@k": "maj@",
+    }
+)
 
 
 # Heading -> name -> the module or function whose docstring is the page.
@@ -120,42 +99,29 @@ DOCSTRINGS: dict[str, dict[str, object]] = {
     "Off-policy": {"rollout_correction": correction},
     "Shaping": {"overlong_buffer": overlong},
 }
-ALIASES = {
-    "ppo": "gae",
-    "dr_grpo": "drgrpo",
-    "dr.grpo": "drgrpo",
-    "kl": "k1",
-    "mse": "k2",
-    "low_var_kl": "k3",
-    "kl_penalty": "kl_loss_type",
-    "kl_in_reward": "use_kl_in_reward",
-    "kl_ctrl": "use_kl_in_reward",
-    "reinforce_pp": "reinforce_plus_plus",
-    "reinforce++": "reinforce_plus_plus",
-    "gmpo": "geo_mean",
-    "tis": "rollout_correction",
-    "icepop": "rollout_correction",
-    "rollout_is": "rollout_correction",
-    "rollout_rs": "rollout_correction",
-    "filter_groups": "dapo",
-    "overlong": "overlong_buffer",
-    "loss_mode": "vanilla",
-    "cliprange_value": "value_loss",
-    "rollout_n": "rollout.n",
-    "qlora": "lora",
-    "peft": "lora",
-    "lora_rank": "lora",
-    "lora_alpha": "lora",
-    "target_modules": "lora",
-    "exclude_modules": "lora",
-    "lora_adapter_path": "lora",
-    "export_lora": "lora",
-    "quantization": "lora",
-    "fsdp_sft_trainer": "sft",
-    "sft_trainer": "sft",
-    "reward_model_trainer": "reward-model",
-    "bradley_terry": "reward-model",
-}
+ALIASES = _by_other_name(
+    {
+        "gae": "ppo",
+        "drgrpo": "dr_grpo, dr.grpo",
+        "k1": "kl",
+        "k2": "mse",
+        "k3": "low_var_kl",
+        "kl_loss_type": "kl_penalty",
+        "use_kl_in_reward": "kl_in_reward, kl_ctrl",
+        "reinforce_plus_plus": "reinforce_pp, reinforce++",
+        "geo_mean": "gmpo",
+        "rollout_correction": "tis, icepop, rollout_is, rollout_rs",
+        "dapo": "filter_groups",
+        "overlong_buffer": "overlong",
+        "vanilla": "loss_mode",
+        "value_loss": "cliprange_value",
+        "rollout.n": "rollout_n",
+        "lora": "qlora, peft, lora_rank, lora_alpha, target_modules, exclude_modules, lora_adapter_path, export_lora, "
+        "quantization",
+        "sft": "fsdp_sft_trainer, sft_trainer",
+        "reward-model": "reward_model_trainer, bradley_terry",
+    }
+)
 # A number in a line that a run prints: `38%`, `(+0.044)`, `4/20`, `0:35`, `13,395`.
 _NUMBER = re.compile(r"\(?[+-]?\d[\d.,:/]*(?:e[+-]?\d+)?\s?%?\)?")
 KEY = re.compile(r"[a-z_]+(?:\.[a-z_]+)+")
@@ -328,6 +294,27 @@ def _sentence(leaf: Leaf, commands: Sequence[str] = ()) -> str:
 def metric_text(name: str) -> str | None:
     """What a metric is and what to make of it, in a sentence or two; None without an explanation."""
     return _metrics().get(name) or family_text(name)
+
+
+@cache
+def _patterns() -> list[tuple[re.Pattern[str], str]]:
+    return [
+        (re.compile("".join(map(_expression, re.split(r"(\{[^}]*\}|[A-Z]{4,}|K$)", name)))), text)
+        for name, text in FAMILIES.items()
+    ]
+
+
+def family_text(metric: str) -> str | None:
+    """What a metric is, from the first heading of families.md that matches; None without one."""
+    return next((text for pattern, text in _patterns() if pattern.fullmatch(metric)), None)
+
+
+def _expression(part: str) -> str:
+    if part.startswith("{"):
+        return f"(?:{'|'.join(map(re.escape, part[1:-1].split(',')))})"
+    if part == "K":
+        return r"\d+"
+    return r".+" if part.isupper() else re.escape(part)
 
 
 def _contents() -> str:

@@ -24,8 +24,18 @@ from dataclasses import fields
 from typing import Any
 
 from posttrain.config.rollout import CustomRewardConfig, RewardPartConfig
-from posttrain.rewards.outcomes import NONE_APPLIES, TOO_LARGE, Outcome, ScoreItems, failure, is_usable
-from posttrain.rewards.types import Fields, RewardError, RewardPart, RewardSpec
+from posttrain.rewards.types import (
+    NONE_APPLIES,
+    TOO_LARGE,
+    Fields,
+    Outcome,
+    RewardError,
+    RewardPart,
+    RewardSpec,
+    ScoreItems,
+    failure,
+    is_usable,
+)
 
 _LENGTH = ("min_tokens", "free_tokens", "max_tokens")
 _SHAPES = ("tags", "pattern", *_LENGTH)
@@ -172,17 +182,13 @@ def shaping(settings: dict[str, Any]) -> ScoreItems:
     else:
         score = length_score(settings.get("min_tokens") or 0, settings.get("free_tokens"), settings.get("max_tokens"))
 
-    def outcomes(items: Sequence[Fields]) -> list[Outcome]:
-        return [_outcome(score, item) for item in items]
+    def outcome(item: Fields) -> Outcome:
+        try:
+            return score(item), {}, None
+        except RecursionError as error:  # the regular expression is too deep for this response
+            return failure(f"RecursionError: {error}")
 
-    return outcomes
-
-
-def _outcome(score: Callable[[Fields], float], item: Fields) -> Outcome:
-    try:
-        return score(item), {}, None
-    except RecursionError as error:  # the regular expression is too deep for this response
-        return failure(f"RecursionError: {error}")
+    return lambda items: [outcome(item) for item in items]
 
 
 def tags_score(tags: Sequence[str]) -> Callable[[Fields], float]:

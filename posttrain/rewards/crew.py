@@ -23,8 +23,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from posttrain.rewards.channel import CHUNK, CHUNK_S, Channel, Payload
-from posttrain.rewards.outcomes import Outcome, failure
-from posttrain.rewards.types import RewardError, RewardSpec
+from posttrain.rewards.types import Outcome, RewardError, RewardSpec, failure
 
 _ROOT = str(Path(__file__).resolve().parents[2])
 # The worker imports this process's posttrain, whatever PYTHONPATH says: both ends must use the same protocol.
@@ -59,7 +58,7 @@ class WorkerProcess:
             env=_environment(),
             start_new_session=True,
         )
-        _guard(self.process.pid)
+        _send_to_guardian(f"+{self.process.pid}\n")
         theirs.close()
         self.channel = Channel(ours, send_s=SEND_S)
         with contextlib.suppress(OSError):  # a worker that is already dead is noticed when it is read
@@ -120,7 +119,7 @@ class WorkerProcess:
             if self.process.returncode is None:
                 os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
-        _release(self.process.pid)
+        _send_to_guardian(f"-{self.process.pid}\n")  # it has ended, and its number may be reused by others
         self.channel.close()
 
 
@@ -153,15 +152,6 @@ for group in groups:
 _lock = threading.Lock()
 _owner: int | None = None
 _pipe: int | None = None
-
-
-def _guard(group: int) -> None:
-    _send_to_guardian(f"+{group}\n")
-
-
-def _release(group: int) -> None:
-    # It has ended, and its number may be reused by others.
-    _send_to_guardian(f"-{group}\n")
 
 
 def _send_to_guardian(line: str) -> None:

@@ -21,9 +21,17 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from posttrain.rewards.outcomes import NONE_APPLIES, Outcome, ScoreItems, call_and_read
-from posttrain.rewards.signatures import BatchCall, check_call, columns_needed, make_caller, name_of
-from posttrain.rewards.types import Fields, RewardError, RewardList, RewardPart, RewardSpec
+from posttrain.rewards.signatures import BatchCall, call_and_read, check_call, columns_needed, make_caller, name_of
+from posttrain.rewards.types import (
+    NONE_APPLIES,
+    Fields,
+    Outcome,
+    RewardError,
+    RewardList,
+    RewardPart,
+    RewardSpec,
+    ScoreItems,
+)
 from posttrain.rewards.user_functions import choose_function, find_dotted, import_file, instantiate
 from posttrain.texts import mask_urls
 

@@ -20,8 +20,7 @@ from typing import Any
 from posttrain import cores, pulse
 from posttrain.rewards.channel import Payload
 from posttrain.rewards.crew import Crew, Places, Task, WorkerProcess
-from posttrain.rewards.outcomes import Outcome
-from posttrain.rewards.types import RewardError, RewardItem, RewardResult, RewardSpec
+from posttrain.rewards.types import Outcome, RewardError, RewardItem, RewardResult, RewardSpec
 from posttrain.texts import well_formed
 
 MOST = 8  # workers of a machine, unless `reward.num_workers` says otherwise

@@ -209,14 +209,8 @@ def _agreement_of_responses(found: Findings) -> list[str]:
     total, same = sum(found.agrees.values()), found.agrees[True, True] + found.agrees[False, False]
     text = f"the reward agrees with the ground truth on {same} of {total} answers that can be read ({same / total:.0%})"
     generous, strict = found.agrees[True, False], found.agrees[False, True]
-    return [
-        text
-        + (
-            f"; it counts {generous} wrong answers as right, and {strict} right answers as wrong"
-            if same < total
-            else ""
-        )
-    ]
+    wrong = f"; it counts {generous} wrong answers as right, and {strict} right answers as wrong"
+    return [text + (wrong if same < total else "")]
 
 
 def _response_lines(found: Findings) -> list[str]:

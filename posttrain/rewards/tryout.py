@@ -241,14 +241,11 @@ def _is_code(row: dict[str, Any], default_source: str | None) -> bool:
 def _code_trials(row: dict[str, Any]) -> Iterable[tuple[str, str]]:
     # Tests are no response. If the row has a solution, it must pass them.
     extra = row.get("extra_info")
-    for place in (row, extra if isinstance(extra, dict) else {}):
-        for name in SOLUTIONS:
-            if isinstance(place.get(name), str) and place[name].strip():
-                yield "solution", place[name]
-                break
-        else:
-            continue
-        break
+    places = (row, extra if isinstance(extra, dict) else {})
+    solutions = (place.get(name) for place in places for name in SOLUTIONS)
+    given = next((text for text in solutions if isinstance(text, str) and text.strip()), None)
+    if given is not None:
+        yield "solution", given
     yield EMPTY, ""
 
 

@@ -1,17 +1,26 @@
-"""The records of the reward package: what is scored, the result, which function scores, and errors."""
+"""The records of the reward package: what is scored, the outcome, which function scores, and errors."""
 
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from posttrain.errors import UserError
+from posttrain.settings import LARGEST_SCORE
 
 # data_source, solution_str, ground_truth, extra_info and number of tokens of one response; the part that the model
 # wrote, if that is not all; and BatchFacts, for functions of TRL's form.
 Fields = tuple[str, str, Any, Any, "int | None", "str | None", Any]
+# Score, named parts, and the error that makes the score invalid, if any.
+Outcome = tuple[float, dict[str, "float | str"], "str | None"]
+# Returns one outcome per response; gets one response, or all of a group.
+ScoreItems = Callable[[Sequence[Fields]], list[Outcome]]
+
+# The error of a response without a score: its advantage is 0, and it is not part of its group's baseline.
+NONE_APPLIES = "no reward function applies to this response: each returned None"
 
 
 class RewardError(UserError):
@@ -118,3 +127,63 @@ class RewardList:
     functions: Sequence[Callable[..., Any]]
     # One per function; None means 1.
     weights: Sequence[float] | None = None
+
+
+TOO_LARGE = f": scores end at {LARGEST_SCORE:g}, training could not square larger ones"
+
+
+def is_usable(score: float) -> bool:
+    """Whether a score can be trained on: finite, and small enough."""
+    return abs(score) <= LARGEST_SCORE
+
+
+def failure(error: str) -> Outcome:
+    return (0.0, {}, error)
+
+
+# Once there were scores, this many batches in a row may fail: a server may be restarting.
+PATIENCE = 3
+TRY = "correct it; `posttrain reward try FN DATA` shows what a reward makes of data, without a model"
+
+
+class AllFailed(RewardError):
+    """No response of a batch could be scored; the text says why."""
+
+
+class FailureWatch:
+    """Checks the errors of every batch of one reward, and raises AllFailed if it gives no scores.
+
+    A reward that fails on a whole batch before it ever gave a score is wrong, and stops the run at once: nothing could
+    be learnt from it. A reward that worked before gets a few more batches.
+    """
+
+    def __init__(self, what: str = "reward", where: str = "", do: str = "") -> None:
+        self.what, self.where, self.do = what, where, do or TRY
+        self._worked, self._in_a_row = False, 0
+
+    def check(self, errors: Sequence[str | None]) -> None:
+        """`errors` has one entry per response: why it could not be scored, or None."""
+        if not errors:
+            return
+        if any(error is None for error in errors):
+            self._worked, self._in_a_row = True, 0
+            return
+        self._in_a_row += 1
+        if not self._worked or self._in_a_row >= PATIENCE:
+            raise all_failed_error(
+                [error or "" for error in errors], self.what, self.where, self.do, batches=self._in_a_row
+            )
+
+
+def all_failed_error(
+    errors: Sequence[str], what: str = "reward", where: str = "", do: str = TRY, *, batches: int = 1
+) -> AllFailed:
+    often = Counter(errors).most_common()
+    reason = often[0][0].replace("\n", "\n    ")
+    others = f"\n  and {len(often) - 1} other errors" if len(often) > 1 else ""
+    last = f" of each of the last {batches} batches" if batches > 1 else ""
+    return AllFailed(
+        f"The {what} failed on all {len(errors)} responses{last}, so that nothing can be learnt:\n    {reason}{others}",
+        where,
+        do,
+    )

@@ -28,9 +28,8 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.posting import Patience, Refused, post_json
-from posttrain.rewards.outcomes import Outcome, explain_import_failure, failure, read_results
-from posttrain.rewards.signatures import FORMS, form_of
-from posttrain.rewards.types import Fields, RewardError, RewardSpec
+from posttrain.rewards.signatures import FORMS, explain_import_failure, form_of, read_results
+from posttrain.rewards.types import Fields, Outcome, RewardError, RewardSpec, failure
 from posttrain.texts import mask_urls
 
 

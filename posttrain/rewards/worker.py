@@ -36,9 +36,8 @@ from typing import Any, NamedTuple
 from posttrain.rewards import scorers
 from posttrain.rewards.channel import CHUNK_S, Channel, Payload
 from posttrain.rewards.loading import load_scores
-from posttrain.rewards.outcomes import Outcome, ScoreItems, describe_exception, failure
-from posttrain.rewards.signatures import BatchFacts
-from posttrain.rewards.types import RewardError
+from posttrain.rewards.signatures import BatchFacts, describe_exception
+from posttrain.rewards.types import Outcome, RewardError, ScoreItems, failure
 from posttrain.texts import utf8, well_formed
 
 # How much one sample may print before the rest is cut.

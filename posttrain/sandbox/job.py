@@ -17,13 +17,13 @@ from typing import Any
 from posttrain.sandbox import kernel, wire
 from posttrain.sandbox.judge import judge
 from posttrain.sandbox.kernel import install_filter
-from posttrain.sandbox.mounts import TMP, WORK, mount_box
 from posttrain.sandbox.program import answer_calls, run_argv, run_source
 from posttrain.sandbox.supervise import Ended, Program
 from posttrain.sandbox.usage import address_space
 
 _NAMESPACES = kernel.NEWUSER | kernel.NEWNS | kernel.NEWIPC
 _MB = 1 << 20
+BOX, WORK, TMP = "/box", "/box/work", "/box/tmp"
 
 
 def main(channel: int, limits: dict[str, Any], proc: int, *, isolated: bool) -> None:
@@ -55,7 +55,7 @@ def _lock_down(channel: int, limits: dict[str, Any], proc: int, isolated: bool) 
     if isolated:
         kernel.unshare(_NAMESPACES, "namespaces of a job")
         _map_user(proc)
-        mount_box(limits["disk_mb"], limits["files"])
+        _mount_box(limits["disk_mb"], limits["files"])
         work, tmp = WORK, TMP
     else:
         folder = tempfile.mkdtemp(prefix="posttrain-job-")
@@ -79,6 +79,14 @@ def _map_user(proc: int) -> None:
     for name, text in (("setgroups", "deny"), ("uid_map", "1000 0 1"), ("gid_map", "1000 0 1")):
         with os.fdopen(os.open(f"self/{name}", os.O_WRONLY, dir_fd=proc), "w") as file:
             file.write(text)
+
+
+def _mount_box(megabytes: int, files: int) -> None:
+    # Its own empty working folder and /tmp, with this limit for both together.
+    options = f"size={megabytes}m,nr_inodes={files},mode=0700"
+    kernel.mount("box", BOX, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, options, "mounting a tmpfs")
+    os.mkdir(WORK)
+    os.mkdir(TMP)
 
 
 def _set_limits(limits: dict[str, Any], base: int) -> None:
@@ -153,4 +161,4 @@ def _write_file(name: str, content: str) -> None:
         file.write(content)
 
 
-assert "posttrain.sandbox.values" in sys.modules  # once the root is gone, nothing can be imported
+assert "posttrain.sandbox.wire" in sys.modules  # once the root is gone, nothing can be imported

@@ -30,7 +30,7 @@ from posttrain.sandbox.names import MODULE, USUAL, builtins_under_test, classify
 from posttrain.sandbox.stand_ins import Super, is_stand_in
 from posttrain.sandbox.supervise import Program
 from posttrain.sandbox.surroundings import forward_library_calls, forward_patches, make_strict
-from posttrain.sandbox.values import decode, encode, plain_base
+from posttrain.sandbox.wire import decode, encode, plain_base
 
 _FILE = "tests.py"
 _TEXT = 300
@@ -377,23 +377,8 @@ def _capture() -> Iterator[_Capture]:
         yield capture
 
 
-@contextlib.contextmanager
-def _monkeypatch() -> Iterator[Any]:
-    import pytest
-
-    with pytest.MonkeyPatch.context() as patch:
-        yield patch
-
-
-@contextlib.contextmanager
-def _folder() -> Iterator[Any]:
-    from pathlib import Path
-
-    yield Path(tempfile.mkdtemp())
-
-
 _BUILTIN: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
     "capsys": _capture,
-    "monkeypatch": _monkeypatch,
-    "tmp_path": _folder,
+    "monkeypatch": lambda: importlib.import_module("pytest").MonkeyPatch.context(),
+    "tmp_path": lambda: contextlib.nullcontext(importlib.import_module("pathlib").Path(tempfile.mkdtemp())),
 }

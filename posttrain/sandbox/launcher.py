@@ -1,7 +1,10 @@
 """The first process of a sandbox, and the template that it forks, which runs the jobs.
 
 `sandbox.SandboxProcess` starts the launcher as a bare Python with an empty environment, and sends the configuration as
-one message. It enters the outer namespaces, starts the template in them, and ends with either.
+one message. It enters the outer namespaces, starts the template in them, and ends with either. The file system there
+is a small read-only root with what Python needs, and /box, which each job owns. Of the host it shows only the
+interpreter, its libraries, the system's programs and four devices: no home, no checkout, no run outputs, no /proc and
+no /sys.
 
 The template is a warm Python that forks one job at a time and watches its use of resources. It is the first process of
 its process namespace: when it ends, the kernel ends everything in it. Each job is forked into another process
@@ -19,12 +22,13 @@ import select
 import signal
 import site
 import socket
+import stat
 import sys
 import time
 from typing import Any
 
 from posttrain.sandbox import job, kernel, wire
-from posttrain.sandbox.mounts import clone_trees, enter_root
+from posttrain.sandbox.job import BOX, TMP, WORK
 from posttrain.sandbox.usage import descendants, lower_priorities, measure_memory
 
 _NOBODY = 65534
@@ -83,13 +87,13 @@ def _isolate(config: dict[str, Any]) -> None:
     _enter_user_namespace()
     for name, flag in _NAMESPACES.items():
         kernel.unshare(flag, name)
-    trees = clone_trees(config["paths"])
+    trees = _clone_trees(config["paths"])
     # Give up the user's own ids. If root started us we are `nobody` outside: RLIMIT_NPROC does not bind root.
     os.setresgid(0, 0, 0)
     os.setresuid(0, 0, 0)
     kernel.prctl(kernel.PR_SET_DUMPABLE, 1, "dumpable")  # otherwise /proc/self/uid_map belongs to root
     kernel.sethostname("sandbox")
-    enter_root(trees)
+    _enter_root(trees)
 
 
 def _enter_user_namespace() -> None:
@@ -155,6 +159,71 @@ def _put(path: str, text: str) -> None:
         raise kernel.KernelRefused(f"{_USERS}: writing its map of users", error.errno or errno.EPERM) from error
 
 
+# The root that jobs see.
+_SYSTEM = ("/usr/bin", "/usr/lib", "/usr/lib64", "/usr/lib32", "/usr/share/zoneinfo")
+_SYSTEM += ("/etc/ld.so.cache", "/etc/localtime", "/etc/alternatives")
+_OUTSIDE_USR = ("/bin", "/lib", "/lib64", "/lib32")  # on most systems these are links into /usr
+_DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
+_STAGE = "/tmp"  # the new root covers it in our own mount namespace, and it vanishes with the old root
+_READ_ONLY = kernel.RDONLY | kernel.NOSUID | kernel.NODEV
+
+
+def _clone_trees(paths: list[str]) -> dict[str, int]:
+    # What will be visible, as descriptors by path; this still needs the rights of the user who started us.
+    kernel.mount("none", "/", None, kernel.MS_REC | kernel.MS_PRIVATE, "", "making the mount tree private")
+    trees = {}
+    for path in _outermost([*_SYSTEM, *(path for path in _OUTSIDE_USR if not os.path.islink(path)), *paths]):
+        if os.path.exists(path):
+            trees[path] = kernel.clone_tree(path)
+            kernel.protect_tree(trees[path], _READ_ONLY)
+    for device in _DEVICES:
+        trees[device] = kernel.clone_tree(device)
+        kernel.protect_tree(trees[device], kernel.NOSUID | kernel.NOEXEC)
+    return trees
+
+
+def _enter_root(trees: dict[str, int]) -> None:
+    # Builds the new root from the trees and makes it the only one.
+    links = [path for path in _OUTSIDE_USR if os.path.islink(path)]
+    targets = {path: os.readlink(path) for path in links}
+    options = "size=1m,nr_inodes=2000,mode=0755"
+    kernel.mount("root", _STAGE, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, options, "mounting a tmpfs")
+    for path, fd in trees.items():
+        place = _STAGE + path
+        if stat.S_ISDIR(os.fstat(fd).st_mode):
+            os.makedirs(place, exist_ok=True)
+        else:
+            _write_file(place, "")
+        kernel.attach_tree(fd, place)
+        os.close(fd)
+    os.mkdir(_STAGE + BOX)
+    for path, target in targets.items():
+        os.symlink(target, _STAGE + path)
+    # It exists if Python itself lies below /tmp; TMPDIR then points into the box.
+    if not os.path.lexists(_STAGE + "/tmp"):
+        os.symlink(TMP, _STAGE + "/tmp")
+    os.symlink(TMP, _STAGE + "/dev/shm")
+    _write_file(_STAGE + "/etc/passwd", f"user:x:1000:1000::{WORK}:/bin/sh\n")
+    _write_file(_STAGE + "/etc/group", "user:x:1000:\n")
+    kernel.pivot_root(_STAGE)
+    kernel.protect_tree(-100, _READ_ONLY, "/", recursive=False)
+
+
+def _outermost(paths: list[str]) -> list[str]:
+    unique = sorted({os.path.normpath(path) for path in paths})
+    kept: list[str] = []
+    for path in unique:
+        if not any(path.startswith(parent + "/") for parent in kept):
+            kept.append(path)
+    return kept
+
+
+def _write_file(path: str, text: str) -> None:
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    with contextlib.suppress(FileExistsError), open(path, "x") as file:
+        file.write(text)
+
+
 _MB = 1 << 20
 _TICK_MS = 25
 # A job ends itself at its deadline and reports what it had; after this much longer it is killed.
@@ -168,7 +237,7 @@ def serve(control: int, proc: int, *, isolated: bool) -> None:
     own = os.open("self/ns/pid", os.O_RDONLY, dir_fd=proc)
     if not isolated:
         kernel.prctl(_PR_SET_CHILD_SUBREAPER, 1, "subreaper")  # so that processes which a job leaves behind are found
-    with contextlib.suppress(OSError), os.fdopen(_open(proc, "self/oom_score_adj", os.O_WRONLY), "w") as file:
+    with contextlib.suppress(OSError), os.fdopen(os.open("self/oom_score_adj", os.O_WRONLY, dir_fd=proc), "w") as file:
         file.write("1000")  # if the machine runs out of memory, jobs are killed first
     site.setquit()  # `exit` and `quit`, which Python lacks without its site module
     site.sethelper()
@@ -254,12 +323,8 @@ def _find_excess(proc: int, processes: list[int], limits: dict[str, Any]) -> tup
 def _kill(proc: int, process: int) -> None:
     # By its folder in /proc: the template has another process numbering than the host's /proc.
     with contextlib.suppress(OSError):
-        folder = _open(proc, str(process), os.O_RDONLY | os.O_DIRECTORY)
+        folder = os.open(str(process), os.O_RDONLY | os.O_DIRECTORY, dir_fd=proc)
         try:
             signal.pidfd_send_signal(folder, signal.SIGKILL)
         finally:
             os.close(folder)
-
-
-def _open(proc: int, name: str, flags: int) -> int:
-    return os.open(name, flags, dir_fd=proc)

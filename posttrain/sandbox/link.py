@@ -29,7 +29,7 @@ from posttrain.sandbox.stand_ins import (
 )
 from posttrain.sandbox.supervise import Ended, Program
 from posttrain.sandbox.surroundings import Surroundings, log, warn
-from posttrain.sandbox.values import plain_base
+from posttrain.sandbox.wire import plain_base
 
 _STOPS = (StopIteration, StopAsyncIteration)
 _SERVED = {

@@ -15,7 +15,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from posttrain.sandbox.stand_ins import SPECIAL
-from posttrain.sandbox.values import plain_base
+from posttrain.sandbox.wire import plain_base
 
 # The program's name as a module.
 MODULE = "solution"

@@ -26,7 +26,7 @@ from posttrain.sandbox.stand_ins import (
     new_stand_in,
     stand_in_class,
 )
-from posttrain.sandbox.values import (
+from posttrain.sandbox.wire import (
     EMPTY_CONTAINERS,
     MUTABLE,
     WatchedContainer,
@@ -429,7 +429,7 @@ def describe_error(error: BaseException) -> dict[str, Any]:
         text = str(error)[:500]
     except BaseException:
         text = ""
-    return {"name": type(error).__name__, "text": text, "line": None}
+    return {"name": type(error).__name__, "text": text}
 
 
 def _builtin_exception(kind: Any, args: tuple[Any, ...]) -> BaseException:

@@ -20,7 +20,7 @@ import warnings
 from typing import Any
 
 from posttrain.sandbox import wire
-from posttrain.sandbox.peer import Peer
+from posttrain.sandbox.peer import Peer, describe_error
 from posttrain.sandbox.stand_ins import is_stand_in
 
 _FILE = "program.py"
@@ -257,12 +257,11 @@ def _print_error(error: BaseException) -> None:
 
 
 def _describe(error: BaseException) -> dict[str, Any]:
-    name, text, line = type(error).__name__, "", None
+    line = None
     with contextlib.suppress(BaseException):
-        text = str(error)[:500]
         frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == _FILE]
         line = frames[-1].lineno if frames else getattr(error, "lineno", None)
-    return {"name": name, "text": text, "line": line}
+    return {**describe_error(error), "line": line}
 
 
 def _flush() -> None:

@@ -13,6 +13,7 @@ import select
 import socket
 import subprocess
 import sys
+import sysconfig
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,7 +25,6 @@ from typing import Any
 from posttrain.config.rollout import SandboxConfig
 from posttrain.errors import UserError
 from posttrain.sandbox import wire
-from posttrain.sandbox.mounts import python_paths, site_packages
 
 _CONTAINER = (
     "in a container allow user namespaces and mounts: docker run --security-opt seccomp=unconfined "
@@ -92,6 +92,26 @@ _ENVIRONMENT = {
     "OPENBLAS_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
 }
+
+
+def python_paths() -> list[str]:
+    """List the files and folders of the running interpreter, its standard library and its installed packages.
+
+    Nothing else of a virtual environment is shown: it may be a folder that holds other things, such as a project's
+    root.
+    """
+    paths = sysconfig.get_paths()
+    found = [paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    for prefix in dict.fromkeys([sys.base_prefix, sys.base_exec_prefix]):
+        found += [os.path.join(prefix, name) for name in ("bin", "lib", "lib64")]
+    found += [sys.executable, os.path.join(sys.prefix, "pyvenv.cfg")]
+    found += [os.path.realpath(path) for path in found]
+    return [path for path in found if os.path.exists(path)]
+
+
+def site_packages() -> list[str]:
+    paths = sysconfig.get_paths()
+    return [path for path in dict.fromkeys([paths["purelib"], paths["platlib"]]) if os.path.isdir(path)]
 
 
 class Lost(Exception):

@@ -17,7 +17,7 @@ from decimal import Decimal
 from fractions import Fraction
 from typing import Any, Protocol
 
-from posttrain.sandbox.values import plain_base
+from posttrain.sandbox.wire import plain_base
 
 
 class OtherSide(Protocol):

@@ -24,7 +24,7 @@ from typing import Any
 
 from posttrain.errors import UserError
 from posttrain.spelling import OptionParser
-from posttrain.tracking.terminal_text import print_text
+from posttrain.tracking.console import print_text
 from posttrain.version import __version__
 
 PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"

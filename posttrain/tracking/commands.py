@@ -11,8 +11,7 @@ from typing import Any
 from posttrain.errors import UserError
 from posttrain.tracking.curve import sample_groups, text_plot
 from posttrain.tracking.loggers import read_metrics
-from posttrain.tracking.progress import console_width
-from posttrain.tracking.row import STAGE_WORDS, clock
+from posttrain.tracking.progress import STAGE_WORDS, clock, console_width
 from posttrain.tracking.rundir import ROOT, RunDirectory, find_run, runs_under
 from posttrain.tracking.status import age, read_status, run_state
 

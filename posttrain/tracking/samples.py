@@ -36,23 +36,14 @@ _FLOAT_LISTS = {
     "advantages": ("advantages",),
     "entropy": ("entropy", "entropys"),
 }
+# Column of the file -> the names that it may have in a batch, in the file's order.
 _TEXTS = {
-    "uid": ("uid",),
-    "data_source": ("data_source",),
-    "prompt": ("prompt",),
-    "response": ("response_text", "response"),
-    "ground_truth": ("ground_truth",),
-    "reward_parts": ("reward_parts",),
-    "error": ("reward_error",),
-    "finish_reason": ("finish_reason",),
-    "policy_versions": ("policy_versions",),
-    "extra_info": ("extra_info",),
-    "tool_calls": ("tool_calls",),
-    "call_seconds": ("call_seconds",),
-    "turn_rewards": ("turn_rewards",),
-    "turn_ends": ("turn_ends",),
-    "own_words": ("own_words",),
-}
+    name: (name,)
+    for name in (
+        *("uid", "data_source", "prompt", "response", "ground_truth", "reward_parts", "error", "finish_reason"),
+        *("policy_versions", "extra_info", "tool_calls", "call_seconds", "turn_rewards", "turn_ends", "own_words"),
+    )
+} | {"response": ("response_text", "response"), "error": ("reward_error",)}
 _NUMBERS = {"seed": "seed", "data_row": "index", "num_turns": "num_turns"}
 _NUMBERS |= {"branch": "branch", "parent": "parent", "fork": "fork"}  # of conversations
 _OTHERS = ("responses", "response_mask", "attention_mask", "prompts", "sample")
@@ -74,7 +65,6 @@ def write_samples(
 def write_step(folder: str | os.PathLike[str], step: int, table: pa.Table) -> Path:
     """Write `step_<step>.parquet` from its table."""
     path = Path(folder) / f"step_{step}.parquet"
-    path.parent.mkdir(parents=True, exist_ok=True)
     _write(path, table)
     return path
 
@@ -82,7 +72,6 @@ def write_step(folder: str | os.PathLike[str], step: int, table: pa.Table) -> Pa
 def write_validation(folder: str | os.PathLike[str], step: int, tables: Sequence[pa.Table]) -> Path:
     """Write `val_<step>.parquet` from the tables of a validation's batches."""
     path = Path(folder) / f"val_{step}.parquet"
-    path.parent.mkdir(parents=True, exist_ok=True)
     _write(path, pa.concat_tables(tables, promote_options="default"))
     return path
 
@@ -231,6 +220,7 @@ def _thin(path: Path, excess: float) -> None:
 
 
 def _write(path: Path, table: pa.Table) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
     how: Any = {"compression": "zstd", "row_group_size": ROWS_AT_ONCE}
     replace_file(path, lambda temporary: pq.write_table(table, temporary, **how))
 

@@ -24,7 +24,7 @@ from typing import Any
 from posttrain.cores import machine_memory, usable
 from posttrain.errors import working_folder
 from posttrain.texts import HIDDEN, redact
-from posttrain.tracking.row import Moment
+from posttrain.tracking.progress import Moment
 from posttrain.tracking.safe_files import DamagedFile, read_object, replace_file
 
 FRESH_S = 2.0  # a running run writes its status this often

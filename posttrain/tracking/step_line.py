@@ -14,7 +14,7 @@ from itertools import pairwise
 from pathlib import PurePath
 from typing import Any
 
-from posttrain.tracking.row import STAGE_WORDS
+from posttrain.tracking.progress import STAGE_WORDS
 
 WINDOW = 10  # steps over which a trend is judged; none is claimed before there are that many
 # A change counts above this many deviations. Rules run at every step, so two would often be exceeded by chance.

@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 from posttrain.tracking.console import active as active_console
-from posttrain.tracking.console import as_console
-from posttrain.tracking.terminal_text import is_terminal, plain
+from posttrain.tracking.console import as_console, is_terminal, plain
 
 LIBRARY_LOG = "libraries.log"
 

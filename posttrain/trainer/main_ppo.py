@@ -11,7 +11,7 @@ from posttrain.doctor import dry_run
 from posttrain.interrupts import one_interrupt
 from posttrain.tracking.console import exit_status as status_of_work
 from posttrain.tracking.console import prepare_streams, split_output_mode
-from posttrain.tracking.row import waiting
+from posttrain.tracking.progress import waiting
 from posttrain.trainer.run.entry import as_resolved, greeting, read_command_line, run_with_console
 
 HELP = """usage: python -m posttrain.trainer.main_ppo key=value ... [--config-path DIR --config-name NAME] [--cfg job]

@@ -10,7 +10,7 @@ from posttrain.config.trees import REWARD_MODEL
 from posttrain.data.supervised import check_pair
 from posttrain.doctor import dry_run
 from posttrain.interrupts import one_interrupt
-from posttrain.tracking.row import waiting
+from posttrain.tracking.progress import waiting
 from posttrain.trainer.run.entry import run_cli, settings_of
 
 USAGE = """usage: posttrain reward-model key=value ... [--config-path DIR --config-name NAME] [--cfg job]

@@ -17,7 +17,7 @@ from posttrain.tracking.rundir import DIAGNOSIS, TIMELINE, read_lines
 from posttrain.tracking.safe_files import read_settings
 from posttrain.tracking.step_line import error_kind
 from posttrain.view import samples
-from posttrain.view.catalogue import Catalogue, TrigramIndex, answering, previews, search
+from posttrain.view.catalogue import Catalogue, TrigramIndex, answering, by_step, previews, search
 from posttrain.view.runs import Metrics, Runs, describe_run, details, differences, settings
 from posttrain.view.samples import SampleFile, preview
 
@@ -210,35 +210,25 @@ def failures(catalogue: Catalogue) -> dict[str, Any]:
     """Errors of the reward by kind: how many, and the newest response of each with its inputs."""
     found = catalogue.find("failed")
     kinds: dict[tuple[str, str], dict[str, Any]] = {}
-    for step, rows in _by_step(found["found"]).items():
+    for step, rows in by_step((one["step"], one["row"]) for one in found["found"]).items():
         try:
             file = SampleFile(catalogue.folder / "samples" / f"{catalogue.kind}_{step}.parquet")
             texts = file.take(rows, ("uid", "sample", "error", "prompt", "response", "ground_truth"))
         except (OSError, pa.ArrowException):
             continue
         for one in texts:
-            newest = {"error": one["error"], "count": 0, "step": step, **_inputs(one)}
+            inputs = {name: preview(one[name]) for name in ("prompt", "response", "ground_truth")}
+            newest = {
+                "error": one["error"],
+                "count": 0,
+                "step": step,
+                "uid": one["uid"],
+                "sample": one["sample"],
+            } | inputs
             kind = kinds.setdefault(error_kind(one["error"] or ""), newest)
             kind["count"] += 1
     ordered = sorted(kinds.values(), key=lambda kind: -kind["count"])
     return {"kinds": ordered, "count": found["count"], "read": found["read"], "files": found["files"]}
-
-
-def _by_step(found: list[dict[str, Any]]) -> dict[int, list[int]]:
-    rows: dict[int, list[int]] = {}
-    for one in found:
-        rows.setdefault(one["step"], []).append(one["row"])
-    return rows
-
-
-def _inputs(row: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "uid": row["uid"],
-        "sample": row["sample"],
-        "prompt": preview(row["prompt"]),
-        "response": preview(row["response"]),
-        "ground_truth": preview(row["ground_truth"]),
-    }
 
 
 def timeline(folder: Path, last: int | None = None) -> dict[str, Any]:

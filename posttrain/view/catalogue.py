@@ -15,7 +15,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -41,7 +41,7 @@ class Part:
         self.uid, self.sample = table["uid"].combine_chunks(), _array(table["sample"], np.int32, -1)
         self.score, self.mismatch = _array(table["score"], np.float32), _array(table["mismatch"], np.float32)
         self.length, self.data_row = _array(table["length"], np.int32, 0), _array(table["data_row"], np.int64, -1)
-        self.truncated = _flags(table["finish_reason"], "length")
+        self.truncated = _flags(table["finish_reason"], lambda reasons: pc.equal(reasons, "length"))
         self.failed = pc.is_valid(table["error"]).to_numpy(zero_copy_only=False)
 
 
@@ -142,17 +142,22 @@ class Catalogue:
 
 def previews(folder: Path, kind: str, wanted: list[tuple[int, int]]) -> list[str]:
     """The beginnings of responses, given by (step, row)."""
-    rows: dict[int, list[int]] = {}
-    for step, row in wanted:
-        rows.setdefault(step, []).append(row)
     texts: dict[tuple[int, int], str] = {}
-    for step, own in rows.items():
+    for step, own in by_step(wanted).items():
         try:
             found = SampleFile(folder / "samples" / f"{kind}_{step}.parquet").take(own, ("response",))
         except (OSError, pa.ArrowException, IndexError):
             continue
         texts |= {(step, row): preview(one["response"]) for row, one in zip(own, found, strict=True)}
     return [texts.get(key, "") for key in wanted]
+
+
+def by_step(wanted: Iterable[tuple[int, int]]) -> dict[int, list[int]]:
+    """The rows of each step among pairs (step, row)."""
+    rows: dict[int, list[int]] = {}
+    for step, row in wanted:
+        rows.setdefault(step, []).append(row)
+    return rows
 
 
 Rule = Callable[[list[Part]], tuple[list[tuple[int, int]], int]]
@@ -216,10 +221,10 @@ def _array(column: Any, kind: Any, empty: float = np.nan) -> np.ndarray:
     return values.to_numpy(zero_copy_only=False).astype(kind)
 
 
-def _flags(column: Any, text: str) -> np.ndarray:
+def _flags(column: Any, test: Callable[[Any], Any]) -> np.ndarray:
     if pa.types.is_null(column.type):
         return np.zeros(len(column), bool)
-    return pc.fill_null(pc.equal(column, text), False).to_numpy(zero_copy_only=False)
+    return pc.fill_null(test(column), False).to_numpy(zero_copy_only=False)
 
 
 def _modified_at(path: Path) -> int:
@@ -290,11 +295,7 @@ class TrigramIndex:
         return not bool(((known[wanted >> 3] >> (wanted & 7)) & 1).all())
 
     def _is_known(self, path: Path) -> bool:
-        known = self._maps.get(path)
-        try:
-            return known is not None and known[0] == path.stat().st_mtime_ns
-        except OSError:
-            return False
+        return path in self._maps and self._maps[path][0] == _modified_at(path)
 
     def _make(self, paths: list[Path], wait: Callable[[], object]) -> None:
         wait()
@@ -382,7 +383,8 @@ def _search_file(path: Path, words: str) -> list[dict[str, Any]]:
     try:
         file = SampleFile(path)
         texts = file.columns(_COLUMNS)
-        marks = {name: _contains(texts[name], words) for name in _COLUMNS}
+        holds_words = lambda column: pc.match_substring(pc.utf8_lower(column), words.lower())  # noqa: E731
+        marks = {name: _flags(texts[name], holds_words) for name in _COLUMNS}
         rows = np.flatnonzero(marks["prompt"] | marks["response"])[:MOST_HITS].tolist()
         if not rows:
             return []
@@ -395,13 +397,6 @@ def _search_file(path: Path, words: str) -> list[dict[str, Any]]:
         text = _around(texts[column][row].as_py(), words)
         hits.append({"step": step_of(path), **one, "score": number(one["score"]), "in": column, "text": text})
     return hits
-
-
-def _contains(column: Any, words: str) -> np.ndarray:
-    if pa.types.is_null(column.type):
-        return np.zeros(len(column), bool)
-    marks = pc.match_substring(pc.utf8_lower(column), words.lower())
-    return pc.fill_null(marks, False).to_numpy(zero_copy_only=False)
 
 
 def _around(text: str, words: str) -> list[str]:

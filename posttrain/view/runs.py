@@ -52,20 +52,27 @@ def _read_settings(folder: Path) -> tuple[dict[str, str], str | None]:
     # Read once per version of the file: the list of runs is requested again and again.
     path = folder / FILE
     try:
-        facts = path.stat()
+        version = _find_version(path)
+    except DamagedFile as error:
+        return {}, str(error)
+    return _read_settings_version(path, version) if version else ({}, None)
+
+
+def _find_version(path: Path) -> tuple[int, int, int] | None:
+    # Part of the key of a cache: a file that was written to or replaced is another one. None if there is none.
+    try:
+        facts = os.stat(path)
     except FileNotFoundError:
-        return _read(path) if path.is_symlink() else ({}, None)
-    except OSError:
-        return _read(path)
-    return _read_settings_version(path, (facts.st_ino, facts.st_mtime_ns, facts.st_size))
+        if path.is_symlink():
+            open_stored(path)  # raises the right error
+        return None
+    except OSError as error:
+        raise DamagedFile(f"{path.name} cannot be opened: {error.strerror}.") from error
+    return facts.st_ino, facts.st_mtime_ns, facts.st_size
 
 
 @lru_cache(maxsize=2000)
 def _read_settings_version(path: Path, version: tuple[int, int, int]) -> tuple[dict[str, str], str | None]:
-    return _read(path)
-
-
-def _read(path: Path) -> tuple[dict[str, str], str | None]:
     try:
         return flat(redact(read_settings(path))), None
     except FileNotFoundError:
@@ -218,16 +225,8 @@ COLUMNS = {
 def read_progress(folder: Path) -> dict[str, Any]:
     """{column: {metric, value}}, and when the first and the last line were written. DamagedFile if it is no file."""
     path = folder / "metrics.jsonl"
-    try:
-        facts = os.stat(path)
-    except FileNotFoundError:
-        if path.is_symlink():
-            open_stored(path)  # raises the right error
-        return {}
-    except OSError as error:
-        raise DamagedFile(f"{path.name} cannot be opened: {error.strerror}.") from error
-    # The version is part of the cache's key: a file that was written to or replaced is another one.
-    return _read_version(path, (facts.st_ino, facts.st_mtime_ns, facts.st_size))
+    version = _find_version(path)
+    return _read_version(path, version) if version else {}
 
 
 # A table of hundreds of runs is asked for every few seconds: only files that changed are read again.
@@ -250,16 +249,17 @@ def _read_version(path: Path, version: tuple[int, int, int]) -> dict[str, Any]:
 
 
 def _lines(data: bytes) -> list[dict[str, Any]]:
-    found = []
     # Only complete lines: the run may be writing the last one.
-    for text in data[: data.rfind(b"\n") + 1].splitlines():
-        try:
-            line = json.loads(text)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(line, dict):
-            found.append(line)
-    return found
+    found = map(_as_object, data[: data.rfind(b"\n") + 1].splitlines())
+    return [line for line in found if line is not None]
+
+
+def _as_object(text: bytes) -> dict[str, Any] | None:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
 
 
 def _last(lines: list[dict[str, Any]], pattern: re.Pattern[str]) -> dict[str, Any] | None:
@@ -315,11 +315,8 @@ class Metrics:
             self.problem = str(error)
 
     def _add(self, text: bytes) -> None:
-        try:
-            line = json.loads(text)
-        except (ValueError, RecursionError):
-            return
-        if isinstance(line, dict) and isinstance(line.get("step"), int):
+        line = _as_object(text)
+        if line is not None and isinstance(line.get("step"), int):
             self.lines.append(line)
             new = [name for name in line if name not in self._known and name != "step"]
             self._known.update(new)

@@ -148,11 +148,11 @@ def turns_of(row: dict[str, Any], known: Sequence[bytes]) -> list[dict[str, Any]
     texts = token_texts(ids, known)
     shared = max(0, (row["fork"] or 0) - len(row["prompt_ids"] or ())) if row["parent"] is not None else 0
     # Runs of earlier versions: turns are known where something was read between them.
-    ends = _json_list(row["turn_ends"]) or [(n, end) for n, end in enumerate(_mask_ends(mask))]
-    calls = _json_list(row["tool_calls"])
-    for call, seconds in zip(calls, _json_list(row["call_seconds"]), strict=False):
+    ends = _stored(row["turn_ends"], list) or [(n, end) for n, end in enumerate(_mask_ends(mask))]
+    calls = _stored(row["tool_calls"], list)
+    for call, seconds in zip(calls, _stored(row["call_seconds"], list), strict=False):
         call["seconds"] = number(seconds)
-    rewards = dict(_json_list(row["turn_rewards"]))
+    rewards = dict(_stored(row["turn_rewards"], list))
     pieces: list[dict[str, Any]] = []
 
     def add(by: str, start: int, end: int, **more: Any) -> None:
@@ -176,12 +176,13 @@ def _mask_ends(mask: Sequence[int]) -> list[int]:
     return [place + 1 for place, own in enumerate(mask) if own and not (place + 1 < len(mask) and mask[place + 1])]
 
 
-def _json_list(text: str | None) -> list[Any]:
+def _stored(text: str | None, kind: type) -> Any:
+    # The JSON value of a column; an empty one if there is none of this kind.
     try:
-        found = json.loads(text) if text else []
+        found = json.loads(text) if text else None
     except ValueError:
-        return []
-    return found if isinstance(found, list) else []
+        found = None
+    return found if isinstance(found, kind) else kind()
 
 
 def response(folder: Path, kind: str, step: int, uid: str, sample: int, branch: int | None = None) -> dict[str, Any]:
@@ -223,15 +224,8 @@ def preview(text: str | None) -> str:
 
 
 def _parts(text: str | None) -> dict[str, Any]:
-    try:
-        found = json.loads(text) if text else {}
-    except ValueError:
-        return {}
-    return (
-        {name: number(value) if isinstance(value, float) else value for name, value in found.items()}
-        if isinstance(found, dict)
-        else {}
-    )
+    found = _stored(text, dict)
+    return {name: number(value) if isinstance(value, float) else value for name, value in found.items()}
 
 
 MOST_ROWS = 4_000_000  # responses of one step

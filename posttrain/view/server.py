@@ -352,7 +352,7 @@ def _steps(answers: Answers, run: str, room: int) -> Iterator[tuple[str, int, di
 
 
 def _step(answers: Answers, run: str, kind: str, step: int) -> dict[str, Any]:
-    where = {"run": run, "step": step} | ({"kind": "val"} if kind == "val" else {"kind": "step"})
+    where = {"run": run, "step": step, "kind": kind}
     asked = {name: str(value) for name, value in where.items()}
     groups = answers.answer("groups", asked)[:GROUPS]
     held = {key("groups", **where): groups}

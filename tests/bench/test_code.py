@@ -12,8 +12,8 @@ from posttrain.bench.algorithms import Algorithm, Process, Run
 from posttrain.bench.contest import Contest, Entry, apply_options
 from posttrain.bench.device import Device
 from posttrain.bench.output import StatusLine
-from posttrain.bench.step import table
 from posttrain.bench.systems import HERE, STEP, folder_of
+from posttrain.bench.training import step_table
 
 ANSWER = "{'wall': [1.0], 'inside': [1.0], 'lengths': [1.0], 'code': __file__}"
 RUNNER = (
@@ -39,7 +39,7 @@ def test_a_row_with_a_pythonpath_runs_the_checkout_that_it_names_and_says_so(oth
     (entry,) = contest.measure([before], lambda system: {})
     assert entry.problem is None and entry.answers[0]["code"] == str(other / "posttrain/bench/ours/training.py")
     assert entry.as_json()["code"] == str(other / "posttrain")
-    assert f" from {other}/posttrain" in table([entry])
+    assert f" from {other}/posttrain" in step_table([entry])
 
 
 def test_without_one_the_code_of_the_bench_runs_whatever_stands_in_the_working_folder(other: Path, monkeypatch):

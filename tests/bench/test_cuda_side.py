@@ -14,7 +14,7 @@ from posttrain.bench.device import Device, decoding_floor, find_chip, find_devic
 from posttrain.bench.ours.training import peak
 from posttrain.bench.output import StatusLine
 from posttrain.bench.systems import PEERS, ROLLOUT, STEP_CUDA, System
-from posttrain.bench.train import figures
+from posttrain.bench.training import update_figures
 from posttrain.bench.workload import PRESETS, WORKS, Workload, fill_in_sizes, response_lengths
 from posttrain.models.embedded import byte_tokenizer
 
@@ -91,7 +91,7 @@ def test_the_floors_of_decoding_and_of_an_update():
 
 @pytest.mark.parametrize(("rank", "factor"), [(None, 6), (32, 4)])
 def test_a_frozen_base_has_no_gradient_in_the_floors_and_a_groups_prompt_is_updated_once(rank, factor):
-    from posttrain.bench import step, train
+    from posttrain.bench import training
 
     config = {"hidden_size": 4, "num_attention_heads": 2, "num_hidden_layers": 3, "num_key_value_heads": 1}
     shape = shape_of({**config, "intermediate_size": 8, "vocab_size": 10}, "bfloat16")
@@ -100,17 +100,17 @@ def test_a_frozen_base_has_no_gradient_in_the_floors_and_a_groups_prompt_is_upda
     rates = {"peak": H200.chip.flops, "bandwidth": H200.chip.bandwidth}
     decoding = decoding_floor(shape, [[row // 3] * 4 for row in range(6)], [5] * 6, slots=None, **rates)
     whole = 6 * 9 * factor * shape.weights + 6 * 3 * 4 * 6 * 9**2
-    assert train.floor(bench, Workload([[1] * 4] * 6, [5] * 6)) == pytest.approx(whole / rates["peak"])
+    assert training.update_floor(bench, Workload([[1] * 4] * 6, [5] * 6)) == pytest.approx(whole / rates["peak"])
     once = 2 * (4 + 3 * 5) * factor * shape.weights + 6 * 3 * 4 * (6 * 9**2 - 4 * 4**2)
-    assert step.floor(bench) == pytest.approx(decoding + once / rates["peak"])
+    assert training.step_floor(bench) == pytest.approx(decoding + once / rates["peak"])
 
 
 def test_the_share_of_the_chip_is_that_of_the_best_update_and_of_the_tokens_computed(monkeypatch):
-    from posttrain.bench import train
+    from posttrain.bench import training
 
-    monkeypatch.setattr(train, "floor", lambda bench, work: 0.5)
+    monkeypatch.setattr(training, "update_floor", lambda bench, work: 0.5)
     answers = [{"seconds": s, "computed": 60, "peak_gib": s} for s in (2.0, 1.0, 4.0)]
-    found = figures(None, Workload([[1] * 10] * 4, [15] * 4), Entry(BY_NAME["native"], {}, answers))  # pyright: ignore
+    found = update_figures(None, Workload([[1] * 10] * 4, [15] * 4), Entry(BY_NAME["native"], {}, answers))  # pyright: ignore
     assert found == {"best": 1.0, "median": 2.0, "mfu": 0.5, "mfu_counted": 0.3, "peak_gib": 4.0}
 
 

@@ -23,9 +23,8 @@ from posttrain.bench.device import bandwidth_for, check_writable, floor_seconds,
 from posttrain.bench.output import render
 from posttrain.bench.peers.wire import error_words
 from posttrain.bench.rollout import table as rollout_table
-from posttrain.bench.step import counted_steps, counted_times
-from posttrain.bench.step import table as step_table
 from posttrain.bench.systems import ENVIRONMENTS, PEERS, ROLLOUT, STEP
+from posttrain.bench.training import counted_steps, counted_times, step_table
 from posttrain.errors import UserError
 
 BY_NAME = {system.name: system for system in (*STEP, *ROLLOUT)}

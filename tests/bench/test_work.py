@@ -12,8 +12,8 @@ from posttrain.bench.contest import Bench, apply_options
 from posttrain.bench.device import Device
 from posttrain.bench.output import StatusLine
 from posttrain.bench.rollout import WARM_UPS
-from posttrain.bench.step import make_job, model_with_end_tokens
 from posttrain.bench.systems import ROLLOUT, STEP, choose
+from posttrain.bench.training import make_job, model_with_end_tokens
 from posttrain.bench.workload import PRESETS, find_model, make_workload, response_lengths
 from posttrain.errors import UserError
 

@@ -15,7 +15,7 @@ from posttrain.config.schema import leaves
 from posttrain.explain import explain
 from posttrain.explain.pages import KEY, SPELLINGS, WORDS, _known, _pages
 from posttrain.pulse import Work
-from posttrain.tracking.row import STAGE_WORDS, Moment, progress_row
+from posttrain.tracking.progress import STAGE_WORDS, Moment, progress_row
 from posttrain.tracking.step_line import RunFacts, StepFacts, summary
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -9,8 +9,7 @@ import torch
 
 import posttrain
 from posttrain.cli import main
-from posttrain.commands.replay import ReplayError, find_start, replayable
-from posttrain.commands.replay_updates import replay
+from posttrain.commands.replay import ReplayError, find_start, replay, replayable
 from posttrain.tracking.rundir import kept_steps
 
 

@@ -9,15 +9,14 @@ from pathlib import Path
 import pytest
 
 from posttrain.explain import explain
-from posttrain.explain.metrics import FAMILIES
-from posttrain.explain.pages import METRICS, metric_text
+from posttrain.explain.pages import FAMILIES, METRICS, metric_text
 from posttrain.explain.pages import SUPERVISED_METRICS as SUPERVISED
 
 ROOT = Path(__file__).resolve().parents[2] / "posttrain"
 ROOMS = ("algorithms", "engine", "workers", "trainer/ppo", "trainer/supervised", "tracking/metrics.py")
 PREFIXES = {re.split(r"[/{]", name)[0] for name in [*METRICS, *SUPERVISED, *FAMILIES] if "/" in name} - {""}
 METRIC = re.compile(rf"(?:{'|'.join(sorted(PREFIXES))})/[a-z0-9_/@]+")
-HELP = "has no explanation: declare it in its algorithm's file or in FAMILIES of posttrain/explain/metrics.py"
+HELP = "has no explanation: declare it in its algorithm's file or in posttrain/explain/prose/families.md"
 
 
 def is_explained(name: str) -> bool:

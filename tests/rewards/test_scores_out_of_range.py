@@ -6,7 +6,7 @@ import pytest
 
 from posttrain.config import ConfigError, load_config
 from posttrain.rewards.combined import Combined
-from posttrain.rewards.outcomes import call_and_read, read_result, text_of
+from posttrain.rewards.signatures import call_and_read, read_result, text_of
 from posttrain.rewards.types import RewardPart, RewardSpec
 
 HUGE = 10**5000  # str() of it raises

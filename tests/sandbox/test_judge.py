@@ -13,7 +13,7 @@ import numpy
 import pytest
 
 from posttrain.sandbox.names import builtins_under_test
-from posttrain.sandbox.values import decode, encode
+from posttrain.sandbox.wire import decode, encode
 
 
 def verdicts(box, program, *codes, entry=None):

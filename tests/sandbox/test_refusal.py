@@ -11,9 +11,9 @@ import sys
 import pytest
 
 from posttrain.config.rollout import SandboxConfig
-from posttrain.sandbox import Sandbox, SandboxError, mounts
+from posttrain.sandbox import Sandbox, SandboxError
 from posttrain.sandbox import sandbox as module
-from posttrain.sandbox.sandbox import isolation_error
+from posttrain.sandbox.sandbox import isolation_error, python_paths
 
 START = "from posttrain.sandbox import Sandbox\nSandbox().start()"
 
@@ -47,7 +47,7 @@ def test_every_refusal_says_what_was_refused_and_what_to_do(step, number, words)
 
 
 def test_paths_that_do_not_exist_are_left_out(monkeypatch, box):
-    monkeypatch.setattr(module, "python_paths", lambda: [*mounts.python_paths(), "/nowhere/lib"])
+    monkeypatch.setattr(module, "python_paths", lambda: [*python_paths(), "/nowhere/lib"])
     with Sandbox() as sandbox:
         assert sandbox.run("import os\nprint(os.path.exists('/nowhere'))").stdout == "False\n"
 

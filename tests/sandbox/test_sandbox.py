@@ -158,8 +158,8 @@ def test_an_ordinary_user_is_isolated_as_well_as_root(box):
         pytest.skip("these tests already run as an ordinary user")
     # The checkout may lie in a folder of root's, so import everything first and isolate afterwards.
     code = (
-        "import os, sys\nimport posttrain.sandbox.launcher as launcher\nfrom posttrain.sandbox import mounts\n"
-        "paths = mounts.python_paths()\nos.setgroups([])\nos.setgid(1234)\nos.setuid(1234)\n"
+        "import os\nimport posttrain.sandbox.launcher as launcher\nfrom posttrain.sandbox.sandbox import python_paths\n"
+        "paths = python_paths()\nos.setgroups([])\nos.setgid(1234)\nos.setuid(1234)\n"
         "from posttrain.sandbox.kernel import prctl\nprctl(4, 1, 'dumpable')\n"
         "launcher._isolate({'paths': [p for p in paths if os.access(p, os.R_OK)]})\n"
         "print(os.getuid(), open('/etc/passwd').read().strip(), os.path.exists('/home'))"

@@ -10,11 +10,10 @@ import time
 import pytest
 
 from posttrain import cli
-from posttrain.tracking import row as module
-from posttrain.tracking.progress import say
-from posttrain.tracking.row import waiting
+from posttrain.tracking import progress as module
+from posttrain.tracking.console import fold_lines, print_page, print_text
+from posttrain.tracking.progress import say, waiting
 from posttrain.tracking.tee import active
-from posttrain.tracking.terminal_text import fold_lines, print_page, print_text
 from posttrain.trainer import embedded
 from tests.tracking.test_tracking_progress import Terminal, rows_of
 
@@ -102,7 +101,7 @@ def test_nothing_is_drawn_where_nobody_looks(capsys, monkeypatch):
 )
 def test_commands_that_read_torch_say_so(command, tmp_path):
     code = (
-        "import sys, posttrain.cli\nfrom posttrain.tracking import row as module\n"
+        "import sys, posttrain.cli\nfrom posttrain.tracking import progress as module\n"
         "def row(*args):\n    print('torch' in sys.modules, flush=True); sys.exit(7)\n"
         "module.is_terminal = lambda stream: True\nmodule.Waiting = row\nposttrain.cli.main(sys.argv[1:])"
     )

@@ -13,10 +13,9 @@ import pytest
 
 from posttrain import pulse
 from posttrain.tracking import progress as module
-from posttrain.tracking.progress import Progress, say
-from posttrain.tracking.row import Moment, progress_row
+from posttrain.tracking.console import plain
+from posttrain.tracking.progress import Moment, Progress, progress_row, say
 from posttrain.tracking.tee import tee_output
-from posttrain.tracking.terminal_text import plain
 
 
 class Terminal(io.StringIO):
@@ -200,7 +199,7 @@ def test_responses_that_run_longer_than_before_are_not_said_to_be_done_at_once(m
 def test_the_row_moves_inside_a_step(monkeypatch):
     screen = Terminal()
     monkeypatch.setattr(sys, "stdout", screen)
-    monkeypatch.setattr("posttrain.tracking.row.SHORT_STEP", 0.0)
+    monkeypatch.setattr("posttrain.tracking.progress.SHORT_STEP", 0.0)
     with Progress(3, stream=screen) as progress, progress.stage("update_actor"), pulse.work("rows", 64) as work:
         for done in (16, 32):
             work.advance(16, tokens=1000)

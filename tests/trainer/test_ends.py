@@ -208,7 +208,7 @@ def fails_always(data_source, solution_str, ground_truth, extra_info=None):
 
 @pytest.mark.parametrize("validates", [False, True])
 def test_a_run_whose_rewards_all_fail_stops_at_its_first_batch_and_says_why(tiny_model, sums, tmp_path, validates):
-    from posttrain.rewards.outcomes import AllFailed
+    from posttrain.rewards.types import AllFailed
 
     more = {"data__val_files": str(sums["test"])} if validates else {}
     with pytest.raises(AllFailed, match=r"(?s)failed on all 12 responses.*no key in the environment.*reward try"):
@@ -233,7 +233,7 @@ def test_an_unknown_data_source_under_the_default_reward_file_stops_the_run(tiny
 
 
 def test_a_reward_that_worked_before_has_three_batches_to_come_back():
-    from posttrain.rewards.outcomes import AllFailed, FailureWatch
+    from posttrain.rewards.types import AllFailed, FailureWatch
 
     watch, bad = FailureWatch(), ["away", "away"]
     watch.check(["away", None])

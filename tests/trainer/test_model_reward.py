@@ -15,7 +15,7 @@ from runs import metrics_of, run
 from posttrain.config.root import PPOConfig
 from posttrain.errors import UserError
 from posttrain.protocol import DataProto
-from posttrain.rewards.outcomes import AllFailed
+from posttrain.rewards.types import AllFailed
 from posttrain.trainer.ppo.reward import ModelReward
 
 

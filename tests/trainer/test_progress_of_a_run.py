@@ -77,7 +77,7 @@ def test_every_long_stage_of_an_rl_run_counts_to_its_end(tiny_model, sums, tmp_p
     times = [datetime.fromisoformat(one["time"]) for one in seen]
     assert times == sorted(times) and times[0].tzinfo == UTC
     unknown = {name for line in result.metrics for name in line if not is_explained(name)}
-    assert not unknown, "give these a sentence in FAMILIES of posttrain/explain/metrics.py"
+    assert not unknown, "give these a sentence in posttrain/explain/prose/families.md"
     assert str(result) == f"finished at step 2, val/math_reasoning/mean@1 0.000: {result.path}"
     final = status.read_status(result.path)
     assert (final["status"], final["step"], final["stage"]) == ("finished", 2, None)

@@ -13,7 +13,7 @@ import torch
 from runs import metrics_of, run
 
 from posttrain.algorithms import ADV_ESTIMATORS, AlgorithmError, register_adv_est
-from posttrain.commands.replay_updates import replay
+from posttrain.commands.replay import replay
 from posttrain.config.root import AlgorithmConfig
 from posttrain.conversations.agents import AGENTS, register_agent
 from posttrain.conversations.conversation import ChatError, Conversation, Limits

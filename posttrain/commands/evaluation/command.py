@@ -20,8 +20,8 @@ from posttrain.commands.generation.settings import (
 )
 from posttrain.errors import UserError
 from posttrain.spelling import OptionParser
-from posttrain.tracking.row import waiting
-from posttrain.tracking.terminal_text import print_text
+from posttrain.tracking.console import print_text
+from posttrain.tracking.progress import waiting
 from posttrain.trainer.constants_ppo import apply_environment
 
 USAGE = """posttrain eval MODEL --data FILE [--n N] [options] [key=value ...]

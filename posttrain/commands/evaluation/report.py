@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from posttrain.commands.evaluation.scoring import (
     ALL,
@@ -28,7 +27,7 @@ from posttrain.commands.evaluation.scoring import (
 from posttrain.errors import UserError
 from posttrain.texts import redact, utf8
 from posttrain.tracking.safe_files import replace_file
-from posttrain.tracking.samples import sample_table
+from posttrain.tracking.samples import sample_table, write_step
 from posttrain.version import __version__
 
 FORMAT = 1
@@ -91,14 +90,11 @@ def read_report(path: Path) -> dict[str, Any]:
 
 def write_samples(folder: Path, step: int, prompts: Sequence[ScoredPrompt]) -> Path:
     """`folder/samples/step_N.parquet`, in the form of a run's samples: one row per response."""
-    path = folder / "samples" / f"step_{step}.parquet"
-    path.parent.mkdir(parents=True, exist_ok=True)
     tables = [
         sample_table(step, _batch(prompts[start : start + _AT_ONCE], start))
         for start in range(0, len(prompts), _AT_ONCE)
     ]
-    replace_file(path, lambda file: pq.write_table(pa.concat_tables(tables), file, compression="zstd"))
-    return path
+    return write_step(folder / "samples", step, pa.concat_tables(tables))
 
 
 def _batch(prompts: Sequence[ScoredPrompt], first: int) -> dict[str, Any]:

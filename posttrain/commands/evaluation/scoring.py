@@ -29,8 +29,7 @@ import numpy as np
 from posttrain.config.root import PPOConfig
 from posttrain.conversations.settings import agent_settings
 from posttrain.rewards.loading import check_columns, resolve_reward
-from posttrain.rewards.outcomes import all_failed_error
-from posttrain.rewards.types import RewardItem, RewardResult
+from posttrain.rewards.types import RewardItem, RewardResult, all_failed_error
 from posttrain.tracking.metrics import has_answer, mean, pass_at_k, right_answers
 from posttrain.trainer.ppo.reward import make_reward_pool
 

@@ -22,7 +22,6 @@ from posttrain.commands.export import adapted_model, stored_lora
 from posttrain.commands.generation.files import Parts
 from posttrain.commands.generation.loop import Answers, Requests, answer
 from posttrain.commands.generation.settings import Settings, described, find_run_of, is_checkpoint
-from posttrain.commands.generation.workers import Share
 from posttrain.config.model import ModelConfig
 from posttrain.config.rollout import RolloutConfig
 from posttrain.conversations.opening import check_rows, open_conversations
@@ -44,7 +43,7 @@ from posttrain.models.loading import (
 from posttrain.rollout.base import Sampling
 from posttrain.rollout.engines import build_engine
 from posttrain.rollout.outside import check_installed
-from posttrain.tracking.terminal_text import print_text
+from posttrain.tracking.console import print_text
 from posttrain.trainer.embedded import ensure_embedded
 from posttrain.trainer.run.memory import is_out_of_memory
 from posttrain.workers.roles import pick_device
@@ -245,12 +244,18 @@ class Session:
         }
 
     def run(
-        self, parts: Parts | None, on_prompt: Callable[[PromptItem, Answers], None], share: Share | None = None
+        self,
+        parts: Parts | None,
+        on_prompt: Callable[[PromptItem, Answers], None],
+        has_row: Callable[[int], bool] | None = None,
     ) -> None:
-        """Answer every prompt (of the share) that has none in `parts`; each goes to `parts` and to `on_prompt`."""
+        """Answer every prompt that has none in `parts`; each goes to `parts` and to `on_prompt`.
+
+        With `has_row` only the prompts of the rows for which it is true.
+        """
         # Prompts that were under way when a command was killed are answered again, with the same seeds.
         finished = set(parts.finished()) if parts is not None else set()
-        own = [item for item in self.prompts if share is None or share.has(item["index"])]
+        own = [item for item in self.prompts if has_row is None or has_row(item["index"])]
         todo = [item for item in own if item["index"] not in finished]
         if finished:
             say(f"{len(finished)} of {len(own)} prompts were finished before; going on with the others.")

@@ -24,7 +24,7 @@ from posttrain.rewards.scorers import CODE_SETTINGS, is_code, register_scorer
 from posttrain.rewards.scorers.code_tests import Tests, complete_program, extract_program, read_tests
 from posttrain.rewards.types import RewardError
 from posttrain.sandbox.sandbox import LIMITS, Result, Sandbox, SandboxError, TestReport
-from posttrain.sandbox.values import decode
+from posttrain.sandbox.wire import decode
 
 _SHOWN = 60
 

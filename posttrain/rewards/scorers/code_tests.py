@@ -23,7 +23,7 @@ from typing import Any
 
 from posttrain.rewards.answers import find_tagged
 from posttrain.rewards.types import RewardError
-from posttrain.sandbox.values import encode
+from posttrain.sandbox.wire import encode
 
 # Possessive quantifiers do not backtrack, so no response takes quadratic time.
 _FENCE = re.compile(

@@ -12,7 +12,7 @@ from posttrain.batch.columns import EveryTokenColumn, LastTokenColumn
 from posttrain.batch.samples import BRANCH_FIELDS, has_several_rows, last_rows, rows_of_samples
 from posttrain.config.root import AlgorithmConfig
 from posttrain.protocol import DataProto
-from posttrain.rewards.outcomes import NONE_APPLIES
+from posttrain.rewards.types import NONE_APPLIES
 from posttrain.tracking.metrics import groups_of
 from posttrain.trainer.ppo.experience import Experience
 

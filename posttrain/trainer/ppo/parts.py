@@ -20,8 +20,7 @@ from posttrain.data.sampler import PromptSampler, make_sampler
 from posttrain.errors import UserError
 from posttrain.kernels.quantized import FP8
 from posttrain.planning.budgets import check_group_size, critic_updates, fit_sizes
-from posttrain.tracking.progress import say
-from posttrain.tracking.row import waiting
+from posttrain.tracking.progress import say, waiting
 from posttrain.tracking.rundir import RunDirectory
 from posttrain.trainer.ppo.dynamic_sampling import GroupFilter
 from posttrain.trainer.ppo.experience import Experience

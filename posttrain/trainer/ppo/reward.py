@@ -35,11 +35,11 @@ from posttrain.conversations.settings import AGENT_KEY as KEY
 from posttrain.protocol import DataProto
 from posttrain.rewards.combined import RIGHT, asks_sources, named_sources, read_parts
 from posttrain.rewards.crew import WorkerProcess
-from posttrain.rewards.outcomes import TOO_LARGE, FailureWatch, is_usable, read_result
 from posttrain.rewards.pool import PrintLimiter, RewardPool
 from posttrain.rewards.scorers import check_sources
 from posttrain.rewards.scorers.code import check_programs, code_settings
-from posttrain.rewards.types import RewardItem, RewardPart, RewardResult, RewardSpec
+from posttrain.rewards.signatures import read_result
+from posttrain.rewards.types import TOO_LARGE, FailureWatch, RewardItem, RewardPart, RewardResult, RewardSpec, is_usable
 from posttrain.rollout.base import Output
 from posttrain.rollout.stored import StoredSequence
 from posttrain.texts import own_words, texts_of

@@ -15,8 +15,14 @@ from posttrain.config.load import load_config
 from posttrain.config.resolved import Resolved
 from posttrain.config.trainer import HELD_OUT
 from posttrain.config.trees import PPO, Tree
-from posttrain.tracking.console import command_console, exit_status, prepare_streams, protect_console, split_output_mode
-from posttrain.tracking.terminal_text import print_text
+from posttrain.tracking.console import (
+    command_console,
+    exit_status,
+    prepare_streams,
+    print_text,
+    protect_console,
+    split_output_mode,
+)
 from posttrain.trainer.constants_ppo import apply_environment
 
 if TYPE_CHECKING:

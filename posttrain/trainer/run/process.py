@@ -33,8 +33,7 @@ from posttrain.errors import UserError
 from posttrain.external import KEY, import_external
 from posttrain.kernels.onednn import fix_product_library
 from posttrain.tracking.console import ignore_hangup
-from posttrain.tracking.progress import say
-from posttrain.tracking.row import waiting
+from posttrain.tracking.progress import say, waiting
 from posttrain.tracking.rundir import RunDirectory, RunDirectoryError, RunTaken
 from posttrain.tracking.status import read_status
 from posttrain.tracking.tee import tee_output

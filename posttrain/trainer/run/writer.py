@@ -18,8 +18,7 @@ from posttrain.config.environment import installed
 from posttrain.controller.incidents import WorkerDied
 from posttrain.controller.pool import StagePeaks, Workers, begin_trace, end_trace
 from posttrain.tracking.loggers import open_loggers, read_metrics
-from posttrain.tracking.progress import Progress, say
-from posttrain.tracking.row import Every
+from posttrain.tracking.progress import Every, Progress, say
 from posttrain.tracking.rundir import TIMELINE, RunDirectory, append_line
 from posttrain.tracking.safe_files import Background
 from posttrain.tracking.status import FRESH_S, STATUS_FILE, write_origin, write_status
