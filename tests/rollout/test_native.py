@@ -291,7 +291,7 @@ def test_long_or_many_responses_have_the_weights_copied_and_few_short_ones_do_no
 
 
 def test_new_weights_in_flight_give_the_same_steps_whether_a_step_or_the_probe_comes_first():
-    """Replays count steps. A clock decides whether rows are decoded between the arrival of weights and their probe."""
+    """Replays count steps. A clock decides whether rows are decoded between new weights and their probe."""
 
     def rest(before_probe: int) -> list[list[list[int]]]:
         engine = native(tiny("qwen2"))
@@ -306,6 +306,19 @@ def test_new_weights_in_flight_give_the_same_steps_whether_a_step_or_the_probe_c
         return [[output.token_ids for output in ended] for ended in made]
 
     assert rest(0) == rest(1) != []
+
+
+def test_scores_are_computed_without_copied_weights_which_round_otherwise(monkeypatch):
+    """They are metrics of a run (`sync/probe_max`). A clock may decide whether there are copies at a weight sync."""
+    engine = native(tiny("qwen2"))
+    plain = engine.score(PROMPTS)
+    engine.decoder.make_fast_copies()
+    if not multiplies("float32"):
+        pytest.skip("this processor has not the instructions that the whole step is written for")
+    copies = engine.decoder.whole
+    monkeypatch.setattr(copies, "run", None)
+    assert all(torch.equal(one, other) for one, other in zip(plain, engine.score(PROMPTS), strict=True))
+    assert engine.decoder.whole is copies is not None  # it is there for the next step
 
 
 def test_an_engine_that_slept_makes_the_steps_of_a_new_one():

@@ -209,8 +209,8 @@ class NativeEngine(RolloutEngine):
             self.decoder.make_fast_copies()
 
     def _renew_copies(self) -> None:
-        # Both a step and a score do so: which of them comes first behind new weights is decided by a clock, and a step
-        # makes more tokens with copies. A replay counts steps.
+        # The first step behind new weights does so, and no score: whether the probe of these weights comes before that
+        # step is decided by a clock, and steps make more tokens with copies. A replay counts steps.
         if self.copies_due:
             self.decoder.make_fast_copies()
             self.copies_due = False
@@ -301,9 +301,9 @@ class NativeEngine(RolloutEngine):
         self.check_awake("weights")
         # A twin is gone with the call; running rows may have filled the pool.
         pool = self.pool.empty_twin() if "cache" in self.asleep or self.has_work() else self.pool
-        if sum(map(len, token_ids)) <= FEW:
-            self._renew_copies()  # what is scored now will be decoded with next
-        return score_rows(self.decoder, pool, token_ids, temperature, self.budget)
+        # Whether there are copies depends on a clock where weights arrive in flight, and scores are metrics of a run.
+        with self.decoder.without_fast_copies():
+            return score_rows(self.decoder, pool, token_ids, temperature, self.budget)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         self.check_awake("weights")
