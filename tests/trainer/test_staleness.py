@@ -240,6 +240,14 @@ def test_a_replay_whose_agents_end_sooner_than_recorded_ends_with_an_error(besid
         AGENTS.clear()
 
 
+def test_drafts_of_earlier_epochs_which_no_checkpoint_has_are_rejected_in_a_replay(beside):
+    more = {"trainer__replay_events": "events.jsonl", f"{R}speculation": "epochs"}
+    with pytest.raises(UserError, match=r"(?s)speculation=epochs` with trainer.replay_events.*speculation=batch"):
+        beside("run", 22, **more)
+    with pytest.raises(UserError, match="is no event log"):  # of whole responses: no step is counted
+        beside("run", 22, trainer__partial_rollout=False, **more)
+
+
 def test_a_synchronous_run_does_not_train_what_waits_in_an_asynchronous_checkpoint(beside):
     first = beside("run", 18, trainer__save_freq=4)
     shutil.rmtree(Path(first.path) / "checkpoints" / "global_step_6")
