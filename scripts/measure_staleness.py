@@ -2,12 +2,14 @@
 """What staleness costs and gains: GRPO on the embedded task under several bounds of `trainer.max_staleness`.
 
     python scripts/measure_staleness.py [--steps 60] [--seeds 1 2 3] [--bounds 0 1 2 4] [--tasks plain delays]
+        [--partial]
 
 One worker trains and one generates. `plain` answers sums, 200 prompts x 5 responses a step. With `delays` a step has 50
 prompts, and every response first waits for a tool whose time is log-normal (--median seconds; one in a hundred takes
 ten times as long), so that rollout is the bottleneck. 1,000 sums are held out, so that the accuracy is known to 0.01.
 Prints a table: accuracy at the end, the largest staleness of any trained token, the share of rows with several
-versions, and seconds. With --folder runs are kept, and those that are there already are not made again. Exits 1 if a
+versions, and seconds. --partial loads weights in flight under bound 1 too, where whole responses are waited for unless
+it is set. With --folder runs are kept, and those that are there already are not made again. Exits 1 if a
 mean is more than 0.03 below that of the first bound, or a token is older than its bound. --drill kills a run with
 delays (bound 2) by SIGKILL, resumes and replays it; it exits 1 if a prompt is lost or trained twice, or the replay
 differs.
@@ -93,11 +95,12 @@ class Task(NamedTuple):
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def train(task: Task, bound: int, seed: int) -> Result:
+def train(task: Task, bound: int, seed: int, *, partial: bool = False) -> Result:
     """One run, unless it is there already."""
-    name = f"{task.name}_{bound}_{seed}"
+    more = {"partial_rollout": True} if partial and bound else {}
+    name = f"{task.name}_{bound}_{seed}{'_partial' if more else ''}"
     if not any(METRIC in line for line in task.lines(name)):
-        subprocess.run(task.command(name, bound, seed), check=True, stdout=subprocess.DEVNULL)
+        subprocess.run(task.command(name, bound, seed, **more), check=True, stdout=subprocess.DEVNULL)
     lines = task.lines(name)
     accuracy = next(line[METRIC] for line in reversed(lines) if METRIC in line)
     seconds = sum(line["timing_s/step"] - line.get("timing_s/validation", 0.0) for line in lines)
@@ -132,6 +135,9 @@ def drill(task: Task) -> bool:
     sums = [[line for line in task.lines(name, "events.jsonl") if "weights" in line] for name in ("killed", "replayed")]
     repeated = runs[0] == runs[1] and sums[0] == sums[1]
     print(f"replayed from its log: metrics of {len(runs[1])} steps and checksums of the weights equal: {repeated}")
+    for one, other in zip(*runs, strict=False):
+        if differ := {key: (one[key], other.get(key)) for key in one if one[key] != other.get(key)}:
+            print(f"step {one['step']}: {differ}")
     return once and repeated and mixed > 0
 
 
@@ -146,6 +152,7 @@ def main() -> int:
     parser.add_argument("--bounds", type=int, nargs="+", default=[0, 1, 2, 4])
     parser.add_argument("--tasks", nargs="+", choices=("plain", "delays"), default=["plain", "delays"])
     parser.add_argument("--median", type=float, default=0.1)
+    parser.add_argument("--partial", action="store_true", help="weights in flight under every bound but 0")
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--drill", action="store_true", help="kill, resume and replay a run instead")
     args = parser.parse_args()
@@ -165,7 +172,7 @@ def main() -> int:
             for bound in args.bounds:
                 made = []
                 for seed in args.seeds:
-                    made.append(one := train(task, bound, seed))
+                    made.append(one := train(task, bound, seed, partial=args.partial))
                     cells = f"{one.accuracy:.3f} | {one.oldest:.0f} | {one.partial:.2f} | {one.train_s:.0f}"
                     print(f"| {name} | {bound} | {seed} | {cells} |", flush=True)
                     failed |= one.oldest > bound
