@@ -50,7 +50,8 @@ class SampleWriter:
     for `limit_s` seconds."""
 
     def __init__(self, tokenizer: Any, note: Note, limit_s: float) -> None:
-        self._tokenizer, self._note, self._host = tokenizer, note, None
+        self._tokenizer, self._note = tokenizer, note
+        self._host: Any = None  # Ray's handle
         self._limit_s = limit_s if math.isfinite(limit_s) else None
 
     @staticmethod
