@@ -2,15 +2,16 @@
 """What staleness costs and gains: GRPO on the embedded task under several bounds of `trainer.max_staleness`.
 
     python scripts/measure_staleness.py [--steps 60] [--seeds 1 2 3] [--bounds 0 1 2 4] [--tasks plain delays]
+        [--set KEY=VALUE ...]
 
 One worker trains and one generates. `plain` answers sums, 200 prompts x 5 responses a step. With `delays` a step has 50
 prompts, and every response first waits for a tool whose time is log-normal (--median seconds; one in a hundred takes
 ten times as long), so that rollout is the bottleneck. 1,000 sums are held out, so that the accuracy is known to 0.01.
 Prints a table: accuracy at the end, the largest staleness of any trained token, the share of rows with several
-versions, and seconds. With --folder runs are kept, and those that are there already are not made again. Exits 1 if a
-mean is more than 0.03 below that of the first bound, or a token is older than its bound. --drill kills a run with
-delays (bound 2) by SIGKILL, resumes and replays it; it exits 1 if a prompt is lost or trained twice, or the replay
-differs.
+versions, and seconds. --set gives all runs further settings, such as trainer.partial_rollout=True. With --folder runs
+are kept, and those that are there already are not made again. Exits 1 if a mean is more than 0.03 below that of the
+first bound, or a token is older than its bound. --drill kills a run with delays (bound 2) by SIGKILL, resumes and
+replays it; it exits 1 if a prompt is lost or trained twice, or the replay differs.
 """
 
 from __future__ import annotations
@@ -58,6 +59,7 @@ class Task(NamedTuple):
     data: dict[str, Path]
     folder: Path
     median_s: float
+    more: tuple[str, ...] = ()  # settings
 
     def command(self, run: str, bound: int, seed: int, **more: Any) -> list[str]:
         """Of one run in processes of its own; `more` are settings of `trainer`."""
@@ -85,7 +87,7 @@ class Task(NamedTuple):
             keys["actor_rollout_ref.rollout.agent"] = f"{Path(__file__).resolve()}:wait_for_tool"
             keys["actor_rollout_ref.rollout.agent.config.median_s"] = self.median_s
         keys |= {f"trainer.{key}": value for key, value in {**trainer, **more}.items()}
-        settings = [f"{key}={value}" for key, value in keys.items()]
+        settings = [*(f"{key}={value}" for key, value in keys.items()), *self.more]
         return [sys.executable, "-m", "posttrain.trainer.main_ppo", *settings]
 
     def lines(self, run: str, file: str = "metrics.jsonl") -> list[dict[str, Any]]:
@@ -95,7 +97,7 @@ class Task(NamedTuple):
 
 def train(task: Task, bound: int, seed: int) -> Result:
     """One run, unless it is there already."""
-    name = f"{task.name}_{bound}_{seed}"
+    name = "_".join([task.name, str(bound), str(seed), *task.more]).replace("=", "-").replace("/", "-")
     if not any(METRIC in line for line in task.lines(name)):
         subprocess.run(task.command(name, bound, seed), check=True, stdout=subprocess.DEVNULL)
     lines = task.lines(name)
@@ -132,6 +134,9 @@ def drill(task: Task) -> bool:
     sums = [[line for line in task.lines(name, "events.jsonl") if "weights" in line] for name in ("killed", "replayed")]
     repeated = runs[0] == runs[1] and sums[0] == sums[1]
     print(f"replayed from its log: metrics of {len(runs[1])} steps and checksums of the weights equal: {repeated}")
+    for one, other in zip(*runs, strict=False):
+        if differ := {key: (one[key], other.get(key)) for key in one if one[key] != other.get(key)}:
+            print(f"step {one['step']}: {differ}")
     return once and repeated and mixed > 0
 
 
@@ -146,6 +151,7 @@ def main() -> int:
     parser.add_argument("--bounds", type=int, nargs="+", default=[0, 1, 2, 4])
     parser.add_argument("--tasks", nargs="+", choices=("plain", "delays"), default=["plain", "delays"])
     parser.add_argument("--median", type=float, default=0.1)
+    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="further settings of all runs")
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--drill", action="store_true", help="kill, resume and replay a run instead")
     args = parser.parse_args()
@@ -154,13 +160,13 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as temporary:
             folder = Path(temporary)
             data = write_files(folder / "sums", arithmetic_rows(max_operand=50, val_fraction=0.45, val_size=100))
-            return int(not drill(Task("delays", args.steps, data, args.folder or folder, args.median)))
+            return int(not drill(Task("delays", args.steps, data, args.folder or folder, args.median, tuple(args.set))))
     print("| task | bound | seed | accuracy | oldest token | partial rows | seconds |\n|---|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as temporary:
         folder = args.folder or Path(temporary)
         data = write_files(folder / "sums", arithmetic_rows(max_operand=50, val_fraction=0.45, val_size=HELD_OUT))
         for name in args.tasks:
-            task = Task(name, args.steps, data, folder / "runs", args.median)
+            task = Task(name, args.steps, data, folder / "runs", args.median, tuple(args.set))
             means: dict[int, float] = {}
             for bound in args.bounds:
                 made = []

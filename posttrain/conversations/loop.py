@@ -150,6 +150,17 @@ class ConversationLoop:
         return bool(self._open)
 
     @property
+    def is_at_work(self) -> bool:
+        """Whether an agent or a tool may do something before an engine gives another turn."""
+        return self.runner.is_at_work
+
+    @property
+    def silent_s(self) -> float:
+        """How long an agent may do nothing that is seen while an engine owes it a turn: a program may then want another
+        turn at once, and has its time limit for that."""
+        return self.agents.settings.timeout_s if self._open and self.agents.settings.uses_http else 0.0
+
+    @property
     def others_may_join(self) -> bool:
         """Whether turns that are not ready yet are to be admitted between two decode steps of those that are."""
         asks_again = self.agents.settings.uses_http  # a program may want a turn while it awaits another

@@ -153,6 +153,15 @@ class Runner:
         """Events that the next `poll` gives."""
         return self._news.qsize()
 
+    @property
+    def is_at_work(self) -> bool:
+        """Whether events are unread, or may come before the model gives another turn."""
+        with self._lock:
+            # Nothing comes from an agent that waits for the model before it is given its turn.
+            working = any(work.state in (_QUEUED, _RUNNING, _CALLING) for work in self._work.values())
+        working = working or any(is_at_work for _, is_at_work in self._remote.values())
+        return working or self._calls > 0 or not self._news.empty()  # read last: what is not at work has reported
+
     def poll(self) -> dict[Hashable, list[Event]]:
         """What has happened since, by conversation."""
         self._check_deadlines()
@@ -164,11 +173,7 @@ class Runner:
     def wait(self) -> dict[Hashable, list[Event]]:
         """As `poll`, but at least one event if an agent is at work."""
         while not (found := self.poll()):
-            with self._lock:
-                # Nothing comes from an agent that waits for the model before it is given its turn.
-                working = any(work.state in (_QUEUED, _RUNNING, _CALLING) for work in self._work.values())
-            working = working or any(is_at_work for _, is_at_work in self._remote.values())
-            if not working and not self._calls and self._news.empty():
+            if not self.is_at_work:
                 break
             with suppress(queue.Empty):
                 self._take(found, _CHECK_S)
@@ -254,8 +259,8 @@ class Runner:
             work.state, self._moved = state, time.monotonic()
             if state == _ENDED:
                 del self._work[work.key]
-        if event is not None:
-            self._news.put((work.key, event, None))
+            if event is not None:  # with the state: between the two the agent would neither work nor have reported
+                self._news.put((work.key, event, None))
 
     # -- deadlines ------------------------------------------------------------------------------------------------
     def _check_deadlines(self) -> None:

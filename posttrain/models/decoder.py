@@ -11,6 +11,7 @@ Shapes: T tokens of one step, N of them wanted, E width of the model.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -422,6 +423,21 @@ class FastDecoder:
         self.whole, self.copies_old = None, True
         for projection in self._projections():
             projection.packed = projection.whole = None
+
+    @contextmanager
+    def without_fast_copies(self) -> Iterator[None]:
+        """Compute with the weights themselves, whether there are copies or not: these round otherwise."""
+        self._follow_weights()
+        whole, self.whole = self.whole, None
+        packed = [(projection, projection.packed) for projection in self._projections()]
+        for projection, _ in packed:
+            projection.packed = None
+        try:
+            yield
+        finally:
+            self.whole = whole
+            for projection, copy in packed:
+                projection.packed = copy
 
     def _may_merge(self) -> bool:
         # In bfloat16, merging an adapter would round away most of a small change.

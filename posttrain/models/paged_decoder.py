@@ -11,7 +11,7 @@ Shapes: T tokens of a step, B rows, H heads of queries, K heads of keys, D head 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
 from typing import Any
 
@@ -174,6 +174,10 @@ class PagedDecoder:
         """Do nothing: the module's own layers compute."""
 
     def drop_fast_copies(self) -> None: ...
+
+    def without_fast_copies(self) -> AbstractContextManager[None]:
+        """There are none."""
+        return nullcontext()
 
     def let_go(self) -> None:
         """Drop captured steps if the weights were moved away: they hold memory, and are captured again."""

@@ -19,7 +19,13 @@ from urllib.parse import urlsplit
 from posttrain.config.checked import Checked, Finding, nearest_name
 from posttrain.config.choices import ROLLOUT_ENGINES
 from posttrain.config.resolved import Problem, Resolved
-from posttrain.config.trainer import COLOCATED_WORKERS, ROLLOUT_WORKERS, generating_workers_of, runs_on_cpu
+from posttrain.config.trainer import (
+    COLOCATED_WORKERS,
+    ROLLOUT_WORKERS,
+    continues_responses,
+    generating_workers_of,
+    runs_on_cpu,
+)
 from posttrain.rollout.outside_engine import KEY, ROLLOUT, OutsideEngine, given_for, is_count
 from posttrain.rollout.sglang.settings import SGLANG
 from posttrain.rollout.vllm.settings import VLLM
@@ -59,6 +65,14 @@ def _check_native_settings(checked: Checked) -> Iterator[Finding]:
             "computes tokens in other passes, and may round otherwise."
         )
         yield checked.problem(what, f"set {key}=batch, or trainer.exact=True", key, "trainer.deterministic")
+    if rollout.speculation == "epochs" and trainer.replay_events is not None and continues_responses(trainer):
+        key = f"{ROLLOUT}.speculation"
+        what = (
+            f"`{key}=epochs` with trainer.replay_events: after a checkpoint an engine may lack the responses "
+            "of earlier epochs, and makes other steps: weights would not arrive where they did."
+        )
+        do = "record and replay the run with {key}=batch, or remove trainer.replay_events: the run has its own timing"
+        yield checked.problem(what, do.format(key=key), key, "trainer.replay_events")
 
 
 def _check_server_settings(checked: Checked) -> Iterator[Finding]:

@@ -290,6 +290,37 @@ def test_long_or_many_responses_have_the_weights_copied_and_few_short_ones_do_no
         engine.wake()
 
 
+def test_new_weights_in_flight_give_the_same_steps_whether_a_step_or_the_probe_comes_first():
+    """Replays count steps. A clock decides whether rows are decoded between new weights and their probe."""
+
+    def rest(before_probe: int) -> list[list[list[int]]]:
+        engine = native(tiny("qwen2"))
+        for number, prompt in enumerate(PROMPTS):
+            engine.submit(Request(number, prompt, Sampling(max_tokens=MANY + 4 * number), number))
+        engine.step()
+        engine.load_weights(tiny("qwen2", seed=1).state_dict().items(), version=1)
+        made = [engine.step() for _ in range(before_probe)]
+        engine.score([[1, 2, 3]])
+        while engine.has_work():
+            made.append(engine.step())
+        return [[output.token_ids for output in ended] for ended in made]
+
+    assert rest(0) == rest(1) != []
+
+
+def test_scores_are_computed_without_copied_weights_which_round_otherwise(monkeypatch):
+    """They are metrics of a run (`sync/probe_max`). A clock may decide whether there are copies at a weight sync."""
+    engine = native(tiny("qwen2"))
+    plain = engine.score(PROMPTS)
+    engine.decoder.make_fast_copies()
+    if not multiplies("float32"):
+        pytest.skip("this processor has not the instructions that the whole step is written for")
+    copies = engine.decoder.whole
+    monkeypatch.setattr(copies, "run", None)
+    assert all(torch.equal(one, other) for one, other in zip(plain, engine.score(PROMPTS), strict=True))
+    assert engine.decoder.whole is copies is not None  # it is there for the next step
+
+
 def test_an_engine_that_slept_makes_the_steps_of_a_new_one():
     """Replays count steps. A run that is resumed has a new engine where the recorded one had only slept."""
 

@@ -253,6 +253,18 @@ def test_without_enough_machines_the_run_ends_with_what_is_missing(
     assert asked == [None, None]
 
 
+def test_fewer_machines_are_rejected_with_a_ray_that_the_run_starts_as_machines_leave_it(
+    failing, tiny_model, sums, tmp_path, monkeypatch
+):
+    asked = clustered(failing, monkeypatch, {})
+    monkeypatch.delenv("RAY_ADDRESS")
+    monkeypatch.setenv("RAY_HEAD_ADDRESS", "auto")  # one that runs on this machine; there is none
+    monkeypatch.setattr("ray._private.services.find_bootstrap_address", lambda _: None)
+    with pytest.raises(UserError, match=r"trainer.min_nnodes=1 needs a Ray that runs already.* RAY_ADDRESS"):
+        run(tiny_model, sums, tmp_path, **MACHINES, trainer__min_nnodes=1)
+    assert asked == []  # nothing was started
+
+
 def test_a_run_that_never_had_its_machines_does_not_begin_with_fewer(failing, tiny_model, sums, tmp_path, monkeypatch):
     asked = clustered(failing, monkeypatch, {1: no_room(3)})
     with pytest.raises(NoRoom):

@@ -218,6 +218,36 @@ def test_a_replay_of_conversations_is_bitwise_however_long_their_tools_take(besi
         AGENTS.clear()
 
 
+def test_a_replay_whose_agents_end_sooner_than_recorded_ends_with_an_error(beside, tmp_path):
+    """The engine waits for a second turn that never comes, while other conversations are open."""
+
+    @register_agent("hasty")
+    async def hasty(chat, row):
+        await chat.say(max_tokens=8)
+        chat.tell("go on")
+        if not (tmp_path / "again").exists() or int(row["uid"]) != 6:
+            await chat.say(max_tokens=8)
+        return float(row["sample"])
+
+    more = {f"{R}agent": "hasty", f"{R}agent__processes": 2, "data__max_response_length": 40}
+    more |= {"trainer__total_training_steps": 4}
+    try:
+        first = beside("first", 20, **more)
+        (tmp_path / "again").mkdir()
+        with pytest.raises(UserError, match="not do what the replayed run did: its settings, data or tools differ"):
+            beside("again", 21, trainer__replay_events=str(Path(first.path) / "events.jsonl"), **more)
+    finally:
+        AGENTS.clear()
+
+
+def test_drafts_of_earlier_epochs_which_no_checkpoint_has_are_rejected_in_a_replay(beside):
+    more = {"trainer__replay_events": "events.jsonl", f"{R}speculation": "epochs"}
+    with pytest.raises(UserError, match=r"(?s)speculation=epochs` with trainer.replay_events.*speculation=batch"):
+        beside("run", 22, **more)
+    with pytest.raises(UserError, match="is no event log"):  # of whole responses: no step is counted
+        beside("run", 22, trainer__partial_rollout=False, **more)
+
+
 def test_a_synchronous_run_does_not_train_what_waits_in_an_asynchronous_checkpoint(beside):
     first = beside("run", 18, trainer__save_freq=4)
     shutil.rmtree(Path(first.path) / "checkpoints" / "global_step_6")

@@ -285,12 +285,19 @@ def test_large_batches_that_lie_elsewhere_are_written_by_another_process(store, 
 
 def test_a_process_that_writes_samples_is_started_again_and_what_it_cannot_write_is_raised(store, monkeypatch):
     ray = pytest.importorskip("ray")
-    notes, started, answers = [], [], []
-    writer = sample_writer.SampleWriter(None, notes.append)
+    notes, started, answers, ended = [], [], [], []
+    writer = sample_writer.SampleWriter(None, notes.append, limit_s=7.0)
     host = SimpleNamespace(write=SimpleNamespace(remote=lambda *given: given))
-    monkeypatch.setattr(writer, "_started", lambda: started.append(1) or host)
 
-    def get(ref):
+    def start():
+        started.append(1)
+        writer._host = host
+        return host
+
+    monkeypatch.setattr(writer, "_started", start)
+
+    def get(ref, timeout):
+        assert timeout == 7
         if isinstance(error := answers.pop(0), Exception):
             raise error
 
@@ -298,6 +305,7 @@ def test_a_process_that_writes_samples_is_started_again_and_what_it_cannot_write
         return ray.exceptions.RayTaskError("write", "a traceback", cause).as_instanceof_cause()
 
     monkeypatch.setattr(ray, "get", get)
+    monkeypatch.setattr(ray, "kill", ended.append)
     write = writer.job("folder", 3, with_everything(stored()), {})
     answers[:] = [ray.exceptions.ActorDiedError(), None]
     write()
@@ -308,7 +316,10 @@ def test_a_process_that_writes_samples_is_started_again_and_what_it_cannot_write
     answers[:] = [failed(OSError(28, "No space left on device")), None]
     with pytest.raises(OSError, match="No space left"):
         write()
-    assert len(started) == 5 and len(notes) == 1
+    assert len(started) == 5 and len(notes) == 1 and not ended
+    answers[:] = [ray.exceptions.GetTimeoutError("no answer"), None]  # as of a process that was stopped
+    write()
+    assert len(started) == 7 and ended == [host] and len(notes) == 1
 
 
 def test_a_number_per_response_stands_on_its_last_token_or_on_all_of_them():

@@ -60,6 +60,7 @@ class NativeEngine(RolloutEngine):
         self.rounds = Rounds(decoder, pool, self.slots, self._ended, **lengths)
         self.steady = False  # whether no request can be admitted before a row ends
         self.copies_pay = False  # whether requests are long enough to pay for packed copies of the weights
+        self.copies_due = False  # whether those of new weights are to be made, by the next step
         self.prompt_tokens = 0  # computed since the engine was made
         self.late: Ended = {}  # rows whose end was noticed between steps
 
@@ -115,6 +116,7 @@ class NativeEngine(RolloutEngine):
     # -- a step ---------------------------------------------------------------------------------------------------
     @torch.no_grad()
     def step(self) -> list[Output]:
+        self._renew_copies()
         decoding = self.slots.active
         plain = self.slots.plain(decoding)
         width = self._draft_width(decoding)
@@ -205,6 +207,13 @@ class NativeEngine(RolloutEngine):
             self.copies_pay = True
             self.decoder.make_fast_copies()
 
+    def _renew_copies(self) -> None:
+        # The first step behind new weights does so, and no score: whether the probe of these weights comes before that
+        # step is decided by a clock, and steps make more tokens with copies. A replay counts steps.
+        if self.copies_due:
+            self.decoder.make_fast_copies()
+            self.copies_due = False
+
     # -- ends -----------------------------------------------------------------------------------------------------
     def _ended(self, slots_B: np.ndarray) -> Ended:
         """Which of these rows ended with their newest tokens, and why."""
@@ -288,9 +297,9 @@ class NativeEngine(RolloutEngine):
         self.check_awake("weights")
         # A twin is gone with the call; running rows may have filled the pool.
         pool = self.pool.empty_twin() if "cache" in self.asleep or self.has_work() else self.pool
-        if self.copies_pay and sum(map(len, token_ids)) <= FEW:
-            self.decoder.make_fast_copies()  # what is scored now will be decoded with next
-        return score_rows(self.decoder, pool, token_ids, temperature, self.budget)
+        # Whether there are copies depends on a clock where weights arrive in flight, and scores are metrics of a run.
+        with self.decoder.without_fast_copies():
+            return score_rows(self.decoder, pool, token_ids, temperature, self.budget)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         self.check_awake("weights")
@@ -300,7 +309,7 @@ class NativeEngine(RolloutEngine):
         self.steady = False
         self.decoder.drop_fast_copies()
         self.decoder.load(weights)
-        self.version = version
+        self.version, self.copies_due = version, self.copies_pay
 
     def cache_bytes(self) -> int:
         return self.pool.held_bytes()
@@ -314,7 +323,7 @@ class NativeEngine(RolloutEngine):
         self.queue.forget()
         self.pool.sleep()
         # As a new engine: a run that is resumed here makes the same steps, which are fewer with copies.
-        self.copies_pay = False
+        self.copies_pay = self.copies_due = False
         self.decoder.drop_fast_copies()
 
     def let_go(self) -> None:

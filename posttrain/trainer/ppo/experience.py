@@ -48,6 +48,7 @@ from posttrain.trainer.ppo.reward import (
 )
 from posttrain.workers.groups import RolloutGroup
 
+STILL_S = 0.01  # between two looks at a replay that stands still
 PROMPT_TENSORS, PROMPT_FIELDS = ["prompts", "attention_mask", "position_ids"], ["raw_prompt_ids"]
 
 
@@ -82,6 +83,7 @@ class Experience:
         self.clock: EngineClock | None = None
         # Replaces a rollout worker that was lost, and gives its number; raises the loss where that cannot be done.
         self.replace: Callable[[WorkerDied], int] | None = None
+        self._still_since: float | None = None  # of a replay in which nothing happens
         self._asked: list[DataProto] = []  # what was submitted and is under way, where workers are replaced
 
     def number(self, prompts: DataProto) -> DataProto:
@@ -213,13 +215,25 @@ class Experience:
     def _poll_replay(self) -> list[Output]:
         """As `poll`; an error if everything stands still, as the run is another than the recorded one."""
         clock = self.clock
-        before = None if clock is None else (list(clock.steps), [len(rest) for rest in clock.expected])
-        ended = self.poll()
-        if clock is None or ended or self._advancing or (self.turns and self.turns.waits()):
+        place = lambda: None if clock is None else (list(clock.steps), [len(rest) for rest in clock.expected])  # noqa: E731
+        before, ended = place(), self.poll()
+        if clock is None or ended or self._advancing or place() != before or self._agents_go_on():
+            self._still_since = None
             return ended
-        if before == (clock.steps, [len(rest) for rest in clock.expected]):
-            raise ReplayError("This run does not do what the replayed run did: its settings or its data differ.")
-        return ended
+        now = time.monotonic()
+        self._still_since = self._still_since or now
+        if now - self._still_since < (self.turns.silent_s if self.turns else 0.0):
+            time.sleep(STILL_S)  # nothing tells when a program does something beside the turn that it awaits
+            return ended
+        raise ReplayError("This run does not do what the replayed run did: its settings, data or tools differ.")
+
+    def _agents_go_on(self) -> bool:
+        """Whether something may come of a conversation, though no engine makes a step. In a replay an engine stands
+        where it made the next step with another turn than those that are here: an agent at work may give that one."""
+        if self.turns is None or self.clock is None:
+            return False
+        stands = self.clock.log.replayed is not None and self.clock.holds(self._busy)
+        return self.turns.is_at_work if stands else self.turns.waits()
 
     # -- waiting --------------------------------------------------------------------------------------------------
     def wait_for_responses(self, rows: DataProto) -> DataProto:

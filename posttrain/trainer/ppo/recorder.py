@@ -117,7 +117,9 @@ class Recorder(RunWriter):
     def _write_samples(self, step: int, batch: DataProto) -> None:
         sampling = sampling_words(self.config)
         if self.tokenizer is not None and SampleWriter.takes(batch):
-            self.sample_writer = self.sample_writer or SampleWriter(self.tokenizer, say)
+            self.sample_writer = self.sample_writer or SampleWriter(
+                self.tokenizer, say, self.config.trainer.hung_worker_timeout_s
+            )
             self._write_in_background(self.sample_writer.job(self.run.samples, step, batch, sampling))
             return
         # The table is built here, as the batch's tensors are about to be freed; compressing it is left to a thread.

@@ -7,6 +7,7 @@ large: reading a small one here costs less than a process.
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Callable
@@ -44,10 +45,13 @@ class SampleHost:
 
 
 class SampleWriter:
-    """The driver's side; the process is started when it is first needed, and again if it was lost."""
+    """The driver's side; the process is started when it is first needed, and again if it was lost, or has not answered
+    for `limit_s` seconds."""
 
-    def __init__(self, tokenizer: Any, note: Note) -> None:
-        self._tokenizer, self._note, self._host = tokenizer, note, None
+    def __init__(self, tokenizer: Any, note: Note, limit_s: float) -> None:
+        self._tokenizer, self._note = tokenizer, note
+        self._host: Any = None  # Ray's handle
+        self._limit_s = limit_s if math.isfinite(limit_s) else None
 
     @staticmethod
     def takes(batch: DataProto) -> bool:
@@ -65,15 +69,18 @@ class SampleWriter:
 
         def work() -> None:
             import ray
-            from ray.exceptions import RayError, RayTaskError
+            from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
             for last in (False, True):
                 try:
-                    ray.get(self._started().write.remote(parcel, os.fspath(folder), step, sampling))
+                    written = self._started().write.remote(parcel, os.fspath(folder), step, sampling)
+                    ray.get(written, timeout=self._limit_s)
                     return
                 except RayError as error:
                     if isinstance(error, RayTaskError) and not isinstance(error.cause, RayError):
                         raise error.cause from error  # such as a full disk: it ends the run as it would here
+                    if isinstance(error, GetTimeoutError):
+                        ray.kill(self._host)  # it was stopped, or waits for a worker that was: the run would never end
                     self._host = None
                     # The worker that held the responses is gone with them, or the process itself was lost twice.
                     if last:

@@ -34,7 +34,7 @@ from posttrain.config.resolved import Resolved
 from posttrain.config.trainer import machines_for, one_process
 from posttrain.controller.group import RoleGroup
 from posttrain.controller.incidents import CONTINUES, Incident, NoRoom, WorkerDied
-from posttrain.errors import first_line
+from posttrain.errors import UserError, first_line
 from posttrain.tracking.progress import say
 from posttrain.tracking.rundir import RunDirectory
 from posttrain.tracking.status import read_status, write_status
@@ -63,8 +63,15 @@ class Restarts:
 
 def run_with_restarts(resolved: Resolved, attempt: Attempt, stem: str | None = None) -> RunResult:
     """A run in its directory. `attempt` opens everything else on the stack that it is given, and trains."""
+    keeps_machines = _keeps_machines(resolved.config)
+    if resolved.config.trainer.min_nnodes is not None and not keeps_machines:
+        raise UserError(
+            f"{FEWEST}={resolved.config.trainer.min_nnodes} needs a Ray that runs already: the other machines leave a "
+            "Ray that this run starts as soon as a machine is lost. Start Ray on all machines (ray start) and name it "
+            f"by RAY_ADDRESS=HOST:6379 (docs/clusters.md), or remove {FEWEST}."
+        )
     with opened_run(resolved, stem) as run, snapshot_folder(resolved.config) as run.snapshots:
-        restarts = Restarts(resolved.config.trainer.max_restarts, keeps_machines=_keeps_machines(resolved.config))
+        restarts = Restarts(resolved.config.trainer.max_restarts, keeps_machines=keeps_machines)
         run.note_replacement = partial(_note_replacement, run, restarts)
         while True:
             try:
