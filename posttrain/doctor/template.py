@@ -8,7 +8,8 @@ from datetime import datetime
 from typing import Any
 
 from posttrain.data.chat import ignored_template_settings
-from posttrain.doctor.case import ERROR, NOTE, WARNING, Case, Finding
+from posttrain.doctor.case import Case
+from posttrain.doctor.report import ERROR, NOTE, WARNING, Finding
 from posttrain.errors import UserError
 from posttrain.models.loading import end_token_ids
 
