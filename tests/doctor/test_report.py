@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 from posttrain.doctor.report import ERROR, NOTE, WARNING, Finding, Report
 
 
@@ -25,12 +22,3 @@ def test_a_note_is_left_out_of_the_page_where_a_warning_says_the_same():
     page = report.text()
     assert page.count("the template is deaf") == 1 and "warning, template: the template is deaf" in page
     assert "data: rows were dropped" in page
-
-
-def test_misspelt_settings_are_answered_without_torch():
-    code = (
-        "import sys; from posttrain.doctor.command import main; status = main(['trainer.sede=1']); "
-        "print(status, 'torch' in sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "did you mean `trainer.seed`?" in done.stdout and done.stdout.endswith("2 False\n")
