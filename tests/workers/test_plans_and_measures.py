@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import numpy as np
 import pytest
 import torch
@@ -73,6 +75,17 @@ def test_metrics_are_reduced_as_they_say():
     assert reduce_over_steps(steps) == pytest.approx(
         {"loss": 2.25, "gap": 1.5, "worst": 10.5, "norm": 3.5, "skipped": 2.0}
     )
+
+
+def test_skipped_updates_and_steps_of_a_batch_are_counted_and_other_numbers_averaged():
+    def step(norm: float, skipped: float) -> Measures:
+        made = Measures()
+        made.tell_update("actor", cast("Any", None), {"grad_norm": norm, "lr": 0.5, "skipped": skipped})
+        return made
+
+    assert reduce_over_steps([step(1.0, 1.0), step(2.0, 0.0), step(6.0, 1.0)]) == {
+        "actor/grad_norm": 3.0, "actor/lr": 0.5, "actor/bad_steps": 2.0, "actor/optimizer_steps": 3.0,
+    }  # fmt: skip
 
 
 def test_a_metric_of_some_ranks_or_steps_only_is_that_of_those():
