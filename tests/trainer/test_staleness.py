@@ -8,7 +8,7 @@ import random
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import pytest
@@ -373,3 +373,10 @@ def test_the_age_of_a_batch_is_a_mean_over_its_tokens():
     spans[:] = [[(1, 3), (2, 1)], [(3, 4)]]
     found = staleness(DataProto.from_dict(non_tensors={"policy_versions": spans}), 3)
     assert found == {"rollout/age": (2 * 3 + 1) / 8, "rollout/age_max": 2.0, "rollout/partial": 0.5}
+
+
+@pytest.mark.parametrize(("share", "groups"), [(0.0, 0), (0.3, 2), (0.5, 2), (1.0, 4)])
+def test_a_share_of_the_prompts_that_is_no_whole_number_is_rounded_up(share, groups):
+    config = PPOConfig()
+    config.actor_rollout_ref.rollout.oversample = share
+    assert PendingBatches(config, cast("Any", None), cast("Any", None), prompts=4).extra == groups

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 from posttrain.controller.group import Calls
 from posttrain.protocol import DataProto
 from posttrain.workers.measures import ROW, Measures, TokenStats, join_token_stats, reduce_over_ranks, reduce_over_steps
-from posttrain.workers.update_plan import Schedule, in_row_order, mini_batches, split_rows
+from posttrain.workers.update_plan import Schedule, in_row_order, mini_batches, reporting_ranks, split_rows
 
 
 def batch_of(*groups: int) -> DataProto:
@@ -52,6 +53,14 @@ def test_ranks_get_whole_groups_and_even_tokens():
     rows = split_rows(uids, tokens, 2)
     assert rows == [[0, 1, 8, 9], [2, 3, 4, 5, 6, 7]]  # 200 + 4 against 100 + 100 + 2
     assert split_rows(["a"], [5], 3) == [[0], [], []]
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "sequence", "ranks"), [(1, 1, [0, 1, 2, 3]), (1, 2, [0, 2]), (2, 1, [2, 3]), (2, 2, [2])]
+)
+def test_of_ranks_that_compute_the_same_rows_one_reports(pipeline, sequence, ranks):
+    facts = SimpleNamespace(pipeline=pipeline, sequence_parallel=sequence)
+    assert reporting_ranks(cast("Any", SimpleNamespace(world_size=4, once=lambda name: facts))) == ranks
 
 
 def test_what_ranks_give_comes_back_in_the_order_of_the_callers_rows():
