@@ -38,9 +38,7 @@ NO_TOKENS = {"eos_token_id": None, "bos_token_id": None, "pad_token_id": None}
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--model", choices=["mixture", *SHAPES, *PRESETS], default="mixture", help="a shape"
-    )
+    parser.add_argument("--model", choices=["mixture", *SHAPES, *PRESETS], default="mixture", help="a shape")
     parser.add_argument("--layers", type=int, default=LAYERS, help="of the mixture")
     parser.add_argument("--rows", type=int, nargs="*", default=[512, 1024])
     parser.add_argument("--prompt", type=int, default=128)

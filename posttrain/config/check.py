@@ -290,7 +290,7 @@ def check_staleness(checked: Checked) -> Iterator[Finding]:
         what = f"`trainer.one_step_off=True` is a staleness of 1, but `trainer.max_staleness={trainer.max_staleness}`."
         do = "remove trainer.one_step_off; trainer.max_staleness alone says how old responses may be"
         yield checked.problem(what, do, "trainer.one_step_off", "trainer.max_staleness")
-    elif trainer.max_staleness and not rollout_workers_of(checked.config):
+    elif trainer.max_staleness > 0 and not rollout_workers_of(checked.config):
         value, off = (True, False) if trainer.one_step_off else (trainer.max_staleness, 0)
         what = f"`{key}={value}` generates while it trains, but the same workers do both."
         do = f"set {ROLLOUT_WORKERS}=1 or more, which only generate, or {key}={off}"

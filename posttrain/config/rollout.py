@@ -85,10 +85,10 @@ class RolloutConfig(Section):
     """Go on past the end-of-sequence token up to the length limit."""
     max_num_seqs: int = setting(1024, range=ONE_OR_MORE, idle=_SERVER)
     """Responses decoded side by side."""
-    max_num_batched_tokens: int | None = setting(None, idle=_WAVES)
+    max_num_batched_tokens: int | None = setting(None, range=ONE_OR_MORE, idle=_WAVES)
     """Tokens computed in one step of the engine; longer prompts are computed in pieces. null is 16384 on a GPU, which
     fewer would leave waiting for the host, and 8192 elsewhere."""
-    kv_cache_gb: float | None = setting(None, idle=_WAVES)
+    kv_cache_gb: float | None = setting(None, range=POSITIVE, idle=_WAVES)
     """Most memory that the key/value cache may take, in GiB; null is what the memory plan leaves of a GPU, and 30% of
     the memory elsewhere."""
     quantization: str | None = setting(None, choices=("fp8",))

@@ -33,6 +33,8 @@ GroupP = ParamSpec("GroupP")
 RankP = ParamSpec("RankP")
 Joined = TypeVar("Joined")
 Single = TypeVar("Single")
+Answer = TypeVar("Answer")
+RestP = ParamSpec("RestP")
 
 
 class Future(ABC, Generic[T_co]):
@@ -167,9 +169,15 @@ class GroupMethod(Generic[GroupP, Joined, RankP, Single]):
         if named:
             raise TypeError(f"{self.name}: a group takes arguments by place; give {', '.join(named)} without names")
 
-    def hand_over(self, answer: Future[Any], *arguments: Any) -> Future[list[Single]]:
+    def hand_over(
+        self: GroupMethod[GroupP, Joined, Concatenate[Answer, RestP], Single],
+        answer: Future[Answer],
+        *arguments: RestP.args,
+        **named: RestP.kwargs,
+    ) -> Future[list[Single]]:
         """Begin the call on every rank with what one rank of another group answered, and these arguments; gives all
         results. The answer goes from worker to worker: it does not pass through the caller."""
+        self._refuse(named)
         group = self.group
         parts = [group._send_answer(rank, self.name, answer, arguments) for rank in range(group.world_size)]
         return group._joined(parts, lambda results: results)

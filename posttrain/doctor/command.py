@@ -13,7 +13,7 @@ from typing import Any
 
 from posttrain.config import ConfigError, Resolved, load_config
 from posttrain.config.trees import COMMANDS, PPO, Tree
-from posttrain.doctor.case import ERROR, WARNING, Finding, Report
+from posttrain.doctor.report import ERROR, WARNING, Finding, Report
 from posttrain.launch import command_tree, resolve_arguments
 from posttrain.tracking.console import JSON, active, print_text
 from posttrain.tracking.progress import waiting

@@ -17,7 +17,8 @@ from typing import Any
 from posttrain import cores
 from posttrain.config.environment import missing_packages
 from posttrain.config.trainer import rollout_workers_of, workers_of
-from posttrain.doctor.case import ERROR, NOTE, WARNING, Case, Finding
+from posttrain.doctor.case import Case
+from posttrain.doctor.report import ERROR, NOTE, WARNING, Finding
 from posttrain.errors import UserError
 from posttrain.planning.budgets import apply_plan
 from posttrain.planning.counting import ModelBytes

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from posttrain.algorithms import get_adv_estimator
 from posttrain.config.checked import idle_settings
 from posttrain.config.environment import missing_notes
-from posttrain.doctor.case import ERROR, NOTE, WARNING, Case, Finding
+from posttrain.doctor.case import Case
+from posttrain.doctor.report import ERROR, NOTE, WARNING, Finding
 
 AREA = "configuration"
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"

@@ -135,7 +135,7 @@ def check(checked: Checked) -> Iterator[Finding]:
     """The engine's name, and what all engines say of the settings of a run."""
     keys = keys_of(checked.config)
     if lookup(checked.config, keys.model).external_lib is None:  # a module of the user's may register any name
-        own = f"; one of your own needs @register_train_engine in the file that {keys.model}.external_lib names"
+        own = f" (one of your own needs @register_train_engine in the file that {keys.model}.external_lib names)"
         yield from check_choice(checked, keys.strategy, tuple(ENGINES), _NOT_BUILT, own)
     for entry in ENGINES.values():
         if entry.check is not None:

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from posttrain.errors import UserError
 from posttrain.registry import Registry
 from posttrain.texts import redact, utf8
 from posttrain.tracking.console import active
@@ -68,9 +69,17 @@ def as_line(step: int, metrics: Mapping[str, float]) -> dict[str, Any]:
 def read_metrics(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
     """The lines of a `metrics.jsonl`, NaN and infinities as floats; a last line without its end is skipped."""
     with Path(path).open("rb") as file:
-        for line in file:
+        for number, line in enumerate(file, start=1):
             if line.endswith(b"\n"):
-                yield {name: _number(value) for name, value in json.loads(line).items()}
+                try:
+                    found = json.loads(line).items()
+                except (ValueError, AttributeError):
+                    # A run writes whole lines only, so something else changed the file: no line of it is guessed.
+                    raise UserError(
+                        f"{path}, line {number}: not a JSON object, so the file is damaged. Restore it from a copy, or "
+                        "remove that line."
+                    ) from None
+                yield {name: _number(value) for name, value in found}
 
 
 class DetailsLogger:

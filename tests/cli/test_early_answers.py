@@ -116,6 +116,8 @@ PAIR = ("reward-model", "model.path=embedded")
         (("eval", "embedded", "--daat", "good.jsonl"), "(did you mean --data?)"),
         (("generate", "nowhere/at/all", "--prompt", "hi"), "nowhere/at/all"),
         (("eval", "./nowhere", "--data", "good.jsonl"), "nowhere"),
+        (("eval", "compare", "one", "two"), "There is no report one"),
+        (("doctor", "trainer.sede=1"), "did you mean `trainer.seed`?"),
         (("train", "--load_in_4bit"), "actor_rollout_ref.model.quantization=nf4"),
         (("train", "--load_in_4bit=True"), "actor_rollout_ref.model.quantization=nf4"),
         (("train", "model.load_in_4bit=True"), "actor_rollout_ref.model.quantization=nf4"),

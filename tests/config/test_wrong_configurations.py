@@ -152,6 +152,11 @@ def test_a_name_registered_in_this_process_is_known(load):
     assert load("algorithm.adv_estimator=mine").value("algorithm.adv_estimator") == "mine"
 
 
+def test_a_staleness_below_0_is_one_problem_and_not_said_to_generate_while_it_trains(problems):
+    text = problems("trainer.seed=1", "trainer.max_staleness=-1")
+    assert text.startswith("1 problem in") and "`trainer.max_staleness=-1` is out of range" in text
+
+
 def test_both_kl_terms_only_if_it_is_meant(load, problems):
     both = ["algorithm.use_kl_in_reward=True", f"{ACTOR}.use_kl_loss=True"]
     assert "algorithm.allow_both_kl=True" in problems(*both)
@@ -189,7 +194,10 @@ def test_a_warm_up_over_all_steps_is_noted(load):
         (["critic.strategy=megatron"], "critic.strategy=fsdp2"),
         (["reward_model.reward_manager=mine"], "custom_reward_function.path=FILE"),
         (["reward_model.model.paht=x"], "did you mean `reward_model.model.path`"),
+        ([f"{ACTOR}.strategy=fspd"], "did you mean `fsdp`? (one of your own needs @register_train_engine"),
         ([f"{ACTOR}.megatron_config.tensor_parallel_size=8"], "set actor_rollout_ref.actor.strategy=megatron"),
+        ([f"{ROLLOUT}.kv_cache_gb=-1"], "must be above 0"),
+        ([f"{ROLLOUT}.max_num_batched_tokens=0"], "must be 1 or more"),
         ([f"{ROLLOUT}.multi_turn=True"], "there is no tool that the model could call"),
         (["training.learning_rate=2e-5"], f"{ACTOR}.optim.lr"),
         pytest.param(["trainer.device=npu"], "torch_npu", id="S2-20"),

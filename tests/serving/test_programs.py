@@ -488,6 +488,13 @@ def test_a_program_of_the_run_that_ends_costs_the_samples_it_had_and_is_started_
         assert scores.count(1.0) == 3 and sum("two are enough" in (error or "") for error in errors) == 1
 
 
+def test_a_program_of_the_run_has_no_more_memory_than_it_may(tmp_path):
+    code = "found = claim(); x = bytearray(3 * 2**30); play(found, 1.0)"
+    settings = {"header": RUN_HEADER, "program_per": "run", "memory_gb": 1.0}
+    with conversations(tmp_path, code, **settings) as (_, (record,), _, _):
+        assert "MemoryError" in record.error
+
+
 @pytest.mark.parametrize(
     ("code", "why"),
     [("raise ValueError('no such model')", "no such model"), ("time.sleep(600)", "asked for no sample")],

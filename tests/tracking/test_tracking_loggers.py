@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from posttrain.config.choices import LOGGERS as config_names
+from posttrain.errors import UserError
 from posttrain.tracking.loggers import LOGGERS, JsonlLogger, open_loggers, read_metrics
 from posttrain.tracking.rundir import RunDirectory
 
@@ -37,6 +38,15 @@ def test_jsonl_has_step_first_and_floats_to_the_bit(run):
 def test_line_cut_off_by_a_kill_is_not_read(run):
     run.metrics.write_bytes(b'{"step": 1}\n{"step": 2')
     assert list(read_metrics(run.metrics)) == [{"step": 1}]
+
+
+@pytest.mark.parametrize("damaged", ["{oops", "5", ""])
+def test_a_damaged_line_is_named_with_its_file_and_number(run, damaged):
+    run.metrics.write_text(f'{{"step": 1, "loss": 2.0}}\n{damaged}\n{{"step": 3}}\n')
+    lines = read_metrics(run.metrics)
+    assert next(lines) == {"step": 1, "loss": 2.0}
+    with pytest.raises(UserError, match=r"metrics\.jsonl, line 2: not a JSON object"):
+        next(lines)
 
 
 def test_numbers_of_arrays_are_written_as_numbers(run):

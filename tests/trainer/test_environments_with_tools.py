@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pyarrow.parquet as pq
 import pytest
@@ -12,6 +15,9 @@ import scripted
 from runs import run, settings
 
 import posttrain
+from posttrain.conversations.environments import MethodEpisode
+from posttrain.conversations.settings import TurnSettings
+from posttrain.conversations.tools.base import ToolCall
 from posttrain.errors import UserError
 
 R = "actor_rollout_ref__rollout__"
@@ -119,6 +125,28 @@ def test_an_environment_whose_methods_are_tools_is_played_as_in_trl(tiny_model, 
         calls = json.loads(row["tool_calls"])
         assert [one["answer"] for one in calls] == ["The tool look failed: ValueError: Too wet.", "Gold!"]
         assert calls[0]["error"] == "raised: ValueError: Too wet."
+
+
+@pytest.mark.parametrize(
+    ("side", "begins", "ends"), [("left", True, False), ("middle", True, True), ("right", False, True)]
+)
+def test_what_a_method_says_is_cut_to_the_length_and_on_the_side_that_are_set(side, begins, ends):
+    class Book:
+        def reset(self, **row):
+            pass
+
+        def read(self) -> str:
+            """Reads a page."""
+            return "begin" + "." * 90 + "end"
+
+    async def at_once(method, **arguments):
+        return method(**arguments)
+
+    turns = TurnSettings(max_tool_response_length=40, tool_response_truncate_side=side)
+    chat = cast("Any", SimpleNamespace(settings=turns, facts={}))
+    answer = asyncio.run(MethodEpisode(Book(), chat, at_once).answer_own(ToolCall("read", {})))
+    assert answer is not None and answer.text.count(".") < 45
+    assert (answer.text.startswith("begin"), answer.text.endswith("end")) == (begins, ends)
 
 
 @pytest.mark.slow

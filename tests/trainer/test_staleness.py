@@ -8,7 +8,7 @@ import random
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import pytest
@@ -24,7 +24,7 @@ from posttrain.protocol import DataProto
 from posttrain.tracking.metrics import GENERATED_S
 from posttrain.trainer.ppo import runner as rl
 from posttrain.trainer.ppo.events import EngineClock, EventLog, Replay
-from posttrain.trainer.ppo.pending import Batch, PendingBatches
+from posttrain.trainer.ppo.pending import Batch, PendingBatches, staleness
 from posttrain.trainer.ppo.ray_trainer import RayPPOTrainer
 
 R = "actor_rollout_ref__rollout__"
@@ -396,3 +396,17 @@ def test_a_dropped_group_that_called_a_tool_which_must_not_be_repeated_is_counte
         assert found["rollout/dropped_groups"] == 2
         asked[len(barred)] = pending.again, found.get("rollout/unrepeated_groups")
     assert asked == {1: ([12], 1.0), 0: ([11, 12], None)}
+
+
+def test_the_age_of_a_batch_is_a_mean_over_its_tokens():
+    spans = np.empty(2, dtype=object)
+    spans[:] = [[(1, 3), (2, 1)], [(3, 4)]]
+    found = staleness(DataProto.from_dict(non_tensors={"policy_versions": spans}), 3)
+    assert found == {"rollout/age": (2 * 3 + 1) / 8, "rollout/age_max": 2.0, "rollout/partial": 0.5}
+
+
+@pytest.mark.parametrize(("share", "groups"), [(0.0, 0), (0.3, 2), (0.5, 2), (1.0, 4)])
+def test_a_share_of_the_prompts_that_is_no_whole_number_is_rounded_up(share, groups):
+    config = PPOConfig()
+    config.actor_rollout_ref.rollout.oversample = share
+    assert PendingBatches(config, cast("Any", None), cast("Any", None), prompts=4).extra == groups

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any, cast
+
 import numpy as np
 import pytest
 import torch
@@ -9,7 +12,7 @@ import torch
 from posttrain.controller.group import Calls
 from posttrain.protocol import DataProto
 from posttrain.workers.measures import ROW, Measures, TokenStats, join_token_stats, reduce_over_ranks, reduce_over_steps
-from posttrain.workers.update_plan import Schedule, in_row_order, mini_batches, split_rows
+from posttrain.workers.update_plan import Schedule, in_row_order, mini_batches, reporting_ranks, split_rows
 
 
 def batch_of(*groups: int) -> DataProto:
@@ -52,6 +55,14 @@ def test_ranks_get_whole_groups_and_even_tokens():
     assert split_rows(["a"], [5], 3) == [[0], [], []]
 
 
+@pytest.mark.parametrize(
+    ("pipeline", "sequence", "ranks"), [(1, 1, [0, 1, 2, 3]), (1, 2, [0, 2]), (2, 1, [2, 3]), (2, 2, [2])]
+)
+def test_of_ranks_that_compute_the_same_rows_one_reports(pipeline, sequence, ranks):
+    facts = SimpleNamespace(pipeline=pipeline, sequence_parallel=sequence)
+    assert reporting_ranks(cast("Any", SimpleNamespace(world_size=4, once=lambda name: facts))) == ranks
+
+
 def test_what_ranks_give_comes_back_in_the_order_of_the_callers_rows():
     rows = [[1, 3], [], [0, 2]]
     parts = [DataProto.from_dict({"x": torch.tensor(own)}) if own else DataProto() for own in rows]
@@ -73,6 +84,17 @@ def test_metrics_are_reduced_as_they_say():
     assert reduce_over_steps(steps) == pytest.approx(
         {"loss": 2.25, "gap": 1.5, "worst": 10.5, "norm": 3.5, "skipped": 2.0}
     )
+
+
+def test_skipped_updates_and_steps_of_a_batch_are_counted_and_other_numbers_averaged():
+    def step(norm: float, skipped: float) -> Measures:
+        made = Measures()
+        made.tell_update("actor", cast("Any", None), {"grad_norm": norm, "lr": 0.5, "skipped": skipped})
+        return made
+
+    assert reduce_over_steps([step(1.0, 1.0), step(2.0, 0.0), step(6.0, 1.0)]) == {
+        "actor/grad_norm": 3.0, "actor/lr": 0.5, "actor/bad_steps": 2.0, "actor/optimizer_steps": 3.0,
+    }  # fmt: skip
 
 
 def test_a_metric_of_some_ranks_or_steps_only_is_that_of_those():

@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[2]
 PPO = ROOT / "posttrain" / "trainer" / "ppo" / "ray_trainer.py"
 SUPERVISED = ROOT / "posttrain" / "trainer" / "supervised" / "loop.py"
 TASKS = ROOT / "posttrain" / "trainer" / "supervised" / "tasks.py"
+GROUPS = ROOT / "posttrain" / "workers" / "groups.py"
 # Name of a copy -> (its source, the call in it, the wrong call).
 PLANTED = {
     "as_it_is": (PPO, "", ""),
@@ -39,6 +40,10 @@ PLANTED = {
     "tasks_as_they_are": (TASKS, "", ""),
     "tasks_wrong_type": (TASKS, "self.group.update(batch), **counts", "self.group.update(rows), **counts"),
     "tasks_misspelt": (TASKS, "self.group.log_probs(batch)", "self.group.log_prob(batch)"),
+    "groups_as_they_are": (GROUPS, "", ""),
+    "handed_over_wrong_type": (GROUPS, "hand_over(parts[0], version)", "hand_over(parts[0], self.route)"),
+    "handed_over_too_few": (GROUPS, "hand_over(parts[0], version)", "hand_over(parts[0])"),
+    "handed_over_wrong_answer": (GROUPS, "hand_over(parts[0], version)", "hand_over(was_last, version)"),
     "tasks_of_another_group": (TASKS, "self.group.scores(batch)", "self.group.log_probs(batch)"),
 }
 

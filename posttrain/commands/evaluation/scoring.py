@@ -31,7 +31,6 @@ from posttrain.conversations.settings import agent_settings
 from posttrain.rewards.loading import check_columns, resolve_reward
 from posttrain.rewards.types import RewardItem, RewardResult, all_failed_error
 from posttrain.tracking.metrics import has_answer, mean, pass_at_k, right_answers
-from posttrain.trainer.ppo.reward import make_reward_pool
 
 CONFIDENCE = 0.95
 RESAMPLES = 10_000
@@ -257,6 +256,9 @@ class Scoring:
     """`feed` the responses to a prompt as they come, `finish` for all scores. Use `with`."""
 
     def __init__(self, config: PPOConfig, sources: Iterable[str | None], say: Callable[[str], Any]) -> None:
+        # Here, because it imports torch: two reports are compared without it.
+        from posttrain.trainer.ppo.reward import make_reward_pool
+
         limits = config.reward
         self._default = config.data.data_source
         self._spec = resolve_reward(config.custom_reward_function, functions=limits.functions)
