@@ -157,6 +157,11 @@ def test_a_staleness_below_0_is_one_problem_and_not_said_to_generate_while_it_tr
     assert text.startswith("1 problem in") and "`trainer.max_staleness=-1` is out of range" in text
 
 
+def test_one_step_off_is_a_staleness_of_1(load):
+    resolved = load("trainer.seed=1", "trainer.one_step_off=True", f"{ROLLOUT}.n_workers=1")
+    assert resolved.value("trainer.max_staleness") == 1
+
+
 def test_both_kl_terms_only_if_it_is_meant(load, problems):
     both = ["algorithm.use_kl_in_reward=True", f"{ACTOR}.use_kl_loss=True"]
     assert "algorithm.allow_both_kl=True" in problems(*both)
