@@ -54,7 +54,7 @@ def _row(folder: Path, root: Path) -> tuple[str, str, str, str, str]:
 def _last_value(folder: Path) -> str:
     try:
         lines = _lines(folder)
-    except (OSError, ValueError, AttributeError, RecursionError):  # one damaged run must not hide the others
+    except (OSError, UserError, RecursionError):  # one damaged run must not hide the others
         return "metrics.jsonl cannot be read"
     name = _main_metric(lines) if lines else None
     value = next((line[name] for line in reversed(lines) if name in line), None) if name else None
