@@ -34,6 +34,7 @@ PER_RESPONSE = "seq-mean-token-mean"
 PER_RESPONSE_LOSSES = tuple(name for name, loss in _losses.items() if loss.loss_agg_mode == PER_RESPONSE)
 # Losses whose papers take the old log-probs from one place -> that place.
 OLD_LOG_PROBS = {name: loss.old_log_probs for name, loss in _losses.items() if loss.old_log_probs is not None}
+CLIPPING_LOSSES = tuple(name for name, loss in _losses.items() if loss.clips_ratio)
 DEFAULT_GROUP_SIZE = 5
 
 SAMPLERS = built_in_names("data/sampler.py", "register_sampler")

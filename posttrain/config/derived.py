@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.config.choices import (
+    CLIPPING_LOSSES,
     DEFAULT_GROUP_SIZE,
     EMBEDDED,
     EMBEDDED_SIZES,
@@ -42,9 +43,7 @@ def derive(merged: Merged, provided: frozenset[str]) -> None:
     _reference_sizes(merged)
     derive_command(merged)
     _layout(merged)
-    _old_log_probs(merged)
     _staleness(merged)
-    _importance_weights(merged)
     _recorded_routes(merged)
     _embedded(merged, provided)
     _held_out(merged, provided)
@@ -52,6 +51,8 @@ def derive(merged: Merged, provided: frozenset[str]) -> None:
     _aggregation(merged)
     _accumulation(merged)
     _fit_mini_batch(merged)
+    _old_log_probs(merged)  # behind the sizes: it depends on the updates of a step
+    _importance_weights(merged)
 
 
 def derive_command(merged: Merged) -> None:
@@ -197,8 +198,29 @@ def _aggregation(merged: Merged) -> None:
 def _old_log_probs(merged: Merged) -> None:
     """Old log-probs come from where the loss's paper takes them, unless the user says otherwise."""
     key, loss = f"{_ACTOR}.old_log_probs", merged.value(f"{_ACTOR}.policy_loss.loss_mode")
-    if loss in OLD_LOG_PROBS and not merged.is_set(key) and key not in merged.bad:
+    if merged.is_set(key) or key in merged.bad:
+        return
+    if loss in OLD_LOG_PROBS:
         merged.set_default(key, OLD_LOG_PROBS[loss], f"under {loss}")
+    elif loss in CLIPPING_LOSSES and _learns_from_old_samples_at_once(merged):
+        merged.set_default(key, "rollout", "under trainer.max_staleness")
+        merged.note(
+            f"{key}=rollout under trainer.max_staleness, as a step has one update: the ratio is clipped around the "
+            "policies that sampled. algorithm.rollout_correction.rollout_is=token gives importance weights instead."
+        )
+
+
+def _learns_from_old_samples_at_once(merged: Merged) -> bool:
+    """Whether a step has one update and its samples may be two updates old, or older.
+
+    The ratio to the policy that begins to learn is then 1 and no clip acts, so what the updates in between have
+    corrected already would be corrected again (docs/asynchronous.md has figures)."""
+    section, bound = "algorithm.rollout_correction", merged.value("trainer.max_staleness")
+    batch, mini, epochs = (merged.value(key) for key in (_BATCH, _MINI, f"{_ACTOR}.ppo_epochs"))
+    corrected = any(merged.is_set(f"{section}.{name}") for name in ("rollout_is", "rollout_rs"))
+    replayed = merged.value(f"{_ACTOR}.router_replay.mode") == "R2"  # computes old log-probs to record routes
+    whole = all(isinstance(value, int) for value in (bound, batch, mini, epochs))
+    return whole and bound > 1 and batch <= mini and epochs == 1 and not corrected and not replayed
 
 
 def _staleness(merged: Merged) -> None:

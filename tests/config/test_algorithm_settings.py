@@ -110,6 +110,30 @@ def test_cppo_compares_with_the_rollout_unless_told_otherwise():
     assert load_config([loss, *off]).value("algorithm.rollout_correction.rollout_is") is None
 
 
+@pytest.mark.parametrize(
+    ("more", "clips_around_samples"),
+    [
+        ([], True),
+        (["trainer.max_staleness=1"], False),
+        (["data.train_batch_size=20"], False),  # two updates a step
+        (["actor_rollout_ref.actor.ppo_epochs=2"], False),
+        (["actor_rollout_ref.actor.policy_loss.loss_mode=gpg"], False),  # clips nothing
+        (["actor_rollout_ref.actor.old_log_probs=trainer"], False),
+        (["algorithm.rollout_correction.rollout_is=token"], False),
+    ],
+)
+def test_a_step_of_one_update_with_old_samples_is_clipped_around_the_policies_that_sampled(more, clips_around_samples):
+    old, weights = "actor_rollout_ref.actor.old_log_probs", "algorithm.rollout_correction.rollout_is"
+    given = ["preset=embedded", "actor_rollout_ref.rollout.n_workers=1", "trainer.max_staleness=2"]
+    sizes = ["data.train_batch_size=10", "actor_rollout_ref.actor.ppo_mini_batch_size=10"]
+    resolved = load_config([*given, *sizes, *more])
+    assert (resolved.value(old) == "rollout") == clips_around_samples
+    assert any(f"{old}=rollout under trainer.max_staleness" in note for note in resolved.notes) == clips_around_samples
+    # Otherwise importance weights correct for the older policies, unless something else is set.
+    expected = None if clips_around_samples or f"{old}=trainer" in more else "token"
+    assert resolved.value(weights) == expected
+
+
 IDLE = {
     "actor_rollout_ref.actor.policy_loss.dro_beta=2": "loss_mode is not dro",
     "algorithm.filter_groups.metric=acc": "algorithm.filter_groups.enable is False",
