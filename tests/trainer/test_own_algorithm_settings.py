@@ -127,6 +127,7 @@ def test_explain_has_the_page_of_the_loss_with_its_settings_and_metrics():
     page = explain("my_bounded")
     assert page.startswith("My bounded REINFORCE.")
     assert f"{LOSS}.my_bound (default 2.0)\n    Largest ratio of a token" in page
+    assert "\n    It must be above 0." in page
     assert explain("actor/my_share") == "`actor/my_share`: Share of tokens at my_bound."
     assert "Factor of the advantages of `centred`." in explain("algorithm.centred_scale")
 
