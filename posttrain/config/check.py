@@ -13,8 +13,6 @@ from posttrain.config.choices import (
     GROUP_ESTIMATORS,
     LOGGERS,
     NOT_BUILT_VALUES,
-    PER_RESPONSE,
-    PER_RESPONSE_LOSSES,
     REJECTIONS,
 )
 from posttrain.config.schema import leaves, lookup
@@ -188,11 +186,9 @@ def _losses_and_shaping(checked: Checked) -> Iterator[Finding]:
     config, actor = checked.config, checked.config.actor_rollout_ref.actor
     name = actor.policy_loss.loss_mode
     loss, estimator = POLICY_LOSSES.get(name), ADV_ESTIMATORS.get(config.algorithm.adv_estimator)
-    if name in PER_RESPONSE_LOSSES and actor.loss_agg_mode != PER_RESPONSE:
-        yield (
-            f"{name} is usually averaged over each response first ({_ACTOR}.loss_agg_mode={PER_RESPONSE}); "
-            f"here it is {actor.loss_agg_mode}."
-        )
+    if loss is not None and loss.loss_agg_mode not in (None, actor.loss_agg_mode):
+        usual = f"{_ACTOR}.loss_agg_mode={loss.loss_agg_mode}"
+        yield f"{name} is usually aggregated by {usual}; here: {actor.loss_agg_mode}."
     low = actor.clip_ratio if actor.clip_ratio_low is None else actor.clip_ratio_low
     if loss is not None and loss.clips_ratio and low > 1:
         key = f"{_ACTOR}.clip_ratio" if actor.clip_ratio_low is None else f"{_ACTOR}.clip_ratio_low"

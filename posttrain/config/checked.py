@@ -230,6 +230,9 @@ def holds(idle: Idle, config: Any) -> bool:
     if idle.condition is not None:
         return idle.condition(config)
     key, _, said = idle.reason.partition(",")[0].partition(" is ")
+    if key not in leaves(type(config)):
+        near = suggest(key, leaves(type(config)))
+        raise ValueError(f"idle={idle.reason!r}: {near}there is no setting {key}")
     value, is_not, said = lookup(config, key), said.startswith("not "), said.removeprefix("not ")
     if said == "set":
         return (value in (None, -1)) == is_not

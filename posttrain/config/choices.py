@@ -29,12 +29,6 @@ ESTIMATORS, POLICY_LOSSES = tuple(_estimators), tuple(_losses)
 GROUP_ESTIMATORS = tuple(name for name, estimator in _estimators.items() if estimator.compares_group)
 CRITIC_ESTIMATORS = tuple(name for name, estimator in _estimators.items() if estimator.needs_critic)
 ROLLOUT_ENGINES = built_in_names("rollout/engines.py", "register_engine")
-PER_RESPONSE = "seq-mean-token-mean"
-# Losses whose papers average over each response first.
-PER_RESPONSE_LOSSES = tuple(name for name, loss in _losses.items() if loss.loss_agg_mode == PER_RESPONSE)
-# Losses whose papers take the old log-probs from one place -> that place.
-OLD_LOG_PROBS = {name: loss.old_log_probs for name, loss in _losses.items() if loss.old_log_probs is not None}
-CLIPPING_LOSSES = tuple(name for name, loss in _losses.items() if loss.clips_ratio)
 DEFAULT_GROUP_SIZE = 5
 
 SAMPLERS = built_in_names("data/sampler.py", "register_sampler")

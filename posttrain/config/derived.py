@@ -6,16 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from posttrain.config.choices import (
-    CLIPPING_LOSSES,
-    DEFAULT_GROUP_SIZE,
-    EMBEDDED,
-    EMBEDDED_SIZES,
-    GROUP_ESTIMATORS,
-    OLD_LOG_PROBS,
-    PER_RESPONSE,
-    PER_RESPONSE_LOSSES,
-)
+from posttrain.algorithms.registry import LOSS_KEY, POLICY_LOSSES, LossDeclaration
+from posttrain.config.choices import DEFAULT_GROUP_SIZE, EMBEDDED, EMBEDDED_SIZES, GROUP_ESTIMATORS
 from posttrain.config.merge import Entry, Merged
 from posttrain.config.model import ADAPTER_CONFIG, read_adapter_config
 from posttrain.config.trainer import (
@@ -188,26 +180,36 @@ def _group_size(merged: Merged) -> None:
 
 
 def _aggregation(merged: Merged) -> None:
-    """Losses of whole responses are averaged over each response first, unless the user or a preset says otherwise."""
-    key, loss = f"{_ACTOR}.loss_agg_mode", merged.value(f"{_ACTOR}.policy_loss.loss_mode")
-    chosen = merged.is_set(key) or merged.where(key).startswith("preset")
-    if loss in PER_RESPONSE_LOSSES and not chosen and key not in merged.bad:
-        merged.set_default(key, PER_RESPONSE, f"under {loss}")
+    """Token losses are aggregated as the loss declares, unless the user or a preset says otherwise."""
+    preset = merged.where(f"{_ACTOR}.loss_agg_mode").startswith("preset")
+    if not preset:
+        _as_the_loss_declares(merged, "loss_agg_mode")
 
 
 def _old_log_probs(merged: Merged) -> None:
     """Old log-probs come from where the loss's paper takes them, unless the user says otherwise."""
-    key, loss = f"{_ACTOR}.old_log_probs", merged.value(f"{_ACTOR}.policy_loss.loss_mode")
-    if merged.is_set(key) or key in merged.bad:
+    _as_the_loss_declares(merged, "old_log_probs")
+    key, loss = f"{_ACTOR}.old_log_probs", _declared_loss(merged)
+    if loss is None or loss.old_log_probs is not None or merged.is_set(key) or key in merged.bad:
         return
-    if loss in OLD_LOG_PROBS:
-        merged.set_default(key, OLD_LOG_PROBS[loss], f"under {loss}")
-    elif loss in CLIPPING_LOSSES and _learns_from_old_samples_at_once(merged):
-        merged.set_default(key, "rollout", "under trainer.max_staleness")
-        merged.note(
-            f"{key}=rollout under trainer.max_staleness, as a step has one update: the ratio is clipped around the "
-            "policies that sampled. algorithm.rollout_correction.rollout_is=token gives importance weights instead."
-        )
+    if not loss.clips_ratio or not _learns_from_old_samples_at_once(merged):
+        return
+    merged.set_default(key, "rollout", "under trainer.max_staleness")
+    merged.note(
+        f"{key}=rollout under trainer.max_staleness, as a step has one update: the ratio is clipped around the "
+        "policies that sampled. algorithm.rollout_correction.rollout_is=token gives importance weights instead."
+    )
+
+
+def _as_the_loss_declares(merged: Merged, setting: str) -> None:
+    key, declared = f"{_ACTOR}.{setting}", getattr(_declared_loss(merged), setting, None)
+    if declared is not None and not merged.is_set(key) and key not in merged.bad:
+        merged.set_default(key, declared, f"under {merged.value(LOSS_KEY)}")
+
+
+def _declared_loss(merged: Merged) -> LossDeclaration | None:
+    name = merged.value(LOSS_KEY)
+    return POLICY_LOSSES.get(name) if isinstance(name, str) else None
 
 
 def _learns_from_old_samples_at_once(merged: Merged) -> bool:

@@ -288,7 +288,8 @@ def _supervised(wanted: str, page: str | None, *, exact: bool) -> dict[str, tupl
 def _sentence(leaf: Leaf, commands: Sequence[str] = ()) -> str:
     default = "null" if leaf.default is None else leaf.default
     where = f"of {' and '.join(commands)}, " if commands else ""
-    return f"{leaf.key} ({where}default {default})\n    {leaf.sentence}"
+    limits = f"\n    It must be {leaf.range.words}." if leaf.range is not None else ""
+    return f"{leaf.key} ({where}default {default})\n    {leaf.sentence}{limits}"
 
 
 def metric_text(name: str) -> str | None:

@@ -110,7 +110,8 @@ def _why_no_samples(folder: Path) -> str:
         return "the run has made no step, or its trainer keeps none"
     if not freq:
         return "its tracking.samples_freq=0 keeps none"
-    return f"its tracking.samples_freq={freq} keeps those of every {freq} steps, and it is at step {step}"
+    kept = f"its tracking.samples_freq={freq} keeps those of every {freq} steps, and it is at step {step}"
+    return f"{kept}; tracking.samples_freq=1 keeps all"
 
 
 # -- plot

@@ -104,10 +104,11 @@ def test_plus_is_explained(name):
     assert "keeps this value and has the gradient of `k2`" in flat(name)
 
 
-def test_every_settings_key_answers_with_its_sentence_and_default():
+def test_every_settings_key_answers_with_its_sentence_default_and_range():
     for key, leaf in leaves(PPOConfig).items():
         assert f"{key} (default " in explain(key)
         assert " ".join(leaf.sentence.split()) in flat(key)
+        assert leaf.range is None or f"It must be {leaf.range.words}." in flat(key)
 
 
 @pytest.mark.parametrize("command", COMMANDS)

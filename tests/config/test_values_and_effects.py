@@ -192,6 +192,12 @@ def test_a_condition_with_a_value_that_the_setting_cannot_have_is_an_error(value
         holds(Idle(value), load_config({}).config)
 
 
+def test_a_condition_that_names_no_setting_is_an_error_with_the_nearest_one():
+    message = r"idle='data.val_file is not set': did you mean `data.val_files`\? there is no setting data.val_file"
+    with pytest.raises(ValueError, match=message):
+        holds(Idle("data.val_file is not set"), load_config({}).config)
+
+
 def test_labels_that_are_defaults_are_not_explicit():
     labelled = [("data.train_batch_size=256", "default of train.sh"), ("preset=embedded", "train.sh")]
     resolved = load_config([], labelled=labelled)

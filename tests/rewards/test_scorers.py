@@ -163,7 +163,7 @@ def test_sympy_is_not_imported_for_numbers():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-HOSTILE = [
+WITHOUT_ANSWER = [
     *("\\boxed{" * 20000, "1" * 200000, "#### " * 20000, "1e999999999 " * 1000, "$" * 50001),
     *("", "\x00", "\ud800", "no answer"),
 ]
@@ -175,7 +175,7 @@ GROUND_TRUTHS = {"code": "assert answer == 42", "code_generation": "assert answe
 def test_text_without_an_answer_scores_0_never_raises_and_takes_little_of_the_processor(source):
     """A pattern that is quadratic in it would take minutes."""
     start = time.process_time()
-    for text in HOSTILE:
+    for text in WITHOUT_ANSWER:
         assert score(source, text, GROUND_TRUTHS.get(source, "42")) == 0.0, text[:20]
     assert time.process_time() - start < 10.0
 

@@ -66,7 +66,7 @@ def test_samples_shows_the_newest_or_the_asked_step_best_first_and_steers_no_ter
     assert "no samples of step 2" in (said := capsys.readouterr().err) and "nearest: 1, 3" in said
     assert main(["samples", "sft-1"]) == 2 and "holds no samples: the run has made no step" in capsys.readouterr().err
     for freq, why in (
-        (10, "tracking.samples_freq=10 keeps those of every 10 steps, and it is at step 3"),
+        (10, "samples_freq=10 keeps those of every 10 steps, and it is at step 3; tracking.samples_freq=1 keeps all."),
         (0, "keeps none"),
     ):
         with RunDirectory("outputs", "project", "sft-1") as run:

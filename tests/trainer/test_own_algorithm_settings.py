@@ -127,8 +127,21 @@ def test_explain_has_the_page_of_the_loss_with_its_settings_and_metrics():
     page = explain("my_bounded")
     assert page.startswith("My bounded REINFORCE.")
     assert f"{LOSS}.my_bound (default 2.0)\n    Largest ratio of a token" in page
+    assert "\n    It must be above 0." in page
     assert explain("actor/my_share") == "`actor/my_share`: Share of tokens at my_bound."
     assert "Factor of the advantages of `centred`." in explain("algorithm.centred_scale")
+
+
+def test_a_loss_may_declare_how_it_is_aggregated_and_where_old_log_probs_come_from(tmp_path):
+    declared = 'loss_agg_mode="seq-mean-token-sum", old_log_probs="rollout"'
+    (tmp_path / "my_bounded.py").write_text(FILE.replace("settings=MyB", f"{declared}, settings=MyB", 1))
+    resolved = load_config(MY_BOUNDED)
+    assert resolved.value(f"{ACTOR}.loss_agg_mode") == "seq-mean-token-sum"
+    assert resolved.value(f"{ACTOR}.old_log_probs") == "rollout"
+    assert resolved.sources[f"{ACTOR}.loss_agg_mode"] == "default (under my_bounded)"
+    resolved = load_config([*MY_BOUNDED, f"{ACTOR}.loss_agg_mode=token-mean", f"{ACTOR}.old_log_probs=trainer"])
+    assert resolved.value(f"{ACTOR}.loss_agg_mode") == "token-mean"
+    assert "loss_agg_mode=seq-mean-token-sum; here: token-mean" in " ".join(resolved.notes)
 
 
 def test_it_trains_a_step_with_its_settings(tiny_model, sums, tmp_path):
