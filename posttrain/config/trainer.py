@@ -279,8 +279,8 @@ class TrainerConfig(RunConfig):
     max_staleness: int = setting(0, range=ZERO_OR_MORE)
     """Generate responses of later steps while this one trains: no token is trained by weights that are more than this
     many updates newer than those that sampled it; 0 generates and trains in turn. The difference is corrected by
-    importance weights (`algorithm.rollout_correction.rollout_is=token`, unless that is set). For workers that only
-    generate (`actor_rollout_ref.rollout.n_workers`); see docs/asynchronous.md."""
+    importance weights, or by clipping around the policies that sampled (docs/asynchronous.md). For workers that only
+    generate (`actor_rollout_ref.rollout.n_workers`)."""
     one_step_off: bool = False
     """The same as `trainer.max_staleness=1`."""
     partial_rollout: bool | None = setting(None, idle=".max_staleness is 0")

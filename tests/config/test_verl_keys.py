@@ -333,8 +333,15 @@ CASES: dict[str, list[tuple[list[str], dict[str, Any] | str]]] = {
     "old_policy": [
         (["async_training.use_rollout_log_probs=True"], {f"{ACTOR}.old_log_probs": "rollout"}),
         (
-            ["async_training.use_rollout_log_probs=True", "async_training.compute_prox_log_prob=True"],
-            {f"{ACTOR}.old_log_probs": "auto"},
+            [
+                *APART,
+                "trainer.max_staleness=2",
+                "data.train_batch_size=64",
+                f"{ACTOR}.ppo_mini_batch_size=64",
+                "async_training.use_rollout_log_probs=True",
+                "async_training.compute_prox_log_prob=True",
+            ],
+            {f"{ACTOR}.old_log_probs": "auto", f"{CORRECTION}.rollout_is": "token"},
         ),
     ],
     "total_prompts": [

@@ -359,8 +359,11 @@ def _sync_step(merged: Merged, key: str, entry: Entry) -> None:
 @translation(of_empty=True)
 def _old_policy(merged: Merged, key: str, entry: Entry) -> None:
     """The rollout's log-probs are the old ones, unless the trainer is to compute those of the policy that learns."""
-    prox = given(merged, f"{_SECTION}.compute_prox_log_prob") in ON
-    if given(merged, f"{_SECTION}.use_rollout_log_probs") in ON and not prox:
+    weights = "algorithm.rollout_correction.rollout_is"
+    if given(merged, f"{_SECTION}.compute_prox_log_prob") in ON:
+        if not merged.is_set(weights):  # without them, a step of one update would be clipped around the rollout's
+            merged.put(weights, "token", entry)
+    elif given(merged, f"{_SECTION}.use_rollout_log_probs") in ON:
         merged.put(f"{_ACTOR}.old_log_probs", "rollout", entry)
 
 
