@@ -2,7 +2,7 @@
 
     python scripts/measure_sessions.py --tokenizer MODEL_FOLDER [--model 7b] [--device cuda] [--sessions 1024]
         [--turns 16] [--tokens 64] [--spread 0.5] [--observation 32] [--systems engine,run,vllm] [--http 4]
-        [--paced 12,25,5]
+        [--paced 12,25,5[,16]]
 
 `--model` is a preset of `posttrain bench` (random weights, with the vocabulary of `--tokenizer`) or a folder; the
 default is the folder of the tokenizer. All sessions are played at once by other processes, `--http` of them, which is
@@ -17,7 +17,11 @@ writes where the HTTP process spent its time (cProfile).
 
 `--paced STEP,ROW,HOST` replaces the engine by one that computes nothing, and costs this machine what an engine on a GPU
 costs its host: a step waits STEP milliseconds and ROW microseconds for each sequence, without Python's lock, and keeps
-the lock for HOST milliseconds. 12,25,5 is 43 ms at 1,024 sequences, as a 7B model on an H200. No GPU is needed.
+the lock for HOST milliseconds. 12,25,5 is 43 ms at 1,024 sequences, as a 7B model on an H200. With a fourth number, as
+of `native` on a GPU, a step is a round of so many tokens, and begins before the results of the one before are read. No
+GPU is needed. It also
+reports the CPU seconds of the engine's process that are not the engine's, the time from a turn's end to the submission
+of the next one, the time between two steps, and by how much steps took longer than they were to.
 """
 
 from __future__ import annotations
@@ -62,7 +66,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--observation", type=int, default=32)
     parser.add_argument("--systems", default="engine,run")
     parser.add_argument("--memory", type=float, default=0.8, help="share of the device's memory")
-    parser.add_argument("--paced", metavar="STEP,ROW,HOST", help="an engine that only takes time (see above)")
+    parser.add_argument("--paced", metavar="STEP,ROW,HOST[,ROUND]", help="an engine that only takes time (see above)")
     parser.add_argument("--profile", metavar="FILE", help="profile the HTTP process")
     parser.add_argument("--play", help=argparse.SUPPRESS)  # a process of clients: `run URL PART` or `vllm ...`
     parser.add_argument("--ready", help=argparse.SUPPRESS)  # where processes of clients say that they are ready
@@ -217,9 +221,11 @@ def make_engine(options: argparse.Namespace, folder: Path, drawn: bool) -> Any:
 
 def make_paced(options: argparse.Namespace) -> Any:
     """An engine whose steps take time and compute nothing."""
+    import numpy as np
+
     from posttrain.rollout.base import Output, RolloutEngine
 
-    step_ms, row_us, host_ms = (float(one) for one in options.paced.split(","))
+    step_ms, row_us, host_ms, *rounds = (float(one) for one in options.paced.split(","))
     word = turn_ids(options)[0][-1]
 
     class Paced(RolloutEngine):
@@ -227,23 +233,68 @@ def make_paced(options: argparse.Namespace) -> Any:
 
         def __init__(self) -> None:
             self.running: dict[Any, tuple[int, int]] = {}  # tokens made, tokens wanted
+            self.begun: tuple[float, float, dict[Any, int]] | None = None  # a round: begin, end, tokens by request
+            self.reset()
+
+        def reset(self) -> None:
+            self.cpu_s, self.steps, self.last = 0.0, 0, 0.0
+            self.ended: dict[Any, float] = {}
+            self.delays, self.gaps, self.late = list[float](), list[float](), list[float]()
+
+        def report(self) -> None:
+            seen = {"from a turn's end to the next": self.delays, "between steps": self.gaps, "steps late": self.late}
+            for name, values in seen.items():
+                ms = np.array(values) * 1e3
+                middle, high = np.percentile(ms, [50, 95])
+                print(f"  ms {name}: mean {ms.mean():.2f}, median {middle:.2f}, 95% {high:.2f}")
 
         def submit(self, request: Any) -> None:
             self.running[request.id] = 0, request.sampling.max_tokens
+            if (ended := self.ended.pop(request.parent, None)) is not None:
+                self.delays.append(time.perf_counter() - ended)
 
         def step(self) -> list[Output]:
+            began, cpu = time.perf_counter(), time.thread_time()
+            if self.last:
+                self.gaps.append(began - self.last)
+            waits = (step_ms + row_us * len(self.running) / 1000) / 1000
+            made = dict.fromkeys(self.running, 1)
+            if rounds:
+                waits, made = self.next_round(waits)
             for _ in range(self.pieces):
-                time.sleep((step_ms + row_us * len(self.running) / 1000) / 1000 / self.pieces)
+                time.sleep(waits / self.pieces)
                 end = time.thread_time() + host_ms / 1000 / self.pieces
                 while time.thread_time() < end:
                     pass
             ended = []
-            for id, (made, wanted) in list(self.running.items()):
-                self.running[id] = made + 1, wanted
-                if made + 1 == wanted:
+            for id, new in made.items():
+                before, wanted = self.running[id]
+                self.running[id] = before + new, wanted
+                if before + new == wanted:
                     del self.running[id]
-                    ended.append(Output(id, [word] * wanted, [-1.0] * wanted, "length", [(0, wanted)]))
+                    ended.append(Output(id, [word] * wanted, np.full(wanted, -1.0), "length", [(0, wanted)]))
+            self.last, self.steps = time.perf_counter(), self.steps + 1
+            self.ended |= dict.fromkeys((output.id for output in ended), self.last)
+            self.late.append(self.last - began - waits - host_ms / 1000)
+            self.cpu_s += time.thread_time() - cpu
             return ended
+
+        def next_round(self, step_s: float) -> tuple[float, dict[Any, int]]:
+            """Begins a round; gives the seconds until the one before has ended, and its tokens."""
+            before, now = self.begun, time.perf_counter()
+            coming = {} if before is None else before[2]
+            left = {id: wanted - made - coming.get(id, 0) for id, (made, wanted) in self.running.items()}
+            tokens = {id: min(most, int(rounds[0])) for id, most in left.items() if most}
+            begin, self.begun = max(now, 0.0 if before is None else before[1]), None
+            if tokens:  # rows that ended in the round before keep their places in this one
+                self.begun = begin, begin + max(tokens.values()) * step_s, tokens
+            return max(0.0, begin - now - host_ms / 1000), coming
+
+        def ahead_s(self) -> float:
+            if self.begun is None:
+                return 0.0
+            begin, end, _ = self.begun
+            return begin + 0.8 * (end - begin) - 0.05 - time.perf_counter()
 
         def has_work(self) -> bool:
             return bool(self.running)
@@ -323,6 +374,8 @@ def run_server(options: argparse.Namespace, engine: Any, folder: Path) -> tuple[
             row = {"raw_prompt": prompt, "data_source": "", "ground_truth": "", "extra_info": {}, "index": number}
             requests.submit((number, 0), list(first), number, row)
         before = thread_seconds(http)
+        if options.paced:
+            engine.reset()
         while requests.has_work():
             requests.advance()
         spent = {name: value - before.get(name, 0.0) for name, value in thread_seconds(http).items()}
@@ -331,6 +384,11 @@ def run_server(options: argparse.Namespace, engine: Any, folder: Path) -> tuple[
         print(f"  {failed} sessions failed, {sum(len(record.rows) for record in loop.records.values())} rows")
         shares = ", ".join(f"{name} {value:.1f}" for name, value in spent.items() if value > 0.05)
         print(f"  CPU seconds: {shares}")
+        if options.paced:
+            beside = sum(value for name, value in spent.items() if name != "HTTP processes") - engine.cpu_s
+            a_turn = 1e3 * beside / options.sessions / options.turns
+            print(f"  CPU of the engine's process beside the engine: {a_turn:.3f} ms a turn")
+            engine.report()
     return found
 
 
@@ -343,7 +401,7 @@ def profile_server(file: str) -> None:
     plain = process._run
 
     def run(*given: Any) -> None:
-        profile = cProfile.Profile()
+        profile = cProfile.Profile(time.process_time)
         profile.runcall(plain, *given)
         profile.dump_stats(file)
 

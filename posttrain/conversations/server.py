@@ -10,11 +10,12 @@ steps, so that a conversation does not wait for the others' turns to end.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
 
 from posttrain.rollout.base import Output, Request, RolloutEngine
-from posttrain.rollout.generate import advance
+from posttrain.rollout.generate import JOIN_S, advance
 
 
 class Server:
@@ -118,9 +119,16 @@ class Server:
             streams = dict(self._streams)  # a copy: the event loop's thread changes it
             for output in self.engine.so_far(streams.keys()) if streams else ():
                 loop.call_soon_threadsafe(streams[output.id], output)
-            return bool(self._new or self._given_up)
+            # A step now would begin without the requests that come while the device is busy anyway.
+            while not self._has_news and (left := self.engine.ahead_s()) > 0:
+                time.sleep(min(left, JOIN_S))
+            return self._has_news
 
         return advance(self.engine, until=others_came), refused
+
+    @property
+    def _has_news(self) -> bool:
+        return bool(self._new or self._given_up)
 
     def _fail(self, error: Exception) -> None:
         waiting, self._waiting = self._waiting, {}

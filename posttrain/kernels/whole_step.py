@@ -99,7 +99,8 @@ class DecodeRows:
     tokens of a row may be unknown to the host, before and after the call; until it is 0 only the decoder knows the
     state of the row. With `steps` 0 it returns everything and starts nothing. `numbers` identify rows for good; a row
     that a call no longer names is gone, with what it had under way. A row without tokens may have its first one under
-    way in `first`; its last prompt token then counts as its newest.
+    way in `first`; its last prompt token then counts as its newest. After the call the device is busy for about
+    `busy_s` seconds with what was begun; 0 where that is not known.
 
     With `drafts` a pass has up to `width` tokens of a row: the newest and drafted ones. As many results count as the
     draft foresaw, and one more; the call returns when a row has come to the end of its draft.
@@ -131,6 +132,7 @@ class DecodeRows:
     drafts: Sequence[Sequence[int]] | None = None  # less than S tokens for each row
     width: int = 1
     together: bool = False
+    busy_s: float = 0.0
     tokens: np.ndarray = field(init=False)  # (B, S) int64
     log_probs: np.ndarray = field(init=False)  # (B, S) float32
     ended: np.ndarray = field(init=False)  # (B,) uint8

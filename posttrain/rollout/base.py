@@ -154,6 +154,11 @@ class RolloutEngine(ABC):
     def has_work(self) -> bool:
         """Whether requests are queued or running."""
 
+    def ahead_s(self) -> float:
+        """For how many seconds the device has work from earlier steps: requests that come until then are admitted as
+        early as those that are here already. 0 or less if the next step should begin now."""
+        return 0.0
+
     def running_tokens(self) -> int:
         """Tokens of the responses under way, for progress displays; 0 if the engine does not count them."""
         return 0

@@ -42,7 +42,13 @@ def admission_deadline(engine: RolloutEngine) -> Callable[[], bool]:
         steps = count()
         return lambda: next(steps) >= STEPS_TOGETHER
     end = time.monotonic() + JOIN_S
-    return lambda: time.monotonic() >= end
+
+    def is_over() -> bool:
+        # A step now would begin without the requests that come while the device is busy anyway.
+        time.sleep(max(0.0, min(engine.ahead_s(), end - time.monotonic())))
+        return time.monotonic() >= end
+
+    return is_over
 
 
 def generate(

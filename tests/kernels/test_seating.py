@@ -1,9 +1,12 @@
 """Rows of captured decoding find places, keep them, and move together when they become few; no device is needed."""
 
-import numpy as np
+from unittest.mock import Mock
 
-from posttrain.kernels.cuda import bucket
-from posttrain.kernels.cuda.async_rounds import FREE, RowPlaces
+import numpy as np
+import torch
+
+from posttrain.kernels.cuda import async_rounds, bucket
+from posttrain.kernels.cuda.async_rounds import FREE, PendingResults, RowPlaces
 from posttrain.kernels.whole_step import places_of
 
 
@@ -34,3 +37,12 @@ def test_what_is_done_to_the_buffers_gives_every_row_a_place_of_its_own():
         assert sorted(there[:size][there[:size] != FREE]) == sorted(rows)
         assert todo.moved is None or len(stay) == len(todo.moved)
     assert moves > 5
+
+
+def test_the_time_of_a_step_is_that_of_the_device(monkeypatch):
+    """However late the host reads the results."""
+    finished = Mock()
+    begun = Mock(elapsed_time=lambda event: 400.0 if event is finished else -1.0)
+    monkeypatch.setattr(async_rounds, "record_event", lambda device: finished)
+    assert PendingResults(np.array([7]), [torch.zeros(1)], begun, 16).step_s == 0.025
+    assert PendingResults(np.array([7]), [torch.zeros(1)], None, 16).step_s == 0.0  # on a CPU nothing is measured

@@ -72,7 +72,7 @@ def interpret(monkeypatch) -> None:
     monkeypatch.setattr("posttrain.rollout.native.pool.new_cache", cache)
     monkeypatch.setattr("posttrain.models.decoder.can_run_whole", lambda layer: False)
     monkeypatch.setattr(async_rounds, "_copy_to_host", Late.leave)
-    monkeypatch.setattr(async_rounds, "_record_event", lambda device: Late())
+    monkeypatch.setattr(async_rounds, "record_event", lambda device: Late())
 
 
 class Late:
@@ -151,6 +151,19 @@ def test_the_next_round_is_begun_before_the_last_one_is_waited_for(make, monkeyp
     settings = [Sampling(max_tokens=2 * ROUND + 3, stop_token_ids=(97,))]
     generate(engine, PROMPTS[:1], settings, [0])
     assert seen == ["begin", "begin", "wait", "begin", "wait", "wait"]
+
+
+def test_the_engine_says_how_long_the_device_is_busy_with_the_round_that_was_begun(make, monkeypatch):
+    from posttrain.kernels.cuda import async_rounds
+
+    monkeypatch.setattr(async_rounds.PendingResults, "step_s", 100.0)
+    engine, seen = make(), []
+    engine.submit(Request(0, PROMPTS[0], Sampling(max_tokens=2 * ROUND + 3, stop_token_ids=(97,)), 0))
+    while engine.has_work():
+        engine.step()
+        seen.append(engine.ahead_s())
+    assert 0.7 * 100 * ROUND < max(seen) < 0.8 * 100 * ROUND
+    assert seen[-1] <= 0  # all is read, and nothing was begun
 
 
 def test_when_rows_end_only_a_short_round_of_theirs_is_left_to_read(make, monkeypatch):

@@ -134,6 +134,27 @@ def test_a_finished_row_is_replaced_at_once():
     assert busy == [2, 2, 2, 2, 2, 2, 1][: len(busy)] and len(busy) <= 7
 
 
+def test_an_engine_whose_decoder_runs_ahead_says_how_long_others_may_still_come():
+    """Most of the time of the round that its device is at: the rest is for the host, which begins the next one."""
+    engine = native(tiny("qwen2"))
+    engine.rounds.tokens_per_step, busy_s = 64, [1000.0]
+
+    def decode(rows, caches, routes_PLK):
+        rows.tokens, rows.log_probs = np.zeros((1, 1), np.int64), np.zeros((1, 1), np.float32)
+        rows.counts, rows.busy_s = rows.counts + 1, busy_s[0]
+        return True
+
+    engine.decoder.decode = decode
+    engine.submit(Request(0, [5, 6, 7], Sampling(max_tokens=40), 0))
+    assert engine.ahead_s() <= 0
+    engine.step()
+    engine.step()
+    assert 700 < engine.ahead_s() < 800
+    busy_s[0] = 0.0
+    engine.step()
+    assert engine.ahead_s() <= 0
+
+
 def test_rows_that_wait_for_prompts_wait_for_all_that_there_is_room_for():
     """Where a step of many tokens is captured, prompts are computed while rows wait: none goes ahead of the others."""
     engine = native(tiny("qwen2"), max_num_batched_tokens=32)

@@ -142,3 +142,22 @@ def test_nobody_waits_for_an_engine_that_cannot_even_give_up():
 def test_an_engine_that_several_processes_hold_has_no_server():
     with pytest.raises(ValueError, match="2 processes hold this engine"):
         Server(Mock(ranks=2))
+
+
+def test_requests_that_come_while_the_device_is_busy_are_in_the_next_step():
+    async def main():
+        engine, steps = engines()["native"], []
+        engine.rounds.tokens_per_step = 1
+        step, submit, submitted = engine.step, engine.submit, []
+        engine.submit = lambda request: (submitted.append(request.id), submit(request))
+        engine.step = lambda: (steps.append(len(submitted)), step())[1]
+        engine.ahead_s = lambda: 0.0 if len(submitted) == 2 else 60.0
+        async with Server(engine) as server:
+            first = asyncio.create_task(server.generate(Request(0, [1, 2], Sampling(max_tokens=4), 0)))
+            while not submitted:
+                await asyncio.sleep(0.001)
+            second = server.generate(Request(1, [3, 4], Sampling(max_tokens=4), 1))
+            await asyncio.gather(first, second)
+        return steps
+
+    assert set(asyncio.run(main())) == {2}  # none with the first request alone

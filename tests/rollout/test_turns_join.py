@@ -100,3 +100,14 @@ def test_ranks_that_hold_an_engine_together_make_the_same_steps_whatever_their_c
         time.sleep(pause)
         assert advance(engine, until) == []
     assert engines[0].steps == engines[1].steps > 0
+
+
+def test_no_step_begins_while_the_device_is_busy_with_earlier_ones():
+    engine = OneTokenAStep(byte_tokenizer())
+    engine.submit(Request("a", byte_tokenizer()("long")["input_ids"], Sampling(max_tokens=LONG), 0))
+    engine.ahead_s = lambda: 60.0
+    assert advance(engine, admission_deadline(engine)) == []  # it returns all the same, so that others can be admitted
+    assert engine.steps == 0
+    engine.ahead_s = lambda: -1.0
+    advance(engine, admission_deadline(engine))
+    assert engine.steps > 0

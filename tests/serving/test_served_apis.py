@@ -4,8 +4,13 @@ import asyncio
 import json
 
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
 
+from posttrain.conversations.serving.turns import decode
 from tests.serving.scripted_server import CALL, END, TOOL, with_server
+from tests.tools.call_templates import tokenizer_of
 
 ASK = [{"role": "user", "content": "1+2?"}]
 CHAT, TEXT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
@@ -262,3 +267,12 @@ def test_a_retry_joins_the_request_that_is_under_way_or_gets_its_answer_again():
     ids, sampled, all_sampled = with_server(lambda text, seed: f"x{END}", work)
     assert len(set(ids[:3])) == 1 and sampled == 1
     assert ids[3] != ids[0] and all_sampled == 2  # without the mark it is a second sample
+
+
+def test_tokens_become_the_text_that_their_tokenizer_makes_of_them():
+    known = WordLevel({"two": 0, "words": 1, ",": 2, "?": 3}, unk_token="?")
+    words = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(known), clean_up_tokenization_spaces=True)
+    assert decode(words, [0, 1, 2]) == words.decode([0, 1, 2]) == "two words,"
+    plain = tokenizer_of("Qwen2.5")
+    ids = plain("two words , <|im_end|>", add_special_tokens=False)["input_ids"]
+    assert decode(plain, ids) == plain.decode(ids) == "two words , <|im_end|>"

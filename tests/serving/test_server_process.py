@@ -1,6 +1,7 @@
 """HTTP in a process of its own: it serves as in one, is replaced when lost, and ends with the process of the engine."""
 
 import asyncio
+import gc
 import json
 import os
 import signal
@@ -166,6 +167,16 @@ def test_a_process_that_cannot_work_is_not_started_for_ever(capfd):
 
     with_process(work, make=broken)
     assert "no such model" in capfd.readouterr().err
+
+
+def test_collections_in_the_engines_process_skip_what_was_imported():
+    gc.unfreeze()  # as it is without these tests
+    try:
+        frozen, others = with_process(lambda *given: asyncio.sleep(0, (gc.get_freeze_count(), len(gc.get_objects()))))
+        assert frozen > 10 * others
+        assert gc.get_freeze_count() == 0
+    finally:
+        gc.freeze()
 
 
 def test_it_ends_when_the_engines_process_is_killed():

@@ -10,6 +10,7 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 from posttrain.conversations.formats.base import CallFormat
@@ -23,7 +24,7 @@ from posttrain.conversations.serving.requests import (
     ModelRequest,
     name_results,
 )
-from posttrain.conversations.serving.turns import TurnReader, TurnStream
+from posttrain.conversations.serving.turns import TurnReader, TurnStream, decode
 from posttrain.conversations.templates import MessageTemplate, NoTemplate
 from posttrain.rollout.base import Output, Sampling
 
@@ -139,7 +140,7 @@ class ServedModel:
             int(time.time()),
             self.name,
             [prompt.ids for prompt in prompts],
-            lambda ids: self.template.tokenizer.decode(ids, skip_special_tokens=False),
+            partial(decode, self.template.tokenizer),
             request.n,
         )
         return Pending(request, prompts, samplings, answer, ledger)
@@ -148,7 +149,8 @@ class ServedModel:
         """Samples `n` choices for each prompt. `on_delta` gets their pieces meanwhile."""
         count = pending.request.n * len(pending.prompts)
         calls = [self._choice(pending, index, sampler, on_delta) for index in range(count)]
-        pending.answer.choices = await _gather(calls)
+        # One choice, as nearly all requests want, needs no task of its own.
+        pending.answer.choices = [await calls[0]] if count == 1 else await _gather(calls)
         return pending.answer
 
     async def _choice(self, pending: Pending, index: int, sampler: Sampler, on_delta: OnDelta | None) -> Choice:

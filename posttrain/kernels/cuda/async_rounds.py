@@ -60,10 +60,19 @@ class RowPlaces:
 class PendingResults:
     """The results of a round, on their way to the host: copies are queued after it, and the next round after them."""
 
-    def __init__(self, numbers: np.ndarray, results: Sequence[torch.Tensor]) -> None:
-        self.numbers = numbers.copy()
+    def __init__(
+        self, numbers: np.ndarray, results: Sequence[torch.Tensor], begun: torch.cuda.Event | None, steps: int
+    ) -> None:
+        self.numbers, self.begun, self.steps = numbers.copy(), begun, steps
         self.results = [_copy_to_host(tensor) for tensor in results]
-        self.finished = _record_event(results[0].device)
+        self.finished = record_event(results[0].device)
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of the device for each step, once the results are there; 0 where they are not measured."""
+        if self.begun is None or self.finished is None:
+            return 0.0
+        return self.begun.elapsed_time(self.finished) / 1000 / self.steps
 
     def wait(self) -> list[np.ndarray]:
         if self.finished is not None:
@@ -92,9 +101,10 @@ def _copy_to_host(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
 
 
-def _record_event(device: torch.device) -> torch.cuda.Event | None:
+def record_event(device: torch.device) -> torch.cuda.Event | None:
+    """An event behind all that the device was given so far."""
     if device.type != "cuda":
         return None
-    event = torch.cuda.Event()
+    event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event

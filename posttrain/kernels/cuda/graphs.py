@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 
 from posttrain.kernels.cuda import FINE, LEAST_ROWS, MOST_STEPS, MOST_TOKENS, bucket, fused_products, to_device
-from posttrain.kernels.cuda.async_rounds import PendingResults, RowPlaces
+from posttrain.kernels.cuda.async_rounds import PendingResults, RowPlaces, record_event
 from posttrain.kernels.cuda.paged_attention import StepRows, splits_for
 from posttrain.kernels.cuda.sampling import CHUNK, _pick, chunk_room, row_totals, sum_chunks
 from posttrain.kernels.whole_step import DecodeRows, FirstTokens
@@ -166,6 +166,7 @@ class GraphedSteps:
         self.stop_ids, self.stop_sets = torch.full((1, 1), -1, dtype=torch.int32, device=device), []
         self.rows = RowBuffers(0, 0, vocabulary, device)
         self.order, self.pending = RowPlaces(0), None
+        self.step_s = 0.0  # of the device, in the newest round that was read
         self.addresses: list[int] | None = None
 
     def forget(self) -> None:
@@ -189,6 +190,9 @@ class GraphedSteps:
         under_way = self._launch(rows)
         if before is not None:
             before.give(rows)
+            self.step_s = before.step_s
+        if self.pending is not None:  # begins now, as the round before has just ended
+            rows.busy_s = rows.steps * self.step_s
         rows.under_way = under_way
 
     def collect(self, rows: DecodeRows) -> None:
@@ -215,9 +219,11 @@ class GraphedSteps:
         splits = splits_for(size, self.key_heads, rows.longest)
         kind = size, splits, rows.together
         replay = self.replays.get(kind) or self._capture(*kind)
+        begun = record_event(self.device)
         for _ in range(rows.steps):
             replay()
-        self.pending = PendingResults(self.order.numbers[:size], self.rows.results(size, rows.steps))
+        results = self.rows.results(size, rows.steps)
+        self.pending = PendingResults(self.order.numbers[:size], results, begun, rows.steps)
         left = rows.limits - rows.counts - rows.under_way
         coming[which] = (np.clip(left, 0, rows.steps) + rows.only_begun())[which]
         return coming

@@ -9,6 +9,7 @@ their next tokens verified instead (`speculation.py`).
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 
 import numpy as np
@@ -95,6 +96,9 @@ class NativeEngine(RolloutEngine):
 
     def running_tokens(self) -> int:
         return int(self.slots.count[self.slots.active].sum())
+
+    def ahead_s(self) -> float:
+        return self.rounds.due - time.monotonic()
 
     def so_far(self, ids: Collection[Hashable]) -> list[Output]:
         slots = self.slots

@@ -7,6 +7,7 @@ rows then stay on the device, and the decoder continues from them before the hos
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,6 +28,9 @@ _COLUMNS_OF_ROWS = {
     "under_way": "under_way", "gaps": "gap",
 }  # fmt: skip
 _REASONS = {1: "stop", 2: "length"}
+# How much of a round's time new rows may take to come. The rest is for the host, which admits hundreds of them and
+# begins the next round in some tens of milliseconds: a device that waits costs more than rows that come a round later.
+_OPEN_SHARE, _BEGIN_S = 0.8, 0.05
 Ended = dict[int, str]
 """Slots of rows that have ended, and why."""
 
@@ -61,6 +65,7 @@ class Rounds:
         self.decoder, self.pool, self.slots, self.ended = decoder, pool, slots, ended
         self.tokens_per_step, self.tokens_unseen = tokens_per_step, tokens_unseen
         self.first: list[FirstTokens] = []  # of rows that the decoder does not know yet
+        self.due = 0.0  # when the next round is to be begun, so that the device does not wait
 
     def collect(self) -> Ended:
         """Read all that the decoder has made; it begins nothing more."""
@@ -98,6 +103,7 @@ class Rounds:
         )
         if not self.decoder.decode(rows, self.pool.layer, self.pool.routes_PLK):
             return None
+        self.due = time.monotonic() + _OPEN_SHARE * rows.busy_s - _BEGIN_S
         self.first = []
         if drafts is not None:
             drafts.passes, drafts.tried = rows.passes, rows.tried
