@@ -20,9 +20,15 @@ from posttrain.conversations.agents import Agents
 from posttrain.conversations.chat import Chat, Ended, Generate, Pause, Setup, describe_late, run_to_end
 from posttrain.conversations.conversation import Conversation
 from posttrain.conversations.tools.base import ToolCall, describe_error
+from posttrain.conversations.tools.forks import Serve
 from posttrain.conversations.tools.marks import CURRENT, MarkedSteps, Marks
 from posttrain.conversations.tools.worker import MOST_LINES, enter_worker
-from posttrain.rewards.channel import Channel
+from posttrain.machines.channel import Channel
+
+
+def serve_agents(agents: Agents, setup: Setup, timeout_s: float) -> Serve:
+    """What a worker process of these agents does."""
+    return lambda channel, marks: AgentWorker(channel, agents, setup, marks, timeout_s).serve()
 
 
 class AgentWorker:

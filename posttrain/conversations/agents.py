@@ -64,6 +64,11 @@ class Agents:
         """Schemas of the tools that the run's agent answers itself."""
         return list(self.agent(self.settings.default).tools) if self.settings.enable and self.settings.default else []
 
+    @property
+    def isolated(self) -> list[str]:
+        """Those so far that run in worker processes."""
+        return [name for name, agent in self._made.items() if agent.isolated and not agent.inline]
+
     def import_modules(self) -> None:
         """Imports what the agents need, in the process that their worker processes are forked from."""
         for agent in self._made.values():

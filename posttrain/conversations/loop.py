@@ -65,6 +65,11 @@ class ConversationLoop:
         """Whether agents of the user lead conversations: they may give rewards, fail, and replace prompts."""
         return self.agents.settings.enable
 
+    def close(self) -> None:
+        """Ends agents, then tools. Nothing may call them afterwards; closing again does nothing."""
+        self.runner.close()
+        self.runner.tools.close()
+
     def begin(
         self,
         key: Key,

@@ -4,7 +4,7 @@ A process leads several conversations, so that thousands of light agents do not 
 lost, the conversation that was running (`tools/marks.py`) has failed. The others begin anew in another process, where
 they are given the turns and tool answers that they had before: an agent that repeats its steps does not notice. If
 several were running at that moment, in threads, each of them begins anew in a process of its own, where it is known
-which one fails.
+which one fails. If a machine is lost, all conversations in its processes begin anew on the others.
 
 Everything here runs in one event loop in a thread of its own, which never waits for a process.
 """
@@ -14,21 +14,25 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from posttrain.conversations.agent_worker import AgentWorker
+from posttrain import cores
+from posttrain.conversations.agent_worker import serve_agents
 from posttrain.conversations.agents import Agents
 from posttrain.conversations.chat import Ended, Event, Generate, Setup, describe_late
 from posttrain.conversations.conversation import Conversation
 from posttrain.conversations.tools.base import ToolCall, describe_error
 from posttrain.conversations.tools.forks import ForkServer
-from posttrain.conversations.tools.marks import Marks
+from posttrain.conversations.tools.marks import place_of
 from posttrain.conversations.tools.runner import ToolRunner
 from posttrain.conversations.tools.threads import LoopThread
-from posttrain.rewards.channel import pack
+from posttrain.machines.channel import pack
+from posttrain.machines.cluster import Machine, Places
 
+AGENTS_KIND = "agents"
+"""The kind of worker processes that a machine is prepared for."""
 Report = Callable[[Hashable, Event, Conversation | None], None]
 """Called with what an agent did, and its conversation as its process has it."""
 
@@ -82,18 +86,19 @@ class _Play:
 class _Process:
     """One worker with its conversations."""
 
-    def __init__(self, server: ForkServer, *, alone: bool) -> None:
-        self.worker, self.alone = server.start(), alone
+    def __init__(self, worker: Any, *, alone: bool) -> None:
+        self.worker, self.alone = worker, alone
         self.plays: dict[int, _Play] = {}
         self.late = list[int]()  # conversations that were given up, whose code may still run in it
         self.outbox = bytearray()
         self.ready = False  # whether it has begun
         self.since = time.monotonic()  # its last message, or when it was given work after it had none
+        self.why = ""  # why it is being ended on its machine
 
     @property
     def is_open(self) -> bool:
         """Whether it takes further conversations."""
-        return not self.late and not (self.alone and self.plays)
+        return not (self.why or self.late or (self.alone and self.plays))
 
     def is_blocked(self, limit_s: float) -> bool:
         limit_s = limit_s if self.ready else max(limit_s, _START_S)
@@ -109,16 +114,15 @@ class _Process:
 
 
 class AgentProcesses:
-    """Leads conversations in at most `most` processes, as long as none is lost. Make it before threads are started: the
-    parent of the processes is forked here. `connect` begins the work."""
+    """Leads conversations in at most `most` processes on each machine, as long as none is lost. Make it before threads
+    are started: the parent of the processes is forked here. `connect` begins the work."""
 
     def __init__(self, agents: Agents, setup: Setup, *, timeout_s: float, most: int) -> None:
         self._timeout_s, self._most = timeout_s, most
         with contextlib.suppress(Exception):  # the template is compiled here, not in each process
             setup.template.prompt([{"role": "user", "content": "?"}])
-        self._marks = marks = Marks()
-        serve = lambda channel: AgentWorker(channel, agents, setup, marks, timeout_s).serve()  # noqa: E731
-        self._server = ForkServer(serve, agents.import_modules)
+        self._server = ForkServer(serve_agents(agents, setup, timeout_s), agents.import_modules)
+        self._places = Places(self._server.start, 1)
         self._processes: list[_Process] = []
         self._plays: dict[Hashable, _Play] = {}
         self._started = 0
@@ -127,6 +131,16 @@ class AgentProcesses:
         """`tools` answers tool calls of agents; `report` is called in another thread, with what they want."""
         self._tools, self._report, self._lane = tools, report, LoopThread("agent processes")
         self._lane.loop.call_soon_threadsafe(self._check_processes)
+
+    def spread(self, machines: Sequence[Machine]) -> None:
+        """Start processes on these machines as well, in proportion to their cores. They were prepared for the kind
+        `agents`."""
+        self._places = Places(self._server.start, cores.usable(), AGENTS_KIND, [(one, one.cores) for one in machines])
+
+    @property
+    def most(self) -> int:
+        """Of processes, on all machines."""
+        return self._most * self._places.machines
 
     # -- called by the runner -------------------------------------------------------------------------------------
     def start(self, key: Hashable, row: Mapping[str, Any], conversation: Conversation) -> None:
@@ -175,8 +189,8 @@ class AgentProcesses:
     def _choose(self, alone: bool) -> _Process:
         open_ones = [] if alone else [one for one in self._processes if one.is_open]
         chosen = min(open_ones, key=lambda one: len(one.plays), default=None)
-        if chosen is None or (chosen.plays and len(open_ones) < self._most):
-            chosen = _Process(self._server, alone=alone)
+        if chosen is None or (chosen.plays and len(open_ones) < self.most):
+            chosen = _Process(self._places.start(one.worker for one in self._processes), alone=alone)
             self._processes.append(chosen)
             self._lane.loop.add_reader(chosen.worker.channel.fileno(), self._read, chosen)
         return chosen
@@ -241,7 +255,7 @@ class AgentProcesses:
             return
         process.plays.pop(play.number, None)
         if process in self._processes and not process.plays:
-            if process.late or len(self._processes) > self._most:
+            if process.late or len(self._processes) > self.most:
                 self._end(process)
             process.alone = False
 
@@ -286,36 +300,38 @@ class AgentProcesses:
         for process in list(self._processes):
             if process.is_blocked(self._timeout_s + _GRACE_S):
                 self._read(process)  # this loop may have been busy itself, and not have come to its messages
-            if process in self._processes and process.is_blocked(self._timeout_s + _GRACE_S):
-                self._lose(process, describe_late(self._timeout_s))
+            if process in self._processes and process.is_blocked(self._timeout_s + _GRACE_S) and not process.why:
+                process.why = describe_late(self._timeout_s)
+                if process.worker.stop():  # otherwise its channel ends when its machine has ended it
+                    self._lose(process)
         self._lane.loop.call_later(_CHECK_S, self._check_processes)
 
-    def _lose(self, process: _Process, why: str = "") -> None:
-        """A process has ended or is blocked: one conversation fails, the others begin anew."""
-        running = [play for play in process.plays.values() if self._marks.of(play.number).is_set]
-        strays = any(self._marks.of(number).is_set for number in process.late)
-        if not running and not strays:  # it was in no step of a conversation: a callback, or a thread of an agent
-            running = [play for play in process.plays.values() if play.computing]
-        words = self._end(process)
+    def _lose(self, process: _Process) -> None:
+        """A process has ended or was blocked: one conversation fails, the others begin anew."""
+        end, why = process.worker.ended(), process.why
+        self._end(process)
+        running, strays = list[_Play](), end.running is None
+        if end.running is not None:
+            running = [play for play in process.plays.values() if place_of(play.number) in end.running]
+            strays = any(place_of(number) in end.running for number in process.late)
+            if not running and not strays:  # it was in no step of a conversation: a callback, or a thread of an agent
+                running = [play for play in process.plays.values() if play.computing]
         guilty = running if len(running) == 1 and not strays else []
         for play in list(process.plays.values()):
-            self._marks.of(play.number).clear()
             play.restarts += 1
             if play in guilty:
-                self._finish(play, Ended(error=why or f"its process ended ({words})"))
+                self._finish(play, Ended(error=why or f"its process ended ({end.text})"))
             elif play.restarts > _MOST_RESTARTS:
-                self._finish(play, Ended(error=f"its process was lost {play.restarts} times (the last: {words})"))
+                self._finish(play, Ended(error=f"its process was lost {play.restarts} times (the last: {end.text})"))
             else:
                 self._begin(play, alone=play in running)
 
-    def _end(self, process: _Process) -> str:
+    def _end(self, process: _Process) -> None:
         self._processes.remove(process)
-        for number in process.late:
-            self._marks.of(number).clear()
         descriptor = process.worker.channel.fileno()
         self._lane.loop.remove_reader(descriptor)
         self._lane.loop.remove_writer(descriptor)
-        return self._server.end(process.worker)
+        process.worker.kill()
 
 
 def _fingerprint(wanted: Generate | list[ToolCall]) -> int:

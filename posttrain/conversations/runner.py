@@ -72,7 +72,7 @@ class Runner:
     """Runs agents; a context manager. No agent can end or hang it."""
 
     def __init__(self, tools: ToolRunner, timeout_s: float, processes: AgentProcesses | None = None) -> None:
-        self.tools, self.timeout_s, self._processes = tools, timeout_s, processes
+        self.tools, self.timeout_s, self.processes = tools, timeout_s, processes
         # What happened in other threads: events of agents, with their conversation where it is in a worker process, and
         # tool answers for inline ones.
         self._news = queue.SimpleQueue[tuple[Hashable, Event | Future[list[ToolAnswer]], Conversation | None]]()
@@ -87,6 +87,7 @@ class Runner:
         # Guards the states of work, which both the agents' thread and the caller's change.
         self._lock = threading.Lock()
         self._moved = time.monotonic()
+        self._closed = False
         self._lane = LoopThread("agents")
 
     # -- called by the driver -------------------------------------------------------------------------------------
@@ -99,9 +100,9 @@ class Runner:
         if agent.inline:
             self._inline[key] = agent.lead(chat, row)
             return self._step(key, None)
-        if agent.isolated and self._processes is not None:
+        if agent.isolated and self.processes is not None:
             self._remote[key] = chat, True
-            self._processes.start(key, row, chat.conversation)
+            self.processes.start(key, row, chat.conversation)
             return None
         with self._lock:
             work = self._work[key] = _Work(key, self._lane)
@@ -117,7 +118,7 @@ class Runner:
             return self._step(key, output)
         if key in self._remote:
             self._remote[key] = self._remote[key][0], True
-            self._processes.give(key, output)  # pyright: ignore (there are processes)
+            self.processes.give(key, output)  # pyright: ignore (there are processes)
             return None
         work = self._work.get(key)
         settle = None if work is None else work.turns.pop(id(wanted), None)
@@ -197,8 +198,11 @@ class Runner:
 
     def close(self) -> None:
         """Agents that are still at work are cancelled; those that hang are left alone."""
-        if self._processes is not None:
-            self._processes.close()
+        if self._closed:
+            return
+        self._closed = True
+        if self.processes is not None:
+            self.processes.close()
         self._lane.stop()
         for coroutine in self._inline.values():
             coroutine.close()

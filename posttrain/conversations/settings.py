@@ -72,7 +72,10 @@ class AgentSettings:
     timeout_s: float = setting(60.0, range=POSITIVE)
     """Seconds that it may take between two turns of the model; a conversation that takes longer fails."""
     processes: int = setting(32, range=ONE_OR_MORE)
-    """Worker processes for agents; if there are more conversations, several share a process."""
+    """Worker processes for agents on each machine; if there are more conversations, several share a process."""
+    on_all_machines: bool = True
+    """Run tools and agents of your own on every machine of the run's Ray that has cores; false keeps them on the
+    driver's."""
     max_rows: int | None = setting(None, range=ONE_OR_MORE)
     """Most rows of one sample (sub-agents, compacted or changed histories). Beyond it, an agent gets an error and a
     program HTTP status 400. null is no limit."""
@@ -149,7 +152,8 @@ def _check_turns(checked: Checked) -> Iterator[Finding]:
     if settings is None:
         return
     # An environment has its own tools, and an interaction answers turns without tools.
-    agent = [one for one in checked.config.actor_rollout_ref.rollout.agent.values() if one is not None]
+    given = checked.config.actor_rollout_ref.rollout.agent
+    agent = [name for name, one in given.items() if one is not None and name != "on_all_machines"]
     files = settings.tool_config_path or settings.function_tool_path or settings.mcp_config_path
     if settings.enable and not (settings.tools or files or agent):
         what = f"`{TURNS_KEY}.enable=True`, but there is no tool that the model could call."
@@ -195,6 +199,8 @@ def _check_agent(checked: Checked) -> Iterator[Finding]:
     if settings.program and "config" in given:
         yield f"{AGENT_KEY}.config has no effect: a program has its arguments in {AGENT_KEY}.program."
     without_effect = [name for name in given if name in ("config", "timeout_s", "processes", "max_rows")]
+    if "on_all_machines" in given and not checked.config.actor_rollout_ref.rollout.multi_turn.get("enable"):
+        without_effect.append("on_all_machines")
     if without_effect and not settings.enable:
         yield f"{AGENT_KEY}: {_idle(without_effect)}: no agent is named ({AGENT_KEY}=FILE.py:NAME)."
 

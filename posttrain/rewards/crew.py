@@ -20,44 +20,29 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from posttrain.rewards.channel import CHUNK, CHUNK_S, Channel, Payload
+from posttrain.machines.channel import SEND_S, Channel
+from posttrain.machines.cluster import Places
+from posttrain.machines.host import End
+from posttrain.machines.spawn import spawn
+from posttrain.rewards.messages import CHUNK, CHUNK_S, Payload
 from posttrain.rewards.types import Outcome, RewardError, RewardSpec, failure
 
-_ROOT = str(Path(__file__).resolve().parents[2])
-# The worker imports this process's posttrain, whatever PYTHONPATH says: both ends must use the same protocol.
-# Everything else is imported as the user has it.
-_START = (
-    f"import sys; sys.path.insert(0, {_ROOT!r}); import posttrain; del sys.path[0]; "
-    "from posttrain.rewards.worker import serve; serve()"
-)
-_ONE_THREAD = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 # Seconds that importing the user's file may take.
 IMPORT_S = 120.0
-# How long a worker that should be reading may accept nothing of a message.
-SEND_S = 60.0
 
 
 class WorkerProcess:
     """A running `posttrain.rewards.worker` with its reward; it sends ("ready", spec) or ("failed", what, todo)."""
 
-    where = ""  # the address of its machine, if that is not the driver's
+    machine = None  # the driver's
+    where = ""  # the address of another machine
     shares_clock = True  # whether its times can be compared with ours
 
     def __init__(self, spec: RewardSpec) -> None:
         ours, theirs = socket.socketpair()
-        # A plain subprocess, not multiprocessing: the user's __main__ is never imported a second time. -P keeps the
-        # working folder out of the worker's own imports, where a user's random.py would shadow the standard library.
-        command = [sys.executable, "-P", "-c", _START, str(theirs.fileno()), str(os.getpid())]
-        self.process = subprocess.Popen(
-            command,
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
-            stdout=2,  # output that bypasses sys.stdout (C code, children) must not mix with the run's own output
-            env=_environment(),
-            start_new_session=True,
-        )
+        self.process = spawn("from posttrain.rewards.worker import serve; serve()", theirs)
         _send_to_guardian(f"+{self.process.pid}\n")
         theirs.close()
         self.channel = Channel(ours, send_s=SEND_S)
@@ -112,6 +97,9 @@ class WorkerProcess:
         """Whether it ended by SIGKILL, which the kernel sends when memory is short."""
         return self.process.poll() == -signal.SIGKILL
 
+    def ended(self) -> End:
+        return End(self.exit_text(), self.was_killed())
+
     def kill(self) -> None:
         """End the process and whatever it started, and wait for it."""
         # Before wait(): until then the group's number cannot be reused.
@@ -121,15 +109,6 @@ class WorkerProcess:
         self.process.wait()
         _send_to_guardian(f"-{self.process.pid}\n")  # it has ended, and its number may be reused by others
         self.channel.close()
-
-
-def _environment() -> dict[str, str]:
-    environment = dict(os.environ)
-    paths = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
-    environment["PYTHONPATH"] = os.pathsep.join([*paths, *([] if _ROOT in paths else [_ROOT])])
-    # Equal hash seeds give sets the same order in every worker, so a score cannot depend on which one computed it.
-    environment.update({"PYTHONHASHSEED": "0", "TOKENIZERS_PARALLELISM": "false"}, **dict.fromkeys(_ONE_THREAD, "1"))
-    return environment
 
 
 # The guardian is a process that outlives the run by a moment, to end what reward workers have started. The kernel kills
@@ -205,28 +184,9 @@ class Task:
     killed_once: bool = False
 
 
-class Places(Protocol):
-    """Where a Crew's workers are started: `room` says how many there may be."""
-
-    @property
-    def room(self) -> int: ...
-
-    def start(self, spec: RewardSpec) -> Any: ...
-
-
-@dataclass(frozen=True)
-class Here:
-    """On this machine."""
-
-    room: int
-
-    def start(self, spec: RewardSpec) -> WorkerProcess:
-        return WorkerProcess(spec)
-
-
 @dataclass
 class _Worker:
-    handle: Any  # a WorkerProcess, or what looks like one (machines.py)
+    handle: Any  # a WorkerProcess, or a RemoteWorker, which looks like one
     deadline: float
     ready: bool = False
     warm: bool = False
@@ -251,7 +211,7 @@ class Crew:
     ) -> None:
         self.backlog: deque[Task] = deque()
         self._spec, self._timeout, self._on_print = spec, timeout_s, on_print
-        self.places: Places = Here(size)
+        self.places = Places(self.start_here, size)
         self._workers = [_Worker(first, 0.0, ready=True)] if first else []
         self._done: list[tuple[Task, list[Outcome]]] = []
         self._useless_deaths, self._lost_idle = 0, False
@@ -262,7 +222,8 @@ class Crew:
         """Hand out tasks, and wait until a worker sends something, a deadline passes or `wake` can be read."""
         # A worker that died idle (the kernel picks one when memory is short) is replaced when there is work for it.
         while len(self._workers) < self.places.room and (self.backlog or not self._lost_idle):
-            self._workers.append(_Worker(self.places.start(self._spec), time.monotonic() + IMPORT_S))
+            started = self.places.start(worker.handle for worker in self._workers)
+            self._workers.append(_Worker(started, time.monotonic() + IMPORT_S))
         self._lost_idle = self._lost_idle and len(self._workers) < self.places.room
         self._hand_out()
         self._let_answers_accumulate()
@@ -270,6 +231,10 @@ class Crew:
         self._enforce_deadlines()
         done, self._done = self._done, []
         return done
+
+    def start_here(self) -> WorkerProcess:
+        """A worker on this machine."""
+        return WorkerProcess(self._spec)
 
     def end(self) -> None:
         for worker in self._workers:

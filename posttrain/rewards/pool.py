@@ -15,11 +15,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from posttrain import cores, pulse
-from posttrain.rewards.channel import Payload
-from posttrain.rewards.crew import Crew, Places, Task, WorkerProcess
+from posttrain.machines.cluster import Machines, Places
+from posttrain.rewards.crew import Crew, Task, WorkerProcess
+from posttrain.rewards.messages import Payload
 from posttrain.rewards.types import Outcome, RewardError, RewardItem, RewardResult, RewardSpec
 from posttrain.texts import well_formed
 
@@ -29,6 +31,18 @@ MOST = 8  # workers of a machine, unless `reward.num_workers` says otherwise
 def pool_size(num_workers: int | None) -> int:
     """Return the number of worker processes for `reward.num_workers`; null means one per core, at most eight."""
     return num_workers or min(MOST, cores.usable())
+
+
+class _RemoteWorkers:
+    """Starts workers on another machine."""
+
+    def __init__(self, spec: bytes, check: Callable[[], Any] | None) -> None:
+        if check is not None:
+            check()
+        self.spec: RewardSpec = pickle.loads(spec)  # the driver's own, by Ray's call
+
+    def start(self) -> WorkerProcess:
+        return WorkerProcess(self.spec)
 
 
 class RewardPool:
@@ -47,7 +61,7 @@ class RewardPool:
     ) -> None:
         # `first` is a worker that is ready and already has this spec; the pool owns it from now on. `check_machine`
         # raises where the reward cannot be computed on the machine that calls it.
-        self.check_machine = check_machine
+        self.check_machine, self.num_workers = check_machine, num_workers
         if num_workers is not None and num_workers < 1:
             raise RewardError(
                 f"reward.num_workers is {num_workers}", "reward.num_workers", "set it to 1 or more, or to null"
@@ -139,13 +153,22 @@ class RewardPool:
             done, self._done = self._done, {}
         return done
 
-    def spread(self, places: Places) -> None:
-        """Start further workers where `places` says, up to its room."""
+    def spread(self, machines: Machines, say: Callable[[str], object]) -> None:
+        """Start further workers on these machines, as many on each as here."""
+        make = partial(_RemoteWorkers, pickle.dumps(self.spec), self.check_machine)
+        ready = machines.prepare("rewards", make, "rewards are not computed", say)
+        if not ready:
+            return
+        shares = [(machine, self.num_workers or min(MOST, machine.cores)) for machine in ready]
         with self._changed:
-            self._crew.places = places  # read by the pool's thread when it has been woken
+            # Read by the pool's thread when it has been woken.
+            self._crew.places = places = Places(
+                self._crew.start_here, pool_size(self.num_workers), "rewards", shares
+            )
             if not self._woken:
                 self._woken = True
                 os.write(self._wake_write, b".")
+        say(f"Reward workers: {places.room} on {places.machines} machines.")
 
     def close(self) -> None:
         """End all workers; results that were not fetched are lost."""

@@ -1,6 +1,6 @@
 """A reward worker, a process with the arguments FD PARENT (crew.py): imports the reward once, then scores.
 
-channel.py lists its messages. After each score it looks for damage to the state that all scores of a worker share, and
+messages.py lists its messages. After each score it looks for damage to the state that all scores of a worker share, and
 compares it with the state after the reward was imported:
 
     replaced or removed builtins, functions of `os` and others, entries of `sys.modules`; file descriptors 0 to 2 closed
@@ -15,14 +15,12 @@ from __future__ import annotations
 
 import builtins
 import contextlib
-import ctypes
 import gc
 import io
 import operator
 import os
 import pickle
 import signal
-import socket
 import sys
 import time
 import zlib
@@ -33,9 +31,11 @@ from os import chdir, fstat, getcwd
 from types import ModuleType
 from typing import Any, NamedTuple
 
+from posttrain.machines.channel import Channel
+from posttrain.machines.spawn import connection
 from posttrain.rewards import scorers
-from posttrain.rewards.channel import CHUNK_S, Channel, Payload
 from posttrain.rewards.loading import load_scores
+from posttrain.rewards.messages import CHUNK_S, Payload
 from posttrain.rewards.signatures import BatchFacts, describe_exception
 from posttrain.rewards.types import Outcome, RewardError, ScoreItems, failure
 from posttrain.texts import utf8, well_formed
@@ -47,9 +47,7 @@ _SLOW_IMPORT_S = 60.0
 
 def main() -> None:
     """Serve one parent until it closes the connection."""
-    _die_with_parent(int(sys.argv[2]))
-    os.set_inheritable(int(sys.argv[1]), False)  # a program that outlives the worker must not keep its connection open
-    channel = Channel(socket.socket(fileno=int(sys.argv[1])))
+    channel = Channel(connection())
     messages = _messages(channel)
     spec = next(messages, None)
     if spec is None:
@@ -135,14 +133,6 @@ def score_task(score: ScoreItems, payloads: Sequence[Payload], seeding: Seeding)
         return score(items)
     except BaseException as error:
         return [failure(describe_exception(error))] * len(payloads)
-
-
-def _die_with_parent(parent: int) -> None:
-    # The kernel then kills this process when its parent ends, however that happens; elsewhere end-of-file must do.
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-        if os.getppid() != parent:  # it ended before the call
-            os._exit(0)
 
 
 class _Lines(io.TextIOBase):

@@ -204,6 +204,7 @@ def test_a_warm_up_over_all_steps_is_noted(load):
         ([f"{ROLLOUT}.kv_cache_gb=-1"], "must be above 0"),
         ([f"{ROLLOUT}.max_num_batched_tokens=0"], "must be 1 or more"),
         ([f"{ROLLOUT}.multi_turn=True"], "there is no tool that the model could call"),
+        ([f"{ROLLOUT}.multi_turn=True", f"{ROLLOUT}.agent.on_all_machines=False"], "there is no tool that the"),
         (["training.learning_rate=2e-5"], f"{ACTOR}.optim.lr"),
         pytest.param(["trainer.device=npu"], "torch_npu", id="S2-20"),
         (["trainer.logger=[wandbb]"], "did you mean `wandb`"),

@@ -9,8 +9,8 @@ import pytest
 from patience import until
 
 from posttrain.config.rollout import CustomRewardConfig
+from posttrain.machines.channel import Channel
 from posttrain.rewards import RewardItem, RewardPool, resolve_reward
-from posttrain.rewards.channel import Channel
 
 BEHAVIOURS = """
 import ctypes, os, sys, time

@@ -19,7 +19,7 @@ from posttrain.rewards.pool import PrintLimiter
 
 
 def _frame(message):
-    """A message as channel.py writes it."""
+    """A message as machines/channel.py writes it."""
     data = pickle.dumps(message)
     return struct.pack("!Q", len(data)) + data
 

@@ -123,14 +123,14 @@ def test_calls_that_must_not_be_repeated_are_not_made_again_in_another_process()
         assert [ask(runner, "tally", number).text for number in lost] == ["11", "31"]
 
 
-def test_a_function_says_that_its_calls_must_not_be_repeated():
+def test_a_function_says_that_its_calls_must_not_be_repeated_and_how_many_run_at_once():
     def pay(amount: int) -> str:
         """Pays."""
         return "paid"
 
-    assert FunctionTool(pay).repeatable
-    pay.repeatable = False
-    assert not FunctionTool(pay).repeatable
+    assert FunctionTool(pay).repeatable and FunctionTool(pay).at_once == 32
+    pay.repeatable, pay.at_once = False, 100
+    assert not FunctionTool(pay).repeatable and FunctionTool(pay).at_once == 100
 
 
 def test_functions_of_a_closure_run_their_random_numbers_differ_and_what_they_print_is_shown(capsys):

@@ -21,7 +21,7 @@ from aiohttp import web
 
 from posttrain.conversations.serving.wire import Link, Receive
 from posttrain.conversations.tools.forks import ForkServer, Worker
-from posttrain.rewards.channel import Channel
+from posttrain.machines.channel import Channel
 
 _BACKLOG = 4096
 _CLOSING_S = 0.5
@@ -58,7 +58,7 @@ class ServerProcess:
 
     def __init__(self, listener: socket.socket, make: MakeApp) -> None:
         self.listener = listener
-        self._forks = ForkServer(lambda channel: _run(channel, listener, make))
+        self._forks = ForkServer(lambda channel, _: _run(channel, listener, make))
         self._freezes = not gc.get_freeze_count()
         if self._freezes:  # a full collection takes a third of a second in this process, mostly for what was imported
             gc.freeze()
@@ -77,7 +77,8 @@ class ServerProcess:
         def end() -> None:
             self._worker = self.link = None
             self._short_lives = self._short_lives + 1 if time.monotonic() - born < _SHORT_S else 0
-            lost(self._forks.end(worker))
+            worker.kill()
+            lost(worker.ended().text)
 
         link = self.link = Link(worker.channel.socket, receive, end)
         link.post([facts])

@@ -1,13 +1,15 @@
 """Worker processes that are forked from one parent: they start in milliseconds, and can be killed and replaced.
 
     parent = ForkServer(serve)          # now: everything that this process has imported and made is in it
-    worker = parent.start()             # a process that runs serve(channel)
+    worker = parent.start()             # a process that runs serve(channel, marks)
     worker.channel.send(...)
-    parent.end(worker)                  # kills it with whatever it started; says how it ended
+    worker.kill()                       # with whatever it started
+    worker.ended().text                 # how it ended
 
 The parent is forked once, before a model is loaded, and does nothing but fork. Forking from the trainer each time would
 copy the page tables of its weights, and the locks that its threads hold at that moment.
-Functions of closures and notebooks, which cannot be pickled, are in the parent's memory like anything else.
+Functions of closures and notebooks, which cannot be pickled, are in the parent's memory like anything else. On other
+machines there is no trainer to fork from: there the parent is a Python of its own (`spawned`).
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import pickle
 import signal
 import socket
 import struct
@@ -23,30 +26,53 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
+from typing import cast
 
-from posttrain.rewards.channel import Channel
+from posttrain.conversations.tools.marks import Marks
+from posttrain.errors import UserError, first_line
+from posttrain.machines.channel import SEND_S, Channel
+from posttrain.machines.host import End
+from posttrain.machines.spawn import connection, spawn
 
 _REQUEST = struct.Struct("!cq")
 _REPLY = struct.Struct("!q")
-_SEND_S = 60.0
 _OURS: weakref.WeakSet[socket.socket] = weakref.WeakSet()  # the trainer's ends of all connections
 _GRACE_S = 2.0  # for workers to end by themselves when the parent ends
 
 
-@dataclass(eq=False)
+Serve = Callable[[Channel, Marks], None]
+"""All that a worker does. It may mark which of its conversations run, so that their names outlive it."""
+
+
 class Worker:
     """A worker as its user sees it."""
 
-    pid: int
-    channel: Channel
+    machine = None  # this one
+
+    def __init__(self, server: ForkServer, pid: int, channel: Channel) -> None:
+        self._server, self.pid, self.channel = server, pid, channel
+        self._end: End | None = None
+
+    def stop(self) -> bool:
+        """Kills its process group, if it still runs. Always True: how it ended is known."""
+        if self._end is None:
+            self._end = self._server.end(self.pid)
+        return True
+
+    def ended(self) -> End:
+        self.stop()
+        return cast(End, self._end)
+
+    def kill(self) -> None:
+        self.channel.close()
+        self.stop()
 
 
 class ForkServer:
     """The parent of all workers. Thread-safe; `close` ends it and them, and so does the end of this process."""
 
-    def __init__(self, serve: Callable[[Channel], None], prepare: Callable[[], None] | None = None) -> None:
+    def __init__(self, serve: Serve, prepare: Callable[[], None] | None = None) -> None:
         """`prepare` runs in the parent alone: what it imports is in all workers, and not in the trainer."""
         for stream in (sys.stdout, sys.stderr):  # what is buffered would be written once more by the child
             with contextlib.suppress(Exception):
@@ -60,6 +86,7 @@ class ForkServer:
             for one in list(_OURS):
                 one.close()
             _run(lambda: _serve_forks(theirs, serve, prepare))
+        self._wait: Callable[[], object] = partial(os.waitpid, self.pid, 0)
         theirs.close()
 
     def start(self) -> Worker:
@@ -69,30 +96,32 @@ class ForkServer:
         with self._lock, theirs:
             try:
                 socket.send_fds(self._control, [_REQUEST.pack(b"F", 0)], [theirs.fileno()])
-                pid = self._reply()
+                pid = self._read_number()
             except OSError as error:
                 ours.close()
                 raise RuntimeError("the process that starts tool workers has ended") from error
-        return Worker(pid, Channel(ours, send_s=_SEND_S))
+        return Worker(self, pid, Channel(ours, send_s=SEND_S))
 
-    def end(self, worker: Worker) -> str:
-        """Kills a worker's process group, if it still runs, and says how it ended: `exit code 3`."""
-        worker.channel.close()
+    def end(self, pid: int) -> End:
+        """Kills a worker's process group, if it still runs, and says how it ended."""
         with self._lock:
             try:
-                self._control.sendall(_REQUEST.pack(b"K", worker.pid))
-                return _describe(self._reply())
+                self._control.sendall(_REQUEST.pack(b"K", pid))
+                status, marked = self._read_number(), self._read_number()
+                running = frozenset(self._read_number() for _ in range(marked))
             except OSError:
-                return "its parent has ended"
+                return End("its parent has ended")
+        killed = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
+        return End(_describe(status), killed, running)
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
             self._control.shutdown(socket.SHUT_RDWR)  # the parent reads the end of the file
         self._control.close()
         with contextlib.suppress(ChildProcessError):
-            os.waitpid(self.pid, 0)
+            self._wait()
 
-    def _reply(self) -> int:
+    def _read_number(self) -> int:
         data = b""
         while len(data) < _REPLY.size:
             more = self._control.recv(_REPLY.size - len(data))
@@ -100,6 +129,51 @@ class ForkServer:
                 raise OSError("closed")
             data += more
         return _REPLY.unpack(data)[0]
+
+
+def spawned(make: bytes) -> ForkServer:
+    """With a parent that is a Python of its own, for a process that has threads. There `make`, a pickled function,
+    gives what workers serve; UserError with what it raised."""
+    server = ForkServer.__new__(ForkServer)
+    server._control, theirs = socket.socketpair()
+    server._lock = threading.Lock()
+    _OURS.add(server._control)
+    # The driver's, if it has one: an agent that begins anew on another machine repeats its steps.
+    seed = os.environ.get("PYTHONHASHSEED", "0")
+    with theirs:
+        process = spawn(f"from {__name__} import serve_spawned; serve_spawned()", theirs, hash_seed=seed)
+    server.pid, server._wait = process.pid, process.wait
+    control = Channel(server._control)
+    with contextlib.suppress(OSError):  # it has ended, which the next lines find
+        control.send(make)
+    answers = []
+    while not (answers or control.ended or control.broken):
+        answers = control.receive()
+    if answers != [""]:
+        server.close()
+        raise UserError(answers[0] if answers else "the process that starts workers ended at once")
+    return server
+
+
+def serve_spawned() -> None:
+    """All that the parent of a `spawned` server does."""
+    # It outlives what started it by a moment, to end workers that hang.
+    control = Channel(connection(die_with_parent=False))
+    messages: list[bytes] = []
+    while not (messages or control.ended):
+        messages = control.receive()
+    if not messages:
+        return
+    try:
+        serve = pickle.loads(messages[0])()
+    except BaseException as error:  # whatever a user's file does when it is imported
+        control.send(first_line(error))
+        return
+    control.send("")
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD):
+        signal.signal(number, signal.SIG_DFL)
+    _serve_forks(control.socket, serve, None)
+    os._exit(0)  # nothing of what the user's files have registered for the end
 
 
 def _describe(status: int) -> str:
@@ -121,31 +195,32 @@ def _run(work: Callable[[], None]) -> None:
         os._exit(0)
 
 
-def _serve_forks(control: socket.socket, serve: Callable[[Channel], None], prepare: Callable[[], None] | None) -> None:
+def _serve_forks(control: socket.socket, serve: Serve, prepare: Callable[[], None] | None) -> None:
     if prepare is not None:
         prepare()
     gc.freeze()  # a collection in a worker would copy every page that it looks at
-    alive = set[int]()
+    alive = dict[int, Marks]()
     while True:
         data, fds, _, _ = socket.recv_fds(control, _REQUEST.size, 1)
         if len(data) < _REQUEST.size:  # the trainer has closed its end, or is gone
             break
         kind, pid = _REQUEST.unpack(data)
         if kind == b"F":
+            marks = Marks()
             pid = os.fork()
             if pid == 0:
                 control.close()
                 channel = Channel(socket.socket(fileno=fds[0]))
-                _run(partial(serve, channel))
+                _run(partial(serve, channel, marks))
             os.close(fds[0])
-            alive.add(pid)
+            alive[pid] = marks
             control.sendall(_REPLY.pack(pid))
         else:
-            alive.discard(pid)
-            control.sendall(_REPLY.pack(_kill(pid)))
+            status, places = _kill(pid), alive.pop(pid).places()
+            control.sendall(b"".join(map(_REPLY.pack, (status, len(places), *places))))
     end = time.monotonic() + _GRACE_S  # workers see that their channels have ended
     while alive and time.monotonic() < end:
-        alive = {pid for pid in alive if os.waitpid(pid, os.WNOHANG)[0] == 0}
+        alive = {pid: marks for pid, marks in alive.items() if os.waitpid(pid, os.WNOHANG)[0] == 0}
         time.sleep(0.01)
     for pid in alive:
         _kill(pid)

@@ -6,7 +6,8 @@ and replaced, however often it happens. A worker has one call at a time, so it i
 Functions keep nothing between calls, so any worker serves any call. A `Tool` object keeps the state of conversations: a
 conversation stays with one worker. When that process is lost, the conversation whose call did it starts anew, and is
 told so at its next call. For the others the tool is opened in another process, where their calls are made once more;
-if these may not be repeated (`repeatable`), such conversations start anew and are told so, too.
+if these may not be repeated (`repeatable`), such conversations start anew and are told so, too. A machine that is lost
+takes all its processes with it: a call that was under way there fails.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from posttrain.conversations.tools.base import CallFailed, Tool, ToolAnswer, Too
 from posttrain.conversations.tools.forks import ForkServer
 from posttrain.conversations.tools.threads import LoopThread, Threads
 from posttrain.conversations.tools.worker import invoke, own_error, serve_calls
+from posttrain.machines.cluster import Places
 
 
 class ToolHost(ABC):
@@ -84,9 +86,9 @@ class ThreadHost(ToolHost):
 class ProcessHost(ToolHost):
     """In worker processes, at most `tool.at_once` of them, which are started when they are needed."""
 
-    def __init__(self, tool: Tool, timeout_s: float, server: ForkServer) -> None:
+    def __init__(self, tool: Tool, timeout_s: float, places: Places) -> None:
         super().__init__(tool, timeout_s)
-        self._server = server
+        self.places = places
         self._started: list[_Process] = []
         self._idle: list[_Process] = []
         self._homes: list[_Process] = []  # with the state of conversations
@@ -146,6 +148,8 @@ class ProcessHost(ToolHost):
                 home = self._homes_by[conversation] = self._choose_home()
                 home.conversations.add(conversation)
             async with home.lock:
+                if not home.lost and not home.is_alive():  # it ended between two calls: none of them is to blame
+                    self._leave(home)
                 if home.lost:  # a call before this one took the process with it
                     if conversation not in self._lost:
                         continue
@@ -190,7 +194,7 @@ class ProcessHost(ToolHost):
 
     def _start(self) -> _Process:
         self._started = [one for one in self._started if not one.lost]
-        self._started.append(_Process(self.tool, self._server))
+        self._started.append(_Process(self.tool.name, self.places.start(one.worker for one in self._started)))
         return self._started[-1]
 
     async def shutdown(self) -> list[BaseException]:
@@ -211,8 +215,8 @@ class ProcessHost(ToolHost):
 class _Process:
     """One worker, at one call after the other."""
 
-    def __init__(self, tool: Tool, server: ForkServer) -> None:
-        self.name, self.server, self.worker = tool.name, server, server.start()
+    def __init__(self, name: str, worker: Any) -> None:
+        self.name, self.worker = name, worker
         self.lock = asyncio.Lock()
         self.conversations = set[Hashable]()
         self.lost = ""  # how the process ended
@@ -264,8 +268,8 @@ class _Process:
             self._end("the run ended")
 
     def _end(self, words: str = "") -> str:
-        ended = self.server.end(self.worker)
-        self.lost = words or ended
+        self.lost = words or self.worker.ended().text
+        self.worker.kill()
         return self.lost
 
 
@@ -297,8 +301,9 @@ def read_answer(name: str, said: Any, seconds: float) -> ToolAnswer:
 def host_tools(tools: Mapping[str, Tool], timeout_s: float) -> tuple[dict[str, ToolHost], ForkServer | None]:
     """(the host of each tool, the parent of their worker processes if any needs one)."""
     isolated = [name for name, tool in tools.items() if tool.isolated and hasattr(os, "fork")]
-    server = ForkServer(lambda channel: serve_calls(channel, tools)) if isolated else None
+    server = ForkServer(lambda channel, _: serve_calls(channel, tools)) if isolated else None
+    places = Places(server.start, 1) if server else None
     return {
-        name: ProcessHost(tool, timeout_s, server) if server and tool.isolated else ThreadHost(tool, timeout_s)
+        name: ProcessHost(tool, timeout_s, places) if places and tool.isolated else ThreadHost(tool, timeout_s)
         for name, tool in tools.items()
     }, server

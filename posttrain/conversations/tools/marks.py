@@ -1,4 +1,4 @@
-"""Which conversations run code at this moment: a table that worker processes share with the trainer.
+"""Which conversations run code at this moment: a table that a worker process shares with its parent.
 
 A process that blocks or ends cannot say which of its conversations did it. The table still can: a worker marks a
 conversation before each step of its code and clears the mark behind it, which costs no message.
@@ -16,14 +16,28 @@ _PLACES = 1 << 20  # of conversations that are under way together; only pages th
 
 
 class Marks:
-    """Made in the trainer, before its worker processes are forked."""
+    """Of one worker process, made in its parent before it is forked."""
 
     def __init__(self) -> None:
         self._table = mmap.mmap(-1, 2 * _PLACES)
 
     def of(self, number: int) -> Mark:
         """The mark of a conversation."""
-        return Mark(self._table, 2 * (number % _PLACES))
+        return Mark(self._table, 2 * place_of(number))
+
+    def places(self) -> list[int]:
+        """The places (`place_of`) of all conversations that are marked."""
+        found, clean = set[int](), bytes(mmap.PAGESIZE)
+        for start in range(0, 2 * _PLACES, mmap.PAGESIZE):
+            page = self._table[start : start + mmap.PAGESIZE]
+            if page != clean:
+                found.update((start + number) // 2 for number, is_set in enumerate(page) if is_set)
+        return sorted(found)
+
+
+def place_of(number: int) -> int:
+    """The place of a conversation in a table."""
+    return number % _PLACES
 
 
 class Mark:
@@ -35,13 +49,6 @@ class Mark:
         self._table, self._place = table, place
         self.seconds = 0.0
         """What the steps of this conversation have taken, in this process."""
-
-    @property
-    def is_set(self) -> bool:
-        return any(self._table[self._place : self._place + 2])
-
-    def clear(self) -> None:
-        self._table[self._place : self._place + 2] = b"\0\0"
 
     def add_seconds(self, seconds: float) -> None:
         self.seconds += seconds

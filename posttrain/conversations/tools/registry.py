@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from posttrain.conversations.settings import TurnSettings
 from posttrain.conversations.tools.base import Tool, ToolAnswer, answer_of
 from posttrain.conversations.tools.calculator import calculator
+from posttrain.conversations.tools.forks import Serve
 from posttrain.conversations.tools.lookup import called_name, find_tool, is_place
 from posttrain.conversations.tools.mcp import PREFIX, parse_server, read_mcp_tools, read_servers
 from posttrain.conversations.tools.python import PythonTool
@@ -16,7 +17,9 @@ from posttrain.conversations.tools.schema import PLACE, read_settings, schema_of
 from posttrain.conversations.tools.search import SearchTool
 from posttrain.conversations.tools.threads import Threads
 from posttrain.conversations.tools.verl_tools import read_function_tools, read_tools
+from posttrain.conversations.tools.worker import serve_calls
 from posttrain.errors import UserError
+from posttrain.external import import_external
 from posttrain.registry import Registry
 from posttrain.spelling import closest
 
@@ -35,6 +38,7 @@ class FunctionTool(Tool):
         own = str(getattr(function, "__module__", "")).startswith("posttrain.")
         self.isolated, self.stateless = getattr(function, "isolated", not own), True
         self.repeatable = getattr(function, "repeatable", True)
+        self.at_once = getattr(function, "at_once", self.at_once)
         self._settings = read_settings(self.name, function, settings or {}, rest=True)
         self.secrets = secrets_of(self._settings)
         parameters = inspect.signature(function).parameters.values()
@@ -123,6 +127,17 @@ def make_tools_of(turns: TurnSettings) -> dict[str, Tool]:
         function_path=turns.function_tool_path,
         mcp_path=turns.mcp_config_path,
     )
+
+
+def serve_tools(library: str | None, turns: TurnSettings, names: Sequence[str]) -> Serve:
+    """What worker processes of these tools of a run do, in the process on another machine that they are forked from.
+    `library` is the user's module that may register some."""
+    if library:
+        import_external(library)
+    tools = make_tools_of(turns)
+    if missing := [name for name in names if name not in tools]:
+        raise UserError(f"there is no tool {missing[0]!r}")
+    return lambda channel, _: serve_calls(channel, tools)
 
 
 def _make(name: str, settings: dict[str, dict[str, Any]]) -> Tool:

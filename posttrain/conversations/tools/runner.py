@@ -16,6 +16,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
 
+from posttrain import cores
 from posttrain.conversations.settings import SIDES
 from posttrain.conversations.tools.arguments import ArgumentError, convert_arguments
 from posttrain.conversations.tools.base import (
@@ -28,9 +29,12 @@ from posttrain.conversations.tools.base import (
     presented,
     redacted,
 )
-from posttrain.conversations.tools.hosts import ToolHost, host_tools, read_answer
+from posttrain.conversations.tools.hosts import ProcessHost, ToolHost, host_tools, read_answer
 from posttrain.conversations.tools.threads import LoopThread
+from posttrain.machines.cluster import Machine, Places
 
+TOOLS_KIND = "tools"
+"""The kind of worker processes that a machine is prepared for."""
 # Calls of tools that do not exist are counted together, because a model may invent any number of names.
 UNKNOWN = "(unknown)"
 # Kinds of errors of a call. `close` and `reward` are errors of conversations, `shutdown` of the run.
@@ -130,6 +134,20 @@ class ToolRunner:
         self._own.stop()
         if self._server is not None:
             self._server.close()
+
+    @property
+    def isolated(self) -> list[str]:
+        """Tools that run in worker processes."""
+        return [name for name, host in self._hosts.items() if isinstance(host, ProcessHost)]
+
+    def spread(self, machines: Sequence[Machine]) -> None:
+        """Start worker processes on these machines as well, in proportion to their cores. They were prepared for the
+        kind `tools`."""
+        assert self._server is not None
+        places = Places(self._server.start, cores.usable(), TOOLS_KIND, [(one, one.cores) for one in machines])
+        for host in self._hosts.values():
+            if isinstance(host, ProcessHost):
+                host.places = places
 
     def _shut_down(self) -> None:
         """All tools side by side; one that raises is counted, one that hangs is left to itself, or killed."""

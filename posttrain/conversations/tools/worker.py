@@ -16,7 +16,7 @@ from collections.abc import Hashable, Mapping
 from typing import Any
 
 from posttrain.conversations.tools.base import Tool, ToolAnswer, ToolFault, describe_error
-from posttrain.rewards.channel import Channel
+from posttrain.machines.channel import Channel
 from posttrain.texts import well_formed
 
 MOST_LINES, _MOST_CHARS = 20, 2000  # that one call may print

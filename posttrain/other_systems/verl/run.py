@@ -63,8 +63,8 @@ RUN: tuple[Rule, ...] = (
     translated(
         "async_training.{use_rollout_log_probs,compute_prox_log_prob}",
         "old_policy",
-        "`actor_rollout_ref.actor.old_log_probs=rollout` with the first alone; with the second those of the policy that "
-        "begins to learn, and `algorithm.rollout_correction.rollout_is=token`",
+        "`actor_rollout_ref.actor.old_log_probs=rollout` with the first alone; with the second those of the policy "
+        "that begins to learn, and `algorithm.rollout_correction.rollout_is=token`",
     ),
     not_needed("async_training.use_trainer_do_validate", "the rollout workers validate"),
     not_needed("async_training.enable_reward_queue", "each response goes to the reward workers as soon as it ends"),

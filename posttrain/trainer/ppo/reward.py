@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -28,7 +27,6 @@ from posttrain.batch.columns import Column, LastTokenColumn, MaskColumn
 from posttrain.batch.compact import lengths_of
 from posttrain.batch.samples import last_rows
 from posttrain.config.rollout import OverlongBufferConfig, RewardConfig, RewardModelConfig
-from posttrain.controller.pool import Workers
 from posttrain.conversations.conversation import Conversation
 from posttrain.conversations.loop import ConversationLoop, reward_info
 from posttrain.conversations.settings import AGENT_KEY as KEY
@@ -80,19 +78,6 @@ def make_reward_pool(
         first=first,
         check_machine=check_machine,
     )
-
-
-def spread_rewards(
-    stack: ExitStack, pool: RewardPool | None, limits: RewardConfig, workers: Workers, say: Callable[[str], object]
-) -> None:
-    """Let the other machines of the run's Ray score as well, until the stack is closed."""
-    if pool is None or not limits.on_all_machines or not workers.in_ray:
-        return
-    from posttrain.rewards.machines import other_machines
-
-    machines = stack.enter_context(other_machines(limits.num_workers, pool.check_machine, say))
-    if machines is not None:
-        pool.spread(machines)
 
 
 class RewardManager:

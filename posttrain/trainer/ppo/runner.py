@@ -26,8 +26,9 @@ from posttrain.rollout.engines import check_engine_name
 from posttrain.tracking.progress import say
 from posttrain.tracking.rundir import RunDirectory
 from posttrain.trainer.embedded import fill_embedded
+from posttrain.trainer.ppo.machines import spread_work
 from posttrain.trainer.ppo.ray_trainer import RayPPOTrainer
-from posttrain.trainer.ppo.reward import RewardManager, make_reward_pool, spread_rewards
+from posttrain.trainer.ppo.reward import RewardManager, make_reward_pool
 from posttrain.trainer.run.process import (
     driven_by_one_machine,
     find_run_device,
@@ -99,7 +100,7 @@ def _open_trainer(
     rewards = _open_rewards(stack, config, spec, first_worker, tokenizer, turns, train, val)
     workers = stack.enter_context(open_workers(config, device, external, run.logs, run.machines))
     stack.callback(keep_worker_logs, workers, run.logs)
-    spread_rewards(stack, rewards.pool, config.reward, workers, say)
+    spread_work(stack, config, rewards.pool, turns, workers, say)
     return (trainer_class or RayPPOTrainer)(
         config,
         tokenizer=tokenizer,
