@@ -17,16 +17,16 @@ from posttrain.machines.cluster import Machine, Machines
 
 
 class Called:
-    """A method of the host, called in a thread of its own as Ray does."""
+    """A method of the host, called in the thread of a group of calls as Ray does."""
 
-    def __init__(self, method: Any, threads: ThreadPoolExecutor) -> None:
-        self.method, self.threads = method, threads
+    def __init__(self, method: Any, groups: dict[str, ThreadPoolExecutor], group: str = "") -> None:
+        self.method, self.groups, self.group = method, groups, group
 
     def remote(self, *arguments: Any) -> Future[Any]:
-        return self.threads.submit(self.method, *arguments)
+        return self.groups[self.group].submit(self.method, *arguments)
 
-    def options(self, **_: Any) -> Called:
-        return self
+    def options(self, concurrency_group: str) -> Called:
+        return Called(self.method, self.groups, concurrency_group)
 
 
 class Host:
@@ -34,10 +34,10 @@ class Host:
 
     def __init__(self) -> None:
         self.host, self.gone = host.MachineHost(os.getcwd(), {"OF_THE_DRIVER": "1"}), False
-        changing, reading = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
+        groups = {name: ThreadPoolExecutor(1) for name in ("", cluster.READING, cluster.PREPARING)}
         for name in ("prepare", "start", "write", "kill"):
-            setattr(self, name, Called(getattr(self.host, name), changing))
-        self.read = Called(self._read, reading)
+            setattr(self, name, Called(getattr(self.host, name), groups))
+        self.read = Called(self._read, groups)
         self.machine: Any = None  # as the driver knows it
         self.seen = set[int]()
         """All worker processes that there were."""

@@ -22,12 +22,12 @@ from posttrain.conversations.loop import ConversationLoop
 from posttrain.conversations.processes import AGENTS_KIND
 from posttrain.conversations.settings import TurnSettings, agent_settings
 from posttrain.conversations.tools.forks import Serve, spawned
-from posttrain.conversations.tools.registry import serve_tools
+from posttrain.conversations.tools.registry import name_for_model, serve_tools
 from posttrain.conversations.tools.runner import TOOLS_KIND
 from posttrain.external import import_external
 from posttrain.machines.cluster import Machine, Machines
 
-_LOOPBACK = re.compile(r"//(localhost|127\.\d+\.\d+\.\d+|\[::1\])")
+_LOOPBACK = re.compile(r"//(?:[^/@\s]*@)?(localhost|127\.\d+\.\d+\.\d+|\[::1\])")
 
 
 def has_workers(loop: ConversationLoop) -> bool:
@@ -42,7 +42,8 @@ def spread_conversations(
     library, setup = config.actor_rollout_ref.model.external_lib, loop.setup
     if names := loop.runner.tools.isolated:
         turns = _without(setup.settings, [name for name in loop.runner.tools.tools if name not in names])
-        places = [turns.tool_config, _text(turns.tool_config_path)]
+        files = (turns.tool_config_path, turns.mcp_config_path)
+        places = [turns.tool_config, turns.tools, *map(_text, files)]
         make = partial(serve_tools, library, turns, names)
         if ready := _prepared(machines, TOOLS_KIND, make, places, say):
             loop.runner.tools.spread(ready)
@@ -73,9 +74,12 @@ def _prepared(
 
 
 def _without(turns: TurnSettings, names: Sequence[str]) -> TurnSettings:
-    """The settings without tools of these names, which the other machines need not make (an index, a sandbox)."""
-    tools = [name for name in turns.tools if name not in names]
-    return replace(turns, tools=tools, tool_config={k: v for k, v in turns.tool_config.items() if k not in names})
+    """The settings without tools of these names, which the other machines need not make (an index, a sandbox). Those of
+    files are made with the others of their file."""
+    called = {entry: name_for_model(entry) for entry in turns.tools}
+    dropped = [name for name in called.values() if name in names]
+    tools = [entry for entry, name in called.items() if name not in dropped]
+    return replace(turns, tools=tools, tool_config={k: v for k, v in turns.tool_config.items() if k not in dropped})
 
 
 def _text(path: str | None) -> str:
@@ -92,4 +96,3 @@ def _agents(config: PPOConfig, setup: Setup, names: Sequence[str]) -> Serve:
         agents.agent(name)
     agents.import_modules()
     return serve_agents(agents, setup, settings.timeout_s)
-

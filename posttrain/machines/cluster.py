@@ -15,8 +15,10 @@ import contextlib
 import os
 import socket
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -24,8 +26,9 @@ from posttrain.errors import first_line
 from posttrain.machines.channel import SEND_S, Channel, Relay, Wake
 from posttrain.machines.host import LOOK_S, End, MachineHost, Starter, WorkerProcess
 
-ANSWER_S = 120.0  # for a machine to start its host, and to make ready for a kind of workers
-READING = "reading"  # of the actor: beside the calls that change something, which come one after the other
+ANSWER_S = 120.0  # for all machines to start their hosts, and to make ready for a kind of workers
+# Groups of calls of the actor, each in a thread of its own: nothing waits for a worker to write, or for a user's file.
+READING, PREPARING = "reading", "preparing"
 
 
 class RemoteWorker:
@@ -33,10 +36,10 @@ class RemoteWorker:
 
     shares_clock = False
 
-    def __init__(self, machine: Machine, number: int) -> None:
+    def __init__(self, machine: Machine, number: int, kind: str) -> None:
         ours, theirs = socket.socketpair()
         self.channel, self.relay = Channel(ours, send_s=SEND_S), Relay(theirs)
-        self.machine, self.where, self._number = machine, machine.address, number
+        self.machine, self.where, self.kind, self._number = machine, machine.address, kind, number
         self.end: End | None = None
 
     def set_end(self, end: End) -> None:
@@ -72,16 +75,26 @@ class Machine:
 
     def __init__(self, host: Any, address: str, cores: int) -> None:
         self.host, self.address, self.cores, self.lost = host, address, cores, False
+        # Kinds of workers that can be started, and what is called with the reason if that is over.
+        self._ready: dict[str, Callable[[str], object]] = {}
         self._workers: dict[int, RemoteWorker] = {}
         self._numbers = count()
         self._wake = Wake()
         for work in (self._pass_to_workers, self._pass_from_workers):
             threading.Thread(target=work, name=f"workers on {address}", daemon=True).start()
 
+    def set_ready(self, kind: str, leave_out: Callable[[str], object]) -> None:
+        """The machine can start workers of a kind. If that ends, `leave_out` is called with the reason."""
+        self._ready[kind] = leave_out
+
+    def can_start(self, kind: str) -> bool:
+        """Whether it starts workers of a kind."""
+        return kind in self._ready and not self.lost
+
     def start(self, kind: str) -> RemoteWorker:
         """Starts a worker of a kind for which the machine was prepared."""
         number = next(self._numbers)
-        worker = self._workers[number] = RemoteWorker(self, number)
+        worker = self._workers[number] = RemoteWorker(self, number, kind)
         self.host.start.remote(number, kind)
         self._wake.set()
         if self.lost:  # meanwhile
@@ -115,6 +128,8 @@ class Machine:
             try:
                 arrived = ray.get(self.host.read.options(concurrency_group=READING).remote())
             except Exception:  # the actor, its machine or the whole Ray is gone
+                if not self.lost:
+                    self._leave_out(list(self._ready), "it was lost")
                 self._end_all()
                 return
             for number, data, end in arrived:
@@ -124,7 +139,14 @@ class Machine:
                     if worker.relay.has_more:
                         self._wake.set()
                     if end is not None:
+                        if not end.started:  # the next one would fail as well, and always seem to be idle
+                            self._leave_out([worker.kind], end.text)
                         worker.set_end(end)
+
+    def _leave_out(self, kinds: Iterable[str], why: str) -> None:
+        for kind in kinds:
+            if leave_out := self._ready.pop(kind, None):
+                leave_out(why)
 
     def _end_all(self) -> None:
         self.lost = True
@@ -168,7 +190,11 @@ class Places:
 
     @property
     def _shares(self) -> list[tuple[Machine | None, int]]:
-        return [(None, self._here), *((machine, share) for machine, share in self._others if not machine.lost)]
+        return [(None, self._here), *(one for one in self._others if self.has(one[0]))]
+
+    def has(self, machine: Machine | None) -> bool:
+        """Whether workers are started on this machine; None is the driver's."""
+        return machine is None or machine.can_start(self._kind)
 
     def start(self, running: Iterable[WorkerProcess]) -> Any:
         """Starts a worker on the machine that has the fewest of these for its share."""
@@ -190,19 +216,17 @@ class Machines:
         self, kind: str, make: Callable[[], Starter], problem: str, say: Callable[[str], object]
     ) -> list[Machine]:
         """Those that can start workers of a kind, by what `make` gives there. A machine on which it raises is left out,
-        with a note of which `problem` is the beginning."""
-        import ray
-
-        asked = [(machine, machine.host.prepare.remote(kind, make)) for machine in self._machines]
+        with a note of which `problem` is the beginning; so is one that cannot start them any more later."""
+        asked = []
+        for machine in self._machines:
+            prepare = machine.host.prepare.options(concurrency_group=PREPARING)
+            asked.append((machine, prepare.remote(kind, make)))
         ready = []
-        for machine, answer in asked:
-            try:
-                why = ray.get(answer, timeout=ANSWER_S)
-            except Exception as error:
-                why = first_line(error)
-            if why:
-                say(f"note: {problem} on {machine.address}: {why}")
+        for (machine, _), (why, error) in zip(asked, _answers(answer for _, answer in asked), strict=True):
+            if why or error:
+                say(f"note: {problem} on {machine.address}: {why or error}")
             else:
+                machine.set_ready(kind, partial(_say_left_out, say, problem, machine.address))
                 ready.append(machine)
         return ready
 
@@ -225,17 +249,33 @@ def other_machines(say: Callable[[str], object]) -> Iterator[Machines]:
     asked = []
     for node in nodes:
         there = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-        groups: dict[str, Any] = {"concurrency_groups": {READING: 1}}  # Ray's annotations do not have it
+        groups: dict[str, Any] = {"concurrency_groups": {READING: 1, PREPARING: 1}}  # not in Ray's annotations
         actor: Any = ray.remote(num_cpus=0, **groups)(MachineHost)
         actor = actor.options(scheduling_strategy=there, max_concurrency=1)
         host = actor.remote(os.getcwd(), variables)
         asked.append((node["NodeManagerAddress"], host, host.cores.remote()))
     machines = []
-    for address, host, answer in asked:
-        try:
-            machines.append(Machine(host, address, ray.get(answer, timeout=ANSWER_S)))
-        except Exception as error:  # a machine that cannot start a process is no reason not to train
-            say(f"note: rewards, tools and agents do not run on {address}: {first_line(error)}")
+    for (address, host, _), (cores, error) in zip(asked, _answers(answer for _, _, answer in asked), strict=True):
+        if error:  # a machine that cannot start a process is no reason not to train
+            say(f"note: rewards, tools and agents do not run on {address}: {error}")
             ray.kill(host)
+        else:
+            machines.append(Machine(host, address, cores))
     with contextlib.closing(Machines(machines)) as made:
         yield made
+
+
+def _answers(asked: Iterable[Any]) -> Iterator[tuple[Any, str]]:
+    """What Ray's calls gave, each with its error or an empty text. All of them together have ANSWER_S seconds."""
+    import ray
+
+    end = time.monotonic() + ANSWER_S
+    for answer in asked:
+        try:
+            yield ray.get(answer, timeout=max(0.0, end - time.monotonic())), ""
+        except Exception as error:
+            yield None, first_line(error)
+
+
+def _say_left_out(say: Callable[[str], object], problem: str, address: str, why: str) -> None:
+    say(f"note: {problem} on {address} any more: {why}")

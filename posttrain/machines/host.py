@@ -30,7 +30,9 @@ class End:
     """Whether by SIGKILL, which the kernel sends when memory is short."""
     running: frozenset[int] | None = frozenset()
     """Of the conversations in it, those whose code was running (`Mark.place`). None: it is not to blame, because its
-    machine was lost."""
+    machine was lost, or could not start it."""
+    started: bool = True
+    """Whether there was a process."""
 
 
 Arrived = list[tuple[int, bytes, End | None]]
@@ -60,7 +62,8 @@ class Starter(Protocol):
 
 
 class MachineHost:
-    """Becomes a Ray actor. Calls that change something come one after the other; `read` waits beside them."""
+    """Becomes a Ray actor. Calls for workers come one after the other. `read` runs beside them, and so does `prepare`:
+    the user's files that it loads may hang."""
 
     def __init__(self, folder: str, variables: Mapping[str, str]) -> None:
         with contextlib.suppress(OSError):  # relative paths of the settings are those of the command
@@ -74,7 +77,7 @@ class MachineHost:
         self._relays: dict[int, Relay] = {}
         self._arrived: Arrived = []
         self._wake = Wake()
-        self._lock = threading.Lock()  # a socket that is closed while it is read could be another worker's by then
+        self._lock = threading.Lock()  # a socket that is closed while it is used could be another worker's by then
 
     def cores(self) -> int:
         """Cores that may be used."""
@@ -93,17 +96,19 @@ class MachineHost:
             try:
                 worker = self._starters[kind].start()
             except Exception as error:
-                self._arrived.append((number, b"", End(first_line(error))))
+                end = End(first_line(error), killed=True, running=None, started=False)
+                self._arrived.append((number, b"", end))
             else:
                 self._workers[number], self._relays[number] = worker, Relay(worker.channel.socket)
         self._wake.set()
 
     def write(self, number: int, data: bytes) -> None:
-        relay = self._relays.get(number)
-        if relay is not None:
-            relay.write(data)
-            if relay.has_more:
-                self._wake.set()
+        with self._lock:
+            relay = self._relays.get(number)
+            if relay is not None:
+                relay.write(data)
+                if relay.has_more:
+                    self._wake.set()
 
     def kill(self, number: int) -> None:
         with self._lock:

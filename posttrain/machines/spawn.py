@@ -34,16 +34,20 @@ def spawn(code: str, theirs: socket.socket, *, hash_seed: str = "0") -> subproce
     )
 
 
-def connection(*, die_with_parent: bool = True) -> socket.socket:
-    """The connection of a process that `spawn` has started."""
+def connection() -> socket.socket:
+    """The connection of a process that `spawn` has started. It ends with its parent from here on."""
     number, parent = int(sys.argv[1]), int(sys.argv[2])
-    # The kernel then kills this process when its parent ends, however that happens; elsewhere end-of-file must do.
-    if die_with_parent and sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-        if os.getppid() != parent:  # it ended before the call
-            os._exit(0)
+    end_with_parent(True)
+    if os.getppid() != parent:  # it ended before the call
+        os._exit(0)
     os.set_inheritable(number, False)  # a program that outlives this process must not keep its connection open
     return socket.socket(fileno=number)
+
+
+def end_with_parent(on: bool) -> None:
+    """Whether the kernel kills this process when its parent ends, however that happens; only Linux does."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL if on else 0)
 
 
 def _environment(hash_seed: str) -> dict[str, str]:

@@ -379,7 +379,7 @@ class Crew:
             self._finish(task, [failure(reason)] * len(task.keys))
         elif worker.ready and (worker.damaged or not worker.pending):
             self._lost_idle = True
-        else:
+        elif self.places.has(worker.handle.machine):  # otherwise the machine was lost: the reward is not to blame
             self._useless_deaths += 1
             # Workers that were ready may all have died at once, at the moment they got work.
             if self._useless_deaths >= _USELESS_DEATHS + worker.ready * self.places.room:

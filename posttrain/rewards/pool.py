@@ -162,9 +162,7 @@ class RewardPool:
         shares = [(machine, self.num_workers or min(MOST, machine.cores)) for machine in ready]
         with self._changed:
             # Read by the pool's thread when it has been woken.
-            self._crew.places = places = Places(
-                self._crew.start_here, pool_size(self.num_workers), "rewards", shares
-            )
+            self._crew.places = places = Places(self._crew.start_here, pool_size(self.num_workers), "rewards", shares)
             if not self._woken:
                 self._woken = True
                 os.write(self._wake_write, b".")

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 pytest.importorskip("ray")
 from other_machines import other_hosts
+from patience import until
 
 from posttrain.config.rollout import CustomRewardConfig
 from posttrain.rewards.loading import resolve_reward
@@ -50,7 +54,8 @@ def score_until_all_work(pool: RewardPool, hosts: list[Any], first: int) -> dict
     while len({result.parts["process"] for result in found.values()}) < 3 and len(found) < 3000:
         pool.submit_many(items(first + len(found), 30))
         found |= pool.wait_all()
-    assert {result.parts["process"] for result in found.values()} >= {*hosts[0].processes(), *hosts[1].processes()}
+    processes = {result.parts["process"] for result in found.values()}
+    assert len(processes) == 3 and processes >= {*hosts[0].processes(), *hosts[1].processes()}
     return found
 
 
@@ -75,6 +80,49 @@ def test_a_machine_that_is_lost_fails_no_score(pool, others):
     found = pool.wait_all()
     assert len(found) == 200 and not [result.error for result in found.values() if result.error]
     assert pool._crew.places.room == 2  # the driver's, and the other machine's
+
+
+def test_machines_that_are_lost_while_their_workers_start_are_left_out_and_the_reward_is_not_blamed(tmp_path, others):
+    hosts, machines = others
+    (tmp_path / "own.py").write_text(FILE)
+    spec, said = resolve_reward(CustomRewardConfig(path=str(tmp_path / "own.py"))), list[str]()
+    with RewardPool(spec, num_workers=4) as pool:
+        pool.spread(machines, said.append)
+        until(lambda: all(len(host.processes()) == 4 for host in hosts), "for eight processes to start")
+        for host in hosts:
+            host.end()
+        pool.submit_many(items(0, 50))
+        found = pool.wait_all()
+        assert len(found) == 50 and not [result.error for result in found.values() if result.error]
+        assert pool._crew.places.room == 4
+    why = "note: rewards are not computed on 10.0.0.{} any more: it was lost"
+    assert sorted(said[1:]) == [why.format(2), why.format(3)]
+
+
+def test_a_machine_on_which_something_else_hangs_when_it_is_made_computes_rewards_meanwhile(pool, others):
+    hosts, machines = others
+    pool.spread(machines, print)
+    threads, hang = ThreadPoolExecutor(1), threading.Event()
+    try:
+        waiting = threads.submit(machines.prepare, "tools", hang.wait, "tools do not run", print)
+        score_until_all_work(pool, hosts, 0)
+        assert not waiting.done()
+    finally:
+        hang.set()
+
+
+def test_a_machine_that_can_start_no_process_any_more_is_left_out(pool, others, monkeypatch):
+    """It would always seem to be the idlest one, and get all work."""
+    hosts, machines = others
+    said: list[str] = []
+    pool.spread(machines, said.append)
+    score_until_all_work(pool, hosts, 0)
+    monkeypatch.setattr(hosts[0].host._starters["rewards"], "start", Mock(side_effect=OSError("out of processes")))
+    pool.submit_many([("exit" + str(one), RewardItem("x", "exit", "")) for one in range(30)])
+    errors = {result.error for result in pool.wait_all().values()}
+    assert errors == {"the worker process ended (exit code 3)"}
+    assert pool._crew.places.room == 2
+    assert said[1:] == ["note: rewards are not computed on 10.0.0.2 any more: out of processes"]
 
 
 def test_a_reward_that_exits_or_hangs_on_another_machine_fails_its_sample_alone(tmp_path, others):

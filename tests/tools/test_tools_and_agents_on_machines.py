@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import signal
 import threading
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +21,7 @@ from posttrain.config.root import PPOConfig
 from posttrain.conversations.agents import AGENTS, register_agent
 from posttrain.conversations.machines import has_workers, spread_conversations
 from posttrain.conversations.opening import open_conversations
+from posttrain.conversations.tools import forks, registry
 from posttrain.conversations.tools.base import ToolCall
 from posttrain.models.embedded import byte_tokenizer
 from posttrain.rollout.base import Output
@@ -54,6 +57,21 @@ class Tally(Tool):
     async def close(self, conversation):
         with open("closed.txt", "a") as file:
             file.write(f"{conversation}:{os.getpid()} ")
+"""
+
+NEAR = """
+
+class Near(Tally):
+    name, isolated = "Near", False
+    schema = {"type": "function", "function": {"name": "Near", "parameters": {"additionalProperties": True}}}
+
+    def __init__(self, *, table: str):
+        self.table = table
+        with open(table, "a") as file:
+            file.write(f"{os.getpid()} ")
+
+    async def call(self, conversation, arguments):
+        return self.table
 """
 
 AGENT = """
@@ -94,7 +112,7 @@ def conversations(monkeypatch, *, machines: int = 2, cores: int = 2, **agent):
     config, said = PPOConfig(), list[str]()
     rollout = config.actor_rollout_ref.rollout
     rollout.multi_turn = {"enable": True, "tools": ["own_tools.py:place", "own_tools.py:Tally"], "format": "hermes"}
-    rollout.multi_turn["tool_timeout_s"] = agent.pop("tool_timeout_s", 20.0)
+    rollout.multi_turn |= {"tool_timeout_s": agent.pop("tool_timeout_s", 20.0), **agent.pop("turns", {})}
     rollout.agent = agent
     config.data.max_prompt_length = config.data.max_response_length = 500
     monkeypatch.setattr("posttrain.cores.usable", lambda: cores)
@@ -253,6 +271,52 @@ def test_a_machine_that_cannot_make_the_agent_is_left_out_with_a_note(files, mon
         found = play(loop, range(3))
         assert {one[1] for one in found.values()} == {None}
         assert not hosts[0].seen & {one[3]["process"] for one in found.values()}
+
+
+def test_a_machine_whose_processes_cannot_be_forked_any_more_is_left_out(files, monkeypatch):
+    """The kernel may kill the parent of its workers. The machine would always seem to be the idlest one."""
+    with conversations(monkeypatch, machines=1) as (loop, hosts, said):
+        parent = hosts[0].host._starters["tools"].pid
+        os.kill(parent, signal.SIGKILL)
+        first = ask(loop, "place", 4)
+        assert sum(answer.error is None for answer in first) >= 2
+        assert {answer.error for answer in ask(loop, "place", 4)} == {None}
+        why = "the process that starts tool workers has ended"
+        assert said[-1] == f"note: tools do not run on 10.0.0.2 any more: {why}"
+
+
+def test_a_file_that_hangs_on_another_machine_when_it_is_loaded_is_left_out_with_what_it_started(files, monkeypatch):
+    monkeypatch.setattr(forks, "MAKE_S", 1.0)
+    hang = 'if os.environ.get("PYTHONHASHSEED") == "0":\n'  # as `spawn` sets it
+    hang += '    import subprocess\n    child = subprocess.Popen(["sleep", "60"])\n'
+    hang += '    open("pids", "w").write(f"{os.getpid()} {child.pid}")\n    time.sleep(60)\n'
+    Path("own_tools.py").write_text(TOOLS.replace("\n\n\ndef place", f"\n{hang}\n\ndef place"))
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    with conversations(monkeypatch, machines=1) as (loop, _, said):
+        assert said[-1] == "note: tools do not run on 10.0.0.2: its files were not loaded within 1 s"
+        assert gone(*map(int, Path("pids").read_text().split()))
+        assert {answer.error for answer in ask(loop, "place", 2)} == {None}
+
+
+def test_other_machines_do_not_make_tools_that_stay_in_the_trainer(files, monkeypatch):
+    """One with settings of its own."""
+    Path("own_tools.py").write_text(TOOLS + NEAR)
+    tools, settings = ["own_tools.py:place", "own_tools.py:Near"], {"Near": {"table": "made.txt"}}
+    with conversations(monkeypatch, machines=1, turns={"tools": tools, "tool_config": settings}) as (loop, _, said):
+        assert "Tools run on 2 machines." in said
+        assert [answer.text for answer in ask(loop, "Near", 1)] == ["made.txt"]
+        assert Path("made.txt").read_text() == f"{os.getpid()} "
+
+
+@pytest.mark.parametrize("how", ["tools", "mcp_config_path"])
+def test_servers_of_mcp_on_the_drivers_machine_are_called_from_there(files, monkeypatch, how):
+    server = "http://key@127.0.0.1:8000/mcp"
+    Path("servers.json").write_text(json.dumps({"mcpServers": {"mine": {"url": server}}}))
+    given = {"tools": ["own_tools.py:place", f"mcp:{server}"], "mcp_config_path": "servers.json"}
+    monkeypatch.setattr(registry, "read_mcp_tools", lambda server: [])
+    with conversations(monkeypatch, machines=1, turns={how: given[how]}) as (_, hosts, said):
+        assert [line for line in said if line.startswith("note: tools run on the driver's machine alone")]
+        assert not [line for line in said if "key" in line] and not hosts[0].host._starters
 
 
 def test_what_names_an_address_of_the_drivers_machine_stays_there(files, monkeypatch):

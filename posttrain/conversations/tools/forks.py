@@ -27,18 +27,20 @@ import time
 import weakref
 from collections.abc import Callable
 from functools import partial
+from multiprocessing.connection import wait
 from typing import cast
 
 from posttrain.conversations.tools.marks import Marks
 from posttrain.errors import UserError, first_line
 from posttrain.machines.channel import SEND_S, Channel
 from posttrain.machines.host import End
-from posttrain.machines.spawn import connection, spawn
+from posttrain.machines.spawn import connection, end_with_parent, spawn
 
 _REQUEST = struct.Struct("!cq")
 _REPLY = struct.Struct("!q")
 _OURS: weakref.WeakSet[socket.socket] = weakref.WeakSet()  # the trainer's ends of all connections
 _GRACE_S = 2.0  # for workers to end by themselves when the parent ends
+MAKE_S = 100.0  # for a parent on another machine to make what its workers serve; less than the driver waits for it
 
 
 Serve = Callable[[Channel, Marks], None]
@@ -133,7 +135,7 @@ class ForkServer:
 
 def spawned(make: bytes) -> ForkServer:
     """With a parent that is a Python of its own, for a process that has threads. There `make`, a pickled function,
-    gives what workers serve; UserError with what it raised."""
+    gives what workers serve; UserError with what it raised, or if it takes longer than MAKE_S seconds."""
     server = ForkServer.__new__(ForkServer)
     server._control, theirs = socket.socketpair()
     server._lock = threading.Lock()
@@ -143,37 +145,45 @@ def spawned(make: bytes) -> ForkServer:
     with theirs:
         process = spawn(f"from {__name__} import serve_spawned; serve_spawned()", theirs, hash_seed=seed)
     server.pid, server._wait = process.pid, process.wait
-    control = Channel(server._control)
+    if problem := _make_there(Channel(server._control), make):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(server.pid, signal.SIGKILL)  # with whatever it has started
+        server.close()
+        raise UserError(problem)
+    return server
+
+
+def _make_there(control: Channel, make: bytes) -> str:
+    """Has a parent make what workers serve; gives what was wrong with that, or an empty text."""
     with contextlib.suppress(OSError):  # it has ended, which the next lines find
         control.send(make)
-    answers = []
-    while not (answers or control.ended or control.broken):
-        answers = control.receive()
-    if answers != [""]:
-        server.close()
-        raise UserError(answers[0] if answers else "the process that starts workers ended at once")
-    return server
+    end = time.monotonic() + MAKE_S
+    while wait([control.fileno()], max(0.0, end - time.monotonic())):
+        if answers := control.receive():
+            return answers[0]
+        if control.ended or control.broken:
+            return "the process that starts workers ended at once"
+    return f"its files were not loaded within {MAKE_S:g} s"
 
 
 def serve_spawned() -> None:
     """All that the parent of a `spawned` server does."""
-    # It outlives what started it by a moment, to end workers that hang.
-    control = Channel(connection(die_with_parent=False))
+    control = Channel(connection())
     messages: list[bytes] = []
     while not (messages or control.ended):
         messages = control.receive()
-    if not messages:
-        return
     try:
         serve = pickle.loads(messages[0])()
+        end_with_parent(False)  # from here on it outlives its parent by a moment, to end workers that hang
+        control.send("")
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD):
+            signal.signal(number, signal.SIG_DFL)
+        _serve_forks(control.socket, serve, None)
     except BaseException as error:  # whatever a user's file does when it is imported
-        control.send(first_line(error))
-        return
-    control.send("")
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD):
-        signal.signal(number, signal.SIG_DFL)
-    _serve_forks(control.socket, serve, None)
-    os._exit(0)  # nothing of what the user's files have registered for the end
+        with contextlib.suppress(OSError):  # nobody waits for it any more
+            control.send(first_line(error))
+    finally:
+        os._exit(0)  # nothing of what the user's files have registered for the end, and no thread of theirs
 
 
 def _describe(status: int) -> str:

@@ -140,6 +140,12 @@ def serve_tools(library: str | None, turns: TurnSettings, names: Sequence[str]) 
     return lambda channel, _: serve_calls(channel, tools)
 
 
+def name_for_model(name: str) -> str:
+    """What a model calls the tool of an entry of `actor_rollout_ref.rollout.tools`. An MCP server may have several, and
+    keeps the name of its entry."""
+    return name if name.startswith(PREFIX) else _found(name)[0]
+
+
 def _make(name: str, settings: dict[str, dict[str, Any]]) -> Tool:
     """The tool of a name, with its part of the settings, which is taken out of them."""
     called, maker = _found(name)
