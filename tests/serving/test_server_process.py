@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import time
+import weakref
 from contextlib import asynccontextmanager
 
 import pytest
@@ -175,6 +176,12 @@ def test_collections_in_the_engines_process_skip_what_was_imported():
         frozen, others = with_process(lambda *given: asyncio.sleep(0, (gc.get_freeze_count(), len(gc.get_objects()))))
         assert frozen > 10 * others
         assert gc.get_freeze_count() == 0
+        garbage = [set[int]()]
+        garbage.append(garbage)
+        seen = weakref.ref(garbage[0])
+        del garbage
+        with_process(lambda *given: asyncio.sleep(0))
+        assert seen() is None, "garbage is not kept"
     finally:
         gc.freeze()
 

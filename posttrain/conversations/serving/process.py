@@ -61,6 +61,7 @@ class ServerProcess:
         self._forks = ForkServer(lambda channel, _: _run(channel, listener, make))
         self._freezes = not gc.get_freeze_count()
         if self._freezes:  # a full collection takes a third of a second in this process, mostly for what was imported
+            gc.collect()  # garbage that is frozen stays until the end: after a restart, tensors of the run before
             gc.freeze()
         self._worker: Worker | None = None
         self._short_lives = 0
