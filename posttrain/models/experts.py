@@ -57,10 +57,12 @@ def watch_experts(module: torch.nn.Module, *, on: bool) -> None:
 def _choose(self: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
     if active_step() is None or not cuda.runs_here(hidden_states):
         return None
-    from posttrain.kernels.cuda.routers import Choice, choose_scored
-
     sigmoid = not hasattr(self, "topk_method")  # DeepSeek-V2 has a softmax, never normalises, and may have no groups
     grouped = sigmoid or self.topk_method == "group_limited_greedy"
+    if grouped and self.top_k > self.topk_group * (self.num_experts // self.num_group):
+        return None  # the best groups have too few experts: the kernel would choose one of them twice
+    from posttrain.kernels.cuda.routers import Choice, choose_scored
+
     choice = Choice(
         self.top_k,
         sigmoid=sigmoid,

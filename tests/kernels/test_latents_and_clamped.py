@@ -178,6 +178,21 @@ ROUTERS = {
 }
 
 
+def test_a_router_whose_best_groups_have_too_few_experts_is_the_modules_own(monkeypatch):
+    """The kernel would choose one of them twice."""
+    from transformers import AutoConfig
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
+
+    from posttrain.kernels import cuda
+    from posttrain.models import experts
+
+    monkeypatch.setattr(experts, "active_step", lambda: "a step")
+    monkeypatch.setattr(cuda, "runs_here", lambda tensor: True)
+    sizes = {"hidden_size": 24, "num_attention_heads": 4, "num_local_experts": 8, "n_group": 4, "topk_group": 1}
+    router = DeepseekV3TopkRouter(AutoConfig.for_model("deepseek_v3", **sizes, num_experts_per_tok=3))
+    assert experts._choose(router, draw(2, 24)) is None
+
+
 @pytest.mark.gpu(interpreter=True)
 @pytest.mark.parametrize("kind", ROUTERS)
 @torch.no_grad()
