@@ -15,6 +15,7 @@ from posttrain.config.choices import (
     NOT_BUILT_VALUES,
     REJECTIONS,
 )
+from posttrain.config.rollout import UNFILTERED
 from posttrain.config.schema import leaves, lookup
 from posttrain.config.trainer import (
     COLOCATED_WORKERS,
@@ -221,9 +222,7 @@ def _sampling(checked: Checked) -> Iterator[Finding]:
     """Filters and penalties make what is sampled from another policy; a ratio to the rollout needs no weights."""
     section, rollout = checked.config.algorithm.rollout_correction, checked.config.actor_rollout_ref.rollout
     actor = checked.config.actor_rollout_ref.actor
-    # With these, the log-probs before filters are those of the distribution that was sampled from.
-    plain = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
-    there = [f"{name}={rollout[name]:g}" for name, value in plain.items() if rollout[name] != value]
+    there = [f"{name}={rollout[name]:g}" for name, value in UNFILTERED.items() if rollout[name] != value]
     named = [name for name in ("rollout_is", "rollout_rs") if section[name] is not None]
     if there and not named:
         yield (

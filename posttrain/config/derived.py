@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from posttrain.algorithms.registry import LOSS_KEY, POLICY_LOSSES, LossDeclaration
+from posttrain.algorithms.registry import ADV_ESTIMATORS, LOSS_KEY, POLICY_LOSSES, LossDeclaration
 from posttrain.config.choices import DEFAULT_GROUP_SIZE, EMBEDDED, EMBEDDED_SIZES, GROUP_ESTIMATORS
 from posttrain.config.merge import Entry, Merged
 from posttrain.config.model import ADAPTER_CONFIG, read_adapter_config
+from posttrain.config.rollout import UNFILTERED
 from posttrain.config.trainer import (
     AS_THE_ACTOR,
     DRY_RUN,
@@ -219,10 +220,18 @@ def _learns_from_old_samples_at_once(merged: Merged) -> bool:
     corrected already would be corrected again (docs/asynchronous.md has figures)."""
     section, bound = "algorithm.rollout_correction", merged.value("trainer.max_staleness")
     batch, mini, epochs = (merged.value(key) for key in (_BATCH, _MINI, f"{_ACTOR}.ppo_epochs"))
-    corrected = any(merged.is_set(f"{section}.{name}") for name in ("rollout_is", "rollout_rs"))
-    replayed = merged.value(f"{_ACTOR}.router_replay.mode") == "R2"  # computes old log-probs to record routes
     whole = all(isinstance(value, int) for value in (bound, batch, mini, epochs))
-    return whole and bound > 1 and batch <= mini and epochs == 1 and not corrected and not replayed
+    if not (whole and bound > 1 and batch <= mini and epochs == 1):
+        return False
+    corrected = any(merged.is_set(f"{section}.{name}") for name in ("rollout_is", "rollout_rs"))
+    # The ratio is to the policy without filters and penalties, which only importance weights correct for.
+    filtered = any(merged.value(f"{_ROLLOUT}.{name}") != value for name, value in UNFILTERED.items())
+    # What the trainer computes beside old log-probs must be of the same policy: routes, sums of squared probabilities.
+    name = merged.value("algorithm.adv_estimator")
+    estimator = ADV_ESTIMATORS.get(name) if isinstance(name, str) else None
+    replayed = merged.value(f"{_ACTOR}.router_replay.mode") == "R2"
+    computed = replayed or (estimator is not None and estimator.needs_sum_pi_squared)
+    return not (corrected or filtered or computed)
 
 
 def _staleness(merged: Merged) -> None:

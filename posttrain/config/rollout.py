@@ -32,6 +32,8 @@ _SERVER = ".name is server, where it is an option of `posttrain serve`"
 _NO_SERVER = "actor_rollout_ref.rollout.name is not server"
 _COLOCATED = Idle("the workers that generate also train", lambda config: not rollout_workers_of(config))
 _WAVES = (".name is hf, which decodes in waves", _SERVER)
+# With these values responses are sampled from the whole policy, of which log-probs are.
+UNFILTERED = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
 
 
 @section

@@ -120,6 +120,8 @@ def test_cppo_compares_with_the_rollout_unless_told_otherwise():
         (["actor_rollout_ref.actor.policy_loss.loss_mode=gpg"], False),  # clips nothing
         (["actor_rollout_ref.actor.old_log_probs=trainer"], False),
         (["algorithm.rollout_correction.rollout_is=token"], False),
+        (["actor_rollout_ref.rollout.top_p=0.9"], False),  # only importance weights correct for filters
+        (["algorithm.adv_estimator=optimal_token_baseline"], False),  # compares old log-probs with the trainer's sums
     ],
 )
 def test_a_step_of_one_update_with_old_samples_is_clipped_around_the_policies_that_sampled(more, clips_around_samples):
