@@ -309,6 +309,7 @@ CASES: dict[str, list[tuple[list[str], dict[str, Any] | str]]] = {
         ([*APART, "async_training.staleness_threshold=2"], {"trainer.max_staleness": 2}),
         ([*APART, "async_training.staleness_threshold=0"], {"trainer.max_staleness": 0}),
         ([*APART, "async_training.staleness_threshold=some"], "set trainer.max_staleness"),
+        ([*APART, "async_training.staleness_threshold=inf"], "set trainer.max_staleness"),
         (["async_training.staleness_threshold=1"], "n_workers=1 or more, which only generate"),
     ],
     "partial": [

@@ -41,7 +41,7 @@ def _put_number(merged: Merged, target: str, entry: Entry, convert: Callable[[fl
     """Set `target` to what `convert` makes of the value; a problem if that is no number."""
     try:
         merged.put(target, convert(float(str(entry.value))), entry)
-    except ValueError:
+    except (ValueError, OverflowError):  # no number, or an infinite one
         refuse(merged, entry, "it is no number", f"set {target}")
 
 
