@@ -8,13 +8,7 @@ from typing import Any
 
 from posttrain.algorithms.registry import ADV_ESTIMATORS, POLICY_LOSSES
 from posttrain.config.checked import Checked, Finding, check_choice, nearest_name
-from posttrain.config.choices import (
-    CRITIC_ESTIMATORS,
-    GROUP_ESTIMATORS,
-    LOGGERS,
-    NOT_BUILT_VALUES,
-    REJECTIONS,
-)
+from posttrain.config.choices import CRITIC_ESTIMATORS, GROUP_ESTIMATORS, LOGGERS, NOT_BUILT_VALUES, REJECTIONS
 from posttrain.config.rollout import UNFILTERED
 from posttrain.config.schema import leaves, lookup
 from posttrain.config.trainer import (
@@ -453,10 +447,19 @@ def check_router_replay(checked: Checked) -> Iterator[Finding]:
             yield checked.problem(what, f"set {_ACTOR}.strategy=fsdp2, or remove it", key, f"{_ACTOR}.strategy")
 
 
-# Those of a run of the PPO family.
-PPO_CHECKS = (
+# Those of every program.
+COMMON_CHECKS = (
     check_choices,
     check_ranges,
+    check_resume,
+    check_quantization,
+    check_sizes,
+    check_fewer_machines,
+    check_ray,
+)
+# Those of a run of the PPO family.
+PPO_CHECKS = (
+    *COMMON_CHECKS,
     _batches,
     _kl,
     _drgrpo,
@@ -467,14 +470,9 @@ PPO_CHECKS = (
     _critic,
     _reward_model,
     _data,
-    check_resume,
-    check_quantization,
-    check_sizes,
-    check_fewer_machines,
     check_staleness,
     check_fp8_base,
     check_exact,
     check_router_replay,
     check_colocated_workers,
-    check_ray,
 )

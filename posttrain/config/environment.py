@@ -13,13 +13,7 @@ from posttrain import cores
 from posttrain.config.checked import checks_of_packages
 from posttrain.config.choices import LOGGER_PACKAGES
 from posttrain.config.resolved import ConfigError, Problem, Resolved
-from posttrain.config.trainer import (
-    ROLLOUT_WORKERS,
-    TORCHRUN,
-    rollout_workers_of,
-    runs_on_cpu,
-    workers_of,
-)
+from posttrain.config.trainer import ROLLOUT_WORKERS, TORCHRUN, rollout_workers_of, runs_on_cpu, workers_of
 from posttrain.cores import gpus_present
 
 WEIGHT_SYNC = "actor_rollout_ref.rollout.weight_sync"

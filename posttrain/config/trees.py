@@ -10,16 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from posttrain.config.check import (
-    PPO_CHECKS,
-    check_choices,
-    check_fewer_machines,
-    check_quantization,
-    check_ranges,
-    check_ray,
-    check_resume,
-    check_sizes,
-)
+from posttrain.config.check import COMMON_CHECKS, PPO_CHECKS
 from posttrain.config.checked import Checked, Finding
 from posttrain.config.choices import check_names
 from posttrain.config.commandline import nothing_given
@@ -75,14 +66,9 @@ FREE_DICTS: dict[str, FreeDict] = {
     "data.custom_cls": FreeDict(named_by="path"),
 }
 
+_ADAPTER = ("lora_rank", "lora_alpha", "target_modules", "exclude_modules")
 # Names under `model.lora.` -> those under `model.`.
-_LORA = {
-    "rank": "lora_rank",
-    "alpha": "lora_alpha",
-    "target_modules": "target_modules",
-    "exclude_modules": "exclude_modules",
-    "adapter_path": "lora_adapter_path",
-}
+_LORA = {name.removeprefix("lora_"): name for name in (*_ADAPTER, "lora_adapter_path")}
 RENAMED: dict[str, str] = {
     "algorithm.name": "algorithm.adv_estimator",
     "algorithm.group_size": f"{_ROLLOUT}.n",
@@ -102,10 +88,7 @@ RENAMED: dict[str, str] = {
     f"{_ACTOR}.tau_pos": f"{_ACTOR}.policy_loss.tau_pos",
     f"{_ACTOR}.tau_neg": f"{_ACTOR}.policy_loss.tau_neg",
     f"{_ACTOR}.peft_config.lora_r": f"{_MODEL}.lora_rank",
-    f"{_ACTOR}.peft_config.lora_rank": f"{_MODEL}.lora_rank",
-    f"{_ACTOR}.peft_config.lora_alpha": f"{_MODEL}.lora_alpha",
-    f"{_ACTOR}.peft_config.target_modules": f"{_MODEL}.target_modules",
-    f"{_ACTOR}.peft_config.exclude_modules": f"{_MODEL}.exclude_modules",
+    **{f"{_ACTOR}.peft_config.{name}": f"{_MODEL}.{name}" for name in _ADAPTER},
     f"{_MODEL}.lora.type": f"{_ACTOR}.peft_config.peft_type",
     **{f"{_MODEL}.lora.{name}": f"{_MODEL}.{ours}" for name, ours in _LORA.items()},
     f"{_ROLLOUT}.engine": f"{_ROLLOUT}.name",
@@ -274,17 +257,6 @@ def _notes(checked: Checked) -> Iterator[Finding]:
         yield "No validation file is set (data.val_files): the run makes no validation."
 
 
-_CHECKS = (
-    check_choices,
-    check_ranges,
-    check_resume,
-    check_quantization,
-    check_sizes,
-    check_fewer_machines,
-    check_ray,
-    _notes,
-)
-
 SFT = Tree(
     SFTConfig,
     "sft_trainer",
@@ -295,7 +267,7 @@ SFT = Tree(
     model="model",
     nothing_given=_nothing_given("posttrain sft", "columns prompt and response, or messages"),
     derive=_derive_sft,
-    checks=_CHECKS,
+    checks=(*COMMON_CHECKS, _notes),
 )
 REWARD_MODEL = Tree(
     RewardTrainerConfig,
@@ -307,7 +279,7 @@ REWARD_MODEL = Tree(
     model="model",
     nothing_given=_nothing_given("posttrain reward-model", "columns prompt, chosen and rejected"),
     derive=_derive,
-    checks=_CHECKS,
+    checks=(*COMMON_CHECKS, _notes),
     heads=SCORE_HEADS,
 )
 # Verb of `posttrain` -> its tree.
