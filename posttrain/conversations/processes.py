@@ -135,7 +135,8 @@ class AgentProcesses:
     def spread(self, machines: Sequence[Machine]) -> None:
         """Start processes on these machines as well, in proportion to their cores. They were prepared for the kind
         `agents`."""
-        self._places = Places(self._server.start, cores.usable(), AGENTS_KIND, [(one, one.cores) for one in machines])
+        others = [(one, one.cores) for one in machines]
+        self._places = Places(self._server.start, cores.usable(), AGENTS_KIND, others, most=self._most)
 
     @property
     def most(self) -> int:

@@ -12,6 +12,7 @@ from outside.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import socket
 import threading
@@ -167,7 +168,7 @@ class Machine:
 
 class Places:
     """Where worker processes of one kind are started: on the driver's machine, and on others. Each has a share, in
-    proportion to which it gets workers."""
+    proportion to which it gets workers: up to `most`, as long as another one has fewer."""
 
     def __init__(
         self,
@@ -175,8 +176,9 @@ class Places:
         here: int,
         kind: str = "",
         others: Sequence[tuple[Machine, int]] = (),
+        most: float = math.inf,
     ) -> None:
-        self._start_here, self._here, self._kind, self._others = start_here, here, kind, others
+        self._start_here, self._here, self._kind, self._others, self._most = start_here, here, kind, others, most
 
     @property
     def room(self) -> int:
@@ -199,7 +201,8 @@ class Places:
     def start(self, running: Iterable[WorkerProcess]) -> Any:
         """Starts a worker on the machine that has the fewest of these for its share."""
         counts = Counter(worker.machine for worker in running)
-        machine, _ = min(self._shares, key=lambda one: counts[one[0]] / one[1])
+        below = [one for one in self._shares if counts[one[0]] < self._most]
+        machine, _ = min(below or self._shares, key=lambda one: counts[one[0]] / one[1])
         return self._start_here() if machine is None else machine.start(self._kind)
 
 

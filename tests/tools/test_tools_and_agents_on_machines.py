@@ -8,6 +8,7 @@ import signal
 import threading
 from contextlib import contextmanager
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from posttrain.conversations.machines import has_workers, spread_conversations
 from posttrain.conversations.opening import open_conversations
 from posttrain.conversations.tools import forks, registry
 from posttrain.conversations.tools.base import ToolCall
+from posttrain.machines.cluster import ANSWER_S, Places
 from posttrain.models.embedded import byte_tokenizer
 from posttrain.rollout.base import Output
 
@@ -273,6 +275,18 @@ def test_a_machine_that_cannot_make_the_agent_is_left_out_with_a_note(files, mon
         assert not hosts[0].seen & {one[3]["process"] for one in found.values()}
 
 
+def test_no_machine_has_more_processes_than_are_allowed_as_long_as_another_has_room():
+    """Otherwise each has as many as fit to its cores."""
+    large = Mock(address="large")
+    running = list[Mock]()
+    places = Places(lambda: Mock(machine=None), 2, "agents", [(large, 6)], most=3)
+    large.start = lambda kind: Mock(machine=large)
+    for _ in range(7):
+        running.append(places.start(running))
+    started = ["here" if one.machine is None else "large" for one in running]
+    assert started[:4].count("large") == 3 and started[:6].count("large") == 3
+
+
 def test_a_machine_whose_processes_cannot_be_forked_any_more_is_left_out(files, monkeypatch):
     """The kernel may kill the parent of its workers. The machine would always seem to be the idlest one."""
     with conversations(monkeypatch, machines=1) as (loop, hosts, said):
@@ -286,14 +300,21 @@ def test_a_machine_whose_processes_cannot_be_forked_any_more_is_left_out(files, 
 
 
 def test_a_file_that_hangs_on_another_machine_when_it_is_loaded_is_left_out_with_what_it_started(files, monkeypatch):
-    monkeypatch.setattr(forks, "MAKE_S", 1.0)
+    def wait(channels, seconds):
+        assert 0 < seconds <= forks.MAKE_S < ANSWER_S
+        until(Path("pids").exists, "for the file to be loaded")
+        return []  # the time is over
+
+    monkeypatch.setattr(forks, "wait", wait)
     hang = 'if os.environ.get("PYTHONHASHSEED") == "0":\n'  # as `spawn` sets it
     hang += '    import subprocess\n    child = subprocess.Popen(["sleep", "60"])\n'
-    hang += '    open("pids", "w").write(f"{os.getpid()} {child.pid}")\n    time.sleep(60)\n'
+    hang += (
+        '    open("new", "w").write(f"{os.getpid()} {child.pid}")\n    os.rename("new", "pids")\n    time.sleep(60)\n'
+    )
     Path("own_tools.py").write_text(TOOLS.replace("\n\n\ndef place", f"\n{hang}\n\ndef place"))
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     with conversations(monkeypatch, machines=1) as (loop, _, said):
-        assert said[-1] == "note: tools do not run on 10.0.0.2: its files were not loaded within 1 s"
+        assert said[-1] == "note: tools do not run on 10.0.0.2: its files were not loaded within 100 s"
         assert gone(*map(int, Path("pids").read_text().split()))
         assert {answer.error for answer in ask(loop, "place", 2)} == {None}
 
