@@ -161,8 +161,8 @@ class ConversationLoop:
 
     @property
     def silent_s(self) -> float:
-        """How long an agent may do nothing that is seen while an engine owes it a turn: a program may then want another
-        turn at once, and has its time limit for that."""
+        """For how many seconds an agent that awaits a turn may still ask for another one, unannounced: a program may,
+        within its time limit."""
         return self.agents.settings.timeout_s if self._open and self.agents.settings.uses_http else 0.0
 
     @property

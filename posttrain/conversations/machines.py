@@ -58,7 +58,7 @@ def spread_conversations(
 def _prepared(
     machines: Machines, kind: str, make: Callable[[], Serve], places: Sequence[object], say: Callable[[str], object]
 ) -> Sequence[Machine]:
-    """The machines on which workers of a kind can be started, by what `make` gives there."""
+    """The machines on which workers of a kind can be started, to do what `make` returns there."""
     if found := next((here for place in places if (here := _LOOPBACK.search(str(place)))), None):
         say(f"note: {kind} run on the driver's machine alone: their settings name an address on it ({found[1]}).")
         return ()
@@ -87,7 +87,7 @@ def _text(path: str | None) -> str:
 
 
 def _agents(config: PPOConfig, setup: Setup, names: Sequence[str]) -> Serve:
-    """What worker processes of agents do, in the process on another machine that they are forked from."""
+    """What worker processes of agents do. Called on another machine, in the process that they are forked from."""
     if library := config.actor_rollout_ref.model.external_lib:
         import_external(library)
     settings = agent_settings(config.actor_rollout_ref.rollout.agent)

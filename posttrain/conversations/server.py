@@ -119,7 +119,7 @@ class Server:
             streams = dict(self._streams)  # a copy: the event loop's thread changes it
             for output in self.engine.so_far(streams.keys()) if streams else ():
                 loop.call_soon_threadsafe(streams[output.id], output)
-            # A step now would begin without the requests that come while the device is busy anyway.
+            # While the device is busy, requests that arrive can still join the next step.
             while not self._has_news and (left := self.engine.ahead_s()) > 0:
                 time.sleep(min(left, JOIN_S))
             return self._has_news

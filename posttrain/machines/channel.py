@@ -9,7 +9,7 @@ import select
 import socket
 import struct
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 SEND_S = 60.0
@@ -86,8 +86,8 @@ class Channel:
 
 
 class Relay:
-    """A socket into which bytes of others are passed on, and whose own bytes are read. Neither waits for its other end:
-    a worker that is blocked does not read, and must not delay the bytes of other workers. Thread-safe."""
+    """Passes bytes of others into a socket and reads its bytes without waiting for the other end: a worker that is
+    blocked does not read, and must not delay the bytes of other workers. Thread-safe."""
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)
@@ -112,7 +112,7 @@ class Relay:
             return b""
 
     def write(self, data: bytes = b"", *, is_last: bool = False) -> None:
-        """Passes on what there is room for; the rest follows in later calls. Behind the last bytes it is shut down."""
+        """Writes as much as fits; the rest follows in later calls. After the last byte the socket is shut down."""
         with self._lock:
             self._left += data
             self._is_last = self._is_last or is_last
@@ -126,8 +126,13 @@ class Relay:
             except OSError:  # the other end is gone
                 self._left.clear()
 
+    def close_by(self, close: Callable[[], None]) -> None:
+        """Calls what closes the socket, while nothing writes: its number could be another worker's by then."""
+        with self._lock:
+            close()
+
     def shut_down(self) -> None:
-        """Ends it at once, with bytes left or not."""
+        """Shuts the socket down at once; bytes that wait are dropped."""
         with self._lock:
             self._left.clear()
             with contextlib.suppress(OSError):
@@ -149,8 +154,8 @@ class Wake:
             os.write(self._write, b".")
 
     def wait(self, relays: Iterable[Relay], seconds: float) -> list[Relay]:
-        """Waits until some of these can be read, or can be written and have bytes left; gives them. Empty after so many
-        seconds, or after `set`. Not `select`, which takes no descriptor above 1023."""
+        """Waits until some of these can be read, or have bytes left and can be written, and returns them; none after so
+        many seconds, or after `set`. Not by `select`, which rejects descriptors above 1023."""
         poll, known = select.poll(), dict[int, Relay]()
         poll.register(self._read, select.POLLIN)
         for relay in relays:

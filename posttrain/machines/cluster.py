@@ -57,11 +57,11 @@ class RemoteWorker:
         return self.ended().killed
 
     def is_stopped(self) -> bool:
-        """Whether a signal holds it, which is not known here."""
+        """Whether a signal has stopped it: unknown on other machines."""
         return False
 
     def stop(self) -> bool:
-        """Has it killed. False: its channel ends when its machine has said how it ended."""
+        """Has it killed; says whether its end is known. If not, its channel ends when its machine has reported it."""
         if self.end is None:
             self.machine.kill(self._number)
         return self.end is not None
@@ -218,8 +218,8 @@ class Machines:
     def prepare(
         self, kind: str, make: Callable[[], Starter], problem: str, say: Callable[[str], object]
     ) -> list[Machine]:
-        """Those that can start workers of a kind, by what `make` gives there. A machine on which it raises is left out,
-        with a note of which `problem` is the beginning; so is one that cannot start them any more later."""
+        """The machines that can start workers of a kind, by the starter that `make` returns there. One on which it
+        raises is left out, with a note that begins with `problem`; so is one that later cannot start them any more."""
         asked = []
         for machine in self._machines:
             prepare = machine.host.prepare.options(concurrency_group=PREPARING)
@@ -241,7 +241,7 @@ class Machines:
 
 @contextlib.contextmanager
 def other_machines(say: Callable[[str], object]) -> Iterator[Machines]:
-    """The machines of this process's Ray beside the driver's. What they run is ended behind it."""
+    """The machines of this process's Ray beside the driver's. All that they run ends with the context."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 

@@ -77,7 +77,7 @@ class MachineHost:
         self._relays: dict[int, Relay] = {}
         self._arrived: Arrived = []
         self._wake = Wake()
-        self._lock = threading.Lock()  # a socket that is closed while it is used could be another worker's by then
+        self._lock = threading.Lock()  # a socket that is closed while it is read could be another worker's by then
 
     def cores(self) -> int:
         """Cores that may be used."""
@@ -103,12 +103,11 @@ class MachineHost:
         self._wake.set()
 
     def write(self, number: int, data: bytes) -> None:
-        with self._lock:
-            relay = self._relays.get(number)
-            if relay is not None:
-                relay.write(data)
-                if relay.has_more:
-                    self._wake.set()
+        relay = self._relays.get(number)
+        if relay is not None:
+            relay.write(data)
+            if relay.has_more:
+                self._wake.set()
 
     def kill(self, number: int) -> None:
         with self._lock:
@@ -139,8 +138,8 @@ class MachineHost:
         worker = self._workers.pop(number, None)
         if worker is None:
             return
-        del self._relays[number]
+        relay = self._relays.pop(number)
         if kill:
-            worker.kill()
+            relay.close_by(worker.kill)
         self._arrived.append((number, b"", worker.ended()))
-        worker.kill()  # and what it has started
+        relay.close_by(worker.kill)  # and what it has started

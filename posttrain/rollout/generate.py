@@ -44,7 +44,7 @@ def admission_deadline(engine: RolloutEngine) -> Callable[[], bool]:
     end = time.monotonic() + JOIN_S
 
     def is_over() -> bool:
-        # A step now would begin without the requests that come while the device is busy anyway.
+        # While the device is busy, requests that arrive can still join the next step.
         time.sleep(max(0.0, min(engine.ahead_s(), end - time.monotonic())))
         return time.monotonic() >= end
 

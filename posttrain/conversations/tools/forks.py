@@ -44,7 +44,7 @@ MAKE_S = 100.0  # for a parent on another machine to make what its workers serve
 
 
 Serve = Callable[[Channel, Marks], None]
-"""All that a worker does. It may mark which of its conversations run, so that their names outlive it."""
+"""All that a worker does. It may mark the conversations whose code runs, so that they are known after its end."""
 
 
 class Worker:
@@ -134,8 +134,8 @@ class ForkServer:
 
 
 def spawned(make: bytes) -> ForkServer:
-    """With a parent that is a Python of its own, for a process that has threads. There `make`, a pickled function,
-    gives what workers serve; UserError with what it raised, or if it takes longer than MAKE_S seconds."""
+    """A server whose parent is a separate Python, for a process that has threads. `make`, a pickled function, is called
+    there and returns what workers do; UserError with what it raised, or if it takes longer than MAKE_S seconds."""
     server = ForkServer.__new__(ForkServer)
     server._control, theirs = socket.socketpair()
     server._lock = threading.Lock()

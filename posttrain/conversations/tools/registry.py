@@ -130,8 +130,8 @@ def make_tools_of(turns: TurnSettings) -> dict[str, Tool]:
 
 
 def serve_tools(library: str | None, turns: TurnSettings, names: Sequence[str]) -> Serve:
-    """What worker processes of these tools of a run do, in the process on another machine that they are forked from.
-    `library` is the user's module that may register some."""
+    """What worker processes of these tools of a run do. Called on another machine, in the process that they are forked
+    from. `library` is the user's module that may register some."""
     if library:
         import_external(library)
     tools = make_tools_of(turns)

@@ -176,7 +176,7 @@ def _list_keys(keys: Iterable[str], most: int = 6) -> str:
     return ", ".join(shown[:most]) + rest
 
 
-# Values of verl are read in our words, whatever the key.
+# Values that have another name in verl.
 
 _ACTOR, _MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
 _VAL = "actor_rollout_ref.rollout.val_kwargs"

@@ -212,8 +212,8 @@ class NativeEngine(RolloutEngine):
             self.decoder.make_fast_copies()
 
     def _renew_copies(self) -> None:
-        # The first step behind new weights does so, and no score: whether the probe of these weights comes before that
-        # step is decided by a clock, and steps make more tokens with copies. A replay counts steps.
+        # By the first step after new weights, never by a score: a clock decides whether their probe comes before that
+        # step, and a step makes more tokens with copies. A replay counts steps.
         if self.copies_due:
             self.decoder.make_fast_copies()
             self.copies_due = False

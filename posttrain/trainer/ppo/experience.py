@@ -223,13 +223,13 @@ class Experience:
         now = time.monotonic()
         self._still_since = self._still_since or now
         if now - self._still_since < (self.turns.silent_s if self.turns else 0.0):
-            time.sleep(STILL_S)  # nothing tells when a program does something beside the turn that it awaits
+            time.sleep(STILL_S)  # a program may ask for another turn while it awaits one, and no event announces that
             return ended
         raise ReplayError("This run does not do what the replayed run did: its settings, data or tools differ.")
 
     def _agents_go_on(self) -> bool:
-        """Whether something may come of a conversation, though no engine makes a step. In a replay an engine stands
-        where it made the next step with another turn than those that are here: an agent at work may give that one."""
+        """Whether an agent may still act although no engine makes a step. In a replay an engine waits until it has the
+        turns with which it made its next step; an agent at work may ask for one of them."""
         if self.turns is None or self.clock is None:
             return False
         stands = self.clock.log.replayed is not None and self.clock.holds(self._busy)

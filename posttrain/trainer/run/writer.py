@@ -134,8 +134,8 @@ class RunWriter:
 
     @contextmanager
     def running(self, save: Callable[[], object]) -> Iterator[GracefulStop]:
-        """Around the steps of a run that was started. Ctrl-C and SIGTERM end it early, after its last step was saved.
-        At the end everything is written, and `status` says how the run has ended."""
+        """The context of a run's steps, behind `start`. Ctrl-C and SIGTERM end the run early, after its last step was
+        saved. At the end everything is written, and `status` says how the run has ended."""
         self.status = "failed"
         try:
             with GracefulStop(say) as stop:
@@ -161,7 +161,7 @@ class RunWriter:
         return RunResult(self.run.path, self.status, self.step, self.history, validation, stop.requested)
 
     def is_due(self, frequency: int, step: int) -> bool:
-        """Whether what is done every so many steps (never: below 1), and at the last, is done at this one."""
+        """Whether something that is done every `frequency` steps (below 1: never), and at the last one, is done now."""
         return step >= self.total_steps or (frequency > 0 and step % frequency == 0)
 
     def wait_until_written(self) -> None:
