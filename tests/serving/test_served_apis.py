@@ -276,3 +276,10 @@ def test_tokens_become_the_text_that_their_tokenizer_makes_of_them():
     plain = tokenizer_of("Qwen2.5")
     ids = plain("two words , <|im_end|>", add_special_tokens=False)["input_ids"]
     assert decode(plain, ids) == plain.decode(ids) == "two words , <|im_end|>"
+
+    class Loud(type(plain)):
+        def _decode(self, *args, **kwargs):
+            return super()._decode(*args, **kwargs).upper()
+
+    loud = Loud(tokenizer_object=plain.backend_tokenizer)
+    assert decode(loud, ids) == loud.decode(ids) == "TWO WORDS , <|IM_END|>"

@@ -100,9 +100,15 @@ def decode(tokenizer: Any, ids: Sequence[int]) -> str:
     """The text of tokens, special ones included."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     # The tokenizer's own call looks at the type of every id first, which takes longer than to decode them.
-    if backend is not None and not tokenizer.clean_up_tokenization_spaces:
+    if backend is not None and not tokenizer.clean_up_tokenization_spaces and _decodes_by_backend(type(tokenizer)):
         return backend.decode(list(ids), skip_special_tokens=False)
     return tokenizer.decode(list(ids), skip_special_tokens=False)
+
+
+@lru_cache(maxsize=8)
+def _decodes_by_backend(kind: type) -> bool:
+    # A class of its own, such as one that comes with a model, may do more.
+    return all(getattr(kind, name).__module__.startswith("transformers.tok") for name in ("decode", "_decode"))
 
 
 @lru_cache(maxsize=8)
