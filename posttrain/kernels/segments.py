@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -54,12 +55,10 @@ def segment_plan(
     Without `goes_on`, for layers that cannot go on from a state, every response is computed with its whole prompt."""
     tree = _tree(lengths, end_T)
     segments = _push_single_tokens_down(tree) if goes_on else _whole_paths(tree)
-    groups = [_group(segments, numbers, device) for numbers in _together(segments)]
-    total = int(sum(lengths))
-    flat = np.concatenate([group.token_BL.cpu().numpy().ravel()[group.output_N.cpu().numpy()] for group in groups])
-    order_T = np.empty(total, np.int64)
-    order_T[flat] = np.arange(total)
-    return SegmentPlan(groups, to_device(torch.from_numpy(order_T), device))
+    groups, flat = zip(*[_group(segments, numbers, device) for numbers in _together(segments)], strict=True)
+    order_T = np.empty(sum(map(len, flat)), np.int64)
+    order_T[np.concatenate(flat)] = np.arange(len(order_T))
+    return SegmentPlan(list(groups), to_device(torch.from_numpy(order_T), device))
 
 
 def _tree(lengths: Sequence[int], end_T: np.ndarray | None) -> list[Segment]:
@@ -145,17 +144,18 @@ def _together(segments: list[Segment]) -> list[list[int]]:
     return found
 
 
-def _group(segments: list[Segment], numbers: list[int], device: torch.device) -> SegmentGroup:
+def _group(
+    segments: list[Segment], numbers: list[int], device: torch.device
+) -> tuple[SegmentGroup, np.ndarray[Any, np.dtype[np.int64]]]:
+    # With the tokens whose outputs it gives.
     parts = [segments[number] for number in numbers]
     goes_on, begins = bool(parts[0].children), parts[0].parent < 0
     width = max(len(part.tokens) for part in parts)
     width = width if goes_on or begins else max(2, width)
     token_BL = np.array([part.tokens + part.tokens[-1:] * (width - len(part.tokens)) for part in parts], np.int64)
-    wanted = [np.arange(part.repeated, len(part.tokens)) + row * width for row, part in enumerate(parts)]
-    return SegmentGroup(
-        to_device(torch.from_numpy(token_BL), device),
-        to_device(torch.from_numpy(np.concatenate(wanted)), device),
-        numbers,
-        None if begins else [part.parent for part in parts],
-        goes_on,
+    output_N = np.concatenate(
+        [np.arange(part.repeated, len(part.tokens)) + row * width for row, part in enumerate(parts)]
     )
+    parents = None if begins else [part.parent for part in parts]
+    on_device = (to_device(torch.from_numpy(array), device) for array in (token_BL, output_N))
+    return SegmentGroup(*on_device, numbers, parents, goes_on), token_BL.ravel()[output_N]

@@ -83,7 +83,7 @@ class CallStates:
 
 def recurrent_layers(model: torch.nn.Module) -> list[Any]:
     """The modules of a model that keep states in transformers' cache."""
-    return [module for module in model.modules() if _WRITERS & _names_in(type(module)) and _cache_name(type(module))]
+    return [module for module in model.modules() if _WRITERS & _names_in(type(module)) and _arguments(type(module))[1]]
 
 
 @lru_cache
@@ -97,9 +97,13 @@ def _own_class(kind: type) -> type:
     return next((base for base in kind.__mro__ if base.__module__.startswith("transformers")), kind)
 
 
-def _cache_name(kind: type) -> str | None:
-    known = inspect.signature(inspect.unwrap(kind.forward)).parameters
-    return next((name for name in _CACHES if name in known), None)
+@lru_cache
+def _arguments(kind: type) -> tuple[str, str | None, tuple[str, ...]]:
+    """What a layer's `forward` calls its input and its cache, and what else it requires."""
+    _, first, *others = inspect.signature(inspect.unwrap(kind.forward)).parameters.values()
+    cache = next((name for name in _CACHES if any(name == each.name for each in others)), None)
+    required = [each for each in others if each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD]
+    return first.name, cache, tuple(each.name for each in required if each.name != cache)
 
 
 def attending_layers(model: Any) -> int:
@@ -142,7 +146,7 @@ def _answered(self: Any, *args: Any, **kwargs: Any) -> Any:
     paged, layout = active_step(), active_layout()
     if paged is None and layout is None:
         return type(self).forward(self, *args, **kwargs)
-    hidden_1TE = args[0] if args else kwargs[_first_name(type(self))]
+    hidden_1TE = args[0] if args else kwargs[_arguments(type(self))[0]]
     if paged is not None:
         return paged.recur(self, hidden_1TE)
     assert layout is not None
@@ -152,17 +156,11 @@ def _answered(self: Any, *args: Any, **kwargs: Any) -> Any:
     return _packed(self, hidden_1TE, layout)
 
 
-def _first_name(kind: type) -> str:
-    return list(inspect.signature(inspect.unwrap(kind.forward)).parameters)[1]
-
-
 def _call(layer: Any, hidden_BLE: torch.Tensor, states: CallStates | None) -> Any:
     # Masks and borders of sequences are those of packed tokens; in a rectangle there is nothing to say.
-    kind = type(layer)
-    _, _, *others = inspect.signature(inspect.unwrap(kind.forward)).parameters.values()
-    named = {each.name: None for each in others if each.default is each.empty and each.kind is not each.VAR_KEYWORD}
-    named[str(_cache_name(kind))] = states
-    return kind.forward(layer, hidden_BLE, **named)
+    _, cache, required = _arguments(type(layer))
+    named = {**dict.fromkeys(required), str(cache): states}
+    return type(layer).forward(layer, hidden_BLE, **named)
 
 
 Outputs = list[tuple[Any, torch.Tensor | None]]

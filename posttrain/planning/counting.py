@@ -33,6 +33,7 @@ from posttrain.models.forward import (
     without_adapters,
 )
 from posttrain.models.scorer import head_scores, to_float32
+from posttrain.models.recurrent import attending_layers
 from posttrain.models.shards import own_key_heads
 from posttrain.planning.meta_models import META, counted_as_paged, is_scorer
 from posttrain.rollout.base import Sampling
@@ -206,10 +207,13 @@ def cached_heads(model: Any) -> list[tuple[int, int]]:
     if settings.model_type in KNOWN:  # the formula; other families are asked by a pass over one token
         size = 2 * settings.num_hidden_layers * _head_size(settings) * next(model.parameters()).itemsize
         return [(settings.num_key_value_heads, size)]
+    if not attending_layers(inner):
+        return []
     ids = torch.zeros(1, 1, dtype=torch.long, device=META)
     with torch.no_grad():
         layers = inner.base_model(input_ids=ids, position_ids=ids, use_cache=True).past_key_values.layers
-    kept = [own for layer in layers for own in (layer.keys, layer.values)]  # (row, head, token, size)
+    names = ("keys", "values")  # (row, head, token, size); a layer with a recurrent state has none
+    kept = [getattr(layer, name) for layer in layers for name in names if getattr(layer, name, None) is not None]
     return [(own.shape[1], own[0, 0].nbytes) for own in kept]
 
 
