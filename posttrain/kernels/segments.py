@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
@@ -144,9 +143,7 @@ def _together(segments: list[Segment]) -> list[list[int]]:
     return found
 
 
-def _group(
-    segments: list[Segment], numbers: list[int], device: torch.device
-) -> tuple[SegmentGroup, np.ndarray[Any, np.dtype[np.int64]]]:
+def _group(segments: list[Segment], numbers: list[int], device: torch.device) -> tuple[SegmentGroup, np.ndarray]:
     # With the tokens whose outputs it gives.
     parts = [segments[number] for number in numbers]
     goes_on, begins = bool(parts[0].children), parts[0].parent < 0
@@ -157,5 +154,5 @@ def _group(
         [np.arange(part.repeated, len(part.tokens)) + row * width for row, part in enumerate(parts)]
     )
     parents = None if begins else [part.parent for part in parts]
-    on_device = (to_device(torch.from_numpy(array), device) for array in (token_BL, output_N))
-    return SegmentGroup(*on_device, numbers, parents, goes_on), token_BL.ravel()[output_N]
+    places_BL, places_N = (to_device(torch.from_numpy(array), device) for array in (token_BL, output_N))
+    return SegmentGroup(places_BL, places_N, numbers, parents, goes_on), token_BL.ravel()[output_N]

@@ -5,7 +5,6 @@ Shapes: S slots of the store, B sequences of a group, L tokens of each.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,26 +12,28 @@ import torch
 
 from posttrain.kernels.cuda import to_device
 
+Key = tuple[int, str, int]
+"""A state: of which layer, of which kind, and its number among those of that kind."""
+
 
 class StateStore:
     """The states of all layers by slot. A layer's tensors are made when it first writes them."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.size = device, 0
-        self.tensors: dict[Hashable, torch.Tensor] = {}
+        self.tensors: dict[Key, torch.Tensor] = {}
 
-    def read(self, key: Hashable, slots_B: torch.Tensor) -> torch.Tensor:
+    def read(self, key: Key, slots_B: torch.Tensor) -> torch.Tensor:
         return self.tensors[key].index_select(0, slots_B)
 
-    def write(self, key: Hashable, slots_B: torch.Tensor, values_B: torch.Tensor) -> None:
+    def write(self, key: Key, slots_B: torch.Tensor, values_B: torch.Tensor) -> None:
         if key not in self.tensors:
             shape = (self.size, *values_B.shape[1:])
             self.tensors[key] = torch.zeros(shape, dtype=values_B.dtype, device=self.device)
         self.tensors[key].index_copy_(0, slots_B, values_B.to(self.tensors[key].dtype))
 
-    def keys_of(self, layer: int) -> list[tuple]:
-        """The names of a layer's states: (layer, kind, number)."""
-        return [key for key in self.tensors if isinstance(key, tuple) and key[0] == layer]
+    def keys_of(self, layer: int) -> list[Key]:
+        return [key for key in self.tensors if key[0] == layer]
 
     def copy(self, source: int, target: int) -> None:
         for tensor in self.tensors.values():
@@ -51,7 +52,7 @@ class StateStore:
 
 @dataclass
 class RowStates:
-    """Where the rows of a step have their states. A fresh row begins with this step: what its slot holds is another's."""
+    """Where the rows of a step have their states. A fresh row begins with this step; its slot holds another's."""
 
     store: StateStore
     slots_R: np.ndarray

@@ -49,6 +49,7 @@ from posttrain.models.proof import (
     layer_kinds,
 )
 from posttrain.models.quantized import keep_one_layout, loading_options
+from posttrain.models.recurrent import answer_recurrence
 from posttrain.models.scorer import packed_scores, padded_scores
 
 CLASSIFIER = "ForSequenceClassification"

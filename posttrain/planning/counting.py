@@ -32,8 +32,8 @@ from posttrain.models.forward import (
     token_log_probs,
     without_adapters,
 )
-from posttrain.models.scorer import head_scores, to_float32
 from posttrain.models.recurrent import attending_layers
+from posttrain.models.scorer import head_scores, to_float32
 from posttrain.models.shards import own_key_heads
 from posttrain.planning.meta_models import META, counted_as_paged, is_scorer
 from posttrain.rollout.base import Sampling

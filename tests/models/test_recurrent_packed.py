@@ -7,9 +7,10 @@ import torch
 
 from posttrain.config.root import OptimConfig
 from posttrain.engine.base import EngineSettings
+from posttrain.engine.ranks import RanksError, check_heads
 from posttrain.engine.torch_engine import TorchEngine
 from posttrain.models import proof, recurrent
-from posttrain.models.forward import ForwardMode
+from posttrain.models.forward import ForwardMode, recompute_layers
 from posttrain.models.recurrent import answer_recurrence, recurrent_layers
 from posttrain.rollout.base import Output
 from posttrain.rollout.generate import to_batch
@@ -35,8 +36,6 @@ def log_probs_and_gradients(model, *, pack, checkpointing=False):
     rows.batch["weights"] = recurrent_weights * rows.batch["response_mask"]
     found = engine.log_probs(rows)["log_probs"]
     if checkpointing:
-        from posttrain.models.forward import recompute_layers
-
         recompute_layers(model)
     engine.runner.gradients(rows, lambda micro, out: (out["log_probs"] * micro.batch["weights"]).sum(), 1.0)
     gradients = {name: weight.grad.clone() for name, weight in model.named_parameters() if weight.grad is not None}
@@ -117,3 +116,10 @@ def test_only_mambas_first_version_begins_anew_with_several_tokens(kind):
 def test_models_without_recurrent_layers_are_left_as_they_are():
     model = tiny("gemma3")
     assert not answer_recurrence(model) and not any("forward" in vars(part) for part in model.modules())
+
+
+def test_a_sequence_on_several_ranks_is_rejected_where_layers_have_states():
+    check_heads(tiny("qwen2").config, 2, packed=True)
+    check_heads(tiny("qwen3-next").config, 1, packed=True)
+    with pytest.raises(RanksError, match=r"ulysses_sequence_parallel_size=2: layers of this model \(qwen3_next\) have"):
+        check_heads(tiny("qwen3-next").config, 2, packed=True)

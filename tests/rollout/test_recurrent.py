@@ -1,9 +1,9 @@
-"""Models whose layers keep a recurrent state in the native engine: each sequence has its own, wherever it comes from."""
+"""Models whose layers keep a recurrent state in the native engine: each sequence has its own, wherever it is from."""
 
 from __future__ import annotations
 
 import random
-from functools import cache
+from functools import cache, partial
 
 import numpy as np
 import pytest
@@ -83,34 +83,25 @@ def _conversation(kind):
     return "right"
 
 
-FAULTS = {
-    "the state of another row": (
-        lambda patch: patch.setattr(store.StateStore, "read", lambda self, key, slots: self.tensors[key][slots.flip(0)]),
-        "group",
-    ),
-    "not copied for the second response": (
-        lambda patch: patch.setattr(store.StateStore, "copy", lambda self, source, target: None),
-        "group",
-    ),
-    "not written back": (
-        lambda patch: patch.setattr(recurrent, "recur_in_step", recurrent.recur_in_step)
-        or patch.setattr(store.StateStore, "write", _written_once(store.StateStore.write)),
-        "group",
-    ),
-    "convolutions begin anew with a turn": (lambda patch: _without(patch, recurrent.CONV), "turns"),
-    "recurrences begin anew with a turn": (lambda patch: _without(patch, recurrent.RECURRENT), "turns"),
-}
+def _of_another_row(patch):
+    patch.setattr(store.StateStore, "read", lambda self, key, slots: self.tensors[key][slots.flip(0)])
 
 
-def _written_once(write):
+def _not_copied(patch):
+    patch.setattr(store.StateStore, "copy", lambda self, source, target: None)
+
+
+def _written_once(patch):
+    write = store.StateStore.write
+
     def once(self, key, slots, values):
         if key not in self.tensors:
             write(self, key, slots, values)
 
-    return once
+    patch.setattr(store.StateStore, "write", once)
 
 
-def _without(patch, kind):
+def _begins_anew(patch, kind):
     call = recurrent._call
 
     def forgetful(layer, hidden, states):
@@ -119,6 +110,15 @@ def _without(patch, kind):
         return call(layer, hidden, states)
 
     patch.setattr(recurrent, "_call", forgetful)
+
+
+FAULTS = {
+    "the state of another row": (_of_another_row, "group"),
+    "not copied for the second response": (_not_copied, "group"),
+    "not written back": (_written_once, "group"),
+    "convolutions begin anew with a turn": (partial(_begins_anew, kind=recurrent.CONV), "turns"),
+    "recurrences begin anew with a turn": (partial(_begins_anew, kind=recurrent.RECURRENT), "turns"),
+}
 
 
 @pytest.mark.parametrize("fault", [None, *FAULTS])
@@ -226,7 +226,8 @@ def test_an_abort_frees_the_states_of_rows_and_of_open_prompts():
 def test_speculation_is_rejected_where_states_cannot_go_back():
     with pytest.raises(UserError, match=r"rollout.speculation=batch: layers of this model \(mamba2\) have recurrent"):
         native("mamba2", speculation="batch")
-    assert build_native(tiny("qwen2"), RolloutConfig(speculation="batch"), decode=None)
+    engine, _ = build_native(tiny("qwen2"), RolloutConfig(speculation="batch"), decode=None)
+    assert engine.speculation is not None
 
 
 def test_the_cache_is_split_by_what_a_sequence_needs():

@@ -62,8 +62,8 @@ class Pool:
     """Blocks of all layers; layers are made when the model first asks for them. `evict(n)` is called when fewer than
     `n` blocks are free, and lets go of blocks that are only kept.
 
-    `states` are the slots of recurrent layers. With `routes` it holds the experts of every cached token beside its keys and values: whoever shares, keeps or copies
-    a token's block has its routes, too.
+    `states` are the slots of recurrent layers. With `routes` it holds the experts of every cached token beside its keys
+    and values: whoever shares, keeps or copies a token's block has its routes, too.
     """
 
     def __init__(
@@ -97,7 +97,8 @@ class Pool:
 
     def held_bytes(self) -> int:
         routes = 0 if self.routes_PLK is None else self.routes_PLK.nbytes
-        return self.states.store.nbytes + routes + sum(tensor.nbytes for cache in self.layers.values() for tensor in cache)
+        blocks = sum(tensor.nbytes for cache in self.layers.values() for tensor in cache)
+        return self.states.store.nbytes + routes + blocks
 
     def empty_twin(self) -> Pool:
         """Another pool of the same kind and limit, which holds nothing yet."""
