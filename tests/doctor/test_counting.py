@@ -207,7 +207,8 @@ def test_the_plan_counts_the_recurrent_states_that_the_engine_holds(kind, tmp_pa
     from tests.rollout.tiny import tiny
 
     tiny(kind, attention="eager").save_pretrained(tmp_path)
-    model = load_causal_lm(ModelConfig(path=str(tmp_path)), dtype=torch.float32, device=CPU)
+    name = "bfloat16" if kind == "qwen3-next" else "float32"  # passes of experts are counted in bfloat16 alone
+    model = load_causal_lm(ModelConfig(path=str(tmp_path)), dtype=getattr(torch, name), device=CPU)
     engine = build_native(model, RolloutConfig(), decode=None)[0]
     for row in range(12):
         engine.submit(Request(row, [row // 3 + 1] * 40, Sampling(max_tokens=24), seed=row))
@@ -215,6 +216,7 @@ def test_the_plan_counts_the_recurrent_states_that_the_engine_holds(kind, tmp_pa
         engine.step()
     planned_run = {
         "actor_rollout_ref.model.path": str(tmp_path),
+        "actor_rollout_ref.model.dtype": name,
         "data.train_files": "x.json",
         "data.train_batch_size": 4,
         "data.max_prompt_length": 40,
