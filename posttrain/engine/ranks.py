@@ -21,6 +21,7 @@ import torch.distributed as dist
 from posttrain.errors import UserError
 from posttrain.kernels.onednn import fix_product_library
 from posttrain.kernels.tensor_parallel import Team
+from posttrain.models.recurrent import STATEFUL
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -174,11 +175,16 @@ def from_rank_0(number: int, device: torch.device) -> int:
 
 
 def check_heads(config: Any, size: int, *, packed: bool) -> None:
-    """Rejects models whose attention heads cannot be divided among the ranks of a sequence."""
+    """Rejects models whose layers cannot be divided among the ranks of a sequence."""
     setting = f"ulysses_sequence_parallel_size={size}"
     if size == 1:
         return
     settings = config.get_text_config()
+    if STATEFUL & set(getattr(settings, "layer_types", None) or ()):
+        raise RanksError(
+            f"{setting}: layers of this model ({settings.model_type}) have recurrent states, which are computed on one "
+            "rank; set it to 1"
+        )
     heads = settings.num_attention_heads
     key_heads = getattr(settings, "num_key_value_heads", None) or heads
     if heads % size or key_heads % size:

@@ -29,6 +29,7 @@ from posttrain.kernels.compiled import AttentionLayout, kernel
 from posttrain.kernels.ordered import counts_for_cpu
 from posttrain.kernels.quantized import Quantized, round_rows
 from posttrain.kernels.scores import NO_CHANGES, ScoreChanges, changed_attention
+from posttrain.kernels.states import RowStates, StateGroup, state_groups
 
 BLOCK = 32  # tokens in a block; decode.cpp holds the same number
 FAR = 2**31 - 1  # the start of a missing block: after every position
@@ -52,6 +53,7 @@ class StepTokens:
     starts_RN: torch.Tensor  # int32
     longest: int  # the largest position + 1
     rows: np.ndarray | None = None  # `rows_T` on the host, if known: reading it back would wait for the device
+    states: RowStates | None = None  # of recurrent layers
 
     @property
     def device(self) -> torch.device:
@@ -63,6 +65,20 @@ class StepTokens:
         rows = self.rows_T.cpu().numpy() if self.rows is None else self.rows
         edges = [0, *(np.flatnonzero(np.diff(rows)) + 1).tolist(), len(rows)]
         return list(pairwise(edges))
+
+    @cached_property
+    def state_groups(self) -> list[StateGroup]:
+        """Rows that recurrent layers compute together."""
+        assert self.states is not None
+        return state_groups(self.states, self.runs, self.device)
+
+    @cached_property
+    def state_order_T(self) -> torch.Tensor:
+        """The place of each token among those of the groups, end to end."""
+        tokens = torch.cat([group.token_BL.flatten() for group in self.state_groups])
+        order_T = torch.empty_like(tokens)
+        order_T[tokens] = torch.arange(len(tokens), device=tokens.device)
+        return order_T
 
     @cached_property
     def boxes(self) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 
 from posttrain.kernels.cuda import to_device
 from posttrain.kernels.scores import NO_CHANGES, ScoreChanges, changed_attention
+from posttrain.kernels.segments import SegmentPlan
 from posttrain.kernels.train import PackedAttention, Sight, can_attend
 
 SHORTEST_SHARE = 0.75  # a row shorter than this share of a rectangle's length opens the next rectangle
@@ -49,6 +50,7 @@ class PackedLayout:
     ) -> None:
         self.answered, self.exact = 0, False
         self.fp8: Any = None
+        self.segments: dict[bool, SegmentPlan] = {}  # made by the first layer with a recurrent state
         self._rotation: tuple[Sequence[torch.Tensor], tuple[torch.Tensor, ...]] | None = None
         self.lengths, self.device = torch.tensor(lengths), torch.device(device)
         self.total = int(self.lengths.sum())

@@ -96,17 +96,17 @@ def hidden_states(
     if active_layout() is not None and position_ids is not None and _is_plain(stack):
         return _through_layers(stack, input_ids, position_ids)
     named = {"position_ids": position_ids, "attention_mask": attention_mask, "use_cache": False}
-    return stack(input_ids=input_ids, **_accepted_arguments(stack, named)).last_hidden_state
+    return stack(input_ids=input_ids, **accepted_arguments(stack, named)).last_hidden_state
 
 
 def own_logits(model: torch.nn.Module, input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
     """Return all logits of sequences padded on the right, by the model's own forward pass."""
     named = {"attention_mask": attention_mask, "use_cache": False}
-    return model(input_ids=input_ids, **_accepted_arguments(without_adapters(model), named)).logits
+    return model(input_ids=input_ids, **accepted_arguments(without_adapters(model), named)).logits
 
 
-def _accepted_arguments(module: torch.nn.Module, named: dict[str, Any]) -> dict[str, Any]:
-    # Only arguments that this module's forward pass accepts: recurrent models take no positions.
+def accepted_arguments(module: torch.nn.Module, named: dict[str, Any]) -> dict[str, Any]:
+    """Only arguments that this module's forward pass accepts: recurrent models take no positions."""
     known = _names(type(module))
     return {name: value for name, value in named.items() if value is not None and (name in known or "" in known)}
 

@@ -23,10 +23,11 @@ from posttrain.kernels.scores import ScoreChanges
 from posttrain.kernels.whole_step import DecodeRows
 from posttrain.models.adapter_files import load_module
 from posttrain.models.experts import watch_experts
-from posttrain.models.forward import decoder_of, logits_of
+from posttrain.models.forward import accepted_arguments, decoder_of, logits_of
 from posttrain.models.latent import LATENT_HEADS, keep_latents
 from posttrain.models.paged_norms import watch_norms
 from posttrain.models.paged_step import paged_step
+from posttrain.models.recurrent import answer_recurrence, recur_in_step
 from posttrain.models.routing import RoutePass, routed
 
 Caches = Callable[[int, int, int], LayerCache]
@@ -53,6 +54,9 @@ class _FlatStep:
         cache = self._cache(layer, LATENT_HEADS, latent_TC.shape[1])
         return latent_attention(query_THC, latent_TC, cache, self.step, rank=rank, scale=scale)
 
+    def recur(self, layer: Any, hidden_1TE: torch.Tensor) -> Any:
+        return recur_in_step(layer, hidden_1TE, self.step)
+
 
 class _CapturedStep:
     """The same for the newest tokens of rows in a captured step."""
@@ -76,6 +80,9 @@ class _CapturedStep:
         given = (query_BHC, latent_BC, self.caches[layer.layer_idx][0], self.rows)
         return decode_latents(*given, rank=rank, scale=scale)
 
+    def recur(self, layer: Any, hidden_1TE: torch.Tensor) -> Any:
+        raise NotImplementedError("steps of recurrent layers are not captured")
+
 
 class PagedDecoder:
     """Computes hidden states and logits of flat tokens with the module itself. `captures`: rows decode in captured
@@ -91,6 +98,7 @@ class PagedDecoder:
         self.captured_caches: dict[int, LayerCache] = {}
         self.captured_routes: torch.Tensor | None = None
         keep_latents(module)
+        answer_recurrence(module)
         watch_experts(module, on=captures)
         watch_norms(module, on=captures)
 
@@ -109,11 +117,12 @@ class PagedDecoder:
 
     def _through(self, answer: Any, ids_T, positions_T, routes_PLK: torch.Tensor | None, slots_T: Callable) -> Any:
         routes = None if routes_PLK is None else RoutePass(keeps=True)
-        named: dict[str, Any] = {"use_cache": False}
+        named: dict[str, Any] = {"use_cache": False, "position_ids": positions_T.long()[None]}
         if answer.captured:  # with a mask transformers does not look for borders in the positions, and so does not wait
             named["attention_mask"] = torch.ones_like(ids_T[None])
         with paged_step(answer), routed(routes):
-            output = decoder_of(self.module)(input_ids=ids_T[None], position_ids=positions_T.long()[None], **named)
+            stack = decoder_of(self.module)
+            output = stack(input_ids=ids_T[None], **accepted_arguments(stack, named))
         if routes_PLK is not None and routes is not None:
             routes_PLK[slots_T()] = routes.chosen_TLK().to(routes_PLK.dtype)
         return output.last_hidden_state[0]

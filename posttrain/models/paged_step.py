@@ -34,6 +34,10 @@ class PagedStep(Protocol):
         """(T, H, R): weighted latents."""
         ...
 
+    def recur(self, layer: Any, hidden_1TE: torch.Tensor) -> Any:
+        """What a layer with recurrent states gives for the tokens; the states of their sequences move on."""
+        ...
+
 
 _active: PagedStep | None = None
 

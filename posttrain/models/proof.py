@@ -38,6 +38,7 @@ from posttrain.models.forward import (
     token_log_probs,
     without_adapters,
 )
+from posttrain.models.recurrent import ATTENDING, STATEFUL, answer_recurrence, recurrent_layers
 
 COMMON, TAILS = 4, (3, 5)  # tokens of the common prefix, and those that follow in each sequence
 WINDOW = 3  # what sliding windows are narrowed to
@@ -48,7 +49,7 @@ HALF = (0.1, 2.0, 0.02, 0.1)
 # tokens that a trained model finds unlikely (14 nats), its own bfloat16 pass is off by 0.1, and fp8 by 0.5. In half
 # precision a router may choose other experts.
 ALLOWED[FP8] = (0.3, 4.0, 0.06, 0.3)
-PACKABLE = {"full_attention", "sliding_attention"}  # layer types that packed attention supports
+PACKABLE = ATTENDING | STATEFUL | {"moe", "mlp"}  # layer types that are computed packed
 
 
 class ProofError(UserError):
@@ -121,6 +122,7 @@ def find_forward_mode(model: Any, plain: Plain, what: str) -> ForwardMode:
     own, reason = model.config._attn_implementation, "it has layers that cannot be packed"
     if layer_kinds(model) <= PACKABLE:
         set_attention(model, ATTENTION)
+        answer_recurrence(model)
         if (reason := why_not(_packed) or why_not(_padded)) is None:
             return ForwardMode(packed=True, padded=True)
         set_attention(model, own)
@@ -239,9 +241,19 @@ def checked_hidden(model: Any, ids_T: torch.Tensor, position_T: torch.Tensor, la
     # Also checks that every layer used the layout: with small weights, ignoring it would hardly change the numbers.
     with packed_rows(layout):
         hidden_TE = hidden_states(model, ids_T[None], position_T[None])[0]
-    if layout.answered < model.config.get_text_config().num_hidden_layers:
-        raise NotImplementedError("attention does not go through transformers' attention interface in every layer")
+    if layout.answered < _layers_to_answer(model):
+        raise NotImplementedError(
+            "attention or recurrence does not go through transformers' attention and cache interfaces in every layer"
+        )
     return hidden_TE
+
+
+def _layers_to_answer(model: Any) -> int:
+    kinds = getattr(model.config.get_text_config(), "layer_types", None)
+    if kinds is None:
+        return model.config.get_text_config().num_hidden_layers
+    attending = sum(kind in ATTENDING for kind in kinds)
+    return attending + max(len(recurrent_layers(model)), sum(kind in STATEFUL for kind in kinds))
 
 
 # -- the model while it is tried ------------------------------------------------------------------------------------

@@ -49,6 +49,7 @@ from posttrain.models.proof import (
     layer_kinds,
 )
 from posttrain.models.quantized import keep_one_layout, loading_options
+from posttrain.models.recurrent import answer_recurrence
 from posttrain.models.scorer import packed_scores, padded_scores
 
 CLASSIFIER = "ForSequenceClassification"
@@ -225,6 +226,7 @@ def find_scorer_mode(model: Any, plain: Plain, what: str) -> ForwardMode:
     own = model.config._attn_implementation
     if layer_kinds(model) <= PACKABLE and type(getattr(model, "score", None)) is torch.nn.Linear:
         set_attention(model, ATTENTION)
+        answer_recurrence(model)
         if holds(_packed) and holds(_padded):
             return ForwardMode(packed=True, padded=True)
         set_attention(model, own)

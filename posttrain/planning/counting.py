@@ -26,12 +26,14 @@ from posttrain.models.decodable import KNOWN
 from posttrain.models.forward import (
     LAYERS,
     ValueModel,
+    accepted_arguments,
     decoder_of,
     hidden_states,
     recompute_layers,
     token_log_probs,
     without_adapters,
 )
+from posttrain.models.recurrent import attending_layers, recurrent_layers
 from posttrain.models.scorer import head_scores, to_float32
 from posttrain.models.shards import own_key_heads
 from posttrain.planning.meta_models import META, counted_as_paged, is_scorer
@@ -139,10 +141,10 @@ def _outputs(model: Any, rows: int, length: int) -> torch.Tensor:
     packed = active_layout() is not None
     if is_scorer(model) and not hasattr(without_adapters(model), "score"):  # an encoder
         ids = torch.zeros(rows, length, dtype=torch.long, device=META)
-        return to_float32(model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits.squeeze(-1))
+        return to_float32(model(input_ids=ids, attention_mask=_places(model, ids)[1]).logits.squeeze(-1))
     ids = torch.zeros((1, rows * length) if packed else (rows, length), dtype=torch.long, device=META)
     # With a mask transformers does not look into the positions for packed rows, which have no contents here.
-    hidden = hidden_states(model, ids, ids, torch.ones_like(ids))
+    hidden = hidden_states(model, ids, *_places(model, ids))
     hidden_NE = hidden.flatten(0, 1).index_select(0, ids.flatten())
     if isinstance(model, ValueModel):
         return model.token_values(hidden_NE)
@@ -165,7 +167,7 @@ def rewarding_peak(model: torch.nn.Module, rows: int, length: int) -> int:
     """Most bytes alive in a pass of the reward model, besides its weights."""
     ids = torch.zeros(rows, length, dtype=torch.long, device=META)
     with torch.no_grad(), LiveBytes(model) as live:
-        model(input_ids=ids, attention_mask=torch.ones_like(ids))
+        model(input_ids=ids, attention_mask=_places(model, ids)[1])
     return live.peak
 
 
@@ -206,10 +208,13 @@ def cached_heads(model: Any) -> list[tuple[int, int]]:
     if settings.model_type in KNOWN:  # the formula; other families are asked by a pass over one token
         size = 2 * settings.num_hidden_layers * _head_size(settings) * next(model.parameters()).itemsize
         return [(settings.num_key_value_heads, size)]
+    if not attending_layers(inner):
+        return []
     ids = torch.zeros(1, 1, dtype=torch.long, device=META)
     with torch.no_grad():
         layers = inner.base_model(input_ids=ids, position_ids=ids, use_cache=True).past_key_values.layers
-    kept = [own for layer in layers for own in (layer.keys, layer.values)]  # (row, head, token, size)
+    names = ("keys", "values")  # (row, head, token, size); a layer with a recurrent state has none
+    kept = [getattr(layer, name) for layer in layers for name in names if getattr(layer, name, None) is not None]
     return [(own.shape[1], own[0, 0].nbytes) for own in kept]
 
 
@@ -258,6 +263,13 @@ def packed_bytes(model: Any) -> int:
     return (sum(shape.numel() for shape in widths) + head + 64 * rows) * itemsize
 
 
+def _places(model: Any, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    # (positions, mask). With a mask transformers does not look for borders in the positions. Recurrent layers look for
+    # padding in a mask by tokens, which has no numbers here; one of four dimensions is taken as it is.
+    whole = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=META)
+    return ids, whole if recurrent_layers(model) else torch.ones_like(ids)
+
+
 def width_of(model: Any) -> int:
     return model.config.get_text_config().hidden_size
 
@@ -271,7 +283,8 @@ def prefill_peak(model: Any, prompts: int, length: int) -> int:
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     ids = torch.zeros(prompts, length, dtype=torch.long, device=META)
     with torch.no_grad(), LiveBytes(model) as live:
-        inner(input_ids=ids, position_ids=ids, attention_mask=torch.ones_like(ids), use_cache=True, logits_to_keep=1)
+        places = dict(zip(("position_ids", "attention_mask"), _places(model, ids), strict=True))
+        inner(input_ids=ids, **accepted_arguments(inner, places), use_cache=True, logits_to_keep=1)
     return live.peak
 
 
@@ -288,7 +301,7 @@ def native_step_peak(model: Any, tokens: int, rows: int, sampling: Sampling) -> 
     else:
         ids = torch.zeros(1, tokens, dtype=torch.long, device=META)
         with torch.no_grad(), counted_as_paged(), LiveBytes(model) as passing:
-            hidden_states(model, ids, ids, torch.ones_like(ids))
+            hidden_states(model, ids, *_places(model, ids))
         layer = passing.peak
     with LiveBytes(model) as live:
         logits_BV = torch.empty(rows, settings.vocab_size, dtype=dtype, device=META)

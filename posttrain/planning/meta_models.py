@@ -20,6 +20,7 @@ from posttrain.models.fused_layer import fuse_layers, fuse_norms
 from posttrain.models.loading import ModelError, local_or_hub, own_attention
 from posttrain.models.lora import add_adapters
 from posttrain.models.quantized import quantized_bytes
+from posttrain.models.recurrent import answer_recurrence
 from posttrain.models.scorer_loading import CLASSIFIER
 
 ATTENTION = "posttrain_meta"
@@ -95,6 +96,7 @@ def _pack_rows(model: Any) -> None:
     packs = model.config._attn_implementation != "eager" or own_attention(model.config)
     if packs and model._can_set_attn_implementation():
         set_attention(model, ATTENTION)
+        answer_recurrence(model)
 
 
 def _hold_in_4_bits(model: torch.nn.Module, heads: Sequence[torch.nn.Module]) -> None:

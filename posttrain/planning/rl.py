@@ -19,6 +19,7 @@ from posttrain.config.trainer import generating_workers_of, rollout_workers_of, 
 from posttrain.engine.facts import joining_cost
 from posttrain.kernels.decode import BLOCK
 from posttrain.models.loading import resolve_dtype
+from posttrain.models.recurrent import state_bytes
 from posttrain.planning import counting, cuda_bytes, megatron_ranks, meta_models
 from posttrain.planning.counting import ModelBytes
 from posttrain.planning.memory_plan import (
@@ -261,7 +262,9 @@ class _Run:
         # of a tensor-parallel engine hold a part of weights and cache each.
         per_token = self.count("actor", bytes_per_token, size, True)
         blocks = shape.prefill * blocks_for(shape.prompt) + shape.wave * blocks_for(response)
-        cache = min(with_slack(blocks) * BLOCK * per_token, cache_limit(rollout, device.kind, device.bytes))
+        states = shape.wave * self.count("actor", state_bytes)  # the last response to a prompt takes over the prompt's
+        cache = with_slack(blocks) * BLOCK * per_token + states
+        cache = min(cache, cache_limit(rollout, device.kind, device.bytes))
         temporary, captured = self._step_peak(), 0
         if device.kind == "cuda":
             sizes = self.cuda_sizes("actor")

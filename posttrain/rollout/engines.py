@@ -150,7 +150,8 @@ def make_native(order: Order) -> Made | str:
     """posttrain's own."""
     if not can_run_native(order.module):
         return "it cannot answer their attention from its cache"
-    given = {"decode": order.decode, "device": order.device, "team": order.team, "exact": order.exact}
+    given: dict[str, Any] = {"decode": order.decode, "device": order.device, "team": order.team}
+    given |= {"exact": order.exact, "longest": order.longest}
     engine, name = build_native(order.module, order.config, **given)
     problem = why_wrong(engine, order.module)
     if problem is not None and isinstance(engine.decoder, PagedDecoder) and engine.decoder.captures:

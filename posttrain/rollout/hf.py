@@ -125,7 +125,7 @@ class HFEngine(RolloutEngine):
         self.logits_BV = logits[spread]
         self.mask_BL = self.mask_BL[spread]
         if len(requests) != len(prompts) or not torch.equal(spread.cpu(), torch.arange(len(prompts))):
-            self.cache.batch_select_indices(spread)
+            self.cache.reorder_cache(spread)
 
     def _anew(self) -> torch.Tensor:
         """The next logits of all rows, without a cache; each distinct row once."""
@@ -193,7 +193,7 @@ class HFEngine(RolloutEngine):
         index = torch.tensor(keep, device=self.device)
         self.rows = [self.rows[place] for place in keep]
         if self.cache is not None:
-            self.cache.batch_select_indices(index)
+            self.cache.reorder_cache(index)
             self.mask_BL = self.mask_BL[index]
         return index
 

@@ -202,6 +202,33 @@ def test_the_plan_of_latent_attention_counts_the_cache_that_its_engine_holds(kin
     assert plan.stages["generate"]["KV cache"] == blocks * BLOCK * per_token
 
 
+@pytest.mark.parametrize("kind", ["qwen3-next", "qwen3.5", "mamba2"])
+def test_the_plan_counts_the_recurrent_states_that_the_engine_holds(kind, tmp_path):
+    from tests.rollout.tiny import tiny
+
+    tiny(kind, attention="eager").save_pretrained(tmp_path)
+    name = "bfloat16" if kind == "qwen3-next" else "float32"  # passes of experts are counted in bfloat16 alone
+    model = load_causal_lm(ModelConfig(path=str(tmp_path)), dtype=getattr(torch, name), device=CPU)
+    engine = build_native(model, RolloutConfig(), decode=None)[0]
+    for row in range(12):
+        engine.submit(Request(row, [row // 3 + 1] * 40, Sampling(max_tokens=24), seed=row))
+    while engine.has_work():
+        engine.step()
+    planned_run = {
+        "actor_rollout_ref.model.path": str(tmp_path),
+        "actor_rollout_ref.model.dtype": name,
+        "data.train_files": "x.json",
+        "data.train_batch_size": 4,
+        "data.max_prompt_length": 40,
+        "data.max_response_length": 24,
+        "actor_rollout_ref.rollout.n": 3,
+    }
+    parts = RLPlanner().plan(load_config(planned_run).config, Device("cpu", 16 * GIB, "the CPU")).stages["generate"]
+    states, blocks = engine.pool.states.store.nbytes, [x for cache in engine.pool.layers.values() for x in cache]
+    assert states > 0 and (len(blocks) > 0) == (kind != "mamba2")
+    assert parts["KV cache"] == states + size(blocks) == engine.cache_bytes()
+
+
 def test_live_bytes_follow_what_is_alive():
     weight = torch.nn.Linear(10, 10)
     with LiveBytes(weight) as live:

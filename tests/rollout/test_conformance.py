@@ -25,6 +25,7 @@ from posttrain.rollout.vllm.build import build_vllm
 from tests.conftest import TINY
 from tests.rollout import fake_sglang, fake_vllm
 from tests.rollout.served_engine import KEY, hosted
+from tests.rollout.tiny import write_tiny
 
 PROMPTS = ["1 + 2 = ?", "a much longer prompt than the others", "1 + 2 = ?", "x"]
 
@@ -87,6 +88,8 @@ def make_server(folder, tokenizer, **settings):
     return engine
 
 
+# Models with recurrent states, by the kind in tiny.py.
+RECURRENT = {"native of qwen3-next": "qwen3-next", "native of qwen3.5": "qwen3.5", "native of mamba2": "mamba2"}
 FAKES = {"vllm over a fake": fake_vllm, "sglang over a fake": fake_sglang}
 ENGINES = {
     "hf": make_hf,
@@ -97,6 +100,7 @@ ENGINES = {
     "sglang": make_sglang,
     "server": make_server,
     "native, wrapped": make_wrapped,
+    **dict.fromkeys(RECURRENT, make_native),
     "native-by-two": make_team("native"),
     "vllm-by-two": make_team("vllm"),
 }
@@ -112,6 +116,8 @@ def engine_name(request):
 @pytest.fixture(scope="module")
 def folder(engine_name, tiny_model, tmp_path_factory):
     """vLLM's attention on CPUs knows no heads below 32."""
+    if engine_name in RECURRENT:
+        return write_tiny(RECURRENT[engine_name], tmp_path_factory.mktemp("models") / "recurrent")
     package = engine_name.removesuffix("-by-two")
     if engine_name in FAKES or package not in ("vllm", "sglang"):
         return tiny_model

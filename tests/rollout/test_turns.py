@@ -7,9 +7,9 @@ from posttrain.config.rollout import RolloutConfig
 from posttrain.rollout.base import Request, Sampling
 from posttrain.rollout.generate import advance
 from posttrain.rollout.native.build import build_native
-from tests.rollout.tiny import tiny
+from tests.rollout.tiny import RECURRENT, tiny
 
-KINDS = ["qwen2", "qwen2-window", "qwen3", "gemma3", "gpt2", "gemma2", "gpt-oss", "deepseek-v3"]
+KINDS = ["qwen2", "qwen2-window", "qwen3", "gemma3", "gpt2", "gemma2", "gpt-oss", "deepseek-v3", *RECURRENT]
 FIRST, MORE = list(range(3, 40)), [7, 8, 9]
 
 

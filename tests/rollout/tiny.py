@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from posttrain.models.attention import ATTENTION
+from posttrain.models.embedded import byte_tokenizer
 from posttrain.models.fused_layer import fuse_norms
 
 VOCABULARY = 97
@@ -34,6 +36,15 @@ LATENT = {
     "v_head_dim": 16,
     "moe_intermediate_size": 24,
     "first_k_dense_replace": 1,
+}
+_LINEAR = {
+    "initializer_range": 0.1,
+    "head_dim": 16,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
 }
 KINDS: dict[str, dict[str, Any]] = {
     "qwen2": {"model_type": "qwen2"},
@@ -126,10 +137,41 @@ KINDS: dict[str, dict[str, Any]] = {
         "n_group": 4,
         "topk_group": 2,
     },
+    "qwen3-next": {
+        "model_type": "qwen3_next",
+        **_LINEAR,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 24,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+    },
+    "qwen3.5": {"model_type": "qwen3_5_text", **_LINEAR},
+    "mamba2": {"model_type": "mamba2", "num_heads": 8, "head_dim": 8, "n_groups": 1, "chunk_size": 8, "state_size": 8},
+    "mamba": {"model_type": "mamba", "state_size": 8, "time_step_rank": 4},
+    "falcon-h1": {
+        "model_type": "falcon_h1",
+        "head_dim": 8,
+        "mamba_d_ssm": 64,
+        "mamba_n_heads": 4,
+        "mamba_d_head": 16,
+        "mamba_d_state": 8,
+        "mamba_chunk_size": 8,
+    },
+    "lfm2": {"model_type": "lfm2", "layer_types": ["conv", "full_attention", "conv"]},
     "gpt2": {"model_type": "gpt2", "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 256, "n_inner": 64},
 }
+RECURRENT = ["qwen3-next", "qwen3.5", "mamba2", "mamba", "falcon-h1", "lfm2"]
 MIXTURES = {"qwen3-moe", "qwen3-moe-mixed", "qwen2-moe", "mixtral", "olmoe"}
 FAST = {"qwen2", "qwen2-window", "qwen2-tied", "qwen3", "llama", "llama3-rope", "mistral", *MIXTURES}
+
+
+def write_tiny(kind: str, folder: Path, **changed: Any) -> Path:
+    """A folder with such a model for the byte tokenizer, and the tokenizer."""
+    tokenizer = byte_tokenizer()
+    special = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    tiny(kind, attention="eager", vocab_size=len(tokenizer), **special, **changed).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
 
 
 def tiny(

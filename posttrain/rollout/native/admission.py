@@ -14,6 +14,7 @@ from posttrain.rollout.base import Request
 from posttrain.rollout.native.kept_turns import KeptTurns
 from posttrain.rollout.native.pool import Pool, blocks_for, blocks_up_to
 from posttrain.rollout.native.prompts import NewRow, Piece, Progress, Prompt
+from posttrain.rollout.native.states import NO_STATE
 
 # Tokens that a row is granted at a time where not all rows have room for their whole budgets. A decoder that runs ahead
 # learns of an extension up to two rounds (32 tokens) late, and the row stands still meanwhile: grants are longer there.
@@ -62,11 +63,11 @@ class Queue:
         else:
             self.prompts[ids] = Prompt(ids, ids, deque([request]), gap=len(ids))
 
-    def preempt(self, request: Request, progress: Progress, blocks: Sequence[int], gap: int) -> None:
+    def preempt(self, request: Request, progress: Progress, blocks: Sequence[int], gap: int, state: int) -> None:
         """A row leaves its blocks to others, and continues before all that wait."""
         # First in line it is admitted as soon as a row ends, mostly before its own blocks were evicted.
         key, ids = _alone(request), (*request.prompt_ids, *progress.tokens)
-        self.kept.keep(key, ids[:-1], blocks, gap)
+        self.kept.keep(key, ids[:-1], blocks, gap, state)
         prompt = Prompt(key, ids, deque([request]), parent=key, progress=progress)
         self.prompts = {key: prompt, **self.prompts}
         self.kept.awaited = {key: 1, **self.kept.awaited}
@@ -87,7 +88,7 @@ class Queue:
         room -= sum(len(prompt.waiting) for prompt in self.opened)
         if room > 0:
             self._reserve(room)
-        aside = self._set_aside()
+        aside, states = self._set_aside()
         for prompt in self.prompts.values():
             if prompt.blocks:
                 continue
@@ -96,15 +97,16 @@ class Queue:
             plan = self._plan(prompt)
             first = self._own_blocks(prompt, prompt.waiting[0], plan.gap)[0]
             revived = sum(not self.pool.held[block] for block in plan.shared)  # kept ones, which will be held again
-            if not self.pool.fits(aside + revived + plan.new + first):
+            if not self.pool.fits(aside + revived + plan.new + first, states + 1 + _own_states(prompt)):
                 break  # nobody overtakes: requests start in the order in which they came
             self._open(prompt, plan)
-            aside, room = aside + first, room - len(prompt.waiting)
+            aside, states, room = aside + first, states + _own_states(prompt), room - len(prompt.waiting)
 
     def _reserve(self, room: int) -> None:
         """Memory for all that can be admitted, at once."""
-        blocks = 0
+        blocks = states = 0
         for prompt in self.prompts.values():
+            states += len(prompt.waiting)
             blocks += sum(blocks_for(prompt.tokens_left(request)) for request in prompt.waiting)
             if not prompt.blocks:
                 blocks, room = blocks + blocks_for(len(prompt.ids)), room - len(prompt.waiting)
@@ -112,6 +114,7 @@ class Queue:
                 break
         self.tight = blocks > self.pool.available
         self.pool.reserve(blocks)
+        self.pool.states.reserve(states)
 
     def _plan(self, prompt: Prompt) -> _Plan:
         """What the parent turn has of a prompt's tokens, the last one aside: its logits are wanted."""
@@ -132,20 +135,35 @@ class Queue:
         return plan
 
     def _open(self, prompt: Prompt, plan: _Plan) -> None:
-        source = [plan.source] if plan.copied else []
+        source, turn = [plan.source] if plan.copied else [], self.kept.turns.get(prompt.parent)
         self.pool.hold([*plan.shared, *source])  # before others are evicted
         prompt.gap, prompt.computed = plan.gap, plan.cached
+        prompt.state = self._first_state(prompt, plan)
         prompt.blocks = [*plan.shared, *self.pool.take(plan.new)]
         if plan.copied:
             self.pool.copy(plan.source, prompt.blocks[len(plan.shared)], plan.copied)
         self.pool.give_back(source)
-        turn = self.kept.turns.get(prompt.parent)
         if turn is not None and prompt.progress is None:
             self.continued += plan.cached == min(turn.whole, len(prompt.ids) - 1)
         if plan.takes_over:
             self.kept.release([prompt.parent])
         self._stop_awaiting(prompt)
         self.opened.append(prompt)
+
+    def _first_state(self, prompt: Prompt, plan: _Plan) -> int:
+        """A slot for the prompt's states, with those of the turn that it continues."""
+        states, turn = self.pool.states, self.kept.turns.get(prompt.parent)
+        if turn is None or not plan.cached or turn.state == NO_STATE:
+            return states.take()
+        state, turn.state = turn.state, NO_STATE  # now it cannot be evicted
+        states.hold(state)
+        if plan.takes_over or not states.fits(1):
+            self.kept.release([prompt.parent])
+            return state
+        own = states.copied(state)
+        states.keep(state)
+        turn.state = state
+        return own
 
     def _stop_awaiting(self, prompt: Prompt) -> None:
         if prompt.parent in self.kept.awaited:
@@ -170,16 +188,22 @@ class Queue:
     # -- rows -----------------------------------------------------------------------------------------------------
     def start(self, room: int) -> Iterator[NewRow]:
         """Requests that can run now."""
-        aside = self._set_aside()
+        aside, states = self._set_aside()
         for prompt in [prompt for prompt in self.opened if prompt.ready]:
             while prompt.waiting and room > 0:
                 own, granted = self._own_blocks(prompt, prompt.waiting[0], prompt.gap)
-                others = aside if prompt.running else aside - own
-                if not self.pool.fits(others + own):
+                own_state = _own_states(prompt)
+                others, other_states = (aside, states) if prompt.running else (aside - own, states - own_state)
+                if not self.pool.fits(others + own, other_states + own_state):
                     break
                 self.pool.hold(prompt.blocks)
-                aside, prompt.running, room = others, prompt.running + 1, room - 1
-                yield NewRow(prompt.waiting.popleft(), prompt, [*prompt.blocks, *self.pool.take(own)], granted)
+                aside, states, prompt.running, room = others, other_states, prompt.running + 1, room - 1
+                if own_state:
+                    state = self.pool.states.copied(prompt.state)
+                else:  # nobody else will start from it
+                    state, prompt.state = prompt.state, NO_STATE
+                blocks = [*prompt.blocks, *self.pool.take(own)]
+                yield NewRow(prompt.waiting.popleft(), prompt, blocks, state, granted)
             if not prompt.waiting:
                 self._retire(prompt)
 
@@ -191,24 +215,26 @@ class Queue:
             granted = min(granted, self.segment)
         return blocks_up_to(len(prompt.ids) + granted, gap) - blocks_up_to(len(prompt.ids), gap), granted
 
-    def _set_aside(self) -> int:
-        """Blocks that the first rows of open prompts must still find."""
+    def _set_aside(self) -> tuple[int, int]:
+        """Blocks, and slots for states, that the first rows of open prompts must still find."""
         waiting = [prompt for prompt in self.opened if prompt.waiting and not prompt.running]
-        return sum(self._own_blocks(prompt, prompt.waiting[0], prompt.gap)[0] for prompt in waiting)
+        blocks = sum(self._own_blocks(prompt, prompt.waiting[0], prompt.gap)[0] for prompt in waiting)
+        return blocks, sum(map(_own_states, waiting))
 
     def extend(self, tokens: int, gap: int, blocks: list[int], left: int) -> int:
         """Grant a row further tokens behind its first `tokens`, of which `left` are allowed: how many, or 0 where there
         is no room."""
         granted = min(left, self.segment)
         more = blocks_up_to(tokens + granted, gap) - len(blocks)
-        if not self.pool.fits(self._set_aside() + more):
+        if not self.pool.fits(self._set_aside()[0] + more):
             return 0
         blocks += self.pool.take(more)
         return granted
 
-    def row_done(self, prompt: Prompt, blocks: Sequence[int]) -> None:
+    def row_done(self, prompt: Prompt, blocks: Sequence[int], state: int) -> None:
         """A row has ended, or was preempted."""
         self.pool.give_back(blocks)
+        self.pool.states.give_back(state)
         prompt.running -= 1
 
     def release(self, ids: Iterable[Hashable]) -> None:
@@ -228,7 +254,8 @@ class Queue:
 
     def _close(self, prompt: Prompt) -> None:
         self.pool.give_back(prompt.blocks)
-        prompt.blocks = []
+        self.pool.states.give_back(prompt.state)
+        prompt.blocks, prompt.state = [], NO_STATE
 
     def forget(self) -> None:
         """Keys and values are no longer valid: waiting requests need their prompts anew; running rows go on with
@@ -240,6 +267,11 @@ class Queue:
             self._close(prompt)
             gap = len(prompt.ids) if key == prompt.ids else 0
             self.prompts[key] = Prompt(key, prompt.ids, prompt.waiting, gap, progress=prompt.progress)
+
+
+def _own_states(prompt: Prompt) -> int:
+    """Slots that the next row of a prompt takes: the last one goes on with the prompt's own."""
+    return int(len(prompt.waiting) > 1)
 
 
 def _alone(request: Request) -> Hashable:

@@ -23,16 +23,20 @@ from posttrain.models.forward import forward_mode_of
 from posttrain.models.latent import latent_layers
 from posttrain.models.lora import has_adapters
 from posttrain.models.paged_decoder import PagedDecoder
+from posttrain.models.recurrent import attending_layers, recurrent_layers, state_bytes
 from posttrain.models.routing import RouteShape, check_routes, watch_routers
 from posttrain.models.shards import KEY, own_key_heads
 from posttrain.rollout.native.drafts import Drafts
 from posttrain.rollout.native.engine import NativeEngine
 from posttrain.rollout.native.pool import Pool
 from posttrain.rollout.native.speculation import MOST_ROWS, WIDEST, PassCost, Speculation
+from posttrain.rollout.native.states import StatePool
 
 TOGETHER = 2**31  # parameters that are multiplied before a step comes back: large models answer token by token
 MOST = 64  # tokens of a row in one step; on a CUDA device the kernels' own number
 HOST_STEP = 4e6  # parameters that a row multiplies while Python finds drafts and reads what a round made of them
+LEAST_STATES = 4  # slots of a prompt, its first response, a kept turn and its continuation
+UNKNOWN_LONGEST = 4096  # tokens of a sequence, where nobody says
 CACHE_SHARE = 0.3  # of the device's memory, where nothing is set
 TOKENS, TOKENS_ON_CUDA = 8192, 16384  # of one step, where nothing is set: a GPU must be at it longer than the host
 
@@ -53,11 +57,12 @@ def build_native(
     fp8: bool = False,
     exact: bool = False,
     captures: bool = True,
+    longest: int | None = None,
 ) -> tuple[NativeEngine, str]:
     """(engine, its name). It decodes on `device`, where the weights are while it works (by default where they are now).
     Shared, the trainer's parameters become views into the engine's weights; ranks of a team copy their parts. `exact`:
     log-probs have the bits that a training pass gives them. `captures`: steps are captured on a CUDA device, which not
-    every module allows."""
+    every module allows. `longest`: the most tokens of a sequence, if known."""
     fast = can_decode_fast(module)
     weight = next(module.parameters())
     device = device or weight.device
@@ -70,13 +75,18 @@ def build_native(
         limit = team.smallest(limit)  # machines may differ, but who is let in when may not
     if exact:
         check_exact(module, device)
-    captured = captures and team is None and _on_triton(weight.dtype, device)
+    if recurs := bool(recurrent_layers(module)):
+        _check_recurrent(module, config)
+    captured = captures and team is None and not recurs and _on_triton(weight.dtype, device)
     if fast:
         decoder = FastDecoder(module, share=share, team=team, device=device, exact=exact)
     else:
         decoder = PagedDecoder(module, captures=captured)
     per_token = bytes_per_token(module, size, latents=True) + (0 if routes is None else routes.bytes_per_token)
-    pool = Pool(weight.dtype, device, limit_bytes=limit, bytes_per_token=per_token, routes=routes)
+    per_state = state_bytes(module)
+    limit, slots = split_cache(limit, per_token, per_state, 2 * config.max_num_seqs, longest)
+    states = StatePool(device, limit=slots, bytes_per_slot=per_state)
+    pool = Pool(weight.dtype, device, limit_bytes=limit, bytes_per_token=per_token, routes=routes, states=states)
     together = MOST_STEPS if captured else max(1, min(MOST, TOGETHER // sum(p.numel() for p in module.parameters())))
     if team is not None:
         together = 1
@@ -113,6 +123,14 @@ def _speculation(module: torch.nn.Module, config: RolloutConfig, *, captured: bo
     else:
         cost = PassCost(tile=8, block=5, token=0.4, host=HOST_STEP / size)
     return Speculation(Drafts(keep_across_batches=config.speculation == "epochs"), cost)
+
+
+def _check_recurrent(module: Any, config: RolloutConfig) -> None:
+    if config.speculation is not None:
+        raise UserError(
+            f"actor_rollout_ref.rollout.speculation={config.speculation}: layers of this model "
+            f"({module.config.model_type}) have recurrent states, which drafted tokens would change for good; remove it"
+        )
 
 
 def _recorded_routes(module: torch.nn.Module, config: RolloutConfig) -> RouteShape | None:
@@ -185,12 +203,29 @@ def cache_limit(config: RolloutConfig, kind: str, memory: int) -> int:
     return int(memory * (share or CACHE_SHARE))
 
 
+def split_cache(limit: int, per_token: int, per_state: int, most: int, longest: int | None) -> tuple[int, int]:
+    """(bytes for keys and values, slots for recurrent states, at most `most`): as many sequences fit with their
+    states as with their tokens, if they are half as long as they may be."""
+    if not per_state:
+        return limit, 0
+    slots = min(most, limit // (per_state + per_token * (longest or UNKNOWN_LONGEST) // 2))
+    if slots < LEAST_STATES:
+        slots = LEAST_STATES
+        if slots * per_state > limit // 2:
+            raise UserError(
+                f"actor_rollout_ref.rollout.kv_cache_gb: the recurrent states of a sequence have {per_state / 2**20:.1f}"
+                f" MiB, and a cache of {limit / 2**20:.1f} MiB holds too few of them; raise it"
+            )
+    return limit - slots * per_state, slots
+
+
 def bytes_per_token(module: Any, ranks: int = 1, latents: bool = False) -> int:
     """Keys and values of one token in all layers, or its latents, on each of the ranks that hold the model."""
-    config = module.config.get_text_config()
-    heads, size = cached_heads(config)
+    if not attending_layers(module):
+        return 0
+    heads, size = cached_heads(module.config.get_text_config())
     sizes = [layer.kv_lora_rank + layer.qk_rope_head_dim for layer in latent_layers(module) if latents]
-    others = 2 * max(0, config.num_hidden_layers - len(sizes)) * own_key_heads(heads, ranks) * size
+    others = 2 * max(0, attending_layers(module) - len(sizes)) * own_key_heads(heads, ranks) * size
     return (sum(sizes) + others) * next(module.parameters()).element_size()
 
 

@@ -14,6 +14,7 @@ import torch
 
 from posttrain.kernels.cuda import to_device
 from posttrain.kernels.decode import FAR, LayerCache, StepTokens
+from posttrain.kernels.states import RowStates
 from posttrain.kernels.whole_step import DecodeRows
 from posttrain.rollout.native.pool import Pool, block_starts, blocks_for
 from posttrain.rollout.sampling import log_probs_of
@@ -58,14 +59,16 @@ def with_rows(rows: Table, more: Sequence[tuple[Sequence[int], int]]) -> Table:
     return table, begin
 
 
-def step_tokens(ids: list, positions: list, rows: list, table: Table, device: torch.device) -> StepTokens:
+def step_tokens(
+    ids: list, positions: list, rows: list, table: Table, device: torch.device, states: RowStates | None = None
+) -> StepTokens:
     """Tokens, positions and rows of the parts, end to end."""
     longest = max(int(part.max()) + 1 for part in positions if len(part))
     flat = [np.concatenate(parts) for parts in (ids, positions, rows)]
     ids_T, positions_T, rows_T, table_RN, starts_RN = (
         to_device(torch.from_numpy(np.ascontiguousarray(array)), device) for array in (*flat, *table)
     )
-    return StepTokens(ids_T, positions_T, rows_T, table_RN, starts_RN, longest, flat[2])
+    return StepTokens(ids_T, positions_T, rows_T, table_RN, starts_RN, longest, flat[2], states)
 
 
 Rows = Sequence[Sequence[int]]
@@ -80,15 +83,16 @@ def score_rows(decoder: Decoder, pool: Pool, rows: Rows, temperature: float, bud
         numbers = [np.full(len(row), number, np.int32) for number, row in enumerate(batch)]
         positions = [np.arange(len(row), dtype=np.int32) for row in batch]
         ids = [np.asarray(row, np.int64) for row in batch]
-        step = step_tokens(
-            ids, positions, numbers, with_rows((none, none), [(held, 0) for held in blocks]), pool.device
-        )
+        slots = [pool.states.take() for _ in batch]
+        table, states = with_rows((none, none), [(held, 0) for held in blocks]), pool.states.of_rows(slots)
+        step = step_tokens(ids, positions, numbers, table, pool.device, states)
         hidden_TE = decoder.hidden(step, pool.layer)
         log_probs_T = log_probs_of(decoder.logits, hidden_TE[:-1], step.ids_T[1:], temperature).cpu()
         ends = np.cumsum([len(row) for row in batch])
         scores += [log_probs_T[end - len(row) : end - 1] for row, end in zip(batch, ends.tolist(), strict=True)]
-        for held in blocks:
+        for held, slot in zip(blocks, slots, strict=True):
             pool.give_back(held)
+            pool.states.give_back(slot)
     return scores
 
 
@@ -97,7 +101,7 @@ def _batches(rows: Rows, pool: Pool, budget: int) -> Iterator[list[Sequence[int]
     for row in rows:
         pool.check(len(row), 0)
         more = blocks_for(len(row))
-        if batch and (tokens + len(row) > budget or not pool.fits(blocks + more)):
+        if batch and (tokens + len(row) > budget or not pool.fits(blocks + more, len(batch) + 1)):
             yield batch
             batch, tokens, blocks = [], 0, 0
         batch, tokens, blocks = [*batch, row], tokens + len(row), blocks + more

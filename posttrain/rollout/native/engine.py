@@ -252,7 +252,8 @@ class NativeEngine(RolloutEngine):
         if granted:
             slots.extend(slot, granted)
             return True
-        self.queue.preempt(request, slots.save(slot, self.version), blocks, prompt.gap)
+        progress = slots.save(slot, self.version)
+        self.queue.preempt(request, progress, blocks, prompt.gap, slots.take_state(slot))
         return False
 
     def _finish(self, ended: Ended, *, steady: bool = False) -> list[Output]:
@@ -272,7 +273,7 @@ class NativeEngine(RolloutEngine):
                 self.speculation.end(request, slots.tokens[slot, : slots.count[slot]])
             if request.keep:
                 ids = [*request.prompt_ids, *slots.written(slot)][: slots.length[slot]]  # the newest may not be there
-                self.queue.kept.keep(request.id, ids, slots.blocks[slot], prompt.gap)
+                self.queue.kept.keep(request.id, ids, slots.blocks[slot], prompt.gap, slots.take_state(slot))
         self._leave(list(ended))  # first: rows that go on may need their blocks
         if preempted := [slot for slot in unfinished if not self._extend_or_preempt(slot)]:
             self.steady = False
@@ -290,7 +291,8 @@ class NativeEngine(RolloutEngine):
     def _leave(self, leaving: list[int]) -> None:
         """Free the slots and blocks of these rows."""
         for slot in leaving:
-            self.queue.row_done(self.slots.prompts[slot], self.slots.blocks[slot])  # pyright: ignore
+            prompt, state = self.slots.prompts[slot], self.slots.take_state(slot)
+            self.queue.row_done(prompt, self.slots.blocks[slot], state)  # pyright: ignore
             self.slots.drop(slot)
         if leaving:
             self.slots.active = self.slots.active[~np.isin(self.slots.active, leaving)]

@@ -10,6 +10,7 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from posttrain.rollout.native.pool import Pool, blocks_up_to, tokens_in
+from posttrain.rollout.native.states import NO_STATE
 
 
 @dataclass
@@ -20,12 +21,16 @@ class KeptTurn:
     blocks: list[int]
     gap: int
     whole: int  # tokens before any were evicted
+    state: int = NO_STATE  # the slot of the recurrent states behind all its tokens
 
     def common(self, ids: Sequence[int]) -> int:
-        """How many of these tokens, from the first on, are in the cache."""
+        """How many of these tokens, from the first on, a continuation finds in the cache. A recurrent state is that
+        behind all of the turn's tokens: with it, all or none."""
         most = min(len(self.ids), len(ids))
         if tuple(self.ids[:most]) == tuple(ids[:most]):  # a continuation nearly always begins with all of them
-            return most
+            return most if self.state == NO_STATE or most == len(self.ids) else 0
+        if self.state != NO_STATE:
+            return 0
         pairs = zip(self.ids, ids, strict=False)
         return next(place for place, (mine, other) in enumerate(pairs) if mine != other)
 
@@ -37,19 +42,22 @@ class KeptTurns:
         self.pool = pool
         self.turns: dict[Hashable, KeptTurn] = {}
         self.awaited: dict[Hashable, int] = {}  # turns that queued requests continue, and how many; in queue order
-        pool.evict = self.evict
+        pool.evict, pool.states.evict = self.evict, self.evict_state
 
-    def keep(self, id: Hashable, ids: Sequence[int], blocks: Sequence[int], gap: int) -> None:
-        """Keep these tokens; `blocks` may go on behind them."""
+    def keep(self, id: Hashable, ids: Sequence[int], blocks: Sequence[int], gap: int, state: int) -> None:
+        """Keep these tokens; `blocks` may go on behind them. `state`, that behind the last of them, is the turn's
+        from now on."""
         self.release([id])
+        self.pool.states.keep(state)
         filled = list(blocks[: blocks_up_to(len(ids), gap)])
         self.pool.keep(filled)
-        self.turns[id] = KeptTurn(ids, filled, gap, len(ids))
+        self.turns[id] = KeptTurn(ids, filled, gap, len(ids), state)
 
     def release(self, ids: Iterable[Hashable]) -> None:
         for id in ids:
             if (turn := self.turns.pop(id, None)) is not None:
                 self.pool.drop(turn.blocks)
+                self.pool.states.drop(turn.state)
 
     def forget(self) -> None:
         self.release(list(self.turns))
@@ -67,10 +75,18 @@ class KeptTurns:
                     self.pool.drop([turn.blocks.pop()])
                 if (held := tokens_in(len(turn.blocks), turn.gap)) < len(turn.ids):
                     turn.ids = turn.ids[:held]
+                    if turn.state != NO_STATE:  # it cannot be cut back to the tokens that are left
+                        self.release([id])
                 if not turn.blocks:
-                    del self.turns[id]
+                    self.release([id])
                 if self.pool.available >= blocks:
                     return
+
+    def evict_state(self) -> None:
+        """Let go of the turn with a state that is least useful."""
+        with_state = (id for id in self._least_useful_first() if self.turns[id].state != NO_STATE)
+        if (id := next(with_state, None)) is not None:
+            self.release([id])
 
     def _least_useful_first(self) -> Iterator[Hashable]:
         """Turns that nobody awaits yet, the one that ended last first: requests are served in the order in which they

@@ -24,10 +24,12 @@ def forward(decoder: Decoder, pool: Pool, slots: Slots, decoding: np.ndarray, pi
     total = len(decoding)
     ids, positions = [slots.last[decoding]], [slots.length[decoding]]
     rows, wanted = [np.arange(total, dtype=np.int32)], list(range(total))
+    states = slots.state[decoding].tolist()
     for number, (prompt, start, end) in enumerate(pieces, start=total):
         ids.append(np.asarray(prompt.ids[start:end], np.int64))
         positions.append(np.arange(start, end, dtype=np.int32))
         rows.append(np.full(end - start, number, np.int32))
+        states.append(prompt.state)
         prompt.computed, total = end, total + end - start
         if prompt.ready:
             prompt.place = len(wanted)
@@ -36,7 +38,8 @@ def forward(decoder: Decoder, pool: Pool, slots: Slots, decoding: np.ndarray, pi
     slots.update_histories(decoding)
     slots.computed += len(decoding)
     table = with_rows((slots.table[decoding], slots.starts[decoding]), [(p.blocks, p.gap) for p, _, _ in pieces])
-    step = step_tokens(ids, positions, rows, table, pool.device)
+    fresh = [False] * len(decoding) + [start == 0 for _, start, _ in pieces]
+    step = step_tokens(ids, positions, rows, table, pool.device, pool.states.of_rows(states, fresh))
     wanted_N = None if len(wanted) == total else to_device(torch.tensor(wanted).long(), pool.device)
     hidden_NE = decoder.hidden(step, pool.layer, wanted_N, pool.routes_PLK)
     return decoder.logits(hidden_NE) if wanted else None

@@ -17,8 +17,10 @@ from posttrain.errors import UserError
 from posttrain.kernels.cuda import to_device
 from posttrain.kernels.decode import BLOCK, LayerCache, copy_tokens, new_cache
 from posttrain.models.routing import RouteShape
+from posttrain.rollout.native.states import StatePool
 
 KEPT = 2**30  # bytes of host memory that a sleeping pool keeps: faulting them in again each time costs more
+UNLIMITED = 2**40  # blocks, where no layer has keys and values: they are numbers only
 KEPT_SHARE = 1 / 8  # of a CUDA device's memory: steps captured over a cache that goes away must be captured again
 
 
@@ -60,8 +62,8 @@ class Pool:
     """Blocks of all layers; layers are made when the model first asks for them. `evict(n)` is called when fewer than
     `n` blocks are free, and lets go of blocks that are only kept.
 
-    With `routes` it holds the experts of every cached token beside its keys and values: whoever shares, keeps or copies
-    a token's block has its routes, too.
+    `states` are the slots of recurrent layers. With `routes` it holds the experts of every cached token beside its keys
+    and values: whoever shares, keeps or copies a token's block has its routes, too.
     """
 
     def __init__(
@@ -72,9 +74,11 @@ class Pool:
         limit_bytes: int,
         bytes_per_token: int,
         routes: RouteShape | None = None,
+        states: StatePool | None = None,
     ) -> None:
         self.dtype, self.device, self.routes = dtype, device, routes
-        self.limit = max(1, limit_bytes // (bytes_per_token * BLOCK))
+        self.limit = max(1, limit_bytes // (bytes_per_token * BLOCK)) if bytes_per_token else UNLIMITED
+        self.states = states or StatePool(device)
         self.evict: Callable[[int], None] = _nothing_to_evict
         self.clear()
 
@@ -84,6 +88,7 @@ class Pool:
         self.size, self.free = 0, list[int]()
         self.held, self.kept = list[int](), list[int]()  # by block: prompts and rows that hold it, turns that keep it
         self.busy = 0  # blocks that are held
+        self.states.clear()
 
     def sleep(self) -> None:
         """Give memory back; where little of it is held, it is kept."""
@@ -92,12 +97,14 @@ class Pool:
 
     def held_bytes(self) -> int:
         routes = 0 if self.routes_PLK is None else self.routes_PLK.nbytes
-        return routes + sum(tensor.nbytes for cache in self.layers.values() for tensor in cache)
+        blocks = sum(tensor.nbytes for cache in self.layers.values() for tensor in cache)
+        return self.states.store.nbytes + routes + blocks
 
     def empty_twin(self) -> Pool:
         """Another pool of the same kind and limit, which holds nothing yet."""
         twin = copy.copy(self)
-        twin.evict = _nothing_to_evict
+        twin.evict, own = _nothing_to_evict, self.states
+        twin.states = StatePool(self.device, limit=own.limit, bytes_per_slot=own.bytes_per_slot)
         twin.clear()
         return twin
 
@@ -111,8 +118,8 @@ class Pool:
         """Blocks that can be taken without an eviction."""
         return self.limit - self.used
 
-    def fits(self, blocks: int) -> bool:
-        return self.busy + blocks <= self.limit
+    def fits(self, blocks: int, states: int = 0) -> bool:
+        return self.busy + blocks <= self.limit and self.states.fits(states)
 
     def check(self, prompt: int, response: int) -> None:
         """Refuse what could never be let in."""

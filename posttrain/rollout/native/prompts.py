@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from posttrain.rollout.base import Output, Request
+from posttrain.rollout.native.states import NO_STATE
 
 
 @dataclass
@@ -34,6 +35,7 @@ class Prompt:
     waiting: deque[Request] = field(default_factory=deque)
     gap: int = 0  # where the blocks of its rows begin; see pool.py
     blocks: list[int] = field(default_factory=list)
+    state: int = NO_STATE  # the slot of its recurrent states, behind the computed tokens
     computed: int = 0  # tokens whose keys and values are in the cache
     running: int = 0  # rows
     logits_V: torch.Tensor | None = None  # after its last token, kept while requests wait
@@ -55,9 +57,11 @@ Piece = tuple[Prompt, int, int]
 
 @dataclass
 class NewRow:
-    """A request that can run: its prompt is computed, and `blocks` hold the prompt and `granted` tokens behind it."""
+    """A request that can run: its prompt is computed, and `blocks` hold the prompt and `granted` tokens behind it, and
+    `state` is the slot of its own recurrent states."""
 
     request: Request
     prompt: Prompt
     blocks: list[int]
+    state: int
     granted: int

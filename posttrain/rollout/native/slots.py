@@ -11,12 +11,14 @@ from posttrain.kernels.decode import FAR
 from posttrain.rollout.base import Output, Request, Sampling
 from posttrain.rollout.native.pool import block_starts, blocks_up_to
 from posttrain.rollout.native.prompts import NewRow, Progress, Prompt
+from posttrain.rollout.native.states import NO_STATE
 
 _COLUMNS = {
     "length": np.int32,  # tokens in the cache: where the next one is written
     "last": np.int64,  # the newest token, not yet in the cache
     "count": np.int64,  # tokens generated
     "limit": np.int64,  # tokens that it has blocks for
+    "state": np.int64,  # the slot of its recurrent states
     "gap": np.int32,  # where the blocks behind its first prompt begin
     "seed": np.uint64,
     "temperature": np.float32,
@@ -88,6 +90,7 @@ class Slots:
         self._set_tables(slots)
         self.length[slots] = [len(row.prompt.ids) for row in rows]
         self.gap[slots] = [row.prompt.gap for row in rows]
+        self.state[slots] = [row.state for row in rows]
         self.history[slots] = [row.prompt.history for row in rows]
         self.seed[slots] = np.array([row.request.seed & (2**64 - 1) for row in rows], np.uint64)
         self.last[slots] = self.count[slots] = self.under_way[slots] = 0
@@ -148,6 +151,11 @@ class Slots:
             _, number = np.unique(self.history[slots] * (last.max() + 1) + last, return_inverse=True)
             self.history[slots] = self.next_history + number
             self.next_history += len(slots)
+
+    def take_state(self, slot: int) -> int:
+        """The slot of the row's recurrent states, which are no longer the row's."""
+        state, self.state[slot] = int(self.state[slot]), NO_STATE
+        return state
 
     def drop(self, slot: int) -> None:
         self.requests[slot] = self.prompts[slot] = None
