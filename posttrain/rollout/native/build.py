@@ -21,6 +21,7 @@ from posttrain.models.decoder import FastDecoder
 from posttrain.models.feed_forward import MIXTURES
 from posttrain.models.forward import forward_mode_of
 from posttrain.models.latent import latent_layers
+from posttrain.models.expert_adapters import adapted_weights
 from posttrain.models.lora import has_adapters
 from posttrain.models.paged_decoder import PagedDecoder
 from posttrain.models.routing import RouteShape, check_routes, watch_routers
@@ -71,6 +72,8 @@ def build_native(
     if exact:
         check_exact(module, device)
     captured = captures and team is None and _on_triton(weight.dtype, device)
+    if fast and share and device.type == "cuda" and adapted_weights(module):
+        fast = False  # the general decoder runs the trainer's own products, and its captured steps are proved
     if fast:
         decoder = FastDecoder(module, share=share, team=team, device=device, exact=exact)
     else:
@@ -135,6 +138,11 @@ def use_fp8(engine: NativeEngine, name: str) -> str:
         raise UserError(
             f"{key}: {torch.cuda.get_device_name(device)} has compute capability {found}, and matrix units multiply "
             f"fp8 from {least} on; remove the setting"
+        )
+    if adapted_weights(decoder.module):
+        raise UserError(
+            f"{key}: it is not built for experts with adapters, which multiply unrounded inputs. Remove it, or leave "
+            "the experts out of actor_rollout_ref.model.target_modules"
         )
     decoder.use_fp8()
     engine.rounding = FP8
