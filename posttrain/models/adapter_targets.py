@@ -137,9 +137,8 @@ def _is_taken_for_experts(model: Any, name: str) -> bool:
 
 def check_rank(rank: int, model: torch.nn.Module, targets: Targets, key: str) -> None:
     # A product of rank r through a layer can hold no more than the layer is wide.
-    chosen = [
-        module for name, module in linear_modules(model).items() if any(_has_suffix(name, end) for end in targets.modules)
-    ]
+    linear = linear_modules(model).items()
+    chosen = [module for name, module in linear if any(_has_suffix(name, end) for end in targets.modules)]
     sides = ("in_features", "out_features", "nx", "nf")
     widths = [getattr(module, side, 0) for module in chosen for side in sides]
     for name, weight in expert_weights(model).items():
@@ -191,7 +190,7 @@ def describe_adapted(model: torch.nn.Module) -> str | None:
     """Describe the adapters of stacked experts: beside which weights they stand, and how large they are."""
     if not (adapted := adapted_weights(model)):
         return None
-    held = [part for part in model.modules() if is_wrapper(part)]
+    held: list[Any] = [part for part in model.modules() if is_wrapper(part)]
     experts = max(part.num_experts for part in held)
     count = _count(part["default"].weight for one in held for part in (one.lora_A, one.lora_B))
     return (
@@ -292,8 +291,8 @@ def _matches(names: list[str], wanted: Any, model: torch.nn.Module, key: str) ->
     for item, own in hits.items():
         if not own & used:
             raise AdapterError(
-                f"{key}={wanted}: {item} of the experts lies in one tensor with its other half (gate_up_proj), and both "
-                f"share an adapter: name both halves, or gate_up_proj. {_list_modules(model)}"
+                f"{key}={wanted}: {item} of the experts lies in one tensor with its other half (gate_up_proj), and "
+                f"they share an adapter: name both halves, or gate_up_proj. {_list_modules(model)}"
             )
     return [name for name in names if whole[name]]
 

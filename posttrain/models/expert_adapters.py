@@ -1,4 +1,4 @@
-"""LoRA adapters of experts that a model stacks in one tensor: y = x W' + s (x A') B', with A and B of each token's expert.
+"""LoRA adapters of experts that a model stacks in one tensor: y = x W' + s (x A') B', each expert with its A and B.
 
 peft holds them in a `ParamWrapper` around the module of the experts, whose forward pass adds B A to the weights of all
 experts. Here tokens are put in the order of their experts, and are multiplied with A and B instead: two narrow products

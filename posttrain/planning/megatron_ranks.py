@@ -60,8 +60,7 @@ def _facts(model: Any) -> _Facts:
     if model not in _FACTS:
         state = without_adapters(model).state_dict(keep_vars=True)  # peft calls a matrix that it adapts `base_layer`
         counts = {
-            base_name(name): (weight.numel(), weight.itemsize, weight.requires_grad)
-            for name, weight in state.items()
+            base_name(name): (weight.numel(), weight.itemsize, weight.requires_grad) for name, weight in state.items()
         }
         adapted = scalings_of(model) if has_adapters(model) else {}
         head = ScoreHead() if is_scorer(model) else head_of(model)

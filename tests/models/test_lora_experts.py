@@ -414,7 +414,7 @@ def test_exactly_the_experts_that_are_meant_have_adapters(targets, exclude, modu
     [
         ("qwen3-moe", ["gate_proj", "q_proj"], r"gate_proj of the experts lies in one tensor .* name both halves"),
         ("qwen3-moe", ["gate"], r"gate is of the kind Qwen3MoeTopKRouter; adapters stand beside linear modules and"),
-        ("qwen3-moe", ["w4"], r"called w4\. .*full names look like .*Its experts: model\.layers\.N\.mlp\.experts\.gate"),
+        ("qwen3-moe", ["w4"], r"called w4\. .*full names look like .*Its experts: model\.layers\.N\.mlp\.experts"),
         ("glm4-moe", ["gate_proj"], r"peft puts adapters of this name on the stacked experts.*leave out gate_proj"),
         ("glm4-moe", ["layers.0.mlp.down_proj"], r"leave out down_proj, or name experts instead"),
         ("qwen2", ["experts"], r"no linear module of the model is called experts"),
@@ -484,5 +484,5 @@ def test_bases_and_engines_that_cannot_have_them_say_so():
         check_fp8_base(module, CPU)
     with pytest.raises(UserError, match=r"rollout\.quantization=fp8: it is not built for experts with adapters"):
         build_native(module, RolloutConfig(kv_cache_gb=0.05), decode=None, fp8=True)
-    with pytest.raises(UserError, match=r"model\.target_modules: adapters on model\.layers\.0\.mlp\.experts\.down_proj"):
+    with pytest.raises(UserError, match=r"model\.target_modules: adapters on .*layers\.0\.mlp\.experts\.down_proj"):
         check_adapters([], {n: s for n, s in scalings_of(module).items() if "experts" in n}, "model")

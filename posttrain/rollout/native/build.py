@@ -18,10 +18,10 @@ from posttrain.kernels.quantized import FP8
 from posttrain.kernels.tensor_parallel import Team
 from posttrain.models.decodable import KNOWN, can_decode_fast, check_exact
 from posttrain.models.decoder import FastDecoder
+from posttrain.models.expert_adapters import adapted_weights
 from posttrain.models.feed_forward import MIXTURES
 from posttrain.models.forward import forward_mode_of
 from posttrain.models.latent import latent_layers
-from posttrain.models.expert_adapters import adapted_weights
 from posttrain.models.lora import has_adapters
 from posttrain.models.paged_decoder import PagedDecoder
 from posttrain.models.routing import RouteShape, check_routes, watch_routers
