@@ -161,14 +161,19 @@ def _product(x_PI: torch.Tensor, weight_XOI: torch.Tensor, adapter: ExpertAdapte
             experts, outputs, inputs = weight_XOI.shape
             factors = x_PI.new_zeros(experts, 0, inputs), x_PI.new_zeros(experts, outputs, 0)
         return _Product.apply(x_PI, weight_XOI, *factors, groups)  # pyright: ignore
-    y_PO = F.grouped_mm(x_PI, weight_XOI.transpose(1, 2), offs=groups.ends_X)
+    y_PO = _grouped(x_PI, weight_XOI, groups)
     if factors is None:
         return y_PO
     a_XRI, b_XOR = factors
     if fill := -a_XRI.shape[1] % _ALIGNED:
         a_XRI, b_XOR = F.pad(a_XRI, (0, 0, 0, fill)), F.pad(b_XOR, (0, fill))
-    low_PR = F.grouped_mm(x_PI, a_XRI.transpose(1, 2), offs=groups.ends_X)
-    return y_PO + F.grouped_mm(low_PR, b_XOR.transpose(1, 2), offs=groups.ends_X)
+    return y_PO + _grouped(_grouped(x_PI, a_XRI, groups), b_XOR, groups)
+
+
+def _grouped(x_PI: torch.Tensor, weight_XOI: torch.Tensor, groups: Groups) -> torch.Tensor:
+    if x_PI.is_meta:  # a memory plan: grouped products know no float32 there, and one expert's has the same shapes
+        return x_PI @ weight_XOI[0].T
+    return F.grouped_mm(x_PI, weight_XOI.transpose(1, 2), offs=groups.ends_X)
 
 
 class AdaptedExperts:
