@@ -270,7 +270,7 @@ def _choose(
 
 
 def _matches(names: list[str], wanted: Any, model: torch.nn.Module, key: str) -> list[str]:
-    # `wanted` is a list of name suffixes, one suffix, or a regular expression. A weight of experts is also meant by the
+    # `wanted` is one suffix of names or regular expression, or a list of them. A weight of experts is also meant by the
     # name of its module, and by its old names together.
     stacked = expert_weights(model)
     ways = {
@@ -281,8 +281,8 @@ def _matches(names: list[str], wanted: Any, model: torch.nn.Module, key: str) ->
     hits: dict[str, set[str]] = {}
     for item in _items(wanted):
         hits[item] = {name for name in spelled if _has_suffix(name, item)}
-        if not hits[item] and isinstance(wanted, str):
-            hits[item] = _by_expression(spelled, wanted, key)
+        if not hits[item]:
+            hits[item] = _by_expression(spelled, str(item), key)
         if not hits[item]:
             raise AdapterError(_unknown(str(item), wanted, model, key))
     hit = set[str]().union(*hits.values())

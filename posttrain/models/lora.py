@@ -6,6 +6,7 @@ import copy
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,9 @@ def add_adapters(
         warnings.filterwarnings("ignore", message=about)
         empty = next(model.parameters()).is_meta  # then the adapters stay on the meta device too, and nothing is drawn
         adapted = get_peft_model(model, settings, low_cpu_mem_usage=empty)  # pyright: ignore
+    if any(is_wrapper(part) and not hasattr(part, "_did_swap_in_out_features") for part in adapted.modules()):
+        # Older versions hold A and B of most models the other way round.
+        raise AdapterError(f"{key}: adapters of experts need a newer peft than {version('peft')}: pip install -U peft")
     multiply_low_rank(adapted)
     for name in whole:
         if hasattr(model, name):
@@ -67,15 +71,11 @@ def add_adapters(
 
 
 def _check_experts(model: torch.nn.Module, key: str) -> None:
-    from peft.tuners.lora.layer import ParamWrapper
-
     if any(is_quantized(weight) or hasattr(weight, "held_bytes") for weight in model.parameters()):
         raise AdapterError(
             f"{key}: adapters of experts are not built beside a base of 4 bits. Leave the experts out, or remove "
             "model.quantization"
         )
-    if not hasattr(ParamWrapper, "_get_in_out_features"):  # older versions hold A and B the other way round
-        raise AdapterError(f"{key}: adapters of experts need a newer peft: pip install -U peft")
 
 
 def with_adapters(

@@ -474,6 +474,21 @@ def tiny_on_meta():
     return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
 
 
+def test_a_peft_that_lays_adapters_out_the_other_way_round_is_rejected(monkeypatch):
+    from peft.tuners.lora.layer import ParamWrapper
+
+    built = ParamWrapper.__init__
+
+    def older(self, *args, **named):
+        built(self, *args, **named)
+        del self._did_swap_in_out_features
+
+    monkeypatch.setattr(ParamWrapper, "__init__", older)
+    with pytest.raises(AdapterError, match=r"adapters of experts need a newer peft than \d"):
+        adapted("qwen3-moe", ["experts"])
+    adapted("qwen3-moe", ["q_proj"])
+
+
 def test_bases_and_engines_that_cannot_have_them_say_so():
     module = tiny("qwen3-moe")
     next(module.parameters()).held_bytes = 1  # as a plan marks a base of 4 bits
