@@ -15,10 +15,13 @@ import re
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+
+from posttrain.errors import UserError
 
 WEIGHTS = ("gate_up_proj", "down_proj")  # in the order in which tokens pass through them
 _ALIGNED = 8  # grouped products on CUDA take strides of multiples of 16 bytes
@@ -154,9 +157,13 @@ class _Product(torch.autograd.Function):
         return grad_x, None, grad_a, grad_b, None
 
 
+def _by_loop(x: torch.Tensor) -> bool:
+    return x.device.type == "cpu"
+
+
 def _product(x_PI: torch.Tensor, weight_XOI: torch.Tensor, adapter: ExpertAdapter | None, groups: Groups):
     factors = None if adapter is None else adapter.factors(x_PI.dtype)
-    if x_PI.device.type == "cpu":
+    if _by_loop(x_PI):
         if factors is None:
             experts, outputs, inputs = weight_XOI.shape
             factors = x_PI.new_zeros(experts, 0, inputs), x_PI.new_zeros(experts, outputs, 0)
@@ -176,6 +183,37 @@ def _grouped(x_PI: torch.Tensor, weight_XOI: torch.Tensor, groups: Groups) -> to
     return F.grouped_mm(x_PI, weight_XOI.transpose(1, 2), offs=groups.ends_X)
 
 
+_PROOF = {torch.float32: 1e-2, torch.bfloat16: 5e-2, torch.float16: 2e-2}  # of the largest number: float32 may be TF32
+
+
+@cache
+def _prove(device: torch.device, dtype: torch.dtype, rank: int) -> None:
+    """Raise unless grouped products of this device, and their gradients, are those of the loop on a CPU.
+
+    Fresh adapters add nothing, so that comparing a new model with transformers would not notice.
+    """
+    random = torch.Generator().manual_seed(0)
+    sizes = {"x": (24, 64), "w": (4, 128, 64), "a": (4 * rank, 64), "b": (128, rank * 4), "g": (24, 128)}
+    given = {name: (torch.randn(size, generator=random) / 8).to(dtype) for name, size in sizes.items()}
+    chosen = torch.randint(0, 3, (24, 1), generator=random)  # the last expert has no tokens
+
+    def compute(place: torch.device) -> list[torch.Tensor]:
+        x, w, a, b, g = (part.to(place) for part in given.values())
+        leaves = [part.detach().requires_grad_() for part in (x, a, b)]
+        groups = Groups(chosen.to(place), 4)
+        y = _product(leaves[0], w, ExpertAdapter(leaves[1], leaves[2], 2.0, 4), groups)
+        return [part.detach().cpu().float() for part in (y, *torch.autograd.grad(y, leaves, g))]
+
+    with torch.enable_grad():
+        found, expected = compute(device), compute(torch.device("cpu"))
+    for ours, theirs in zip(found, expected, strict=True):
+        if not float((ours - theirs).abs().max()) <= _PROOF.get(dtype, 1e-2) * float(theirs.abs().max()):
+            raise UserError(
+                f"model.target_modules: adapters of experts are not computed right on {device} in {dtype}: torch's "
+                "grouped products differ from those on a CPU. Leave the experts out"
+            )
+
+
 class AdaptedExperts:
     """Experts with the adapters of some of their weights; both are read anew at every call."""
 
@@ -185,6 +223,9 @@ class AdaptedExperts:
 
     def __call__(self, x_TE: torch.Tensor, chosen_TK: torch.Tensor, share_TK: torch.Tensor) -> torch.Tensor:
         """What the chosen experts of each token give, by their shares."""
+        if x_TE.is_cuda:
+            for wrapper in self.wrappers.values():
+                _prove(x_TE.device, x_TE.dtype, wrapper.r["default"])
         groups = Groups(chosen_TK, self.base.num_experts)
         both_PO = self._through("gate_up_proj", groups.tokens(x_TE), groups)
         y_PE = self._through("down_proj", self.base._apply_gate(both_PO), groups)

@@ -21,6 +21,7 @@ from posttrain.engine.facts import facts_of
 from posttrain.engine.megatron.adapters import check_adapters, scalings_of
 from posttrain.engine.torch_engine import TorchEngine
 from posttrain.errors import UserError
+from posttrain.models import expert_adapters
 from posttrain.models.adapter_files import adapter_parameters, adapter_settings, write_adapter
 from posttrain.models.adapter_targets import AdapterError, find_targets
 from posttrain.models.expert_adapters import AdaptedExperts, is_wrapper, plain_experts
@@ -151,6 +152,30 @@ def test_outputs_and_gradients_are_those_of_dense_weights_of_each_expert(kind, t
     for (name, _), ours, theirs in zip([("", None), ("", None), *own], grads, wanted, strict=True):
         torch.testing.assert_close(ours, as_peft(name, theirs) if name else theirs, rtol=0, atol=1e-10)
         assert float(theirs.abs().max()) > 1e-3
+
+
+@pytest.mark.parametrize("rank", [3, 8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_grouped_products_of_a_device_are_compared_with_the_loop_before_they_are_used(monkeypatch, dtype, rank):
+    """With torch's grouped products on a CPU in place of a GPU's."""
+    calls, plain = [], expert_adapters._grouped
+    monkeypatch.setattr(expert_adapters, "_by_loop", lambda x: len(calls) % 4 == 3)  # the second of two computations
+
+    def grouped(x, weight, groups):
+        calls.append(weight.shape)
+        return plain(x, weight, groups)
+
+    monkeypatch.setattr(expert_adapters, "_grouped", grouped)
+    prove = expert_adapters._prove.__wrapped__
+    prove(CPU, dtype, rank)
+    assert calls == [(4, 128, 64), (4, rank + -rank % 8, 64), (4, 128, rank + -rank % 8)]
+    calls.clear()
+    wrong = lambda x, weight, groups: grouped(x, weight.roll(1, 0), groups)  # noqa: E731
+    monkeypatch.setattr(expert_adapters, "_grouped", wrong)
+    with pytest.raises(
+        UserError, match=r"adapters of experts are not computed right on cpu in torch"
+    ):
+        prove(CPU, dtype, rank)
 
 
 def test_fresh_adapters_change_nothing_and_only_they_are_trained_in_float32():
