@@ -44,7 +44,7 @@ class ModelConfig(Section):
     lora_alpha: int = setting(16, range=POSITIVE, idle=NO_ADAPTERS)
     """LoRA scale: adapters are multiplied by alpha / rank."""
     target_modules: Any = setting("all-linear", idle=NO_ADAPTERS, is_literal=True)
-    """Modules with adapters: `all-linear` (all but head and stacked `experts`), names, or a regular expression of them."""
+    """Modules with adapters: `all-linear` (no head, no stacked `experts`), names, or a regular expression of names."""
     exclude_modules: Any = setting(None, idle=NO_ADAPTERS, is_literal=True)
     """Names, or a regular expression of full names, that get no adapter although `target_modules` means them."""
     lora_adapter_path: str | None = setting(None, is_path=True)
