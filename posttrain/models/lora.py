@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -15,9 +16,10 @@ import torch
 from posttrain.config.model import ModelConfig
 from posttrain.models.adapter_files import fill_adapters, read_adapter, trained_parameters, write_adapter
 from posttrain.models.adapter_targets import AdapterError, AdapterShape, check_rank, find_targets, stored_targets
-from posttrain.models.expert_adapters import base_name, is_wrapper, multiply_low_rank
+from posttrain.models.expert_adapters import base_name, expert_weights, is_wrapper, multiply_low_rank
 from posttrain.models.quantized import is_quantized, plain_weight
 
+_ONE_EXPERT = re.compile(r"\.experts\.\d+\.")
 _FROM_FILES = ("use_rslora", "rank_pattern", "alpha_pattern", "layers_to_transform", "layers_pattern")
 
 
@@ -85,6 +87,12 @@ def with_adapters(
     if config.lora_adapter_path is None:
         return add_adapters(model, config, whole=whole, role=role)
     settings, weights = read_adapter(Path(config.lora_adapter_path), whole)
+    if expert_weights(model) and any(_ONE_EXPERT.search(name) for name in weights):
+        raise AdapterError(
+            f"model.lora_adapter_path={config.lora_adapter_path}: the folder holds the adapter of each expert by "
+            "itself, as for models whose experts are modules. Have peft convert it: "
+            "PeftModel.from_pretrained(base, folder).save_pretrained(new_folder), and give the new folder"
+        )
     adapted = add_adapters(model, config, more=settings, source=config.lora_adapter_path, whole=whole, role=role)
     fill_adapters(adapted, weights, config.lora_adapter_path)
     return adapted

@@ -172,9 +172,7 @@ def test_grouped_products_of_a_device_are_compared_with_the_loop_before_they_are
     calls.clear()
     wrong = lambda x, weight, groups: grouped(x, weight.roll(1, 0), groups)  # noqa: E731
     monkeypatch.setattr(expert_adapters, "_grouped", wrong)
-    with pytest.raises(
-        UserError, match=r"adapters of experts are not computed right on cpu in torch"
-    ):
+    with pytest.raises(UserError, match=r"adapters of experts are not computed right on cpu in torch"):
         prove(CPU, dtype, rank)
 
 
@@ -401,6 +399,33 @@ def test_an_adapter_that_peft_wrote_is_taken_with_its_own_ranks(tmp_path):
     ranks = {one.parameter_name: one.r["default"] for one in ours.modules() if is_wrapper(one)}
     assert ranks == {"gate_up_proj": 6, "down_proj": 3}
     torch.testing.assert_close(logits(ours), logits(theirs), rtol=0, atol=1e-5)
+
+
+def test_adapters_of_single_experts_are_read_after_peft_has_converted_them(tmp_path):
+    """As they were trained while each expert had modules of its own."""
+    sizes, draw = {"gate_proj": (24, 32), "up_proj": (24, 32), "down_proj": (32, 24)}, torch.Generator().manual_seed(0)
+    stored, whole = {}, tiny("qwen3-moe")
+    for layer in range(3):
+        experts = whole.model.layers[layer].mlp.experts
+        for expert in range(4):
+            changes = {}
+            for name, (outputs, inputs) in sizes.items():
+                home = f"base_model.model.model.layers.{layer}.mlp.experts.{expert}.{name}.lora_"
+                a, b = (torch.randn(size, generator=draw) / 10 for size in ((3, inputs), (outputs, 3)))
+                stored |= {f"{home}A.weight": a, f"{home}B.weight": b}
+                changes[name] = 2 * b @ a
+            with torch.no_grad():
+                experts.gate_up_proj[expert] += torch.cat([changes["gate_proj"], changes["up_proj"]])
+                experts.down_proj[expert] += changes["down_proj"]
+    settings = {"peft_type": "LORA", "r": 3, "lora_alpha": 6, "target_modules": [*sizes], "task_type": "CAUSAL_LM"}
+    write_adapter(tmp_path, stored, settings)
+    shape = ModelConfig(lora_rank=3, lora_alpha=6, lora_adapter_path=str(tmp_path))
+    with pytest.raises(AdapterError, match=r"holds the adapter of each expert by itself.*PeftModel\.from_pretrained"):
+        with_adapters(tiny("qwen3-moe"), shape)
+    PeftModel.from_pretrained(tiny("qwen3-moe"), str(tmp_path)).save_pretrained(str(tmp_path / "new"))
+    shape = ModelConfig(lora_rank=3, lora_alpha=6, lora_adapter_path=str(tmp_path / "new"))
+    again = with_adapters(tiny("qwen3-moe"), shape)
+    torch.testing.assert_close(logits(again), logits(whole), rtol=0, atol=1e-5)
 
 
 def test_an_adapter_of_other_parameters_is_rejected(tmp_path):
