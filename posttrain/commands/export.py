@@ -137,6 +137,6 @@ def adapted_model(
     shape = ModelConfig(
         lora_rank=settings["r"], lora_alpha=settings["lora_alpha"], target_modules=settings["target_modules"]
     )
-    adapted = add_adapters(module, shape, more=settings, whole=SCORE_HEADS if scores else ())
+    adapted = add_adapters(module, shape, more=settings, source=str(checkpoint), whole=SCORE_HEADS if scores else ())
     fill_adapters(adapted, stored_adapters(manager, checkpoint), str(checkpoint))
     return adapted

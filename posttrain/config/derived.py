@@ -9,7 +9,7 @@ from typing import Any
 from posttrain.algorithms.registry import ADV_ESTIMATORS, LOSS_KEY, POLICY_LOSSES, LossDeclaration
 from posttrain.config.choices import DEFAULT_GROUP_SIZE, EMBEDDED, EMBEDDED_SIZES, GROUP_ESTIMATORS
 from posttrain.config.merge import Entry, Merged
-from posttrain.config.model import ADAPTER_CONFIG, read_adapter_config
+from posttrain.config.model import ADAPTER_CONFIG, read_adapter_config, stored_names
 from posttrain.config.rollout import UNFILTERED
 from posttrain.config.trainer import (
     AS_THE_ACTOR,
@@ -333,7 +333,8 @@ def take_adapter(merged: Merged, cwd: Path, section: str, heads: Sequence[str]) 
         return  # the checks of this machine report what is wrong with the folder
     for name in ("r", "lora_alpha", "target_modules", "exclude_modules"):
         key = f"{section}.{'lora_rank' if name == 'r' else name}"
-        value, given = settings.get(name), merged.entries.get(key)
+        value = stored_names(settings) if name == "target_modules" else settings.get(name)
+        given = merged.entries.get(key)
         if given is not None and given.explicit and not _same(given.value, value):
             what = f"`{given.spelling}={given.value}`, but the adapter in {entry.value} has {name}={value} "
             what += f"({ADAPTER_CONFIG})."

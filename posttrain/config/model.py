@@ -44,7 +44,7 @@ class ModelConfig(Section):
     lora_alpha: int = setting(16, range=POSITIVE, idle=NO_ADAPTERS)
     """LoRA scale: adapters are multiplied by alpha / rank."""
     target_modules: Any = setting("all-linear", idle=NO_ADAPTERS, is_literal=True)
-    """Linear modules with adapters: `all-linear` (all but the head), names, or a regular expression of full names."""
+    """Modules with adapters: `all-linear` (no head, no stacked `experts`), names, or a regular expression of names."""
     exclude_modules: Any = setting(None, idle=NO_ADAPTERS, is_literal=True)
     """Names, or a regular expression of full names, that get no adapter although `target_modules` means them."""
     lora_adapter_path: str | None = setting(None, is_path=True)
@@ -76,6 +76,14 @@ def read_adapter_config(folder: Path, heads: Sequence[str] = ()) -> dict[str, An
     return settings if problem is None else f"{folder / ADAPTER_CONFIG}: {problem}"
 
 
+def stored_names(settings: dict[str, Any]) -> Any:
+    """What `target_modules` would name here for an adapter's settings: peft lists stacked weights of experts apart."""
+    modules, parameters = settings.get("target_modules"), settings.get("target_parameters")
+    if not parameters:
+        return modules
+    return [*([modules] if isinstance(modules, str) else modules or []), *parameters]
+
+
 # These change the base too, so that the stored base is not the one beside which the adapter was trained.
 _CHANGES_THE_BASE = ("pissa", "olora", "loftq", "corda", "eva", "lora_ga")
 
@@ -87,9 +95,9 @@ def _unusable(settings: dict[str, Any], heads: Sequence[str]) -> str | None:
         return f"peft_type={settings.get('peft_type')} is not LORA"
     if not isinstance(rank, int) or rank < 1:
         return f"r={rank} is no rank"
-    for name in ("modules_to_save", "trainable_token_indices", "target_parameters", "layer_replication"):
+    for name in ("modules_to_save", "trainable_token_indices", "layer_replication"):
         if settings.get(name) and not (name == "modules_to_save" and set(settings[name]) <= set(heads)):
-            return f"{name}={settings[name]} is more than LoRA beside linear modules: merge this adapter into its base"
+            return f"{name}={settings[name]} is more than LoRA beside matrices: merge this adapter into its base"
     for name in ("use_dora", "lora_bias", "use_qalora", "alora_invocation_tokens", "arrow_config"):
         if settings.get(name):
             return f"{name}={settings[name]} is a variant of LoRA that is not built here"

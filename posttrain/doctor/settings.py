@@ -7,12 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from posttrain.algorithms import get_adv_estimator
 from posttrain.config.checked import idle_settings
 from posttrain.config.environment import missing_notes
 from posttrain.doctor.case import Case
 from posttrain.doctor.report import ERROR, NOTE, WARNING, Finding
+from posttrain.models.adapter_targets import adapters_share, describe_adapted, large_note
+from posttrain.planning.supervised import ROLE
 
 AREA = "configuration"
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
@@ -50,6 +53,7 @@ def check_settings(case: Case) -> Iterator[Finding]:
             yield Finding(NOTE, AREA, sentence)
     yield from _architecture(case)
     yield from _learning_rate(case)
+    yield from _expert_adapters(case)
     yield from _positions(case)
     if case.is_rl:
         yield from _sampling(case)
@@ -88,6 +92,22 @@ def _learning_rate(case: Case) -> Iterator[Finding]:
         what += "on the model, so that it would hardly change."
         do = f"set {key}.lr between 1e-5 and 1e-4" if case.is_rl else f"set {key}.lr to about 1e-4"
         yield Finding(WARNING, AREA, what, case.where(f"{key}.lr"), do)
+
+
+def _expert_adapters(case: Case) -> Iterator[Finding]:
+    if case.model.lora_rank == 0:
+        return
+    role, key = "actor" if case.is_rl else ROLE, f"{case.tree.model}.lora_rank"
+    words, share = case.planner.count(case.config, case.device, role, _experts_of)
+    if words is not None:
+        case.report.fact(AREA, f"{words}.")
+    if large := large_note(share, key):
+        do = f"lower {key}, or leave the experts out of {case.tree.model}.target_modules"
+        yield Finding(WARNING, AREA, large, case.where(key), do)
+
+
+def _experts_of(model: Any) -> tuple[str | None, float]:
+    return describe_adapted(model), adapters_share(model)
 
 
 def _positions(case: Case) -> Iterator[Finding]:

@@ -9,7 +9,7 @@ import torch
 
 from posttrain.kernels.train import can_train, on_cuda
 from posttrain.models.adapter_files import adapter_settings
-from posttrain.models.adapter_targets import describe_stacked
+from posttrain.models.adapter_targets import adapters_share, describe_adapted, describe_stacked
 from posttrain.models.forward import forward_mode_of
 from posttrain.models.loading import Positions, model_end_ids, positions_of
 from posttrain.models.lora import has_adapters
@@ -41,7 +41,7 @@ class EngineFacts:
     sequence_parallel: int
     # Settings of the adapters, without their base's name; None for a model without adapters.
     adapters: dict[str, Any] | None
-    stacked: str | None  # matrices that lie in one tensor, in words (`describe_stacked`)
+    stacked: str | None  # matrices that lie in one tensor and have no adapters, in words (`describe_stacked`)
     pairs: bool = False  # whether rows come in pairs that are computed in the same pass
     note: str | None = None  # what of the model is not used, and why
     # Stages of a pipeline, each on ranks of its own, one behind the other; all of them are given the same rows.
@@ -50,6 +50,8 @@ class EngineFacts:
     engine: str | None = None
     # The type that inputs and weights of products are rounded to, where that is not `dtype`.
     rounding: torch.dtype | None = None
+    adapted_experts: str | None = None  # experts with adapters, in words (`describe_adapted`)
+    adapters_share: float = 0.0  # of the base's numbers; 0 where no experts have adapters
 
 
 def joining_cost(width: int) -> float:
@@ -95,6 +97,8 @@ def facts_of(
         pipeline=pipeline,
         engine=engine,
         rounding=rounding,
+        adapted_experts=describe_adapted(module),
+        adapters_share=adapters_share(module),
     )
 
 

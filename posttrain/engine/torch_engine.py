@@ -24,10 +24,11 @@ from posttrain.kernels.packed_attention import packed_rows
 from posttrain.kernels.quantized import FP8
 from posttrain.kernels.sequence_parallel import shared_sequence
 from posttrain.models.adapter_files import adapter_parameters, trained_parameters
+from posttrain.models.expert_adapters import base_name
 from posttrain.models.forward import decoder_of, forward_mode_of, recompute_layers, without_adapters
 from posttrain.models.fp8_base import Fp8Base, check_fp8_base
 from posttrain.models.fused_layer import join_weights, weights_unchanged
-from posttrain.models.lora import base_only, has_adapters, merged_state, save_model
+from posttrain.models.lora import base_only, has_adapters, merge_into, merged_state, save_model
 from posttrain.models.quantized import plain_weight
 from posttrain.models.routing import RoutePass, RouteShape, route_shape, routed, watch_routers
 from posttrain.protocol import DataProto
@@ -347,10 +348,9 @@ def _copies(modules: Named) -> dict[str, torch.Tensor]:
                 continue
             if id(weight) not in copies:
                 copies[id(weight)] = plain_weight(weight).detach().clone()
-            found[f"{name}.{own}".replace(".base_layer.", ".")] = copies[id(weight)]
+            found[base_name(f"{name}.{own}")] = copies[id(weight)]
     for name, module in adapted.items():
-        weight = found[f"{name}.weight"]
-        found[f"{name}.weight"] = weight + module.get_delta_weight("default").to(weight.dtype)  # pyright: ignore
+        merge_into(found, name, module)
     return found
 
 

@@ -410,12 +410,9 @@ def mixture(
         return experts.mixture(*given, **how, routes_TK=routes_TJ)
     assert isinstance(gate_up_X2IE, torch.Tensor) and isinstance(down_XEI, torch.Tensor)
     rounded = round_rows if fp8 else _as_it_is
-    p_TX = F.linear(x_TE, router_XE).softmax(-1, dtype=torch.float32)
-    share_TJ, chosen_TJ = p_TX.topk(top_k)
+    chosen_TJ, share_TJ = chosen_experts(x_TE, router_XE, top_k, normalised=normalised, share_dtype=share_dtype)
     if routes_TJ is not None:
         routes_TJ.copy_(chosen_TJ)
-    if normalised:
-        share_TJ = share_TJ / share_TJ.sum(-1, keepdim=True)
     # Pairs in the order of their experts, so that each expert's tokens are one product.
     order_P = chosen_TJ.view(-1).argsort(stable=True)
     counts = torch.bincount(chosen_TJ.view(-1), minlength=len(router_XE)).tolist()
@@ -424,7 +421,18 @@ def mixture(
         if len(pairs):
             gated = silu_mul(F.linear(rounded(x_TE[pairs // top_k]), gate_up_X2IE[expert]))
             parts_PE[pairs] = F.linear(rounded(gated), down_XEI[expert])
-    return (parts_PE.view(-1, top_k, x_TE.shape[1]) * share_TJ.to(share_dtype)[..., None]).sum(1).to(x_TE.dtype)
+    return (parts_PE.view(-1, top_k, x_TE.shape[1]) * share_TJ[..., None]).sum(1).to(x_TE.dtype)
+
+
+def chosen_experts(
+    x_TE: torch.Tensor, router_XE: torch.Tensor, top_k: int, *, normalised: bool, share_dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(experts of each token, their shares), (T, J) each, by torch."""
+    p_TX = F.linear(x_TE, router_XE).softmax(-1, dtype=torch.float32)
+    share_TJ, chosen_TJ = p_TX.topk(top_k)
+    if normalised:
+        share_TJ = share_TJ / share_TJ.sum(-1, keepdim=True)
+    return chosen_TJ, share_TJ.to(share_dtype)
 
 
 def _as_it_is(x: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,7 @@ import torch
 
 from posttrain.config.model import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_adapter_config
 from posttrain.models.adapter_targets import AdapterError
+from posttrain.models.expert_adapters import base_name
 from posttrain.models.model_files import local_or_hub
 
 Weights = dict[str, torch.Tensor]
@@ -128,7 +129,7 @@ def take_adapters(model: torch.nn.Module, weights: Named) -> Iterator[tuple[str,
 def load_module(model: torch.nn.Module, weights: Named) -> None:
     """Copy weights under their Hugging Face names, and adapters, into a model, unless they are there already."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model  # pyright: ignore
-    own = {name.replace(".base_layer.", "."): weight for name, weight in base.state_dict().items()}
+    own = {base_name(name): weight for name, weight in base.state_dict().items()}
     for name, tensor in take_adapters(model, weights):
         if name in own and own[name].data_ptr() != tensor.data_ptr():
             own[name].copy_(tensor)

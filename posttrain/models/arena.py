@@ -18,6 +18,7 @@ from posttrain.kernels.compiled import kernel
 from posttrain.kernels.fp8 import Fp8Weight
 from posttrain.kernels.ordered import ordered_product
 from posttrain.kernels.quantized import Quantized
+from posttrain.models.expert_adapters import base_name
 from posttrain.models.forward import without_adapters
 from posttrain.models.low_rank import Adapter, LowRank, fill, merge
 from posttrain.models.shards import WeightShards
@@ -154,7 +155,7 @@ class Arena:
             if ".lora_" not in name:
                 # Shared: the decoder reads the trainer's own tensors, so that a weight sync copies nothing.
                 held.setdefault(id(weight), weight.data if share else self._own(name, weight.data))
-                self.named[name.replace(".base_layer.", ".")] = held[id(weight)]
+                self.named[base_name(name)] = held[id(weight)]
         for number, layer in enumerate(base.base_model.layers):
             self.layers.append(self._fused(layer, f"{base.base_model_prefix}.layers.{number}"))
 

@@ -12,10 +12,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from posttrain.kernels.decode import mixture, silu_mul
+from posttrain.kernels.decode import chosen_experts, mixture, silu_mul
 from posttrain.kernels.fp8 import Fp8Weight
 from posttrain.kernels.quantized import Quantized
 from posttrain.models.arena import Arena, Projection
+from posttrain.models.expert_adapters import AdaptedExperts, is_wrapper, plain_experts, wrappers
 
 MIXTURES = ("qwen3_moe", "qwen2_moe", "mixtral", "olmoe")
 _BLOCKS = ("Qwen3MoeSparseMoeBlock", "Qwen2MoeSparseMoeBlock", "MixtralSparseMoeBlock", "OlmoeSparseMoeBlock")
@@ -68,6 +69,7 @@ class Mixture:
     shared: Gated | None = None
     shared_gate: torch.Tensor | None = None
     fp8: tuple[Fp8Weight, Fp8Weight] | None = None  # for gate and up, and for down; used in place of the weights
+    adapted: AdaptedExperts | None = None  # the experts with their adapters, where they have any
     takes_quantized = False  # the router needs the unquantized input
 
     def hold_in_fp8(self) -> None:
@@ -86,11 +88,19 @@ class Mixture:
         self, x_TE: torch.Tensor, shared_TE: torch.Tensor | None, routes_TK: torch.Tensor | None
     ) -> torch.Tensor:
         how = {"top_k": self.top_k, "normalised": self.normalised, "share_dtype": self.share_dtype}
+        if self.adapted is not None:
+            chosen_TK, share_TK = chosen_experts(x_TE, self.router_XE, **how)
+            if routes_TK is not None:
+                routes_TK.copy_(chosen_TK)
+            return self._plus_shared(x_TE, self.adapted(x_TE, chosen_TK, share_TK), shared_TE)
         if self.fp8 is None:
             weights = self.gate_up_X2IE, self.down_XEI
         else:
             weights = self.fp8[0].rounded, self.fp8[1].rounded
         y_TE = mixture(x_TE, self.router_XE, *weights, fp8=self.fp8 is not None, routes_TJ=routes_TK, **how)
+        return self._plus_shared(x_TE, y_TE, shared_TE)
+
+    def _plus_shared(self, x_TE: torch.Tensor, y_TE: torch.Tensor, shared_TE: torch.Tensor | None) -> torch.Tensor:
         if shared_TE is None:
             return y_TE
         assert self.shared_gate is not None
@@ -106,14 +116,17 @@ def is_mixture(block: Any) -> bool:
 
 
 def can_mix(block: Any) -> bool:
-    """Whether it is a known kind with plain, stacked weights. Adapters of experts would wrap them."""
-    named = (type(module).__name__.removeprefix("FSDP") for module in (block, block.experts))
+    """Whether it is a known kind with plain, stacked weights, with or without adapters."""
+    experts = plain_experts(block.experts)
+    if any(list(one.lora_A) != ["default"] or one.merged for one in wrappers(block.experts)):
+        return False
+    named = (type(module).__name__.removeprefix("FSDP") for module in (block, experts))
     if not all(name in known for name, known in zip(named, (_BLOCKS, _EXPERTS), strict=True)):
         return False
     gate = getattr(block, "shared_expert_gate", None)
     if gate is not None and (type(gate) is not torch.nn.Linear or gate.bias is not None):
         return False
-    weights = (block.gate.weight, block.experts.gate_up_proj, block.experts.down_proj)
+    weights = (block.gate.weight, experts.gate_up_proj, experts.down_proj)
     return all(type(weight) is torch.nn.Parameter for weight in weights)
 
 
@@ -135,4 +148,6 @@ def feed_forward(arena: Arena, number: int, block: Any, name: str) -> Gated | Mi
         share_dtype=router.dtype if hasattr(block.gate, "norm_topk_prob") else torch.float32,
         shared=gated,
         shared_gate=arena.named.get(f"{name}.shared_expert_gate.weight"),
+        # Weights of the arena's own have the adapters merged in already.
+        adapted=AdaptedExperts(block.experts) if arena.share and is_wrapper(block.experts) else None,
     )

@@ -7,7 +7,7 @@ Nothing is translated: their numbers count other things (`per_device_train_batch
 from __future__ import annotations
 
 _ACTOR, _ROLLOUT, _MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
-TRL, OPENRLHF, UNSLOTH, TRANSFORMERS = "TRL", "OpenRLHF", "Unsloth", "transformers"
+TRL, OPENRLHF, UNSLOTH, TRANSFORMERS, PEFT = "TRL", "OpenRLHF", "Unsloth", "transformers", "peft"
 _BATCH = "`data.train_batch_size` counts the prompts of a step"
 
 # Name there -> (whose it is, what it is here).
@@ -47,6 +47,7 @@ COUNTERPARTS: dict[str, tuple[str, str]] = {
     ),
     "max_seq_length": (UNSLOTH, "`data.max_prompt_length` and `data.max_response_length`"),
     "max_new_tokens": (TRANSFORMERS, "`data.max_response_length`"),
+    "target_parameters": (PEFT, f"`{_MODEL}.target_modules=[all-linear,experts]`, or names of tensors there"),
     "pretrain": (OPENRLHF, f"`{_MODEL}.path`"),
     "reward_pretrain": (OPENRLHF, "`reward_model.enable=True reward_model.model.path=...`"),
     "prompt_data": (OPENRLHF, "`data.train_files`"),
@@ -97,13 +98,14 @@ SUPERVISED: dict[str, str] = {
     "lora_alpha": "`model.lora_alpha`",
     "load_in_4bit": "`model.quantization=nf4`, with adapters: `model.lora_rank=16`",
     "load_in_8bit": "not built; weights of 4 bits are: `model.quantization=nf4 model.lora_rank=16`",
+    "target_parameters": "`model.target_modules=[all-linear,experts]`, or names of tensors there",
     "gradient_checkpointing": "`model.enable_gradient_checkpointing`",
     "bf16": "`model.dtype=bfloat16`",
     "seed": "`trainer.seed`",
     "report_to": "`trainer.logger`",
 }
 # Names that are none here in any section, so that the section before them may be anything.
-_IN_SECTIONS = ("load_in_4bit", "load_in_8bit", "max_seq_length", "max_new_tokens")
+_IN_SECTIONS = ("load_in_4bit", "load_in_8bit", "max_seq_length", "max_new_tokens", "target_parameters")
 
 
 def counterpart(name: str, *, supervised: bool = False) -> str | None:

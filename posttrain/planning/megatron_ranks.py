@@ -33,6 +33,7 @@ from posttrain.engine.megatron.weights import CUT, stage_matches
 from posttrain.engine.pipeline import lead_of
 from posttrain.engine.ranks import RanksError
 from posttrain.kernels.logprob_head import CHUNK_ELEMENTS, DEVICE_SHARE
+from posttrain.models.expert_adapters import base_name
 from posttrain.models.forward import without_adapters
 from posttrain.models.lora import has_adapters
 from posttrain.planning.counting import ModelBytes
@@ -59,8 +60,7 @@ def _facts(model: Any) -> _Facts:
     if model not in _FACTS:
         state = without_adapters(model).state_dict(keep_vars=True)  # peft calls a matrix that it adapts `base_layer`
         counts = {
-            name.replace(".base_layer.", "."): (weight.numel(), weight.itemsize, weight.requires_grad)
-            for name, weight in state.items()
+            base_name(name): (weight.numel(), weight.itemsize, weight.requires_grad) for name, weight in state.items()
         }
         adapted = scalings_of(model) if has_adapters(model) else {}
         head = ScoreHead() if is_scorer(model) else head_of(model)

@@ -11,14 +11,20 @@ from posttrain.config.root import PPOConfig
 from posttrain.controller.group import Calls, WorkerGroup, largest, register, to_all, to_first
 from posttrain.engine.base import Passes, TrainEngine
 from posttrain.engine.ranks import from_rank_0, this_rank
-from posttrain.models.adapter_targets import stacked_note
 from posttrain.protocol import DataProto
 from posttrain.workers.actor.dp_actor import DataParallelPPOActor
 from posttrain.workers.critic.dp_critic import DataParallelPPOCritic, critic_schedule, prepare_values
 from posttrain.workers.measures import Measures
 from posttrain.workers.policy import PolicyCalls, PolicyWorker, ReferenceCalls, ReferenceWorker
 from posttrain.workers.reward_model import RewardModelWorker
-from posttrain.workers.roles import EngineWorker, check_vocabulary, critic_engine, lora_state, rollout_model
+from posttrain.workers.roles import (
+    EngineWorker,
+    check_vocabulary,
+    critic_engine,
+    expert_notes,
+    lora_state,
+    rollout_model,
+)
 from posttrain.workers.rollout import RolloutCalls, RolloutWorker
 from posttrain.workers.update_plan import (
     UpdatePlan,
@@ -186,8 +192,7 @@ class CriticWorker(EngineWorker):
     @register(to_first)
     def notes(self) -> list[str]:
         """As the actor's."""
-        note = stacked_note(self.engine.facts().stacked, self.config.critic.model, "critic.model.target_modules")
-        return [note] if note else []
+        return expert_notes(self.engine.facts(), self.config.critic.model, "critic.model")
 
     @register(by_passes, in_row_order)
     def compute_values(self, data: DataProto, passes: Passes | None = None) -> DataProto:

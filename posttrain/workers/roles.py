@@ -20,7 +20,7 @@ from posttrain.engine.ranks import this_rank
 from posttrain.engine.registry import build_train_engine, layout_of, loading_device
 from posttrain.engine.settings import RL
 from posttrain.models.adapter_files import fingerprint
-from posttrain.models.adapter_targets import stacked_note
+from posttrain.models.adapter_targets import AdapterShape, large_note, stacked_note
 from posttrain.models.decodable import check_exact
 from posttrain.models.forward import ValueModel
 from posttrain.models.loading import ModelError, load_causal_lm, resolve_dtype
@@ -217,9 +217,15 @@ def lora_state(facts: EngineFacts, model: ModelConfig, path: str | None = None) 
     }
 
 
+def expert_notes(facts: EngineFacts, shape: AdapterShape, section: str) -> list[str]:
+    """About experts that lie in one tensor: whether they have adapters, and how large these are."""
+    about = stacked_note(facts.stacked, shape, f"{section}.target_modules", facts.adapted_experts)
+    return [note for note in (about, large_note(facts.adapters_share, f"{section}.lora_rank")) if note]
+
+
 def adapter_notes(facts: EngineFacts, model: ModelConfig) -> list[str]:
     """What a user of adapters should know about them: another base than theirs, weights that get none."""
-    notes = [note for note in [stacked_note(facts.stacked, model, "model.target_modules")] if note]
+    notes = expert_notes(facts, model, "model")
     if model.quantization is not None and facts.stacked:
         notes.append(
             f"model.quantization={model.quantization} holds linear modules in 4 bits; {facts.stacked} keep model.dtype."

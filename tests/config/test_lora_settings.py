@@ -59,6 +59,18 @@ def test_rank_alpha_and_targets_come_from_the_adapter_folder(load, working_folde
     load(*START, f"{MODEL}.lora_adapter_path=sft", f"{MODEL}.lora_rank=4", f"{MODEL}.target_modules=[v_proj,q_proj]")
 
 
+def test_experts_that_an_adapter_names_apart_are_among_its_targets(load, problems, working_folder):
+    adapter(working_folder / "sft", target_parameters=["mlp.experts.down_proj"])
+    given = (*START, f"{MODEL}.lora_adapter_path=sft")
+    targets = ["q_proj", "v_proj", "mlp.experts.down_proj"]
+    assert load(*given).config.actor_rollout_ref.model.target_modules == targets
+    assert load(*given, f"{MODEL}.target_modules=[mlp.experts.down_proj,q_proj,v_proj]")
+    assert "target_modules=['q_proj', 'v_proj', 'mlp" in problems(*given, f"{MODEL}.target_modules=[q_proj,v_proj]")
+    adapter(working_folder / "regex", target_parameters=["down_proj"], target_modules=r".*\.q_proj")
+    found = load(*START, f"{MODEL}.lora_adapter_path=regex").config.actor_rollout_ref.model.target_modules
+    assert found == [r".*\.q_proj", "down_proj"]
+
+
 @pytest.mark.parametrize(
     ("key", "words"),
     [

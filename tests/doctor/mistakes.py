@@ -31,6 +31,11 @@ from tests.doctor.spoiling import (
     without_package,
 )
 
+MIXTURE = {
+    "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 8, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48, "decoder_sparse_step": 1, "mlp_only_layers": [],
+}  # fmt: skip
+
 CONFIGURATION = [
     Mistake("a misspelled key", ["train_bath_size", "train_batch_size"], setting(data__train_bath_size=8)),
     Mistake("one response per prompt under grpo", ["rollout.n", "group"], setting(R__n=1)),
@@ -53,6 +58,14 @@ CONFIGURATION = [
     ),
     Mistake(
         "a KL coefficient that forbids learning", ["kl_loss_coef"], setting(A__use_kl_loss=True, A__kl_loss_coef=10)
+    ),
+    Mistake(
+        "adapters of experts that are as large as the base",
+        ["model.lora_rank", "of the base's numbers"],
+        together(
+            setting(M__lora_rank=32, M__target_modules="[all-linear,experts]", A__optim__lr=1e-4),
+            afterwards(lambda desk: desk.edit("config.json", **MIXTURE)),
+        ),
     ),
     Mistake("a response limit of one token", ["max_response_length"], setting(data__max_response_length=1)),
 ]

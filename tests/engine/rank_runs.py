@@ -12,7 +12,8 @@ from __future__ import annotations
 import shutil
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -256,18 +257,50 @@ def count_all_reduces(engine: TorchEngine) -> tuple[int, int, int]:
 
 
 def adapters(world: World) -> Any:
+    return train_adapters(world, world.language_model(torch.float64), "all-linear", "")
+
+
+def expert_adapters(world: World) -> Any:
+    """Beside attention, and beside every expert of a mixture."""
+    with float64_routers():
+        return train_adapters(world, small_mixture(), ["all-linear", "experts"], "_experts", token_budget=60)
+
+
+def expert_adapters_recomputed(world: World) -> Any:
+    with float64_routers():
+        return train_adapters(world, small_mixture(), ["all-linear", "experts"], None, gradient_checkpointing=True)
+
+
+@contextmanager
+def float64_routers() -> Iterator[None]:
+    """transformers' routers round to float32, which shows once weights differ in their last bits."""
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
+
+    def route(self: Any, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        logits = hidden.reshape(-1, self.hidden_dim) @ self.weight.T
+        return logits, *logits.softmax(-1).topk(self.top_k)
+
+    before, Qwen3MoeTopKRouter.forward = Qwen3MoeTopKRouter.forward, route
+    try:
+        yield
+    finally:
+        Qwen3MoeTopKRouter.forward = before
+
+
+def train_adapters(world: World, module: Any, targets: Any, exported: str | None, **settings: Any) -> Any:
     torch.manual_seed(3)
-    module = add_adapters(world.language_model(torch.float64), ModelConfig(lora_rank=4, lora_alpha=8))
+    module = add_adapters(module, ModelConfig(lora_rank=4, lora_alpha=8, target_modules=targets))
     for name, weight in module.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(weight, std=0.02)
-    engine = world.engine(module)
+    engine = world.engine(module, **settings)
     found = train(engine, torch.float64)
     rows, passes = dealt(batches(torch.float64, 1)[0], engine)
     with engine.base_only():
         found["base"] = summed(float(engine.log_probs(rows, passes=passes)["log_probs"].sum()))
-    engine.export_hf(world.folder / f"merged_{world_size()}", engine.facts().adapters, merged=True)
-    engine.export_hf(world.folder / f"adapter_{world_size()}", engine.facts().adapters, merged=False)
+    if exported is not None:
+        engine.export_hf(world.folder / f"merged{exported}_{world_size()}", engine.facts().adapters, merged=True)
+        engine.export_hf(world.folder / f"adapter{exported}_{world_size()}", engine.facts().adapters, merged=False)
     return found
 
 
@@ -438,6 +471,7 @@ def staged(world: World, step: int) -> Path:
 
 CHECKS: list[Callable[[World], Any]] = [
     float64, float32_fused, clipped, checkpointed_layers, padded, bfloat16, loaded, moved, copies, adapters,
+    expert_adapters, expert_adapters_recomputed,
     value_head, pairs, sequence, sequence_float32, sequence_pairs, mixture, mixture_recomputed, mixture_sequence,
     not_finite, checkpoint,
     without_answers, refusals,

@@ -55,7 +55,9 @@ def furthest(one: Any, other: Any) -> float:
 
 
 @pytest.mark.parametrize("ranks", MANY)
-@pytest.mark.parametrize("check", ["float64", "clipped", "padded", "adapters", "value_head", "pairs"])
+@pytest.mark.parametrize(
+    "check", ["float64", "clipped", "padded", "adapters", "expert_adapters", "value_head", "pairs"]
+)
 def test_in_float64_all_numbers_and_weights_are_those_of_one_process(worlds, check, ranks):
     one, many = worlds.both(check, ranks)
     assert furthest(one, many) < 1e-9
@@ -93,6 +95,12 @@ def test_in_float32_losses_and_gradient_norms_agree_and_the_fused_layer_is_used(
     from posttrain.kernels.train import can_train
 
     assert (many["fused"] > 0) == (one["fused"] > 0) == can_train(torch.zeros(1))
+
+
+@pytest.mark.parametrize("ranks", [1, *MANY])
+def test_adapters_of_experts_in_layers_that_are_computed_again_are_trained_alike(worlds, ranks):
+    assert furthest(worlds.found[1]["expert_adapters"], worlds.found[ranks]["expert_adapters_recomputed"]) < 1e-9
+    assert worlds.found[1]["expert_adapters"]["base"] != worlds.found[1]["expert_adapters"]["log_probs"]
 
 
 @pytest.mark.parametrize("ranks", MANY)
@@ -169,7 +177,7 @@ def test_a_checkpoint_of_four_ranks_has_the_layout_of_one(worlds):
 
 
 @pytest.mark.parametrize("ranks", MANY)
-@pytest.mark.parametrize("kind", ["exported", "merged", "adapter"])
+@pytest.mark.parametrize("kind", ["exported", "merged", "adapter", "merged_experts", "adapter_experts"])
 def test_exported_folders_are_those_of_one_process(worlds, kind, ranks):
     from safetensors.torch import load_file
 

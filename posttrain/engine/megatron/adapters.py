@@ -18,6 +18,7 @@ import torch.distributed as dist
 from posttrain.engine.megatron.groups import RankGroups
 from posttrain.engine.megatron.package import MegatronError, part
 from posttrain.engine.megatron.weights import Match
+from posttrain.models.expert_adapters import base_name, is_wrapper
 from posttrain.models.forward import without_adapters
 
 NAME = "adapters"
@@ -29,8 +30,10 @@ def scalings_of(module: torch.nn.Module) -> dict[str, float]:
     """By the names of a model's adapted matrices: what their adapters are multiplied with."""
     from peft.tuners.lora import LoraLayer
 
-    layers = without_adapters(module).named_modules()
-    return {name: layer.scaling["default"] for name, layer in layers if isinstance(layer, LoraLayer)}
+    layers = [part for part in without_adapters(module).named_modules() if isinstance(part[1], LoraLayer)]
+    # A stacked weight is named itself; `check_adapters` rejects it.
+    names = [base_name(f"{name}.{part.parameter_name}") if is_wrapper(part) else name for name, part in layers]
+    return {name: part.scaling["default"] for name, (_, part) in zip(names, layers, strict=True)}  # pyright: ignore
 
 
 def adapter_matches(matches: Sequence[Match], adapted: Mapping[str, float]) -> list[Match]:

@@ -41,6 +41,7 @@ from posttrain.engine.ranks import this_rank, world_size
 from posttrain.engine.runner import ComposedEngine, PassRunner
 from posttrain.engine.settings import EngineKeys
 from posttrain.models.adapter_files import stored_name
+from posttrain.models.expert_adapters import base_name
 from posttrain.models.forward import decoder_of, forward_mode_of, without_adapters
 from posttrain.models.lora import has_adapters, save_model
 
@@ -144,7 +145,7 @@ class MegatronEngine(ComposedEngine):
         elif self.groups.last and self.groups.first and self._tied:
             own.output_layer.weight = own.embedding.word_embeddings.weight
         # peft calls a matrix that it adapts `base_layer`.
-        state = {name.replace(".base_layer.", "."): weight for name, weight in base.state_dict(keep_vars=True).items()}
+        state = {base_name(name): weight for name, weight in base.state_dict(keep_vars=True).items()}
         self.shapes = {name: weight.detach().to("meta") for name, weight in state.items()}
         self.adapted = scalings_of(module) if has_adapters(module) else {}
         stages = range(self.groups.sizes.pipeline)

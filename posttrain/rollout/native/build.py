@@ -18,6 +18,7 @@ from posttrain.kernels.quantized import FP8
 from posttrain.kernels.tensor_parallel import Team
 from posttrain.models.decodable import KNOWN, can_decode_fast, check_exact
 from posttrain.models.decoder import FastDecoder
+from posttrain.models.expert_adapters import adapted_weights
 from posttrain.models.feed_forward import MIXTURES
 from posttrain.models.forward import forward_mode_of
 from posttrain.models.latent import latent_layers
@@ -78,6 +79,8 @@ def build_native(
     if recurs := bool(recurrent_layers(module)):
         _check_recurrent(module, config)
     captured = captures and team is None and not recurs and _on_triton(weight.dtype, device)
+    if fast and share and device.type == "cuda" and adapted_weights(module):
+        fast = False  # the general decoder runs the trainer's own products, and its captured steps are proved
     if fast:
         decoder = FastDecoder(module, share=share, team=team, device=device, exact=exact)
     else:
@@ -153,6 +156,11 @@ def use_fp8(engine: NativeEngine, name: str) -> str:
         raise UserError(
             f"{key}: {torch.cuda.get_device_name(device)} has compute capability {found}, and matrix units multiply "
             f"fp8 from {least} on; remove the setting"
+        )
+    if adapted_weights(decoder.module):
+        raise UserError(
+            f"{key}: it is not built for experts with adapters, which multiply unrounded inputs. Remove it, or leave "
+            "the experts out of actor_rollout_ref.model.target_modules"
         )
     decoder.use_fp8()
     engine.rounding = FP8

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from posttrain.models.adapter_files import adapter_parameters, adapter_settings, write_adapter
+from posttrain.models.expert_adapters import base_name
 from posttrain.rollout.outside import Weights
 from posttrain.rollout.vllm.inside import can_hold_adapters
 
@@ -55,7 +56,7 @@ def base_and_adapters(module: Any) -> Weights:
     """The base under its Hugging Face names, then the adapters under their names in an adapter file."""
     for name, weight in module.get_base_model().state_dict().items():
         if ".lora_" not in name:
-            yield name.replace(".base_layer.", "."), weight
+            yield base_name(name), weight
     yield from adapter_parameters(module).items()
 
 
