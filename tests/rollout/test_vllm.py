@@ -109,15 +109,16 @@ def test_workers_that_hold_one_engine_tell_vllm_their_rank_and_a_name_of_this_ru
         made = build.build_vllm(model, config, decode=None, longest=64, team=team)
         assert not isinstance(made, str)
         held.append((made, fake.made[-1].args))
-    (_, said), args = held[0]
+    (engine, said), args = held[0]
     assert args.tensor_parallel_size == 2 and "held by 2 workers" in said
+    assert engine.ranks == 2  # otherwise its ranks would stop to admit requests by their clocks, after different steps
     method, rank, local_rank = args.distributed_executor_backend()._distributed_args()
     assert (rank, local_rank) == (3, 0)
     assert method != held[1][1].distributed_executor_backend()._distributed_args()[0], (
         "after a kill nothing would start"
     )
-    (_, alone), whole = held[2]
-    assert whole.tensor_parallel_size is None and "held by" not in alone
+    (one, alone), whole = held[2]
+    assert whole.tensor_parallel_size is None and "held by" not in alone and one.ranks == 1
     assert args.kv_cache_memory_bytes == whole.kv_cache_memory_bytes // 2
 
 
