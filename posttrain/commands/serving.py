@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 from collections.abc import Sequence
 
 from posttrain.commands.generation.command import settings_folder
@@ -26,11 +25,12 @@ USED = (
     *(f"{_ROLLOUT}.{name}" for name in ("gpu_memory_utilization", "engine_kwargs", "multi_turn.format")),
     "trainer.device",
 )
-RANKS = f"{_ROLLOUT}.tensor_model_parallel_size"
-FOR_A_RUN = (RANKS, *(f"{_MODEL}.{name}" for name in ("lora_rank", "lora_alpha", "target_modules")))
+FOR_A_RUN = (
+    f"{_ROLLOUT}.tensor_model_parallel_size",
+    *(f"{_MODEL}.{name}" for name in ("lora_rank", "lora_alpha", "target_modules")),
+)
 """What only a server for a run takes: processes that hold its engine together, and what an engine that is sent LoRA
 adapters alone must know of them."""
-_RANKS_WORD = re.compile(rf"\+*{re.escape(_ROLLOUT)}\.tensor_(?:model_)?parallel_size=(\d+)")
 
 
 def main(args: Sequence[str]) -> int:
@@ -59,17 +59,10 @@ def read(args: Sequence[str], api_key: str | None = "") -> tuple[argparse.Namesp
     require_aiohttp()
     apply_environment()
     check_model(model)
-    ranks = next((found[1] for word in reversed(overrides) if (found := _RANKS_WORD.fullmatch(word))), "1")
-    if int(ranks) > 1 and not options.accept_weights:
-        raise UserError(
-            f"{RANKS}={ranks}: one engine over several processes is for a server of a run (--accept-weights).\n"
-            "  to do:  set it to 1"
-        )
     used = (*USED, *FOR_A_RUN) if options.accept_weights else USED
-    # As many workers: the size of an engine must divide their number.
-    workers = [(f"trainer.n_gpus_per_node={ranks}", f"`{RANKS}={ranks}`")] if int(ranks) > 1 else []
-    settings = read_settings(options, overrides, settings_folder(model), used=used, more=workers)
-    settings.config.actor_rollout_ref.rollout.tensor_model_parallel_size = int(ranks)  # a run's own is not meant
+    settings = read_settings(options, overrides, settings_folder(model), used=used)
+    if not options.accept_weights:  # a checkpoint's run may have had more
+        settings.config.actor_rollout_ref.rollout.tensor_model_parallel_size = 1
     return options, model, settings
 
 

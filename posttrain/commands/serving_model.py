@@ -319,16 +319,16 @@ async def _serve_a_run(
     app = make_rollout_app(EngineHost(engine, about), api_key, problem)
     runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
     await runner.setup()
-    try:
-        with _listen(options) as listener:
+    with _listen(options) as listener:
+        try:
             await web.SockSite(runner, listener).start()
             what = "generates for a run with actor_rollout_ref.rollout.name=server"
             say(f"{url_of(listener)} {what}; Ctrl-C ends it.")
             ending = asyncio.ensure_future(stopped.wait())
             await asyncio.wait([ending, problem], return_when=asyncio.FIRST_COMPLETED)
             ending.cancel()
-    finally:
-        await runner.cleanup()
+        finally:
+            await runner.cleanup()  # before the socket is closed, which it looks for
     return problem.result() if problem.done() else None
 
 

@@ -129,11 +129,10 @@ def read_settings(
     run: Path | None = None,
     *,
     used: Sequence[str] = USED,
-    more: Sequence[tuple[str, str]] = (),
 ) -> Settings:
     """The settings of a command line, over those of the run in the folder `run`; ConfigError lists what is wrong.
 
-    `used` are the keys and sections that have an effect, `more` further settings with what they come from.
+    `used` are the keys and sections that have an effect.
     """
     from posttrain.config import load_config
 
@@ -143,7 +142,6 @@ def read_settings(
     if flags.get("tools"):
         several = {"enable": "True", "tools": json.dumps(flags["tools"])}
         labelled += [(f"{_ROLLOUT}.multi_turn.{name}={value}", "flag --tools") for name, value in several.items()]
-    labelled += more
     args = ["--config-path", str(run), "--config-name", "config", *overrides] if run else list(overrides)
     given = {key for _, key in checked}
     config = PPOConfig()
