@@ -29,7 +29,15 @@ from posttrain.commands.generation.session import (
     say,
 )
 from posttrain.commands.generation.settings import Settings
-from posttrain.commands.serving_ranks import ALONE, Losses, Part, free_address, leave, start_ranks
+from posttrain.commands.serving_ranks import (
+    ALONE,
+    Losses,
+    Part,
+    free_address,
+    leave,
+    part_of_this_process,
+    start_ranks,
+)
 from posttrain.conversations.format_proof import find_format
 from posttrain.conversations.formats.base import FORMATS
 from posttrain.conversations.server import Server
@@ -49,7 +57,7 @@ from posttrain.rollout.outside import check_installed
 from posttrain.rollout.server.build import describe
 from posttrain.rollout.server.host import EngineHost
 from posttrain.rollout.server.host import make_app as make_rollout_app
-from posttrain.rollout.server.ranks import MirroredEngine, RankError
+from posttrain.rollout.server.ranks import MirroredEngine, RankError, follow
 from posttrain.workers.roles import pick_device
 
 _BASE, _PRIME = 1_000_003, 2**61 - 1
@@ -155,12 +163,13 @@ UNLIMITED = 32768
 """Tokens of a sequence where neither the model nor the user sets a limit."""
 
 
-def serve(
-    name: str, settings: Settings, options: argparse.Namespace, api_key: str | None, args: Sequence[str]
-) -> int:
+def serve(name: str, settings: Settings, options: argparse.Namespace, api_key: str | None, args: Sequence[str]) -> int:
     """Serves until the process is interrupted. `args` are those of the command."""
     rollout = settings.config.actor_rollout_ref.rollout
     check_installed(rollout.name)
+    if (own := part_of_this_process()) is not None:
+        part, connection = own
+        follow(connection, lambda: build(load(name, settings, options, part), settings, part))
     if rollout.tensor_model_parallel_size > 1:
         assert api_key is not None
         return _serve_by_ranks(name, settings, options, api_key, args)
@@ -314,7 +323,15 @@ async def _serve_a_run(
     little, and is spoken in this process. Returns why it ended, if not by an interrupt."""
     stopped, loop = _until_interrupted(), asyncio.get_running_loop()
     problem: asyncio.Future[str] = loop.create_future()
-    lost.tell = lambda text: loop.call_soon_threadsafe(lambda: problem.done() or problem.set_result(text))
+
+    def end(text: str) -> None:
+        if not problem.done():
+            problem.set_result(text)
+
+    def tell(text: str) -> None:  # in any thread
+        loop.call_soon_threadsafe(end, text)
+
+    lost.tell = tell
     about = {**loaded.description, "takes_adapters": engine.takes_adapters}
     app = make_rollout_app(EngineHost(engine, about), api_key, problem)
     runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)

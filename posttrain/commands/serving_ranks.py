@@ -1,16 +1,13 @@
 """The processes of `posttrain serve --accept-weights` whose engine is held by several: one for each device.
 
-The server is rank 0. It starts the others with its own arguments, so that each loads the model and makes its part of
-the engine, and they make the calls that it forwards (`rollout/server/ranks.py`):
-
-    python -m posttrain.commands.serving_ranks JSON
+The server is rank 0. It starts the others as the same command with the variable POSTTRAIN_SERVE_PART, so that each
+loads the model and makes its part of the engine; they make the calls that it forwards (`rollout/server/ranks.py`).
 """
 
 from __future__ import annotations
 
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -26,8 +23,10 @@ from posttrain import cores
 from posttrain.engine.ranks import join_ranks, team_of
 from posttrain.errors import UserError
 from posttrain.kernels.tensor_parallel import Team
-from posttrain.rollout.server.ranks import Follower, follow
+from posttrain.rollout.server.ranks import Follower
 from posttrain.tracking.console import print_text
+
+VARIABLE = "POSTTRAIN_SERVE_PART"
 
 
 @dataclass(frozen=True)
@@ -92,28 +91,23 @@ def start_ranks(args: Sequence[str], part: Part, lost: Callable[[str], None]) ->
     followers = []
     for rank in range(1, part.ranks):
         mine, theirs = Pipe()
-        words = json.dumps({"args": [*args], "fd": theirs.fileno(), "part": asdict(part) | {"rank": rank}})
-        command = [sys.executable, "-m", "posttrain.commands.serving_ranks", words]
-        process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+        own = json.dumps({"fd": theirs.fileno(), "part": asdict(part) | {"rank": rank}})
+        process = subprocess.Popen(
+            [sys.executable, "-m", "posttrain", "serve", *args],
+            env={**os.environ, VARIABLE: own},
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C is for the first, which ends the others
+        )
         theirs.close()
         followers.append(Follower(rank, mine, lost, process))
     return followers
 
 
-def main(words: str) -> None:
-    """One of these processes, until the first closes its connection."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the first one then ends the others
+def part_of_this_process() -> tuple[Part, Connection] | None:
+    """Of a process that `start_ranks` has started: its part, and its connection to the first."""
+    words = os.environ.pop(VARIABLE, None)
+    if words is None:
+        return None
     given = json.loads(words)
-    part = Part(**given["part"])
-
-    def build() -> Any:
-        from posttrain.commands import serving, serving_model
-
-        options, model, settings = serving.read(given["args"])
-        return serving_model.build(serving_model.load(model, settings, options, part), settings, part)
-
-    follow(Connection(given["fd"]), build)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])
+    return Part(**given["part"]), Connection(given["fd"])

@@ -45,7 +45,8 @@ def served(
 ) -> Iterator[Served]:
     """A server of this model in another process, which runs the code `before` first and is gone afterwards; what it
     says at its end goes to `after`."""
-    words = [python, "-c", before + SERVE, "serve", str(model), "--accept-weights", "--port", "0", "--device", "cpu", *options]
+    words = [python, "-c", before + SERVE, "serve", str(model), "--accept-weights", "--port", "0", "--device", "cpu"]
+    words += options
     environment = {**os.environ, "POSTTRAIN_API_KEY": KEY, "PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(words, env=environment, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None

@@ -154,7 +154,7 @@ def test_a_process_that_hangs_in_a_call_that_failed_here_is_named(engine, other,
 def test_a_process_that_dies_is_reported_also_while_the_first_waits_for_it(engine, other, monkeypatch):
     go_on = threading.Event()
     monkeypatch.setattr(engine.inner, "step", lambda: go_on.wait(20))  # as in a sum over the processes
-    threading.Thread(target=lambda: pytest.raises(RankError, engine.step), daemon=True).start()
+    threading.Thread(target=failing, args=(engine.step,), daemon=True).start()
     other.die()
     until(lambda: other.lost)
     assert "rank 1 of this server's engine died" in other.lost[0]
@@ -165,10 +165,15 @@ def test_an_error_that_the_first_cannot_see_because_it_waits_is_reported(engine,
     go_on = threading.Event()
     monkeypatch.setattr(engine.inner, "step", lambda: go_on.wait(20))
     monkeypatch.setattr(other.engine, "step", lambda: 1 / 0)
-    threading.Thread(target=lambda: pytest.raises(RankError, engine.step), daemon=True).start()
+    threading.Thread(target=failing, args=(engine.step,), daemon=True).start()
     until(lambda: other.lost)
     assert "rank 1 of this server's engine failed, and the others wait for it: ZeroDivisionError" in other.lost[0]
     go_on.set()
+
+
+def failing(call):
+    with suppress(RankError):
+        call()
 
 
 def until(done, limit=20.0):
@@ -250,7 +255,7 @@ def test_two_processes_serve_one_engine_and_the_death_of_one_ends_the_run_with_i
         engine.submit(Request("a", PROMPTS[0], Sampling(max_tokens=80), 0))
         engine.step()
         os.kill(other, signal.SIGKILL)
-        with pytest.raises(ServerError, match=rf"rank 1 \(process {other}\) of this server's engine died: killed by SI"):
+        with pytest.raises(ServerError, match=rf"rank 1 \(process {other}\) of this server's engine died: killed"):
             while engine.has_work():
                 engine.step()
         until(lambda: not alive(server.number))

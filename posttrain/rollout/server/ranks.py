@@ -1,8 +1,8 @@
 """A server's engine that several processes hold together: the first forwards each call to the others and makes it, too.
 
-Processes that hold one engine must get the same calls in the same order. Only the first has a connection to the run; it
-has a `Follower` for each other process, where `follow` makes the calls. Both sides belong to one command on one machine,
-so messages are pickles over a pair of sockets. After each call the first compares what all have computed.
+Processes that hold one engine must get the same calls in the same order. Only the first has a connection to the run;
+it has a `Follower` for each other process, where `follow` makes the calls. Both sides belong to one command on one
+machine, so messages are pickles over a pair of sockets. After each call the first compares what all have computed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from signal import Signals
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -242,7 +242,7 @@ def digest_of(found: Any) -> int:
     return zlib.crc32(b"".join(part.float().cpu().numpy().tobytes() for part in found))
 
 
-def follow(connection: Connection, build: Callable[[], RolloutEngine]) -> None:
+def follow(connection: Connection, build: Callable[[], RolloutEngine]) -> NoReturn:
     """In another process than the first: builds this process's part of the engine, and makes the calls of the first
     until that closes the connection. The process ends then at once, also in the middle of a call: without the first
     no call can be ended."""
