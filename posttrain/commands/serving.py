@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 
 from posttrain.commands.generation.command import settings_folder
-from posttrain.commands.generation.settings import check_model, read_settings, split_words
+from posttrain.commands.generation.settings import Settings, check_model, read_settings, split_words
 from posttrain.conversations.serving import require_aiohttp
 from posttrain.errors import UserError
 from posttrain.spelling import OptionParser
@@ -25,14 +25,27 @@ USED = (
     *(f"{_ROLLOUT}.{name}" for name in ("gpu_memory_utilization", "engine_kwargs", "multi_turn.format")),
     "trainer.device",
 )
-OF_ADAPTERS = tuple(f"{_MODEL}.{name}" for name in ("lora_rank", "lora_alpha", "target_modules"))
-"""What an engine that is sent LoRA adapters alone must know of them."""
+FOR_A_RUN = (
+    f"{_ROLLOUT}.tensor_model_parallel_size",
+    *(f"{_MODEL}.{name}" for name in ("lora_rank", "lora_alpha", "target_modules")),
+)
+"""What only a server for a run takes: processes that hold its engine together, and what an engine that is sent LoRA
+adapters alone must know of them."""
 
 
 def main(args: Sequence[str]) -> int:
     """Serve until interrupted."""
-    options, model, overrides = _parse(args)
     api_key = os.environ.get(KEY_VARIABLE) or None
+    options, model, settings = read(args, api_key)
+    with waiting():
+        from posttrain.commands.serving_model import serve
+
+    return serve(model, settings, options, api_key, args)
+
+
+def read(args: Sequence[str], api_key: str | None = "") -> tuple[argparse.Namespace, str, Settings]:
+    """(options, MODEL, settings) of a command line that can be served with this key."""
+    options, model, overrides = _parse(args)
     if options.accept_weights and api_key is None:
         raise UserError(
             "--accept-weights lets a client replace the weights, and there is no key.\n"
@@ -46,12 +59,11 @@ def main(args: Sequence[str]) -> int:
     require_aiohttp()
     apply_environment()
     check_model(model)
-    used = (*USED, *OF_ADAPTERS) if options.accept_weights else USED
+    used = (*USED, *FOR_A_RUN) if options.accept_weights else USED
     settings = read_settings(options, overrides, settings_folder(model), used=used)
-    with waiting():
-        from posttrain.commands.serving_model import serve
-
-    return serve(model, settings, options, api_key)
+    if not options.accept_weights:  # a checkpoint's run may have had more
+        settings.config.actor_rollout_ref.rollout.tensor_model_parallel_size = 1
+    return options, model, settings
 
 
 def _parse(args: Sequence[str]) -> tuple[argparse.Namespace, str, list[str]]:

@@ -29,6 +29,15 @@ from posttrain.commands.generation.session import (
     say,
 )
 from posttrain.commands.generation.settings import Settings
+from posttrain.commands.serving_ranks import (
+    ALONE,
+    Losses,
+    Part,
+    free_address,
+    leave,
+    part_of_this_process,
+    start_ranks,
+)
 from posttrain.conversations.format_proof import find_format
 from posttrain.conversations.formats.base import FORMATS
 from posttrain.conversations.server import Server
@@ -48,6 +57,7 @@ from posttrain.rollout.outside import check_installed
 from posttrain.rollout.server.build import describe
 from posttrain.rollout.server.host import EngineHost
 from posttrain.rollout.server.host import make_app as make_rollout_app
+from posttrain.rollout.server.ranks import MirroredEngine, RankError, follow
 from posttrain.workers.roles import pick_device
 
 _BASE, _PRIME = 1_000_003, 2**61 - 1
@@ -148,14 +158,22 @@ def keep_turns(server: Server | RemoteServer, cache_tokens: int) -> Server | Rem
     return KeepingServer(server, cache_tokens // 2) if cache_tokens else server
 
 
+PLANNED = ("kv_cache_gb", "gpu_memory_utilization")
 UNLIMITED = 32768
 """Tokens of a sequence where neither the model nor the user sets a limit."""
 
 
-def serve(name: str, settings: Settings, options: argparse.Namespace, api_key: str | None) -> int:
-    """Serves until the process is interrupted."""
-    check_installed(settings.config.actor_rollout_ref.rollout.name)
-    with explain_out_of_memory(settings.config.actor_rollout_ref.rollout, settings.config.data.max_response_length):
+def serve(name: str, settings: Settings, options: argparse.Namespace, api_key: str | None, args: Sequence[str]) -> int:
+    """Serves until the process is interrupted. `args` are those of the command."""
+    rollout = settings.config.actor_rollout_ref.rollout
+    check_installed(rollout.name)
+    if (own := part_of_this_process()) is not None:
+        part, connection = own
+        follow(connection, lambda: build(load(name, settings, options, part), settings, part))
+    if rollout.tensor_model_parallel_size > 1:
+        assert api_key is not None
+        return _serve_by_ranks(name, settings, options, api_key, args)
+    with explain_out_of_memory(rollout, settings.config.data.max_response_length):
         loaded = load(name, settings, options)
         # Before the engine: what it starts must not be in the process that speaks HTTP.
         served = None if options.accept_weights else ApiServer(loaded, settings, options, api_key)
@@ -164,7 +182,34 @@ def serve(name: str, settings: Settings, options: argparse.Namespace, api_key: s
         asyncio.run(served.run(engine))
     else:
         assert api_key is not None
-        asyncio.run(_serve_a_run(loaded, engine, options, api_key))
+        asyncio.run(_serve_a_run(loaded, engine, options, api_key, Losses()))
+    return 0
+
+
+def _serve_by_ranks(
+    name: str, settings: Settings, options: argparse.Namespace, api_key: str, args: Sequence[str]
+) -> int:
+    """The same with an engine that this process, rank 0, holds together with others."""
+    rollout, lost = settings.config.actor_rollout_ref.rollout, Losses()
+    size = rollout.tensor_model_parallel_size
+    device = Part(0, size).device(pick_device(settings.config.trainer.device))
+    plan_cache(settings, find_model(name, settings, say).config, device, rollout.max_num_seqs, say, size)
+    part = Part(0, size, free_address(), {key: getattr(rollout, key) for key in PLANNED})
+    followers = start_ranks(args, part, lost)
+    try:
+        with explain_out_of_memory(rollout, settings.config.data.max_response_length):
+            loaded = load(name, settings, options, part)
+            engine = MirroredEngine(build(loaded, settings, part), followers, lost)
+            for follower in followers:
+                if error := follower.reply().error:
+                    raise RankError(f"{follower.name} did not start: {error}")
+    except Exception as error:
+        # What went wrong in another process says more than the error of a call that waited for it.
+        raise next((RankError(one.problem) for one in followers if one.has_ended()), error) from None
+    problem = asyncio.run(_serve_a_run(loaded, engine, options, api_key, lost))
+    if problem is None and not engine.has_work():
+        engine.close()
+    leave(problem or "", 2 if problem else 0)
     return 0
 
 
@@ -180,31 +225,39 @@ class Loaded:
     description: dict[str, Any]
 
 
-def load(name: str, settings: Settings, options: argparse.Namespace) -> Loaded:
-    """The model."""
+def load(name: str, settings: Settings, options: argparse.Namespace, part: Part = ALONE) -> Loaded:
+    """The model; in host memory where several processes hold the engine, each of which copies its part from there."""
     config, rollout = settings.config, settings.config.actor_rollout_ref.rollout
-    source = find_model(name, settings, say)
-    tokenizer, device = load_tokenizer_of(source, raw=False), pick_device(config.trainer.device)
+    note = say if part.rank == 0 else lambda text: None
+    source = find_model(name, settings, note)
+    tokenizer, device = load_tokenizer_of(source, raw=False), part.device(pick_device(config.trainer.device))
     positions = read_positions(source)
     longest = options.max_model_len or positions or UNLIMITED
     config.data.max_response_length, config.data.max_prompt_length = longest // 2, longest - longest // 2
-    plan_cache(settings, source.config, device, rollout.max_num_seqs, say)
-    module = load_module(source, device).requires_grad_(False)
-    if note := check_positions(positions_of(module), longest):
-        say(f"note: {note}")
-    if options.accept_weights and source.config.lora_rank > 0 and can_take_adapters(rollout.name):
+    if part.ranks == 1:
+        plan_cache(settings, source.config, device, rollout.max_num_seqs, note)
+    for key, value in part.cache.items():
+        setattr(rollout, key, value)
+    held_on = device if part.ranks == 1 else torch.device("cpu")
+    module = load_module(source, device, held_on).requires_grad_(False)
+    if problem := check_positions(positions_of(module), longest):
+        note(f"note: {problem}")
+    if options.accept_weights and source.config.lora_rank > 0 and can_take_adapters(rollout.name, part.ranks):
         module = with_adapters(module, source.config).requires_grad_(False)
     description = describe(module, model=source.name, longest=longest) if options.accept_weights else {}
     return Loaded(source.name, device, longest, tokenizer, module, description)
 
 
-def build(loaded: Loaded, settings: Settings) -> RolloutEngine:
-    """The engine that generates with a model."""
-    rollout = settings.config.actor_rollout_ref.rollout
-    engine, name = build_engine(rollout, loaded.module, loaded.tokenizer, device=loaded.device, longest=loaded.longest)
+def build(loaded: Loaded, settings: Settings, part: Part = ALONE) -> RolloutEngine:
+    """The engine that generates with a model, or this process's part of it."""
+    rollout, team = settings.config.actor_rollout_ref.rollout, part.join(loaded.device)
+    engine, name = build_engine(
+        rollout, loaded.module, loaded.tokenizer, device=loaded.device, longest=loaded.longest, team=team
+    )
     engine.wake()
     loaded.description["engine"] = name
-    say(f"{loaded.name} on {loaded.device}, engine {name}; {loaded.longest} tokens")
+    if part.rank == 0:
+        say(f"{loaded.name} on {loaded.device}, engine {name}; {loaded.longest} tokens")
     return engine
 
 
@@ -263,22 +316,37 @@ class ApiServer:
         host.link = self.process.start({"cache_tokens": server.engine.cache_tokens()}, host.receive, lose)
 
 
-async def _serve_a_run(loaded: Loaded, engine: RolloutEngine, options: argparse.Namespace, api_key: str) -> None:
+async def _serve_a_run(
+    loaded: Loaded, engine: RolloutEngine, options: argparse.Namespace, api_key: str, lost: Losses
+) -> str | None:
     """The engine for a training run, which pushes its weights. The run speaks to it in batches, so that HTTP costs
-    little, and is spoken in this process."""
-    stopped = _until_interrupted()
+    little, and is spoken in this process. Returns why it ended, if not by an interrupt."""
+    stopped, loop = _until_interrupted(), asyncio.get_running_loop()
+    problem: asyncio.Future[str] = loop.create_future()
+
+    def end(text: str) -> None:
+        if not problem.done():
+            problem.set_result(text)
+
+    def tell(text: str) -> None:  # in any thread
+        loop.call_soon_threadsafe(end, text)
+
+    lost.tell = tell
     about = {**loaded.description, "takes_adapters": engine.takes_adapters}
-    app = make_rollout_app(EngineHost(engine, about), api_key)
+    app = make_rollout_app(EngineHost(engine, about), api_key, problem)
     runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
     await runner.setup()
-    try:
-        with _listen(options) as listener:
+    with _listen(options) as listener:
+        try:
             await web.SockSite(runner, listener).start()
             what = "generates for a run with actor_rollout_ref.rollout.name=server"
             say(f"{url_of(listener)} {what}; Ctrl-C ends it.")
-            await stopped.wait()
-    finally:
-        await runner.cleanup()
+            ending = asyncio.ensure_future(stopped.wait())
+            await asyncio.wait([ending, problem], return_when=asyncio.FIRST_COMPLETED)
+            ending.cancel()
+        finally:
+            await runner.cleanup()  # before the socket is closed, which it looks for
+    return problem.result() if problem.done() else None
 
 
 def _listen(options: argparse.Namespace) -> socket.socket:

@@ -5,6 +5,7 @@ An engine sees token ids only. Batch generation, streaming into rewards and agen
 
 from __future__ import annotations
 
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -81,6 +82,16 @@ class Output:
     routes: np.ndarray | None = None
     """(tokens, layers, top_k): the experts of the first tokens of prompt and response in a mixture, where they are
     recorded. The last token that was sampled has none: it was never computed."""
+
+
+def digest(outputs: Iterable[Output], before: int = 0) -> int:
+    """A checksum of ids, tokens and bits of log-probs, by which ranks that hold an engine together compare what they
+    have sampled; with `before` also of all earlier outputs."""
+    for output in outputs:
+        made = np.asarray(output.token_ids, np.int64), np.asarray(output.log_probs, np.float32)
+        said = f"{output.id} {output.finish_reason}".encode()
+        before = zlib.crc32(b"".join((said, *(array.tobytes() for array in made))), before)
+    return before
 
 
 @dataclass

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Collection, Hashable, Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 
 from posttrain.batch.columns import has_store
@@ -20,7 +18,7 @@ from posttrain.conversations.settings import turn_settings
 from posttrain.engine.ranks import team_of
 from posttrain.models.loading import check_positions, end_token_ids, end_token_note, model_end_ids, positions_of
 from posttrain.protocol import DataProto
-from posttrain.rollout.base import Output, Request, RolloutEngine, Sampling
+from posttrain.rollout.base import Output, Request, RolloutEngine, Sampling, digest
 from posttrain.rollout.engines import build_engine
 from posttrain.rollout.generate import admission_deadline, advance, generate, to_batch
 from posttrain.rollout.sampling import sampling_for
@@ -251,10 +249,7 @@ class RolloutWorker:
             return
         # A checksum over everything sampled so far: ranks that drifted apart once stay different, so that the check
         # finds it at the next answer, however late it is made.
-        for output in outputs:
-            made = np.asarray(output.token_ids, np.int64), np.asarray(output.log_probs, np.float32)
-            said = f"{output.id} {output.finish_reason}".encode()
-            self._made = zlib.crc32(b"".join((said, *(array.tobytes() for array in made))), self._made)
+        self._made = digest(outputs, self._made)
         self.team.check_same(self._made, "what it has sampled")
 
     def _sleep_if_idle(self) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from posttrain.errors import UserError
+from posttrain.models.embedded import write_model
 from posttrain.selftest import command
 from posttrain.selftest.command import Report, Result
 from posttrain.selftest.runs import why_not
@@ -83,6 +84,15 @@ def test_sizes_that_this_machine_does_not_have_are_rejected(monkeypatch):
         command._sizes(2, 3)
     with pytest.raises(UserError, match=r"--only colectives: there is no such check; known: collectives, "):
         command.main(["--only", "colectives"])
+
+
+def test_the_heads_of_the_tiny_model_are_as_wide_as_the_attention_of_other_packages_takes(tmp_path):
+    """vLLM 0.26 accesses invalid memory on CUDA with heads of 32 numbers."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(write_model(tmp_path / "model", **command.MODEL))
+    assert config.hidden_size // config.num_attention_heads >= 64
+    assert config.num_attention_heads % 4 == config.num_key_value_heads % 4 == 0  # four ranks divide them
 
 
 def test_the_command_names_its_checks(capsys):

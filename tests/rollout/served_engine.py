@@ -40,9 +40,13 @@ class Served:
 
 
 @contextmanager
-def served(python: str, model: Any, *options: str) -> Iterator[Served]:
-    """A server of this model in another process, which is gone afterwards."""
-    words = [python, "-c", SERVE, "serve", str(model), "--accept-weights", "--port", "0", "--device", "cpu", *options]
+def served(
+    python: str, model: Any, *options: str, before: str = "", after: list[str] | None = None
+) -> Iterator[Served]:
+    """A server of this model in another process, which runs the code `before` first and is gone afterwards; what it
+    says at its end goes to `after`."""
+    words = [python, "-c", before + SERVE, "serve", str(model), "--accept-weights", "--port", "0", "--device", "cpu"]
+    words += options
     environment = {**os.environ, "POSTTRAIN_API_KEY": KEY, "PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(words, env=environment, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
@@ -58,6 +62,9 @@ def served(python: str, model: Any, *options: str) -> Iterator[Served]:
     finally:
         Served(number, "").kill()
         process.wait()
+        rest = process.stderr.read()
+        if after is not None:
+            after.append(rest)
         process.stderr.close()
 
 

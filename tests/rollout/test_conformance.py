@@ -5,6 +5,7 @@ the same calls in the same order (`test_conformance_teams.py` starts them).
 """
 
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ from posttrain.rollout.sglang.build import build_sglang
 from posttrain.rollout.vllm.build import build_vllm
 from tests.conftest import TINY
 from tests.rollout import fake_sglang, fake_vllm
-from tests.rollout.served_engine import KEY, hosted
+from tests.rollout.served_engine import KEY, hosted, served
 from tests.rollout.tiny import write_tiny
 
 PROMPTS = ["1 + 2 = ?", "a much longer prompt than the others", "1 + 2 = ?", "x"]
@@ -76,16 +77,51 @@ def make_team(name):
     return make
 
 
-def make_server(folder, tokenizer, **settings):
-    """`native` behind a server in a thread."""
-    module = load_causal_lm(ModelConfig(path=str(folder)), dtype=torch.float32, device=torch.device("cpu"))
-    inner = make_native(folder, tokenizer, **settings)
-    about = {**describe(module, model="tiny", longest=96), "engine": "native", "takes_adapters": False}
-    server = hosted(inner, about)
-    config = RolloutConfig(name="server", server=ServerConfig(url=[server.__enter__()]))
-    engine = connect_servers(module, config, decode=lambda ids: tokenizer.decode(ids), longest=96)[0]
-    engine.close = lambda close=engine.close: (close(), server.__exit__(None, None, None))
-    return engine
+def make_server(build):
+    """An engine behind a server in a thread."""
+
+    def make(folder, tokenizer, **settings):
+        module = load_causal_lm(ModelConfig(path=str(folder)), dtype=torch.float32, device=torch.device("cpu"))
+        inner = build(folder, tokenizer, **settings)
+        about = {**describe(module, model="tiny", longest=96), "engine": "native", "takes_adapters": False}
+        server = hosted(inner, about)
+        engine = connected(module, tokenizer, server.__enter__())
+        engine.close = lambda close=engine.close: (close(), server.__exit__(None, None, None), end(inner))
+        return engine
+
+    return make
+
+
+def connected(module, tokenizer, url):
+    config = RolloutConfig(name="server", server=ServerConfig(url=[url]))
+    return connect_servers(module, config, decode=lambda ids: tokenizer.decode(ids), longest=96)[0]
+
+
+def end(engine):
+    if hasattr(engine, "close"):
+        engine.close()
+
+
+KEEPS_NOTHING = "import posttrain.rollout.native.pool as pool; pool.KEPT = 0\n"
+
+
+def make_served_by_two(name, folder, tokenizer, kept, python):
+    """A server's engine that two processes hold, started by the command. One server for each setting: every new
+    connection takes it over, and loads all weights."""
+    servers = {}
+
+    def one(max_num_seqs=64):
+        if max_num_seqs not in servers:
+            words = ["--engine", name, "--dtype", "float32", "--max-model-len", "96"]
+            rollout = {"tensor_model_parallel_size": 2, "kv_cache_gb": 0.1, "max_num_seqs": max_num_seqs}
+            words += [f"actor_rollout_ref.rollout.{key}={value}" for key, value in rollout.items()]
+            server = served(python, folder, *words, before=KEEPS_NOTHING)
+            servers[max_num_seqs] = server.__enter__()
+            kept.append(SimpleNamespace(close=lambda: server.__exit__(None, None, None)))
+        module = load_causal_lm(ModelConfig(path=str(folder)), dtype=torch.float32, device=torch.device("cpu"))
+        return connected(module, tokenizer, servers[max_num_seqs].url)
+
+    return one
 
 
 # Models with recurrent states, by the kind in tiny.py.
@@ -98,15 +134,25 @@ ENGINES = {
     "vllm": make_vllm,
     "sglang over a fake": make_sglang,
     "sglang": make_sglang,
-    "server": make_server,
+    "server": make_server(make_native),
+    "server over vllm": make_server(make_vllm),
     "native, wrapped": make_wrapped,
     **dict.fromkeys(RECURRENT, make_native),
     "native-by-two": make_team("native"),
     "vllm-by-two": make_team("vllm"),
 }
+SERVED = {"server of two, native": "native", "server of two, vllm": "vllm"}
+"""Engines that the command serves, held by two processes."""
+ONLY = os.environ.get("CONFORMANCE_ENGINE")
+"""`scripts/compatibility.py` counts the tests of one engine."""
 
 
-@pytest.fixture(scope="module", params=ENGINES)
+def engines():
+    for name in (name for name in (*ENGINES, *SERVED) if ONLY in (None, name)):
+        yield pytest.param(name, marks=pytest.mark.slow) if name in SERVED else name
+
+
+@pytest.fixture(scope="module", params=engines())
 def engine_name(request):
     if request.param.endswith("-by-two") and TEAM not in os.environ:
         pytest.skip("one rank of several: test_conformance_teams.py starts them")
@@ -118,8 +164,8 @@ def folder(engine_name, tiny_model, tmp_path_factory):
     """vLLM's attention on CPUs knows no heads below 32."""
     if engine_name in RECURRENT:
         return write_tiny(RECURRENT[engine_name], tmp_path_factory.mktemp("models") / "recurrent")
-    package = engine_name.removesuffix("-by-two")
-    if engine_name in FAKES or package not in ("vllm", "sglang"):
+    package = next((name for name in ("vllm", "sglang") if name in engine_name), None)
+    if engine_name in FAKES or package is None:
         return tiny_model
     pytest.importorskip(package)
     return write_model(tmp_path_factory.mktemp("models") / "wide", **TINY | {"hidden_size": 128})
@@ -143,7 +189,7 @@ def ranks(engine_name, folder):
 
 
 @pytest.fixture
-def make(engine_name, folder, tokenizer, monkeypatch, kept, ranks):
+def make(engine_name, folder, tokenizer, monkeypatch, kept, ranks, served_by_two):
     monkeypatch.setenv("POSTTRAIN_API_KEY", KEY)
     if engine_name in FAKES:
         FAKES[engine_name].install(monkeypatch)
@@ -155,15 +201,21 @@ def make(engine_name, folder, tokenizer, monkeypatch, kept, ranks):
 
     if engine_name == "sglang":
         one = again(folder, tokenizer, kept)
-    yield one
+    yield served_by_two or one
     for engine in made:
-        if hasattr(engine, "close"):
-            engine.close()
+        end(engine)
+
+
+@pytest.fixture(scope="module")
+def served_by_two(engine_name, folder, tokenizer, kept, forked):
+    """Maker of an engine in `SERVED`, else None."""
+    name = SERVED.get(engine_name)
+    return name and make_served_by_two(name, folder, tokenizer, kept, forked.python)
 
 
 @pytest.fixture(scope="module")
 def kept():
-    """SGLang is started once: it takes half a minute."""
+    """SGLang is started once, as servers are: it takes half a minute."""
     engines = []
     yield engines
     for engine in engines:

@@ -6,9 +6,10 @@ The real one is in the conformance suite, where it is installed.
 from __future__ import annotations
 
 import random
+import sys
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -32,6 +33,7 @@ from posttrain.rollout.hf import HFEngine
 from posttrain.rollout.outside import restored_process_state
 from posttrain.rollout.vllm import build
 from posttrain.rollout.vllm.engine import VLLMEngine
+from posttrain.rollout.vllm.inside import Inside
 from tests.rollout import fake_vllm
 
 PROMPTS = [[5, 6, 7], [9, 8, 7, 6, 5], [5, 6, 7]]
@@ -109,15 +111,16 @@ def test_workers_that_hold_one_engine_tell_vllm_their_rank_and_a_name_of_this_ru
         made = build.build_vllm(model, config, decode=None, longest=64, team=team)
         assert not isinstance(made, str)
         held.append((made, fake.made[-1].args))
-    (_, said), args = held[0]
+    (engine, said), args = held[0]
     assert args.tensor_parallel_size == 2 and "held by 2 workers" in said
+    assert engine.ranks == 2  # otherwise its ranks would stop to admit requests by their clocks, after different steps
     method, rank, local_rank = args.distributed_executor_backend()._distributed_args()
     assert (rank, local_rank) == (3, 0)
     assert method != held[1][1].distributed_executor_backend()._distributed_args()[0], (
         "after a kill nothing would start"
     )
-    (_, alone), whole = held[2]
-    assert whole.tensor_parallel_size is None and "held by" not in alone
+    (one, alone), whole = held[2]
+    assert whole.tensor_parallel_size is None and "held by" not in alone and one.ranks == 1
     assert args.kv_cache_memory_bytes == whole.kv_cache_memory_bytes // 2
 
 
@@ -128,6 +131,48 @@ def test_closing_an_engine_leaves_the_process_group_to_those_who_train_with_it(f
         engine = built(model)
     engine.close()
     assert engine.llm.closed and engine.llm.ended_process_group is not trains
+
+
+class Rearranged(torch.nn.Module):
+    """As vLLM's models on CPUs: what a weight is loaded with is gone as soon as its layer has it."""
+
+    def __init__(self):
+        super().__init__()
+        self.kept = torch.nn.Parameter(torch.empty(0))  # in an order of its own
+        self.reloads, self.open, self.held = 0, set[str](), dict[str, float]()
+
+    def compute_logits(self): ...
+
+    def load_weights(self, weights):
+        for name, weight in weights:
+            self.open.remove(name)
+            self.held[name] = float(weight)
+
+
+def test_weights_that_come_again_before_any_use_begin_a_new_reload(monkeypatch):
+    """A run took over a server of a run that was killed behind its first sync."""
+    model = Rearranged()
+
+    def begin(_):
+        model.reloads, model.open = model.reloads + 1, {"a", "b"}
+
+    reload = ModuleType("reload")
+    reload.__dict__.update(initialize_layerwise_reload=begin, finalize_layerwise_reload=lambda *_: None)
+    monkeypatch.setitem(sys.modules, "vllm.model_executor.model_loader.reload", reload)
+    runner = SimpleNamespace(get_model=lambda: model, kv_caches=[])
+    executor = SimpleNamespace(driver_worker=SimpleNamespace(model_runner=runner))
+    settings = SimpleNamespace(device_config=SimpleNamespace(device="cpu"), model_config=None)
+    inside = Inside(SimpleNamespace(model_executor=executor, vllm_config=settings))
+    first, second = torch.tensor(1.0), torch.tensor(2.0)
+    inside.load([("a", first)])
+    inside.load([("b", first)])  # the second bucket of the same sync
+    assert model.reloads == 1 and model.held == {"a": 1.0, "b": 1.0}
+    inside.load([("a", second), ("b", second)])
+    assert model.reloads == 2 and model.held == {"a": 2.0, "b": 2.0}
+    inside.load([("b", first), ("a", first), ("a", second), ("b", second)])
+    inside.finish_loading()
+    inside.load([])
+    assert model.reloads == 4 and model.held == {"a": 2.0, "b": 2.0}
 
 
 def test_a_tied_head_that_a_sync_sends_once_is_renewed_too(fake, model):

@@ -22,7 +22,8 @@ MARKS = [
     "]<]minimax[>[<a>", '<|open|>argument key="a" type="number"<|sep|>', "]<]minimax[>[</a>", "]<]minimax[>[<item>",
     "<seed:tool_call>", '<atem:invoke name="f">', '<atem:parameter name="a">', "<tool_call:opensource>",
     "f<tool_sep:opensource>", "<arg_key:opensource>a</arg_key:opensource>", "<arg_value:opensource>", "<tool_calls>",
-    "<TOOLCALL>", "<seed:think>", "<|tool_call|>", "a:",
+    "<TOOLCALL>", "<seed:think>", "<|tool_call|>", "a:", "<|tools_prefix|>[", "<start_function_call>call:f{",
+    "<escape>", '[{"name": "f", "arguments": {}}',
 ]  # fmt: skip
 ARGUMENTS = [{}, {"a": 1}, {"text": "</tool_call>"}, {"a": [1, {"b": None}]}, {"x": "<think>"}, {"é": "\n"}]
 

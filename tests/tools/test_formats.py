@@ -207,6 +207,20 @@ TURNS = {
          '</atem:function_calls><|eom|><|start|>assistant to=now<|message|><atem:function_calls>\n<atem:invoke name="now">\n'
          "</atem:invoke>\n</atem:function_calls><|eot|>", [ToolCall("add", {"a": "1"}), ToolCall("now", {})]),
     ],
+    "apertus": [
+        ('Look.<|tools_prefix|>[{"add": {"a": 1}}, {"now": {}}]<|tools_suffix|>',
+         [ToolCall("add", {"a": 1}), ToolCall("now", {})]),
+    ],
+    "functiongemma": [
+        ("<start_function_call>call:add{a:1,b:<escape>x, {y}<escape>,c:[<escape>z<escape>]}<end_function_call>\n"
+         "<start_function_call>call:now{}<end_function_call>",
+         [ToolCall("add", {"a": 1, "b": "x, {y}", "c": ["z"]}), ToolCall("now", {})]),
+    ],
+    "xlam": [
+        ('<think>[{"name": "no", "arguments": {}}]</think>\n[{"name": "add", "arguments": {"a": 1}}, '
+         '{"name": "now", "arguments": {}}]<|im_end|>', [ToolCall("add", {"a": 1}), ToolCall("now", {})]),
+        ("[]", []), ("[1, 2]", []), ('[{"name": "Ada", "age": 3}]', []), ('Look: [{"name": "add", "arguments": {}}]', []),
+    ],
     "granite": [
         ('<|tool_call|>[{"name": "add", "arguments": {"a": 1}}, {"name": "now", "arguments": {}}]<|end_of_text|>',
          [ToolCall("add", {"a": 1}), ToolCall("now", {})]),
@@ -263,6 +277,10 @@ def test_calls_are_read_as_the_family_writes_them(name, turn, calls):
         ("seed_oss", "<seed:tool_call>add(1)</seed:tool_call>"),
         ("hy3", "<tool_call:opensource>add(1)</tool_call:opensource>"),
         ("muse_glimmer", " to=add<|message|><atem:invoke>add(1)</atem:invoke>"),
+        ("apertus", '<|tools_prefix|>[{"name": "add", "arguments": {}}]<|tools_suffix|>'),
+        ("apertus", "<|tools_prefix|>add(1)<|tools_suffix|>"),
+        ("functiongemma", "<start_function_call>call:add{a:<escape>1"),
+        ("xlam", '[{"name": "add", "arguments": {"a"'),
         ("granite", "<|tool_call|>add(1)"),
         ("apriel", "<tool_calls>add(1)</tool_calls>"),
         ("nemotron_v2", "<TOOLCALL>[{</TOOLCALL>"),

@@ -31,11 +31,10 @@ def reads(name: str, *differs: str, **more: Any) -> Expected:
     return Expected((name,), differs, **more)
 
 
-_UNKNOWN = Expected(rejected="no format of tool calls reads what the chat template writes")
 _UNWRITTEN = Expected(rejected="does not write tool calls, and its prompt shows no known format")
 _HIDDEN = "the chat template does not show write_note to the model"
 EXPECTED = {
-    "Apertus-8B-Instruct": _UNKNOWN,
+    "Apertus-8B-Instruct": reads("apertus", "text"),
     "Bielik-11B-v3.0-Instruct": reads("hermes", "text"),
     "ByteDance-Seed-OSS": reads("seed_oss"),
     "GLM-4.6": reads("glm", "thinking"),
@@ -68,7 +67,7 @@ EXPECTED = {
     "unsloth-mistral-Devstral-Small-2507": reads("mistral"),
     "vllm-deepseekv3": reads("deepseek_v3", "blanks"),
     "vllm-deepseekv31": reads("deepseek_v3", "thinking"),
-    "vllm-functiongemma": _UNKNOWN,
+    "vllm-functiongemma": reads("functiongemma", rejected=_HIDDEN),
     "vllm-gemma4": reads("gemma4", "thinking"),
     "vllm-granite": reads("granite"),
     "vllm-hermes": reads("hermes", "blanks"),
@@ -81,7 +80,7 @@ EXPECTED = {
     "vllm-muse_glimmer": reads("muse_glimmer"),
     "vllm-phi4_mini": Expected(rejected="shows no tool results behind a call"),
     "vllm-qwen3coder": reads("qwen3_coder"),
-    "vllm-xlam_qwen": _UNKNOWN,
+    "vllm-xlam_qwen": reads("xlam"),
 }
 
 

@@ -135,10 +135,11 @@ def read_positions(source: ModelSource) -> int | None:
     return getattr(found.get_text_config(), "max_position_embeddings", None)
 
 
-def load_module(source: ModelSource, device: torch.device) -> torch.nn.Module:
-    """The weights, on the device; a checkpoint's adapters are folded in (beside a base of 4 bits they stay apart)."""
+def load_module(source: ModelSource, device: torch.device, held_on: torch.device | None = None) -> torch.nn.Module:
+    """The weights, for the device and on it, unless they are `held_on` another; a checkpoint's adapters are folded in
+    (beside a base of 4 bits they stay apart)."""
     model = source.config
-    place: dict[str, Any] = {"dtype": resolve_dtype(model.dtype, device), "device": device}
+    place: dict[str, Any] = {"dtype": resolve_dtype(model.dtype, device), "device": held_on or device}
     if source.checkpoint is None:
         return load_causal_lm(model, **place)
     manager = CheckpointManager(source.checkpoint.parent)
@@ -341,7 +342,9 @@ def check_target(path: Path, suffixes: tuple[str, ...], *, overwrite: bool) -> N
 Say = Callable[[str], None]
 
 
-def plan_cache(settings: Settings, model: ModelConfig, device: torch.device, prompts: int, say: Say) -> None:
+def plan_cache(
+    settings: Settings, model: ModelConfig, device: torch.device, prompts: int, say: Say, ranks: int = 1
+) -> None:
     """On a CUDA device: unless it is set, the cache may grow to what the model and its passes leave of the
     memory that is free before they are loaded, as another process (a run, say) may hold the rest. What is sampled does
     not depend on it, and rows that need less take less."""
@@ -354,7 +357,8 @@ def plan_cache(settings: Settings, model: ModelConfig, device: torch.device, pro
     config = copy.deepcopy(settings.config)
     config.actor_rollout_ref.model = model
     config.actor_rollout_ref.rollout.n, config.data.train_batch_size = settings.n, prompts
-    config.trainer.n_gpus_per_node = config.trainer.nnodes = 1  # a checkpoint's run may have had more
+    config.trainer.n_gpus_per_node, config.trainer.nnodes = ranks, 1  # a checkpoint's run may have had more
+    config.actor_rollout_ref.rollout.tensor_model_parallel_size = ranks
     config.actor_rollout_ref.rollout.n_workers = config.actor_rollout_ref.rollout.colocated_workers = 0
     try:
         free = Device("cuda", free_bytes(device), "what is free of the GPU", is_hopper(device))

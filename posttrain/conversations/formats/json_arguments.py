@@ -121,6 +121,21 @@ class Gemma4(JsonArguments):
 FORMATS.add("gemma4", Gemma4())
 
 
+class FunctionGemma(Gemma4):
+    """Gemma 4's braces between other marks. A template may write all values as texts.
+
+    <start_function_call>call:search{query:<escape>...<escape>,limit:3}<end_function_call>
+    """
+
+    models = "FunctionGemma"
+    opening = "<start_function_call>"
+    closing = "<end_function_call>"
+    _quote = "<escape>"
+
+
+FORMATS.add("functiongemma", FunctionGemma())
+
+
 def _as_json_word(word: re.Match[str]) -> str:
     """Keys are words before a colon."""
     if word.string.startswith(":", word.end()):

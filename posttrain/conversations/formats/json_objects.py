@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from typing import Any
 
 from posttrain.conversations.formats.base import (
     FORMATS,
@@ -63,16 +64,38 @@ class JsonList(BlockFormat):
                 yield self.explain()
                 return
             found = True
-            yield from (read_call(one, "arguments") for one in (value if isinstance(value, list) else [value]))
+            yield from map(self.read_one, value if isinstance(value, list) else [value])
         if not found:
             yield self.explain()
 
+    def read_one(self, value: Any) -> ToolCall | Unreadable:
+        """A call from its object."""
+        return read_call(value, "arguments")
+
     def write(self, call: ToolCall) -> str:
-        return f"{self.opening}[{write_call(call, 'arguments')}]{self.closing.removeprefix(']')}"
+        return f"{self.opening}[{self.write_one(call)}]{self.closing.removeprefix(']')}"
+
+    def write_one(self, call: ToolCall) -> str:
+        """The object of a call."""
+        return write_call(call, "arguments")
+
+
+class NamesAsKeys(JsonList):
+    """Each object has one key, the call's name: <|tools_prefix|>[{"search": {"query": "..."}}]<|tools_suffix|>"""
+
+    def read_one(self, value: Any) -> ToolCall | Unreadable:
+        if not isinstance(value, dict) or len(value) != 1:
+            return self.explain()
+        ((name, arguments),) = value.items()
+        return read_call({"name": name, "arguments": arguments}, "arguments")
+
+    def write_one(self, call: ToolCall) -> str:
+        return json.dumps({call.name: call.arguments}, ensure_ascii=False)
 
 
 # <tool_calls>[{"name": "search", "arguments": {"query": "..."}}]</tool_calls>
 FORMATS.add("apriel", JsonList("Apriel, Hunyuan A13B, MiniMax-M1", "<tool_calls>", "</tool_calls>"))
+FORMATS.add("apertus", NamesAsKeys("Apertus", "<|tools_prefix|>", "<|tools_suffix|>"))
 FORMATS.add("granite", JsonList("Granite 3", "<|tool_call|>", "]"))
 FORMATS.add("nemotron_v2", JsonList("Nemotron Nano v2", "<TOOLCALL>", "</TOOLCALL>"))
 
@@ -108,6 +131,35 @@ class Llama3Json(CallFormat):
 
 
 FORMATS.add("llama3_json", Llama3Json())
+
+
+class Xlam(CallFormat):
+    """A turn that is nothing but a list of calls: [{"name": "search", "arguments": {"query": "..."}}]
+
+    A list of anything else is an answer.
+    """
+
+    models = "xLAM 2"
+    closing = "]"
+    _meant = re.compile(r'\[\s*+\{\s*+"name"\s*+:')
+
+    def read(self, text: str) -> list[ToolCall | Unreadable]:
+        turn = skip_thinking(text)
+        if not turn.startswith("["):
+            return []
+        try:
+            found, _ = _DECODER.raw_decode(turn)
+        except (ValueError, RecursionError):
+            return [self.explain()] if self._meant.match(turn) else []
+        if not all(isinstance(one, dict) and {"name", "arguments"} <= one.keys() for one in found):
+            return []
+        return [read_call(one, "arguments") for one in found]
+
+    def write(self, call: ToolCall) -> str:
+        return f"[{write_call(call, 'arguments')}]"
+
+
+FORMATS.add("xlam", Xlam())
 
 
 class Mistral(BlockFormat):

@@ -21,6 +21,7 @@ from aiohttp import web
 from posttrain.errors import UserError
 from posttrain.rollout.base import RolloutEngine
 from posttrain.rollout.generate import admission_deadline, advance
+from posttrain.rollout.server.ranks import RankError
 from posttrain.rollout.server.wire import ROOT, SESSION, VERSION, read_bucket, read_request, write_output
 
 ALIVE_S = 5.0  # heartbeat interval while the engine computes
@@ -90,8 +91,9 @@ class EngineHost:
 CALLS = ("open", "advance", "abort", "release", "score", "sleep", "wake", "cache_bytes")
 
 
-def make_app(host: EngineHost, key: str) -> web.Application:
-    """The application. Every request must contain the key, as `Authorization: Bearer KEY`."""
+def make_app(host: EngineHost, key: str, lost: asyncio.Future[str] | None = None) -> web.Application:
+    """The application. Every request must contain the key, as `Authorization: Bearer KEY`. `lost` gets a result, in
+    the loop that serves, when the engine can answer no more: calls that wait for it are answered with that."""
     app = web.Application(client_max_size=0)  # a bucket may be as large as the largest weight
     thread = ThreadPoolExecutor(1, "rollout")  # the engine is called nowhere else
 
@@ -109,7 +111,7 @@ def make_app(host: EngineHost, key: str) -> web.Application:
                 work = lambda: host.load_weights(body, int(request.headers[VERSION]))  # noqa: E731
             else:
                 work = lambda: getattr(host, name)(json.loads(body))  # noqa: E731
-            return await _answer(request, asyncio.get_running_loop().run_in_executor(thread, work))
+            return await _answer(request, asyncio.get_running_loop().run_in_executor(thread, work), lost)
 
         return handle
 
@@ -119,18 +121,23 @@ def make_app(host: EngineHost, key: str) -> web.Application:
     return app
 
 
-async def _answer(request: web.Request, working: asyncio.Future[Any]) -> web.StreamResponse:
+async def _answer(
+    request: web.Request, working: asyncio.Future[Any], lost: asyncio.Future[str] | None
+) -> web.StreamResponse:
     """`{"result": ...}` or `{"error": ...}`. While the engine computes, the server sends a space every ALIVE_S seconds
     as a heartbeat: JSON may begin with spaces. A client can so notice a lost machine without knowing how long a step
     takes."""
     response = web.StreamResponse(headers={"Content-Type": "application/json"})
     await response.prepare(request)
-    while not working.done():
-        await asyncio.wait([working], timeout=ALIVE_S)
-        if not working.done():
+    awaited = [working] if lost is None else [working, lost]
+    while not any(one.done() for one in awaited):
+        await asyncio.wait(awaited, timeout=ALIVE_S, return_when=asyncio.FIRST_COMPLETED)
+        if not any(one.done() for one in awaited):
             with suppress(ConnectionResetError):
                 await response.write(b" ")
     try:
+        if lost is not None and lost.done() and not working.done():
+            raise RankError(lost.result())
         said: dict[str, Any] = {"result": working.result()}
     except Exception as error:
         if not isinstance(error, UserError):

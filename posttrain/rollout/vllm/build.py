@@ -103,6 +103,7 @@ def build_vllm(
         tied=tied_names(base),
         keep_groups=keep_groups,
         adapters=HeldAdapters.of(llm, module) if beside else None,
+        ranks=team.size if team else 1,
     )
     engine.load_weights(weights(module), 0)
     together = f"held by {team.size} workers, " if team else ""

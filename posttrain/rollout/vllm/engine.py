@@ -60,8 +60,10 @@ class VLLMEngine(CopyEngine):
         tied: Mapping[str, str] | None = None,
         keep_groups: bool = False,
         adapters: HeldAdapters | None = None,
+        ranks: int = 1,
     ) -> None:
         super().__init__(decode, source)
+        self.ranks = ranks
         self.llm, self.inside = llm, Inside(llm)
         self.tied, self.keep_groups = tied or {}, keep_groups
         self.adapters, self.takes_adapters = adapters, adapters is not None

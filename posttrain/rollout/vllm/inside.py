@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator
 from itertools import chain
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -78,6 +78,7 @@ class Inside:
         self.model_config = llm.vllm_config.model_config
         self.by_layer = _are_rearranged(self.model)
         self.loading = False
+        self._arrived: set[str] = set()  # names of weights since a reload began
         self.scale = 1.0
         """What logits are divided by before anything else is done with them."""
         self._compute_logits: Any = self.model.compute_logits
@@ -99,15 +100,34 @@ class Inside:
     @torch.no_grad()
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Some of the weights, or all, or none; `finish_loading` comes before they are used."""
-        weights = iter(weights)
-        if (first := next(weights, None)) is None:
-            return  # a reload that is given nothing would leave the layers empty
-        if self.by_layer and not self.loading:
-            from vllm.model_executor.model_loader.reload import initialize_layerwise_reload  # pyright: ignore
+        weights, load = iter(weights), cast("Any", self.model).load_weights
+        pending = next(weights, None)  # a reload that is given nothing would leave the layers empty
+        if not self.by_layer and pending is not None:
+            load(chain((pending,), weights))
+            return
+        while pending is not None:
+            if pending[0] in self._arrived:  # another sync, before anybody has used the last one
+                self.finish_loading()
+            if not self.loading:
+                from vllm.model_executor.model_loader.reload import initialize_layerwise_reload  # pyright: ignore
 
-            initialize_layerwise_reload(self.model)
-            self.loading = True
-        self.model.load_weights(chain((first,), weights))  # pyright: ignore
+                initialize_layerwise_reload(self.model)
+                self.loading = True
+            repeated: list[tuple[str, torch.Tensor]] = []
+            load(self._until_repeated(chain((pending,), weights), repeated))
+            pending = repeated[0] if repeated else None
+
+    def _until_repeated(
+        self, weights: Iterable[tuple[str, torch.Tensor]], repeated: list[tuple[str, torch.Tensor]]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Those that have not come since the reload began; the first that has goes to `repeated`. vLLM lets go of what
+        a layer is loaded with as soon as it has all of it."""
+        for name, weight in weights:
+            if name in self._arrived:
+                repeated.append((name, weight))
+                return
+            self._arrived.add(name)
+            yield name, weight
 
     @torch.no_grad()
     def finish_loading(self) -> None:
@@ -117,6 +137,7 @@ class Inside:
 
             finalize_layerwise_reload(self.model, self.model_config)
             self.loading = False
+            self._arrived.clear()
 
     # -- memory ---------------------------------------------------------------------------------------------------
     def cache_bytes(self) -> int:
