@@ -10,6 +10,7 @@ from posttrain.algorithms.registry import LOSS_KEY, POLICY_LOSSES, LossDeclarati
 from posttrain.config.choices import DEFAULT_GROUP_SIZE, EMBEDDED, EMBEDDED_SIZES, GROUP_ESTIMATORS
 from posttrain.config.merge import Entry, Merged
 from posttrain.config.model import ADAPTER_CONFIG, read_adapter_config
+from posttrain.config.pools import ROLLOUT_WORKERS
 from posttrain.config.trainer import (
     AS_THE_ACTOR,
     DRY_RUN,
@@ -17,7 +18,6 @@ from posttrain.config.trainer import (
     NODE_RANK,
     ROLLOUT_EACH,
     ROLLOUT_MACHINES,
-    ROLLOUT_WORKERS,
     TOGETHER,
     TORCHRUN,
 )

@@ -10,8 +10,9 @@ from typing import Any
 
 from posttrain.algorithms import get_adv_estimator
 from posttrain.config import ConfigError, PPOConfig, Resolved, load_config, needs_reference
+from posttrain.config.pools import ROLLOUT_WORKERS
 from posttrain.config.schema import lookup
-from posttrain.config.trainer import ROLLOUT_WORKERS, SEQUENCE_SIZES, SHARD_SIZES
+from posttrain.config.trainer import SEQUENCE_SIZES, SHARD_SIZES
 from posttrain.config.trees import PPO
 from posttrain.errors import UserError, first_line
 from posttrain.planning.budgets import planner_for
