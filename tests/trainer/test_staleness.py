@@ -51,7 +51,7 @@ def beside(monkeypatch, tiny_model, sums, tmp_path):
     """`beside(name, seed, ...)`: a run with a worker of its own for rollout, in this process, whose engine makes other
     numbers of steps at other times for another seed."""
     workers = LocalWorkers()
-    workers.rollout_size = 1
+    workers.own_size = lambda role: int(role == "rollout")  # pyright: ignore
     monkeypatch.setattr(rl, "open_workers", lambda *given: workers)
     monkeypatch.setattr(rl, "RayPPOTrainer", Beside)
 

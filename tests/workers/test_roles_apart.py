@@ -16,7 +16,7 @@ from toy_workers import Toy
 
 from posttrain.config import PPOConfig, load_config
 from posttrain.controller.group import Calls
-from posttrain.controller.pool import Finished, LocalWorkerGroup, LocalWorkers
+from posttrain.controller.pool import Finished, LocalWorkerGroup, LocalWorkers, RolePool
 from posttrain.errors import UserError
 from posttrain.models.loading import load_tokenizer
 from posttrain.protocol import DataProto
@@ -233,16 +233,17 @@ def test_the_number_of_workers_that_generate_is_a_setting_and_alone_it_brings_ra
     ray_pool = pytest.importorskip("posttrain.controller.ray_pool")
     made = Mock(**{"return_value.cluster.was_there": False})
     monkeypatch.setattr(ray_pool, "RayWorkers", made)
-    for given, ranks, rollout in ((["actor_rollout_ref.rollout.n_workers=2"], 1, 2), (["trainer.n_workers=2"], 2, 0)):
+    key = "actor_rollout_ref.rollout.n_workers"
+    for given, ranks, pools in (([f"{key}=2"], 1, [RolePool("rollout", 2, key)]), (["trainer.n_workers=2"], 2, [])):
         open_workers(load_config(given).config, CPU, None)
-        assert made.call_args.args[0] == ranks and made.call_args.kwargs["rollout"] == rollout
+        assert made.call_args.args[0] == ranks and made.call_args.kwargs["pools"] == pools
 
 
 def test_a_class_of_the_users_own_for_both_roles_is_told_to_be_two():
     class Own(ActorRolloutRefWorker):
         pass
 
-    workers: Any = SimpleNamespace(rollout_size=2, words=lambda: "")
+    workers: Any = SimpleNamespace(own_size=lambda role: 2, words=lambda: "")
 
     class Mine(WorkerClasses):
         actor_class = Own

@@ -152,11 +152,11 @@ class TrainingGroups:
         return colocated, colocated.rollout
 
     def _disaggregated(self) -> tuple[DisaggregatedGroup, RolloutGroup]:
-        classes = self._classes
+        classes, separate = self._classes, self._workers.own_size(ROLLOUT)
         if classes.actor_class is not ActorRolloutRefWorker:
             raise UserError(
-                f"actor_rollout_ref.rollout.n_workers={self._workers.own_size(ROLLOUT)} has others generate than "
-                f"train, but {classes.__name__} names one class for both (actor_class = {classes.actor_class.__name__}): "
+                f"actor_rollout_ref.rollout.n_workers={separate} has others generate than train, "
+                f"but {classes.__name__} names one class for both (actor_class = {classes.actor_class.__name__}): "
                 "give it policy_class and rollout_class, derived from ActorRefWorker and RolloutWorker, or set "
                 "n_workers=0"
             )

@@ -1,0 +1,130 @@
+"""Reward model, critic and reference on workers of their own, and roles of a user's own trainer: no number changes."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+from recorded_runs import SIX, UNSTEADY, Runs, furthest, weights_of
+from runs import metrics_of
+from textbook import ACTOR
+
+from posttrain.controller.group import all_of, register, to_all
+from posttrain.protocol import DataProto
+from posttrain.trainer.ppo.ray_trainer import RayPPOTrainer
+from posttrain.workers.fsdp_workers import CriticWorker, ReferenceWorker, RewardModelWorker
+
+ray = pytest.importorskip("ray")
+
+pytestmark = pytest.mark.slow
+
+
+class Noted:
+    """Counts the passes that its process has made."""
+
+    passes = 0
+
+    @register(to_all, all_of)
+    def work(self) -> tuple[int, int]:
+        return os.getpid(), self.passes
+
+
+class Scorer(Noted, RewardModelWorker):
+    def compute_rm_score(self, data: DataProto) -> DataProto:
+        self.passes += 1
+        return super().compute_rm_score(data)
+
+
+class Critic(Noted, CriticWorker):
+    def compute_values(self, data: DataProto, passes: Any = None) -> DataProto:
+        self.passes += 1
+        return super().compute_values(data, passes)
+
+
+class Reference(Noted, ReferenceWorker):
+    def compute_ref_log_prob(self, data: DataProto, passes: Any = None) -> DataProto:
+        self.passes += 1
+        return super().compute_ref_log_prob(data, passes)
+
+
+class Apart(RayPPOTrainer):
+    """Tells at its end which processes did what."""
+
+    critic_class, reward_model_class, reference_class = Critic, Scorer, Reference
+    seen: ClassVar[dict[str, list[tuple[int, int]]]] = {}
+
+    def fit(self) -> Any:
+        result = super().fit()
+        groups = {"reward_model": self.rm_wg, "critic": self.critic_wg, "reference": self.groups.reference}
+        Apart.seen = {role: group.work() for role, group in groups.items() if group is not None}  # pyright: ignore
+        return result
+
+
+class Light(Runs):
+    """Runs on what they sample themselves."""
+
+    def _record(self) -> Path:
+        return Path()
+
+
+@pytest.fixture(scope="module")
+def light(ranks, tiny_model, sums, tmp_path_factory):
+    return Light(ranks, tiny_model, sums, tmp_path_factory.mktemp("pools"))
+
+
+@pytest.fixture(scope="module")
+def settings(rm_same):
+    return {
+        **SIX,
+        "trainer.total_training_steps": 3,
+        "trainer.save_freq": 2,
+        "algorithm.adv_estimator": "gae",
+        "actor_rollout_ref.rollout.n": 2,
+        "actor_rollout_ref.model.dtype": "float64",
+        "critic.optim.lr": 1e-3,
+        f"{ACTOR}.use_kl_loss": True,
+        f"{ACTOR}.ppo_mini_batch_size": 2,
+        "reward_model.enable": True,
+        "reward_model.model.path": str(rm_same),
+        "reward_model.model.dtype": "float64",
+    }
+
+
+@pytest.fixture(scope="module")
+def inside(light, settings):
+    return light.free("inside", 1, settings)
+
+
+def check_same(one: Any, other: Any) -> None:
+    for mine, theirs in zip(metrics_of(one.path), metrics_of(other.path), strict=True):
+        shared = {name: value for name, value in mine.items() if not name.startswith((*UNSTEADY, "sync/"))}
+        assert {name: theirs[name] for name in shared} == pytest.approx(shared, rel=1e-7, abs=1e-9)
+    assert furthest(weights_of(one.path), weights_of(other.path)) < 1e-9
+
+
+@pytest.mark.parametrize(
+    "training, pools",
+    [
+        (1, {"reward_model": 1, "critic": 1, "reference": 1}),
+        (1, {"reward_model": 2, "rollout": 1}),
+        (1, {"critic": 2}),
+        (2, {"reference": 2}),
+    ],
+)
+def test_roles_on_workers_of_their_own_give_the_numbers_of_one_process(light, settings, inside, training, pools):
+    name = f"apart {training} {sorted(pools.items())}"
+    ended = light.free(name, (training, pools), settings, Apart)
+    check_same(inside, ended)
+    of_role = {role: pids for role, pids in Apart.seen.items() if role in pools}
+    processes = [pid for own in of_role.values() for pid, _ in own]
+    assert len(set(processes)) == len(processes) == sum(pools.values()) - pools.get("rollout", 0)
+    assert os.getpid() not in processes
+    # Three steps: of four groups each, all of which one reward worker or the other has scored alone.
+    wanted = {"reward_model": 12, "critic": 3, "reference": 3}
+    for role, own in of_role.items():
+        passes = [count for _, count in own]
+        assert sum(passes) >= wanted[role] if role == "reward_model" else set(passes) == {wanted[role]}
+        assert min(passes) > 0
+    assert {f"perf/{role}_memory_gb" for role in pools} <= metrics_of(ended.path)[0].keys() | ended.metrics[0].keys()
