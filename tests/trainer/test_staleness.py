@@ -388,7 +388,7 @@ def test_a_dropped_group_that_called_a_tool_which_must_not_be_repeated_is_counte
     )
     asked = {}
     for barred in ({"pay"}, set()):
-        experience = SimpleNamespace(turns=SimpleNamespace(unrepeatable=barred))
+        experience = SimpleNamespace(turns=SimpleNamespace(unrepeatable=barred), forget=lambda uids: None)
         pending = PendingBatches(PPOConfig(), experience, lambda name: None)  # pyright: ignore
         pending.events = SimpleNamespace(add=lambda **event: None)  # pyright: ignore
         pending.drop(rows)

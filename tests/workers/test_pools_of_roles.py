@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import os
+import shutil
+import sys
+import textwrap
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+import torch
+from left_behind import LOST
 from recorded_runs import SIX, UNSTEADY, Runs, furthest, weights_of
 from runs import metrics_of
+from runs import settings as common
 from textbook import ACTOR
 
 from posttrain.controller.group import all_of, register, to_all
 from posttrain.protocol import DataProto
+from posttrain.trainer.ppo.own_roles import OwnRole
 from posttrain.trainer.ppo.ray_trainer import RayPPOTrainer
 from posttrain.workers.fsdp_workers import CriticWorker, ReferenceWorker, RewardModelWorker
 
@@ -128,3 +135,65 @@ def test_roles_on_workers_of_their_own_give_the_numbers_of_one_process(light, se
         assert sum(passes) >= wanted[role] if role == "reward_model" else set(passes) == {wanted[role]}
         assert min(passes) > 0
     assert {f"perf/{role}_memory_gb" for role in pools} <= metrics_of(ended.path)[0].keys() | ended.metrics[0].keys()
+
+
+def test_a_lost_reward_worker_is_replaced_alone_a_lost_critic_restarts_all_and_no_bit_changes(light, settings, forked):
+    pools = {"reward_model": 1, "critic": 1}
+    four = {**settings, "trainer.total_training_steps": 4}
+    straight = light.free("straight", (1, pools), four)
+    wanted = {**common(light.model, light.data, light.folder / "lost"), **four}
+    wanted |= {f"{role}.n_workers": 1 for role in pools}
+    ran = forked.run(textwrap.dedent(LOST).format(paths=[path for path in sys.path if path], settings=wanted))
+    assert "Result: 1 1" in ran.stdout, ran.stdout[-3000:] + ran.stderr[-3000:]
+    path = light.folder / "lost" / "test" / "run"
+    pages = [page.read_text() for page in sorted((path / "incidents").iterdir())]
+    assert "Reward model worker 0" in pages[0] and "Replacement 1 of 3" in pages[0]
+    assert "Critic worker 0" in pages[1] and "Restart 1 of 3" in pages[1]
+    assert metrics_of(path) == metrics_of(straight.path)
+    assert furthest(weights_of(path), weights_of(straight.path)) == 0.0
+
+
+def test_a_checkpoint_of_one_process_goes_on_with_a_critic_of_its_own(light, settings, inside):
+    copied = shutil.copytree(inside.path, light.folder / "parted" / "test" / "run")
+    shutil.rmtree(copied / "checkpoints" / "global_step_3")
+    check_same(inside, light.free("parted", (1, {"critic": 2}), settings))
+
+
+# -- roles of a user's own --------------------------------------------------------------------------------------------
+
+
+class Judge:
+    """Counts the letters `a` of a response's row by its sum of tokens; any method takes rows and gives as many."""
+
+    def __init__(self, config: Any) -> None:
+        self.scale = config.trainer.seed
+
+    def judge(self, data: DataProto) -> DataProto:
+        assert len(set(data.non_tensor_batch["uid"])) * 2 == len(data)  # groups stay together
+        made = data.batch["responses"].sum(-1) * self.scale
+        return DataProto.from_dict({"judged": made}, {"judge": [os.getpid()] * len(data)})
+
+    @register(to_all, all_of)
+    def process(self) -> int:
+        return os.getpid()
+
+
+class Judged(RayPPOTrainer):
+    own_roles: ClassVar[dict[str, OwnRole]] = {"judge": OwnRole(Judge, n_workers=2)}
+    seen: ClassVar[list[DataProto]] = []
+
+    def _score(self, batch: DataProto) -> DataProto:
+        scored = super()._score(batch)
+        scored.union(self.own_wg["judge"].judge(scored))
+        assert sorted(set(scored.non_tensor_batch["judge"])) == sorted(self.own_wg["judge"].process())
+        Judged.seen.append(scored.select(["judged", "responses"], ["judge"]))
+        return scored
+
+
+def test_a_users_own_class_works_in_a_pool_of_its_own(light, settings):
+    Judged.seen = []
+    given = {**settings, "trainer.seed": 3, "trainer.total_training_steps": 1, "reward_model.enable": False}
+    light.free("judged", (1, {"judge": 2}), given, Judged)
+    (batch,) = Judged.seen
+    assert torch.equal(batch.batch["judged"], 3 * batch.batch["responses"].sum(-1)) and len(batch) == 8
+    assert len(set(batch.non_tensor_batch["judge"])) == 2 and os.getpid() not in batch.non_tensor_batch["judge"]
