@@ -103,7 +103,7 @@ def _too_many(resolved: Resolved, key: str, beside: dict[str, int], present: str
     where, wanted, limit = resolved.where(key), resolved.value(key), max(most, 1)
     if beside:
         named = ", ".join(f"`{own}={count}`" for own, count in beside.items())
-        asked = f"{named} asks for so many workers beside the {wanted} that train (`{key}`)"
+        asked = f"{named} ask{'s' * (len(beside) == 1)} for so many workers beside the {wanted} that train (`{key}`)"
         all_of_them = "both" if len(beside) == 1 else "them"
         do = f"set {all_of_them} to {limit} or less together, or {', '.join(f'{own}=0' for own in beside)}: then the "
         do += "same workers do both"
