@@ -132,7 +132,7 @@ def _check_planned(config: PPOConfig) -> None:
     for role, workers in own_workers_of(config).items():
         if (key := ROLES[role].key) != ROLLOUT_WORKERS:
             raise UserError(
-                f"{key}={workers} is not planned over many GPUs: the role is on those that train; remove it"
+                f"{key}={workers} is not planned over many GPUs: all roles are on those that train; remove it"
             )
     for key in (*SHARD_SIZES, *SEQUENCE_SIZES):
         if (size := lookup(config, key)) != (whole := -1 if key in SHARD_SIZES else 1):

@@ -197,3 +197,27 @@ def test_a_users_own_class_works_in_a_pool_of_its_own(light, settings):
     (batch,) = Judged.seen
     assert torch.equal(batch.batch["judged"], 3 * batch.batch["responses"].sum(-1)) and len(batch) == 8
     assert len(set(batch.non_tensor_batch["judge"])) == 2 and os.getpid() not in batch.non_tensor_batch["judge"]
+
+
+PAGE = """
+    import runpy, sys
+    sys.path[:0] = {paths!r}
+    from posttrain import cores
+    cores.usable = lambda: 3
+    sys.argv = {arguments!r}
+    runpy.run_path("judged.py", run_name="__main__")
+"""
+
+
+def test_the_code_of_the_page_has_a_judge_in_each_of_two_processes(forked, tiny_model, sums, tmp_path, monkeypatch):
+    page = (Path(__file__).resolve().parents[2] / "docs" / "pools.md").read_text()
+    (tmp_path / "judged.py").write_text(page.split("```python\n")[1].split("```")[0])
+    given = common(tiny_model, sums, tmp_path / "outputs")
+    arguments = ["judged.py", *(f"{key}={value}" for key, value in given.items())]
+    monkeypatch.chdir(tmp_path)
+    ran = forked.run(textwrap.dedent(PAGE).format(paths=[path for path in sys.path if path], arguments=arguments))
+    path = tmp_path / "outputs" / "test" / "run"
+    assert ran.returncode == 0, ran.stdout[-3000:] + ran.stderr[-3000:]
+    assert "1 worker(s) to train and 2 of the judge" in ran.stdout and "Judge: processes" in ran.stdout
+    added = [line["critic/rewards/mean"] - line["critic/score/mean"] for line in metrics_of(path)]
+    assert len(added) == 2 and all(0.1 / 6 <= more + 1e-6 < 0.1 for more in added)  # a tenth of 1 / length, at most 6
