@@ -12,7 +12,6 @@ from test_replacement import Crew
 
 from posttrain.controller.group import register
 from posttrain.controller.incidents import WorkerDied
-from posttrain.controller.pool import Finished
 from posttrain.protocol import DataProto
 from posttrain.rollout.base import Output
 from posttrain.rollout.generate import to_batch
@@ -112,13 +111,13 @@ def test_errors_are_those_of_their_rows(crew):
     assert scores.of(batch)[1] == [None, "no score", None, None]
 
 
-@pytest.mark.parametrize("done, workers", [(False, [0, 1, 0]), (True, [0, 0, 0])])
-def test_the_worker_with_the_fewest_groups_under_way_gets_the_next_one(crew, monkeypatch, done, workers):
+def test_the_worker_that_was_given_the_fewest_tokens_gets_the_next_group(crew):
     group, scores = crew
-    monkeypatch.setattr(Finished, "done", lambda self: done)
-    scores.expect(rows("u1", "u2", "u3"))
-    scores.feed([response(uid, sample) for uid in ("u1", "u2", "u3") for sample in range(2)], PROMPTS)
-    assert calls_of(group) == workers
+    scores.expect(rows("u1", "u2", "u3", "u4"))
+    long = Output(("u1", 0), [1] * 20, [0.0] * 20, "stop")
+    others = [response(uid, sample) for uid in ("u1", "u2", "u3", "u4") for sample in range(2)][1:]
+    scores.feed([long, *others], PROMPTS)
+    assert calls_of(group) == [0, 1, 1, 1]  # 26 tokens, and three times 8
 
 
 @pytest.mark.parametrize("early", [True, False])

@@ -62,6 +62,13 @@ class Apart(RayPPOTrainer):
     critic_class, reward_model_class, reference_class = Critic, Scorer, Reference
     seen: ClassVar[dict[str, list[tuple[int, int]]]] = {}
 
+    begun: ClassVar[list[int]] = []
+
+    def _score(self, batch: DataProto) -> DataProto:
+        if self.model_reward and self.model_reward.groups:  # groups that were sent while others were generated
+            Apart.begun.append(len(self.model_reward.groups._calls))
+        return super()._score(batch)
+
     def fit(self) -> Any:
         result = super().fit()
         groups = {"reward_model": self.rm_wg, "critic": self.critic_wg, "reference": self.groups.reference}
@@ -121,9 +128,10 @@ def check_same(one: Any, other: Any) -> None:
     ],
 )
 def test_roles_on_workers_of_their_own_give_the_numbers_of_one_process(light, settings, inside, training, pools):
-    name = f"apart {training} {sorted(pools.items())}"
+    name, Apart.begun = f"apart {training} {sorted(pools.items())}", []
     ended = light.free(name, (training, pools), settings, Apart)
     check_same(inside, ended)
+    assert Apart.begun == [4] * 3 * ("reward_model" in pools)
     of_role = {role: pids for role, pids in Apart.seen.items() if role in pools}
     processes = [pid for own in of_role.values() for pid, _ in own]
     assert len(set(processes)) == len(processes) == sum(pools.values()) - pools.get("rollout", 0)

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from posttrain.batch.compact import compact
+from posttrain.batch.compact import compact, lengths_of
 from posttrain.controller.group import Future
 from posttrain.controller.incidents import WorkerDied
 from posttrain.protocol import DataProto
@@ -68,6 +68,7 @@ class GroupScores:
         self.workers, self.pad_token_id, self.replace = workers, pad_token_id, replace
         self._expected: dict[Any, _Group] = {}
         self._calls: dict[Any, _Call] = {}
+        self._given: Counter[int] = Counter()  # tokens, by worker
 
     def expect(self, rows: DataProto) -> None:
         """Rows of whole groups whose responses will be fed."""
@@ -95,10 +96,11 @@ class GroupScores:
         return made
 
     def _begin(self, uid: Any, rows: DataProto) -> None:
-        """To the worker with the fewest groups under way; which one that is changes no score."""
+        """To the worker that was given the fewest tokens so far; which one that is changes no score."""
         sent = compact(rows.select(list(READ), [name for name in ("raw_prompt",) if name in rows.non_tensor_batch], []))
-        load = Counter(call.worker for call in self._calls.values() if not call.scores.done())
-        worker = min(range(self.workers.world_size), key=lambda number: load[number])
+        # Not the one with the fewest groups under way: to look at all calls for each group takes longer than they do.
+        worker = min(range(self.workers.world_size), key=lambda number: self._given[number])
+        self._given[worker] += int(sum(map(np.sum, lengths_of(sent))))
         self._calls[uid] = _Call(sent, worker, self.workers.compute_rm_score.on(worker, sent))
 
     def forget(self, uids: Iterable[Any]) -> None:
