@@ -7,7 +7,7 @@ import importlib.util
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -211,7 +211,8 @@ class TwoRanks:
 
 
 def test_routes_of_experts_go_from_rank_to_rank_by_reference(store):
-    batch, group, schedule = stored(), TwoRanks(), Schedule(prompts=2, epochs=1, shuffle=False, seed=0)
+    batch, schedule = stored(), Schedule(prompts=2, epochs=1, shuffle=False, seed=0)
+    group: Any = TwoRanks()
     recorded = with_routes(DataProto(), list(padded().non_tensor_batch[ROUTES]))
     later = stored()  # R2: recorded by the pass over old log-probs, in the store of the rank that made it
     later.non_tensor_batch[ROUTES] = keep_rows(recorded, batch).non_tensor_batch.column(ROUTES)
