@@ -186,8 +186,9 @@ def _workers(
         from posttrain.workers.roles import pick_device
 
     config = load_config(facts["config"]).config
-    # Recorded batches need no rollout workers.
-    config.actor_rollout_ref.rollout.n_workers = 0
+    # Recorded batches are complete: they need neither rollout, nor reference, nor reward model.
+    config.actor_rollout_ref.rollout.n_workers = config.actor_rollout_ref.ref.n_workers = 0
+    config.reward_model.n_workers = 0
     device = pick_device(config.trainer.device)
     prepare_torch(config.trainer, device)
     tokenizer = load_tokenizer(config.actor_rollout_ref.model)

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 from posttrain.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from posttrain.config.check import needs_reference
     from posttrain.config.environment import check_environment
     from posttrain.config.load import load_config
+    from posttrain.config.pools import needs_reference
     from posttrain.config.resolved import ConfigError, Problem, Resolved
     from posttrain.config.root import PPOConfig
 
@@ -24,9 +24,9 @@ __all__ = [
 ]
 __getattr__ = lazy_names(
     __name__,
-    check="needs_reference",
     environment="check_environment",
     load="load_config",
+    pools="needs_reference",
     resolved="ConfigError Problem Resolved",
     root="PPOConfig",
 )

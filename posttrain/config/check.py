@@ -9,13 +9,14 @@ from typing import Any
 from posttrain.algorithms.registry import ADV_ESTIMATORS, POLICY_LOSSES
 from posttrain.config.checked import Checked, Finding, check_choice, nearest_name
 from posttrain.config.choices import CRITIC_ESTIMATORS, GROUP_ESTIMATORS, LOGGERS, NOT_BUILT_VALUES, REJECTIONS
+from posttrain.config.pools import REFERENCE_WORKERS, ROLES, ROLLOUT_WORKERS, own_workers_of
 from posttrain.config.rollout import UNFILTERED
 from posttrain.config.schema import leaves, lookup
 from posttrain.config.trainer import (
     COLOCATED_WORKERS,
-    ROLLOUT_WORKERS,
     continues_responses,
     divisors_of_fewer_workers,
+    divisors_of_own_workers,
     divisors_of_workers,
     one_worker,
     rollout_workers_of,
@@ -26,12 +27,6 @@ from posttrain.config.values import split_hint
 _ACTOR, _MODEL, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.model", "actor_rollout_ref.rollout"
 _OVERSAMPLE = f"{_ROLLOUT}.oversample"
 _MINI, _BATCH = f"{_ACTOR}.ppo_mini_batch_size", "data.train_batch_size"
-
-
-def needs_reference(config: Any) -> bool:
-    """Whether a run needs the frozen reference policy: KL in the reward, or in the loss with a coefficient above 0."""
-    actor = config.actor_rollout_ref.actor
-    return config.algorithm.use_kl_in_reward or (actor.use_kl_loss and actor.kl_loss_coef != 0)
 
 
 def check_choices(checked: Checked) -> Iterator[Finding]:
@@ -315,6 +310,26 @@ def check_sizes(checked: Checked) -> Iterator[Finding]:
         yield checked.problem(what, f"set {key} to one of {fitting}, or another number of workers", key)
 
 
+def check_own_workers(checked: Checked) -> Iterator[Finding]:
+    """Roles that cannot have workers of their own in this run, and sizes that do not divide those."""
+    config, engine = checked.config, f"{_ACTOR}.strategy"
+    own = own_workers_of(config)
+    for role in own:
+        key = ROLES[role].key
+        if ROLES[role].shards and config.actor_rollout_ref.actor.strategy == "megatron":
+            what = f"`{key}={own[role]}` with {engine}=megatron, which cuts all models over the workers that train."
+            yield checked.problem(what, f"set {engine}=fsdp2, or {key}=0", key, engine)
+    if "reference" in own and config.actor_rollout_ref.model.lora_rank > 0:
+        key = REFERENCE_WORKERS
+        what = f"`{key}={own['reference']}` with adapters: the reference is the policy's own base, and takes no memory."
+        yield checked.problem(what, f"set {key}=0, or {_MODEL}.lora_rank=0", key, f"{_MODEL}.lora_rank")
+    for key, size, workers in divisors_of_own_workers(config):
+        if (count := lookup(config, workers)) % size:
+            what = f"`{key}={size}` does not divide the {count} worker(s) of {workers}."
+            fitting = ", ".join(str(one) for one in range(1, count + 1) if count % one == 0)
+            yield checked.problem(what, f"set {key} to one of {fitting}, or {workers} to a multiple", key, workers)
+
+
 def check_fewer_machines(checked: Checked) -> Iterator[Finding]:
     """A layout that the fewest machines of the run could not have."""
     key, trainer = "trainer.min_nnodes", checked.config.trainer
@@ -470,6 +485,7 @@ PPO_CHECKS = (
     _critic,
     _reward_model,
     _data,
+    check_own_workers,
     check_staleness,
     check_fp8_base,
     check_exact,

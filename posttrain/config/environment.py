@@ -12,8 +12,9 @@ from pathlib import Path
 from posttrain import cores
 from posttrain.config.checked import checks_of_packages
 from posttrain.config.choices import LOGGER_PACKAGES
+from posttrain.config.pools import ROLES, ROLLOUT_WORKERS, own_workers_of
 from posttrain.config.resolved import ConfigError, Problem, Resolved
-from posttrain.config.trainer import ROLLOUT_WORKERS, TORCHRUN, rollout_workers_of, runs_on_cpu, workers_of
+from posttrain.config.trainer import TORCHRUN, runs_on_cpu, workers_of
 from posttrain.cores import gpus_present
 
 WEIGHT_SYNC = "actor_rollout_ref.rollout.weight_sync"
@@ -60,20 +61,21 @@ def _module_exists(name: str, cwd: Path) -> bool:
 def _check_workers(resolved: Resolved, cwd: Path) -> Iterator[Problem]:
     key, nodes = "trainer.n_gpus_per_node", resolved.value("trainer.nnodes")
     on_cpu, present = runs_on_cpu(resolved.config), gpus_present()
-    generating = rollout_workers_of(resolved.config)
+    beside = {ROLES[role].key: workers for role, workers in own_workers_of(resolved.config).items()}
+    others = sum(beside.values())
     by_torchrun = resolved.where("trainer.nnodes") == TORCHRUN
     addresses = [os.environ.get(name) for name in ("RAY_ADDRESS", "RAY_HEAD_ADDRESS") if os.environ.get(name)]
     # A Ray that runs has its own machines; `auto` may start one here. What is free there is known when it is asked.
     named = any(address != "auto" for address in addresses)
-    several = nodes > 1 or (generating > 0 and not on_cpu)
+    several = nodes > 1 or (others > 0 and not on_cpu)
     in_cluster = (named or (several and bool(addresses))) and not by_torchrun
     most = cores.usable() if on_cpu else present
-    # Workers that only generate are spread evenly over the machines.
-    here, count = resolved.value(key) + math.ceil(generating / max(nodes, 1)), workers_of(resolved.config) + generating
+    # Workers of one role are spread evenly over the machines.
+    here, count = resolved.value(key) + math.ceil(others / max(nodes, 1)), workers_of(resolved.config) + others
     if here > max(most, 1) and not in_cluster:  # without any GPU the device is wrong, and reported
-        yield _too_many(resolved, key, generating, f"{most} CPU core(s)" if on_cpu else f"{present} GPU(s)", most)
+        yield _too_many(resolved, key, beside, f"{most} CPU core(s)" if on_cpu else f"{present} GPU(s)", most)
     elif (count > 1 or (named and not on_cpu and present == 0)) and importlib.util.find_spec("ray") is None:
-        several, none = (ROLLOUT_WORKERS, 0) if generating else (key, 1)
+        several, none = (next(iter(beside)), 0) if beside else (key, 1)
         asked = f"`{several}={resolved.value(several)}` asks for {count} workers"
         what = f"{asked}, which Ray starts; the package ray is not installed."
         yield Problem(what, resolved.where(several), f'pip install "posttrain[ray]", or set {several}={none}')
@@ -84,7 +86,7 @@ def _check_workers(resolved: Resolved, cwd: Path) -> Iterator[Problem]:
         what = f"`trainer.node_rank={resolved.node_rank}` joins machine 0, and `auto` does not say where that is."
         do = "set RAY_HEAD_ADDRESS=HOST:6379, as the command of machine 0 prints it"
         yield Problem(what, "environment variable RAY_HEAD_ADDRESS", do)
-    if generating and on_cpu and resolved.value(WEIGHT_SYNC) == "nccl":
+    if ROLLOUT_WORKERS in beside and on_cpu and resolved.value(WEIGHT_SYNC) == "nccl":
         what = f"`{WEIGHT_SYNC}=nccl` sends weights from GPU to GPU, but the run is on the CPU."
         yield Problem(what, resolved.where(WEIGHT_SYNC), f"set {WEIGHT_SYNC}=auto, ipc or gloo")
     if resolved.value("trainer.device") == "cuda" and present == 0 and not in_cluster:
@@ -97,12 +99,16 @@ def _check_workers(resolved: Resolved, cwd: Path) -> Iterator[Problem]:
         yield Problem(what, resolved.where("trainer.ray_init"), 'pip install "posttrain[cluster]"')
 
 
-def _too_many(resolved: Resolved, key: str, generating: int, present: str, most: int) -> Problem:
+def _too_many(resolved: Resolved, key: str, beside: dict[str, int], present: str, most: int) -> Problem:
     where, wanted, limit = resolved.where(key), resolved.value(key), max(most, 1)
-    if generating:
-        asked = f"`{ROLLOUT_WORKERS}={generating}` asks for so many workers beside the {wanted} that train (`{key}`)"
-        do = f"set both to {limit} or less together, or {ROLLOUT_WORKERS}=0: then the same workers do both"
-        return Problem(f"{asked}; this machine has {present}.", resolved.where(ROLLOUT_WORKERS), do)
+    if beside:
+        named = ", ".join(f"`{own}={count}`" for own, count in beside.items())
+        asked = f"{named} ask{'s' * (len(beside) == 1)} for so many workers beside the {wanted} that train (`{key}`)"
+        all_of_them = "both" if len(beside) == 1 else "them"
+        do = f"set {all_of_them} to {limit} or less together, or {', '.join(f'{own}=0' for own in beside)}: then the "
+        do += "same workers do both"
+        where = ", and ".join(dict.fromkeys(resolved.where(own) for own in beside))
+        return Problem(f"{asked}; this machine has {present}.", where, do)
     setting = "--nproc_per_node" if where == TORCHRUN else key
     what = f"`{key}={wanted}` asks for {wanted} workers; this machine has {present}."
     return Problem(what, where, f"set {setting} to {limit} or less")

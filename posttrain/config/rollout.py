@@ -258,6 +258,9 @@ class RewardModelConfig(Section):
 
     enable: bool = False
     """Load the model and let its scores be rewards."""
+    n_workers: int = setting(0, range=ZERO_OR_MORE, idle=".enable is False")
+    """Workers of its own, each with the whole model on a device of its own: they score groups while others are still
+    generated; 0: it is on the workers that train."""
     weight: float = 1.0
     """What the model's score is multiplied by."""
     function_weight: float | None = None

@@ -231,6 +231,9 @@ class ActorConfig(Section):
 class RefConfig(Section):
     """The frozen reference policy that KL is measured against."""
 
+    n_workers: int = setting(0, range=ZERO_OR_MORE)
+    """Workers of its own, over which it is cut as the actor is: they compute while the policy computes old log-probs;
+    0: it is on the workers that train."""
     fsdp_config: OffloadConfig = field(default_factory=OffloadConfig)
 
 
@@ -268,6 +271,9 @@ class CriticModelConfig(Section):
 class CriticConfig(Section):
     """The critic's update; built only under an estimator that needs values."""
 
+    n_workers: int = setting(0, range=ZERO_OR_MORE)
+    """Workers of its own, over which it is cut: values and updates are computed while the policy computes; 0: it is on
+    the workers that train."""
     ppo_mini_batch_size: int | None = setting(None, range=ONE_OR_MORE)
     """Prompts per optimizer step; null takes the actor's."""
     ppo_micro_batch_size_per_gpu: int | None = setting(None, range=ONE_OR_MORE)

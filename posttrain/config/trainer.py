@@ -10,7 +10,8 @@ from operator import attrgetter
 from typing import Any
 
 from posttrain.config.model import NO_ADAPTERS
-from posttrain.config.schema import Section, section
+from posttrain.config.pools import ROLES, own_workers_of
+from posttrain.config.schema import Section, lookup, section
 from posttrain.cores import gpus_present
 from posttrain.settings import (
     COUNT_OR_ALL,
@@ -87,7 +88,6 @@ class DataConfig(Section):
 _ACTOR = "actor_rollout_ref.actor"
 # The source of settings that torchrun decides.
 TORCHRUN = "torchrun"
-ROLLOUT_WORKERS = "actor_rollout_ref.rollout.n_workers"
 COLOCATED_WORKERS = "actor_rollout_ref.rollout.colocated_workers"
 ENGINE_SIZE = "actor_rollout_ref.rollout.tensor_model_parallel_size"
 SHARD_SIZES = (f"{_ACTOR}.fsdp_config.fsdp_size", "critic.fsdp_config.fsdp_size")
@@ -123,8 +123,7 @@ def continues_responses(trainer: Any) -> bool:
 
 def rollout_workers_of(config: Any) -> int:
     """Processes that only generate; 0 where those that train generate too."""
-    roles = getattr(config, "actor_rollout_ref", None)  # supervised runs have none
-    return roles.rollout.n_workers if roles else 0
+    return own_workers_of(config).get("rollout", 0)
 
 
 def generating_workers_of(config: Any) -> int:
@@ -136,11 +135,24 @@ def generating_workers_of(config: Any) -> int:
 def divisors_of_workers(config: Any) -> dict[str, int]:
     """By key, the sizes that must divide the number of workers that train: those of FSDP groups, of which a worker
     alone has none, and of sequence-parallel groups."""
-    shards, sequences = ("fsdp.fsdp_size",), ("fsdp.ulysses_sequence_parallel_size",)
-    if hasattr(config, "actor_rollout_ref"):
-        shards, sequences = SHARD_SIZES, SEQUENCE_SIZES
+    shards, sequences = SHARD_SIZES, SEQUENCE_SIZES
+    if not hasattr(config, "actor_rollout_ref"):
+        shards, sequences = ("fsdp.fsdp_size",), ("fsdp.ulysses_sequence_parallel_size",)
+    elif "critic" in own_workers_of(config):
+        shards, sequences = shards[:1], sequences[:1]
     keys = (*(() if one_worker(config) else shards), *sequences)
     return {key: size for key in keys if (size := attrgetter(key)(config)) >= 1}
+
+
+def divisors_of_own_workers(config: Any) -> list[tuple[str, int, str]]:
+    """(key, size, setting of the number of workers) of sizes that must divide a role's workers of its own."""
+    shared = {"critic": (SHARD_SIZES[1], SEQUENCE_SIZES[1]), "reference": (SHARD_SIZES[0], SEQUENCE_SIZES[0])}
+    found = []
+    for role, count in own_workers_of(config).items():
+        # One worker has nothing to cut its weights over.
+        keys = [key for key in shared.get(role, ()) if count > 1 or key in SEQUENCE_SIZES]
+        found += [(key, size, ROLES[role].key) for key in keys if (size := lookup(config, key)) >= 1]
+    return found
 
 
 def divisors_of_fewer_workers(config: Any) -> dict[str, int]:
@@ -169,7 +181,7 @@ def one_worker(config: Any) -> bool:
 
 def one_process(config: Any) -> bool:
     """Whether one process does everything."""
-    return one_worker(config) and not rollout_workers_of(config)
+    return one_worker(config) and not own_workers_of(config)
 
 
 def runs_on_cpu(config: Any) -> bool:
@@ -181,7 +193,10 @@ ON_CPU = Idle("the run is on the CPU", runs_on_cpu)
 DETERMINISTIC_ON_CPU = Idle("runs on the CPU are deterministic anyway", runs_on_cpu)
 WITHOUT_RAY = Idle("the run has one worker, which needs no Ray", one_process)
 ONE_MACHINE = Idle("the run has one machine", lambda config: config.trainer.nnodes == 1)
-UNSHARDED = Idle("the run has one worker, which holds the whole model", one_worker)
+UNSHARDED = Idle(
+    "the run has one worker, which holds the whole model",
+    lambda config: one_worker(config) and not any(ROLES[role].shards for role in own_workers_of(config)),
+)
 
 
 @section

@@ -46,7 +46,7 @@ class WorkerDied(UserError):
 
     what = "died"
     who = ""
-    worker = ""  # the rank's name where one alone was lost: `rank 0`, `rollout 1`
+    worker = ""  # the rank's name where one alone was lost: `rank 0`, `rollout 1`, `reward_model 0`
     incident: Incident | None = None  # what was known at that moment
     # Whether new workers would meet the same end. Then the run is not continued by itself.
     recurs = False
@@ -65,7 +65,13 @@ class NoRoom(UserError):
 
 
 # What lowers the memory of workers, of a role and of others.
-_SIZES = {"": "trainer.n_workers or the sizes of the batch", "rollout": "actor_rollout_ref.rollout.kv_cache_gb"}
+_SIZES = {
+    "": "trainer.n_workers or the sizes of the batch",
+    "rollout": "actor_rollout_ref.rollout.kv_cache_gb",
+    "reward_model": "reward_model.forward_max_token_len_per_gpu",
+    "critic": "critic.ppo_max_token_len_per_gpu",
+    "reference": "actor_rollout_ref.actor.ppo_max_token_len_per_gpu",
+}
 
 
 def facts_of(error: Exception) -> dict[str, str]:
@@ -81,11 +87,12 @@ def is_about_a_peer(error: Exception) -> bool:
     return talks or (isinstance(error, RuntimeError) and _TALK.search(str(error)) is not None)
 
 
-def death_of(error: Exception, who: str = "", *, rollout: bool = False, printed: str = "") -> WorkerDied:
-    """Ray's error in words: who it was, the likely cause, what to do. `printed` says where its output is."""
+def death_of(error: Exception, who: str = "", *, role: str = "rank", printed: str = "") -> WorkerDied:
+    """Ray's error in words: who it was, the likely cause, what to do. `role` is its role, where it has that one alone;
+    `printed` says where its output is."""
     text = str(error)
     facts = facts_of(error)
-    kind = "A rollout worker" if rollout else "A worker"
+    kind = "A worker" if role == "rank" else f"A {role.replace('_', ' ')} worker"
     who = who or (f"{kind} (process {facts['pid']} on {facts['ip']})" if {"pid", "ip"} <= facts.keys() else kind)
     if "creation task" in text:
         last = next((line for line in reversed(text.splitlines()) if line.strip()), "")
@@ -97,7 +104,7 @@ def death_of(error: Exception, who: str = "", *, rollout: bool = False, printed:
             f"{who} is lost: its machine no longer answers. It has gone down or was cut off from the network, or Ray "
             f"was ended there. {CONTINUES}"
         )
-    sizes = _SIZES["rollout" if rollout else ""]
+    sizes = _SIZES.get(role, _SIZES[""])
     if _MONITORS in text:
         cause = "Ray ended it because its machine ran low on memory"
         return _recurring(f"{who} died: {cause}. If it was memory, lower {sizes}.{printed} {CONTINUES}")

@@ -6,6 +6,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -82,32 +83,57 @@ def end_trace(profiler: torch.profiler.profile, path: Path | None) -> None:
     os.replace(partial, path)
 
 
-ROLLOUT = "rollout"  # the role that processes of its own may have
+ROLLOUT = "rollout"
+
+
+@dataclass(frozen=True)
+class RolePool:
+    """Processes of its own for one role. `setting` is what asks for them, for messages.
+
+    Each is a world of one rank, or all of them `together` are one. `team` neighbours are placed on one machine."""
+
+    role: str
+    workers: int
+    setting: str
+    together: bool = False
+    team: int = 1
+
+    @property
+    def title(self) -> str:
+        """`reward model`."""
+        return self.role.replace("_", " ")
+
+
+def role_of(name: str) -> str:
+    """The role of a worker of a pool, by its name: `rollout 1`; that of one that trains (`rank 1`) is `rank`."""
+    return name.rpartition(" ")[0]
 
 
 class Workers(ABC):
     """Makes worker groups; roles of one run share the processes of their ranks. Use `with`, or `close`."""
 
     world_size: int
-    # Further processes, for the role `rollout` alone; without them it is made on every rank, as the others are.
-    rollout_size: int = 0
     in_ray: bool = False
 
     @abstractmethod
     def create(self, role: str, worker: type, *arguments: Any, **named: Any) -> WorkerGroup:
-        """A worker of this class on every rank, made with these arguments."""
+        """A worker of this class in every process of the role, made with these arguments."""
 
-    def replace_rollout_workers(self) -> bool:
-        """From now on a rollout worker that is lost can be replaced while the others go on. False where not."""
+    def own_size(self, role: str) -> int:
+        """Processes that a role has for itself; 0 where it is made on every rank, as others are."""
+        return 0
+
+    def replace_alone(self, role: str) -> bool:
+        """From now on a lost worker of this role can be replaced while the others go on. False where not."""
         return False
 
-    def number_of_lost_rollout(self, death: WorkerDied) -> int:
-        """Which rollout worker was lost. Raises `death` if it was another worker, or if its machine is lost, too."""
+    def number_of_lost(self, role: str, death: WorkerDied) -> int:
+        """Which worker of the role was lost. Raises `death` if it was another one, or if its machine is lost, too."""
         raise death
 
-    def replace(self, number: int) -> None:
-        """Start a new process in the place of this rollout worker, with the roles that it had, without models yet."""
-        raise NotImplementedError(f"{type(self).__name__} has no processes for rollout alone")
+    def replace(self, role: str, number: int) -> None:
+        """Start a new process in the place of this worker of the role, without a model yet."""
+        raise NotImplementedError(f"{type(self).__name__} has no processes for one role alone")
 
     def spans(self) -> list[list[Any]]:
         """[method, when it began, its seconds, who] of the ranks' work since the last time; none where the caller's own
@@ -141,8 +167,8 @@ class Workers(ABC):
         """Where they are, for the user."""
 
     def places(self, generating: int = 0) -> list[str]:
-        """Sentences on which workers train and which generate: workers of their own, or the first `generating` of those
-        that train; none where all do both."""
+        """Sentences on which workers train and which have one role alone, such as rollout; `generating` says that the
+        first so many of those that train also generate. None where all do everything."""
         return []
 
     @abstractmethod
@@ -197,7 +223,8 @@ class LocalWorkerGroup(WorkerGroup):
     overlaps = False
 
     def __init__(self, worker: Any) -> None:
-        self.worker, self.worker_class, self.config = worker, type(worker), worker.config
+        self.worker, self.worker_class = worker, type(worker)
+        self.config = getattr(worker, "config", None)  # a worker of the user's own may keep none
 
     def _send(self, rank: int, name: str, arguments: tuple[Any, ...]) -> Future[Any]:
         return Finished(getattr(self.worker, name), *arguments)

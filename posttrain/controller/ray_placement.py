@@ -1,9 +1,9 @@
 """What a run takes of its Ray: reserved before any worker starts, and given back at the end.
 
-A pool of workers is a placement group. `training` has a bundle per machine (`trainer.nnodes`, all different), `rollout`
-a bundle per worker that only generates, or per team of workers that hold one engine. Ray schedules a group as a gang:
-it gets all of its bundles from what is free, or none. Groups belong to the driver's job. Ray removes them, and kills
-the workers in them, when the driver has ended, however it ended.
+A pool of workers is a placement group. `training` has a bundle per machine (`trainer.nnodes`, all different), that of a
+role with workers of its own a bundle per worker, or per team of workers that hold one engine. Ray schedules a group as
+a gang: it gets all of its bundles from what is free, or none. Groups belong to the driver's job. Ray removes them, and
+kills the workers in them, when the driver has ended, however it ended.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from posttrain import cores
 from posttrain.controller.incidents import NoRoom
+from posttrain.controller.pool import RolePool
 from posttrain.controller.ray_cluster import ITSELF, Machine
 
 QUIET_S = 3.0  # of waiting before the user reads about it: a group that fits is there within a second
@@ -84,11 +85,11 @@ def training_pool(device: str, machines: int, each: int, share: float = 1.0) -> 
     return Pool("training", _resource(device), machines, each, strategy, settings, share)
 
 
-def rollout_pool(device: str, workers: int, team: int = 1, share: float = 1.0) -> Pool:
+def role_pool(device: str, pool: RolePool, team: int, share: float = 1.0) -> Pool:
     # GPUs: on few machines, so that whole ones stay free for others. Cores: evenly, so that each worker has more.
     strategy = "PACK" if device == "cuda" else "SPREAD"
-    settings = f"actor_rollout_ref.rollout.n_workers={workers}"
-    return Pool("rollout", _resource(device), workers // team, team, strategy, settings, share)
+    settings = f"{pool.setting}={pool.workers}"
+    return Pool(pool.title, _resource(device), pool.workers // team, team, strategy, settings, share)
 
 
 def _resource(device: str) -> str:
@@ -96,7 +97,8 @@ def _resource(device: str) -> str:
 
 
 class Placement:
-    """Reserves what the workers of a run need: `training` and `rollout` hold a seat for each. `close` gives it back.
+    """Reserves what the workers of a run need: `training` holds a seat for each that trains, `own` by role one for each
+    worker of `pools`. `close` gives it back.
 
     Waits for at most `wait_s` seconds: machines may join, and other runs end. Then it raises NoRoom, which lists what
     was asked for, what is free and what has taken the rest.
@@ -107,31 +109,33 @@ class Placement:
         device: str,
         machines: int,
         each: int,
-        rollout: int = 0,
-        team: int = 1,
+        pools: Sequence[RolePool] = (),
         wait_s: float = 300.0,
         tell: Callable[[str], None] = print,
     ) -> None:
         self.groups: list[PlacementGroup] = []
         self._until, self._wait_s, self._tell = time.monotonic() + wait_s, wait_s, tell
         nodes, own = ray.nodes(), ray.get_runtime_context().get_node_id()
-        share = 1.0 if device == "cuda" else cpu_share(nodes, own, _held(), machines, each, rollout)
+        others = sum(pool.workers for pool in pools)
+        share = 1.0 if device == "cuda" else cpu_share(nodes, own, _held(), machines, each, others)
         largest = max((node["Resources"].get("GPU", 0) for node in nodes if node["Alive"]), default=0)
-        if device != "cuda" or 0 < largest < team:
-            team = 1  # no machine holds a whole team, or cores are shared: its workers are placed one by one
         try:
             # Ranks of one machine are neighbours: teams, FSDP groups and sequence-parallel groups talk over its bus.
-            training = self._seats(training_pool(device, machines, each, share), own)
+            found = {"": self._seats(training_pool(device, machines, each, share), own)}
             try:
-                generating = self._seats(rollout_pool(device, rollout, team, share), own) if rollout else []
+                for pool in pools:
+                    # No machine holds a whole team, or cores are shared: its workers are placed one by one.
+                    team = 1 if device != "cuda" or 0 < largest < pool.team else pool.team
+                    found[pool.role] = self._seats(role_pool(device, pool, team, share), own)
             except NoRoom as full:
                 full.machines = machines - 1  # one of those that train would have room for them
                 raise
         except BaseException:
             self.close()
             raise
-        seats = with_addresses([*training, *generating], own)
-        self.training, self.rollout = seats[: len(training)], seats[len(training) :]
+        seats = iter(with_addresses([seat for own_seats in found.values() for seat in own_seats], own))
+        self.own = {role: [next(seats) for _ in own_seats] for role, own_seats in found.items()}
+        self.training = self.own.pop("")
 
     def _seats(self, pool: Pool, own: str) -> list[Seat]:
         """A seat per worker of the pool, those on the driver's machine first."""
@@ -187,7 +191,7 @@ def with_addresses(seats: Sequence[Seat], own: str) -> list[Seat]:
 
 
 def cpu_share(
-    nodes: Sequence[Mapping[str, Any]], own: str, held: float, machines: int, each: int, rollout: int
+    nodes: Sequence[Mapping[str, Any]], own: str, held: float, machines: int, each: int, others: int
 ) -> float:
     """CPUs of Ray that a worker on the CPU takes: 1, or 1/2, 1/3, ... where there are fewer cores than workers, as on a
     laptop. `held` are the driver's, where it is a Ray actor: its workers may use them."""
@@ -201,7 +205,7 @@ def cpu_share(
     total = sum(present) + smallest * max(
         0, machines - len(present)
     )  # those that are still to come are like the others
-    parts = max(math.ceil(each / smallest), math.ceil((machines * each + rollout) / total), 1)
+    parts = max(math.ceil(each / smallest), math.ceil((machines * each + others) / total), 1)
     return math.floor(10_000 / parts) / 10_000  # Ray counts in such steps
 
 

@@ -1,4 +1,4 @@
-"""Workers in Ray actors: one process per rank that hosts every role; others beside them may host the rollout alone.
+"""Workers in Ray actors: one process per rank that hosts every role; others beside them may host one role alone.
 
 `RayFuture` is a call under way, `RayWorkerGroup` calls one role on every rank, `RayWorkers` starts them all.
 """
@@ -19,7 +19,7 @@ from ray.exceptions import RayError
 
 from posttrain.controller.group import Future, WorkerGroup
 from posttrain.controller.incidents import WorkerDied
-from posttrain.controller.pool import ROLLOUT, StagePeaks, Workers, as_metrics
+from posttrain.controller.pool import ROLLOUT, RolePool, StagePeaks, Workers, as_metrics, role_of
 from posttrain.controller.rank_host import RankHost, pack, size_of
 from posttrain.controller.ray_cluster import Machine, RayCluster, check_same_programs
 from posttrain.controller.ray_placement import Placement, Seat
@@ -72,7 +72,7 @@ class RayFuture(Future[Any]):
 
 
 class RayWorkerGroup(WorkerGroup):
-    """One role on every rank."""
+    """One role in every process of a pool."""
 
     overlaps = True
 
@@ -89,7 +89,7 @@ class RayWorkerGroup(WorkerGroup):
             self.watch.note_call(self.hosts[rank], f"{self.role}.{name}")
         if len(ranks) > 1 and size_of(parcel) > SHARED_BYTES:
             parcel = ray.put(parcel)  # one object, which Ray's store holds once per machine
-        if self.role == ROLLOUT and self.watch.replaces_rollout:
+        if self.role in self.watch.replaced_alone:
             calls = [self.hosts[rank].call_and_give.options(num_returns=2) for rank in ranks]
             return [self._future(*call.remote(self.role, name, parcel)) for call in calls]
         return [self._future(self.hosts[rank].call.remote(self.role, name, parcel)) for rank in ranks]
@@ -122,10 +122,9 @@ class RayWorkers(Workers):
     """`ranks` processes, each with a GPU or a share of its machine's cores, equally many on each machine.
 
     They live in a Ray that is started for them, or in `cluster`, which they leave running. Each calls `prepare` first.
-    `rollout` further processes only generate (disaggregated rollout). Each of these is a world of one rank, unless a
-    `team` of several holds one engine. Ray has `placement_s` seconds to find room for all. A process that is stopped
-    for longer than `stopped_s` seconds counts as lost, and so do all that neither answer nor compute for `hung_s`; the
-    last output of one that died is written to `logs`.
+    `pools` are further processes for one role each. Ray has `placement_s` seconds to find room for all. A process that
+    is stopped for longer than `stopped_s` seconds counts as lost, and so do all that neither answer nor compute for
+    `hung_s`; the last output of one that died is written to `logs`.
     """
 
     in_ray = True
@@ -139,8 +138,7 @@ class RayWorkers(Workers):
         machines: int = 1,
         tell: Callable[[str], None] = print,
         settings: Mapping[str, Any] | None = None,
-        rollout: int = 0,
-        team: int = 1,
+        pools: Sequence[RolePool] = (),
         placement_s: float = 300.0,
         stopped_s: float = 300.0,
         hung_s: float = math.inf,
@@ -149,35 +147,40 @@ class RayWorkers(Workers):
     ) -> None:
         self.watch = RankWatch(stopped_s, tell, logs, hung_s)
         self.world_size, self.prepare, self.machines, self.tell = ranks, prepare, machines, tell
-        self.hosts, self.rollout_hosts = [], []
+        self.hosts: list[Any] = []
+        self.own_hosts: dict[str, list[Any]] = {}  # by role
+        self._pools = {pool.role: pool for pool in pools}
         self._device, self._placement_s = device, placement_s
-        self._built: list[tuple[str, Any]] = []  # roles of the rollout workers, as they were made
+        self._built: dict[str, Any] = {}  # roles with processes of their own, as they were made
         self.placement: Placement | None = None
+        count = ranks + sum(pool.workers for pool in pools)
         self.cluster, self._shared = (
-            cluster or RayCluster(ranks + rollout, settings, machines, tell, shared),
+            cluster or RayCluster(count, settings, machines, tell, shared),
             cluster is not None,
         )
         try:
-            self._start(ranks, rollout, device, team, placement_s)
+            self._start(ranks, device, placement_s)
         except BaseException:
             self.close()
             raise
 
-    def _start(self, ranks: int, rollout: int, device: Any, team: int, placement_s: float) -> None:
+    def _start(self, ranks: int, device: Any, placement_s: float) -> None:
         if not self._shared:
             self.cluster.start()
         each = ranks // self.machines
-        self.placement = Placement(device.type, self.machines, each, rollout, team, placement_s, self.tell)
-        homes, rooms = self.placement.training, self.placement.rollout
-        self._rooms, seats = rooms, (*homes, *rooms)
+        pools = tuple(self._pools.values())
+        self.placement = Placement(device.type, self.machines, each, pools, placement_s, self.tell)
+        homes, self._seats = self.placement.training, self.placement.own
+        seats = [*homes, *(seat for own in self._seats.values() for seat in own)]
         # All processes of a machine share its cores: too many threads in each would slow all of them down.
         self._crowd = crowd = Counter(seat.machine.id for seat in seats)
         self.hosts = [self._host(rank, home, crowd[home.machine.id], device) for rank, home in enumerate(homes)]
-        # A rollout worker is a world of one rank: no collective can make it wait for another, or for training.
-        known = rollout if team > 1 else 1
-        self.rollout_hosts = [
-            self._host(number, room, crowd[room.machine.id], device, known) for number, room in enumerate(rooms)
-        ]
+        for pool in pools:
+            # Alone, a worker is a world of one rank: no collective can make it wait for another, or for training.
+            known, own = pool.workers if pool.together else 1, self._seats[pool.role]
+            self.own_hosts[pool.role] = [
+                self._host(number, seat, crowd[seat.machine.id], device, known) for number, seat in enumerate(own)
+            ]
         pairs = zip(self._names(), self._all_hosts(), seats, strict=True)
         self.watch.begin([Rank(name, host, seat.machine) for name, host, seat in pairs])
         if len(crowd) > 1:  # different versions would show as other numbers, or as a collective that never ends
@@ -185,13 +188,14 @@ class RayWorkers(Workers):
             check_same_programs(there, [seat.machine.address for seat in seats])
         # All ranks join at once: the rendezvous of torch.distributed returns when the last of them has come.
         joining = []
-        for hosts, first in ((self.hosts, homes), (self.rollout_hosts, rooms)):
-            address = self.watch.fetch(hosts[0].free_address.remote(first[0].machine.address)) if hosts else ""
+        worlds = [(self.hosts, homes), *((hosts, self._seats[role]) for role, hosts in self.own_hosts.items())]
+        for hosts, first in worlds:
+            address = self.watch.fetch(hosts[0].free_address.remote(first[0].machine.address))
             joining += [host.connect.remote(address, pack(self.prepare)) for host in hosts]
         self.watch.gather(joining)
 
     def _all_hosts(self) -> list[Any]:
-        return [*self.hosts, *self.rollout_hosts]
+        return [*self.hosts, *(host for hosts in self.own_hosts.values() for host in hosts)]
 
     def _host(self, rank: int, seat: Seat, crowd: int, device: Any, ranks: int | None = None) -> Any:
         """The process of a rank, in its seat; `crowd` processes share that machine's cores. It is one of `ranks` (all
@@ -203,48 +207,48 @@ class RayWorkers(Workers):
         threads, paths = max(1, seat.machine.cores // crowd), [folder for folder in sys.path if folder]
         return actor.remote(rank, ranks or self.world_size, str(device), threads, os.getcwd(), paths)
 
-    @property
-    def rollout_size(self) -> int:
-        return len(self.rollout_hosts)
+    def own_size(self, role: str) -> int:
+        return len(self.own_hosts.get(role, ()))
 
     def create(self, role: str, worker: type, *arguments: Any, **named: Any) -> WorkerGroup:
         parcel = pack((worker, arguments, named))
         config = next((value for value in arguments if hasattr(value, "trainer")), None)
-        hosts = self.rollout_hosts if role == ROLLOUT else self.hosts
-        if role == ROLLOUT:
-            self._built.append((role, parcel))
+        hosts = self.own_hosts.get(role, self.hosts)
+        if role in self.own_hosts:
+            self._built[role] = parcel
         self.watch.gather([host.build.remote(role, parcel) for host in hosts])
         return RayWorkerGroup(role, worker, config, hosts, self.watch)
 
-    def replace_rollout_workers(self) -> bool:
-        if not self.rollout_hosts:
+    def replace_alone(self, role: str) -> bool:
+        if role not in self.own_hosts:
             return False
-        # From now on responses that a worker has written outlive it, too: they are being scored, or trained on.
-        self.watch.replaces_rollout = True
+        # From now on what a worker has made outlives it, too: responses are being scored, or trained on.
+        self.watch.replaced_alone.add(role)
         return True
 
-    def number_of_lost_rollout(self, death: WorkerDied) -> int:
-        number = int(death.worker.split()[-1]) if self.watch.can_be_replaced(death) else None
-        if number is None or not self._is_alive(self._rooms[number].machine):
+    def number_of_lost(self, role: str, death: WorkerDied) -> int:
+        if not self.watch.can_be_replaced(death) or role_of(death.worker) != role:
+            raise death
+        number = int(death.worker.split()[-1])
+        if not self._is_alive(self._seats[role][number].machine):
             raise death
         return number
 
     def _is_alive(self, machine: Machine) -> bool:
         return any(node["Alive"] and node["NodeID"] == machine.id for node in ray.nodes())
 
-    def replace(self, number: int) -> None:
-        seat = self._rooms[number]
-        ray.kill(self.rollout_hosts[number])
+    def replace(self, role: str, number: int) -> None:
+        seat = self._seats[role][number]
+        ray.kill(self.own_hosts[role][number])
         host = self._host(number, seat, self._crowd[seat.machine.id], self._device, 1)
-        self.watch.replace(Rank(f"{ROLLOUT} {number}", host, seat.machine), self._placement_s)
-        self.rollout_hosts[number] = host  # the groups of its roles hold this very list
+        self.watch.replace(Rank(f"{role} {number}", host, seat.machine), self._placement_s)
+        self.own_hosts[role][number] = host  # the role's group holds this very list
         self.watch.fetch(host.connect.remote("", pack(self.prepare)))
-        for role, parcel in self._built:
-            self.watch.fetch(host.build.remote(role, parcel))
+        self.watch.fetch(host.build.remote(role, self._built[role]))
 
     def _names(self) -> list[str]:
         ranks = [f"rank {rank}" for rank in range(len(self.hosts))]
-        return [*ranks, *(f"{ROLLOUT} {number}" for number in range(len(self.rollout_hosts)))]
+        return [*ranks, *(f"{role} {number}" for role, own in self.own_hosts.items() for number in range(len(own)))]
 
     def spans(self) -> list[list[Any]]:
         asked = [host.take_spans.remote() for host in self._all_hosts()]
@@ -255,7 +259,7 @@ class RayWorkers(Workers):
         self.watch.gather_from_others([host.identity.remote() for host in self._all_hosts()], self.watch.fetch, None)
 
     def peaks(self) -> StagePeaks:
-        return RayPeaks(self.hosts, self.rollout_hosts, self.watch)
+        return RayPeaks(self.hosts, self.own_hosts, self.watch)
 
     def printed(self) -> Iterator[tuple[str, list[str], list[str] | None]]:
         own, lost = ray.get_runtime_context().get_node_id(), set()
@@ -287,14 +291,15 @@ class RayWorkers(Workers):
 
     def words(self) -> str:
         where = f" on {self.machines} machines" if self.machines > 1 else ""
-        count = self.world_size + self.rollout_size
-        return f"{count} processes{where} in Ray {ray.__version__}, {self.cluster.words()}"
+        return f"{len(self._all_hosts())} processes{where} in Ray {ray.__version__}, {self.cluster.words()}"
 
     def places(self, generating: int = 0) -> list[str]:
-        rollout = self.rollout_hosts or self.hosts[:generating]
-        if not rollout:
+        own = dict(self.own_hosts)
+        if generating:
+            own = {ROLLOUT: self.hosts[:generating], **own}
+        if not own:
             return []
-        pools = {"Training": self.hosts, "Rollout": rollout}
+        pools = {"Training": self.hosts, **{role.replace("_", " ").capitalize(): hosts for role, hosts in own.items()}}
         return [
             f"{name}: {places_words(self.watch.gather([host.place.remote() for host in hosts]))}."
             for name, hosts in pools.items()
@@ -339,21 +344,24 @@ def _cores(places: Sequence[Place]) -> str:
 
 
 class RayPeaks(StagePeaks):
-    """Of `hosts`, and of those that only generate under a name of their own. Nobody is waited for at the bounds of a
-    stage: a worker hears of them between the calls that it is asked for."""
+    """Of `hosts`, and of those that have one role alone under its name. Nobody is waited for at the bounds of a stage:
+    a worker hears of them between the calls that it is asked for."""
 
-    def __init__(self, hosts: Sequence[Any], rollout_hosts: Sequence[Any], watch: RankWatch) -> None:
-        self.hosts, self.rollout_hosts, self.watch = hosts, rollout_hosts, watch
+    def __init__(self, hosts: Sequence[Any], own: Mapping[str, Sequence[Any]], watch: RankWatch) -> None:
+        self.watch = watch
+        self._pools = {"perf/memory_gb": hosts, **{f"perf/{role}_memory_gb": pool for role, pool in own.items()}}
 
     def begin(self) -> None:
-        for host in (*self.hosts, *self.rollout_hosts):
-            host.begin_stage.remote()
+        for pool in self._pools.values():
+            for host in pool:
+                host.begin_stage.remote()
 
     def end(self, stage: str) -> None:
-        for host in (*self.hosts, *self.rollout_hosts):
-            host.end_stage.remote(stage)
+        for pool in self._pools.values():
+            for host in pool:
+                host.end_stage.remote(stage)
 
     def take(self) -> dict[str, float]:
-        asked = [[host.take_peaks.remote() for host in pool] for pool in (self.hosts, self.rollout_hosts)]
-        training, rollout = (self.watch.gather_from_others(refs, self.watch.fetch, {}) for refs in asked)
-        return as_metrics(training) | as_metrics(rollout, "perf/rollout_memory_gb")
+        asked = {name: [host.take_peaks.remote() for host in pool] for name, pool in self._pools.items()}
+        found = {name: self.watch.gather_from_others(refs, self.watch.fetch, {}) for name, refs in asked.items()}
+        return {name: value for own, peaks in found.items() for name, value in as_metrics(peaks, own).items()}

@@ -37,7 +37,7 @@ from posttrain.controller.incidents import (
     starting_states,
     state_of,
 )
-from posttrain.controller.pool import ROLLOUT
+from posttrain.controller.pool import role_of
 from posttrain.controller.rank_host import Failure, Identity, unpack
 from posttrain.controller.ray_cluster import ITSELF, Machine
 from posttrain.errors import first_line
@@ -83,7 +83,9 @@ class Rank:
 
     @property
     def who(self) -> str:
-        name = self.name.replace(ROLLOUT, "Rollout worker").replace("rank", "Rank")
+        role, number = role_of(self.name), self.name.rpartition(" ")[2]
+        kind = "Rank" if role == "rank" else f"{role.replace('_', ' ').capitalize()} worker"
+        name = f"{kind} {number}"
         if self.identity is None:
             return f"{name} (on {self.machine.address})"
         address = "" if self.machine.address == ITSELF else f", {self.machine.address}"
@@ -117,9 +119,9 @@ class RankWatch:
         self.stalls = StallWatch(limit_s, tell, hung_s=hung_s)
         self._observers: dict[str, tuple[Any, _Asked]] = {}
         self._own_node = ""
-        # Whether rollout workers are replaced one by one: then one that stands still is ended, and the others go on.
-        self.replaces_rollout = False
-        self._lost: dict[str, WorkerDied] = {}  # by name, rollout workers that are to be replaced
+        # Roles whose workers are replaced one by one: one that stands still is ended, and the others go on.
+        self.replaced_alone: set[str] = set()
+        self._lost: dict[str, WorkerDied] = {}  # by name, workers that are to be replaced
 
     def begin(self, ranks: Sequence[Rank]) -> None:
         """Get to know these ranks, as soon as their processes are there."""
@@ -154,8 +156,8 @@ class RankWatch:
             rank.identity = found
 
     def can_be_replaced(self, death: WorkerDied) -> bool:
-        """Whether one rollout worker was lost, and the others may go on while it is replaced."""
-        return self.replaces_rollout and death.worker.startswith(ROLLOUT)
+        """Whether one worker was lost, and the others may go on while it is replaced."""
+        return role_of(death.worker) in self.replaced_alone
 
     def end(self) -> None:
         """The ranks are ended on purpose."""
@@ -178,7 +180,7 @@ class RankWatch:
     # -- waiting ------------------------------------------------------------------------------------------------------
     def wait(self, refs: Sequence[Any], until: float = math.inf) -> tuple[list[Any], list[Any]]:
         """(one that is ready, the others); none is ready where that takes longer than `until`. Raises WorkerStopped
-        where a rank is stopped for too long, and WorkersHung where none goes on; rollout workers that can be replaced
+        where a rank is stopped for too long, and WorkersHung where none goes on; workers that can be replaced alone
         are ended instead."""
         while True:
             # Never without a timeout: a stopped process neither answers nor fails, and is only seen by looking at it.
@@ -196,10 +198,10 @@ class RankWatch:
                 return ready, waiting
 
     def _end_to_replace(self, lost: WorkerDied) -> bool:
-        """End the workers that stand still, if all of them are rollout workers. Calls to them fail from then on, and
+        """End the workers that stand still, if all of them can be replaced alone. Calls to them fail from then on, and
         the first caller whose call fails has the worker replaced."""
         standing = [rank for rank in self.ranks if rank.who in lost.who]
-        if not self.replaces_rollout or not all(rank.name.startswith(ROLLOUT) for rank in standing):
+        if not all(role_of(rank.name) in self.replaced_alone for rank in standing):
             return False
         for rank in standing:
             own = type(lost)(*lost.args)
@@ -235,7 +237,7 @@ class RankWatch:
         return [found[ref] for ref in refs]
 
     def gather_from_others(self, refs: Sequence[Any], read: Callable[[Any], Any], missing: Any) -> list[Any]:
-        """As `gather`; `missing` stands for the answer of a rollout worker that is lost and will be replaced."""
+        """As `gather`; `missing` stands for the answer of a worker that is lost and will be replaced."""
 
         def read_or_miss(ref: Any) -> Any:
             try:
@@ -329,7 +331,7 @@ class RankWatch:
             death.incident = self._describe("")
             return death
         lines = self._printed(rank)
-        death = death_of(error, rank.who, rollout=rank.name.startswith(ROLLOUT), printed=self._keep(rank, lines))
+        death = death_of(error, rank.who, role=role_of(rank.name), printed=self._keep(rank, lines))
         death.who, death.worker, death.incident = rank.who, rank.name, self._describe(rank.who, lines)
         if self.can_be_replaced(death):
             self._lost[rank.name] = death  # noticed by several calls, and reported once

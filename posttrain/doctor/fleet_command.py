@@ -10,8 +10,9 @@ from typing import Any
 
 from posttrain.algorithms import get_adv_estimator
 from posttrain.config import ConfigError, PPOConfig, Resolved, load_config, needs_reference
+from posttrain.config.pools import ROLES, ROLLOUT_WORKERS, own_workers_of
 from posttrain.config.schema import lookup
-from posttrain.config.trainer import ROLLOUT_WORKERS, SEQUENCE_SIZES, SHARD_SIZES
+from posttrain.config.trainer import SEQUENCE_SIZES, SHARD_SIZES
 from posttrain.config.trees import PPO
 from posttrain.errors import UserError, first_line
 from posttrain.planning.budgets import planner_for
@@ -128,6 +129,11 @@ def _check_planned(config: PPOConfig) -> None:
         raise UserError(f"{ENGINE}={engine} is not planned over many GPUs: its speed was not measured; set {known}")
     if (dtype := config.actor_rollout_ref.model.dtype) in ("float32", "float64"):
         raise UserError(f"{DTYPE}={dtype} is not planned over many GPUs: rates are those of bfloat16; remove it")
+    for role, workers in own_workers_of(config).items():
+        if (key := ROLES[role].key) != ROLLOUT_WORKERS:
+            raise UserError(
+                f"{key}={workers} is not planned over many GPUs: all roles are on those that train; remove it"
+            )
     for key in (*SHARD_SIZES, *SEQUENCE_SIZES):
         if (size := lookup(config, key)) != (whole := -1 if key in SHARD_SIZES else 1):
             raise UserError(f"{key}={size} is not planned over many GPUs; remove it, or set {key}={whole}")

@@ -9,6 +9,7 @@ from typing import Any
 from posttrain.algorithms import get_adv_estimator
 from posttrain.config import PPOConfig, Resolved, load_config
 from posttrain.config.environment import check_environment
+from posttrain.config.pools import own_workers_of
 from posttrain.config.resolved import ConfigError
 from posttrain.config.schema import Section, lookup
 from posttrain.config.trainer import workers_of
@@ -34,6 +35,7 @@ from posttrain.planning.memory_plan import (
     find_remedies,
     shown,
 )
+from posttrain.planning.rl import STAGES_APART
 from posttrain.planning.supervised import ROLE
 from posttrain.rollout.engine_kwargs import check_on_any_machine
 from posttrain.rollout.engines import check_engine_name
@@ -110,13 +112,14 @@ def _check_as_the_run_does(resolved: Resolved, device: Device, planner: Planner)
     estimator = get_adv_estimator(config.algorithm.adv_estimator)
     if estimator.needs_critic:
         layout, packed = layout_of(config, RL_KEYS, "critic"), config.critic.model.use_remove_padding
-        planner.count(config, device, "critic", partial(_check_model, config, layout, packed))
+        workers = own_workers_of(config).get("critic")
+        planner.count(config, device, "critic", partial(_check_model, config, layout, packed, workers=workers))
     if estimator.compares_group:
         check_group_size(config, resolved.explicit)
 
 
-def _check_model(config: Any, layout: EngineLayout, packed: bool, module: Any) -> None:
-    engine_class(layout).check_model(module.config, layout, ranks=workers_of(config), packed=packed)
+def _check_model(config: Any, layout: EngineLayout, packed: bool, module: Any, *, workers: int | None = None) -> None:
+    engine_class(layout).check_model(module.config, layout, ranks=workers or workers_of(config), packed=packed)
 
 
 class _ActorChecks:
@@ -181,8 +184,11 @@ def _head(config: Any, plan: Plan) -> list[str]:
     keys = RL_KEYS if isinstance(config, PPOConfig) else SUPERVISED
     if note := train_engine(lookup(config, keys.strategy), keys).plan_note:
         lines.append(note)
-    if generating := getattr(shape, "generating", 0):
-        lines.append(f"The column generate is of each of the {generating} worker(s) that only generate.")
+    for role, workers in own_workers_of(config).items():
+        columns = [stage for stage, owner in STAGES_APART.items() if owner == role and stage in plan.stages]
+        named = f"column {columns[0]} is" if len(columns) == 1 else f"columns {', '.join(columns)} are"
+        whose = "that only generate" if role == "rollout" else f"of the {role.replace('_', ' ')}"
+        lines.append(f"The {named} of each of the {workers} worker(s) {whose}.")
     return lines
 
 

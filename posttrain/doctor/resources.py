@@ -16,7 +16,8 @@ from typing import Any
 
 from posttrain import cores
 from posttrain.config.environment import missing_packages
-from posttrain.config.trainer import rollout_workers_of, workers_of
+from posttrain.config.pools import own_workers_of
+from posttrain.config.trainer import workers_of
 from posttrain.doctor.case import Case
 from posttrain.doctor.report import ERROR, NOTE, WARNING, Finding
 from posttrain.errors import UserError
@@ -118,7 +119,7 @@ def _disk(case: Case) -> Iterator[Finding]:
 
 def _ports(case: Case) -> Iterator[Finding]:
     # Workers meet on a port that the system chooses, so any free one will do.
-    workers = workers_of(case.config) + rollout_workers_of(case.config)
+    workers = workers_of(case.config) + sum(own_workers_of(case.config).values())
     if workers == 1:
         case.report.fact(AREA, "One worker: no port and no Ray is needed.")
         return

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from posttrain.algorithms import get_adv_estimator
+from posttrain.config.pools import own_workers_of
 from posttrain.config.root import PPOConfig
 from posttrain.config.schema import Section, assign, lookup
 from posttrain.engine.facts import joining_cost
@@ -85,9 +86,15 @@ def _budgets(config: Any) -> list[tuple[Sequence[str], Sequence[str]]]:
         return [(("data.max_token_len_per_gpu",), ("validation", "update"))]
     actor, critic = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu", "critic.ppo_max_token_len_per_gpu"
     if not get_adv_estimator(config.algorithm.adv_estimator).needs_critic:
-        return [((actor,), ("log-probs", "update"))]
+        return [((actor,), ("log-probs", "ref", "update"))]
+    if "critic" in own_workers_of(config):
+        return [((actor,), ("log-probs", "ref", "update")), ((critic,), ("values", "critic update"))]
     # Both models score in log-probs, so that its budgets are lowered together, after each fits its own update.
-    return [((actor,), ("update",)), ((critic,), ("critic update",)), ((actor, critic), ("log-probs",))]
+    return [
+        ((actor,), ("ref", "update")),
+        ((critic,), ("critic update",)),
+        ((actor, critic), ("log-probs",)),
+    ]
 
 
 def _lower(config: Section, keys: Sequence[str], stages: Sequence[str], device: Device, planner: Planner) -> str:

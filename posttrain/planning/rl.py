@@ -7,7 +7,7 @@ allow at once.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 
 from posttrain.algorithms import get_adv_estimator
 from posttrain.config import PPOConfig, needs_reference
+from posttrain.config.pools import ROLES, own_workers_of
 from posttrain.config.trainer import generating_workers_of, rollout_workers_of, workers_of
 from posttrain.engine.facts import joining_cost
 from posttrain.kernels.decode import BLOCK
@@ -42,6 +43,15 @@ from posttrain.rollout.outside import allowed_cache
 
 CAPTURED = "captured steps"
 OF_THE_ROLLOUT = ("rollout weights", "KV cache", CAPTURED)
+# Stages of roles that have workers of their own -> the role; "values" and "ref" are parts of "log-probs" otherwise.
+STAGES_APART = {
+    "generate": "rollout",
+    "reward model": "reward_model",
+    "ref": "reference",
+    "values": "critic",
+    "critic update": "critic",
+    "critic step": "critic",
+}
 
 
 @dataclass(frozen=True)
@@ -58,10 +68,10 @@ class Shape:
     generating: int = 0  # workers that only generate; 0 where the others do
 
     @classmethod
-    def of(cls, config: PPOConfig, together: int = 1) -> Shape:
-        """`together` workers compute the same rows."""
+    def of(cls, config: PPOConfig, together: int = 1, workers: int | None = None) -> Shape:
+        """`together` workers compute the same rows; `workers` are those of a role that has its own."""
         data, rollout = config.data, config.actor_rollout_ref.rollout
-        workers, generating = workers_of(config), rollout_workers_of(config)
+        workers, generating = workers or workers_of(config), rollout_workers_of(config)
         copies = max(1, workers // together)
         mini = min(config.actor_rollout_ref.actor.ppo_mini_batch_size, data.train_batch_size)
         batch_rows = math.ceil(data.train_batch_size * rollout.n / copies)
@@ -132,33 +142,43 @@ class RLPlanner(Planner):
     always_named = (f"{_ROLLOUT}.gpu_memory_utilization", f"{_ROLLOUT}.n", f"{_MODEL}.enable_gradient_checkpointing")
 
     def plan(self, config: PPOConfig, device: Device) -> Plan:
-        run = _Run(config, device, self)
+        run, own = _Run(config, device, self), own_workers_of(config)
+        # Of a role with workers of its own the sizes of its passes, and its share of a model, follow from their number.
+        apart = {role: _Run(config, device, self, workers) for role, workers in own.items() if role != "rollout"}
         plan = Plan(device, run.shape)
         critic = get_adv_estimator(config.algorithm.adv_estimator).needs_critic
         roles = {"actor": config.actor_rollout_ref.actor} | ({"critic": config.critic} if critic else {})
-        held = {role: run.held(role) for role in roles}
-        plan.saved = sum(3 * one.gradients for one in held.values())
+        held = {role: apart.get(role, run).held(role) for role in roles}
+        saved = [3 * one.gradients for one in held.values()]
+        plan.saved = max(saved) if "critic" in apart else sum(saved)
         whole = run.count("actor", ModelBytes.of)
         plan.stages["load"] = {}
         plan.stages["generate"] = run.generate(whole)
         if config.reward_model.enable:
-            plan.stages["reward model"] = {"temporary tensors": run.reward_model_peak()}
-        scoring = max(run.log_probs_peak(role, settings) for role, settings in roles.items())
+            peak = apart.get("reward_model", run).reward_model_peak()
+            plan.stages["reward model"] = {"temporary tensors": peak}
+        scoring = max(run.log_probs_peak(role, settings) for role, settings in roles.items() if role not in apart)
         plan.stages["log-probs"] = {"temporary tensors": scoring}
+        if "reference" in apart:
+            peak = apart["reference"].log_probs_peak("actor", roles["actor"])
+            plan.stages["ref"] = {"temporary tensors": peak}
+        if "critic" in apart:
+            plan.stages["values"] = {"temporary tensors": apart["critic"].log_probs_peak("critic", roles["critic"])}
         for role in reversed(roles):  # the critic is updated first
             prefix = "" if role == "actor" else "critic "
-            plan.stages[f"{prefix}update"] = run.update(role, roles[role], held[role])
+            plan.stages[f"{prefix}update"] = apart.get(role, run).update(role, roles[role], held[role])
             plan.stages[f"{prefix}step"] = step_parts(role, device, held[role])
         if (copies := run.fp8_base()) > 0:
             place(plan, "actor fp8 copies", copies, None)
         _keep_while_asleep(plan, config.actor_rollout_ref.rollout.name, run.fp8_copies())
         _add_unpacked(plan, {role: run.count(role, counting.unpacked_bytes) for role in roles})
-        self._place_models(plan, run, roles, held)
+        self._place_models(plan, apart.get("reference", run), roles, held)
         joined = 0 if run.sizes else run.count("actor", counting.joined_bytes) - whole.masters
         _plan_loading(plan, held, max(0, joined))
+        _separate_devices(plan, own)
         if run.shape.generating:
             size = config.actor_rollout_ref.rollout.tensor_model_parallel_size
-            _separate_devices(plan, math.ceil(whole.weights / size))
+            plan.stages["generate"]["rollout weights"] += math.ceil(whole.weights / size)
         add_workspaces(plan)
         return plan
 
@@ -169,7 +189,7 @@ class RLPlanner(Planner):
             offload = settings.fsdp_config
             # The actor's weights are used in every stage: they generate, score and are updated.
             moves = offload.param_offload and role == "critic"
-            own = ("log-probs", "critic update", "critic step") if role == "critic" else ("update", "step")
+            own = ("log-probs", "values", "critic update", "critic step") if role == "critic" else ("update", "step")
             place(plan, f"{role} weights", held[role].weights, own if moves else None)
             place(plan, f"{role} optimizer", held[role].optimizer, own[-2:] if offload.optimizer_offload else None)
         config = run.config
@@ -177,10 +197,10 @@ class RLPlanner(Planner):
         if needs_reference(config) and config.actor_rollout_ref.model.lora_rank == 0:
             moves = config.actor_rollout_ref.ref.fsdp_config.param_offload
             weights = run.held("reference").weights
-            place(plan, "reference weights", weights, ("log-probs",) if moves else None)
+            place(plan, "reference weights", weights, ("log-probs", "ref") if moves else None)
         if config.reward_model.enable:
             moves = config.reward_model.fsdp_config.param_offload
-            weights = run.count("reward model", ModelBytes.of).over(run.shape.workers).weights
+            weights = run.count("reward model", ModelBytes.of).weights  # every worker holds all of them
             place(plan, "reward model weights", weights, ("reward model",) if moves else None)
 
     def plan_generation(self, config: PPOConfig, device: Device) -> Plan:
@@ -213,11 +233,12 @@ class RLPlanner(Planner):
 class _Run:
     """One configuration on one device: the bytes of its largest passes."""
 
-    def __init__(self, config: PPOConfig, device: Device, planner: RLPlanner) -> None:
+    def __init__(self, config: PPOConfig, device: Device, planner: RLPlanner, workers: int | None = None) -> None:
+        """On the workers that train, or on so many `workers` of a role's own."""
         self.config, self.device, self.planner = config, device, planner
         self.rollout = config.actor_rollout_ref.rollout
         self.sizes = planner.cuts(config, "actor")
-        self.shape = Shape.of(config, self.sizes.together if self.sizes else 1)
+        self.shape = Shape.of(config, self.sizes.together if self.sizes else 1, workers)
 
     def count(self, role: str, what: Callable[..., Any], *args: Any) -> Any:
         return self.planner.count(self.config, self.device, role, what, *args)
@@ -372,13 +393,21 @@ class _Run:
         return backward_parts(role, counted, held, device, single=rows == shape.mini_rows, workers=shape.workers)
 
 
-def _separate_devices(plan: Plan, weights: int) -> None:
-    """Disaggregated rollout: the stage `generate` is of a rollout worker's device, all others of a trainer's."""
+def _separate_devices(plan: Plan, own: Mapping[str, int]) -> None:
+    """A stage of a role with workers of its own is of their device, and has the parts of that role; all others are of
+    the device of a worker that trains."""
     for name, parts in plan.stages.items():
-        for part in [part for part in parts if (part in OF_THE_ROLLOUT) != (name == "generate")]:
-            if part != "temporary tensors":
+        here = STAGES_APART.get(name)
+        for part in [part for part in parts if part != "temporary tensors"]:
+            there = _role_of_part(part)
+            if (here if here in own else None) != (there if there in own else None):
                 del parts[part]
-    plan.stages["generate"]["rollout weights"] += weights
+
+
+def _role_of_part(part: str) -> str:
+    if part in OF_THE_ROLLOUT:
+        return "rollout"
+    return next((role for role in ROLES if part.startswith(role.replace("_", " "))), "")
 
 
 def _plan_loading(plan: Plan, held: dict[str, ModelBytes], joined: int) -> None:
@@ -392,7 +421,8 @@ def _plan_loading(plan: Plan, held: dict[str, ModelBytes], joined: int) -> None:
 
 def _add_unpacked(plan: Plan, by_role: dict[str, int]) -> None:
     # A pass over a 4-bit base holds one of its matrices unpacked at a time.
-    users = {"generate": ["actor"], "log-probs": list(by_role), "update": ["actor"], "critic update": ["critic"]}
+    users = {"generate": ["actor"], "log-probs": list(by_role), "update": ["actor"]}
+    users |= {"critic update": ["critic"], "values": ["critic"]}
     for name in plan.stages.keys() & users.keys():
         plan.stages[name]["temporary tensors"] += max(by_role[role] for role in users[name])
 

@@ -4,7 +4,8 @@ A class lists the methods of its role's workers; types, dispatch and documentati
 methods. A method of a worker class of the user's own is called in the same way, without types.
 
 Policy and rollout may share their workers (`ColocatedGroup`) or have workers of their own (`DisaggregatedGroup`); the
-loop calls both in the same way. `WeightCarrier` moves weights from the workers that train to those that generate.
+loop calls both in the same way. Calls for the reference go to its own workers, where it has any. `WeightCarrier` moves
+weights from the workers that train to those that generate.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from posttrain.workers.fsdp_workers import (
     RewardModelWorker,
     RolloutWorker,
 )
-from posttrain.workers.policy import PolicyCalls, ReferenceCalls, compare_scores
+from posttrain.workers.policy import PolicyCalls, ReferenceCalls, ReferenceWorker, compare_scores
 from posttrain.workers.rollout import RolloutCalls
 from posttrain.workers.weight_transport import Route, route_for
 
@@ -55,6 +56,13 @@ class CriticGroup(RoleGroup):
     update_critic = CriticWorker.update_critic
 
 
+class ReferenceGroup(RoleGroup):
+    """The reference on workers of its own."""
+
+    init_model = ReferenceWorker.init_model
+    compute_ref_log_prob = ReferenceWorker.compute_ref_log_prob
+
+
 class RewardModelGroup(RoleGroup):
     """The reward model."""
 
@@ -65,15 +73,19 @@ class RewardModelGroup(RoleGroup):
 
 
 class ColocatedGroup(RoleGroup, PolicyCalls, ReferenceCalls, RolloutCalls):
-    """Policy and reference on all workers, rollout on all or on the first of them."""
+    """Policy and reference on all workers, rollout on all or on the first of them. `reference` has workers of its
+    own."""
 
-    def __init__(self, group: WorkerGroup) -> None:
+    def __init__(self, group: WorkerGroup, reference: ReferenceGroup | None = None) -> None:
         super().__init__(group)
+        self.reference = reference
         colocated = group.config.actor_rollout_ref.rollout.colocated_workers
         self.rollout = RolloutGroup(FirstRanks(group, colocated) if colocated else group)
 
     def group_of(self, name: str) -> WorkerGroup:
         """A method of the rollout is called where there is an engine."""
+        if self.reference is not None and hasattr(ReferenceCalls, name):
+            return self.reference.group
         return self.rollout.group if hasattr(RolloutCalls, name) else self.group
 
     init_model = ActorRolloutRefWorker.init_model
@@ -148,17 +160,26 @@ class WeightCarrier:
 
 
 class DisaggregatedGroup(RoleGroup, PolicyCalls, ReferenceCalls, RolloutCalls):
-    """Policy and reference on the workers of `training`, rollout on others."""
+    """Policy and reference on the workers of `training`, rollout on others; `reference` has workers of its own."""
 
-    def __init__(self, training: PolicyGroup, rollout: RolloutGroup, rounding: torch.dtype | None = None) -> None:
+    def __init__(
+        self,
+        training: PolicyGroup,
+        rollout: RolloutGroup,
+        rounding: torch.dtype | None = None,
+        reference: ReferenceGroup | None = None,
+    ) -> None:
         """`rounding` is the type of the engine's products, where that is not the model's own."""
         super().__init__(training.group)
+        self.reference = reference
         self.rounding = rounding
         self.training, self.rollout = training, rollout
         self.carrier = WeightCarrier(training, rollout)
 
     def group_of(self, name: str) -> WorkerGroup:
         """A method of the workers that have it."""
+        if self.reference is not None and hasattr(ReferenceCalls, name):
+            return self.reference.group
         try:
             self.training.group.marked(name)
         except AttributeError:

@@ -6,10 +6,12 @@ import sys
 import pytest
 
 from posttrain.config import ConfigError, load_config
-from posttrain.config.trainer import generating_workers_of, workers_of
+from posttrain.config.pools import own_workers_of
+from posttrain.config.trainer import generating_workers_of, one_process, workers_of
 from posttrain.config.trees import PPO, SFT
 
 STRATEGY = "actor_rollout_ref.actor.strategy"
+SIZES = ("fsdp_config.fsdp_size", "ulysses_sequence_parallel_size")
 
 
 def test_fsdp_and_fsdp2_are_one_engine_and_deepspeed_names_fsdp2(load, problems):
@@ -162,6 +164,51 @@ def test_more_workers_in_both_pools_than_there_are_devices_are_refused(problems,
     said = problems(*two, f"{ROLLOUT}.n_workers=2", environment=True)
     assert "n_workers=2` asks for so many workers beside the 2 that train" in said and "3 CPU core(s)" in said
     assert f"{ROLLOUT}.n_workers=0: then the same workers do both" in said
+
+
+OWN = {
+    "reward_model.n_workers": ["reward_model.enable=True", "reward_model.model.path=m"],
+    "critic.n_workers": ["algorithm.adv_estimator=gae"],
+    "actor_rollout_ref.ref.n_workers": ["actor_rollout_ref.actor.use_kl_loss=True"],
+}
+
+
+@pytest.mark.parametrize("key", list(OWN))
+def test_a_role_has_workers_of_its_own_where_the_run_has_the_role(load, problems, monkeypatch, key):
+    resolved = load(f"{key}=2", *OWN[key])
+    assert list(own_workers_of(resolved.config).values()) == [2] and not one_process(resolved.config)
+    assert not any(key in note for note in resolved.notes)
+    assert key in problems(f"{key}=-1", *OWN[key])
+    grpo = ["algorithm.adv_estimator=grpo", f"{key}=2"]
+    assert not own_workers_of(load(*grpo).config) and one_process(load(*grpo).config)
+    assert any(key in note for note in load(*grpo).notes)  # that it has no effect
+    monkeypatch.setattr("posttrain.cores.usable", lambda: 2)
+    said = problems(f"{key}=2", *OWN[key], "trainer.device=cpu", environment=True)
+    assert f"`{key}=2` asks for so many workers beside the 1 that train" in said and f"{key}=0" in said
+
+
+def test_what_is_cut_over_workers_of_its_own_is_cut_by_their_number(load, problems):
+    critic, reference = (["trainer.n_workers=4", f"{key}=3", *OWN[key]] for key in list(OWN)[1:])
+    assert load(*critic, "critic.fsdp_config.fsdp_size=3")
+    assert "fsdp_size=2` does not divide the 3 worker(s) of critic" in problems(
+        *critic, "critic.fsdp_config.fsdp_size=2"
+    )
+    shards, sequences = (f"{STRATEGY.rpartition('.')[0]}.{name}=2" for name in SIZES)
+    for size in (shards, sequences):
+        assert f"{size}` does not divide the 3 worker(s) of actor_rollout_ref.ref" in problems(*reference, size)
+    assert load(*reference[:1], reference[1].replace("3", "2"), *reference[2:], shards, sequences)
+
+
+@pytest.mark.parametrize("key", list(OWN)[1:])
+def test_megatron_cuts_all_models_over_the_workers_that_train(problems, key):
+    said = problems(f"{STRATEGY}=megatron", "trainer.n_workers=2", f"{key}=1", *OWN[key])
+    assert f"`{key}=1` with {STRATEGY}=megatron, which cuts all models over the workers that train" in said
+
+
+def test_the_reference_of_adapters_needs_no_workers(problems):
+    key = list(OWN)[2]
+    said = problems(f"{key}=1", *OWN[key], "actor_rollout_ref.model.lora_rank=4")
+    assert f"`{key}=1` with adapters: the reference is the policy's own base" in said
 
 
 def test_workers_that_only_generate_need_ray(problems, monkeypatch):

@@ -21,6 +21,7 @@ ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", 
 REF, CORRECTION = "actor_rollout_ref.ref", "algorithm.rollout_correction"
 LOSS = f"{ACTOR}.policy_loss.loss_mode"
 TURNS = "actor_rollout_ref.rollout.multi_turn"
+POOL, SCORERS = "reward_model", "reward_model.n_workers"
 BY_MEGATRON = [f"{ACTOR}.strategy=megatron", "trainer.n_workers=2"]
 TREES = {"main_ppo": PPO, "sft_trainer": SFT}
 ANSWERS = {key: (program, found) for key, program, found in all_answers()}
@@ -303,6 +304,13 @@ CASES: dict[str, list[tuple[list[str], dict[str, Any] | str]]] = {
         ([f"{ACTOR}.megatron.param_offload=True"], {f"{ACTOR}.fsdp_config.param_offload": False}),
         ([*BY_MEGATRON, f"{REF}.megatron.param_offload=True"], {f"{REF}.fsdp_config.param_offload": True}),
         ([*BY_MEGATRON, "critic.megatron.optimizer_offload=True"], {"critic.fsdp_config.optimizer_offload": True}),
+    ],
+    "reward_model_pool": [
+        ([f"{POOL}.enable_resource_pool=True", f"{POOL}.nnodes=2", f"{POOL}.n_gpus_per_node=4"], {SCORERS: 8}),
+        ([f"{POOL}.enable_resource_pool=True", "trainer.n_gpus_per_node=2"], {SCORERS: 2}),
+        ([f"reward.{POOL}.enable_resource_pool=True", f"reward.{POOL}.n_gpus_per_node=3"], {SCORERS: 3}),
+        ([f"{POOL}.enable_resource_pool=False", f"{POOL}.nnodes=2"], {SCORERS: 0}),
+        ([f"{POOL}.enable_resource_pool=True", f"{POOL}.nnodes=0"], "nnodes=0 x n_gpus_per_node=1 is no number"),
     ],
     "staleness": [
         ([*APART, "async_training.staleness_threshold=0.5"], {"trainer.max_staleness": 1}),

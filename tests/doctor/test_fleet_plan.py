@@ -300,6 +300,12 @@ def test_given_sizes_and_workers_stay(capsys, small, given, proposed):
         assert part in text, text[:1500]
 
 
+def test_roles_on_workers_of_their_own_are_not_planned_over_many_gpus(small):
+    own = ["algorithm.adv_estimator=gae", "critic.n_workers=2"]
+    with pytest.raises(UserError, match=r"critic\.n_workers=2 is not planned over many GPUs"):
+        plan_command.main(["--gpus", "8", "--model", str(small), *own])
+
+
 def test_proposed_settings_are_those_of_a_run_that_starts(capsys, small):
     exact = ["trainer.exact=True", "data.max_response_length=512"]  # not built for other engines
     status, text = said(capsys, "--gpus", "16", "--model", str(small), *exact)

@@ -255,6 +255,39 @@ def test_workers_that_only_generate_have_the_cache_and_those_that_train_the_rest
     assert 0 < generate["KV cache"] < together.stages["generate"]["KV cache"]  # each has half of the responses
 
 
+def test_a_role_on_workers_of_its_own_has_the_stages_of_these_and_leaves_the_others(planned, folder):
+    model = {"reward_model.enable": True, "reward_model.model.path": str(folder)}
+    everything = {"algorithm__adv_estimator": "gae", "algorithm__use_kl_in_reward": True, **model}
+    inside = planned(**everything)
+    own = {"critic__n_workers": 2, "actor_rollout_ref__ref__n_workers": 1, "reward_model__n_workers": 2}
+    apart = planned(**everything, **own)
+    parts = {stage: {part for part, size in held.items() if size} for stage, held in apart.stages.items()}
+    common = {"temporary tensors", "workspaces"}
+    assert parts["reward model"] - common == {"reward model weights"} and parts["ref"] - common == {"reference weights"}
+    assert parts["values"] - common == {"critic weights", "critic optimizer"}
+    assert parts["critic update"] - common == {
+        f"critic {p}" for p in ("weights", "gradients", "optimizer", "activations")
+    }
+    for stage in ("load", "generate", "log-probs", "update", "step"):
+        assert not {part for part in parts[stage] if part.startswith(("critic", "reference", "reward"))}, stage
+        assert apart.peak(stage) < inside.peak(stage)
+    halves = apart.largest("critic weights"), apart.largest("critic optimizer")
+    assert halves == pytest.approx(
+        [inside.largest(f"critic {part}") / 2 for part in ("weights", "optimizer")], rel=0.01
+    )
+    # Every worker of a reward model has all of it, as one that trains.
+    assert apart.largest("reward model weights") == inside.largest("reward model weights")
+    assert planned(**everything, trainer__n_gpus_per_node=4).largest("reward model weights") == apart.largest(
+        "reward model weights"
+    )
+
+
+def test_the_plan_says_which_columns_are_of_which_workers(settings, planner):
+    config = settings(algorithm__adv_estimator="gae", critic__n_workers=2)
+    text = report(config, planner.plan(config, GPU), [])
+    assert "The columns values, critic update, critic step are of each of the 2 worker(s) of the critic." in text
+
+
 def test_token_budget_and_micro_batch_size_bound_the_activations(planned):
     whole = planned().largest("actor activations")
     assert planned(actor__ppo_max_token_len_per_gpu=512).largest("actor activations") == pytest.approx(whole / 2, 0.01)

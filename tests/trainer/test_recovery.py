@@ -214,7 +214,7 @@ def clustered(failing, monkeypatch, refused: dict[int, NoRoom]) -> list[int | No
     failing({4: [lost(), lost()]})
     asked: list[int | None] = []
 
-    def opened(config: Any, device: Any, external: Any, logs: Any, machines: int | None) -> LocalWorkers:
+    def opened(config: Any, device: Any, external: Any, logs: Any, machines: int | None, *_: Any) -> LocalWorkers:
         asked.append(machines)
         if len(asked) in refused:
             raise refused[len(asked)]

@@ -168,8 +168,6 @@ def test_without_a_replacement_the_loss_ends_the_attempt(crew):
 class TwoGenerate(LocalWorkers):
     """Trains in this process, and has two workers for rollout in it."""
 
-    rollout_size = 2
-
     def __init__(self) -> None:
         self.crew: Crew | None = None
         self.replaced: list[int] = []
@@ -180,15 +178,18 @@ class TwoGenerate(LocalWorkers):
         self.crew = Crew(lambda: worker(*arguments, **named), 2)
         return self.crew
 
-    def replace_rollout_workers(self) -> bool:
-        return True
+    def own_size(self, role: str) -> int:
+        return 2 if role == ROLLOUT else 0
 
-    def number_of_lost_rollout(self, death: WorkerDied) -> int:
-        if not death.worker.startswith(ROLLOUT):
+    def replace_alone(self, role: str) -> bool:
+        return role == ROLLOUT
+
+    def number_of_lost(self, role: str, death: WorkerDied) -> int:
+        if not death.worker.startswith(role):
             raise death
         return int(death.worker.split()[-1])
 
-    def replace(self, number: int) -> None:
+    def replace(self, role: str, number: int) -> None:
         assert self.crew is not None
         self.replaced.append(number)
         self.crew.replace(number)
@@ -247,7 +248,7 @@ def test_a_rollout_worker_lost_in_any_stage_is_replaced_alone_and_no_bit_changes
     assert "Replacement 1 of 3: it alone is started again" in page and f"stage: {stage}" in page
     said = capsys.readouterr().out
     assert re.search(rf"rollout 1 died in step \d, stage {stage}\. Replacement 1 of 3", said)
-    assert "Workers were lost: 1 rollout worker(s) were replaced alone. See" in said
+    assert "Workers were lost: 1 worker(s) were replaced alone. See" in said
 
 
 def test_other_workers_that_generate_are_sent_nothing_while_one_is_replaced(disturbed):

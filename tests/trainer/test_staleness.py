@@ -51,7 +51,7 @@ def beside(monkeypatch, tiny_model, sums, tmp_path):
     """`beside(name, seed, ...)`: a run with a worker of its own for rollout, in this process, whose engine makes other
     numbers of steps at other times for another seed."""
     workers = LocalWorkers()
-    workers.rollout_size = 1
+    workers.own_size = lambda role: int(role == "rollout")  # pyright: ignore
     monkeypatch.setattr(rl, "open_workers", lambda *given: workers)
     monkeypatch.setattr(rl, "RayPPOTrainer", Beside)
 
@@ -388,7 +388,7 @@ def test_a_dropped_group_that_called_a_tool_which_must_not_be_repeated_is_counte
     )
     asked = {}
     for barred in ({"pay"}, set()):
-        experience = SimpleNamespace(turns=SimpleNamespace(unrepeatable=barred))
+        experience = SimpleNamespace(turns=SimpleNamespace(unrepeatable=barred), forget=lambda uids: None)
         pending = PendingBatches(PPOConfig(), experience, lambda name: None)  # pyright: ignore
         pending.events = SimpleNamespace(add=lambda **event: None)  # pyright: ignore
         pending.drop(rows)

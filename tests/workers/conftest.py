@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,7 @@ def cluster(forked: Any) -> Iterator[Any]:
 @pytest.fixture(scope="module")
 def ranks(cluster: Any) -> Iterator[Any]:
     """`ranks(n)`: workers on n of four processes, or on this one; `ranks((n, m))`: m others of them generate, and know
-    each other where they are several."""
+    each other where they are several; `ranks((n, {role: m}))`: m others have that role alone."""
     from textbook import CPU
     from toy_workers import Join
 
@@ -62,17 +63,20 @@ def ranks(cluster: Any) -> Iterator[Any]:
         patch.setattr("posttrain.cores.usable", lambda: 4)  # one thread each on every machine
         four = RayWorkers(4, CPU, cluster)
 
-    def workers(counts: int | tuple[int, int]) -> Any:
+    def workers(counts: int | tuple[int, int | dict[str, int]]) -> Any:
         if counts == 1:
             return LocalWorkers()
         count, others = counts if isinstance(counts, tuple) else (counts, 0)
         some = copy.copy(four)
-        some.hosts, some.rollout_hosts, some.world_size = four.hosts[:count], four.hosts[count : count + others], count
-        address = four.watch.fetch(four.hosts[0].free_address.remote())
-        ranked = [(host, (rank, count, address)) for rank, host in enumerate(some.hosts)]
-        if others:
-            address = four.watch.fetch(some.rollout_hosts[0].free_address.remote())
-        ranked += [(host, (number, others, address)) for number, host in enumerate(some.rollout_hosts)]
+        some.hosts, some.world_size = four.hosts[:count], count
+        pools = others if isinstance(others, dict) else {"rollout": others} if others else {}
+        # From the end, so that a process has the same rank in worlds of one size: torch keeps a mesh's shards by that.
+        left = iter(four.hosts[len(four.hosts) - sum(pools.values()) :])
+        some.own_hosts = {role: list(islice(left, size)) for role, size in pools.items()}
+        ranked = []
+        for hosts in (some.hosts, *some.own_hosts.values()):
+            address = four.watch.fetch(hosts[0].free_address.remote())
+            ranked += [(host, (rank, len(hosts), address)) for rank, host in enumerate(hosts)]
         four.watch.gather([host.build.remote("join", pack((Join, place, {}))) for host, place in ranked])
         some.close = lambda: None  # they serve further runs
         return some

@@ -71,6 +71,36 @@ REPLACED = """
     print("Result:", result.restarts, result.replaced, len(trained), flush=True)
 """
 
+LOST = """
+    import os, signal, sys
+    sys.path[:0] = {paths!r}
+    from posttrain import cores
+    cores.usable = lambda: 3  # one thread each, as those that it is compared with
+    import posttrain
+    from light_rewards import even_share
+    from posttrain.trainer.ppo.ray_trainer import RayPPOTrainer
+
+    score, update = RayPPOTrainer._score, RayPPOTrainer._update
+
+    def kill(trainer, name):
+        (lost,) = [rank for rank in trainer.workers.watch.ranks if rank.name == name]
+        os.kill(lost.identity.process.pid, signal.SIGKILL)
+
+    def scoring(self, batch):
+        if self.step == 1:
+            kill(self, "reward_model 0")
+        return score(self, batch)
+
+    def updating(self, batch, step):
+        if step == 3 and not self.run.restarts:
+            kill(self, "critic 0")
+        return update(self, batch, step)
+
+    RayPPOTrainer._score, RayPPOTrainer._update = scoring, updating
+    result = posttrain.train({settings!r}, reward=even_share)
+    print("Result:", result.restarts, result.replaced, flush=True)
+"""
+
 
 def processes_of(folder: str) -> list[int]:
     """Processes that were started with this folder, or have a file open in it."""

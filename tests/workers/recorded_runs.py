@@ -19,6 +19,7 @@ from sft_runs import settings as sft_settings
 
 from posttrain.checkpoint.manager import CheckpointManager
 from posttrain.config import load_config
+from posttrain.config.pools import ROLES
 from posttrain.config.trees import REWARD_MODEL, SFT
 from posttrain.controller.pool import LocalWorkers, Workers
 from posttrain.trainer.fsdp_sft_trainer import run_sft
@@ -155,7 +156,7 @@ class Runs:
         given = {**settings(self.model, self.data, self.folder / name), **more, **self.common}
         with mock.patch.object(rl, "open_workers", lambda *_: workers):
             sizes = {"trainer.n_gpus_per_node": workers.world_size}
-            sizes |= {"actor_rollout_ref.rollout.n_workers": workers.rollout_size}
+            sizes |= {own.key: size for role, own in ROLES.items() if (size := workers.own_size(role))}
             resolved = load_config({**given, **sizes})
             with rl.opened_training(resolved, reward=reward, trainer_class=trainer) as opened:
                 return opened.fit()

@@ -150,7 +150,7 @@ class Watched(Workers):
 
     def __init__(self, inner: Workers, recording: Path | None = None) -> None:
         self.inner, self.recording, self.world_size = inner, recording, inner.world_size
-        self.rollout_size = inner.rollout_size
+        self.own_size = inner.own_size
         self.groups: dict[str, WorkerGroup] = {}
 
     def create(self, role: str, worker: type, *arguments: Any, **named: Any) -> WorkerGroup:

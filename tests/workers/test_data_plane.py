@@ -7,7 +7,7 @@ import importlib.util
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -40,7 +40,7 @@ from posttrain.trainer.ppo import sample_writer
 from posttrain.trainer.ppo.advantages import compute_advantage
 from posttrain.trainer.ppo.sample_writer import packed_samples
 from posttrain.workers.measures import ROW, StoredStats, TokenStats, join_token_stats
-from posttrain.workers.update_plan import token_weights
+from posttrain.workers.update_plan import Schedule, by_passes_with_routes, plan_updates, token_weights, with_routes
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "measure_data_plane.py"
 PAD = 7
@@ -198,6 +198,34 @@ def test_what_a_worker_computed_stays_in_its_store(store):
     assert isinstance(found.batch.column("old_log_probs"), StoredColumn) and len(store.blocks) == 1
     assert torch.equal(found[[2, 0]].batch["old_log_probs"], batch.batch["rollout_log_probs"][[2, 0]])
     assert not isinstance(found.batch.column("old_log_probs").places.holders[0], Held)
+
+
+class TwoRanks:
+    """As the functions that spread a batch meet a group."""
+
+    world_size = 2
+
+    def once(self, name: str) -> SimpleNamespace:
+        shape = {"packed": True, "shares_prompts": True, "pairs": False, "joining": 0.0, "token_budget": 64, "width": 8}
+        return SimpleNamespace(**shape, max_rows=None, all_pairs=False, sequence_parallel=1, pipeline=1)
+
+
+def test_routes_of_experts_go_from_rank_to_rank_by_reference(store):
+    batch, schedule = stored(), Schedule(prompts=2, epochs=1, shuffle=False, seed=0)
+    group: Any = TwoRanks()
+    recorded = with_routes(DataProto(), list(padded().non_tensor_batch[ROUTES]))
+    later = stored()  # R2: recorded by the pass over old log-probs, in the store of the rank that made it
+    later.non_tensor_batch[ROUTES] = keep_rows(recorded, batch).non_tensor_batch.column(ROUTES)
+    for data in (batch, later):
+        made: list[Calls] = [by_passes_with_routes(group, data), plan_updates(group, data, schedule, lambda mini: mini)]
+        parcels = [pack(arguments) for calls in made for arguments in calls.arguments]
+        assert store.read == 0
+        rows = [arguments[0] for arguments in made[0].arguments]
+        rows += [step.data for (plan,) in made[1].arguments for step in plan.steps]
+        found = [routes.tolist() for part in rows for routes in part.non_tensor_batch[ROUTES]]
+        wanted = [routes.tolist() for routes in padded().non_tensor_batch[ROUTES]]
+        assert sorted(found) == sorted(wanted * 2) and store.read > 0 and len(parcels) == 4
+        store.read = 0
 
 
 def script():

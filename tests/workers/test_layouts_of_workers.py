@@ -331,9 +331,10 @@ def test_workers_that_only_generate_know_each_other_where_they_hold_engines_toge
     monkeypatch.setattr(ray_pool, "RayWorkers", made)
     for size in (1, 2):
         open_workers(load_config([f"{ROLLOUT}.n_workers=2", f"{SIZE}={size}"]).config, CPU, None)
-        assert made.call_args.kwargs["team"] == size and made.call_args.kwargs["rollout"] == 2
+        (pool,) = made.call_args.kwargs["pools"]
+        assert (pool.workers, pool.team, pool.together) == (2, size, size > 1)
     monkeypatch.undo()
-    workers = ray_pool.RayWorkers(1, CPU, cluster, rollout=2, team=2)
+    workers = ray_pool.RayWorkers(1, CPU, cluster, pools=[pool])
     try:
         assert [float(got) for got in workers.create("rollout", Toy, None).plus_rank(torch.zeros(()))] == [1.0, 2.0]
     finally:

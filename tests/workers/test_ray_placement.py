@@ -15,6 +15,7 @@ import ray
 from ray.cluster_utils import Cluster
 
 from posttrain import cores
+from posttrain.controller.pool import RolePool
 from posttrain.controller.ray_cluster import Machine
 from posttrain.controller.ray_placement import (
     NoRoom,
@@ -23,11 +24,13 @@ from posttrain.controller.ray_placement import (
     Seat,
     cpu_share,
     no_room,
-    rollout_pool,
+    role_pool,
     training_pool,
     with_addresses,
 )
 from posttrain.controller.ray_pool import places_words
+
+GENERATING = RolePool("rollout", 14, "actor_rollout_ref.rollout.n_workers", team=2)
 
 
 def node(name: str, *, alive: bool = True, **resources: float) -> dict[str, Any]:
@@ -45,7 +48,7 @@ def test_what_is_missing_is_listed_with_what_was_asked_for_and_what_took_the_res
         "  missing: 2 machines x 8 GPUs",
         "  taken: 5 GPUs of 10.0.0.2 by job 02000000",
     ]
-    assert "  missing: 2 x 2 GPUs" in no_room(rollout_pool("cuda", 14, 2), 5, facts)  # room for 1 + 4 of 7 teams
+    assert "  missing: 2 x 2 GPUs" in no_room(role_pool("cuda", GENERATING, 2), 5, facts)  # room for 1 + 4 of 7 teams
 
 
 def test_workers_take_a_core_each_or_a_part_where_there_are_fewer():
@@ -109,15 +112,17 @@ def test_only_what_is_free_is_taken_and_a_killed_run_gives_back_what_it_had(clus
         assert re.search(rf"taken: .*GPUs? of .* by job \w+ \(process {run.pid} on", str(missing.value))
         assert len(told) == 1 and told[0].startswith("Waiting for up to 5 s (trainer.placement_timeout_s)")
         with pytest.raises(NoRoom, match="the rollout workers") as full:
-            Placement("cuda", 2, 1, rollout=1, wait_s=1)  # and its training workers hold nothing afterwards
+            # And its training workers hold nothing afterwards.
+            Placement("cuda", 2, 1, [RolePool("rollout", 1, "rollout.n_workers")], wait_s=1)
         assert full.value.machines == 1  # with one machine less that trains there is room for it
         rest = Placement("cuda", 2, 1, wait_s=30)
         rest.close()
         run.kill()
-    all_four = Placement("cuda", 2, 1, rollout=2, wait_s=60)  # the killed run's are free again
+    pools = [RolePool("rollout", 2, "rollout.n_workers")]
+    all_four = Placement("cuda", 2, 1, pools, wait_s=60)  # the killed run's are free again
     all_four.close()
     assert {seat.machine.id for seat in rest.training} == {seat.machine.id for seat in all_four.training}
-    assert head not in {seat.machine.id for seat in (*rest.training, *all_four.rollout)}
+    assert head not in {seat.machine.id for seat in (*rest.training, *all_four.own["rollout"])}
 
 
 @pytest.mark.slow

@@ -25,10 +25,10 @@ PLANTED = {
     "wrong_type": (PPO, "actor_rollout_wg.sync_weights(version)", "actor_rollout_wg.sync_weights(self.config)"),
     "one_too_many": (
         PPO,
-        "actor_rollout_wg.compute_ref_log_prob(batch)",
-        "actor_rollout_wg.compute_ref_log_prob(batch, 1)",
+        "ref_wg.compute_ref_log_prob.later(batch)",
+        "ref_wg.compute_ref_log_prob.later(batch, 1)",
     ),
-    "none_at_all": (PPO, "critic_wg.update_critic(batch)", "critic_wg.update_critic()"),
+    "none_at_all": (PPO, "critic.update_critic(batch)", "critic.update_critic()"),
     "misspelt": (PPO, "actor_rollout_wg.compute_log_prob(batch)", "actor_rollout_wg.compute_logprob(batch)"),
     "wrong_result": (PPO, "actor_rollout_wg.token_stats().items()", "actor_rollout_wg.notes().items()"),
     "supervised_as_it_is": (SUPERVISED, "", ""),

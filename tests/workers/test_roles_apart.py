@@ -16,7 +16,7 @@ from toy_workers import Toy
 
 from posttrain.config import PPOConfig, load_config
 from posttrain.controller.group import Calls
-from posttrain.controller.pool import Finished, LocalWorkerGroup, LocalWorkers
+from posttrain.controller.pool import Finished, LocalWorkerGroup, LocalWorkers, RolePool
 from posttrain.errors import UserError
 from posttrain.models.loading import load_tokenizer
 from posttrain.protocol import DataProto
@@ -233,16 +233,37 @@ def test_the_number_of_workers_that_generate_is_a_setting_and_alone_it_brings_ra
     ray_pool = pytest.importorskip("posttrain.controller.ray_pool")
     made = Mock(**{"return_value.cluster.was_there": False})
     monkeypatch.setattr(ray_pool, "RayWorkers", made)
-    for given, ranks, rollout in ((["actor_rollout_ref.rollout.n_workers=2"], 1, 2), (["trainer.n_workers=2"], 2, 0)):
+    key = "actor_rollout_ref.rollout.n_workers"
+    for given, ranks, pools in (([f"{key}=2"], 1, [RolePool("rollout", 2, key)]), (["trainer.n_workers=2"], 2, [])):
         open_workers(load_config(given).config, CPU, None)
-        assert made.call_args.args[0] == ranks and made.call_args.kwargs["rollout"] == rollout
+        assert made.call_args.args[0] == ranks and made.call_args.kwargs["pools"] == pools
+
+
+OWN = {
+    "reward_model": ("reward_model.n_workers", False, ["reward_model.enable=True", "reward_model.model.path=m"]),
+    "critic": ("critic.n_workers", True, ["algorithm.adv_estimator=gae"]),
+    "reference": ("actor_rollout_ref.ref.n_workers", True, ["actor_rollout_ref.actor.use_kl_loss=True"]),
+}
+
+
+@pytest.mark.parametrize("role", list(OWN))
+def test_workers_of_a_role_follow_from_its_setting(monkeypatch, role):
+    ray_pool = pytest.importorskip("posttrain.controller.ray_pool")
+    made = Mock(**{"return_value.cluster.was_there": False})
+    monkeypatch.setattr(ray_pool, "RayWorkers", made)
+    key, together, given = OWN[role]
+    for count in (1, 2):
+        open_workers(load_config([*given, f"{key}={count}"]).config, CPU, None)
+        pool = RolePool(role, count, key, together=together and count > 1)
+        assert made.call_args.args[0] == 1 and made.call_args.kwargs["pools"] == [pool]
+    assert isinstance(open_workers(load_config(given).config, CPU, None), LocalWorkers)
 
 
 def test_a_class_of_the_users_own_for_both_roles_is_told_to_be_two():
     class Own(ActorRolloutRefWorker):
         pass
 
-    workers: Any = SimpleNamespace(rollout_size=2, words=lambda: "")
+    workers: Any = SimpleNamespace(own_size=lambda role: 2, words=lambda: "")
 
     class Mine(WorkerClasses):
         actor_class = Own

@@ -235,7 +235,7 @@ def test_a_worker_that_died_is_told_of_by_its_machine_and_the_likely_cause(text,
 
 
 def test_a_rollout_worker_that_died_is_told_of_as_one_with_what_lowers_its_memory():
-    said = str(death_of(RuntimeError(DIED), rollout=True))
+    said = str(death_of(RuntimeError(DIED), role="rollout"))
     assert said.startswith("A rollout worker (process 2322 on 10.0.0.2) died") and "rollout.kv_cache_gb" in said
 
 

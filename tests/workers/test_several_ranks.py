@@ -39,7 +39,7 @@ from toy_workers import Toy, group_of, updates
 from posttrain.batch.columns import EveryTokenColumn, LastTokenColumn, MaskColumn, PairColumn, StoredColumn
 from posttrain.config import load_config
 from posttrain.controller.incidents import PeerLost, WorkerDied
-from posttrain.controller.pool import LocalWorkers
+from posttrain.controller.pool import LocalWorkers, RolePool
 from posttrain.controller.rank_host import RankHost, RayHolder, unpack
 from posttrain.errors import UserError
 from posttrain.kernels.train import can_train
@@ -320,13 +320,13 @@ def is_lost(holder: Any) -> bool:
 def test_what_a_rollout_worker_that_may_be_replaced_has_made_is_there_when_it_is_lost(cluster):
     from posttrain.controller.ray_pool import RayWorkers
 
-    workers = RayWorkers(1, CPU, cluster, rollout=1)
+    workers = RayWorkers(1, CPU, cluster, pools=[RolePool("rollout", 1, "n_workers")])
     try:
         rank, rollout = workers.create("toy", Toy, None), workers.create("rollout", Toy, None)
         (own,) = rollout.keep_numbers(5000)
-        assert workers.replace_rollout_workers()
+        assert workers.replace_alone("rollout")
         made = {count: rollout.keep_numbers(count)[0] for count in (10, 5000, 500_000)}
-        ray.kill(workers.rollout_hosts[0])
+        ray.kill(workers.own_hosts["rollout"][0])
         for count, holder in made.items():
             assert rank.sum_of(holder) == sum(range(count)) == int(holder.get()["numbers"][0].sum())
         until(lambda: is_lost(own), "for the loss of what was its own")

@@ -217,13 +217,20 @@ class StoppedWorker:
 
 
 @pytest.mark.parametrize(
-    "name, replaces, goes_on", [("rollout 0", True, True), ("rollout 0", False, False), ("rank 0", True, False)]
+    "name, replaces, goes_on",
+    [
+        ("rollout 0", True, True),
+        ("reward_model 0", True, True),
+        ("rollout 0", False, False),
+        ("rank 0", True, False),
+        ("critic 0", True, False),
+    ],
 )
-def test_a_stopped_rollout_worker_is_ended_and_the_others_waited_for_only_where_it_is_replaced(
+def test_a_stopped_worker_of_a_pool_is_ended_and_the_others_waited_for_only_where_it_is_replaced(
     monkeypatch, name, replaces, goes_on
 ):
     stopped = StoppedWorker(name, monkeypatch)
-    stopped.watch.replaces_rollout = replaces
+    stopped.watch.replaced_alone = {"rollout", "reward_model"} if replaces else set()
     try:
         if not goes_on:
             with pytest.raises(WorkerStopped):
@@ -300,7 +307,7 @@ def test_the_loss_of_a_worker_is_noticed_though_one_before_it_does_not_answer(mo
 
     with pytest.raises(WorkerDied, match="it died"):
         watch.gather_from_others(["silent", "lost"], read, "")
-    lost.worker, watch.replaces_rollout = "rollout 1", True
+    lost.worker, watch.replaced_alone = "rollout 1", {"rollout"}
     assert watch.gather_from_others(["answer", "lost"], read, "missing") == ["answer", "missing"]
 
 

@@ -256,11 +256,10 @@ REWARDS: tuple[Rule, ...] = (
         "{sandbox_fusion,reward_model.sandbox_fusion,reward.sandbox_fusion}.{max_concurrent,memory_limit_mb}",
         "limits of a server; posttrain's own sandbox has reward.sandbox.*",
     ),
-    not_supported(
+    translated(
         "{reward_model,reward.reward_model}.{enable_resource_pool,nnodes,n_gpus_per_node}",
-        "the reward model shares the workers' devices",
-        "remove it",
-        switch="reward_model.enable_resource_pool",
+        "reward_model_pool",
+        "`reward_model.n_workers`: machines x workers on each, where `enable_resource_pool` is on",
     ),
     not_needed("reward_model.model.use_remove_padding", "conversations are packed without padding"),
     not_supported(

@@ -215,6 +215,26 @@ def _manager(merged: Merged, key: str, entry: Entry) -> None:
 
 
 @translation()
+def _reward_model_pool(merged: Merged, key: str, entry: Entry) -> None:
+    """So many workers on each of so many machines, where the pool is switched on."""
+    section, _, name = key.rpartition(".")
+    is_on = given(merged, f"{section}.enable_resource_pool") in ON
+    if name != "enable_resource_pool":
+        if not is_on:
+            merged.note(f"`{entry.spelling}={entry.value}` has no effect: {section}.enable_resource_pool is not on.")
+        return
+    if not is_on:
+        return
+    said = [given(merged, f"{section}.{part}") for part in ("nnodes", "n_gpus_per_node")]
+    machines, each = said[0] or "1", said[1] or str(int(number(merged, "trainer.n_gpus_per_node", 1)))
+    if machines.isdigit() and each.isdigit() and int(machines) * int(each):
+        merged.put("reward_model.n_workers", int(machines) * int(each), entry)
+    else:
+        why = f"{section}.nnodes={machines} x n_gpus_per_node={each} is no number of workers"
+        refuse(merged, entry, why, "set reward_model.n_workers")
+
+
+@translation()
 def _longest(merged: Merged, key: str, entry: Entry) -> None:
     limit = number(merged, "data.max_response_length", 0)
     if plain(entry.value) not in (plain(int(limit)), plain(limit)):

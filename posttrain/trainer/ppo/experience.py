@@ -125,6 +125,9 @@ class Experience:
         engines = self._place(keys_of(rows))
         self._prompts.update(zip(keys_of(rows), asked.non_tensor_batch["raw_prompt_ids"], strict=True))
         self.rewards.expect(rows)
+        # Conversations are scored when their rows are composed; other batches than those trained on, as one.
+        if self.model_reward and self.model_reward.groups and self.turns is None and not any(how.values()):
+            self.model_reward.groups.expect(rows)
         if self.turns:
             asked = asked[begin_conversations(self.turns, keys_of(rows), asked, rows, engines)]
         if len(asked):
@@ -194,6 +197,11 @@ class Experience:
     def _engines(self) -> int:
         # Not the number of ranks: several ranks may hold one engine together.
         return self.rollout.submit.world_size
+
+    def forget(self, uids: Iterable[Any]) -> None:
+        """Groups that will not be trained on."""
+        if self.model_reward and self.model_reward.groups:
+            self.model_reward.groups.forget(uids)
 
     def _have_work(self, ranks: Iterable[int]) -> None:
         asked = set(ranks)
@@ -287,7 +295,7 @@ class Experience:
         """The rows with responses and scores, those of a reward model among them."""
         rows = self.wait_for_scores(self.wait_for_responses(rows))
         if self.model_reward:
-            self.model_reward.join(rows, validation=validation)
+            self.model_reward.join(rows, validation=validation, at_once=True)
         return rows
 
     def with_token_scores(self, rows: DataProto) -> DataProto:
@@ -349,6 +357,8 @@ class Experience:
         else:
             texts = {output.id: output.text for output in ended if isinstance(output, StoredOutput) and output.text}
             self.rewards.feed([(output.id, output.token_ids) for output in ended], texts=texts)
+        if self.model_reward and self.model_reward.groups:
+            self.model_reward.groups.feed(ended, self._prompts)
         return ended
 
     @property

@@ -1,11 +1,11 @@
 """The parts of a run of the PPO family: sizes and memory decided first, then worker groups by role, and what the loop
-calls beside them. A rollout worker that is lost is replaced here.
+calls beside them. A rollout worker, or one of a reward model, that is lost is replaced here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
 
 import torch
 
@@ -25,6 +25,8 @@ from posttrain.tracking.rundir import RunDirectory
 from posttrain.trainer.ppo.dynamic_sampling import GroupFilter
 from posttrain.trainer.ppo.experience import Experience
 from posttrain.trainer.ppo.first_batch import FirstBatchChecks
+from posttrain.trainer.ppo.group_scores import GroupScores
+from posttrain.trainer.ppo.own_roles import OwnRole
 from posttrain.trainer.ppo.pending import PendingBatches
 from posttrain.trainer.ppo.recorder import Checkpoints, Recorder
 from posttrain.trainer.ppo.reward import ModelReward, RewardManager
@@ -43,10 +45,14 @@ from posttrain.workers.groups import (
     CriticGroup,
     DisaggregatedGroup,
     PolicyGroup,
+    ReferenceGroup,
     RewardModelGroup,
     RolloutGroup,
 )
+from posttrain.workers.policy import ReferenceWorker
 from posttrain.workers.roles import engine_ranks
+
+REWARD_MODEL = "reward_model"
 
 
 class WorkerClasses:
@@ -58,15 +64,21 @@ class WorkerClasses:
     rollout_class: type[RolloutWorker] = RolloutWorker
     critic_class: type[CriticWorker] = CriticWorker
     reward_model_class: type[RewardModelWorker] = RewardModelWorker
+    # Where the reference has workers of its own.
+    reference_class: type[ReferenceWorker] = ReferenceWorker
+    # Roles that only a subclass has: name -> its workers. The loop calls `self.own_wg[name]`.
+    own_roles: ClassVar[Mapping[str, OwnRole]] = {}
 
 
 class TrainingGroups:
     """A run's worker groups by role. `load_models` loads what they need, and tells the user what only the workers know.
 
-    Rollout is disaggregated where `workers` has processes for it alone, and colocated otherwise."""
+    Rollout is disaggregated where `workers` has processes for it alone, and colocated otherwise. Any role is made in
+    its own processes, where `workers` has some for it."""
 
     actor_rollout: ActorRolloutGroup
     rollout: RolloutGroup  # the workers that generate, colocated or not
+    reference: ReferenceGroup | None = None  # where it has workers of its own
     critic: CriticGroup | None = None
     reward_model: RewardModelGroup | None = None
     notes: list[str]  # of the policy; the user has seen them
@@ -87,6 +99,7 @@ class TrainingGroups:
         self._workers, self._classes, self._config = workers, classes, config
         self._tokenizer, self._device = tokenizer, device
         self._total_updates, self._reference, self._critic_updates = total_updates, reference, critic_updates
+        self.own: dict[str, WorkerGroup] = {}  # roles of the trainer's class
 
     def load_models(self) -> None:
         """Create the workers role by role, each with its model."""
@@ -98,19 +111,28 @@ class TrainingGroups:
         if self._critic_updates is not None:
             self.critic = self._load_critic(self._critic_updates)
         if self._config.reward_model.enable:
-            made = self._workers.create("reward_model", self._classes.reward_model_class, *self._of_policy())
+            made = self._workers.create(REWARD_MODEL, self._classes.reward_model_class, *self._of_policy())
             self.reward_model = RewardModelGroup(made)
             self.reward_model.init_model()
+        for name, role in self._classes.own_roles.items():
+            self.own[name] = self._workers.create(name, role.marked(), self._config)
+
+    def is_apart(self, role: str) -> bool:
+        """Whether the role has workers of its own, so that it computes while others do."""
+        return self._workers.own_size(role) > 0
 
     def training(self) -> Iterator[WorkerGroup]:
         """Those that work while others generate."""
-        for role in (self.actor_rollout, self.critic, self.reward_model):
+        for role in (self.actor_rollout, self.reference, self.critic, self.reward_model):
             if role is not None:
                 yield role.group
+        yield from self.own.values()
 
     def _load_actor(self) -> None:
-        separate = self._workers.rollout_size
+        separate = self._workers.own_size(ROLLOUT)
         with waiting("loading the model"):
+            if self._reference and self.is_apart("reference"):
+                self.reference = self._load_reference()
             actor, self.rollout = self._disaggregated() if separate else self._colocated()
             self.actor_rollout = actor
             actor.init_model()
@@ -126,14 +148,14 @@ class TrainingGroups:
     def _colocated(self) -> tuple[ColocatedGroup, RolloutGroup]:
         for sentence in self._workers.places(self._config.actor_rollout_ref.rollout.colocated_workers):
             say(sentence)
-        colocated = ColocatedGroup(self._policy(self._classes.actor_class))
+        colocated = ColocatedGroup(self._policy(self._classes.actor_class), self.reference)
         return colocated, colocated.rollout
 
     def _disaggregated(self) -> tuple[DisaggregatedGroup, RolloutGroup]:
-        classes = self._classes
+        classes, separate = self._classes, self._workers.own_size(ROLLOUT)
         if classes.actor_class is not ActorRolloutRefWorker:
             raise UserError(
-                f"actor_rollout_ref.rollout.n_workers={self._workers.rollout_size} has others generate than train, "
+                f"actor_rollout_ref.rollout.n_workers={separate} has others generate than train, "
                 f"but {classes.__name__} names one class for both (actor_class = {classes.actor_class.__name__}): "
                 "give it policy_class and rollout_class, derived from ActorRefWorker and RolloutWorker, or set "
                 "n_workers=0"
@@ -143,12 +165,18 @@ class TrainingGroups:
         training = PolicyGroup(self._policy(classes.policy_class))
         rollout = RolloutGroup(self._workers.create(ROLLOUT, classes.rollout_class, *self._of_policy()))
         rounding = FP8 if self._config.actor_rollout_ref.rollout.quantization == "fp8" else None
-        return DisaggregatedGroup(training, rollout, rounding), rollout
+        return DisaggregatedGroup(training, rollout, rounding, self.reference), rollout
+
+    def _load_reference(self) -> ReferenceGroup:
+        made = self._workers.create("reference", self._classes.reference_class, self._config, self._device)
+        reference = ReferenceGroup(made)
+        reference.init_model()
+        return reference
 
     def _policy(self, worker: type) -> WorkerGroup:
-        return self._workers.create(
-            "actor", worker, *self._of_policy(), total_updates=self._total_updates, reference=self._reference
-        )
+        reference = self._reference and self.reference is None
+        named = {"total_updates": self._total_updates, "reference": reference}
+        return self._workers.create("actor", worker, *self._of_policy(), **named)
 
     def _of_policy(self) -> tuple[PPOConfig, Any, torch.device]:
         return self._config, self._tokenizer, self._device
@@ -175,7 +203,9 @@ class TrainerParts(WorkerClasses):
 
     actor_rollout_wg: ActorRolloutGroup  # policy, reference and rollout
     rollout_wg: RolloutGroup  # the workers that generate, colocated or not
+    ref_wg: ActorRolloutGroup | ReferenceGroup  # the workers that hold the reference
     critic_wg: CriticGroup | None
+    own_wg: dict[str, WorkerGroup]  # of `own_roles`
     rm_wg: RewardModelGroup | None
     model_reward: ModelReward | None = None
 
@@ -237,7 +267,7 @@ class TrainerParts(WorkerClasses):
         self.experience = Experience(
             config, self.tokenizer, self.rollout_wg, self.reward_fn, model_reward=self.model_reward, turns=turns
         )
-        self._replace_rollout_workers()
+        self._replace_lost_workers()
         training = self.groups.training() if config.trainer.max_staleness else ()
         self.pending = PendingBatches(
             config, self.experience, self.recorder.stage, training, prompts=self.sizes.prompts
@@ -282,7 +312,8 @@ class TrainerParts(WorkerClasses):
         with named_stage("load"):
             groups.load_models()
             self.actor_rollout_wg, self.rollout_wg = groups.actor_rollout, groups.rollout
-            self.critic_wg, self.rm_wg = groups.critic, groups.reward_model
+            self.ref_wg = groups.reference or groups.actor_rollout
+            self.critic_wg, self.rm_wg, self.own_wg = groups.critic, groups.reward_model, groups.own
             if self.rm_wg is not None:
                 self.model_reward = self._join_reward_model(self.rm_wg)
 
@@ -295,6 +326,7 @@ class TrainerParts(WorkerClasses):
             failure_score=self.config.reward.failure_score,
             functions=self.reward_fn.pool is not None,
             named=self.reward_fn.named,
+            groups=GroupScores(scorer, self.tokenizer.pad_token_id) if self.groups.is_apart(REWARD_MODEL) else None,
         )
         if joined.function_weight == 0:
             self.reward_fn.watch = None  # the functions only tell which responses are right
@@ -302,26 +334,47 @@ class TrainerParts(WorkerClasses):
             say(sentence)
         return joined
 
-    # -- lost rollout workers -------------------------------------------------------------------------------------
-    def _replace_rollout_workers(self) -> None:
-        """From now on a rollout worker that is lost is replaced alone, where that changes no number. Other losses start
-        all workers again (`run/recovery.py`)."""
+    # -- lost workers ---------------------------------------------------------------------------------------------
+    def _replace_lost_workers(self) -> None:
+        """From now on a worker that is lost is replaced alone, if it only generates or only holds a reward model, and
+        where that changes no number. Other losses start all workers again (`run/recovery.py`)."""
         config = self.config
+        if self.run.note_replacement is None:
+            return
+        scores = self.model_reward.groups if self.model_reward is not None else None
+        if scores is not None and self.workers.replace_alone(REWARD_MODEL):
+            scores.replace = self._replace_scorer
         # In asynchronous training the weights that the lost responses began with are gone; a conversation's tools may
         # have been called; and workers that hold one engine together meet in collectives.
         changes_no_number = not config.trainer.max_staleness and self.turns is None and engine_ranks(config) == 1
-        if changes_no_number and self.run.note_replacement is not None and self.workers.replace_rollout_workers():
+        if changes_no_number and self.workers.replace_alone(ROLLOUT):
             self.experience.replace = self._replace_rollout
+
+    def _replace_scorer(self, death: WorkerDied) -> int:
+        """A new process in the place of a lost worker of the reward model; its number. Raises `death` where it was
+        another worker, or has been replaced too often."""
+        assert self.run.note_replacement is not None and self.rm_wg is not None
+        while True:
+            number = self.workers.number_of_lost(REWARD_MODEL, death)
+            self.run.note_replacement(death)
+            try:
+                self.workers.replace(REWARD_MODEL, number)
+                self.rm_wg.init_model.on(number).result()
+                return number
+            except WorkerDied as another:
+                if another.worker != death.worker:
+                    raise
+                death = another
 
     def _replace_rollout(self, death: WorkerDied, version: int | None = None) -> int:
         """A new process in the place of a lost rollout worker, with the policy's weights; its number. Raises `death`
         where it was another worker, or has been replaced too often."""
         assert self.run.note_replacement is not None and isinstance(self.actor_rollout_wg, DisaggregatedGroup)
         while True:
-            number = self.workers.number_of_lost_rollout(death)
+            number = self.workers.number_of_lost(ROLLOUT, death)
             self.run.note_replacement(death)
             try:
-                self.workers.replace(number)
+                self.workers.replace(ROLLOUT, number)
                 self.actor_rollout_wg.admit(number, self.step if version is None else version)
                 return number
             except WorkerDied as another:

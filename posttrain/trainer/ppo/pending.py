@@ -206,6 +206,7 @@ class PendingBatches:
         final = {uid for uid, own in calls if any(call["name"] in barred for call in own)}
         numbers = rows.non_tensor_batch.get(ROW, [None] * len(rows))  # checkpoints of earlier versions have none
         groups = dict(zip(rows.non_tensor_batch["uid"], numbers, strict=True))
+        self.experience.forget(groups)
         self.again += [int(row) for uid, row in groups.items() if row is not None and uid not in final]
         self.dropped, self.unrepeated = self.dropped + len(groups), self.unrepeated + len(final)
 

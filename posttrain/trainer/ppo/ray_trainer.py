@@ -14,6 +14,7 @@ import torch
 from posttrain.algorithms import apply_kl_in_reward, correction_is_on
 from posttrain.batch.columns import Column
 from posttrain.batch.samples import has_several_rows, sample_of_rows
+from posttrain.controller.group import Future
 from posttrain.controller.incidents import WorkerDied
 from posttrain.data.dataset import collate
 from posttrain.planning.budgets import critic_updates
@@ -69,6 +70,7 @@ class RayPPOTrainer(TrainerParts):
         batch, metrics = self._rollout(step)
         self._start_next_rollout()  # from here on other workers generate while these train
         self._check_step_zero(batch)
+        beside = self._begin_beside(batch)  # reference and critic on workers of their own compute from here on
         if self.estimator.needs_greedy_baseline:
             with stage("greedy"):
                 metrics |= greedy_baselines(self.experience, batch)
@@ -80,10 +82,12 @@ class RayPPOTrainer(TrainerParts):
                 batch.union(self.actor_rollout_wg.compute_sum_pi_squared(batch))
         if self.use_reference:
             with stage("ref"):
-                batch.union(self.actor_rollout_wg.compute_ref_log_prob(batch))
+                begun = beside.get("ref") or self.ref_wg.compute_ref_log_prob.later(batch)
+                batch.union(self.ref_wg.group.wait(begun))
         if self.critic_wg:
             with stage("values"):
-                batch.union(self.critic_wg.compute_values(batch))
+                begun = beside.get("values") or self.critic_wg.compute_values.later(batch)
+                batch.union(self.critic_wg.group.wait(begun))
         with stage("adv"):
             metrics |= self._reward_kl(batch)
             self._advantages(batch)
@@ -213,6 +217,15 @@ class RayPPOTrainer(TrainerParts):
                 computed.batch["old_log_probs"][older_B] = batch.batch["rollout_log_probs"][older_B]
         return computed
 
+    def _begin_beside(self, batch: DataProto) -> dict[str, Future[DataProto]]:
+        """By stage, the passes of roles with workers of their own, which compute while the policy does."""
+        begun: dict[str, Future[DataProto]] = {}
+        if self.use_reference and self.groups.is_apart("reference"):
+            begun["ref"] = self.ref_wg.compute_ref_log_prob.later(batch)
+        if self.critic_wg and self.groups.is_apart("critic"):
+            begun["values"] = self.critic_wg.compute_values.later(batch)
+        return begun
+
     def _reward_kl(self, batch: DataProto) -> dict[str, float]:
         """KL taken from the reward, if configured; the coefficient is the controller's."""
         if not self.config.algorithm.use_kl_in_reward:
@@ -253,15 +266,20 @@ class RayPPOTrainer(TrainerParts):
 
     def _update(self, batch: DataProto, step: int) -> dict[str, float]:
         metrics: dict[str, float] = {}
-        if self.critic_wg:
+        critic = self.critic_wg
+        beside = critic.update_critic.later(batch) if critic and self.groups.is_apart("critic") else None
+        if critic and beside is None:
             with self.recorder.stage("update_critic"):
-                metrics |= self.critic_wg.update_critic(batch)
+                metrics |= critic.update_critic(batch)
         warming_up = step <= self.sizes.critic_warmup
         if self.sizes.critic_warmup:
             metrics["critic/warmup"] = float(warming_up)
         if not warming_up:
             with self.recorder.stage("update_actor"):
                 metrics |= self._update_actor(batch, keep_tokens=self.recorder.samples_are_due(step))
+        if critic and beside is not None:  # it was updated while the actor was
+            with self.recorder.stage("update_critic"):
+                metrics |= critic.group.wait(beside)
         # Some notes are known only after a first update, such as a user's loss that returns a scalar.
         if step == 1:
             for note in self.actor_rollout_wg.notes():

@@ -41,6 +41,7 @@ from posttrain.rewards.types import TOO_LARGE, FailureWatch, RewardItem, RewardP
 from posttrain.rollout.base import Output
 from posttrain.rollout.stored import StoredSequence
 from posttrain.texts import own_words, texts_of
+from posttrain.trainer.ppo.group_scores import GroupScores, read_scores
 from posttrain.workers.groups import RewardModelGroup
 
 Key = tuple[Any, int]  # (uid, sample): a response among those to its prompt
@@ -324,7 +325,9 @@ MODEL, FUNCTION = "reward_model", "function"
 
 
 class ModelReward:
-    """Joins the scores. `functions` says whether rows have a function's score at all, `named` whether one was named."""
+    """Joins the scores. `functions` says whether rows have a function's score at all, `named` whether one was named.
+
+    `groups` scores the batches that are trained on group by group, where the model has workers of its own."""
 
     def __init__(
         self,
@@ -334,8 +337,9 @@ class ModelReward:
         failure_score: float,
         functions: bool,
         named: bool,
+        groups: GroupScores | None = None,
     ) -> None:
-        self.worker_group, self.functions = worker_group, functions
+        self.worker_group, self.functions, self.groups = worker_group, functions, groups
         self.failure_score, self.weight = failure_score, settings.weight
         # A built-in scorer that nobody asked for only records whether responses are right.
         chosen = settings.function_weight if settings.function_weight is not None else float(named)
@@ -350,26 +354,29 @@ class ModelReward:
             return f"Reward: {self.weight:g} x reward model; the function's score is recorded and does not count."
         return f"Reward: {self.weight:g} x reward model + {self.function_weight:g} x function."
 
-    def join(self, batch: DataProto, *, validation: bool = False) -> None:
+    def join(self, batch: DataProto, *, validation: bool = False, at_once: bool = False) -> None:
         """Adds the model's scores to `reward_score`, `reward_parts` and `reward_error`, which the functions gave.
 
         In validation a function's score stays the score where there is one: it tells what was learned, the model's
-        score only how the model likes it.
+        score only how the model likes it. `at_once` scores the batch as one, whoever does it.
         """
         # Of a sample of several rows the last one is scored: its conversation ended there.
         last, scored_B = np.unique(last_rows(batch), return_inverse=True)
         place: list[int] = scored_B.tolist()
-        scored = self.worker_group.compute_rm_score(batch if len(last) == len(batch) else batch[last])
-        self._watch.check(list(scored.non_tensor_batch["rm_error"]))
-        scores_B = scored.batch["rm_scores"].sum(-1).tolist()
-        fields, found = batch.non_tensor_batch, scored.non_tensor_batch
+        rows = batch if len(last) == len(batch) else batch[last]
+        if self.groups is not None:
+            scores_B, errors, truncated_B = self.groups.at_once(rows) if at_once else self.groups.of(rows)
+        else:
+            scores_B, errors, truncated_B = read_scores(self.worker_group.compute_rm_score(rows))
+        self._watch.check(errors)
+        fields = batch.non_tensor_batch
         for row in range(len(batch)):
             own = float(fields["reward_score"][row]), fields["reward_parts"][row], fields["reward_error"][row]
-            score, parts, error = self._row(scores_B[place[row]], found["rm_error"][place[row]], *own)
+            score, parts, error = self._row(float(scores_B[place[row]]), errors[place[row]], *own)
             fields["reward_parts"][row], fields["reward_error"][row] = parts, error
             if not (validation and self.functions):
                 fields["reward_score"][row] = score
-        fields["rm_truncated"] = found["rm_truncated"][scored_B]
+        fields["rm_truncated"] = truncated_B[scored_B]
 
     def _row(
         self, model: float, model_error: str | None, function: float, parts: dict[str, Any], error: str | None

@@ -27,6 +27,7 @@ from posttrain.tracking.progress import say
 from posttrain.tracking.rundir import RunDirectory
 from posttrain.trainer.embedded import fill_embedded
 from posttrain.trainer.ppo.machines import spread_work
+from posttrain.trainer.ppo.own_roles import pools_of_roles
 from posttrain.trainer.ppo.ray_trainer import RayPPOTrainer
 from posttrain.trainer.ppo.reward import RewardManager, make_reward_pool
 from posttrain.trainer.run.process import (
@@ -98,10 +99,12 @@ def _open_trainer(
     turns = stack.enter_context(open_conversations(config, tokenizer, device, say))
     train, val = _open_data(config, resolved.explicit, tokenizer, turns, data, val_data)
     rewards = _open_rewards(stack, config, spec, first_worker, tokenizer, turns, train, val)
-    workers = stack.enter_context(open_workers(config, device, external, run.logs, run.machines))
+    kind = trainer_class or RayPPOTrainer
+    own = pools_of_roles(kind.own_roles, kind.__name__)
+    workers = stack.enter_context(open_workers(config, device, external, run.logs, run.machines, own))
     stack.callback(keep_worker_logs, workers, run.logs)
     spread_work(stack, config, rewards.pool, turns, workers, say)
-    return (trainer_class or RayPPOTrainer)(
+    return kind(
         config,
         tokenizer=tokenizer,
         run=run,

@@ -14,7 +14,7 @@ import random
 import re
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial, wraps
 from pathlib import Path
@@ -24,11 +24,12 @@ import numpy as np
 import torch
 
 from posttrain.checkpoint.folders import disk_words
+from posttrain.config.pools import ROLES, own_workers_of
 from posttrain.config.resolved import Resolved
-from posttrain.config.trainer import RunConfig, one_process, rollout_workers_of, workers_of
+from posttrain.config.trainer import RunConfig, one_process, workers_of
 from posttrain.controller import ray_address
 from posttrain.controller.incidents import append_log, printed_lines
-from posttrain.controller.pool import LocalWorkers, Workers
+from posttrain.controller.pool import ROLLOUT, LocalWorkers, RolePool, Workers
 from posttrain.errors import UserError
 from posttrain.external import KEY, import_external
 from posttrain.kernels.onednn import fix_product_library
@@ -233,26 +234,31 @@ def _write_crash(run: RunDirectory) -> None:
 
 
 def open_workers(
-    config: Any, device: torch.device, external: str | None, logs: Path | None = None, machines: int | None = None
+    config: Any,
+    device: torch.device,
+    external: str | None,
+    logs: Path | None = None,
+    machines: int | None = None,
+    own_roles: Sequence[RolePool] = (),
 ) -> Workers:
     """One worker in this process, or as many as `trainer.n_gpus_per_node` says, on each of `trainer.nnodes` machines,
-    and `rollout.n_workers` that only generate, in processes that Ray starts; these import `external` too, which may
+    and those of roles with workers of their own, in processes that Ray starts; these import `external` too, which may
     register losses, models and engines. What a process printed that died is written to the folder `logs`. `machines`
-    are those that are left, where the run goes on with fewer."""
+    are those that are left, where the run goes on with fewer; `own_roles` are pools of the trainer's own class."""
     elsewhere = device.type == "cuda" and not torch.cuda.is_available()  # this process can only drive
     if machines is not None:
         config.trainer.nnodes = machines  # from here on: sizes and memory are planned for those that are left
-    elif one_process(config) and not elsewhere:
+    elif one_process(config) and not elsewhere and not own_roles:
         return LocalWorkers()
     from posttrain.controller.ray_pool import RayWorkers
 
-    machines, ranks, rollout = int(config.trainer.nnodes), workers_of(config), rollout_workers_of(config)
+    machines, ranks, pools = int(config.trainer.nnodes), workers_of(config), [*_pools_of(config), *own_roles]
     where = f" on {machines} machines" if machines > 1 else ""
-    who = f"{ranks} worker(s){where} to train and {rollout} to generate" if rollout else f"{ranks} workers{where}"
+    others = [f"{pool.workers} {'to generate' if pool.role == ROLLOUT else f'of the {pool.title}'}" for pool in pools]
+    who = " and ".join([f"{ranks} worker(s){where} to train", *others]) if pools else f"{ranks} workers{where}"
     say(f"{who}: starting Ray; the loop, the data and Ctrl-C stay in this process.")
     prepare, settings = partial(_prepare, config.trainer, device, external), config.trainer.ray_init
     with waiting("starting Ray"), named_stage("start"):
-        team = config.actor_rollout_ref.rollout.tensor_model_parallel_size if rollout else 1
         workers = RayWorkers(
             ranks,
             device,
@@ -260,8 +266,7 @@ def open_workers(
             machines=machines,
             tell=say,
             settings=settings,
-            rollout=rollout,
-            team=team,
+            pools=pools,
             placement_s=config.trainer.placement_timeout_s,
             stopped_s=config.trainer.stopped_worker_timeout_s,
             hung_s=config.trainer.hung_worker_timeout_s,
@@ -271,6 +276,14 @@ def open_workers(
     if settings and workers.cluster.was_there:
         say("note: trainer.ray_init has no effect: this process is connected to a Ray already.")
     return workers
+
+
+def _pools_of(config: Any) -> Iterator[RolePool]:
+    """By the settings of the run."""
+    for role, count in own_workers_of(config).items():
+        # Workers that hold one engine together know each other; other rollout workers are worlds of one rank.
+        team = config.actor_rollout_ref.rollout.tensor_model_parallel_size if role == ROLLOUT else 1
+        yield RolePool(role, count, ROLES[role].key, together=team > 1 or (ROLES[role].shards and count > 1), team=team)
 
 
 def keep_worker_logs(workers: Workers, folder: Path) -> None:

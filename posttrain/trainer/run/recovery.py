@@ -1,5 +1,6 @@
 """A run that goes on when it loses a worker: all workers are ended and started again, from what was saved last. A
-rollout worker is replaced alone, where that changes no number (`RayPPOTrainer`).
+worker that only generates, or only holds a reward model, is replaced alone, where that changes no number
+(`TrainerParts`).
 
 A run that continues from a checkpoint is bitwise the one that was never interrupted, so a restart changes no number; it
 repeats the steps since the newest checkpoint or snapshot. Everything that a run opens is closed and opened anew, reward
@@ -90,10 +91,10 @@ def run_with_restarts(resolved: Resolved, attempt: Attempt, stem: str | None = N
 
 
 def _reaction(run: RunDirectory) -> str:
-    """`all were started again 1 time(s), 2 rollout worker(s) were replaced alone`."""
+    """`all were started again 1 time(s), 2 worker(s) were replaced alone`."""
     counts = {
         f"all were started again {run.restarts} time(s)": run.restarts,
-        f"{run.replaced} rollout worker(s) were replaced alone": run.replaced,
+        f"{run.replaced} worker(s) were replaced alone": run.replaced,
     }
     return ", ".join(words for words, count in counts.items() if count)
 
@@ -131,7 +132,7 @@ def _go_on_or_raise(death: WorkerDied, run: RunDirectory, restarts: Restarts) ->
 
 
 def _note_replacement(run: RunDirectory, restarts: Restarts, death: WorkerDied) -> None:
-    """A rollout worker is to be replaced while the others go on; raises `death` where it is treated as any other."""
+    """A worker is to be replaced while the others go on; raises `death` where it is treated as any other."""
     _, step = _progress(run)
     if death.recurs or not restarts.another(step):
         raise death
