@@ -218,12 +218,12 @@ def _learns_from_old_samples_at_once(merged: Merged) -> bool:
 
     The ratio to the policy that begins to learn is then 1 and no clip acts, so what the updates in between have
     corrected already would be corrected again (docs/asynchronous.md has figures)."""
-    section, bound = "algorithm.rollout_correction", merged.value("trainer.max_staleness")
+    bound = merged.value("trainer.max_staleness")
     batch, mini, epochs = (merged.value(key) for key in (_BATCH, _MINI, f"{_ACTOR}.ppo_epochs"))
     whole = all(isinstance(value, int) for value in (bound, batch, mini, epochs))
     if not (whole and bound > 1 and batch <= mini and epochs == 1):
         return False
-    corrected = any(merged.is_set(f"{section}.{name}") for name in ("rollout_is", "rollout_rs"))
+    corrected = any(merged.is_set(key) for key in merged.entries if key.startswith("algorithm.rollout_correction."))
     # The ratio is to the policy without filters and penalties, which only importance weights correct for.
     filtered = any(merged.value(f"{_ROLLOUT}.{name}") != value for name, value in UNFILTERED.items())
     # What the trainer computes beside old log-probs must be of the same policy: routes, sums of squared probabilities.

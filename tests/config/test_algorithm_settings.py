@@ -120,6 +120,7 @@ def test_cppo_compares_with_the_rollout_unless_told_otherwise():
         (["actor_rollout_ref.actor.policy_loss.loss_mode=gpg"], False),  # clips nothing
         (["actor_rollout_ref.actor.old_log_probs=trainer"], False),
         (["algorithm.rollout_correction.rollout_is=token"], False),
+        (["algorithm.rollout_correction.rollout_is_threshold=3"], False),
         (["actor_rollout_ref.rollout.top_p=0.9"], False),  # only importance weights correct for filters
         (["algorithm.adv_estimator=optimal_token_baseline"], False),  # compares old log-probs with the trainer's sums
     ],
