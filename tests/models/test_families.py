@@ -37,8 +37,8 @@ def load(families, kind: str, folder: Path, **config):
 
 # One of each sort: experts in the fused decoder (with one for all tokens beside them; with a norm over all heads),
 # windows, latent attention, learned positions, attention of its own, chosen when it is made, with a window that the
-# interface does not know, with sinks, with capped scores, none at all, recurrence of its own beside attention; states in
-# transformers' cache beside attention, in all layers, with single tokens only, and beside latents.
+# interface does not know, with sinks, with capped scores, none at all, recurrence of its own beside attention; states
+# in transformers' cache beside attention, in all layers, with single tokens only, and beside latents.
 KINDS = {
     "qwen2_moe": ("right", "packed"),
     "olmoe": ("right", "packed"),
