@@ -37,7 +37,8 @@ def load(families, kind: str, folder: Path, **config):
 
 # One of each sort: experts in the fused decoder (with one for all tokens beside them; with a norm over all heads),
 # windows, latent attention, learned positions, attention of its own, chosen when it is made, with a window that the
-# interface does not know, with sinks, with capped scores, none at all, recurrence beside attention.
+# interface does not know, with sinks, with capped scores, none at all, recurrence of its own beside attention; states
+# in transformers' cache beside attention, in all layers, with single tokens only, and beside latents.
 KINDS = {
     "qwen2_moe": ("right", "packed"),
     "olmoe": ("right", "packed"),
@@ -52,6 +53,11 @@ KINDS = {
     "gemma2": ("right", "packed"),
     "rwkv": ("right by fallback", "padded"),
     "recurrent_gemma": ("right by fallback", "padded"),
+    "qwen3_next": ("right", "packed"),
+    "qwen3_5_text": ("right", "packed"),
+    "mamba2": ("right", "packed"),
+    "mamba": ("right", "packed"),
+    "kimi_linear": ("right", "packed"),
 }
 
 

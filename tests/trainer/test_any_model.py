@@ -15,6 +15,9 @@ SHAPE |= {"num_key_value_heads": 2, "max_position_embeddings": 64, "head_dim": 8
 LATENT = {"head_dim": None, "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8}
 LATENT |= {"qk_rope_head_dim": 4, "v_head_dim": 6, "n_routed_experts": 4, "n_group": 1, "topk_group": 1}
 LATENT |= {"num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_shared_experts": 1, "first_k_dense_replace": 1}
+LINEAR = {"layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2, "linear_num_value_heads": 4}
+LINEAR |= {"linear_key_head_dim": 8, "linear_value_head_dim": 8}
+MIXED = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}
 MODELS = {
     "llama": ({}, "native (fused decoder"),
     "gpt2": ({"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "n_inner": 64}, "native (general decoder"),
@@ -22,6 +25,9 @@ MODELS = {
     "olmo2": ({}, "native (general decoder"),
     "gemma2": ({"sliding_window": 6, "query_pre_attn_scalar": 8}, "native (general decoder"),  # its scores are capped
     "deepseek_v3": (LATENT, "native (general decoder"),
+    "qwen3_next": (LINEAR | MIXED, "native (general decoder"),
+    "qwen3_5_text": (LINEAR, "native (general decoder"),
+    "mamba2": ({"num_heads": 8, "n_groups": 1, "state_size": 8, "chunk_size": 8}, "native (general decoder"),
     "falcon": ({"head_dim": None}, "hf"),  # it chooses its attention when it is made
     "bloom": ({"n_layer": 2, "n_head": 4}, "hf"),  # it writes its attention out
 }

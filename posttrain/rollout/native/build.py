@@ -221,8 +221,8 @@ def split_cache(limit: int, per_token: int, per_state: int, most: int, longest: 
         slots = LEAST_STATES
         if slots * per_state > limit // 2:
             raise UserError(
-                f"actor_rollout_ref.rollout.kv_cache_gb: the recurrent states of a sequence have {per_state / 2**20:.1f}"
-                f" MiB, and a cache of {limit / 2**20:.1f} MiB holds too few of them; raise it"
+                "actor_rollout_ref.rollout.kv_cache_gb: the recurrent states of a sequence have "
+                f"{per_state / 2**20:.1f} MiB, and a cache of {limit / 2**20:.1f} MiB holds too few of them; raise it"
             )
     return limit - slots * per_state, slots
 
