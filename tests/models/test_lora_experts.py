@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import types
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -202,11 +203,9 @@ def plain_norm(self, x):
     return self.weight * x / (x.square().mean(-1, keepdim=True) + self.variance_epsilon).sqrt()
 
 
-@pytest.fixture(scope="module")
-def plain_routers():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Qwen3MoeTopKRouter, "forward", plain_route)
-        yield
+@pytest.fixture
+def plain_routers(monkeypatch):
+    monkeypatch.setattr(Qwen3MoeTopKRouter, "forward", plain_route)
 
 
 LAYOUTS = {
@@ -237,9 +236,9 @@ def weighted(micro, outputs):
     return (outputs["log_probs"] * micro.batch["advantages"] + 0.3 * outputs["entropy"]).sum()
 
 
-@pytest.fixture(scope="module")
-def reference(plain_routers):
-    """Gradients of all adapters by an independent model: rows one by one, dense weights, plain float64."""
+@cache
+def reference_gradients():
+    """Of all adapters, by an independent model: rows one by one, dense weights, plain float64."""
     ours = adapted("qwen3-moe", ["experts"], torch.float64)
     twin = tiny("qwen3-moe", torch.float64, attention="sdpa")
     for norm in (module for module in twin.modules() if type(module).__name__ == "Qwen3MoeRMSNorm"):
@@ -268,7 +267,8 @@ def reference(plain_routers):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_gradients_are_the_references_however_rows_are_packed(plain_routers, reference, layout):
+def test_gradients_are_the_references_however_rows_are_packed(plain_routers, layout):
+    reference = reference_gradients()
     module = adapted("qwen3-moe", ["experts"], torch.float64)
     module.get_base_model().forward_mode = ForwardMode(packed=True, padded=True)
     engine = TorchEngine(module, EngineSettings(device=CPU, optim=OptimConfig(lr=1e-3), **layout))
