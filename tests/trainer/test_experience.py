@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
@@ -13,7 +15,7 @@ from posttrain.rewards.types import RewardResult
 from posttrain.rollout.base import Output
 from posttrain.rollout.sampling import combine_seeds
 from posttrain.trainer.ppo.experience import Experience
-from posttrain.trainer.ppo.reward import RewardManager
+from posttrain.trainer.ppo.reward import RewardManager, keys_of
 from posttrain.workers.groups import RolloutGroup
 
 
@@ -113,6 +115,26 @@ def test_requests_that_come_while_a_worker_is_at_its_last_ones_are_not_forgotten
     two = experience.ask(experience.number(prompts(30)), 1)
     assert experience.wait_for_responses(one).batch["responses"].tolist() == [[10, 1], [20, 1]]
     assert experience.wait_for_responses(two).batch["responses"].tolist() == [[30, 1]]
+
+
+def test_groups_go_to_the_reward_models_own_workers_while_others_are_generated_and_only_in_training(experience):
+    told: list[tuple[str, list]] = []
+    groups = SimpleNamespace(
+        expect=lambda rows: told.append(("expect", keys_of(rows))),
+        feed=lambda ended, prompts: told.append(("feed", [(output.id, prompts[output.id]) for output in ended])),
+        forget=lambda uids: told.append(("forget", list(uids))),
+    )
+    experience.model_reward = SimpleNamespace(groups=groups)
+    rows = experience.ask(experience.number(prompts(10, 20)), 1)
+    assert told.pop() == ("expect", [("0", 0), ("1", 0)])
+    experience.poll()
+    assert told.pop() == ("feed", [(("1", 0), [20, 7])]) and experience._outputs.keys() == {("1", 0)}
+    experience.wait_for_responses(rows)
+    assert told.pop() == ("feed", [(("0", 0), [10, 7])])
+    experience.ask(experience.number(prompts(30)), 1, validate=True)
+    assert told == []
+    experience.forget(["3"])
+    assert told == [("forget", ["3"])]
 
 
 class After:
