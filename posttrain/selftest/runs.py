@@ -126,9 +126,11 @@ def resume(runs: Runs) -> list[str]:
 def kill(runs: Runs) -> list[str]:
     """A rank that is killed ends the run with an error, and leaves no process."""
     log = runs.folder / "killed.log"
+    # Without restarts: otherwise the run would start its ranks again and go on.
+    endless = {"trainer.total_training_steps": 100000, "trainer.save_freq": -1, "trainer.max_restarts": 0}
     with log.open("w") as written:
         program = subprocess.Popen(
-            runs.command("killed", **{"trainer.total_training_steps": 100000, "trainer.save_freq": -1}),
+            runs.command("killed", **endless),
             stdout=written,
             stderr=subprocess.STDOUT,
         )

@@ -14,7 +14,7 @@ from posttrain.errors import UserError
 from posttrain.models.embedded import write_model
 from posttrain.selftest import command
 from posttrain.selftest.command import Report, Result
-from posttrain.selftest.runs import why_not
+from posttrain.selftest.runs import Runs, kill, why_not
 
 HERE = Path(__file__).parent
 NAMED = {
@@ -119,6 +119,19 @@ def test_a_report_has_a_row_for_each_check_and_a_summary(tmp_path):
         and "| a | passed | 1.0 | x/y |" in page.read_text()
     )
     assert json.loads(data.read_text())["results"][1]["problem"] == "it is wrong"
+
+
+def test_a_run_that_loses_a_rank_is_asked_to_end_and_not_to_start_it_again(tmp_path, monkeypatch):
+    runs, given = Runs(tmp_path, 2, 0, 5.0), []
+
+    def started(words, **_):
+        given.extend(words)
+        raise InterruptedError
+
+    monkeypatch.setattr("posttrain.selftest.runs.subprocess.Popen", started)
+    with pytest.raises(InterruptedError):
+        kill(runs)
+    assert "trainer.max_restarts=0" in given
 
 
 def test_a_rank_is_killed_only_where_a_run_has_ranks():

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from posttrain.commands.serving import main, read
+from posttrain.commands.serving_ranks import Part
 from posttrain.config.model import ModelConfig
 from posttrain.config.rollout import RolloutConfig, ServerConfig
 from posttrain.errors import UserError
@@ -219,6 +220,15 @@ def test_only_a_server_for_a_run_has_an_engine_of_several_processes(tiny_model):
 
 class Two:
     size = 2
+
+
+def test_each_process_has_a_gpu_of_its_own_or_the_server_does_not_start(monkeypatch):
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    assert [Part(rank, 2).device(cuda).index for rank in (0, 1)] == [0, 1]
+    assert Part(1, 2).device(cpu) == cpu and Part().device(cuda) == cuda
+    with pytest.raises(UserError, match="tensor_model_parallel_size=4: this machine has 2 GPUs; set it to fewer"):
+        Part(0, 4).device(cuda)
 
 
 VLLM = pytest.param("vllm", marks=pytest.mark.skipif(find_spec("vllm") is None, reason="vllm is not installed"))

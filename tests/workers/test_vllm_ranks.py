@@ -99,7 +99,7 @@ def test_adapters_that_are_handed_over_alone_train_as_adapters_folded_into_the_b
 
 
 def test_a_worker_that_dies_ends_the_run_with_its_name_and_leaves_no_process(wide, sums, tmp_path):
-    words = command(wide, sums, tmp_path, **{SIZE: 2, "trainer__n_gpus_per_node": 2})
+    words = command(wide, sums, tmp_path, **{SIZE: 2, "trainer__n_gpus_per_node": 2, "trainer__max_restarts": 0})
     words = [word for word in words if "total_training_steps" not in word] + ["trainer.total_training_steps=2000"]
     program = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert program.stdout is not None
