@@ -4,7 +4,8 @@
     python scripts/compatibility.py rollout ENGINE      the suite of rollout engines: hf, native, vllm, sglang,
                                                         native-by-two, vllm-by-two (two ranks hold one engine), and
                                                         server, "server over vllm", "server of two, native", "server
-                                                        of two, vllm" (the server's engine, held by two processes)
+                                                        of two, vllm" (the server's engine, held by two processes),
+                                                        "native of qwen3-next" and others (recurrent layers)
     python scripts/compatibility.py train ENGINE        the suite of train engines: megatron, fsdp2
     python scripts/compatibility.py selftest REPORT     a selftest.json, of this machine or of another one
     python scripts/compatibility.py page                the page alone
@@ -47,6 +48,10 @@ ROLLOUT = {
     **{f"{name}-by-two": (name, BY_TWO, TWO) for name in ("native", "vllm")},
     "server": ("native", ALONE, "behind a server"),
     "server over vllm": ("vllm", ALONE, "behind a server"),
+    **{
+        f"native of {model}": ("native", ALONE, f"one process, {title}")
+        for model, title in (("qwen3-next", "Qwen3-Next"), ("qwen3.5", "Qwen3.5"), ("mamba2", "Mamba-2"))
+    },
     **{f"server of two, {name}": (name, ALONE, f"behind a server, {TWO}") for name in ("native", "vllm")},
 }
 TRAIN = {
