@@ -64,7 +64,9 @@ class ValueModel(torch.nn.Module):
         torch.nn.init.zeros_(self.value_head.bias)
 
     def token_values(self, hidden_NE: torch.Tensor) -> torch.Tensor:
-        values = self.value_head(_as_weight(hidden_NE, self.value_head))[:, 0].clone()  # not a view: sharding hooks into the output
+        values = self.value_head(_as_weight(hidden_NE, self.value_head))[
+            :, 0
+        ].clone()  # not a view: sharding hooks into the output
         return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
