@@ -64,7 +64,9 @@ class ValueModel(torch.nn.Module):
         torch.nn.init.zeros_(self.value_head.bias)
 
     def token_values(self, hidden_NE: torch.Tensor) -> torch.Tensor:
-        values = self.value_head(hidden_NE)[:, 0].clone()  # not a view: sharding hooks into the output
+        values = self.value_head(_as_weight(hidden_NE, self.value_head))[
+            :, 0
+        ].clone()  # not a view: sharding hooks into the output
         return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
@@ -229,6 +231,7 @@ class TokenPass(torch.nn.Module):
 def token_log_probs(model: Any, hidden_NE: torch.Tensor, labels_N: torch.Tensor, temperature: float):
     """Return (log-probs, entropies) of `labels_N` at the given hidden states."""
     head = head_of(model)
+    hidden_NE = _as_weight(hidden_NE, head)
     if type(head) is torch.nn.Linear and _logit_changes(model) == (None, 1.0):
         layout = active_layout()
         exact = layout is not None and layout.exact
@@ -256,10 +259,19 @@ def log_probs_of(logits: torch.Tensor, labels_N: torch.Tensor, temperature: floa
 
 def logits_of(model: torch.nn.Module, hidden_NE: torch.Tensor) -> torch.Tensor:
     """Return logits as the model itself does, including caps and scales."""
-    logits = head_of(model)(hidden_NE)
+    head = head_of(model)
+    logits = head(_as_weight(hidden_NE, head))
     cap, scale = _logit_changes(model)
     logits = logits if scale == 1.0 else logits * scale
     return logits if cap is None else torch.tanh(logits / cap) * cap
+
+
+def _as_weight(hidden_NE: torch.Tensor, head: Any) -> torch.Tensor:
+    # Mamba sums its layers in float32, and rounds for a head in half precision.
+    weight = getattr(head, "weight", None)
+    if hidden_NE.dtype != torch.float32 or weight is None or weight.dtype not in (torch.bfloat16, torch.float16):
+        return hidden_NE
+    return hidden_NE.to(weight.dtype)
 
 
 def _logit_changes(model: Any) -> tuple[float | None, float]:

@@ -9,18 +9,23 @@ import numpy as np
 import pytest
 import torch
 
+from posttrain.config.model import ModelConfig
 from posttrain.config.rollout import RolloutConfig
 from posttrain.errors import UserError
 from posttrain.kernels import states as store
 from posttrain.models import recurrent
+from posttrain.models.embedded import byte_tokenizer
+from posttrain.models.forward import forward_mode_of
+from posttrain.models.loading import load_causal_lm
 from posttrain.models.recurrent import recurrent_layers, state_bytes
 from posttrain.rollout.base import Request, Sampling
+from posttrain.rollout.engines import build_engine
 from posttrain.rollout.generate import generate
 from posttrain.rollout.native.build import build_native, split_cache
 from posttrain.rollout.native.states import StatePool
 from tests.rollout.test_native import plain_log_probs
 from tests.rollout.test_tight_cache import SAMPLINGS, converse
-from tests.rollout.tiny import tiny
+from tests.rollout.tiny import tiny, write_tiny
 
 MAIN = ["qwen3-next", "qwen3.5", "mamba2"]
 PROMPTS = [[5, 6, 7, 8, 9], list(range(1, 40)), [5, 6, 7, 8, 9], [9], list(range(10, 75)), [5, 6, 7, 8, 9]]
@@ -59,6 +64,16 @@ def test_groups_prompts_in_pieces_and_rows_that_start_later_have_the_log_probs_o
     assert len({tuple(together[row].token_ids) for row in (0, 2, 5)}) == 3, "responses to one prompt, with other seeds"
     assert largest_gap(kind, PROMPTS, together) < 1e-5
     assert largest_gap(kind, PROMPTS, narrow) < 1e-5
+
+
+@pytest.mark.parametrize("kind", MAIN)
+def test_in_half_precision_native_and_packed_sequences_pass_the_checks_at_loading(kind, tmp_path):
+    tokenizer = byte_tokenizer()
+    folder = write_tiny(kind, tmp_path)
+    model = load_causal_lm(ModelConfig(path=str(folder)), dtype=torch.bfloat16, device=torch.device("cpu"))
+    assert forward_mode_of(model).packed
+    _, name = build_engine(RolloutConfig(kv_cache_gb=0.02), model, tokenizer)
+    assert name.startswith("native (general decoder") and ";" not in name
 
 
 def test_a_prompt_is_computed_once_for_its_group():
