@@ -283,7 +283,7 @@ def prefill_peak(model: Any, prompts: int, length: int) -> int:
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     ids = torch.zeros(prompts, length, dtype=torch.long, device=META)
     with torch.no_grad(), LiveBytes(model) as live:
-        places = dict(zip(("position_ids", "attention_mask"), _places(model, ids), strict=True))
+        places: dict[str, Any] = dict(zip(("position_ids", "attention_mask"), _places(model, ids), strict=True))
         inner(input_ids=ids, **accepted_arguments(inner, places), use_cache=True, logits_to_keep=1)
     return live.peak
 
