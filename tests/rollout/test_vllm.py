@@ -33,7 +33,7 @@ from posttrain.rollout.hf import HFEngine
 from posttrain.rollout.outside import restored_process_state
 from posttrain.rollout.vllm import build
 from posttrain.rollout.vllm.engine import VLLMEngine
-from posttrain.rollout.vllm.inside import Inside
+from posttrain.rollout.vllm.inside import Inside, remove_shared_names
 from tests.rollout import fake_vllm
 
 PROMPTS = [[5, 6, 7], [9, 8, 7, 6, 5], [5, 6, 7]]
@@ -540,3 +540,33 @@ def test_the_error_of_an_engine_that_broke_the_device_is_the_one_that_is_raised(
         random.seed(1)
         raise ValueError("vLLM does not start")
     assert random.random() == expected
+
+
+class Ring:
+    """vLLM's buffer between the ranks of a group."""
+
+    def __init__(self, is_creator: bool) -> None:
+        self.is_creator, self.shared_memory, self.removed = is_creator, self, 0
+
+    def unlink(self) -> None:
+        self.removed += 1
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_shared_memory_of_ranks_keeps_no_name_and_that_of_others_does(tmp_path, monkeypatch, rank):
+    own, of_another, without = Ring(True), Ring(False), None
+    rings = [SimpleNamespace(buffer=own), SimpleNamespace(buffer=of_another), without]
+    groups = [SimpleNamespace(mq_broadcaster=ring) for ring in rings]
+    state = SimpleNamespace(_groups={str(place): lambda group=group: group for place, group in enumerate(groups)})
+    state._groups["ended"] = lambda: None
+    monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
+    monkeypatch.setitem(sys.modules, "vllm.distributed", SimpleNamespace(parallel_state=state))
+    names = ["posttrain-ab-tp:0-[0-1]-cpushm_0", "posttrain-abc-tp:0-[0-1]-cpushm_0", "other"]
+    for name in names:
+        (tmp_path / name).touch()
+    met = []
+    team: Any = SimpleNamespace(rank=rank, smallest=met.append)
+    remove_shared_names(team, "posttrain-ab", tmp_path)
+    assert met == [0]  # all ranks have come so far
+    assert (own.removed, own.is_creator, of_another.removed) == (1, False, 0)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(names[1:] if rank == 0 else names)

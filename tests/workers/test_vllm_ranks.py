@@ -28,6 +28,7 @@ ROLLOUT = "actor_rollout_ref.rollout"
 SIZE = f"{ROLLOUT}.tensor_model_parallel_size"
 ENGINE = {f"{ROLLOUT}.name": "vllm", f"{ROLLOUT}.kv_cache_gb": 0.05, f"{ROLLOUT}.max_num_seqs": 16}
 STEPS = 3
+SHARED = Path("/dev/shm")
 # Three workers would be refused on two cores.
 FOUR_CORES = """
 import runpy
@@ -98,9 +99,10 @@ def test_adapters_that_are_handed_over_alone_train_as_adapters_folded_into_the_b
             assert theirs[name] == pytest.approx(mine[name], rel=1e-3), name
 
 
-def test_a_worker_that_dies_ends_the_run_with_its_name_and_leaves_no_process(wide, sums, tmp_path):
+def test_a_worker_that_dies_ends_the_run_with_its_name_and_leaves_no_process_and_no_memory(wide, sums, tmp_path):
     words = command(wide, sums, tmp_path, **{SIZE: 2, "trainer__n_gpus_per_node": 2, "trainer__max_restarts": 0})
     words = [word for word in words if "total_training_steps" not in word] + ["trainer.total_training_steps=2000"]
+    before = set(SHARED.glob("*"))
     program = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert program.stdout is not None
     lines: list[str] = []
@@ -113,11 +115,19 @@ def test_a_worker_that_dies_ends_the_run_with_its_name_and_leaves_no_process(wid
         time.sleep(0.1)
     ranks = _ranks(program.pid)
     assert len(ranks) == 2
+    # vLLM's own has no names any more, so that a kill leaves none of it.
+    assert not [path for path in shared(before) if "cpushm" in path.name or path.name.startswith("psm_")]
     os.kill(ranks[1], signal.SIGKILL)
     assert program.wait(60) != 0
     reader.join(5)
     assert "died" in "".join(lines)
     assert gone(*ranks)
+    assert not shared(before)
+
+
+def shared(before: set[Path]) -> set[Path]:
+    """Shared memory that there was not before."""
+    return set(SHARED.glob("*")) - before
 
 
 def _ranks(parent: int) -> list[int]:

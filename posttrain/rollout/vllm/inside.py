@@ -5,9 +5,11 @@ Everything that is no public interface of vLLM is in this file.
 
 from __future__ import annotations
 
+import glob
 import os
 from collections.abc import Iterable, Iterator
 from itertools import chain
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -37,7 +39,27 @@ def executor_over(team: Team, device: torch.device) -> Any:
             # vLLM cuts them into teams of neighbours, as we do.
             return f"file:///posttrain-{name:x}", dist.get_rank(), device.index or 0
 
+        def _init_executor(self) -> None:
+            super()._init_executor()
+            remove_shared_names(team, f"posttrain-{name:x}")
+
     return TeamExecutor
+
+
+def remove_shared_names(team: Team, prefix: str, folder: Path = Path("/dev/shm")) -> None:
+    """Take the names from the shared memory of vLLM's ranks, which all have mapped: it is then freed with the last of
+    them, even if they are killed."""
+    from vllm.distributed import parallel_state  # pyright: ignore
+
+    team.smallest(0)  # all ranks have come so far
+    for found in list(parallel_state._groups.values()):
+        ring = getattr(getattr(found(), "mq_broadcaster", None), "buffer", None)
+        if getattr(ring, "is_creator", False):
+            ring.shared_memory.unlink()
+            ring.is_creator = False  # it would do so again at its end
+    if team.rank == 0:
+        for path in folder.glob(f"{glob.escape(prefix)}-*"):
+            path.unlink(missing_ok=True)
 
 
 def can_hold_adapters(kind: str) -> bool:
