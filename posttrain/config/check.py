@@ -9,7 +9,7 @@ from typing import Any
 from posttrain.algorithms.registry import ADV_ESTIMATORS, POLICY_LOSSES
 from posttrain.config.checked import Checked, Finding, check_choice, nearest_name
 from posttrain.config.choices import CRITIC_ESTIMATORS, GROUP_ESTIMATORS, LOGGERS, NOT_BUILT_VALUES, REJECTIONS
-from posttrain.config.pools import REFERENCE_WORKERS, ROLES, ROLLOUT_WORKERS, own_workers_of
+from posttrain.config.pools import REFERENCE_WORKERS, ROLLOUT_WORKERS, own_workers_of
 from posttrain.config.rollout import UNFILTERED
 from posttrain.config.schema import leaves, lookup
 from posttrain.config.trainer import (
@@ -312,13 +312,8 @@ def check_sizes(checked: Checked) -> Iterator[Finding]:
 
 def check_own_workers(checked: Checked) -> Iterator[Finding]:
     """Roles that cannot have workers of their own in this run, and sizes that do not divide those."""
-    config, engine = checked.config, f"{_ACTOR}.strategy"
+    config = checked.config
     own = own_workers_of(config)
-    for role in own:
-        key = ROLES[role].key
-        if ROLES[role].shards and config.actor_rollout_ref.actor.strategy == "megatron":
-            what = f"`{key}={own[role]}` with {engine}=megatron, which cuts all models over the workers that train."
-            yield checked.problem(what, f"set {engine}=fsdp2, or {key}=0", key, engine)
     if "reference" in own and config.actor_rollout_ref.model.lora_rank > 0:
         key = REFERENCE_WORKERS
         what = f"`{key}={own['reference']}` with adapters: the reference is the policy's own base, and takes no memory."

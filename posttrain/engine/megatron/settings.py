@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from posttrain.config.checked import Checked, Finding, check_dict, settings_of
+from posttrain.config.pools import ROLES, own_workers_of
 from posttrain.config.schema import lookup
 from posttrain.config.trainer import workers_of
 from posttrain.engine.settings import EngineKeys
@@ -134,3 +135,8 @@ def _not_together(checked: Checked, keys: EngineKeys) -> Iterator[Finding]:
             if is_so:
                 what = f"`{key}` cannot be used with {keys.strategy}=megatron: {why}."
                 yield checked.problem(what, f"remove {key}, or set {keys.strategy}=fsdp2", key)
+    for name, count in own_workers_of(checked.config).items():
+        key = ROLES[name].key
+        if ROLES[name].shards:
+            what = f"`{key}={count}` with {keys.strategy}=megatron, which cuts all models over the workers that train."
+            yield checked.problem(what, f"set {keys.strategy}=fsdp2, or {key}=0", key, keys.strategy)
