@@ -21,7 +21,7 @@ NAMED = {
     "shuffled ranks": ("collectives", "the order of ranks is wrong"),
     "missing sync": ("native sync", "the rollout still computes with the weights before the update"),
     "stale adapter": ("native adapters", "the rollout still computes with the adapters before the update"),
-    "gradient scale": ("fsdp2", "0.5 times those of one device: the gradient has a wrong scale"),
+    "gradient scale": ("fsdp2", "gradient norms over 2 ranks are 0.5"),
     "dropped bucket": ("native sync", "weights never reached the rollout"),
     "swapped slices": ("native rollout", "a rank holds another part of a matrix than its own"),
     "optimizer not saved": ("resume", "the state of the optimizer is not what was saved"),

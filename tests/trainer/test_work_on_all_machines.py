@@ -108,7 +108,8 @@ def test_a_second_node_of_a_ray_computes_rewards_and_runs_tools_and_agents(tmp_p
         stack = opened.enter_context(ExitStack())
         spread_work(stack, config, pool, loop, Mock(in_ray=True), said.append)
         found = [line for line in said if "machines." in line]
-        assert found == ["Reward workers: 2 on 2 machines.", "Tools run on 2 machines.", "Agents run on 2 machines."]
+        expected = ["Reward workers: 2 on 2 machines.", "Tools run on 2 machines.", "Agents run on 2 machines."]
+        assert found == expected, said
 
         answers = loop.runner.tools.answer("c", [ToolCall("place", {})] * 4).result(120)
         assert sorted(answer.text for answer in answers) == [" sesame", " sesame", "second sesame", "second sesame"]
