@@ -105,6 +105,7 @@ def test_a_second_node_of_a_ray_computes_rewards_and_runs_tools_and_agents(tmp_p
             assert not [line for line in said if "machine" in line], "there is no other"
 
         cluster.add_node(num_cpus=1, env_vars={"NODE": "second"}, **small)
+        cluster.wait_for_nodes()
         stack = opened.enter_context(ExitStack())
         spread_work(stack, config, pool, loop, Mock(in_ray=True), said.append)
         found = [line for line in said if "machines." in line]
