@@ -263,7 +263,7 @@ class Runner:
             work.state, self._moved = state, time.monotonic()
             if state == _ENDED:
                 del self._work[work.key]
-            if event is not None:  # under the lock: nobody may find the agent idle before its event is there
+            if event is not None:  # under the lock: the agent is not idle before its event is there
                 self._news.put((work.key, event, None))
 
     # -- deadlines ------------------------------------------------------------------------------------------------

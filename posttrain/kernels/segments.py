@@ -1,6 +1,6 @@
 """Packed sequences as trees of segments: where a layer's state goes from one token to the next.
 
-Responses that share a prompt go on from the state behind it. A segment is a run of tokens without a branch; segments
+Responses that share a prompt continue from the state behind it. A segment is a run of tokens without a branch; segments
 that a layer can compute together form a group.
 """
 
@@ -30,30 +30,30 @@ class Segment:
 
 @dataclass
 class SegmentGroup:
-    """Segments that are computed together, padded on the right if nothing goes on from them."""
+    """Segments that are computed together, padded on the right if nothing continues from them."""
 
     token_BL: torch.Tensor  # padding repeats a segment's last token
     output_N: torch.Tensor  # places among the flattened tokens whose output is wanted
     numbers: list[int]  # of the segments
-    parents: list[int] | None  # the segment that each goes on from; None: they begin sequences
-    goes_on: bool  # whether others go on from them
+    parents: list[int] | None  # the segment that each continues from; None: they begin sequences
+    has_children: bool  # whether others continue from them
 
 
 @dataclass
 class SegmentPlan:
-    """The groups, each behind those that it goes on from; `order_T`: each token's place in their joined outputs."""
+    """The groups, each behind those that it continues from; `order_T`: each token's place in their joined outputs."""
 
     groups: list[SegmentGroup]
     order_T: torch.Tensor
 
 
 def segment_plan(
-    lengths: Sequence[int], end_T: np.ndarray | None, device: torch.device, *, goes_on: bool = True
+    lengths: Sequence[int], end_T: np.ndarray | None, device: torch.device, *, can_continue: bool = True
 ) -> SegmentPlan:
     """Plan for packed sequences of these lengths; `end_T` is the place behind the last token that sees each token.
-    Without `goes_on`, for layers that cannot go on from a state, every response is computed with its whole prompt."""
+    Layers that cannot continue from a state compute every response with its whole prompt."""
     tree = _tree(lengths, end_T)
-    segments = _push_single_tokens_down(tree) if goes_on else _whole_paths(tree)
+    segments = _push_single_tokens_down(tree) if can_continue else _whole_paths(tree)
     groups, flat = zip(*[_group(segments, numbers, device) for numbers in _together(segments)], strict=True)
     order_T = np.empty(sum(map(len, flat)), np.int64)
     order_T[np.concatenate(flat)] = np.arange(len(order_T))
@@ -64,10 +64,10 @@ def _tree(lengths: Sequence[int], end_T: np.ndarray | None) -> list[Segment]:
     ends = np.cumsum(lengths)
     if end_T is None:
         return [Segment([*range(end - size, end)], -1) for size, end in zip(lengths, ends.tolist(), strict=True)]
-    before_T = np.arange(len(end_T)) - 1  # the token whose state each one goes on from
+    before_T = np.arange(len(end_T)) - 1  # the token whose state each one continues from
     before_T[ends - np.asarray(lengths)] = -1
     starts = set((ends - np.asarray(lengths)).tolist())
-    # Behind a token that the next one does not see, a branch begins: it goes on from the last token that it sees.
+    # Behind a token that the next one does not see, a branch begins: it continues from the last token that it sees.
     for place in np.flatnonzero(end_T[:-1] <= np.arange(1, len(end_T))) + 1:
         if int(place) in starts:
             continue
@@ -91,7 +91,7 @@ def _tree(lengths: Sequence[int], end_T: np.ndarray | None) -> list[Segment]:
 
 def _push_single_tokens_down(segments: list[Segment]) -> list[Segment]:
     # Layers update a state in place when they get one token, which autograd does not allow. Such a token is computed
-    # with each of the segments behind it instead; those that nothing goes on from are padded.
+    # with each of the segments behind it instead; those that nothing continues from are padded.
     for number, segment in enumerate(segments):
         if not segment.children or segment.parent < 0 or len(segment.tokens) > 1:
             continue
@@ -146,13 +146,13 @@ def _together(segments: list[Segment]) -> list[list[int]]:
 def _group(segments: list[Segment], numbers: list[int], device: torch.device) -> tuple[SegmentGroup, np.ndarray]:
     # With the tokens whose outputs it gives.
     parts = [segments[number] for number in numbers]
-    goes_on, begins = bool(parts[0].children), parts[0].parent < 0
+    has_children, begins = bool(parts[0].children), parts[0].parent < 0
     width = max(len(part.tokens) for part in parts)
-    width = width if goes_on or begins else max(2, width)
+    width = width if has_children or begins else max(2, width)
     token_BL = np.array([part.tokens + part.tokens[-1:] * (width - len(part.tokens)) for part in parts], np.int64)
     output_N = np.concatenate(
         [np.arange(part.repeated, len(part.tokens)) + row * width for row, part in enumerate(parts)]
     )
     parents = None if begins else [part.parent for part in parts]
     places_BL, places_N = (to_device(torch.from_numpy(array), device) for array in (token_BL, output_N))
-    return SegmentGroup(places_BL, places_N, numbers, parents, goes_on), token_BL.ravel()[output_N]
+    return SegmentGroup(places_BL, places_N, numbers, parents, has_children), token_BL.ravel()[output_N]

@@ -17,7 +17,7 @@ from posttrain import cores
 from posttrain.errors import first_line
 from posttrain.machines.channel import Channel, Relay, Wake
 
-LOOK_S = 10.0  # an answer without content, so that a host that nobody asks any more can end
+LOOK_S = 10.0  # then an answer without content, so that a host whose driver is gone can end
 
 
 @dataclass(frozen=True)

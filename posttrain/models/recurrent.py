@@ -3,7 +3,7 @@
 Such a layer of transformers computes a rectangle of sequences, and reads and writes its states through the interface of
 transformers' cache. Here tokens lie end to end, so the layer's own code is called once for each group of sequences that
 fit into a rectangle, with a cache that holds the states of these sequences alone. In a paged step the states come from
-the engine's store and go back to it. In a packed pass responses go on from the state behind their prompt, which is
+the engine's store and go back to it. In a packed pass responses continue from the state behind their prompt, which is
 computed once; gradients flow through it.
 
 Shapes: B sequences of a group, L tokens of each, T tokens of a pass, E width of the layer.
@@ -117,19 +117,21 @@ def attending_layers(model: Any) -> int:
 
 def answer_recurrence(model: torch.nn.Module) -> bool:
     """Have the model's recurrent layers take packed sequences and paged steps from now on. Whether there are any."""
-    layers, goes_on = recurrent_layers(model), {}
+    layers, of_kind = recurrent_layers(model), dict[type, bool]()
     for number, layer in enumerate(layers):
         layer.state_number = number
-        if not hasattr(layer, "goes_on"):
+        if not hasattr(layer, "can_continue"):
             kind = type(layer)
-            goes_on[kind] = layer.goes_on = goes_on[kind] if kind in goes_on else _goes_on(model, layer)
+            if kind not in of_kind:
+                of_kind[kind] = _can_continue(model, layer)
+            layer.can_continue = of_kind[kind]
         layer.forward = types.MethodType(_answered, layer)
     return bool(layers)
 
 
 @torch.no_grad()
-def _goes_on(model: Any, layer: Any) -> bool:
-    """Whether the layer goes on from its states with several tokens at once; Mamba's first version reads them with
+def _can_continue(model: Any, layer: Any) -> bool:
+    """Whether the layer continues from its states with several tokens at once; Mamba's first version reads them with
     single tokens only, and begins anew otherwise."""
     weight = next(layer.parameters())
     if weight.is_meta:
@@ -172,7 +174,7 @@ def _joined(outputs: Outputs, order_T: torch.Tensor) -> Any:
     flat = [_output(made).flatten(0, 1) for made, _ in outputs]
     flat = [made if wanted is None else made[wanted] for made, (_, wanted) in zip(flat, outputs, strict=True)]
     joined, first = torch.cat(flat)[order_T][None], outputs[0][0]
-    # What a layer gives beside its tokens' output (states, weights) is read by nobody without a cache.
+    # What a layer gives beside its tokens' output (states, weights) is not read without a cache.
     return (joined, *[None] * (len(first) - 1)) if isinstance(first, tuple) else joined
 
 
@@ -193,7 +195,7 @@ def recur_in_step(layer: Any, hidden_1TE: torch.Tensor, step: StepTokens) -> Any
         }  # fmt: skip
         cache = CallStates(held)
         hidden_BLE = hidden_1TE[0][group.token_BL]
-        if held and hidden_BLE.shape[1] > 1 and not layer.goes_on:
+        if held and hidden_BLE.shape[1] > 1 and not layer.can_continue:
             made = torch.cat([_output(_call(layer, token, cache)) for token in hidden_BLE.split(1, 1)], 1)
         else:
             made = _call(layer, hidden_BLE, cache)
@@ -205,7 +207,7 @@ def recur_in_step(layer: Any, hidden_1TE: torch.Tensor, step: StepTokens) -> Any
 
 # -- packed passes ------------------------------------------------------------------------------------------------
 def _packed(layer: Any, hidden_1TE: torch.Tensor, layout: PackedLayout) -> Any:
-    plan, outputs = _plan_of(layout, layer.goes_on), []
+    plan, outputs = _plan_of(layout, layer.can_continue), []
     behind: dict[int, dict[tuple[str, int], torch.Tensor]] = {}  # states behind segments, by their number
     for group in plan.groups:
         states = None
@@ -213,21 +215,23 @@ def _packed(layer: Any, hidden_1TE: torch.Tensor, layout: PackedLayout) -> Any:
             names = behind[group.parents[0]]
             held = {name: torch.stack([behind[parent][name] for parent in group.parents]) for name in names}
             states = CallStates(held)
-        elif group.goes_on:
+        elif group.has_children:
             states = CallStates()
         outputs.append((_call(layer, hidden_1TE[0][group.token_BL], states), group.output_N))
-        if group.goes_on and states is not None:
+        if group.has_children and states is not None:
             parts = {name: value.unbind(0) for name, value in states.held.items()}
             for place, number in enumerate(group.numbers):
                 behind[number] = {name: values[place] for name, values in parts.items()}
     return _joined(outputs, plan.order_T)
 
 
-def _plan_of(layout: PackedLayout, goes_on: bool) -> SegmentPlan:
-    if goes_on not in layout.segments:
+def _plan_of(layout: PackedLayout, can_continue: bool) -> SegmentPlan:
+    if can_continue not in layout.segments:
         ends = None if layout.end_T is None else layout.end_T.cpu().numpy()
-        layout.segments[goes_on] = segment_plan(layout.lengths.tolist(), ends, layout.device, goes_on=goes_on)
-    return layout.segments[goes_on]
+        layout.segments[can_continue] = segment_plan(
+            layout.lengths.tolist(), ends, layout.device, can_continue=can_continue
+        )
+    return layout.segments[can_continue]
 
 
 # -- sizes --------------------------------------------------------------------------------------------------------

@@ -43,22 +43,22 @@ def trees():
     yield pytest.param([4], np.array([4, 2, 3, 4]), id="a prompt of one token")
 
 
-@pytest.mark.parametrize("goes_on", [True, False])
+@pytest.mark.parametrize("can_continue", [True, False])
 @pytest.mark.parametrize(("lengths", "end_T"), list(trees()))
-def test_every_token_is_computed_behind_exactly_the_tokens_that_it_sees(lengths, end_T, goes_on):
-    plan = segment_plan(lengths, end_T, CPU, goes_on=goes_on)
+def test_every_token_is_computed_behind_exactly_the_tokens_that_it_sees(lengths, end_T, can_continue):
+    plan = segment_plan(lengths, end_T, CPU, can_continue=can_continue)
     behind, outputs = {}, []
     for group in plan.groups:
         for row, number in enumerate(group.numbers):
             before = () if group.parents is None else behind[group.parents[row]]
             tokens = group.token_BL[row].tolist()
-            if group.goes_on:
+            if group.has_children:
                 behind[number] = (*before, *tokens)
             outputs.append([(*before, *tokens[: place + 1]) for place in range(len(tokens))])
         flat = [seen for row in outputs[-len(group.numbers) :] for seen in row]
         outputs[-len(group.numbers) :] = [[flat[place] for place in group.output_N.tolist()]]
         if group.parents is not None:
-            assert goes_on and group.token_BL.shape[1] > 1, "a single token would change the state in place"
+            assert can_continue and group.token_BL.shape[1] > 1, "a single token would change the state in place"
     seen = [one for row in outputs for one in row]
     assert len(seen) == len(end_T), "no output is computed and then dropped or missing"
     assert {token: seen[place] for token, place in enumerate(plan.order_T.tolist())} == paths_of(lengths, end_T)
@@ -68,8 +68,8 @@ def test_a_prompt_is_computed_once_and_responses_of_similar_length_together():
     lengths = [20 + 8 + 8 + 7 + 2]
     segments = [[0] * 20 + [1] * 8 + [2] * 8 + [3] * 7 + [4] * 2]
     prompt, long, short = segment_plan(lengths, ends_of(lengths, segments), CPU).groups
-    assert prompt.token_BL.shape == (1, 20) and prompt.goes_on and prompt.parents is None
-    assert long.token_BL.shape == (3, 8) and short.token_BL.shape == (1, 2) and not long.goes_on
+    assert prompt.token_BL.shape == (1, 20) and prompt.has_children and prompt.parents is None
+    assert long.token_BL.shape == (3, 8) and short.token_BL.shape == (1, 2) and not long.has_children
     assert long.parents == [prompt.numbers[0]] * 3
 
 

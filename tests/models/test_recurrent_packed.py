@@ -17,7 +17,7 @@ from posttrain.rollout.generate import to_batch
 from tests.rollout.tiny import RECURRENT, tiny
 
 CPU = torch.device("cpu")
-# Responses begin with others, at their first token too: states go on from within a response.
+# Responses begin with others, at their first token too: states continue from within a response.
 RESPONSES = [[7], [7, 8], [7, 8, 9, 9, 3], [7, 8, 5], [6, 5, 4, 3, 2, 1, 9, 8], [7, 8, 9, 9, 4], [11] * 70]
 PROMPTS = [[*range(20, 32)], [9]]
 
@@ -79,7 +79,7 @@ def test_packed_passes_compute_a_prompt_once(monkeypatch):
 
 @pytest.mark.parametrize(
     "fault",
-    ["states of the prompt are dropped", "sequences go on from each other"],
+    ["states of the prompt are dropped", "sequences continue from each other"],
 )
 def test_a_wrong_packed_pass_is_found_when_the_model_is_loaded(fault, monkeypatch):
     model = tiny("qwen3-next", attention="eager")
@@ -110,7 +110,7 @@ def test_a_layer_that_is_not_asked_is_not_packed(monkeypatch):
 def test_only_mambas_first_version_begins_anew_with_several_tokens(kind):
     model = tiny(kind)
     answer_recurrence(model)
-    assert {layer.goes_on for layer in recurrent_layers(model)} == {kind != "mamba"}
+    assert {layer.can_continue for layer in recurrent_layers(model)} == {kind != "mamba"}
 
 
 def test_models_without_recurrent_layers_are_left_as_they_are():

@@ -80,7 +80,7 @@ def test_a_prompt_is_computed_once_for_its_group():
     engine = native("qwen3-next")
     generate(engine, [[5] * 30] * 8, [Sampling(max_tokens=3)] * 8, range(8))
     assert engine.prompt_tokens == 30
-    assert engine.pool.states.store.size == 8, "the last response goes on with the prompt's own state"
+    assert engine.pool.states.store.size == 8, "the last response continues with the prompt's own state"
     assert (engine.pool.states.busy, engine.pool.states.kept) == (0, 0)
 
 

@@ -200,7 +200,7 @@ class Queue:
                 aside, states, prompt.running, room = others, other_states, prompt.running + 1, room - 1
                 if own_state:
                     state = self.pool.states.copied(prompt.state)
-                else:  # nobody else will start from it
+                else:  # no other row starts from it
                     state, prompt.state = prompt.state, NO_STATE
                 blocks = [*prompt.blocks, *self.pool.take(own)]
                 yield NewRow(prompt.waiting.popleft(), prompt, blocks, state, granted)
@@ -270,7 +270,7 @@ class Queue:
 
 
 def _own_states(prompt: Prompt) -> int:
-    """Slots that the next row of a prompt takes: the last one goes on with the prompt's own."""
+    """Slots that the next row of a prompt takes: the last one continues with the prompt's own."""
     return int(len(prompt.waiting) > 1)
 
 

@@ -37,7 +37,7 @@ TOGETHER = 2**31  # parameters that are multiplied before a step comes back: lar
 MOST = 64  # tokens of a row in one step; on a CUDA device the kernels' own number
 HOST_STEP = 4e6  # parameters that a row multiplies while Python finds drafts and reads what a round made of them
 LEAST_STATES = 4  # slots of a prompt, its first response, a kept turn and its continuation
-UNKNOWN_LONGEST = 4096  # tokens of a sequence, where nobody says
+UNKNOWN_LONGEST = 4096  # tokens of a sequence, if no limit is given
 CACHE_SHARE = 0.3  # of the device's memory, where nothing is set
 TOKENS, TOKENS_ON_CUDA = 8192, 16384  # of one step, where nothing is set: a GPU must be at it longer than the host
 
