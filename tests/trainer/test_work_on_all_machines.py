@@ -14,6 +14,7 @@ import torch
 from posttrain.config import load_config
 from posttrain.conversations.opening import open_conversations
 from posttrain.conversations.tools.base import ToolCall
+from posttrain.machines.cluster import Places
 from posttrain.models.embedded import byte_tokenizer
 from posttrain.rewards.loading import resolve_reward
 from posttrain.rewards.pool import RewardPool
@@ -129,3 +130,17 @@ def test_a_second_node_of_a_ray_computes_rewards_and_runs_tools_and_agents(tmp_p
             first += 200
         assert nodes == {"", "second"}
         assert os.environ.get("NODE") is None
+
+
+def test_a_machine_gets_workers_by_its_share_and_no_more_than_allowed_while_another_has_fewer():
+    large = Mock(lost=False)
+    large.start.side_effect = lambda kind: Mock(machine=large)
+    places = Places(lambda: Mock(machine=None), 1, "agents", [(large, 30)], most=3)
+    running: list[Mock] = []
+    for _ in range(6):
+        running.append(places.start(running))
+    assert [one.machine is large for one in running].count(True) == 3  # by its share alone it would have more
+    unlimited = Places(lambda: Mock(machine=None), 1, "agents", [(large, 30)])
+    for _ in range(6):
+        running.append(unlimited.start(running))
+    assert [one.machine is large for one in running].count(True) == 9
