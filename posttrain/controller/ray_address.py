@@ -25,8 +25,7 @@ from typing import Any
 
 from posttrain.errors import UserError, first_line
 
-# Of the Rays that this process starts for itself: Ray reads it once per process, and then none is written into the
-# home folder.
+# Of the Rays that this process starts for itself. With one in the environment, Ray writes none into the home folder.
 OWN = secrets.token_hex(32)
 MODE = "RAY_AUTH_MODE"
 WAYS = "RAY_AUTH_TOKEN, a file named by RAY_AUTH_TOKEN_PATH, or ~/.ray/auth_token"
@@ -50,20 +49,46 @@ def users_secret() -> str:
 
 
 @contextmanager
-def users_secret_is_shown() -> Iterator[None]:
-    """Around a connection to a Ray by its address. Ray shows the user's secret by itself only to a Ray that it has
-    found without an address; to one without a secret it may be shown, too."""
+def users_secret_as_asked(address: str) -> Iterator[None]:
+    """Around a connection to the Ray at this address. Ray shows the user's secret by itself only to a Ray that it has
+    found without an address. One that asks for none must not be shown it: its calls to this process would fail."""
     if MODE in os.environ or not users_secret():
         yield
         return
-    from ray._raylet import Config  # pyright: ignore[reportAttributeAccessIssue]
-
-    os.environ[MODE] = "token"
+    os.environ[MODE] = "token" if _asks_for_a_secret_at(address) else "disabled"
     try:
-        Config.initialize("")  # what Ray has read of the environment before
+        _raylet().Config.initialize("")  # what Ray has read of the environment before
         yield
     finally:
         del os.environ[MODE]
+
+
+def _asks_for_a_secret_at(address: str) -> bool:
+    if address == "auto":
+        from ray._private.services import find_bootstrap_address
+
+        address = find_bootstrap_address(None) or ""
+    if not re.fullmatch(r"[\w.-]+:\d+", address):  # Ray's own clients (ray://) are shown it in any case
+        return True
+    try:
+        _raylet().GcsClient(address=address)
+    except Exception as error:
+        return asks_for_a_secret(error)
+    return False
+
+
+def _raylet() -> Any:
+    from ray import _raylet
+
+    return _raylet
+
+
+def forget_what_ray_has_read() -> None:
+    """After a Ray that was started with variables of its own. Ray reads once per process whether secrets are asked for,
+    and which one; a later Ray without a secret would get no answers from this process, one with another none either."""
+    if loader := getattr(_raylet(), "AuthenticationTokenLoader", None):  # older versions know no secrets
+        _raylet().Config.initialize("")
+        loader.instance().reset_cache()
 
 
 ADDRESSES = ("RAY_ADDRESS", "RAY_HEAD_ADDRESS")

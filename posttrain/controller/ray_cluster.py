@@ -24,7 +24,7 @@ from posttrain.controller.ray_address import (
     given_address,
     no_ray,
     users_secret,
-    users_secret_is_shown,
+    users_secret_as_asked,
     wrong_secret,
 )
 from posttrain.controller.ray_node import OF_A_START, RayHead, Watched
@@ -203,7 +203,7 @@ class RayCluster:
         if (error_there := connection_error(address)) is not None:
             raise no_ray(address, error_there)
         try:
-            with refused_by_ray(settings), users_secret_is_shown():
+            with refused_by_ray(settings), users_secret_as_asked(address):
                 ray.init(address=address, **{**_QUIET, **settings})
         except (ConnectionError, RayError) as error:
             if asks_for_a_secret(error):
@@ -227,6 +227,8 @@ class RayCluster:
         if self._started is not None:
             self._started.close()
             self._started = None
+        if not ray.is_initialized():
+            ray_address.forget_what_ray_has_read()
         ray_address.forget_secret()
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
+import sys
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -103,3 +105,56 @@ def test_what_ray_asserts_of_an_argument_is_told_of_by_its_setting():
         raise AssertionError("CPU (<class 'str'>): abc")
     with pytest.raises(AssertionError), refused_by_ray({}):
         raise AssertionError("not about the user's arguments")
+
+
+# Serves until its input ends.
+OTHER_RAY = """
+import ray, sys
+from ray.cluster_utils import Cluster
+small = {"num_cpus": 1, "include_dashboard": False, "object_store_memory": 80_000_000}
+cluster = Cluster(initialize_head=True, head_node_args=small)
+print(cluster.address, flush=True)
+sys.stdin.read()
+cluster.shutdown()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("asked, given", [("", ""), ("", "the user's"), ("the user's", "the user's")])
+def test_after_a_ray_of_its_own_a_process_works_with_one_that_has_no_secret_or_another(
+    monkeypatch, tmp_path, asked, given
+):
+    """A notebook that has trained, and then connects to a cluster."""
+    for name in ("RAY_ADDRESS", "RAY_HEAD_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))  # where a secret of the machine's user may be
+
+    class Worker:
+        def answer(self):
+            return 42
+
+    def works_with(address):
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        cluster = RayCluster(1)
+        cluster.start()
+        try:
+            worker = ray.remote(num_cpus=0)(Worker).remote()
+            return ray.get(worker.answer.remote(), timeout=60) == 42
+        finally:
+            cluster.stop()
+
+    assert works_with("")
+    variables = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": asked} if asked else {"RAY_AUTH_MODE": "disabled"}
+    there = subprocess.Popen(
+        [sys.executable, "-c", OTHER_RAY],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ | variables,
+    )  # fmt: skip
+    with there:
+        assert there.stdin is not None and there.stdout is not None
+        if given:
+            monkeypatch.setenv("RAY_AUTH_TOKEN", given)
+        try:
+            assert works_with(there.stdout.readline().strip())
+        finally:
+            there.stdin.close()
+    assert works_with("")
