@@ -31,11 +31,12 @@ MODE = "RAY_AUTH_MODE"
 WAYS = "RAY_AUTH_TOKEN, a file named by RAY_AUTH_TOKEN_PATH, or ~/.ray/auth_token"
 
 
-def shown_by_a_node(token: str) -> dict[str, str]:
-    """Variables for a node that joins a Ray with this secret; without one, with the user's, if there is one. A head
-    needs no word to use a secret that it finds; a node does."""
-    mode = {MODE: os.environ.get(MODE, "token")}
-    return {**mode, "RAY_AUTH_TOKEN": token} if token else mode if users_secret() else {}
+def shown_by_a_node(token: str, address: str) -> dict[str, str]:
+    """Variables for a node that joins the Ray at this address with this secret; without one, with the user's, if there
+    is one and the Ray asks for it. A head needs no word to use a secret that it finds; a node does."""
+    if token:
+        return {MODE: os.environ.get(MODE, "token"), "RAY_AUTH_TOKEN": token}
+    return {MODE: mode} if (mode := _mode_for(address)) else {}
 
 
 def users_secret() -> str:
@@ -52,15 +53,23 @@ def users_secret() -> str:
 def users_secret_as_asked(address: str) -> Iterator[None]:
     """Around a connection to the Ray at this address. Ray shows the user's secret by itself only to a Ray that it has
     found without an address. One that asks for none must not be shown it: its calls to this process would fail."""
-    if MODE in os.environ or not users_secret():
+    mode = _mode_for(address)
+    if mode is None or MODE in os.environ:
         yield
         return
-    os.environ[MODE] = "token" if _asks_for_a_secret_at(address) else "disabled"
+    os.environ[MODE] = mode
     try:
         _raylet().Config.initialize("")  # what Ray has read of the environment before
         yield
     finally:
         del os.environ[MODE]
+
+
+def _mode_for(address: str) -> str | None:
+    """How the user's secret is used with the Ray at this address; None without one."""
+    if not users_secret():
+        return None
+    return os.environ.get(MODE) or ("token" if _asks_for_a_secret_at(address) else "disabled")
 
 
 def _asks_for_a_secret_at(address: str) -> bool:

@@ -233,7 +233,7 @@ class RunNeverCame(UserError):
 def serve(address: str, tell: Callable[[str], None], token: str = "") -> None:
     """Have this machine serve the run of the Ray at `address` until it has ended."""
     _wait_for_head(address, tell)
-    node = RayNode([f"--address={address}"], shown_by_a_node(token))
+    node = RayNode([f"--address={address}"], shown_by_a_node(token, address))
     try:
         tell(f"This machine has joined the Ray at {address}. It serves machine 0's run until that ends.")
         _serve_until_end(node, address)

@@ -11,6 +11,7 @@ from unittest.mock import Mock
 
 import pytest
 
+from posttrain.controller import ray_address
 from posttrain.controller.ray_cluster import refused_by_ray
 from posttrain.errors import UserError
 
@@ -154,7 +155,9 @@ def test_after_a_ray_of_its_own_a_process_works_with_one_that_has_no_secret_or_a
         if given:
             monkeypatch.setenv("RAY_AUTH_TOKEN", given)
         try:
-            assert works_with(there.stdout.readline().strip())
+            assert works_with(address := there.stdout.readline().strip())
+            shown = {"RAY_AUTH_MODE": "token" if asked else "disabled"}
+            assert ray_address.shown_by_a_node("", address) == (shown if given else {})
         finally:
             there.stdin.close()
     assert works_with("")

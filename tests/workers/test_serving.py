@@ -48,7 +48,7 @@ def node(monkeypatch):
     monkeypatch.setattr(Node, "made", [], raising=False)
     monkeypatch.setattr(ray_node, "RayNode", Node)
     monkeypatch.setattr(ray_node.time, "sleep", lambda seconds: None)
-    monkeypatch.setattr(ray_node, "shown_by_a_node", lambda token: {"token": token})
+    monkeypatch.setattr(ray_node, "shown_by_a_node", lambda token, address: {"token": token})
 
     def shows(*ranks: int) -> type[Node]:
         monkeypatch.setattr(Node, "ranks_seen", list(ranks), raising=False)
