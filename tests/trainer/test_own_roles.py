@@ -83,3 +83,9 @@ HALF: Any = 1.5
 def test_a_role_without_a_class_or_a_number_is_rejected(role):
     with pytest.raises(UserError, match=r"Loop\.own_roles\['judge'\] is OwnRole\(.*give a class and a whole number"):
         pools_of_roles({"judge": role}, "Loop")
+
+
+def test_a_class_without_its_number_of_workers_is_rejected():
+    roles: Any = {"judge": Mine}
+    with pytest.raises(UserError, match=r"Loop\.own_roles\['judge'\] is .*Mine.*: give OwnRole\(CLASS"):
+        pools_of_roles(roles, "Loop")

@@ -63,6 +63,8 @@ def pools_of_roles(roles: Mapping[str, OwnRole], owner: str) -> list[RolePool]:
                 f"{owner}.own_roles: {name!r} is no name for a role of your own; take a word that is none of "
                 f"{', '.join(BUILT_IN)}"
             )
+        if not isinstance(role, OwnRole):
+            raise UserError(f"{owner}.own_roles[{name!r}] is {role!r}: give OwnRole(CLASS, n_workers=NUMBER)")
         if not isinstance(role.worker, type) or not isinstance(role.n_workers, int) or role.n_workers < 0:
             raise UserError(
                 f"{owner}.own_roles[{name!r}] is OwnRole({role.worker!r}, n_workers={role.n_workers!r}): give a class "
