@@ -146,6 +146,11 @@ class Wake:
         self._read, self._write = os.pipe()
         os.set_blocking(self._write, False)
 
+    def __del__(self) -> None:
+        # Not by a `close`: another thread might write into what has the pipe's number by then.
+        os.close(self._read)
+        os.close(self._write)
+
     def fileno(self) -> int:
         return self._read
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -68,6 +70,18 @@ def test_scores_come_from_all_machines_with_the_drivers_variables_and_are_those_
     assert all(result.score == float(number % 2 == 0) and not result.error for number, result in found.items())
     there = [result for result in found.values() if result.parts["process"] in hosts[0].processes()]
     assert {result.parts["seen"] for result in there} == {"1"}
+
+
+def test_nothing_is_left_open_when_the_machines_of_a_run_are_given_up(monkeypatch):
+    def descriptors() -> int:
+        gc.collect()
+        return len(os.listdir("/proc/self/fd"))
+
+    before = descriptors()
+    for _ in range(3):  # a run that starts all workers again meets its machines anew
+        with other_hosts(monkeypatch, 2):
+            pass
+    until(lambda: descriptors() <= before, "descriptors to be closed")  # threads see that their machine is gone
 
 
 def test_a_machine_that_is_lost_fails_no_score(pool, others):

@@ -88,6 +88,21 @@ def test_a_batch_that_nobody_was_told_of_is_scored_group_by_group_too(crew):
     assert len(calls_of(group)) == 4
 
 
+def test_a_batch_that_a_stage_of_the_users_has_changed_is_scored_as_it_is(crew):
+    group, scores = crew
+    scores.expect(rows("u1", "u2", "u3"))
+    scores.feed([response(uid, sample) for uid in ("u1", "u2", "u3") for sample in range(2)], PROMPTS)
+    batch = whole("u1", "u2", "u3")[[1, 3, 2, 4, 5]]  # one less of the first, the second in another order
+    batch.batch["responses"][4, 1] = 5  # a token of the third is another one
+    assert scores.of(batch)[0].tolist() == pytest.approx([12.02, 22.02, 21.02, 31.02, 36.02])
+    assert len(calls_of(group)) == 4  # the changed group was scored anew
+    scores.expect(rows("u4"))
+    scores.feed([response("u4", 0), response("u4", 1)], PROMPTS)
+    batch = whole("u4")
+    batch.batch["attention_mask"][0, -1] = 0  # the last token was taken away
+    assert scores.of(batch)[0].tolist() == pytest.approx([40.02, 42.02]) and len(calls_of(group)) == 6
+
+
 def test_another_batch_is_spread_over_the_workers_at_once(crew):
     group, scores = crew
     found, _, _ = scores.at_once(whole("u1", "u2", "u3", "u4"))

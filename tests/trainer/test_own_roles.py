@@ -83,3 +83,32 @@ HALF: Any = 1.5
 def test_a_role_without_a_class_or_a_number_is_rejected(role):
     with pytest.raises(UserError, match=r"Loop\.own_roles\['judge'\] is OwnRole\(.*give a class and a whole number"):
         pools_of_roles({"judge": role}, "Loop")
+
+
+def test_a_class_without_its_number_of_workers_is_rejected():
+    roles: Any = {"judge": Mine}
+    with pytest.raises(UserError, match=r"Loop\.own_roles\['judge'\] is .*Mine.*: give OwnRole\(CLASS"):
+        pools_of_roles(roles, "Loop")
+
+
+class Odd:
+    def mean(self, data: DataProto) -> DataProto:
+        return DataProto.from_dict({"mean": data.batch["x"].double().mean()[None]})
+
+    def twice(self, data: DataProto) -> DataProto:
+        return DataProto.concat([data, data])
+
+    def nothing(self, data: DataProto) -> None:
+        pass
+
+
+@pytest.mark.parametrize("workers, given", [(1, 4), (2, 2)])
+@pytest.mark.parametrize("method, what", [("mean", "1 rows"), ("twice", "{} rows"), ("nothing", "a NoneType")])
+def test_a_method_that_gives_no_row_for_each_is_rejected(method, what, workers, given):
+    mark: Any = getattr(OwnRole(Odd).marked(), method)
+    calls = mark.spread(SimpleNamespace(world_size=workers), rows())
+    results = [mark(Odd(), *arguments) for arguments in calls.arguments]
+    with pytest.raises(
+        UserError, match=rf"Odd\.{method} of an own role gave {what.format(2 * given)} for {given} rows"
+    ):
+        mark.join(results, calls)

@@ -16,6 +16,8 @@ from posttrain.config.trainer import ENGINE_SIZE, machines_for
 from posttrain.controller.incidents import Incident, NoRoom, WorkerDied, death_of
 from posttrain.controller.pool import LocalWorkers
 from posttrain.errors import UserError
+from posttrain.tracking.rundir import RunDirectory
+from posttrain.tracking.status import write_status
 from posttrain.trainer.ppo import runner
 from posttrain.trainer.ppo.ray_trainer import RayPPOTrainer
 from posttrain.trainer.run import recovery
@@ -193,6 +195,20 @@ def test_only_a_step_that_no_attempt_had_reached_is_progress():
         *(True, True),
         *(True, True, False),
     ]
+
+
+def test_a_worker_that_is_replaced_alone_is_noted_at_its_step_whatever_the_status_says_still(tmp_path, capsys):
+    directory = RunDirectory(tmp_path, "test", "run").open()
+    directory.metrics.write_text("{}")
+    write_status(directory.path, "running", 0, 9)  # it is written every few seconds
+    restarts = Restarts(1)
+    for step in (3, 4):
+        recovery._note_replacement(directory, restarts, lost(), step)
+    pages = [page.read_text() for page in sorted(directory.incidents.iterdir())]
+    assert "- step: 4," in pages[0] and "- step: 5," in pages[1] and "died in step 5" in capsys.readouterr().out
+    with pytest.raises(WorkerDied):
+        recovery._note_replacement(directory, restarts, lost(), 4)
+    directory.close()
 
 
 def test_over_several_machines_the_run_ends_where_the_others_leave_with_its_ray():

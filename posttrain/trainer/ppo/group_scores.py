@@ -13,7 +13,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
 
+from posttrain.batch.columns import Column
 from posttrain.batch.compact import compact, lengths_of
 from posttrain.controller.group import Future
 from posttrain.controller.incidents import WorkerDied
@@ -48,11 +50,27 @@ class _Group:
 
 @dataclass
 class _Call:
-    """Rows that a worker scores."""
+    """Rows that a worker scores: the samples of a group, in this order."""
 
+    keys: list[Key]
     rows: DataProto
     worker: int
     scores: Future[DataProto]
+
+    def places_of(self, keys: Sequence[Key], rows: DataProto) -> list[int] | None:
+        """Which of its rows these are. None where one of them is not as it was sent: a stage of a user's own trainer
+        may have changed responses, or have added some."""
+        numbers = {key: number for number, key in enumerate(self.keys)}
+        if not numbers.keys() >= set(keys):
+            return None
+        places = [numbers[key] for key in keys]
+        sent = self.rows if places == list(range(len(self.keys))) else self.rows[places]
+        if not all(map(np.array_equal, lengths_of(sent), lengths_of(rows))):
+            return None
+        if isinstance(rows.batch.column("responses"), Column):  # it lies where the worker wrote it
+            return places
+        pairs = zip(sent.batch["responses"], rows.batch["responses"], lengths_of(rows)[1].tolist(), strict=True)
+        return places if all(torch.equal(one[:length], other[:length]) for one, other, length in pairs) else None
 
 
 class GroupScores:
@@ -85,7 +103,7 @@ class GroupScores:
                 continue
             group.ended[output.id] = output
             if len(group.ended) == len(group.keys):
-                self._begin(output.id[0], self._rows(group, prompts))
+                self._begin(output.id[0], group.keys, self._rows(group, prompts))
                 del self._expected[output.id[0]]
 
     def _rows(self, group: _Group, prompts: Mapping[Key, Sequence[int]]) -> DataProto:
@@ -95,13 +113,13 @@ class GroupScores:
         made.non_tensor_batch["raw_prompt"] = messages
         return made
 
-    def _begin(self, uid: Any, rows: DataProto) -> None:
+    def _begin(self, uid: Any, keys: list[Key], rows: DataProto) -> None:
         """To the worker that was given the fewest tokens so far; which one that is changes no score."""
         sent = compact(rows.select(list(READ), [name for name in ("raw_prompt",) if name in rows.non_tensor_batch], []))
         # Not the one with the fewest groups under way: to look at all calls for each group takes longer than they do.
         worker = min(range(self.workers.world_size), key=lambda number: self._given[number])
         self._given[worker] += int(sum(map(np.sum, lengths_of(sent))))
-        self._calls[uid] = _Call(sent, worker, self.workers.compute_rm_score.on(worker, sent))
+        self._calls[uid] = _Call(keys, sent, worker, self.workers.compute_rm_score.on(worker, sent))
 
     def forget(self, uids: Iterable[Any]) -> None:
         """Groups that will not be trained on."""
@@ -120,17 +138,24 @@ class GroupScores:
                 self._send_again(self.replace(death))
 
     def of(self, batch: DataProto) -> Scores:
-        """Of whole groups; those that are not being scored yet are begun here."""
+        """Of whole groups; those that are not being scored yet, or not as they are in this batch, are begun here."""
         rows_of = {batch.non_tensor_batch["uid"][rows[0]]: rows for rows in groups_of(batch.non_tensor_batch["uid"])}
+        compared, places_of = batch.select(["attention_mask", "responses"], ["sample"]), dict[Any, list[int]]()
         for uid, rows in rows_of.items():
-            if uid not in self._calls:
-                self._begin(uid, batch[rows])
+            own, call = compared[rows], self._calls.get(uid)
+            keys = [(uid, sample) for sample in own.non_tensor_batch["sample"]]
+            places = call.places_of(keys, own) if call is not None else None
+            if places is None:
+                self._begin(uid, keys, batch[rows])
+            places_of[uid] = list(range(len(own))) if places is None else places
         scores_B, truncated_B = np.zeros(len(batch)), np.zeros(len(batch), dtype=object)
         errors: list[str | None] = [None] * len(batch)
         for uid, rows in rows_of.items():
-            scores_B[rows], own, truncated_B[rows] = read_scores(self._result(uid))
-            for row, error in zip(rows.tolist(), own, strict=True):
-                errors[row] = error
+            places = places_of[uid]
+            found_B, own_errors, cut_B = read_scores(self._result(uid))
+            scores_B[rows], truncated_B[rows] = found_B[places], cut_B[places]
+            for row, place in zip(rows.tolist(), places, strict=True):
+                errors[row] = own_errors[place]
             del self._calls[uid]
         return scores_B, errors, truncated_B
 

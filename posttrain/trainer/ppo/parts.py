@@ -356,7 +356,7 @@ class TrainerParts(WorkerClasses):
         assert self.run.note_replacement is not None and self.rm_wg is not None
         while True:
             number = self.workers.number_of_lost(REWARD_MODEL, death)
-            self.run.note_replacement(death)
+            self.run.note_replacement(death, self.step)
             try:
                 self.workers.replace(REWARD_MODEL, number)
                 self.rm_wg.init_model.on(number).result()
@@ -372,7 +372,7 @@ class TrainerParts(WorkerClasses):
         assert self.run.note_replacement is not None and isinstance(self.actor_rollout_wg, DisaggregatedGroup)
         while True:
             number = self.workers.number_of_lost(ROLLOUT, death)
-            self.run.note_replacement(death)
+            self.run.note_replacement(death, self.step)
             try:
                 self.workers.replace(ROLLOUT, number)
                 self.actor_rollout_wg.admit(number, self.step if version is None else version)

@@ -221,9 +221,11 @@ class RayPPOTrainer(TrainerParts):
         """By stage, the passes of roles with workers of their own, which compute while the policy does."""
         begun: dict[str, Future[DataProto]] = {}
         if self.use_reference and self.groups.is_apart("reference"):
-            begun["ref"] = self.ref_wg.compute_ref_log_prob.later(batch)
+            with self.recorder.measured("ref"):
+                begun["ref"] = self.ref_wg.compute_ref_log_prob.later(batch)
         if self.critic_wg and self.groups.is_apart("critic"):
-            begun["values"] = self.critic_wg.compute_values.later(batch)
+            with self.recorder.measured("values"):
+                begun["values"] = self.critic_wg.compute_values.later(batch)
         return begun
 
     def _reward_kl(self, batch: DataProto) -> dict[str, float]:
@@ -266,9 +268,11 @@ class RayPPOTrainer(TrainerParts):
 
     def _update(self, batch: DataProto, step: int) -> dict[str, float]:
         metrics: dict[str, float] = {}
-        critic = self.critic_wg
-        beside = critic.update_critic.later(batch) if critic and self.groups.is_apart("critic") else None
-        if critic and beside is None:
+        critic, beside = self.critic_wg, None
+        if critic and self.groups.is_apart("critic"):
+            with self.recorder.measured("update_critic"):
+                beside = critic.update_critic.later(batch)
+        elif critic:
             with self.recorder.stage("update_critic"):
                 metrics |= critic.update_critic(batch)
         warming_up = step <= self.sizes.critic_warmup

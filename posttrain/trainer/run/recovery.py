@@ -131,9 +131,9 @@ def _go_on_or_raise(death: WorkerDied, run: RunDirectory, restarts: Restarts) ->
         write_status(run.path, "running", step, int(status.get("total_steps", 0)))
 
 
-def _note_replacement(run: RunDirectory, restarts: Restarts, death: WorkerDied) -> None:
-    """A worker is to be replaced while the others go on; raises `death` where it is treated as any other."""
-    _, step = _progress(run)
+def _note_replacement(run: RunDirectory, restarts: Restarts, death: WorkerDied, step: int) -> None:
+    """A worker is to be replaced while the others go on, `step` steps being done; raises `death` where it is treated as
+    any other."""
     if death.recurs or not restarts.another(step):
         raise death
     note_stage(death)

@@ -228,6 +228,17 @@ class RunWriter:
             self.timing[name] = self.timing.get(name, 0.0) + spent
             self.spans.append([name, round(at, 4), round(spent, 4)])
 
+    @contextmanager
+    def measured(self, name: str) -> Iterator[None]:
+        """Around the start of a call that goes on beside other stages: what it takes of its workers' memory counts for
+        this stage, in which it is waited for."""
+        # Workers hear of the bounds between their calls. Begun outside, the call would be over when its stage begins.
+        self.peaks.begin()
+        try:
+            yield
+        finally:
+            self.peaks.end(name)
+
     def take_times(self) -> dict[str, float]:
         """Seconds of each stage since the last call, and the wall time from the first of them as `step`: stages may
         overlap, and their sum would count such times twice."""
