@@ -17,6 +17,7 @@ import torch
 from posttrain.errors import UserError
 from posttrain.models.expert_adapters import adapted_weights, base_name, expert_weights, is_wrapper
 from posttrain.models.quantized import numbers_in
+from posttrain.models.recurrent import recurrent_layers
 
 EXPERTS = "experts"  # what transformers calls the module whose weights stack the experts of a layer
 LARGE = 0.1  # share of the base above which adapters are called large
@@ -151,11 +152,39 @@ def check_rank(rank: int, model: torch.nn.Module, targets: Targets, key: str) ->
 
 def linear_modules(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
     """Return every module that can get an adapter, by its full name."""
-    return {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, torch.nn.Linear) or type(module).__name__ == "Conv1D"  # GPT-2's linear layers
-    }
+    without = _linear_without_adapters(model)
+    return {name: module for name, module in model.named_modules() if _is_linear(module) and name not in without}
+
+
+def _is_linear(module: torch.nn.Module) -> bool:
+    return isinstance(module, torch.nn.Linear) or type(module).__name__ == "Conv1D"  # GPT-2's linear layers
+
+
+def _linear_without_adapters(model: torch.nn.Module) -> dict[str, str]:
+    """Linear modules of recurrent layers that cannot get an adapter, and why."""
+    layers, found = {id(layer) for layer in recurrent_layers(model)}, {}
+    for home, layer in model.named_modules():
+        for own, part in layer.named_children() if id(layer) in layers else ():
+            if not _is_linear(part):
+                continue
+            if own == "dt_proj":  # of Mamba's first version; an adapter would have no gradient
+                found[f"{home}.{own}"] = "its layer reads the weight itself, beside any adapter"
+            elif _is_rejected_by_peft(model, own):
+                found[f"{home}.{own}"] = "peft builds none, because kernels of this layer read the weight themselves"
+    return found
+
+
+def _is_rejected_by_peft(model: Any, name: str) -> bool:
+    try:
+        from peft import LoraConfig
+        from peft.tuners.tuners_utils import _check_lora_target_modules_mamba as check
+    except ImportError:  # another peft: it says so itself
+        return False
+    try:
+        check(LoraConfig(), model, name)
+    except ValueError:
+        return True
+    return False
 
 
 def stacked_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -314,7 +343,10 @@ def _unknown(item: str, wanted: Any, model: torch.nn.Module, key: str) -> str:
     what = f"no linear module of the model is called {item}"
     if any(_has_suffix(name, item) for name in stacked_weights(model)):
         what = f"{item} holds several matrices in one tensor, and not as experts for which adapters are built"
-    if other is not None and not any(_has_suffix(name, item) for name in linear):
+    why = next((why for name, why in _linear_without_adapters(model).items() if _has_suffix(name, item)), None)
+    if why is not None:
+        what = f"{item} gets no adapter in models of type {model.config.model_type}: {why}"  # pyright: ignore
+    elif other is not None and not any(_has_suffix(name, item) for name in linear):
         what = f"{item} is of the kind {other}; adapters stand beside linear modules and experts only"
     elif other is not None:
         what = f"{item} is not among the modules that get adapters"

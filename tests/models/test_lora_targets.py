@@ -54,6 +54,27 @@ def test_the_linear_layers_of_gpt2_are_found_under_their_own_names():
 
 
 @pytest.mark.parametrize(
+    ("kind", "left_out"),
+    [("mamba", {"dt_proj", "out_proj"}), ("mamba2", {"out_proj"}), ("falcon-h1", {"out_proj"}), ("lfm2", set())],
+)
+def test_weights_that_recurrent_layers_read_themselves_get_no_adapters(kind, left_out):
+    linear = {name.rpartition(".")[2] for name, part in tiny(kind).named_modules() if type(part) is torch.nn.Linear}
+    assert {name.rpartition(".")[2] for name in adapted(kind, "all-linear")} == linear - left_out - {"lm_head"}
+    for name in left_out:
+        with pytest.raises(AdapterError, match=rf"target_modules=\['{name}'\]: {name} gets no adapter in models of"):
+            adapted(kind, [name])
+
+
+@pytest.mark.parametrize("kind", ["mamba", "mamba2", "falcon-h1", "lfm2", "qwen3-next", "qwen3.5"])
+def test_every_adapter_of_a_recurrent_model_has_a_gradient(kind):
+    module = add_adapters(tiny(kind), ModelConfig(lora_rank=2, target_modules="all-linear"))
+    module(torch.arange(1, 12)[None], use_cache=False).logits.square().sum().backward()
+    trained = {name: weight.grad for name, weight in module.named_parameters() if "lora_B" in name}
+    assert trained
+    assert not [name for name, gradient in trained.items() if gradient is None or not gradient.any()]
+
+
+@pytest.mark.parametrize(
     ("targets", "exclude", "words"),
     [
         (
