@@ -192,10 +192,24 @@ def _register(
     registry.check_name(name)
 
     def decorate(function: F) -> F:
+        if (settings := facts.get("settings")) is not None:
+            _check_declared(settings, f"the {registry.kind} `{name_of(name)}`")
         registry.add(name, kind(name_of(name), function, **facts))
         return function
 
     return decorate
+
+
+def _check_declared(settings: Any, whose: str) -> None:
+    if not (isinstance(settings, type) and dataclasses.is_dataclass(settings)):
+        shown = settings.__name__ if isinstance(settings, type) else repr(settings)
+        raise AlgorithmError(f"settings={shown} of {whose} is no dataclass: give a class with @dataclass above it.")
+    for one in dataclasses.fields(settings):
+        if one.default is dataclasses.MISSING and one.default_factory is dataclasses.MISSING:
+            raise AlgorithmError(
+                f"The setting `{one.name}` of {whose} has no default: write it as "
+                f"`{one.name}: TYPE = setting(DEFAULT)`."
+            )
 
 
 @dataclass

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from posttrain.algorithms import get_adv_estimator
 from posttrain.checkpoint.folders import steps_in
 from posttrain.config import load_config
+from posttrain.config.trainer import rollout_workers_of
 from posttrain.errors import UserError
 from posttrain.spelling import OptionParser
 from posttrain.tracking.loggers import read_metrics
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     import torch
 
     from posttrain.protocol import DataProto
-    from posttrain.workers.groups import ColocatedGroup, CriticGroup
+    from posttrain.workers.groups import ColocatedGroup, CriticGroup, PolicyGroup
 
 # (name, tensor): `batch/advantages`, `actor/model.layers.0.mlp` (an output), `after/actor/model.norm.weight`.
 Watch = Callable[[str, "torch.Tensor"], object]
@@ -175,26 +176,30 @@ def replay(run: Path, start: int, step: int, watch: Watch | None = None) -> Iter
 
 def _workers(
     stack: ExitStack, run: Path, facts: dict[str, Any], start: int
-) -> tuple[ColocatedGroup, CriticGroup | None]:
+) -> tuple[ColocatedGroup | PolicyGroup, CriticGroup | None]:
     """Actor and critic as the run had them after step `start`."""
     with waiting():
         from posttrain.checkpoint.manager import CheckpointManager, restore_rng
         from posttrain.models.loading import load_tokenizer
         from posttrain.trainer.run.process import open_workers, prepare_torch
-        from posttrain.workers.fsdp_workers import ActorRolloutRefWorker, CriticWorker
-        from posttrain.workers.groups import ColocatedGroup, CriticGroup
+        from posttrain.workers.fsdp_workers import ActorRefWorker, ActorRolloutRefWorker, CriticWorker
+        from posttrain.workers.groups import ColocatedGroup, CriticGroup, PolicyGroup
         from posttrain.workers.roles import pick_device
 
     config = load_config(facts["config"]).config
-    # Recorded batches are complete: they need neither rollout, nor reference, nor reward model.
-    config.actor_rollout_ref.rollout.n_workers = config.actor_rollout_ref.ref.n_workers = 0
+    # Recorded batches are complete: they need neither rollout, nor reference, nor reward model. Only an engine of the
+    # trainer's own process is made again: it may have fused the weights, by which sums round otherwise.
+    rollout = config.actor_rollout_ref.rollout
+    apart = rollout_workers_of(config) > 0 or rollout.name == "server"
+    policy, group = (ActorRefWorker, PolicyGroup) if apart else (ActorRolloutRefWorker, ColocatedGroup)
+    rollout.n_workers = config.actor_rollout_ref.ref.n_workers = 0
     config.reward_model.n_workers = 0
     device = pick_device(config.trainer.device)
     prepare_torch(config.trainer, device)
     tokenizer = load_tokenizer(config.actor_rollout_ref.model)
     workers = stack.enter_context(open_workers(config, device, config.actor_rollout_ref.model.external_lib))
-    made = workers.create("actor", ActorRolloutRefWorker, config, tokenizer, device, total_updates=facts["updates"])
-    actor = ColocatedGroup(made)
+    made = workers.create("actor", policy, config, tokenizer, device, total_updates=facts["updates"])
+    actor = group(made)
     actor.init_model()
     critic = None
     if get_adv_estimator(config.algorithm.adv_estimator).needs_critic:

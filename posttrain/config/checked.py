@@ -25,9 +25,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from posttrain import lazy
-from posttrain.algorithms.registry import ADV_ESTIMATORS, POLICY_LOSSES, critic_estimators
+from posttrain.algorithms.registry import ADV_ESTIMATORS, POLICY_LOSSES, Declaration, critic_estimators
 from posttrain.config.resolved import Problem
-from posttrain.config.schema import ESTIMATOR_KIND, LOSS_KIND, Leaf, leaves, lookup
+from posttrain.config.schema import ESTIMATOR_KIND, LOSS_KIND, Kind, Leaf, leaves, lookup
 from posttrain.config.values import WrongValue, convert
 from posttrain.settings import Idle, choices_of, range_of
 from posttrain.spelling import suggest
@@ -175,7 +175,7 @@ def _unread_by_estimator(config: Any) -> Iterator[Unread]:
             reason = f"{ESTIMATOR_KIND.key} is not {one.name}"
             if one.reads_reward_parts:
                 reason = f"only the estimator {one.name} reads the parts of the reward"
-            yield ESTIMATOR_KIND.own_keys(one), reason
+            yield _others(ESTIMATOR_KIND, one, chosen), reason
 
 
 def _unread_by_loss(config: Any) -> Iterator[Unread]:
@@ -191,7 +191,12 @@ def _unread_by_loss(config: Any) -> Iterator[Unread]:
         yield (f"{_ACTOR}.{name}",), reason
     for one in POLICY_LOSSES.values():
         if one is not chosen and one.settings is not None:
-            yield LOSS_KIND.own_keys(one), f"{LOSS_KIND.key} is not {one.name}"
+            yield _others(LOSS_KIND, one, chosen), f"{LOSS_KIND.key} is not {one.name}"
+
+
+def _others(kind: Kind, declaration: Declaration, chosen: Declaration) -> tuple[str, ...]:
+    """An algorithm's own settings that the chosen one does not share."""
+    return tuple(key for key in kind.own_keys(declaration) if key not in kind.own_keys(chosen))
 
 
 def _only(names: list[str], does: str, do: str, what: str) -> str:

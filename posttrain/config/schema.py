@@ -12,10 +12,11 @@ import dataclasses
 import inspect
 import sys
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
 from typing import Any, NamedTuple, TypeVar
 
+from posttrain.algorithms.common import AlgorithmError
 from posttrain.algorithms.registry import ADV_ESTIMATORS, ESTIMATOR_KEY, LOSS_KEY, POLICY_LOSSES, Declaration
 from posttrain.registry import Registry
 from posttrain.settings import Idle, Range, choices_of, range_of
@@ -96,6 +97,7 @@ class _OpenSection:
         # Called at every load, most of which find nothing new.
         if declared == self.placed:
             return
+        self._check_names(declared)
         self.placed = declared
         for name in self.section.__annotations__.keys() - self.written.keys():
             if name in vars(self.section):  # a field with a factory is no attribute of the class
@@ -117,6 +119,20 @@ class _OpenSection:
         section(self.section)
         leaves.cache_clear()
         sections.cache_clear()
+
+    def _check_names(self, declared: Iterable[type]) -> None:
+        # Two settings of one name would share a default and a range, and each would be noted as the other's.
+        known = {name: (field, self.section) for name, field in self.written.items()}
+        for kind in declared:
+            for field in dataclasses.fields(kind):
+                other, owner = known.setdefault(field.name, (field, kind))
+                again = (owner.__module__, owner.__qualname__) == (kind.__module__, kind.__qualname__)  # in a notebook
+                if other is not field and not again:  # a class that is used twice or inherited from has the same one
+                    raise AlgorithmError(
+                        f"{kind.__name__} in {kind.__module__} declares the setting `{field.name}`, which "
+                        f"{owner.__name__} has already: `{self.kind.prefix}{field.name}` would mean both. Choose "
+                        "another name."
+                    )
 
 
 _open_sections: list[_OpenSection] = []

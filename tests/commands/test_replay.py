@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 
 import pytest
@@ -74,3 +75,21 @@ def test_the_command_says_whether_it_is_the_same_and_shows_tensors(run, tmp_path
     assert main(["replay", str(run.path), "4", "--hook", str(hook)]) == 0
     shown = capsys.readouterr().out
     assert "step 4: policy_loss" in shown and "bit for bit" in shown and "seen batch/advantages" in shown
+
+
+@pytest.mark.parametrize(
+    "rollout",
+    [
+        {"name": "server", "server": {"url": ["http://127.0.0.1:9"]}},
+        {"n_workers": 2, "tensor_model_parallel_size": 2},
+    ],
+    ids=["server", "two workers that only generate"],
+)
+def test_a_replay_needs_neither_the_servers_nor_the_rollout_workers_of_its_run(run, tmp_path, rollout):
+    copy = shutil.copytree(run.path, tmp_path / "copy")
+    facts = copy / "batches" / "replay.json"
+    said = json.loads(facts.read_text())
+    said["config"]["actor_rollout_ref"]["rollout"] |= rollout
+    facts.write_text(json.dumps(said))
+    (made,) = replay(copy, 3, 4)
+    assert made.metrics["policy_loss"] == pytest.approx(run.metrics[3]["policy_loss"], rel=1e-5)

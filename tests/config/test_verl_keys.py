@@ -405,6 +405,22 @@ def test_every_translation_has_a_case():
 
 
 @pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["trainer.n_gpus_per_node=0", f"{ACTOR}.ppo_micro_batch_size=4"], "`trainer.n_gpus_per_node=0` is out of"),
+        (
+            [f"{ACTOR}.ppo_mini_batch_size=0", "data.train_batch_size=0", "rollout.total_rollout_steps=9"],
+            f"`{ACTOR}.ppo_mini_batch_size=0` is out of range",
+        ),
+        ([f"{POOL}.enable_resource_pool=True", "trainer.n_gpus_per_node=inf"], "expected an integer, got 'inf'"),
+        ([f"{POOL}.reward_kwargs.max_resp_len=8", "data.max_response_length=nan"], "expected an integer, got 'nan'"),
+    ],
+)
+def test_a_translation_leaves_an_impossible_value_of_another_key_to_its_own_error(problems, arguments, said):
+    assert said in problems(*arguments)
+
+
+@pytest.mark.parametrize(
     ("arguments", "expected"), [pytest.param(*case, id=how) for how, cases in CASES.items() for case in cases]
 )
 def test_a_translated_key_means(problems, arguments, expected):

@@ -120,6 +120,14 @@ def test_what_cannot_be_had_is_said_in_words(file, names, settings, why):
     assert "hush" not in str(caught.value)
 
 
+@pytest.mark.parametrize("count", [0, -1, "4", None])
+@pytest.mark.parametrize("line", ["weather.at_once = {}", "Dice.at_once = {}"])
+def test_a_tool_that_could_never_be_called_is_an_error_that_names_at_once(file, line, count):
+    file.write_text(FILE + line.format(repr(count)))
+    with pytest.raises(UserError, match=f"has at_once={count!r}: it must be an integer, 1 or more"):
+        make_tools([f"{file}:{line.partition('.')[0]}"], {"dice": {"sides": 6}} if line[0] == "D" else {})
+
+
 @pytest.mark.parametrize(
     ("text", "why"),
     [("def f(:\n", "syntax error in .*line 1"), ("import no_such_thing\n", "No module named 'no_such_thing'"),

@@ -8,6 +8,7 @@ import pytest
 from light_rewards import even_share
 from runs import metrics_of, run
 
+from posttrain.algorithms.common import AlgorithmError
 from posttrain.config import ConfigError, load_config
 from posttrain.explain import explain
 
@@ -92,6 +93,40 @@ def test_a_name_that_a_built_in_loss_has_is_rejected_in_one_sentence(file, tmp_p
     said = problem(*MY_BOUNDED, file, f"{LOSS}.my_bound=1")
     assert "The policy loss `dro` is already registered by posttrain.algorithms.losses.dro." in said
     assert "Register it under another one.\n" in said
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("@dataclass\nclass MyB", "class MyB", "MyBoundedSettings of the policy loss `my_bounded` is no dataclass"),
+        ("settings=MyBoundedSettings,", "settings=MyBoundedSettings(),", "policy loss `my_bounded` is no dataclass"),
+        (
+            "centred_scale: float = setting(1.0, range=POSITIVE)",
+            "centred_scale: float",
+            "The setting `centred_scale` of the advantage estimator `centred` has no default",
+        ),
+    ],
+)  # fmt: skip
+def test_settings_that_are_declared_wrongly_are_named(file, tmp_path, old, new, said):
+    assert old in FILE
+    (tmp_path / "my_bounded.py").write_text(FILE.replace(old, new))
+    assert said in problem(*MY_BOUNDED, file)
+
+
+@pytest.mark.parametrize(("name", "owner"), [("tau_pos", "SAPOSettings"), ("loss_mode", "PolicyLossConfig")])
+def test_a_setting_whose_name_is_taken_is_rejected_as_it_would_mean_both(file, tmp_path, name, owner):
+    (tmp_path / "my_bounded.py").write_text(FILE.replace("my_bound:", f"{name}:"))
+    with pytest.raises(AlgorithmError, match=f"declares the setting `{name}`, which {owner} has already"):
+        load_config([*MY_BOUNDED, file])
+
+
+def test_losses_that_share_a_class_of_settings_both_read_them(file, tmp_path):
+    second = FILE[FILE.index("@register_policy_loss") : FILE.index("@dataclass\nclass Centred")]
+    second = second.replace('"my_bounded"', '"my_bounded_too"').replace("compute_my_bounded", "compute_too")
+    (tmp_path / "my_bounded.py").write_text(FILE + "\n\n" + second)
+    for loss in ("my_bounded", "my_bounded_too"):
+        notes = load_config([*TINY, file, f"{LOSS}.loss_mode={loss}", f"{LOSS}.my_bound=3"]).notes
+        assert not [note for note in notes if "my_bound has no effect" in note]
 
 
 def test_without_its_file_the_key_is_unknown(tmp_path):

@@ -107,6 +107,9 @@ def make_tools(
         if tool.name in tools:
             raise UserError(f"two tools are called {tool.name}: a model could not tell them apart.")
         tools[tool.name] = tool
+    for tool in tools.values():
+        if type(tool.at_once) is not int or tool.at_once < 1:  # with 0 every call would wait for ever
+            raise UserError(f"the tool {tool.name} has at_once={tool.at_once!r}: it must be an integer, 1 or more.")
     if left:
         name = next(iter(left))
         near = closest(name, tools)

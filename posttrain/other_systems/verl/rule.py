@@ -7,6 +7,7 @@ not supported. The tables beside this file hold the last three; `answers.py` fin
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from dataclasses import dataclass
 from functools import cache
@@ -131,11 +132,12 @@ ON = ("true", "1", "yes", "on")
 
 
 def number(merged: Merged, key: str, default: float) -> float:
-    """The value of a key, which may still be text."""
+    """The value of a key, which may still be text; `default` if it is no finite number."""
     try:
-        return float(str(merged.value(key)))
+        found = float(str(merged.value(key)))
     except (KeyError, ValueError):
         return default
+    return found if math.isfinite(found) else default
 
 
 def refuse(merged: Merged, entry: Entry, why: str, do: str) -> None:

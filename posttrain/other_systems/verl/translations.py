@@ -62,8 +62,8 @@ def _dynamic(merged: Merged, key: str, entry: Entry) -> None:
 @translation()
 def _share(merged: Merged, key: str, entry: Entry) -> None:
     """Rows over all workers, divided by the workers."""
-    # Read as text: types are given later, when all keys have been answered.
-    workers = number(merged, "trainer.n_gpus_per_node", 1) * number(merged, "trainer.nnodes", 1)
+    # Read as text: types are given later, when all keys have been answered. A 0 is reported then.
+    workers = number(merged, "trainer.n_gpus_per_node", 1) * number(merged, "trainer.nnodes", 1) or 1
     _put_number(merged, f"{key}_per_gpu", entry, lambda rows: max(1, int(rows // workers)))
 
 
@@ -389,7 +389,7 @@ def _old_policy(merged: Merged, key: str, entry: Entry) -> None:
 
 @translation()
 def _total_prompts(merged: Merged, key: str, entry: Entry) -> None:
-    size = number(merged, _BATCH, 0) or _prompts_between_syncs(merged)
+    size = number(merged, _BATCH, 0) or _prompts_between_syncs(merged) or 1
     _put_number(merged, "trainer.total_training_steps", entry, lambda prompts: max(1, int(prompts // size)))
 
 
