@@ -36,7 +36,7 @@ from posttrain.models.forward import (
 from posttrain.models.recurrent import attending_layers, recurrent_layers
 from posttrain.models.scorer import head_scores, to_float32
 from posttrain.models.shards import own_key_heads
-from posttrain.planning.meta_models import META, counted_as_paged, is_scorer
+from posttrain.planning.meta_models import ATTENTION, META, counted_as_paged, is_scorer
 from posttrain.rollout.base import Sampling
 from posttrain.rollout.sampling import sample
 
@@ -129,17 +129,23 @@ def saved_bytes(model: torch.nn.Module, forward: Callable[[], Any]) -> tuple[int
     return sum(found.values()), result
 
 
-def _layout(model: torch.nn.Module, rows: int, length: int, device: str) -> PackedLayout | None:
-    """Rows end to end, where compiled kernels take them so: they keep less than transformers' own layers."""
-    if device != "cpu" or not can_train(next(model.parameters())):
+def _layout(model: Any, rows: int, length: int, device: str) -> PackedLayout | None:
+    """Rows end to end, as a run packs them, where its attention takes them so."""
+    if model.config._attn_implementation != ATTENTION or _is_encoder(model):
         return None
-    return PackedLayout([length] * rows, wanted_T=torch.empty(rows * length, dtype=torch.long, device=META))
+    if device != "cpu" and can_train(next(model.parameters())):  # these kernels are a CPU's, also on the meta device
+        return None
+    return PackedLayout([length] * rows, META, wanted_T=torch.empty(rows * length, dtype=torch.long, device=META))
+
+
+def _is_encoder(model: Any) -> bool:
+    return is_scorer(model) and not hasattr(without_adapters(model), "score")
 
 
 def _outputs(model: Any, rows: int, length: int) -> torch.Tensor:
     """Log-probs (or values, or scores) of rows that are all response: the largest pass of this many tokens."""
     packed = active_layout() is not None
-    if is_scorer(model) and not hasattr(without_adapters(model), "score"):  # an encoder
+    if _is_encoder(model):
         ids = torch.zeros(rows, length, dtype=torch.long, device=META)
         return to_float32(model(input_ids=ids, attention_mask=_places(model, ids)[1]).logits.squeeze(-1))
     ids = torch.zeros((1, rows * length) if packed else (rows, length), dtype=torch.long, device=META)
