@@ -92,7 +92,8 @@ class LiveBytes(TorchDispatchMode):
         self._known = {_storage(tensor) for tensor in (*model.parameters(), *model.buffers())}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
+        on_meta = func is torch.ops.aten._grouped_mm.default and args[0].is_meta
+        out = _grouped_product(*args) if on_meta else func(*args, **(kwargs or {}))
         for tensor in out if isinstance(out, tuple | list) else (out,):
             if isinstance(tensor, torch.Tensor) and _storage(tensor) not in self._known:
                 self._add(tensor.untyped_storage())
@@ -108,6 +109,11 @@ class LiveBytes(TorchDispatchMode):
     def _freed(self, key: int, size: int) -> None:
         self._known.discard(key)
         self.now -= size
+
+
+def _grouped_product(x: torch.Tensor, y: torch.Tensor, ends: torch.Tensor, *_: Any) -> torch.Tensor:
+    # Of tokens and experts, or of tokens and tokens for the gradient of experts. On meta, torch takes bfloat16 alone.
+    return x.new_empty(*(ends.shape if y.dim() == 2 else ()), x.shape[0], y.shape[-1])
 
 
 def _storage(tensor: torch.Tensor) -> int:
@@ -217,7 +223,7 @@ def cached_heads(model: Any) -> list[tuple[int, int]]:
     if not attending_layers(inner):
         return []
     ids = torch.zeros(1, 1, dtype=torch.long, device=META)
-    with torch.no_grad():
+    with torch.no_grad(), LiveBytes(inner):
         layers = inner.base_model(input_ids=ids, position_ids=ids, use_cache=True).past_key_values.layers
     names = ("keys", "values")  # (row, head, token, size); a layer with a recurrent state has none
     kept = [getattr(layer, name) for layer in layers for name in names if getattr(layer, name, None) is not None]

@@ -154,6 +154,20 @@ def test_native_generation_takes_the_planned_cache_and_temporary_tensors(tiny_mo
     assert 0.8 * planned < live.peak < 1.02 * planned
 
 
+@pytest.mark.parametrize("kind", ["qwen3-moe", "deepseek-v3", "qwen3-next"])
+def test_an_update_of_experts_in_float32_takes_what_is_planned(kind, tmp_path):
+    from tests.rollout.tiny import VOCABULARY, tiny
+
+    tiny(kind).save_pretrained(tmp_path)
+    config = ModelConfig(path=str(tmp_path))
+    _, peak = counting.training_bytes(actor_model(config, torch.float32), ROWS, LENGTH, False, "cpu")
+    engine, batch = real_engine(config, torch.float32), full_rows(vocabulary=VOCABULARY)
+    engine.runner.gradients(batch, loss, 1.0)
+    with LiveBytes(engine.module) as live:
+        engine.runner.gradients(batch, loss, 1.0)
+    assert peak == pytest.approx(live.peak, rel=0.05)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["gemma2", "gpt-oss", "gemma3"])
 def test_scores_and_masks_of_windows_are_counted_where_they_are_held(kind, dtype, tmp_path):
