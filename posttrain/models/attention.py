@@ -27,7 +27,7 @@ def _last_dense(x: torch.Tensor) -> torch.Tensor:
 ATTENTION = "posttrain"
 
 
-def _attention(module: torch.nn.Module, query, key, value, attention_mask, scaling=None, **kwargs: Any):
+def attention(module: torch.nn.Module, query, key, value, attention_mask, scaling=None, **kwargs: Any):
     paged, layout = active_step(), active_layout()
     changes = ScoreChanges(kwargs.get("softcap"), kwargs.get("s_aux"))
     if paged is None and layout is None and not changes:
@@ -71,7 +71,7 @@ def _mask(*args: Any, **kwargs: Any):
     return None if active_layout() is not None or active_step() is not None else sdpa_mask(*args, **kwargs)
 
 
-AttentionInterface.register(ATTENTION, _attention)
+AttentionInterface.register(ATTENTION, attention)
 AttentionMaskInterface.register(ATTENTION, _mask)
 
 

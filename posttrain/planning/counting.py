@@ -36,7 +36,7 @@ from posttrain.models.forward import (
 from posttrain.models.recurrent import attending_layers, recurrent_layers
 from posttrain.models.scorer import head_scores, to_float32
 from posttrain.models.shards import own_key_heads
-from posttrain.planning.meta_models import META, counted_as_paged, is_scorer
+from posttrain.planning.meta_models import ATTENTION, META, counted_as_paged, is_scorer
 from posttrain.rollout.base import Sampling
 from posttrain.rollout.sampling import sample
 
@@ -92,7 +92,8 @@ class LiveBytes(TorchDispatchMode):
         self._known = {_storage(tensor) for tensor in (*model.parameters(), *model.buffers())}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
+        on_meta = func is torch.ops.aten._grouped_mm.default and args[0].is_meta
+        out = _grouped_product(*args) if on_meta else func(*args, **(kwargs or {}))
         for tensor in out if isinstance(out, tuple | list) else (out,):
             if isinstance(tensor, torch.Tensor) and _storage(tensor) not in self._known:
                 self._add(tensor.untyped_storage())
@@ -108,6 +109,11 @@ class LiveBytes(TorchDispatchMode):
     def _freed(self, key: int, size: int) -> None:
         self._known.discard(key)
         self.now -= size
+
+
+def _grouped_product(x: torch.Tensor, y: torch.Tensor, ends: torch.Tensor, *_: Any) -> torch.Tensor:
+    # Of tokens and experts, or of tokens and tokens for the gradient of experts. On meta, torch takes bfloat16 alone.
+    return x.new_empty(*(ends.shape if y.dim() == 2 else ()), x.shape[0], y.shape[-1])
 
 
 def _storage(tensor: torch.Tensor) -> int:
@@ -129,17 +135,23 @@ def saved_bytes(model: torch.nn.Module, forward: Callable[[], Any]) -> tuple[int
     return sum(found.values()), result
 
 
-def _layout(model: torch.nn.Module, rows: int, length: int, device: str) -> PackedLayout | None:
-    """Rows end to end, where compiled kernels take them so: they keep less than transformers' own layers."""
-    if device != "cpu" or not can_train(next(model.parameters())):
+def _layout(model: Any, rows: int, length: int, device: str) -> PackedLayout | None:
+    """Rows end to end, as a run packs them, where its attention takes them so."""
+    if model.config._attn_implementation != ATTENTION or _is_encoder(model):
         return None
-    return PackedLayout([length] * rows, wanted_T=torch.empty(rows * length, dtype=torch.long, device=META))
+    if device != "cpu" and can_train(next(model.parameters())):  # these kernels are a CPU's, also on the meta device
+        return None
+    return PackedLayout([length] * rows, META, wanted_T=torch.empty(rows * length, dtype=torch.long, device=META))
+
+
+def _is_encoder(model: Any) -> bool:
+    return is_scorer(model) and not hasattr(without_adapters(model), "score")
 
 
 def _outputs(model: Any, rows: int, length: int) -> torch.Tensor:
     """Log-probs (or values, or scores) of rows that are all response: the largest pass of this many tokens."""
     packed = active_layout() is not None
-    if is_scorer(model) and not hasattr(without_adapters(model), "score"):  # an encoder
+    if _is_encoder(model):
         ids = torch.zeros(rows, length, dtype=torch.long, device=META)
         return to_float32(model(input_ids=ids, attention_mask=_places(model, ids)[1]).logits.squeeze(-1))
     ids = torch.zeros((1, rows * length) if packed else (rows, length), dtype=torch.long, device=META)
@@ -211,7 +223,7 @@ def cached_heads(model: Any) -> list[tuple[int, int]]:
     if not attending_layers(inner):
         return []
     ids = torch.zeros(1, 1, dtype=torch.long, device=META)
-    with torch.no_grad():
+    with torch.no_grad(), LiveBytes(inner):
         layers = inner.base_model(input_ids=ids, position_ids=ids, use_cache=True).past_key_values.layers
     names = ("keys", "values")  # (row, head, token, size); a layer with a recurrent state has none
     kept = [getattr(layer, name) for layer in layers for name in names if getattr(layer, name, None) is not None]

@@ -88,7 +88,6 @@ class Planner(ABC):
     `find_remedies`, share most of them.
     """
 
-    model_section: str  # where the settings of the trained model lie
     # Settings that memory depends on -> the next lower value, or None where there is none.
     lower: Mapping[str, Callable[[Any, Plan], Any]]
     always_named: Sequence[str]  # settings that are named with their values even where they change nothing
@@ -134,8 +133,7 @@ class Planner(ABC):
             except RuntimeError as error:
                 raise UserError(
                     f"The passes of {type(self._kept[key]).__name__} cannot be counted without weights: "
-                    f"{first_line(error)}\n  Try {self.model_section}.dtype=bfloat16 for the plan "
-                    "(float32 takes about twice as much)."
+                    f"{first_line(error)}\n  Only the plan needs that; the run itself does without it."
                 ) from error
         return self._kept[key, what, args]
 

@@ -7,13 +7,17 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from posttrain.config.model import SCORE_HEADS, ModelConfig
 from posttrain.config.rollout import RewardModelModelConfig
 from posttrain.config.root import PPOConfig
 from posttrain.errors import first_line
+from posttrain.kernels.packed_attention import active_layout
 from posttrain.kernels.scores import ScoreChanges, changed_attention
+from posttrain.models.attention import attention as packed_rows_attention
 from posttrain.models.attention import set_attention
 from posttrain.models.forward import ValueModel, without_adapters
 from posttrain.models.fused_layer import fuse_layers, fuse_norms
@@ -28,17 +32,28 @@ META = torch.device("meta")
 
 
 class _FusedAttention(torch.autograd.Function):
-    """Holds what a fused kernel holds: queries, keys, values, output and one number per query; never the scores."""
+    """Holds what a fused kernel holds: queries, keys, values, output, one number per query, and a mask in their type;
+    never the scores."""
 
     @staticmethod
-    def forward(ctx, query, key, value):
+    def forward(ctx, query, key, value, mask):
         out = query.new_empty((*query.shape[:-1], value.shape[-1]))
-        ctx.save_for_backward(query, key, value, out, query.new_empty(query.shape[:-1], dtype=torch.float32))
+        masks = [] if mask is None else [mask.to(query.dtype)]
+        ctx.save_for_backward(query, key, value, out, query.new_empty(query.shape[:-1], dtype=torch.float32), *masks)
         return out
 
     @staticmethod
     def backward(ctx, grad_out):  # pyright: ignore[reportIncompatibleMethodOverride]
-        return tuple(torch.empty_like(x) for x in ctx.saved_tensors[:3])
+        return *(torch.empty_like(x) for x in ctx.saved_tensors[:3]), None
+
+
+class _FusedKernels(TorchFunctionMode):
+    """While open, torch's own attention is the fused kernel that it has on a CPU and on CUDA, and not on meta."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.scaled_dot_product_attention:
+            return _FusedAttention.apply(*args, kwargs["attn_mask"])
+        return func(*args, **(kwargs or {}))
 
 
 _counts_paged = False
@@ -56,12 +71,15 @@ def counted_as_paged() -> Iterator[None]:
 
 
 def _attention(module: torch.nn.Module, query, key, value, attention_mask, **kwargs: Any):
+    if active_layout() is not None:
+        with _FusedKernels():
+            return packed_rows_attention(module, query, key, value, None, **kwargs)
     query, key, value = (x.clone(memory_format=torch.contiguous_format) for x in (query, key, value))  # as rectangles
     changes = ScoreChanges(kwargs.get("softcap"), kwargs.get("s_aux"))
     if changes and not _counts_paged:  # training has no kernel for caps and sinks, and holds all scores
         out = changed_attention(query, key, value, None, scale=1.0, changes=changes)
     else:
-        out = _FusedAttention.apply(query, key, value)
+        out = _FusedAttention.apply(query, key, value, None)
     return out.transpose(1, 2).contiguous(), None  # pyright: ignore
 
 

@@ -137,7 +137,6 @@ _LOWER: dict[str, Callable[[Any, Plan], Any]] = {
 class RLPlanner(Planner):
     """Of PPO, GRPO and their family."""
 
-    model_section = "actor_rollout_ref.model"
     lower = _LOWER
     always_named = (f"{_ROLLOUT}.gpu_memory_utilization", f"{_ROLLOUT}.n", f"{_MODEL}.enable_gradient_checkpointing")
 

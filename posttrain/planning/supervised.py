@@ -60,7 +60,6 @@ def _fewer_tokens(value: int, plan: Plan) -> int:
 class SupervisedPlanner(Planner):
     """Of `posttrain sft` and `posttrain reward-model`: one model."""
 
-    model_section = "model"
     lower: ClassVar = {
         "model.enable_gradient_checkpointing": lambda value, plan: True,
         "data.max_token_len_per_gpu": _fewer_tokens,

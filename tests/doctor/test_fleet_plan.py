@@ -15,6 +15,7 @@ from posttrain.doctor.fleet_command import work_of
 from posttrain.errors import UserError
 from posttrain.planning.fleet.costs import Layout, Pricing, StepCosts, Work
 from posttrain.planning.fleet.inputs import SHAPES, Constants, ModelCosts, model_path
+from posttrain.planning.fleet.search import Search
 from posttrain.planning.memory_plan import GIB, Device
 from posttrain.planning.rl import RLPlanner
 
@@ -74,6 +75,39 @@ def test_costs_of_models_are_their_published_sizes():
     assert (dense.cached(1), dense.cached(8), dense.cached(4)) == (327680, 40960, 81920)
     assert mixture.picked == 8 and mixture.chosen == 1 / 16 and mixture.narrow == 768
     assert costs_of("0.5b").active == costs_of("0.5b").matrices  # the table is the head, and counts once
+
+
+def test_recurrent_states_take_their_place_in_the_cache_and_are_read_and_written_in_every_step(tmp_path):
+    """Six layers with the gated delta rule and two with attention; numbers by hand."""
+    shape = {"model_type": "qwen3_next", "hidden_size": 256, "num_hidden_layers": 8, "num_attention_heads": 8,
+             "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 1000, "intermediate_size": 512,
+             "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64,
+             "shared_expert_intermediate_size": 64, "linear_num_key_heads": 4, "linear_num_value_heads": 8,
+             "linear_key_head_dim": 64, "linear_value_head_dim": 64, "linear_conv_kernel_dim": 4}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    model = costs_of(str(tmp_path))
+    convolved, matrices = (2 * 4 * 64 + 8 * 64) * 4 * 2, 8 * 64 * 64 * 4
+    state, token = 6 * (convolved + matrices), 2 * 2 * 2 * 64 * 2
+    assert (model.state, model.cached(1), model.attending) == (state, token, 2)
+
+    work, constants = group(64, 8, 128, 256), Constants.given()
+    costs = [StepCosts(), StepCosts()]
+    for one, rows in zip(costs, (0, 256), strict=True):
+        Pricing(replace(model, matrices=0, experts=0), work, constants, 8).decode_step(ONE, rows, 200, one, 1)
+    read = (costs[1].busy["memory bandwidth"] - costs[0].busy["memory bandwidth"]) * constants["hbm_tb_s"]
+    assert read == pytest.approx(256 * (200 * token + 2 * state))
+    longer = priced(model, replace(work, prompt=1128), ONE).busy["matrix units"] * constants["peak_tflops"]
+    more = longer - priced(model, work, ONE).busy["matrix units"] * constants["peak_tflops"]
+    of_products, attended = 64 * 1000 * (2 + 6) * model.active, 64 * 2 * 2 * 512 * (1128**2 - 128**2)
+    update = 6 * 2 * 512 * 64 * ((8 * 256 + 1128) * 1384 - (8 * 256 + 128) * 384)
+    assert more == pytest.approx(of_products + attended + update)
+
+    settings = {"data.max_prompt_length": 128, "data.max_response_length": 256, "actor_rollout_ref.rollout.n": 8}
+    settings |= {"actor_rollout_ref.model.path": str(tmp_path), "actor_rollout_ref.rollout.kv_cache_gb": 0.25}
+    pricing = Pricing(model, work, constants, 8)
+    search = Search(load_config(settings).config, set(), RLPlanner(), H200, pricing, lambda settings: "")
+    tried = search.try_layout(ONE, pricing.of(ONE))
+    assert tried.layout.slots == GIB // 4 // (384 * token + state)
 
 
 def test_pipeline_tensor_and_data_ranks_send_what_their_collectives_send():

@@ -165,7 +165,7 @@ class Pricing:
             tail = work.longest - steps
             seconds += tail * self.decode_step(layout, max(1, slots // TAIL), work.prompt + work.longest, costs, tail)
         prefill = rows / (work.n + work.greedy) * (1 + work.greedy) * work.prompt
-        flops = prefill * (2 * model.active + 2 * model.layers * model.queries * work.prompt) / layout.rollout_tensor
+        flops = prefill * (2 * model.active + 2 * model.attending * model.queries * work.prompt) / layout.rollout_tensor
         costs.busy["matrix units"] += flops / c["peak_tflops"]
         return seconds + flops / (c["peak_tflops"] * c.by_width("update_share", model.narrow))
 
@@ -175,7 +175,8 @@ class Pricing:
         # Weights are read once a step, of a mixture's experts those that some row goes to.
         touched = model.matrices - model.experts * (1 - model.chosen) ** rows
         flops, read = 2 * model.active * rows / ranks, BF16 * touched / ranks
-        kept = rows * context * model.cached(ranks, layout.engine)
+        # Keys and values are read; states are read and written.
+        kept = rows * (context * model.cached(ranks, layout.engine) + 2 * model.state / ranks)
         products = max(
             flops / (c["peak_tflops"] * c.by_width("decode_share", model.narrow)),
             read / (c["hbm_tb_s"] * c["weight_share"]),
@@ -205,7 +206,7 @@ class Pricing:
         passes = work.passes(rows)
         factor = (4 if model.adapters else 6) + (2 if layout.checkpointing else 0) if trains else 2
         attention = (6 + (2 if layout.checkpointing else 0)) if trains else 2
-        flops = tokens * (factor * model.active + attention * model.layers * model.queries * work.length)
+        flops = tokens * (factor * model.active + attention * model.attending * model.queries * work.length)
         flops /= layout.tensor * layout.pipeline * layout.context
         seconds = flops / (c["peak_tflops"] * c.by_width("update_share", model.narrow))
         seconds *= 1 + (layout.pipeline - 1) / (passes * layout.virtual)  # stages that wait at both ends

@@ -19,6 +19,7 @@ from typing import Any
 
 from posttrain.errors import UserError
 from posttrain.models.forward import without_adapters
+from posttrain.models.recurrent import attending_layers, state_bytes
 from posttrain.models.shards import own_key_heads
 from posttrain.planning.counting import cached_heads
 from posttrain.rollout.native.build import bytes_per_token
@@ -215,6 +216,8 @@ class ModelCosts:
     chosen: float  # and their share of all
     adapters: int  # trained weights beside a frozen base; 0 without LoRA
     layers: int
+    attending: int  # layers with attention; others have a recurrent state
+    state: int  # bytes of the recurrent states of a sequence in all layers
     width: int
     narrow: int  # the narrowest wide matrix: of an expert, or the model's width
     queries: int  # width of all query heads
@@ -251,6 +254,8 @@ class ModelCosts:
             chosen=chosen,
             adapters=adapters,
             layers=config.num_hidden_layers,
+            attending=attending_layers(inner),
+            state=state_bytes(inner),
             width=config.hidden_size,
             narrow=narrow or config.hidden_size,
             queries=queries,

@@ -238,7 +238,8 @@ class Search:
             needed, room = shown(plan.peak()), shown(int(USABLE * self.device.bytes))
             return Tried(layout, bound, plan, problem=f"{plan.worst} takes {needed} of {room}")
         cache = plan.stages["generate"]["KV cache"]
-        slots = int(cache // (longest * self.pricing.model.cached(layout.rollout_tensor, layout.engine)))
+        model, ranks = self.pricing.model, layout.rollout_tensor
+        slots = int(cache // (longest * model.cached(ranks, layout.engine) + model.state / ranks))
         if slots < 1:
             return Tried(layout, bound, plan, problem=f"the {shown(cache)} left for the cache hold no response")
         settings |= {key: value for key in CACHE if (value := lookup(config, key)) is not None}
