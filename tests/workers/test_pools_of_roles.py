@@ -207,6 +207,45 @@ def test_a_users_own_class_works_in_a_pool_of_its_own(light, settings):
     assert len(set(batch.non_tensor_batch["judge"])) == 2 and os.getpid() not in batch.non_tensor_batch["judge"]
 
 
+class Steps:
+    """Each worker adds up what it was given."""
+
+    def __init__(self, config: Any) -> None:
+        self.seen = 0.0
+
+    def shift(self, data: DataProto) -> DataProto:
+        self.seen += float(data.batch["responses"].sum())
+        return DataProto.from_dict({"shift": torch.full((len(data),), self.seen % 7, dtype=torch.float64)})
+
+    def save(self, folder: Path) -> None:
+        (folder / "seen").write_text(repr(self.seen))
+
+    def load(self, folder: Path) -> None:
+        self.seen = float((folder / "seen").read_text())
+
+
+class Shifted(RayPPOTrainer):
+    own_roles: ClassVar[dict[str, OwnRole]] = {"counter": OwnRole(Steps, n_workers=2)}
+
+    def _score(self, batch: DataProto) -> DataProto:
+        scored = super()._score(batch)
+        scored.union(self.own_wg["counter"].shift(scored))
+        scored.batch["token_level_rewards"] = scored.batch["token_level_scores"] * scored.batch["shift"][:, None]
+        return scored
+
+
+def test_each_worker_of_a_users_role_goes_on_from_its_own_state(light, settings):
+    given = {**settings, "trainer.total_training_steps": 4, "reward_model.enable": False}
+    straight = light.free("counted", (1, {"counter": 2}), given, Shifted)
+    copied = shutil.copytree(straight.path, light.folder / "counted on" / "test" / "run")
+    shutil.rmtree(copied / "checkpoints" / "global_step_4")
+    resumed = light.free("counted on", (1, {"counter": 2}), given, Shifted)
+    assert metrics_of(resumed.path) == metrics_of(straight.path)
+    assert furthest(weights_of(resumed.path), weights_of(straight.path)) == 0.0
+    states = straight.path / "checkpoints" / "global_step_4" / "own_roles" / "counter"
+    assert len({(states / f"worker_{number}" / "seen").read_text() for number in (0, 1)}) == 2
+
+
 PAGE = """
     import runpy, sys
     sys.path[:0] = {paths!r}

@@ -26,7 +26,7 @@ from posttrain.trainer.ppo.dynamic_sampling import GroupFilter
 from posttrain.trainer.ppo.experience import Experience
 from posttrain.trainer.ppo.first_batch import FirstBatchChecks
 from posttrain.trainer.ppo.group_scores import GroupScores
-from posttrain.trainer.ppo.own_roles import OwnRole
+from posttrain.trainer.ppo.own_roles import OwnRole, RoleStates
 from posttrain.trainer.ppo.pending import PendingBatches
 from posttrain.trainer.ppo.recorder import Checkpoints, Recorder
 from posttrain.trainer.ppo.reward import ModelReward, RewardManager
@@ -295,6 +295,7 @@ class TrainerParts(WorkerClasses):
                 "old_from_rollout": self.first_batch,
             },
             batches={"surplus": self.group_filter, "ahead": self.pending},
+            own=RoleStates(self.own_wg, type(self).__name__),
         )
 
     def init_workers(self) -> None:
