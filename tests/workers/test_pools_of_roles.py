@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from left_behind import LOST
+from left_behind import LOST, REFERENCE_LOST
 from recorded_runs import SIX, UNSTEADY, Runs, furthest, weights_of
 from runs import metrics_of
 from runs import settings as common
@@ -157,6 +157,26 @@ def test_a_lost_reward_worker_is_replaced_alone_a_lost_critic_restarts_all_and_n
     pages = [page.read_text() for page in sorted((path / "incidents").iterdir())]
     assert "Reward model worker 0" in pages[0] and "Replacement 1 of 3" in pages[0]
     assert "Critic worker 0" in pages[1] and "Restart 1 of 3" in pages[1]
+    assert metrics_of(path) == metrics_of(straight.path)
+    assert furthest(weights_of(path), weights_of(straight.path)) == 0.0
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_killed_worker_of_the_reference_is_replaced_without_the_policy_and_no_bit_changes(
+    light, settings, forked, workers
+):
+    four = {**settings, "trainer.total_training_steps": 4, "reward_model.enable": False}
+    straight = light.free(f"undisturbed {workers}", (1, {"reference": workers}), four)
+    name = f"without reference {workers}"
+    wanted = {**common(light.model, light.data, light.folder / name), **four}
+    wanted["actor_rollout_ref.ref.n_workers"] = workers
+    code = REFERENCE_LOST.format(paths=[path for path in sys.path if path], settings=wanted, last=workers - 1)
+    ran = forked.run(textwrap.dedent(code))
+    assert "Result: 0 2 1" in ran.stdout, ran.stdout[-3000:] + ran.stderr[-3000:]
+    path = light.folder / name / "test" / "run"
+    pages = [page.read_text() for page in sorted((path / "incidents").iterdir())]
+    assert f"Reference worker {workers - 1}" in pages[0] and "Replacement 1 of 3" in pages[0]
+    assert "Reference worker 0" in pages[1] and "Replacement 1 of 3" in pages[1]
     assert metrics_of(path) == metrics_of(straight.path)
     assert furthest(weights_of(path), weights_of(straight.path)) == 0.0
 
