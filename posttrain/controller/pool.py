@@ -132,7 +132,8 @@ class Workers(ABC):
         raise death
 
     def replace(self, role: str, number: int) -> None:
-        """Start a new process in the place of this worker of the role, without a model yet."""
+        """Start a new process in the place of this worker of the role, without a model yet; and in the places of all
+        that hold one model with it."""
         raise NotImplementedError(f"{type(self).__name__} has no processes for one role alone")
 
     def spans(self) -> list[list[Any]]:

@@ -190,9 +190,13 @@ class RayWorkers(Workers):
         joining = []
         worlds = [(self.hosts, homes), *((hosts, self._seats[role]) for role, hosts in self.own_hosts.items())]
         for hosts, first in worlds:
-            address = self.watch.fetch(hosts[0].free_address.remote(first[0].machine.address))
-            joining += [host.connect.remote(address, pack(self.prepare)) for host in hosts]
+            joining += self._connect(hosts, first[0])
         self.watch.gather(joining)
+
+    def _connect(self, hosts: Sequence[Any], first: Seat) -> list[Any]:
+        """Have these processes join each other, where the first of them is found in its seat."""
+        address = self.watch.fetch(hosts[0].free_address.remote(first.machine.address))
+        return [host.connect.remote(address, pack(self.prepare)) for host in hosts]
 
     def _all_hosts(self) -> list[Any]:
         return [*self.hosts, *(host for hosts in self.own_hosts.values() for host in hosts)]
@@ -230,21 +234,31 @@ class RayWorkers(Workers):
         if not self.watch.can_be_replaced(death) or role_of(death.worker) != role:
             raise death
         number = int(death.worker.split()[-1])
-        if not self._is_alive(self._seats[role][number].machine):
+        if not all(self._is_alive(self._seats[role][own].machine) for own in self._world_of(role, number)):
             raise death
         return number
+
+    def _world_of(self, role: str, number: int) -> Sequence[int]:
+        """The workers of the role that meet this one in collectives, with itself."""
+        pool = self._pools[role]
+        return range(pool.workers) if pool.together else [number]
 
     def _is_alive(self, machine: Machine) -> bool:
         return any(node["Alive"] and node["NodeID"] == machine.id for node in ray.nodes())
 
     def replace(self, role: str, number: int) -> None:
-        seat = self._seats[role][number]
-        ray.kill(self.own_hosts[role][number])
-        host = self._host(number, seat, self._crowd[seat.machine.id], self._device, 1)
-        self.watch.replace(Rank(f"{role} {number}", host, seat.machine), self._placement_s)
-        self.own_hosts[role][number] = host  # the role's group holds this very list
-        self.watch.fetch(host.connect.remote("", pack(self.prepare)))
-        self.watch.fetch(host.build.remote(role, self._built[role]))
+        world, own, seats = self._world_of(role, number), self.own_hosts[role], self._seats[role]
+        for one in world:
+            ray.kill(own[one])
+        hosts = [
+            self._host(one, seats[one], self._crowd[seats[one].machine.id], self._device, len(world)) for one in world
+        ]
+        ranks = [Rank(f"{role} {one}", host, seats[one].machine) for one, host in zip(world, hosts, strict=True)]
+        self.watch.replace(ranks, self._placement_s)
+        for one, host in zip(world, hosts, strict=True):
+            own[one] = host  # the role's group holds this very list
+        self.watch.gather(self._connect(hosts, seats[world[0]]))
+        self.watch.gather([host.build.remote(role, self._built[role]) for host in hosts])
 
     def _names(self) -> list[str]:
         ranks = [f"rank {rank}" for rank in range(len(self.hosts))]

@@ -132,14 +132,19 @@ class RankWatch:
             self._observers[machine] = (observer.remote(), _Asked())
         self._meet(ranks, self.stalls.hung_s)
 
-    def replace(self, rank: Rank, wait_s: float) -> None:
-        """This rank takes the place of the one with its name, once its process is there."""
+    def replace(self, ranks: Sequence[Rank], wait_s: float) -> None:
+        """These ranks take the places of those with their names, once their processes are there."""
+        for rank in ranks:
+            self._put_in_place(rank)
+        self._meet(ranks, wait_s)
+
+    def _put_in_place(self, rank: Rank) -> None:
         old = next(own for own in self.ranks if own.name == rank.name)
         if old.identity is not None and not {Path(file).name for file in old.identity.files} <= self.kept:
             self._keep(old, self._printed(old))  # it stood still, and was ended: nothing was read of it yet
+        self._end_rank(old)  # one that held a model with the lost one may wait for it in a collective
         self.ranks = [rank if old.name == rank.name else old for old in self.ranks]
         self._lost.pop(rank.name, None)
-        self._meet([rank], wait_s)
 
     def _meet(self, ranks: Sequence[Rank], wait_s: float) -> None:
         """Get to know the processes of these ranks, which may take so many seconds to start."""

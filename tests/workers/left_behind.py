@@ -101,6 +101,39 @@ LOST = """
     print("Result:", result.restarts, result.replaced, flush=True)
 """
 
+REFERENCE_LOST = """
+    import os, signal, sys
+    sys.path[:0] = {paths!r}
+    from posttrain import cores
+    cores.usable = lambda: 3  # one thread each, as those that it is compared with
+    import posttrain
+    from light_rewards import even_share
+    from posttrain.trainer.ppo.ray_trainer import RayPPOTrainer
+
+    init, begin, update = RayPPOTrainer.init_workers, RayPPOTrainer._begin_beside, RayPPOTrainer._update
+    trained = set()
+
+    def kill(trainer, number):
+        ranks = {{rank.name: rank.identity.process.pid for rank in trainer.workers.watch.ranks}}
+        trained.add(ranks["rank 0"])
+        os.kill(ranks[f"reference {{number}}"], signal.SIGKILL)
+
+    def beginning(self, batch):
+        begun = begin(self, batch)
+        if self.step == 1:
+            kill(self, {last})  # at work, or about to begin
+        return begun
+
+    def updating(self, batch, step):
+        if step == 3:
+            kill(self, 0)  # it has answered; the update reads what it made
+        return update(self, batch, step)
+
+    RayPPOTrainer._begin_beside, RayPPOTrainer._update = beginning, updating
+    result = posttrain.train({settings!r}, reward=even_share)
+    print("Result:", result.restarts, result.replaced, len(trained), flush=True)
+"""
+
 
 def processes_of(folder: str) -> list[int]:
     """Processes that were started with this folder, or have a file open in it."""

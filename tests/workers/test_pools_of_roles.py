@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from left_behind import LOST
+from left_behind import LOST, REFERENCE_LOST
 from recorded_runs import SIX, UNSTEADY, Runs, furthest, weights_of
 from runs import metrics_of
 from runs import settings as common
@@ -180,6 +180,26 @@ def test_a_lost_reward_worker_is_replaced_alone_a_lost_critic_restarts_all_and_n
     assert furthest(weights_of(path), weights_of(straight.path)) == 0.0
 
 
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_killed_worker_of_the_reference_is_replaced_without_the_policy_and_no_bit_changes(
+    light, settings, forked, workers
+):
+    four = {**settings, "trainer.total_training_steps": 4, "reward_model.enable": False}
+    straight = light.free(f"undisturbed {workers}", (1, {"reference": workers}), four)
+    name = f"without reference {workers}"
+    wanted = {**common(light.model, light.data, light.folder / name), **four}
+    wanted["actor_rollout_ref.ref.n_workers"] = workers
+    code = REFERENCE_LOST.format(paths=[path for path in sys.path if path], settings=wanted, last=workers - 1)
+    ran = forked.run(textwrap.dedent(code))
+    assert "Result: 0 2 1" in ran.stdout, ran.stdout[-3000:] + ran.stderr[-3000:]
+    path = light.folder / name / "test" / "run"
+    pages = [page.read_text() for page in sorted((path / "incidents").iterdir())]
+    assert f"Reference worker {workers - 1}" in pages[0] and "Replacement 1 of 3" in pages[0]
+    assert "Reference worker 0" in pages[1] and "Replacement 1 of 3" in pages[1]
+    assert metrics_of(path) == metrics_of(straight.path)
+    assert furthest(weights_of(path), weights_of(straight.path)) == 0.0
+
+
 def test_a_checkpoint_of_one_process_goes_on_with_a_critic_of_its_own(light, settings, inside):
     copied = shutil.copytree(inside.path, light.folder / "parted" / "test" / "run")
     shutil.rmtree(copied / "checkpoints" / "global_step_3")
@@ -224,6 +244,45 @@ def test_a_users_own_class_works_in_a_pool_of_its_own(light, settings):
     (batch,) = Judged.seen
     assert torch.equal(batch.batch["judged"], 3 * batch.batch["responses"].sum(-1)) and len(batch) == 8
     assert len(set(batch.non_tensor_batch["judge"])) == 2 and os.getpid() not in batch.non_tensor_batch["judge"]
+
+
+class Steps:
+    """Each worker adds up what it was given."""
+
+    def __init__(self, config: Any) -> None:
+        self.seen = 0.0
+
+    def shift(self, data: DataProto) -> DataProto:
+        self.seen += float(data.batch["responses"].sum())
+        return DataProto.from_dict({"shift": torch.full((len(data),), self.seen % 7, dtype=torch.float64)})
+
+    def save(self, folder: Path) -> None:
+        (folder / "seen").write_text(repr(self.seen))
+
+    def load(self, folder: Path) -> None:
+        self.seen = float((folder / "seen").read_text())
+
+
+class Shifted(RayPPOTrainer):
+    own_roles: ClassVar[dict[str, OwnRole]] = {"counter": OwnRole(Steps, n_workers=2)}
+
+    def _score(self, batch: DataProto) -> DataProto:
+        scored = super()._score(batch)
+        scored.union(self.own_wg["counter"].shift(scored))
+        scored.batch["token_level_rewards"] = scored.batch["token_level_scores"] * scored.batch["shift"][:, None]
+        return scored
+
+
+def test_each_worker_of_a_users_role_goes_on_from_its_own_state(light, settings):
+    given = {**settings, "trainer.total_training_steps": 4, "reward_model.enable": False}
+    straight = light.free("counted", (1, {"counter": 2}), given, Shifted)
+    copied = shutil.copytree(straight.path, light.folder / "counted on" / "test" / "run")
+    shutil.rmtree(copied / "checkpoints" / "global_step_4")
+    resumed = light.free("counted on", (1, {"counter": 2}), given, Shifted)
+    assert metrics_of(resumed.path) == metrics_of(straight.path)
+    assert furthest(weights_of(resumed.path), weights_of(straight.path)) == 0.0
+    states = straight.path / "checkpoints" / "global_step_4" / "own_roles" / "counter"
+    assert len({(states / f"worker_{number}" / "seen").read_text() for number in (0, 1)}) == 2
 
 
 PAGE = """

@@ -260,7 +260,7 @@ def test_the_output_of_a_stopped_worker_is_kept_before_another_takes_its_place(m
         watch.logs = tmp_path
         monkeypatch.setattr(watch, "_meet", lambda ranks, wait_s: None)
         new = Rank("rollout 0", old.host, old.machine)
-        watch.replace(new, 1.0)
+        watch.replace([new], 1.0)
         assert watch.ranks == [new] and printed.name in watch.kept
         assert (tmp_path / "workers.log").read_text().splitlines()[1:] == ["its last words"]
     finally:

@@ -1,10 +1,10 @@
 """The parts of a run of the PPO family: sizes and memory decided first, then worker groups by role, and what the loop
-calls beside them. A rollout worker, or one of a reward model, that is lost is replaced here.
+calls beside them. A lost worker that does not train is replaced here: of rollout, of a reward model, of the reference.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -26,7 +26,7 @@ from posttrain.trainer.ppo.dynamic_sampling import GroupFilter
 from posttrain.trainer.ppo.experience import Experience
 from posttrain.trainer.ppo.first_batch import FirstBatchChecks
 from posttrain.trainer.ppo.group_scores import GroupScores
-from posttrain.trainer.ppo.own_roles import OwnRole
+from posttrain.trainer.ppo.own_roles import OwnRole, RoleStates
 from posttrain.trainer.ppo.pending import PendingBatches
 from posttrain.trainer.ppo.recorder import Checkpoints, Recorder
 from posttrain.trainer.ppo.reward import ModelReward, RewardManager
@@ -52,7 +52,7 @@ from posttrain.workers.groups import (
 from posttrain.workers.policy import ReferenceWorker
 from posttrain.workers.roles import engine_ranks
 
-REWARD_MODEL = "reward_model"
+REWARD_MODEL, REFERENCE = "reward_model", "reference"
 
 
 class WorkerClasses:
@@ -131,7 +131,7 @@ class TrainingGroups:
     def _load_actor(self) -> None:
         separate = self._workers.own_size(ROLLOUT)
         with waiting("loading the model"):
-            if self._reference and self.is_apart("reference"):
+            if self._reference and self.is_apart(REFERENCE):
                 self.reference = self._load_reference()
             actor, self.rollout = self._disaggregated() if separate else self._colocated()
             self.actor_rollout = actor
@@ -168,9 +168,10 @@ class TrainingGroups:
         return DisaggregatedGroup(training, rollout, rounding, self.reference), rollout
 
     def _load_reference(self) -> ReferenceGroup:
-        made = self._workers.create("reference", self._classes.reference_class, self._config, self._device)
+        made = self._workers.create(REFERENCE, self._classes.reference_class, self._config, self._device)
         reference = ReferenceGroup(made)
         reference.init_model()
+        made.once("engine_facts")  # known from here on: to begin a call never waits for a worker that may be lost
         return reference
 
     def _policy(self, worker: type) -> WorkerGroup:
@@ -208,6 +209,7 @@ class TrainerParts(WorkerClasses):
     own_wg: dict[str, WorkerGroup]  # of `own_roles`
     rm_wg: RewardModelGroup | None
     model_reward: ModelReward | None = None
+    replace_reference: Callable[[WorkerDied], int] | None = None  # where its lost workers are replaced alone
 
     def __init__(
         self,
@@ -295,6 +297,7 @@ class TrainerParts(WorkerClasses):
                 "old_from_rollout": self.first_batch,
             },
             batches={"surplus": self.group_filter, "ahead": self.pending},
+            own=RoleStates(self.own_wg, type(self).__name__),
         )
 
     def init_workers(self) -> None:
@@ -336,14 +339,16 @@ class TrainerParts(WorkerClasses):
 
     # -- lost workers ---------------------------------------------------------------------------------------------
     def _replace_lost_workers(self) -> None:
-        """From now on a worker that is lost is replaced alone, if it only generates or only holds a reward model, and
-        where that changes no number. Other losses start all workers again (`run/recovery.py`)."""
+        """From now on a worker that is lost is replaced alone, if it only generates, or only holds a reward model or
+        the reference, and where that changes no number. Other losses start all workers again (`run/recovery.py`)."""
         config = self.config
         if self.run.note_replacement is None:
             return
         scores = self.model_reward.groups if self.model_reward is not None else None
         if scores is not None and self.workers.replace_alone(REWARD_MODEL):
             scores.replace = self._replace_scorer
+        if self.groups.reference is not None and self.workers.replace_alone(REFERENCE):
+            self.replace_reference = self._replace_reference
         # In asynchronous training the weights that the lost responses began with are gone; a conversation's tools may
         # have been called; and workers that hold one engine together meet in collectives.
         changes_no_number = not config.trainer.max_staleness and self.turns is None and engine_ranks(config) == 1
@@ -353,31 +358,36 @@ class TrainerParts(WorkerClasses):
     def _replace_scorer(self, death: WorkerDied) -> int:
         """A new process in the place of a lost worker of the reward model; its number. Raises `death` where it was
         another worker, or has been replaced too often."""
-        assert self.run.note_replacement is not None and self.rm_wg is not None
-        while True:
-            number = self.workers.number_of_lost(REWARD_MODEL, death)
-            self.run.note_replacement(death, self.step)
-            try:
-                self.workers.replace(REWARD_MODEL, number)
-                self.rm_wg.init_model.on(number).result()
-                return number
-            except WorkerDied as another:
-                if another.worker != death.worker:
-                    raise
-                death = another
+        scorer = self.rm_wg
+        assert scorer is not None
+        return self._replace(REWARD_MODEL, death, lambda number: scorer.init_model.on(number).result())
+
+    def _replace_reference(self, death: WorkerDied) -> int:
+        """A new process in the place of a lost worker of the reference, and of all that hold it with that one."""
+        reference = self.groups.reference
+        assert reference is not None
+        return self._replace(REFERENCE, death, lambda number: reference.init_model())
 
     def _replace_rollout(self, death: WorkerDied, version: int | None = None) -> int:
         """A new process in the place of a lost rollout worker, with the policy's weights; its number. Raises `death`
         where it was another worker, or has been replaced too often."""
-        assert self.run.note_replacement is not None and isinstance(self.actor_rollout_wg, DisaggregatedGroup)
+        group = self.actor_rollout_wg
+        assert isinstance(group, DisaggregatedGroup)
+        return self._replace(
+            ROLLOUT, death, lambda number: group.admit(number, self.step if version is None else version)
+        )
+
+    def _replace(self, role: str, death: WorkerDied, load: Callable[[int], None]) -> int:
+        """`load` gives the new process its model."""
+        assert self.run.note_replacement is not None
         while True:
-            number = self.workers.number_of_lost(ROLLOUT, death)
+            number = self.workers.number_of_lost(role, death)
             self.run.note_replacement(death, self.step)
             try:
-                self.workers.replace(ROLLOUT, number)
-                self.actor_rollout_wg.admit(number, self.step if version is None else version)
+                self.workers.replace(role, number)
+                load(number)
                 return number
             except WorkerDied as another:
                 if another.worker != death.worker:
-                    raise  # requests of two workers were lost: all are started again
+                    raise  # what two workers were asked for is lost: all are started again
                 death = another

@@ -24,7 +24,7 @@ from posttrain.tracking.progress import say
 from posttrain.trainer.ppo.advantages import compute_advantage, greedy_baselines
 from posttrain.trainer.ppo.experience import take_prompts
 from posttrain.trainer.ppo.first_batch import is_fresh
-from posttrain.trainer.ppo.parts import TrainerParts
+from posttrain.trainer.ppo.parts import REFERENCE, TrainerParts
 from posttrain.trainer.ppo.recorder import Progress
 from posttrain.trainer.ppo.reward import reward_weights
 from posttrain.trainer.run.memory import named_stage
@@ -82,8 +82,7 @@ class RayPPOTrainer(TrainerParts):
                 batch.union(self.actor_rollout_wg.compute_sum_pi_squared(batch))
         if self.use_reference:
             with stage("ref"):
-                begun = beside.get("ref") or self.ref_wg.compute_ref_log_prob.later(batch)
-                batch.union(self.ref_wg.group.wait(begun))
+                batch.union(self._reference_log_probs(batch, beside.get("ref")))
         if self.critic_wg:
             with stage("values"):
                 begun = beside.get("values") or self.critic_wg.compute_values.later(batch)
@@ -220,13 +219,26 @@ class RayPPOTrainer(TrainerParts):
     def _begin_beside(self, batch: DataProto) -> dict[str, Future[DataProto]]:
         """By stage, the passes of roles with workers of their own, which compute while the policy does."""
         begun: dict[str, Future[DataProto]] = {}
-        if self.use_reference and self.groups.is_apart("reference"):
+        if self.use_reference and self.groups.is_apart(REFERENCE):
             with self.recorder.measured("ref"):
                 begun["ref"] = self.ref_wg.compute_ref_log_prob.later(batch)
         if self.critic_wg and self.groups.is_apart("critic"):
             with self.recorder.measured("values"):
                 begun["values"] = self.critic_wg.compute_values.later(batch)
         return begun
+
+    def _reference_log_probs(self, batch: DataProto, begun: Future[DataProto] | None) -> DataProto:
+        """The reference's log-probs, by a call that has begun or begins here. Its weights never change: where a worker
+        of its own is lost, the call is repeated by the one in its place."""
+        while True:
+            begun = begun or self.ref_wg.compute_ref_log_prob.later(batch)
+            try:
+                return self.ref_wg.group.wait(begun)
+            except WorkerDied as death:
+                if self.replace_reference is None:
+                    raise
+                self.replace_reference(death)
+                begun = None
 
     def _reward_kl(self, batch: DataProto) -> dict[str, float]:
         """KL taken from the reward, if configured; the coefficient is the controller's."""

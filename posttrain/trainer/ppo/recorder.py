@@ -33,6 +33,7 @@ from posttrain.tracking.rundir import (
 )
 from posttrain.tracking.samples import sample_table, thin_samples, write_step, write_validation, write_vocabulary
 from posttrain.tracking.step_line import describe_failures, failing_tools, most_common_error
+from posttrain.trainer.ppo.own_roles import STATES, RoleStates
 from posttrain.trainer.ppo.sample_writer import SampleWriter
 from posttrain.trainer.run.writer import RunWriter
 from posttrain.workers.groups import ActorRolloutGroup, CriticGroup
@@ -245,7 +246,7 @@ class Progress:
 
 class Checkpoints:
     """Saves and restores a run: the roles' weights and optimizers, `parts` by their names in `state.json`, `batches`
-    by the names of their flags there, and the global random numbers."""
+    by the names of their flags there, what the user's own roles hold, and the global random numbers."""
 
     def __init__(
         self,
@@ -256,15 +257,16 @@ class Checkpoints:
         critic: CriticGroup | None,
         parts: Mapping[str, Stateful],
         batches: Mapping[str, HoldsBatch],
+        own: RoleStates,
     ) -> None:
-        self.recorder, self.sizes = recorder, sizes
+        self.recorder, self.sizes, self.own = recorder, sizes, own
         self.actor, self.critic, self.parts, self.batches = actor, critic, parts, batches
 
     def save(self, progress: Progress) -> Path:
         """Write the checkpoint of this step, with a Hugging Face folder where one is due."""
 
         def extra(folder: Path) -> None:
-            self._save_batches(folder)
+            self._save_beside(folder)
             if self.recorder.export_is_due(progress.step):
                 self.actor.export_hf(folder / "huggingface")
 
@@ -276,15 +278,16 @@ class Checkpoints:
             roles = self._roles()
             writers = {name: role.begin_save for name, role in roles.items()}
             self.recorder.snapshots.take(
-                progress.step, roles=roles, writers=writers, state=self._state(progress), extra=self._save_batches
+                progress.step, roles=roles, writers=writers, state=self._state(progress), extra=self._save_beside
             )
 
     def _roles(self) -> dict[str, ActorRolloutGroup | CriticGroup]:
         return {"actor": self.actor, **({"critic": self.critic} if self.critic else {})}
 
-    def _save_batches(self, folder: Path) -> None:
+    def _save_beside(self, folder: Path) -> None:
         for held in self.batches.values():
             held.save(folder)
+        self.own.save(folder)
 
     def _state(self, progress: Progress) -> dict[str, Any]:
         return {
@@ -293,6 +296,7 @@ class Checkpoints:
             **{name: part.state_dict() for name, part in self.parts.items()},
             **{name: not held.is_empty for name, held in self.batches.items()},
             "lora": self._adapters(),
+            **({STATES: sizes} if (sizes := self.own.sizes()) else {}),
         }
 
     def restore(self) -> Progress | None:
@@ -302,6 +306,7 @@ class Checkpoints:
         if found is None:
             return None
         path, state = found
+        self.own.load(path, state.get(STATES, {}))
         self.actor.load(checkpoints.role_folder(path, "actor"))
         if self.critic:
             self.critic.load(checkpoints.role_folder(path, "critic"))

@@ -1,6 +1,6 @@
 """A run that goes on when it loses a worker: all workers are ended and started again, from what was saved last. A
-worker that only generates, or only holds a reward model, is replaced alone, where that changes no number
-(`TrainerParts`).
+worker that only generates, or only holds a reward model or the reference, is replaced alone, where that changes no
+number (`TrainerParts`).
 
 A run that continues from a checkpoint is bitwise the one that was never interrupted, so a restart changes no number; it
 repeats the steps since the newest checkpoint or snapshot. Everything that a run opens is closed and opened anew, reward
