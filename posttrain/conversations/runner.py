@@ -164,8 +164,11 @@ class Runner:
         return working or self._calls > 0 or not self._news.empty()  # read last: what is not at work has reported
 
     def poll(self) -> dict[Hashable, list[Event]]:
-        """What has happened since, by conversation."""
+        """What has happened since, by conversation. UserError if no worker processes can be started any more."""
         self._check_deadlines()
+        for one in (self.tools, self.processes):
+            if one is not None:
+                one.check()
         found = dict[Hashable, list[Event]]()
         while not self._news.empty():
             self._take(found)

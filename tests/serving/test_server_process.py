@@ -195,7 +195,10 @@ def test_it_ends_when_the_engines_process_is_killed():
             async def main():
                 process = ServerProcess(listen("127.0.0.1", 0), make)
                 process.start({}, print, print)
-                os.write(write, json.dumps([process._worker.pid, process._forks.pid]).encode())
+                os.write(
+                    write,
+                    json.dumps([process._worker.pid, process._forks._parent.pid, process._forks._keeper.pid]).encode(),
+                )
                 await asyncio.sleep(600)
 
             asyncio.run(main())
