@@ -199,7 +199,7 @@ def test_a_parent_of_workers_that_is_killed_is_replaced_and_takes_its_workers_wi
 
 
 def test_a_stopped_parent_of_workers_is_replaced(monkeypatch):
-    monkeypatch.setattr(forks, "SEND_S", 0.5)
+    monkeypatch.setattr(forks, "SEND_S", 4.0)
     with runner_of(act) as runner:
         assert ask(runner, "act", how="exit").error
         parent = runner._server._parent.pid
