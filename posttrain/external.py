@@ -33,11 +33,18 @@ def import_external(name: str, key: str = KEY) -> ModuleType:
     except UserError:
         raise
     except Exception as error:
-        frame = traceback.extract_tb(error.__traceback__)[-1]
+        frame = _frame_of(error)
         raise UserError(
             f"{key}={name}: importing it failed in {frame.filename}, line {frame.lineno}: "
             f"{type(error).__name__}: {error}{_hint(error)}"
         ) from error
+
+
+def _frame_of(error: Exception) -> traceback.FrameSummary:
+    """Where an import failed: the last line of a user's file, not that of a library which it called."""
+    frames = traceback.extract_tb(error.__traceback__)
+    libraries = (str(Path(os.__file__).parent), str(Path(__file__).parent), "<frozen")
+    return next((one for one in reversed(frames) if not one.filename.startswith(libraries)), frames[-1])
 
 
 def is_external(module: str) -> bool:

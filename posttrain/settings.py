@@ -87,6 +87,12 @@ def setting(
 
     The result is typed Any, so that a checker takes the field's own annotation.
     """
+    if isinstance(default, list | dict | set):
+        raise TypeError(f"setting({default!r}): all runs would share it; write setting(factory=lambda: {default!r})")
+    if range is not None and not isinstance(range, Range):
+        raise TypeError(f"setting(range={range!r}): a range is one of posttrain.settings, such as POSITIVE or above(1)")
+    if isinstance(choices, str):
+        raise TypeError(f"setting(choices={choices!r}): choices are a tuple of names, such as ({choices!r},)")
     reasons = [idle] if isinstance(idle, str | Idle) else idle
     takes = {"range": range, "choices": tuple(choices), "is_path": is_path, "is_literal": is_literal}
     takes["idle"] = tuple(Idle(one) if isinstance(one, str) else one for one in reasons)

@@ -20,12 +20,14 @@ from posttrain.algorithms.common import read_setting as setting
 from posttrain.errors import UserError
 from posttrain.trainer.ppo.ray_trainer import RayPPOTrainer as Ours
 from posttrain.trainer.ppo.runner import opened_training
-from posttrain.trainer.run.entry import as_resolved
+from posttrain.trainer.run.process import find_run_device
 from posttrain.workers.fsdp_workers import ActorRolloutRefWorker, CriticWorker, RewardModelWorker
 from verl._managed_rewards import ManagedRewards
+from verl._pools import resolve_with_pools
 from verl._rows import to_posttrain
 from verl._worker_views import ActorView, CriticView, Prompts
 from verl.protocol import DataProto
+from verl.single_controller.ray import RayWorkerGroup
 from verl.single_controller.ray.base import plain_class
 from verl.trainer.ppo.metric_utils import reduce_metrics
 from verl.trainer.ppo.ray_trainer import apply_kl_penalty, compute_advantage, compute_response_mask
@@ -47,7 +49,7 @@ STAGES = (
 """What a subclass may override; each is called once per step by `fit`."""
 _BASES = {"actor_class": ActorRolloutRefWorker, "critic_class": CriticWorker, "reward_model_class": RewardModelWorker}
 _ROLES = {
-    "actor_class": (Role.ActorRolloutRef, Role.ActorRollout),
+    "actor_class": (Role.ActorRolloutRef, Role.ActorRollout, Role.Actor),
     "critic_class": (Role.Critic,),
     "reward_model_class": (Role.RewardModel,),
 }
@@ -73,11 +75,19 @@ class RayPPOTrainer:
         device_name: str | None = None,
     ) -> None:
         _refuse_own_order(collate_fn, train_sampler)
+        _refuse_other_rewards(reward_fn, val_reward_fn)
+        if ray_worker_group_cls not in (None, RayWorkerGroup):
+            raise _not_taken(
+                "ray_worker_group_cls", "posttrain calls its workers itself; leave it out, or give RayWorkerGroup"
+            )
+        if processor is not None:
+            raise _not_taken("processor", "runs train on text alone; give None, and a model of text")
         self.config, self.tokenizer, self.processor = config, tokenizer, processor
         self.role_worker_mapping = role_worker_mapping or {}
         self.resource_pool_manager = resource_pool_manager
         self.reward_fn, self.val_reward_fn = reward_fn, val_reward_fn
         self.train_dataset, self.val_dataset = train_dataset, val_dataset
+        self.device_name = device_name
         self.global_steps, self.async_rollout_mode = 0, False
         self._stack = ExitStack()
         self._inner: Any = None
@@ -90,11 +100,18 @@ class RayPPOTrainer:
     # -- opening ------------------------------------------------------------------------------------------------------
     def init_workers(self) -> None:
         """Opens the run: its directory, data, rewards and workers."""
-        resolved = as_resolved(convert_to_regular_types(self.config))
+        resolved = resolve_with_pools(convert_to_regular_types(self.config), self.resource_pool_manager)
+        if self.device_name is not None and self.device_name != (device := _device_of(resolved.config)):
+            raise _not_taken("device_name", f"this run trains on {device}; set trainer.device", self.device_name)
         rows = {"data": _rows(self.train_dataset), "val_data": _rows(self.val_dataset)}
         score = _unused if self.reward_fn is not None else None
         opened = opened_training(resolved, reward=score, trainer_class=self._ours(), **rows)
         self._inner = inner = self._stack.enter_context(opened)
+        try:
+            _refuse_other_tokenizer(self.tokenizer, inner.tokenizer)
+        except UserError:
+            self.close()
+            raise
         self.tokenizer = inner.tokenizer
         self.use_critic, self.use_reference_policy = inner.critic_wg is not None, inner.use_reference
         self.use_rm = inner.rm_wg is not None
@@ -120,6 +137,14 @@ class RayPPOTrainer:
 
     def _worker_classes(self) -> dict[str, Any]:
         found = {}
+        known = [role for roles in _ROLES.values() for role in roles]
+        for role, cls in self.role_worker_mapping.items():
+            if role not in known and plain_class(cls) not in (ActorRolloutRefWorker, None):
+                raise UserError(
+                    f"role_worker_mapping[{role!r}] is {cls}: a run makes no worker of its own class for this role. "
+                    "Give it under Role.ActorRollout, whose workers are the reference and the rollout as well; a role "
+                    "of your own is `own_roles` (docs/pools.md)."
+                )
         for name, roles in _ROLES.items():
             for role in roles:
                 cls = plain_class(self.role_worker_mapping.get(role, _BASES[name]))
@@ -317,6 +342,47 @@ def _refuse_own_order(collate_fn: Any, train_sampler: Any) -> None:
             f"RayPPOTrainer({name}=...) is not taken: batches are made by posttrain.data.dataset, and the order of "
             "rows is data.sampler (register one with posttrain.data.sampler.register_sampler)."
         )
+
+
+def _not_taken(name: str, way: str, given: Any = ...) -> UserError:
+    return UserError(f"RayPPOTrainer({name}={'...' if given is ... else repr(given)}) is not taken: {way}.")
+
+
+def _refuse_other_rewards(reward_fn: Any, val_reward_fn: Any) -> None:
+    """Validation scores as training does. verl's runs make the manager twice, with another `num_examine`."""
+    if val_reward_fn is not None and _scoring(val_reward_fn) != _scoring(reward_fn):
+        raise _not_taken(
+            "val_reward_fn",
+            "validation is scored as training is; give the manager as reward_fn too, and let it look at the rows' "
+            "data_source where they differ",
+        )
+
+
+def _scoring(manager: Any) -> Any:
+    function = getattr(manager, "compute_score", None)
+    further = {}
+    while isinstance(function, functools.partial):
+        function, further = function.func, {**function.keywords, **further}
+    # Code, not functions: the same file may have been loaded twice.
+    return type(manager), getattr(manager if function is None else function, "__code__", function), further
+
+
+def _refuse_other_tokenizer(given: Any, own: Any) -> None:
+    """verl's runs load it from the model's folder, as posttrain does. One that was changed would have no effect."""
+    if given is None:
+        return
+    differs = "chat template" if given.chat_template != own.chat_template else ""
+    if differs := differs or ("vocabulary" if given.get_vocab() != own.get_vocab() else ""):
+        raise _not_taken(
+            "tokenizer",
+            f"its {differs} is not that of the run's tokenizer; save it by tokenizer.save_pretrained(FOLDER) and set "
+            "actor_rollout_ref.model.tokenizer_path=FOLDER",
+        )
+
+
+def _device_of(config: Any) -> str:
+    device = config.trainer.device
+    return find_run_device(config.trainer).type if device == "auto" else device
 
 
 def _batch_of(made: Any) -> DataProto:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any, ParamSpec, TypeVar
 
@@ -17,6 +18,11 @@ T = TypeVar("T")
 
 class AlgorithmError(UserError, ValueError):
     """A mistake in how an algorithm was named, configured or called; the text says what to do."""
+
+
+def file_of(kind: type) -> str:
+    """Where a class of the user's is written; its module for one typed into a notebook."""
+    return getattr(sys.modules.get(kind.__module__), "__file__", None) or kind.__module__
 
 
 def unknown_name(kind: str, name: object, known: Iterable[str], hint: str = "") -> AlgorithmError:

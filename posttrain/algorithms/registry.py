@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Literal, NamedTuple, TypeVar, cast
 
-from posttrain.algorithms.common import AlgorithmError, keep_masked, read_setting
+from posttrain.algorithms.common import AlgorithmError, file_of, keep_masked, read_setting
 from posttrain.lazy import torch
 from posttrain.registry import Registry, name_of
 from posttrain.settings import range_of
@@ -193,22 +193,43 @@ def _register(
 
     def decorate(function: F) -> F:
         if (settings := facts.get("settings")) is not None:
-            _check_declared(settings, f"the {registry.kind} `{name_of(name)}`")
+            _check_declared(settings, f"the {registry.kind} `{name_of(name)}`", _ARGUMENTS[registry.kind])
         registry.add(name, kind(name_of(name), function, **facts))
         return function
 
     return decorate
 
 
-def _check_declared(settings: Any, whose: str) -> None:
+# What calls pass by name besides settings.
+_ARGUMENTS = {
+    POLICY_LOSSES.kind: (
+        *("old_log_prob", "log_prob", "advantages", "response_mask", "config", "rollout_is_weights", "loss_agg_mode"),
+        "counts",
+    ),
+    ADV_ESTIMATORS.kind: ("token_level_rewards", "response_mask", "index", "config", "data"),
+}
+
+
+def _check_declared(settings: Any, whose: str, arguments: tuple[str, ...]) -> None:
     if not (isinstance(settings, type) and dataclasses.is_dataclass(settings)):
         shown = settings.__name__ if isinstance(settings, type) else repr(settings)
         raise AlgorithmError(f"settings={shown} of {whose} is no dataclass: give a class with @dataclass above it.")
+    place = f"of {settings.__qualname__} in {file_of(settings)} ({whose})"
+    for name, value in vars(settings).items():
+        is_value = not (name.startswith("_") or callable(value) or hasattr(value, "__get__"))
+        if is_value and not any(name in vars(base).get("__annotations__", ()) for base in settings.__mro__):
+            raise AlgorithmError(
+                f"The setting `{name}` {place} has no type: write it as `{name}: TYPE = setting({value!r})`."
+            )
     for one in dataclasses.fields(settings):
         if one.default is dataclasses.MISSING and one.default_factory is dataclasses.MISSING:
             raise AlgorithmError(
-                f"The setting `{one.name}` of {whose} has no default: write it as "
-                f"`{one.name}: TYPE = setting(DEFAULT)`."
+                f"The setting `{one.name}` {place} has no default: write it as `{one.name}: TYPE = setting(DEFAULT)`."
+            )
+        if one.name in arguments:
+            raise AlgorithmError(
+                f"The setting `{one.name}` {place} has the name of an argument that the function gets anyway: choose "
+                "another one."
             )
 
 

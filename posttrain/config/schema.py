@@ -16,8 +16,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
 from typing import Any, NamedTuple, TypeVar
 
-from posttrain.algorithms.common import AlgorithmError
+from posttrain.algorithms.common import file_of
 from posttrain.algorithms.registry import ADV_ESTIMATORS, ESTIMATOR_KEY, LOSS_KEY, POLICY_LOSSES, Declaration
+from posttrain.config.declared import check_declared_field, declared_wrongly
 from posttrain.registry import Registry
 from posttrain.settings import Idle, Range, choices_of, range_of
 
@@ -98,6 +99,9 @@ class _OpenSection:
         if declared == self.placed:
             return
         self._check_names(declared)
+        for kind in declared:
+            for field in dataclasses.fields(kind):
+                check_declared_field(kind, field, _hint_of(kind, field.name))
         self.placed = declared
         for name in self.section.__annotations__.keys() - self.written.keys():
             if name in vars(self.section):  # a field with a factory is no attribute of the class
@@ -128,11 +132,9 @@ class _OpenSection:
                 other, owner = known.setdefault(field.name, (field, kind))
                 again = (owner.__module__, owner.__qualname__) == (kind.__module__, kind.__qualname__)  # in a notebook
                 if other is not field and not again:  # a class that is used twice or inherited from has the same one
-                    raise AlgorithmError(
-                        f"{kind.__name__} in {kind.__module__} declares the setting `{field.name}`, which "
-                        f"{owner.__name__} has already: `{self.kind.prefix}{field.name}` would mean both. Choose "
-                        "another name."
-                    )
+                    taken = f"is declared by {owner.__qualname__} in {file_of(owner)} as well"
+                    both = f"choose another name, as `{self.kind.prefix}{field.name}` would mean both"
+                    raise declared_wrongly(kind, field.name, taken, both)
 
 
 _open_sections: list[_OpenSection] = []
@@ -163,6 +165,13 @@ def hints_of(kind: type) -> dict[str, Any]:
         for name, text in vars(base).get("__annotations__", {}).items():
             hints[name] = _evaluate(text, base.__module__) if isinstance(text, str) else text
     return hints
+
+
+def _hint_of(kind: type, name: str) -> Any:
+    try:
+        return hints_of(kind)[name]
+    except NameError as error:
+        return error
 
 
 @cache

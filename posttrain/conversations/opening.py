@@ -78,7 +78,7 @@ def open_conversations(
             # Forked before tools and agents have threads. Programs are processes anyway.
             processes = AgentProcesses(by_row, setup, timeout_s=agents.timeout_s, most=agents.processes)
         tool_runner = opened.enter_context(ToolRunner(tools, timeout_s=turns.tool_timeout_s, **answers))
-        runner = opened.enter_context(Runner(tool_runner, agents.timeout_s, processes))
+        runner = opened.enter_context(Runner(tool_runner, agents.timeout_s, processes, context.get("programs")))
         yield ConversationLoop(by_row, runner, setup, in_rounds=in_rounds)
         programs = context.get("programs")
         for words in (*tool_runner.counts.troubles(), *(programs.troubles() if programs else ())):

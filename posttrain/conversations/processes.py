@@ -157,6 +157,10 @@ class AgentProcesses:
     def give(self, key: Hashable, answer: Any) -> None:
         self._call(self._answer_turn, key, answer)
 
+    def check(self) -> None:
+        """UserError where no processes can be started any more: all conversations would fail."""
+        self._server.check("agents")
+
     def close(self) -> None:
         """Ends all processes, whatever they do."""
 

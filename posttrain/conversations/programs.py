@@ -140,6 +140,7 @@ class Programs:
         self._slots = Slots(settings.max_programs)
         run_key = self.run_key
         self._fronts: list[Front] = []
+        self._lost = ""  # why there is no HTTP process any more
         for listener in [self._listen(number) for number in range(settings.count_http_processes())]:
             # Forked before there are threads, and before a model is loaded.
             process = ServerProcess(listener, lambda link, _: Sessions(link, model, run_key).app())
@@ -169,6 +170,15 @@ class Programs:
         self._thread.stop()
         for front in self._fronts:
             front.process.close()
+
+    def check(self) -> None:
+        """UserError where no HTTP process is left, and none can be started: all samples would fail."""
+        if self._lost:
+            raise UserError(
+                f"programs cannot reach the run any more: its HTTP process has ended, and no other can be started "
+                f"({self._lost}).\n  to do:  see what it printed above, and start the run again: it continues from its "
+                "last checkpoint"
+            )
 
     async def _stop(self) -> None:
         if self._keeping is not None:
@@ -212,6 +222,8 @@ class Programs:
                 self._say_where(session, session.front.url)
         except RuntimeError as error:
             waiting, again = set(), str(error)
+            if not any(one.link for one in self._fronts):
+                self._lost = again
         lost = [session for session in lost if session not in waiting]
         for session in lost:
             session.end(f"the HTTP process of the run has ended ({how})")

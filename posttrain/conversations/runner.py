@@ -26,7 +26,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Generator, Hashable
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from posttrain.conversations.agents import Agent
 from posttrain.conversations.chat import (
@@ -53,6 +53,14 @@ _QUEUED, _RUNNING, _CALLING, _GENERATING, _ENDED = "queued", "running", "calling
 BLOCKED = "another conversation blocks the event loop: an agent awaits what takes time (`await asyncio.to_thread(...)`)"
 
 
+class Checked(Protocol):
+    """What a run cannot continue without."""
+
+    def check(self) -> None:
+        """UserError where it is lost."""
+        ...
+
+
 @dataclass(eq=False)
 class _Work:
     """One agent at work in an event loop."""
@@ -71,8 +79,15 @@ class _Work:
 class Runner:
     """Runs agents; a context manager. No agent can end or hang it."""
 
-    def __init__(self, tools: ToolRunner, timeout_s: float, processes: AgentProcesses | None = None) -> None:
+    def __init__(
+        self,
+        tools: ToolRunner,
+        timeout_s: float,
+        processes: AgentProcesses | None = None,
+        programs: Checked | None = None,
+    ) -> None:
         self.tools, self.timeout_s, self.processes = tools, timeout_s, processes
+        self._checked = [one for one in (tools, processes, programs) if one is not None]
         # What happened in other threads: events of agents, with their conversation where it is in a worker process, and
         # tool answers for inline ones.
         self._news = queue.SimpleQueue[tuple[Hashable, Event | Future[list[ToolAnswer]], Conversation | None]]()
@@ -164,8 +179,10 @@ class Runner:
         return working or self._calls > 0 or not self._news.empty()  # read last: what is not at work has reported
 
     def poll(self) -> dict[Hashable, list[Event]]:
-        """What has happened since, by conversation."""
+        """What has happened since, by conversation. UserError if no worker processes can be started any more."""
         self._check_deadlines()
+        for one in self._checked:
+            one.check()
         found = dict[Hashable, list[Event]]()
         while not self._news.empty():
             self._take(found)

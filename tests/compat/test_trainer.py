@@ -9,10 +9,13 @@ from omegaconf import OmegaConf
 
 from posttrain.errors import UserError
 from verl import DataProto
+from verl._pools import resolve_with_pools
 from verl.trainer.config import AlgoConfig
+from verl.trainer.main_ppo import TaskRunner, run_ppo
 from verl.trainer.ppo.core_algos import AdaptiveKLController
 from verl.trainer.ppo.ray_trainer import (
     RayPPOTrainer,
+    RayWorkerGroup,
     ResourcePoolManager,
     Role,
     apply_kl_penalty,
@@ -171,6 +174,99 @@ def test_what_cannot_be_taken_says_what_to_do(config):
         trainer_of(RayPPOTrainer, config, role_worker_mapping={Role.ActorRollout: dict}).init_workers()
     for worker in ("ActorRolloutRefWorker", "CriticWorker", "RewardModelWorker"):  # the strategy chooses their engine
         assert getattr(megatron_workers, worker) is getattr(fsdp_workers, worker)
+
+
+def given_pools(critic="global_pool", **pools):
+    return ResourcePoolManager(pools, {Role.ActorRollout: "global_pool", Role.Critic: critic})
+
+
+def with_critic(config, **more):
+    return {**OmegaConf.to_container(config), "algorithm": {"adv_estimator": "gae"}, **more}
+
+
+def test_pools_set_the_workers_that_the_settings_leave_open(config):
+    pools = given_pools("critics", global_pool=[1], critics=[1])
+    for settings in (with_critic(config), with_critic(config, critic={"n_workers": 1})):
+        made = resolve_with_pools(settings, pools).config
+        assert (made.trainer.n_gpus_per_node, made.critic.n_workers) == (1, 1)
+    pools.resource_pool_spec["global_pool"] = [2]
+    made = resolve_with_pools(OmegaConf.to_container(config), pools).config  # without a critic
+    assert (made.trainer.n_gpus_per_node, made.critic.n_workers) == (2, 0)
+
+
+@pytest.mark.parametrize(
+    ("pools", "said"),
+    [
+        (given_pools(global_pool=[4, 4]), r"to do:  trainer.nnodes=2 trainer.n_gpus_per_node=4$"),
+        (given_pools(global_pool=[2, 1]), r"gives machines different numbers of processes \(global_pool: \[2, 1\]\)"),
+        (given_pools("none", global_pool=[1]), "a role in the pool 'none', which is none.*choose one of global_pool"),
+        (ResourcePoolManager({"a": [1]}, {}), "names no pool for Role.ActorRollout"),
+        (ResourcePoolManager({"a": [1]}, {Role.ActorRollout: "a", Role.Env: "a"}), "has a pool for <Role.Env: 7>"),
+        ({"global_pool": [1]}, r"is {'global_pool': \[1\]}"),
+        (
+            type("Mine", (ResourcePoolManager,), {"create_resource_pool": print})({"a": [1]}, {Role.ActorRollout: "a"}),
+            "is a Mine with a `create_resource_pool` of its own, which nothing calls",
+        ),
+    ],
+)  # fmt: skip
+def test_pools_that_a_run_cannot_have_are_rejected(config, pools, said):
+    config.trainer.nnodes = 1
+    with pytest.raises(UserError, match=f"(?s)the resource pool manager.*{said}"):
+        trainer_of(RayPPOTrainer, config, resource_pool_manager=pools).init_workers()
+
+
+def test_two_roles_share_no_pool_apart_from_the_policy(config):
+    config.actor_rollout_ref.actor.use_kl_loss = True
+    pools = given_pools("others", global_pool=[1], others=[1])
+    pools.mapping[Role.RefPolicy] = "others"
+    with pytest.raises(UserError, match=r"puts <Role\.Critic: 3> and <Role\.RefPolicy: 4> together in others"):
+        resolve_with_pools(with_critic(config), pools)
+
+
+def test_hooks_of_a_task_runner_that_nothing_calls_are_rejected(config):
+    class Runner(TaskRunner):
+        def init_resource_pool_mgr(self, config):
+            raise AssertionError
+
+    class OwnRun(Runner):
+        def run(self, config):
+            return self.init_resource_pool_mgr
+
+    with pytest.raises(UserError, match=r"(?s)Runner\.init_resource_pool_mgr is not called.*override `run`"):
+        run_ppo(config, Runner)
+    assert run_ppo(config, OwnRun)
+
+
+class OwnReference(ActorRolloutRefWorker):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"processor": object()}, r"RayPPOTrainer\(processor=...\) is not taken: runs train on text alone"),
+        ({"ray_worker_group_cls": dict}, r"\(ray_worker_group_cls=...\) is not taken: posttrain calls its workers"),
+        ({"val_reward_fn": SumManager(None, 0)}, r"\(val_reward_fn=...\) is not taken: validation is scored as"),
+        ({"device_name": "cuda"}, r"\(device_name='cuda'\) is not taken: this run trains on cpu; set trainer.device"),
+        ({"role_worker_mapping": {Role.RefPolicy: OwnReference}}, r"role_worker_mapping\[<Role.RefPolicy: 4>\] is"),
+    ],
+)
+def test_arguments_that_would_have_no_effect_are_rejected(config, given, said):
+    with pytest.raises(UserError, match=said):
+        trainer_of(RayPPOTrainer, config, **given).init_workers()
+
+
+def test_arguments_that_say_what_runs_do_anyway_are_taken(config):
+    managers = [load_reward_manager(config, tokenizer=None, num_examine=number) for number in (0, 1)]
+    more = {"reward_fn": managers[0], "val_reward_fn": managers[1], "device_name": "cpu", "processor": None}
+    more["role_worker_mapping"] = {Role.ActorRollout: ActorRolloutRefWorker, Role.RefPolicy: ActorRolloutRefWorker}
+    trainer = trainer_of(RayPPOTrainer, config, ray_worker_group_cls=RayWorkerGroup, **more)
+    trainer.tokenizer.chat_template = "{{ messages }}"
+    with pytest.raises(UserError, match=r"its chat template is not that of the run's.*model.tokenizer_path=FOLDER"):
+        trainer.init_workers()
+    trainer.tokenizer.chat_template = hf_tokenizer(config.actor_rollout_ref.model.path).chat_template
+    trainer.init_workers()
+    trainer.close()
 
 
 # (The rest holds for verl as well.)

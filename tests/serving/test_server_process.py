@@ -21,6 +21,7 @@ from posttrain.conversations.serving.process import ServerProcess, listen, url_o
 from posttrain.conversations.serving.remote import RemoteServer, ServerHost
 from posttrain.conversations.serving.sessions import LocalChannels
 from posttrain.conversations.serving.wire import Link
+from posttrain.errors import UserError
 from tests.serving.scripted_server import END, Client, ScriptedEngine, served
 from tests.serving.test_programs import TWO_TURNS, conversations
 from tests.tools.call_templates import tokenizer_of
@@ -195,7 +196,10 @@ def test_it_ends_when_the_engines_process_is_killed():
             async def main():
                 process = ServerProcess(listen("127.0.0.1", 0), make)
                 process.start({}, print, print)
-                os.write(write, json.dumps([process._worker.pid, process._forks.pid]).encode())
+                os.write(
+                    write,
+                    json.dumps([process._worker.pid, process._forks._parent.pid, process._forks._keeper.pid]).encode(),
+                )
                 await asyncio.sleep(600)
 
             asyncio.run(main())
@@ -232,3 +236,26 @@ if task["index"] == 0:
         assert "the HTTP process of the run has ended (killed by SIGKILL)" in records[0].error
         assert records[1].score == 1.0 and records[1].error is None
         assert sum("1 samples fail; another one is started" in one for one in said) == 1
+
+
+def test_a_run_ends_where_no_http_process_is_left_and_none_can_be_started(tmp_path, monkeypatch):
+    """Otherwise it would train on samples that all failed."""
+    start = ServerProcess.start
+
+    def once(self, *given):
+        if self.link is None and self._worker is None and self in started:
+            raise RuntimeError("out of processes")
+        started.append(self)
+        (tmp_path / "pid").write_text(str((start(self, *given), self._worker)[1].pid))
+        return self.link
+
+    started = []
+    monkeypatch.setattr(ServerProcess, "start", once)
+    code = f"os.kill(int(open({str(tmp_path / 'pid')!r}).read()), 9)\ntime.sleep(60)\n"
+    with (
+        pytest.raises(
+            UserError, match=r"(?s)programs cannot reach the run any more.*out of processes.*last checkpoint"
+        ),
+        conversations(tmp_path, code, count=2, max_programs=1, http_processes=1),
+    ):
+        pass

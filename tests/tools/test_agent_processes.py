@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import signal
 import time
 from contextlib import contextmanager
 
 import numpy as np
 import pytest
+from patience import gone
 
 from posttrain.conversations.agents import AGENTS, Agents, register_agent
 from posttrain.conversations.chat import Setup
@@ -21,6 +23,7 @@ from posttrain.conversations.settings import AgentSettings, TurnSettings
 from posttrain.conversations.templates import MessageTemplate
 from posttrain.conversations.tools.registry import FunctionTool
 from posttrain.conversations.tools.runner import ToolRunner
+from posttrain.errors import UserError
 from posttrain.models.embedded import byte_tokenizer
 from posttrain.rollout.base import Output
 
@@ -144,6 +147,45 @@ def test_an_environment_that_exits_in_a_thread_beside_others_fails_alone(tmp_pat
         assert found.pop(2)[1] == "its process ended (exit code 4)"
         assert {one[:3] for one in found.values()} == {(0.5, None, 1)} and len(found) == 3
         assert all(counted(number) <= 2 for number in range(4))
+
+
+def test_a_parent_of_processes_that_is_killed_costs_no_conversation(tmp_path, monkeypatch):
+    """Its processes end with it. Their conversations begin anew in those of its successor."""
+    monkeypatch.chdir(tmp_path)
+
+    async def lead(chat, row):
+        begin_anew(chat, row)
+        await chat.say()
+        chat.tell(await chat.call("double", number=row["number"]))
+        if row["number"] == 2 and counted(2) == 1:
+            os.kill(os.getppid(), signal.SIGKILL)
+            time.sleep(60)
+        await chat.say()
+        return 1.0
+
+    with loop_of(lead) as loop:
+        for first in (0, 4):
+            assert {one[:3] for one in play(loop, first=first).values()} == {(1.0, None, 2)}
+        assert {counted(number) for number in range(4)} == {2} and counted(5) == 1
+
+
+@pytest.mark.parametrize("what", ["tools", "agents"])
+def test_a_run_ends_where_no_worker_processes_can_be_started_any_more(what):
+    """Otherwise it would train on calls and conversations that all failed."""
+
+    async def lead(chat, row):
+        await chat.call("double", number=row["number"])
+        await chat.say()
+
+    with loop_of(lead) as loop:
+        play(loop)
+        server = loop.runner.tools._server if what == "tools" else loop.runner.processes._server
+        for one in (server._keeper, server._parent):
+            os.kill(one.pid, signal.SIGKILL)
+        assert gone(server._parent.pid)
+        with pytest.raises(UserError, match=f"{what} cannot run any more: the process that starts their worker"):
+            for first in (4, 8):
+                play(loop, first=first)
 
 
 def test_an_agent_that_does_not_repeat_its_steps_is_told_why_it_failed(tmp_path, monkeypatch):

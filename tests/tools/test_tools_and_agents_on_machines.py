@@ -295,7 +295,7 @@ def test_a_machine_whose_processes_cannot_be_forked_any_more_is_left_out(files, 
         first = ask(loop, "place", 4)
         assert sum(answer.error is None for answer in first) >= 2
         assert {answer.error for answer in ask(loop, "place", 4)} == {None}
-        why = "the process that starts tool workers has ended"
+        why = "the process that starts workers has ended"
         assert said[-1] == f"note: tools do not run on 10.0.0.2 any more: {why}"
 
 

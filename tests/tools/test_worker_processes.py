@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
 
 import pytest
+from patience import gone, until
 
+from posttrain.conversations.tools import forks
 from posttrain.conversations.tools.base import Tool, ToolAnswer, ToolCall
 from posttrain.conversations.tools.registry import FunctionTool
 from posttrain.conversations.tools.runner import ToolRunner
@@ -108,6 +112,18 @@ def test_a_conversation_stays_with_its_process_and_loses_its_state_by_its_own_ca
         runner.close_conversation(3)
 
 
+def test_nothing_is_kept_of_conversations_that_have_ended():
+    """Also of a tool without a `close`."""
+    with runner_of(Tally()) as runner:
+        for number in range(3):
+            runner.open(number, {"tally": {"start": 10}})
+            assert ask(runner, "tally", number).text == "11"
+            runner.close_conversation(number)
+        host = runner._hosts["tally"]
+        until(lambda: not (host._given or host._calls or host._homes_by), "for what conversations had")
+        assert [process.conversations for process in host._homes] == [set(), set()]
+
+
 def test_calls_that_must_not_be_repeated_are_not_made_again_in_another_process():
     """Those of the conversations that shared the lost process: they begin anew, and are told so."""
     tally = Tally()
@@ -163,9 +179,61 @@ def test_a_function_may_ask_for_the_memory_of_the_trainer():
         assert ask(runner, "note", word="a").text == "kept" and seen == ["a"]
 
 
+def test_a_parent_of_workers_that_is_killed_is_replaced_and_takes_its_workers_with_it():
+    def place(number: int) -> str:
+        """Says where it ran."""
+        return f"{number} {os.getpid()} {os.getppid()}"
+
+    with runner_of(place, Tally()) as runner:
+        for name in "cd":  # its successor is replaced, too
+            runner.open(name, {"tally": {"start": 10}})
+            assert ask(runner, "tally", name).text == "11"
+            _, worker, parent = map(int, ask(runner, "place", number=1).text.split())
+            workers = [process.worker.pid for host in runner._hosts.values() for process in host._started]
+            os.kill(parent, signal.SIGKILL)
+            assert worker in workers and gone(parent, *workers), "workers end with their parent"
+            answers = runner.answer("c", [ToolCall("place", {"number": number}) for number in range(4)]).result(60)
+            assert [answer.error for answer in answers] == [None] * 4
+            assert not {parent, *workers} & {int(word) for answer in answers for word in answer.text.split()[1:]}
+            assert ask(runner, "tally", name).text == "12", "its calls before are made again in another process"
+
+
+def test_a_stopped_parent_of_workers_is_replaced(monkeypatch):
+    monkeypatch.setattr(forks, "SEND_S", 4.0)
+    with runner_of(act) as runner:
+        assert ask(runner, "act", how="exit").error
+        parent = runner._server._parent.pid
+        os.kill(parent, signal.SIGSTOP)
+        assert ask(runner, "act", how="well").text == "well"
+        assert gone(parent)
+
+
+def test_a_machine_that_starts_no_more_processes_for_a_while_loses_no_parent(monkeypatch):
+    fork, trainer = os.fork, os.getpid()
+
+    def out_of_processes():
+        """In parents alone, as long as the file is there."""
+        if os.getpid() != trainer and blocked.exists():
+            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        return fork()
+
+    with tempfile.TemporaryDirectory() as folder:
+        blocked = Path(folder, "blocked")
+        monkeypatch.setattr(os, "fork", out_of_processes)
+        with runner_of(act) as runner:
+            assert ask(runner, "act", how="exit").error
+            parent = runner._server._parent.pid
+            blocked.touch()
+            words = "this machine starts no more processes (Resource temporarily unavailable)"
+            assert words in ask(runner, "act", how="well").text
+            blocked.unlink()
+            assert ask(runner, "act", how="well").text == "well"
+            assert runner._server._parent.pid == parent
+
+
 PROGRAM = """
 import os, sys, time
-sys.path.insert(0, {tests!r})
+sys.path[:0] = [{tests!r}, {tests!r} + '/..']
 from test_worker_processes import *
 
 def hang(file: str) -> str:

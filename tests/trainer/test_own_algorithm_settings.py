@@ -55,6 +55,7 @@ def compute_centred(token_level_rewards, response_mask, centred_scale, **kwargs)
     advantages = centred_scale * (scores - scores.mean()) * response_mask
     return advantages, advantages
 '''
+BOUND = "my_bound: float = setting(2.0, range=POSITIVE)"
 ACTOR, LOSS = "actor_rollout_ref.actor", "actor_rollout_ref.actor.policy_loss"
 TINY = ["actor_rollout_ref.model.path=embedded", "data.train_files=embedded", "algorithm.adv_estimator=grpo"]
 MY_BOUNDED = [*TINY, f"{LOSS}.loss_mode=my_bounded"]
@@ -103,20 +104,67 @@ def test_a_name_that_a_built_in_loss_has_is_rejected_in_one_sentence(file, tmp_p
         (
             "centred_scale: float = setting(1.0, range=POSITIVE)",
             "centred_scale: float",
-            "The setting `centred_scale` of the advantage estimator `centred` has no default",
+            "centred_scale` of CentredSettings in {file} (the advantage estimator `centred`) has no default",
         ),
+        (BOUND, "my_bound = 2.0", "(the policy loss `my_bounded`) has no type: write it as `my_bound: TYPE"),
+        (BOUND, "my_bound = setting(2.0)", "{file}, line 14: TypeError: 'my_bound' is a field but has no type"),
+        (BOUND, "my_bound: list[float] = [1.0]", "{file}, line 14: ValueError: mutable default <class 'list'>"),
+        (BOUND, "b: list[float] = setting([1.0])", "{file}, line 16: TypeError: setting([1.0]): all runs would"),
+        (BOUND, "b: float = setting(2.0, range=(0, 1))", "{file}, line 16: TypeError: setting(range=(0, 1)): a range"),
+        ('("negative", "both")', '"negative"', "{file}, line 18: TypeError: setting(choices='negative'): choices"),
+        (BOUND, "log_prob: float = 2.0", "`my_bounded`) has the name of an argument that the function gets anyway"),
     ],
 )  # fmt: skip
 def test_settings_that_are_declared_wrongly_are_named(file, tmp_path, old, new, said):
     assert old in FILE
-    (tmp_path / "my_bounded.py").write_text(FILE.replace(old, new))
-    assert said in problem(*MY_BOUNDED, file)
+    path = tmp_path / "my_bounded.py"
+    path.write_text(FILE.replace(old, new))
+    assert said.format(file=path) in problem(*MY_BOUNDED, file)
+
+
+@pytest.mark.parametrize(
+    ("new", "said"),
+    [
+        ("my_bound: float = setting(-2.0, range=POSITIVE)", "has the default -2.0, which is out of its own range"),
+        ('my_bound: str = setting("c", choices=("a", "b"))', "has the default 'c', which is none of its choices"),
+        ('my_bound: float = setting("2", range=POSITIVE)', "has the default '2', but its type is a number: change the"),
+        ("my_bound: int = 2.5", "has the default 2.5, but its type is an integer: change the default or the type"),
+        ("my_bound: bool = 1", "has the default 1, but its type is true or false"),
+        ("my_bound: str = True", "has the default True, but its type is text"),
+        ("my_bound: float = None", "has the default None: add `| None` to its type, or give another default"),
+        ("my_bound: list[float] = setting(factory=dict)", "has the default {}, but its type is a list of numbers"),
+        ("my_bound: list[float] = setting(factory=lambda: 1 / 0)", "has a factory that failed (ZeroDivisionError: div"),
+        ("my_bound: 'Foo' = 2.0", "has an unknown type (name 'Foo' is not defined): declare it as float, int"),
+        ("my_bound: tuple = (1, 2)", "has the type tuple, which settings do not have: use float, int, bool, str, list"),
+        ('my_bound: str = setting("a", range=POSITIVE)', "has a range that its default 'a' cannot be compared with"),
+        ("my_bound: float = setting(2.0, choices=('a',))", "has choices=('a',) and the type a number: choices are"),
+    ],
+)  # fmt: skip
+def test_a_default_that_its_own_declaration_rejects_is_named_with_its_file_class_and_setting(file, tmp_path, new, said):
+    """Also under another loss: it is a mistake in the file, and none in the command."""
+    path = tmp_path / "my_bounded.py"
+    path.write_text(FILE.replace(BOUND, new))
+    for command in (MY_BOUNDED, TINY):
+        with pytest.raises(AlgorithmError) as caught:
+            load_config([*command, file])
+        assert f"The setting `my_bound` of MyBoundedSettings in {path} {said}" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "new",
+    ["my_bound: float = 2", "my_bound: float | None = None", "my_bound: list[int] = setting(factory=lambda: [1, 2])"],
+)
+def test_defaults_that_fit_their_types_are_taken(file, tmp_path, new):
+    (tmp_path / "my_bounded.py").write_text(FILE.replace(BOUND, new))
+    load_config([*MY_BOUNDED, file])
 
 
 @pytest.mark.parametrize(("name", "owner"), [("tau_pos", "SAPOSettings"), ("loss_mode", "PolicyLossConfig")])
 def test_a_setting_whose_name_is_taken_is_rejected_as_it_would_mean_both(file, tmp_path, name, owner):
     (tmp_path / "my_bounded.py").write_text(FILE.replace("my_bound:", f"{name}:"))
-    with pytest.raises(AlgorithmError, match=f"declares the setting `{name}`, which {owner} has already"):
+    with pytest.raises(
+        AlgorithmError, match=rf"`{name}` of MyBoundedSettings in .*my_bounded\.py is declared by {owner} in"
+    ):
         load_config([*MY_BOUNDED, file])
 
 

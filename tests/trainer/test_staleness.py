@@ -12,6 +12,7 @@ from typing import Any, ClassVar, cast
 
 import numpy as np
 import pytest
+import torch
 from light_rewards import rarely_right
 from runs import metrics_of, run
 
@@ -149,23 +150,46 @@ def test_a_replay_is_bitwise_what_another_timing_is_not(beside):
         beside("none", 7, trainer__replay_events=str(first.path / "metrics.jsonl"), **more)
 
 
+def copy_of(result, name: str, *, until: int) -> str:
+    """The folder of a run, with checkpoints up to this step alone, under another name."""
+    folder = Path(result.path).parents[1]
+    copied = Path(shutil.copytree(folder, folder.parent / name)) / "test" / "run" / "checkpoints"
+    for checkpoint in copied.glob("global_step_*"):
+        if int(checkpoint.name.rpartition("_")[2]) > until:
+            shutil.rmtree(checkpoint)
+    return name
+
+
 def test_a_killed_run_loses_no_prompt_and_trains_none_twice_and_its_replay_is_bitwise(beside):
     """It continues from a checkpoint of step 2, by the log bitwise as if it had never ended."""
     saves = {"trainer__save_freq": 2}
     whole = beside("whole", 8, **saves)
     log = str(Path(whole.path) / "events.jsonl")
-    resumed = {}
-    for name, replay in (("free", None), ("replayed", log)):
-        folder = Path(whole.path).parents[1]
-        copied = Path(shutil.copytree(folder, folder.parent / name)) / "test" / "run"
-        for step in (4, 6):
-            shutil.rmtree(copied / "checkpoints" / f"global_step_{step}")
-        resumed[name] = beside(name, 9, **saves | ({"trainer__replay_events": replay} if replay else {}))
+    copies = {name: copy_of(whole, name, until=2) for name in ("free", "replayed")}
+    resumed = {"free": beside(copies["free"], 9, **saves)}
+    resumed["replayed"] = beside(copies["replayed"], 9, **saves, trainer__replay_events=log)
     assert same(whole, resumed["replayed"]) and not same(whole, resumed["free"])
     assert events_of(whole) == events_of(resumed["replayed"])
     for result in (whole, *resumed.values()):
         trained = [uid for line in events_of(result) for uid in line.get("take", [])]
         assert sorted(map(int, trained)) == list(range(24))
+
+
+@pytest.mark.parametrize("corrected", [False, True])
+def test_a_resume_changes_neither_the_old_policy_nor_the_weights_of_samples_that_wait(beside, corrected):
+    """The first steps after it learn from samples of versions that no process has any more: clipped around these (one
+    update a step), or with their importance weights."""
+    more: dict[str, Any] = {"trainer__save_freq": 2, "actor_rollout_ref__actor__ppo_mini_batch_size": 4}
+    more |= {"algorithm__rollout_correction__rollout_is": "token"} if corrected else {}
+    whole = beside("whole", 8, **more)
+    log = str(Path(whole.path) / "events.jsonl")
+    assert same(whole, beside(copy_of(whole, "again", until=2), 9, **more, trainer__replay_events=log))
+    waited = Beside.batches[0]  # that of step 3, by the policy of version 2
+    assert all(span[0][0] < 2 for span in waited.non_tensor_batch["policy_versions"])
+    if corrected:
+        assert "old_log_probs" not in waited.batch and metrics_of(whole.path)[2]["rollout_is/mean"] != 1.0
+    else:
+        assert torch.equal(waited.batch["old_log_probs"], waited.batch["rollout_log_probs"])
 
 
 def test_a_log_of_a_stopped_and_continued_run_is_replayed_from_its_beginning(beside):

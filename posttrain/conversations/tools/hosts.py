@@ -37,6 +37,9 @@ class ToolHost(ABC):
         """What `tool.METHOD(conversation)` gives; `given` are the arguments of `open` and `call`. TimeoutError at the
         deadline, ToolFault and CallFailed for what the tool raised."""
 
+    def forget(self, conversation: Hashable) -> None:  # noqa: B027
+        """A conversation has ended, whether or not the tool was told so."""
+
     async def shutdown(self) -> list[BaseException]:
         """Lets the tool end what it started; gives what it raised."""
 
@@ -107,19 +110,17 @@ class ProcessHost(ToolHost):
         if method != "close":
             return await self._run_pinned(method, conversation, given)
         lost, home = self._lost.pop(conversation, None), self._homes_by.get(conversation)
-        try:
-            return None if lost or home is None else await self._run_pinned(method, conversation, given)
-        finally:
-            self._given.pop(conversation, None)
-            self._lost.pop(conversation, None)
-            self._calls.pop(conversation, None)
-            if home := self._homes_by.pop(conversation, None):
-                home.conversations.discard(conversation)
+        return None if lost or home is None else await self._run_pinned(method, conversation, given)
+
+    def forget(self, conversation: Hashable) -> None:
+        self._given.pop(conversation, None)
+        self._lost.pop(conversation, None)
+        self._calls.pop(conversation, None)
+        if home := self._homes_by.pop(conversation, None):
+            home.conversations.discard(conversation)
 
     async def _run_stateless(self, method: str, conversation: Hashable, given: Mapping[str, Any] | None) -> Any:
         if method != "call":  # what a row gives its tool is sent with each call
-            if method == "close":
-                self._given.pop(conversation, None)
             return None
         process = self._idle_process()
         try:

@@ -135,6 +135,11 @@ class ToolRunner:
         if self._server is not None:
             self._server.close()
 
+    def check(self) -> None:
+        """UserError where no worker processes can be started any more: all calls would fail."""
+        if self._server is not None:
+            self._server.check("tools")
+
     @property
     def isolated(self) -> list[str]:
         """Tools that run in worker processes."""
@@ -282,6 +287,8 @@ class ToolRunner:
         task.add_done_callback(self._ending.discard)
         asked = [name for name, tool in self.tools.items() if _overrides(tool, "close")]
         await asyncio.gather(*(one(name, opened.get(name)) for name in asked))
+        for host in self._hosts.values():
+            host.forget(conversation)
 
     async def _close_all(self) -> None:
         closing = {asyncio.create_task(self._close(conversation)) for conversation in list(self._opened)}
