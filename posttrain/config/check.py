@@ -9,16 +9,18 @@ from typing import Any
 from posttrain.algorithms.registry import ADV_ESTIMATORS, POLICY_LOSSES
 from posttrain.config.checked import Checked, Finding, check_choice, nearest_name
 from posttrain.config.choices import CRITIC_ESTIMATORS, GROUP_ESTIMATORS, LOGGERS, NOT_BUILT_VALUES, REJECTIONS
-from posttrain.config.pools import REFERENCE_WORKERS, ROLLOUT_WORKERS, own_workers_of
 from posttrain.config.rollout import UNFILTERED
 from posttrain.config.schema import leaves, lookup
 from posttrain.config.trainer import (
     COLOCATED_WORKERS,
+    REFERENCE_WORKERS,
+    ROLLOUT_WORKERS,
     continues_responses,
     divisors_of_fewer_workers,
     divisors_of_own_workers,
     divisors_of_workers,
     one_worker,
+    own_workers_of,
     rollout_workers_of,
     workers_of,
 )

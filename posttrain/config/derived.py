@@ -10,7 +10,6 @@ from posttrain.algorithms.registry import ADV_ESTIMATORS, LOSS_KEY, POLICY_LOSSE
 from posttrain.config.choices import DEFAULT_GROUP_SIZE, EMBEDDED, EMBEDDED_SIZES, GROUP_ESTIMATORS
 from posttrain.config.merge import Entry, Merged
 from posttrain.config.model import ADAPTER_CONFIG, read_adapter_config, stored_names
-from posttrain.config.pools import ROLLOUT_WORKERS
 from posttrain.config.rollout import UNFILTERED
 from posttrain.config.trainer import (
     AS_THE_ACTOR,
@@ -19,6 +18,7 @@ from posttrain.config.trainer import (
     NODE_RANK,
     ROLLOUT_EACH,
     ROLLOUT_MACHINES,
+    ROLLOUT_WORKERS,
     TOGETHER,
     TORCHRUN,
 )

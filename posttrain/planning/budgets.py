@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from posttrain.algorithms import get_adv_estimator
-from posttrain.config.pools import own_workers_of
 from posttrain.config.root import PPOConfig
 from posttrain.config.schema import Section, assign, lookup
+from posttrain.config.trainer import own_workers_of
 from posttrain.engine.facts import joining_cost
 from posttrain.errors import UserError
 from posttrain.planning import cuda_bytes
