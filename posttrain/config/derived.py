@@ -182,8 +182,7 @@ def _group_size(merged: Merged) -> None:
 
 def _aggregation(merged: Merged) -> None:
     """Token losses are aggregated as the loss declares, unless the user or a preset says otherwise."""
-    preset = merged.where(f"{_ACTOR}.loss_agg_mode").startswith("preset")
-    if not preset:
+    if not merged.where(f"{_ACTOR}.loss_agg_mode").startswith("preset"):
         _as_the_loss_declares(merged, "loss_agg_mode")
 
 

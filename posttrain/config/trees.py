@@ -223,8 +223,7 @@ def _derive(merged: Merged, provided: frozenset[str]) -> None:
 
 
 def _derive_sft(merged: Merged, provided: frozenset[str]) -> None:
-    whole = merged.take("data.multiturn")
-    if whole is not None:
+    if (whole := merged.take("data.multiturn")) is not None:
         merged.put("data.multiturn.enable", whole.value, whole)
     _derive(merged, provided)
     if merged.value("data.train_files") == "embedded" and not merged.is_set("data.response_key"):
@@ -234,10 +233,9 @@ def _derive_sft(merged: Merged, provided: frozenset[str]) -> None:
 def _rows_per_step(merged: Merged) -> None:
     """Rows per optimizer step = rows per pass x accumulation x workers, in the form that Transformers has."""
     per_device, accumulation = merged.take(_PER_DEVICE), merged.take(_ACCUMULATION)
-    if per_device is None and accumulation is None:
-        return
     first = per_device or accumulation
-    assert first is not None
+    if first is None:
+        return
     if per_device is not None:
         merged.put(_MICRO, per_device.value, per_device)
     micro, steps = merged.value(_MICRO), accumulation.value if accumulation else 1

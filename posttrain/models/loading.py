@@ -40,7 +40,10 @@ def check_weights(
     missing = [name for name in sorted(report["missing_keys"]) if not (ignore and ignore(name))]
     others = [name for name in sorted(report["unexpected_keys"]) if not _NO_WEIGHTS.search(name)]
     others = [name for name in others if not (ignore and ignore(name))]
-    shapes = [_shapes(*entry) for entry in sorted(report["mismatched_keys"])]
+    shapes = [
+        f"{name} is {tuple(stored)} there and {tuple(wanted)} by config.json"
+        for name, stored, wanted in sorted(report["mismatched_keys"])
+    ]
     problems = [
         f"it lacks weights, which would begin random ({few(missing)})" if missing else "",
         f"it holds weights that the model has no place for ({few(others)})" if others else "",
@@ -53,10 +56,6 @@ def check_weights(
         advice += f" {setting}=True trains nevertheless."
     wrong = "; ".join(words for words in problems if words)
     raise WeightsError(f"{what}: the folder does not hold the weights of this model: {wrong}.\n  {advice}")
-
-
-def _shapes(name: str, stored: Any, wanted: Any) -> str:
-    return f"{name} is {tuple(stored)} there and {tuple(wanted)} by config.json"
 
 
 def is_outside_decoder(model: Any) -> Callable[[str], bool]:
@@ -96,7 +95,9 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
 def explain_failure(error: Exception, path: str, what: str, setting: str = "model.path") -> ModelError:
     """Convert a library's error to one that says what to do."""
     lines = [line for line in str(error).splitlines() if line.strip()]
-    reason = f"{lines[0]}" if isinstance(error, OSError | ValueError) and lines else _describe_error(error, lines)
+    # The class's name is often all that an error says.
+    said = [] if isinstance(error, OSError | ValueError) and lines else [type(error).__name__]
+    reason = ": ".join([*said, *lines[:1]])
     if Path(path).is_dir():
         return ModelError(
             f"{setting}={path}: {what} could not be loaded: {reason}\n"
@@ -110,11 +111,6 @@ def explain_failure(error: Exception, path: str, what: str, setting: str = "mode
         f"  Without a reachable hub give a local folder, such as /path/to/{Path(path).name}\n"
         f"  (HF_ENDPOINT names a mirror, HF_TOKEN gives access to private models)."
     )
-
-
-def _describe_error(error: Exception, lines: list[str]) -> str:
-    # With its class name, which is often all that an error says.
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def load_tokenizer(config: ModelConfig, path: str | None = None):
