@@ -66,9 +66,9 @@ FREE_DICTS: dict[str, FreeDict] = {
     "data.custom_cls": FreeDict(named_by="path"),
 }
 
-_ADAPTER = ("lora_rank", "lora_alpha", "target_modules", "exclude_modules")
+ADAPTER = ("lora_rank", "lora_alpha", "target_modules", "exclude_modules")
 # Names under `model.lora.` -> those under `model.`.
-_LORA = {name.removeprefix("lora_"): name for name in (*_ADAPTER, "lora_adapter_path")}
+_LORA = {name.removeprefix("lora_"): name for name in (*ADAPTER, "lora_adapter_path")}
 RENAMED: dict[str, str] = {
     "algorithm.name": "algorithm.adv_estimator",
     "algorithm.group_size": f"{_ROLLOUT}.n",
@@ -88,7 +88,7 @@ RENAMED: dict[str, str] = {
     f"{_ACTOR}.tau_pos": f"{_ACTOR}.policy_loss.tau_pos",
     f"{_ACTOR}.tau_neg": f"{_ACTOR}.policy_loss.tau_neg",
     f"{_ACTOR}.peft_config.lora_r": f"{_MODEL}.lora_rank",
-    **{f"{_ACTOR}.peft_config.{name}": f"{_MODEL}.{name}" for name in _ADAPTER},
+    **{f"{_ACTOR}.peft_config.{name}": f"{_MODEL}.{name}" for name in ADAPTER},
     f"{_MODEL}.lora.type": f"{_ACTOR}.peft_config.peft_type",
     **{f"{_MODEL}.lora.{name}": f"{_MODEL}.{ours}" for name, ours in _LORA.items()},
     f"{_ROLLOUT}.engine": f"{_ROLLOUT}.name",
