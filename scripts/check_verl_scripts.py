@@ -27,11 +27,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from posttrain.cache import cache_folder
-from posttrain.config.commandline import lost_lines
 from posttrain.errors import UserError
 from posttrain.other_systems.verl.rule import KINDS
 from posttrain.other_systems.verl_script.command import ENGINE, TREES, Report, can_generate, examine, read_script
 from posttrain.other_systems.verl_script.program import Call
+from posttrain.spelling import lost_lines
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "scripts" / "verl_scripts"

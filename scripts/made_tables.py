@@ -10,7 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from posttrain.config.choices import ESTIMATORS, POLICY_LOSSES, PRESETS
-from posttrain.explain.pages import explain, first_sentence, loss_page
+from posttrain.explain import explain, first_sentence, loss_page
 from posttrain.rewards.scorers import ALIASES, SCORERS
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"

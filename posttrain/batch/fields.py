@@ -93,7 +93,7 @@ class Fields(MutableMapping[str, Value], Generic[Value]):
         where = index if isinstance(index, slice) else index.cpu().numpy()
         cut = type(self)()
         # Rows are set apart from the fields: a batch may have rows and no fields of this kind at all.
-        cut.rows = _rows_after(index, self.rows or 0)
+        cut.rows = len(range(self.rows or 0)[index]) if isinstance(index, slice) else len(index)
         for name, value in self._fields.items():
             cut._fields[name] = take_once(value, where, taken) if isinstance(value, Column) else self._cut(value, index)
         return cut
@@ -259,10 +259,6 @@ def row_index(index: Any, rows: int) -> Rows:
     if int(where.min()) < -rows or int(where.max()) >= rows:
         raise IndexError(f"row numbers from {int(where.min())} to {int(where.max())} for a batch of {rows} rows")
     return torch.where(where < 0, where + rows, where)
-
-
-def _rows_after(index: Rows, rows: int) -> int:
-    return len(range(rows)[index]) if isinstance(index, slice) else len(index)
 
 
 def same(a: Any, b: Any) -> bool:

@@ -94,7 +94,9 @@ def describe(metadata: Metadata) -> dict[str, tuple[torch.Size, torch.dtype]]:
 def read_tensors(folder: Path, metadata: Metadata, into: dict[str, torch.Tensor]) -> None:
     """Fill the tensors of `into` in place, each from the entry of its name."""
     try:
-        with _quiet():  # each rank reads its own part: `no_dist`, so that none waits for another
+        # Each rank reads its own part: `no_dist`, so that none waits for another. The library warns on every call that
+        # there is no process group; here that is meant.
+        with warnings.catch_warnings(action="ignore", category=UserWarning):
             load(dict(into), storage_reader=_Reader(folder, metadata), planner=_TensorsOnly(), no_dist=True)
     except CheckpointException as error:  # a BaseException, which would pass every `except Exception`
         raise CheckpointError(f"Reading {folder} failed: {error}") from error
@@ -143,8 +145,3 @@ def few(items: list[str], most: int = 8) -> str:
     """The first of these in a sentence."""
     more = f" and {len(items) - most} more" if len(items) > most else ""
     return "; ".join(items[:most]) + more
-
-
-def _quiet() -> warnings.catch_warnings:
-    # The library warns on every call that there is no process group; here that is meant.
-    return warnings.catch_warnings(action="ignore", category=UserWarning)

@@ -8,16 +8,23 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
+import os
 import signal
 import socket
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 from aiohttp import web
 
+from posttrain import cores
 from posttrain.commands.generation.session import (
     explain_out_of_memory,
     find_model,
@@ -29,15 +36,6 @@ from posttrain.commands.generation.session import (
     say,
 )
 from posttrain.commands.generation.settings import Settings
-from posttrain.commands.serving_ranks import (
-    ALONE,
-    Losses,
-    Part,
-    free_address,
-    leave,
-    part_of_this_process,
-    start_ranks,
-)
 from posttrain.conversations.format_proof import find_format
 from posttrain.conversations.formats.base import FORMATS
 from posttrain.conversations.server import Server
@@ -48,7 +46,9 @@ from posttrain.conversations.serving.remote import RemoteServer, ServerHost
 from posttrain.conversations.serving.sessions import LocalChannels
 from posttrain.conversations.serving.wire import Link, Receive
 from posttrain.conversations.templates import MessageTemplate
+from posttrain.engine.ranks import join_ranks, team_of
 from posttrain.errors import UserError
+from posttrain.kernels.tensor_parallel import Team
 from posttrain.models.loading import check_positions, end_token_ids, model_end_ids, positions_of
 from posttrain.models.lora import with_adapters
 from posttrain.rollout.base import Output, Request, RolloutEngine
@@ -57,7 +57,8 @@ from posttrain.rollout.outside import check_installed
 from posttrain.rollout.server.build import describe
 from posttrain.rollout.server.host import EngineHost
 from posttrain.rollout.server.host import make_app as make_rollout_app
-from posttrain.rollout.server.ranks import MirroredEngine, RankError, follow
+from posttrain.rollout.server.ranks import Follower, MirroredEngine, RankError, follow
+from posttrain.tracking.console import print_text
 from posttrain.workers.roles import pick_device
 
 _BASE, _PRIME = 1_000_003, 2**61 - 1
@@ -223,6 +224,96 @@ class Loaded:
     tokenizer: Any
     module: torch.nn.Module
     description: dict[str, Any]
+
+
+# The processes of `posttrain serve --accept-weights` whose engine is held by several: one for each device. The server
+# is rank 0. It starts the others as the same command with the variable POSTTRAIN_SERVE_PART, so that each loads the
+# model and makes its part of the engine; they make the calls that it forwards (`rollout/server/ranks.py`).
+VARIABLE = "POSTTRAIN_SERVE_PART"
+
+
+@dataclass(frozen=True)
+class Part:
+    """Which process this is, among how many that hold the engine together."""
+
+    rank: int = 0
+    ranks: int = 1
+    address: str = ""
+    cache: dict[str, Any] = field(default_factory=dict)
+    """What the first has planned for the cache: all must have as many blocks of it."""
+
+    def device(self, device: torch.device) -> torch.device:
+        """This process's own, of the kind of `device`."""
+        if self.ranks == 1 or device.type != "cuda":
+            return device
+        if (there := torch.cuda.device_count()) < self.ranks:
+            raise UserError(f"tensor_model_parallel_size={self.ranks}: this machine has {there} GPUs; set it to fewer")
+        return torch.device("cuda", self.rank)
+
+    def join(self, device: torch.device) -> Team | None:
+        """Meets the other processes."""
+        if self.ranks == 1:
+            return None
+        if device.type == "cpu":
+            torch.set_num_threads(max(1, cores.usable() // self.ranks))
+        join_ranks(self.rank, self.ranks, self.address, device)
+        return team_of(self.ranks, device)
+
+
+ALONE = Part()
+
+
+class Losses:
+    """Is called, in any thread, when a process of the engine is lost: ends this process until `tell` is replaced."""
+
+    def __init__(self) -> None:
+        self.tell: Callable[[str], None] = leave
+
+    def __call__(self, problem: str) -> None:
+        self.tell(problem)
+
+
+def leave(problem: str = "", status: int = 2) -> None:
+    """Ends this process at once: its engine may wait for a process that is gone, and threads that wait are joined at an
+    ordinary exit."""
+    if problem:
+        print_text(f"{problem}\n  to do:  look at the output above, and start the server again", sys.stderr)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def free_address() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{probe.getsockname()[1]}"
+
+
+def start_ranks(args: Sequence[str], part: Part, lost: Callable[[str], None]) -> list[Follower]:
+    """All processes but this one; `args` are those of the command."""
+    followers = []
+    for rank in range(1, part.ranks):
+        mine, theirs = Pipe()
+        own = json.dumps({"fd": theirs.fileno(), "part": asdict(part) | {"rank": rank}})
+        process = subprocess.Popen(
+            [sys.executable, "-m", "posttrain", "serve", *args],
+            env={**os.environ, VARIABLE: own},
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C is for the first, which ends the others
+        )
+        theirs.close()
+        followers.append(Follower(rank, mine, lost, process))
+    return followers
+
+
+def part_of_this_process() -> tuple[Part, Connection] | None:
+    """Of a process that `start_ranks` has started: its part, and its connection to the first."""
+    words = os.environ.pop(VARIABLE, None)
+    if words is None:
+        return None
+    given = json.loads(words)
+    return Part(**given["part"]), Connection(given["fd"])
 
 
 def load(name: str, settings: Settings, options: argparse.Namespace, part: Part = ALONE) -> Loaded:

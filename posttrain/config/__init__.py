@@ -9,9 +9,9 @@ from posttrain.lazy import lazy_names
 if TYPE_CHECKING:
     from posttrain.config.environment import check_environment
     from posttrain.config.load import load_config
-    from posttrain.config.pools import needs_reference
     from posttrain.config.resolved import ConfigError, Problem, Resolved
     from posttrain.config.root import PPOConfig
+    from posttrain.config.trainer import needs_reference
 
 __all__ = [
     "ConfigError",
@@ -26,7 +26,7 @@ __getattr__ = lazy_names(
     __name__,
     environment="check_environment",
     load="load_config",
-    pools="needs_reference",
+    trainer="needs_reference",
     resolved="ConfigError Problem Resolved",
     root="PPOConfig",
 )

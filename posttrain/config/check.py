@@ -9,16 +9,18 @@ from typing import Any
 from posttrain.algorithms.registry import ADV_ESTIMATORS, POLICY_LOSSES
 from posttrain.config.checked import Checked, Finding, check_choice, nearest_name
 from posttrain.config.choices import CRITIC_ESTIMATORS, GROUP_ESTIMATORS, LOGGERS, NOT_BUILT_VALUES, REJECTIONS
-from posttrain.config.pools import REFERENCE_WORKERS, ROLLOUT_WORKERS, own_workers_of
 from posttrain.config.rollout import UNFILTERED
 from posttrain.config.schema import leaves, lookup
 from posttrain.config.trainer import (
     COLOCATED_WORKERS,
+    REFERENCE_WORKERS,
+    ROLLOUT_WORKERS,
     continues_responses,
     divisors_of_fewer_workers,
     divisors_of_own_workers,
     divisors_of_workers,
     one_worker,
+    own_workers_of,
     rollout_workers_of,
     workers_of,
 )
@@ -27,6 +29,7 @@ from posttrain.config.values import split_hint
 _ACTOR, _MODEL, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.model", "actor_rollout_ref.rollout"
 _OVERSAMPLE = f"{_ROLLOUT}.oversample"
 _MINI, _BATCH = f"{_ACTOR}.ppo_mini_batch_size", "data.train_batch_size"
+_FSDP = {f"{_ACTOR}.strategy": ("fsdp2", "fsdp")}
 
 
 def check_choices(checked: Checked) -> Iterator[Finding]:
@@ -384,21 +387,14 @@ def check_fp8_base(checked: Checked) -> Iterator[Finding]:
     if workers_of(config) > 1:
         what = f"{name} with {workers_of(config)} workers that train: their weights are sharded."
         yield checked.problem(what, f"train on one worker, or remove {key}", key, "trainer.n_gpus_per_node")
-    if (strategy := config.actor_rollout_ref.actor.strategy) not in ("fsdp", "fsdp2"):
-        what = f"{name} is not built for {_ACTOR}.strategy={strategy}."
-        yield checked.problem(what, f"set {_ACTOR}.strategy=fsdp2, or remove {key}", key, f"{_ACTOR}.strategy")
     others = {
+        **_FSDP,
         f"{_MODEL}.quantization": None,
         f"{_MODEL}.use_remove_padding": True,
         f"{_ACTOR}.fsdp_config.param_offload": False,
         "trainer.exact": False,
     }
-    for other, wanted in others.items():
-        if (found := lookup(config, other)) != wanted:
-            what = f"{name} is not built for {other}={found}."
-            yield checked.problem(
-                what, f"set {other}={'null' if wanted is None else wanted}, or remove {key}", key, other
-            )
+    yield from _needs(checked, key, others, do=f", or remove {key}")
     if (dtype := config.actor_rollout_ref.model.dtype) in ("float64", "float16"):
         what = f"{name} with {_MODEL}.dtype={dtype}: its products have bfloat16 results, or float32 on a CPU."
         yield checked.problem(what, f"set {_MODEL}.dtype=auto", key, f"{_MODEL}.dtype")
@@ -417,13 +413,18 @@ def check_exact(checked: Checked) -> Iterator[Finding]:
         f"{_MODEL}.use_remove_padding": True,
         f"{_ACTOR}.ulysses_sequence_parallel_size": 1,
     }
-    for key, wanted in ours.items():
-        if (found := lookup(config, key)) != wanted:
-            what = f"`trainer.exact=True` is not built for {key}={found}: log-probs would not be bitwise equal."
-            yield checked.problem(what, f"set {key}={'null' if wanted is None else wanted}", "trainer.exact", key)
-    if config.actor_rollout_ref.actor.strategy not in ("fsdp", "fsdp2"):
-        what = f"`trainer.exact=True` is not built for {_ACTOR}.strategy={config.actor_rollout_ref.actor.strategy}."
-        yield checked.problem(what, f"set {_ACTOR}.strategy=fsdp2", "trainer.exact", f"{_ACTOR}.strategy")
+    yield from _needs(checked, "trainer.exact", ours, ": log-probs would not be bitwise equal")
+    yield from _needs(checked, "trainer.exact", _FSDP)
+
+
+def _needs(checked: Checked, key: str, values: dict[str, Any], why: str = "", do: str = "") -> Iterator[Finding]:
+    """Settings that `key` needs at these values, or at one of several."""
+    for other, wanted in values.items():
+        fitting = wanted if isinstance(wanted, tuple) else (wanted,)
+        if (found := lookup(checked.config, other)) not in fitting:
+            what = f"`{key}={lookup(checked.config, key)}` is not built for {other}={found}{why}."
+            value = "null" if fitting[0] is None else fitting[0]
+            yield checked.problem(what, f"set {other}={value}{do}", key, other)
 
 
 def check_router_replay(checked: Checked) -> Iterator[Finding]:
@@ -452,8 +453,8 @@ def check_router_replay(checked: Checked) -> Iterator[Finding]:
         yield checked.problem(what, f"set {record_key}=True, or {mode_key}=R2", coefficient)
     used = {mode_key: mode != "disabled", record_key: recorded, coefficient: actor.router_aux_loss_coef > 0}
     for key, is_on in used.items():
-        if is_on and actor.strategy not in ("fsdp", "fsdp2"):
-            what = f"`{key}` is not built for {_ACTOR}.strategy={actor.strategy}, whose routers take no given routes."
+        if is_on and (strategy := actor.strategy) not in _FSDP[f"{_ACTOR}.strategy"]:
+            what = f"`{key}` is not built for {_ACTOR}.strategy={strategy}, whose routers take no given routes."
             yield checked.problem(what, f"set {_ACTOR}.strategy=fsdp2, or remove it", key, f"{_ACTOR}.strategy")
 
 

@@ -142,17 +142,13 @@ def compose(folders: list[Path], name: str, groups: list[str], cwd: Path, names:
 _built_in: dict[tuple[object, ...], Composed] = {}
 
 
-def _stamp(file: Path) -> tuple[object, ...]:
-    found = file.stat()
-    return file, found.st_ino, found.st_mtime_ns, found.st_size
-
-
 def _compose_once(folders: list[Path], name: str, groups: list[str], cwd: Path, names: Spellings) -> Composed:
     """As `_compose`; the built-in tree alone is composed once per process as long as its files do not change."""
     if folders != [PACKAGE_TREE]:
         return _compose(folders, name, groups, cwd, names)
     # With the files' times: a developer who edits the tree in a notebook sees the change.
-    key = (name, *groups, *(_stamp(file) for file in sorted(PACKAGE_TREE.rglob("*.yaml"))))
+    files = [(file, file.stat()) for file in sorted(PACKAGE_TREE.rglob("*.yaml"))]
+    key = (name, *groups, *((file, found.st_ino, found.st_mtime_ns, found.st_size) for file, found in files))
     if key not in _built_in:
         _built_in[key] = _compose(folders, name, groups, cwd, names)
     # A copy, because callers lay values over it.

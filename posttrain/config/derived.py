@@ -10,7 +10,6 @@ from posttrain.algorithms.registry import ADV_ESTIMATORS, LOSS_KEY, POLICY_LOSSE
 from posttrain.config.choices import DEFAULT_GROUP_SIZE, EMBEDDED, EMBEDDED_SIZES, GROUP_ESTIMATORS
 from posttrain.config.merge import Entry, Merged
 from posttrain.config.model import ADAPTER_CONFIG, read_adapter_config, stored_names
-from posttrain.config.pools import ROLLOUT_WORKERS
 from posttrain.config.rollout import UNFILTERED
 from posttrain.config.trainer import (
     AS_THE_ACTOR,
@@ -19,6 +18,7 @@ from posttrain.config.trainer import (
     NODE_RANK,
     ROLLOUT_EACH,
     ROLLOUT_MACHINES,
+    ROLLOUT_WORKERS,
     TOGETHER,
     TORCHRUN,
 )
@@ -182,8 +182,7 @@ def _group_size(merged: Merged) -> None:
 
 def _aggregation(merged: Merged) -> None:
     """Token losses are aggregated as the loss declares, unless the user or a preset says otherwise."""
-    preset = merged.where(f"{_ACTOR}.loss_agg_mode").startswith("preset")
-    if not preset:
+    if not merged.where(f"{_ACTOR}.loss_agg_mode").startswith("preset"):
         _as_the_loss_declares(merged, "loss_agg_mode")
 
 

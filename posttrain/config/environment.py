@@ -12,9 +12,8 @@ from pathlib import Path
 from posttrain import cores
 from posttrain.config.checked import checks_of_packages
 from posttrain.config.choices import LOGGER_PACKAGES
-from posttrain.config.pools import ROLES, ROLLOUT_WORKERS, own_workers_of
 from posttrain.config.resolved import ConfigError, Problem, Resolved
-from posttrain.config.trainer import TORCHRUN, runs_on_cpu, workers_of
+from posttrain.config.trainer import ROLES, ROLLOUT_WORKERS, TORCHRUN, own_workers_of, runs_on_cpu, workers_of
 from posttrain.cores import gpus_present
 
 WEIGHT_SYNC = "actor_rollout_ref.rollout.weight_sync"

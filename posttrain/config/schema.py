@@ -222,16 +222,14 @@ def _walk(section: Section, prefix: str, around: tuple[Idle, ...] = ()) -> Itera
     hints = hints_of(type(section))
     for field in dataclasses.fields(section):
         value, key, facts = getattr(section, field.name), prefix + field.name, field.metadata
-        idle = (*around, *(_with_full_key(one, prefix) for one in facts.get("idle", ())))
+        idle = around
+        for one in facts.get("idle", ()):  # with its full key
+            idle += (one._replace(reason=prefix + one.reason[1:]) if one.reason.startswith(".") else one,)
         if isinstance(value, Section):
             yield from _walk(value, key + ".", idle)
         else:
             owner, marks = facts.get("declared_by", type(section)), ("is_path" in facts, "is_literal" in facts)
             yield Leaf(key, hints[field.name], value, owner, range_of(field), choices_of(field), idle, *marks)
-
-
-def _with_full_key(idle: Idle, prefix: str) -> Idle:
-    return idle._replace(reason=prefix + idle.reason[1:]) if idle.reason.startswith(".") else idle
 
 
 @cache

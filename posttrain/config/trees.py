@@ -66,9 +66,9 @@ FREE_DICTS: dict[str, FreeDict] = {
     "data.custom_cls": FreeDict(named_by="path"),
 }
 
-_ADAPTER = ("lora_rank", "lora_alpha", "target_modules", "exclude_modules")
+ADAPTER = ("lora_rank", "lora_alpha", "target_modules", "exclude_modules")
 # Names under `model.lora.` -> those under `model.`.
-_LORA = {name.removeprefix("lora_"): name for name in (*_ADAPTER, "lora_adapter_path")}
+_LORA = {name.removeprefix("lora_"): name for name in (*ADAPTER, "lora_adapter_path")}
 RENAMED: dict[str, str] = {
     "algorithm.name": "algorithm.adv_estimator",
     "algorithm.group_size": f"{_ROLLOUT}.n",
@@ -88,7 +88,7 @@ RENAMED: dict[str, str] = {
     f"{_ACTOR}.tau_pos": f"{_ACTOR}.policy_loss.tau_pos",
     f"{_ACTOR}.tau_neg": f"{_ACTOR}.policy_loss.tau_neg",
     f"{_ACTOR}.peft_config.lora_r": f"{_MODEL}.lora_rank",
-    **{f"{_ACTOR}.peft_config.{name}": f"{_MODEL}.{name}" for name in _ADAPTER},
+    **{f"{_ACTOR}.peft_config.{name}": f"{_MODEL}.{name}" for name in ADAPTER},
     f"{_MODEL}.lora.type": f"{_ACTOR}.peft_config.peft_type",
     **{f"{_MODEL}.lora.{name}": f"{_MODEL}.{ours}" for name, ours in _LORA.items()},
     f"{_ROLLOUT}.engine": f"{_ROLLOUT}.name",
@@ -223,8 +223,7 @@ def _derive(merged: Merged, provided: frozenset[str]) -> None:
 
 
 def _derive_sft(merged: Merged, provided: frozenset[str]) -> None:
-    whole = merged.take("data.multiturn")
-    if whole is not None:
+    if (whole := merged.take("data.multiturn")) is not None:
         merged.put("data.multiturn.enable", whole.value, whole)
     _derive(merged, provided)
     if merged.value("data.train_files") == "embedded" and not merged.is_set("data.response_key"):
@@ -234,10 +233,9 @@ def _derive_sft(merged: Merged, provided: frozenset[str]) -> None:
 def _rows_per_step(merged: Merged) -> None:
     """Rows per optimizer step = rows per pass x accumulation x workers, in the form that Transformers has."""
     per_device, accumulation = merged.take(_PER_DEVICE), merged.take(_ACCUMULATION)
-    if per_device is None and accumulation is None:
-        return
     first = per_device or accumulation
-    assert first is not None
+    if first is None:
+        return
     if per_device is not None:
         merged.put(_MICRO, per_device.value, per_device)
     micro, steps = merged.value(_MICRO), accumulation.value if accumulation else 1

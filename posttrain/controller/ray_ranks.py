@@ -266,7 +266,8 @@ class RankWatch:
             if isinstance(error, RayActorError) and not isinstance(error, ActorUnavailableError):
                 raise self._death(error) from error
             cause = self._word_of_peers()
-            raise cause or _unreachable(error) from error
+            first = str(error).strip().splitlines()[0]
+            raise cause or WorkerDied(f"A worker could not be reached: {first} {CONTINUES}") from error
 
     def _states(self) -> dict[str, State | None]:
         known = [(rank, rank.identity.process) for rank in self.ranks if rank.identity is not None]
@@ -397,7 +398,3 @@ def _in_words(state: State | None, before: State | None) -> str:
     kind = "gone" if state is None else _KINDS.get(state.letter, "gone")
     known = before if kind == "gone" else state
     return kind if known is None else f"{kind}; {known.memory_gb:.2f} GB resident, {known.seconds:.0f} s computed"
-
-
-def _unreachable(error: Exception) -> WorkerDied:
-    return WorkerDied(f"A worker could not be reached: {str(error).strip().splitlines()[0]} {CONTINUES}")

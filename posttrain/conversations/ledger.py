@@ -63,7 +63,8 @@ class Ledger:
     def prompt(self, request: ModelRequest, render: Callable[[], list[int]]) -> Prompt:
         """The tokens of a request's messages. `render` makes them by the chat template, for those without a match."""
         keys = [message_key(message) for message in request.messages]
-        roots = self._roots.setdefault(_context_key(request), [])
+        context = json.dumps([request.tools, request.template_options], sort_keys=True, default=str)
+        roots = self._roots.setdefault(context, [])
         turn, end = self._find(request, roots, keys)
         rest = request.messages[end:]
         if turn is not None and rest and all(message["role"] != "assistant" for message in rest):
@@ -139,7 +140,3 @@ def message_key(message: Message) -> MessageKey:
     """Equal for messages that say the same: without thinking, ids and names, arguments as parsed JSON."""
     calls = [[one["function"]["name"], one["function"]["arguments"]] for one in message.get("tool_calls") or ()]
     return message["role"], message.get("content") or "", json.dumps(calls, sort_keys=True) if calls else ""
-
-
-def _context_key(request: ModelRequest) -> str:
-    return json.dumps([request.tools, request.template_options], sort_keys=True, default=str)

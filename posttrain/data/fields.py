@@ -198,7 +198,8 @@ def first_missing(calls: list[dict[str, Any]], written: str) -> str | None:
     """Return the first name or text of these calls that a rendered turn lacks; None if it has all of them."""
     for name, arguments in map(parts_of, calls):
         for text in (name, *_texts(arguments)):
-            if not any(form in written for form in (text, json.dumps(text)[1:-1], _unicode(text))):
+            escaped = (json.dumps(text, ensure_ascii=ascii)[1:-1] for ascii in (True, False))
+            if not any(form in written for form in (text, *escaped)):
                 return text
     return None
 
@@ -238,7 +239,3 @@ def _texts(value: Any) -> Iterator[str]:
             yield from _texts(one)
     elif isinstance(value, str):
         yield value
-
-
-def _unicode(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)[1:-1]

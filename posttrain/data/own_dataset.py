@@ -95,7 +95,8 @@ def _row(item: Any, prompt_key: str, where: str) -> dict[str, Any]:
     """An item as a row of a file: its messages in the prompt's column, without tensors."""
     if not isinstance(item, Mapping):
         raise DataError(f"{where} is a {type(item).__name__}; it must be a dict.")
-    row = {str(name): value for name, value in item.items() if not _is_tensor(value) and name not in _MADE_HERE}
+    tensors = {name for name, value in item.items() if type(value).__module__.split(".")[0] == "torch"}
+    row = {str(name): value for name, value in item.items() if name not in tensors and name not in _MADE_HERE}
     prompt = item.get("raw_prompt", item.get(prompt_key))
     if prompt is None:
         raise DataError(f"{where} has neither raw_prompt nor {prompt_key}: prompts are rendered from messages here.")
@@ -107,10 +108,6 @@ def _row(item: Any, prompt_key: str, where: str) -> dict[str, Any]:
 
 # Tokens are made from messages, and an item's number is its place.
 _MADE_HERE = ("raw_prompt", "raw_prompt_ids", "full_prompts")
-
-
-def _is_tensor(value: Any) -> bool:
-    return type(value).__module__.split(".")[0] == "torch"
 
 
 def as_tree(data: DataConfig, more: Mapping[str, Any] | None = None) -> Any:

@@ -10,9 +10,8 @@ from typing import Any
 
 from posttrain.algorithms import get_adv_estimator
 from posttrain.config import ConfigError, PPOConfig, Resolved, load_config, needs_reference
-from posttrain.config.pools import ROLES, ROLLOUT_WORKERS, own_workers_of
 from posttrain.config.schema import lookup
-from posttrain.config.trainer import SEQUENCE_SIZES, SHARD_SIZES
+from posttrain.config.trainer import ROLES, ROLLOUT_WORKERS, SEQUENCE_SIZES, SHARD_SIZES, own_workers_of
 from posttrain.config.trees import PPO
 from posttrain.errors import UserError, first_line
 from posttrain.planning.budgets import planner_for

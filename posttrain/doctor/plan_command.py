@@ -9,10 +9,9 @@ from typing import Any
 from posttrain.algorithms import get_adv_estimator
 from posttrain.config import PPOConfig, Resolved, load_config
 from posttrain.config.environment import check_environment
-from posttrain.config.pools import own_workers_of
 from posttrain.config.resolved import ConfigError
 from posttrain.config.schema import Section, lookup
-from posttrain.config.trainer import workers_of
+from posttrain.config.trainer import own_workers_of, workers_of
 from posttrain.doctor import fleet_command
 from posttrain.engine.registry import EngineLayout, engine_class, layout_of
 from posttrain.engine.settings import RL as RL_KEYS

@@ -16,8 +16,7 @@ from typing import Any
 
 from posttrain import cores
 from posttrain.config.environment import missing_packages
-from posttrain.config.pools import own_workers_of
-from posttrain.config.trainer import workers_of
+from posttrain.config.trainer import own_workers_of, workers_of
 from posttrain.doctor.case import Case
 from posttrain.doctor.report import ERROR, NOTE, WARNING, Finding
 from posttrain.errors import UserError

@@ -242,14 +242,11 @@ def shard(forward_pass: torch.nn.Module, model: torch.nn.Module, ranks: Ranks) -
         if dtype is not None:
             _widen(part)
         # `fully_shard` of the pass comes last: it takes only the weights that no layer has taken.
-        fully_shard(part, mesh=ranks.mesh, mp_policy=policy, ignored_params=_of(part, held))
+        ignored = {weight for weight in part.parameters() if weight in held} or None
+        fully_shard(part, mesh=ranks.mesh, mp_policy=policy, ignored_params=ignored)
     for part in sharded_parts(forward_pass):
         part.set_force_sum_reduction_for_comms(True)  # token weights come from all ranks' rows: gradients are summed
         part.set_gradient_divide_factor(1.0)
-
-
-def _of(layer: torch.nn.Module, weights: set[torch.nn.Parameter]) -> set[torch.nn.Parameter] | None:
-    return {weight for weight in layer.parameters() if weight in weights} or None
 
 
 def _widened_type(model: torch.nn.Module) -> torch.dtype | None:

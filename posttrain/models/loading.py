@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,7 +39,10 @@ def check_weights(
     missing = [name for name in sorted(report["missing_keys"]) if not (ignore and ignore(name))]
     others = [name for name in sorted(report["unexpected_keys"]) if not _NO_WEIGHTS.search(name)]
     others = [name for name in others if not (ignore and ignore(name))]
-    shapes = [_shapes(*entry) for entry in sorted(report["mismatched_keys"])]
+    shapes = [
+        f"{name} is {tuple(stored)} there and {tuple(wanted)} by config.json"
+        for name, stored, wanted in sorted(report["mismatched_keys"])
+    ]
     problems = [
         f"it lacks weights, which would begin random ({few(missing)})" if missing else "",
         f"it holds weights that the model has no place for ({few(others)})" if others else "",
@@ -53,10 +55,6 @@ def check_weights(
         advice += f" {setting}=True trains nevertheless."
     wrong = "; ".join(words for words in problems if words)
     raise WeightsError(f"{what}: the folder does not hold the weights of this model: {wrong}.\n  {advice}")
-
-
-def _shapes(name: str, stored: Any, wanted: Any) -> str:
-    return f"{name} is {tuple(stored)} there and {tuple(wanted)} by config.json"
 
 
 def is_outside_decoder(model: Any) -> Callable[[str], bool]:
@@ -96,7 +94,9 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
 def explain_failure(error: Exception, path: str, what: str, setting: str = "model.path") -> ModelError:
     """Convert a library's error to one that says what to do."""
     lines = [line for line in str(error).splitlines() if line.strip()]
-    reason = f"{lines[0]}" if isinstance(error, OSError | ValueError) and lines else _describe_error(error, lines)
+    # The class's name is often all that an error says.
+    said = [] if isinstance(error, OSError | ValueError) and lines else [type(error).__name__]
+    reason = ": ".join([*said, *lines[:1]])
     if Path(path).is_dir():
         return ModelError(
             f"{setting}={path}: {what} could not be loaded: {reason}\n"
@@ -110,11 +110,6 @@ def explain_failure(error: Exception, path: str, what: str, setting: str = "mode
         f"  Without a reachable hub give a local folder, such as /path/to/{Path(path).name}\n"
         f"  (HF_ENDPOINT names a mirror, HF_TOKEN gives access to private models)."
     )
-
-
-def _describe_error(error: Exception, lines: list[str]) -> str:
-    # With its class name, which is often all that an error says.
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def load_tokenizer(config: ModelConfig, path: str | None = None):
@@ -154,22 +149,9 @@ def load_causal_lm(
     options = loading_options(quantization, dtype, device) if quantization else {}
     try:
         settings = AutoConfig.from_pretrained(source, trust_remote_code=config.trust_remote_code)
-        for key, value in config.override_config.items():
-            # transformers takes any name and ignores it, so that a misspelt one would go unnoticed.
-            if not hasattr(settings, key):
-                raise ModelError(f"model.override_config.{key}: the model's config.json knows no such key")
-            setattr(settings, key, value)
-        with no_report():
-            model, report = AutoModelForCausalLM.from_pretrained(  # pyright: ignore[reportGeneralTypeIssues]
-                source,
-                config=settings,
-                dtype=dtype,
-                trust_remote_code=config.trust_remote_code,
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,  # rejected below, together with all other problems
-                **own_attention(settings),
-                **options,
-            )
+        apply_overrides(settings, config.override_config, "model")
+        options |= {"dtype": dtype, "trust_remote_code": config.trust_remote_code}
+        model, report = read_weights(AutoModelForCausalLM, source, settings, options)
     except (UserError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # a wrong file can make the library raise anything
@@ -179,38 +161,55 @@ def load_causal_lm(
         ignore = is_outside_decoder(model) if headless else None
         key = f"{'actor_rollout_ref.' if role else ''}model.allow_other_weights"
         check_weights(report, what, setting=key, ignore=ignore)
-    if wrong := not_finite(model.named_parameters()):
-        # Found now: later they would look like a failed update or a failed weight sync.
-        raise ModelError(f"{what}: the weights hold NaN or infinity ({few(wrong)}). Give a sound model.")
+    check_finite(model, what)
     keep_one_layout(model)
-    return fuse_and_prove((model if quantization else model.to(device)).eval(), what)  # pyright: ignore
+    return fuse_and_prove((model if quantization else model.to(device)).eval(), what)
 
 
-def fuse_and_prove(model: Any, what: str) -> Any:
-    """Fuse parts of the model, and find the forward passes that still equal transformers' (`forward_mode_of`)."""
+def fuse_and_prove(model: Any, what: str, passes: tuple[Callable[..., Any], Callable[..., Any]] | None = None) -> Any:
+    """Fuse parts of the model, and find the forward passes that still equal transformers' (`forward_mode_of`).
+    `passes`: what computes as transformers does, and what compares the fused passes with that; None: of a causal LM."""
+    from posttrain.models import proof
     from posttrain.models.fused_layer import fuse_layers, fuse_norms
-    from posttrain.models.proof import find_forward_mode, plain_pass
 
+    compute_plain, find_mode = passes or (proof.plain_pass, proof.find_forward_mode)
     # Before anything is fused: it is what the fused passes are compared with.
-    plain = plain_pass(model, what)
+    plain = compute_plain(model, what)
     fuse_norms(model)
     fuse_layers(model)
     without_dropout(model)
-    model.forward_mode = find_forward_mode(model, plain, what)
+    model.forward_mode = find_mode(model, plain, what)
     return model
 
 
-@contextmanager
-def no_report() -> Iterator[None]:
-    """Suppress transformers' table of missing weights; `check_weights` reports what matters."""
+def apply_overrides(settings: Any, values: Mapping[str, Any], section: str) -> None:
+    """Lay `SECTION.override_config` over the model's config.json."""
+    for key, value in values.items():
+        # transformers takes any name and ignores it, so that a misspelt one would go unnoticed.
+        if not hasattr(settings, key):
+            raise ModelError(f"{section}.override_config.{key}: the model's config.json knows no such key")
+        setattr(settings, key, value)
+
+
+def read_weights(kind: Any, source: str, settings: Any, options: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """(the model of a folder, transformers' report, which `check_weights` judges), without the table that it prints.
+    `kind` is an auto class of transformers."""
     from transformers.utils import logging
 
     before = logging.get_verbosity()
     logging.set_verbosity_error()
+    # Weights of other shapes are in the report, to be rejected together with all other problems.
+    how = {"output_loading_info": True, "ignore_mismatched_sizes": True}
     try:
-        yield
+        return kind.from_pretrained(source, config=settings, **how, **own_attention(settings), **options)
     finally:
         logging.set_verbosity(before)
+
+
+def check_finite(model: Any, what: str) -> None:
+    # Found now: later they would look like a failed update or a failed weight sync.
+    if wrong := not_finite(model.named_parameters()):
+        raise ModelError(f"{what}: the weights hold NaN or infinity ({few(wrong)}). Give a sound model.")
 
 
 def without_dropout(model: torch.nn.Module) -> None:

@@ -24,18 +24,16 @@ from posttrain.errors import UserError
 from posttrain.kernels.packed_attention import PackedLayout
 from posttrain.models.attention import ATTENTION, set_attention
 from posttrain.models.forward import ForwardMode, hidden_states
-from posttrain.models.fused_layer import fuse_layers, fuse_norms
 from posttrain.models.loading import (
+    apply_overrides,
+    check_finite,
     check_weights,
     explain_failure,
-    few,
+    fuse_and_prove,
     is_outside_decoder,
     local_or_hub,
-    no_report,
-    not_finite,
-    own_attention,
+    read_weights,
     silence_progress_bars,
-    without_dropout,
 )
 from posttrain.models.model_files import ModelError
 from posttrain.models.proof import (
@@ -77,55 +75,32 @@ def load_scorer(
     from transformers import AutoConfig, AutoModelForSequenceClassification
 
     silence_progress_bars()
-    source = local_or_hub(path, setting)
+    source, what = local_or_hub(path, setting), f"{setting}={path}"
     options = loading_options(quantization, dtype, device, SCORE_HEADS) if quantization else {}
     try:
         settings = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
-        _apply_overrides(settings, override_config or {}, setting)
+        apply_overrides(settings, override_config or {}, setting.rpartition(".")[0])
         value_head = None if new_head or _is_classifier(settings) else find_value_head(source)
         _one_label(settings, path, new_head or value_head is not None, setting)
         if settings.get_text_config().pad_token_id is None:
             settings.get_text_config().pad_token_id = pad_token_id
-        with no_report():
-            model, report = AutoModelForSequenceClassification.from_pretrained(
-                source,
-                config=settings,
-                dtype=dtype,
-                **own_attention(settings),
-                trust_remote_code=trust_remote_code,
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,
-                **options,
-            )
+        options |= {"dtype": dtype, "trust_remote_code": trust_remote_code}
+        model, report = read_weights(AutoModelForSequenceClassification, source, settings, options)
     except (UserError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # a wrong file can make the library raise anything
         raise explain_failure(error, source, "the reward model", setting) from error
-    if wrong := not_finite(model.named_parameters()):
-        raise ModelError(f"{setting}={path}: the weights hold NaN or infinity ({few(wrong)}). Give a sound model.")
+    check_finite(model, what)
     gets_head = new_head or value_head is not None
     _check_head(model, sorted(report["missing_keys"]), path, gets_head, setting)
     if not allow_other_weights:
         key = f"{setting.rpartition('.')[0]}.allow_other_weights" if new_head else None
-        check_weights(report, f"{setting}={path}", setting=key, ignore=is_outside_decoder(model) if gets_head else None)
+        check_weights(report, what, setting=key, ignore=is_outside_decoder(model) if gets_head else None)
     if value_head is not None:
         put_head(model, value_head)
     keep_one_layout(model)
     model = (model if quantization else model.to(device)).eval()
-    plain = plain_scores(model, f"{setting}={path}")
-    fuse_norms(model)
-    fuse_layers(model)
-    without_dropout(model)
-    model.forward_mode = find_scorer_mode(model, plain, f"{setting}={path}")
-    return model
-
-
-def _apply_overrides(settings: Any, values: Mapping[str, Any], setting: str) -> None:
-    section = setting.rpartition(".")[0]
-    for key, value in values.items():
-        if not hasattr(settings, key):
-            raise ModelError(f"{section}.override_config.{key}: the model's config.json knows no such key")
-        setattr(settings, key, value)
+    return fuse_and_prove(model, what, (plain_scores, find_scorer_mode))
 
 
 def _is_classifier(settings: Any) -> bool:

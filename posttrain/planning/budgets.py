@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from posttrain.algorithms import get_adv_estimator
-from posttrain.config.pools import own_workers_of
 from posttrain.config.root import PPOConfig
 from posttrain.config.schema import Section, assign, lookup
+from posttrain.config.trainer import own_workers_of
 from posttrain.engine.facts import joining_cost
 from posttrain.errors import UserError
 from posttrain.planning import cuda_bytes
@@ -195,11 +195,10 @@ def fit_sizes(config: PPOConfig, explicit: set[str], rows: int, *, critic: bool 
             "prompts that there are."
         )
         config.data.train_batch_size = rows
-    actor = config.actor_rollout_ref.actor
-    if actor.ppo_mini_batch_size > config.data.train_batch_size:
-        notes.append(f"ppo_mini_batch_size {actor.ppo_mini_batch_size} is lowered to the batch of {rows_text(config)}.")
-        actor.ppo_mini_batch_size = config.data.train_batch_size
-    prompts = config.data.train_batch_size
+    actor, prompts = config.actor_rollout_ref.actor, config.data.train_batch_size
+    if actor.ppo_mini_batch_size > prompts:
+        notes.append(f"ppo_mini_batch_size {actor.ppo_mini_batch_size} is lowered to the batch of {prompts} prompts.")
+        actor.ppo_mini_batch_size = prompts
     per_epoch = rows // prompts
     total_steps = config.trainer.total_training_steps or config.trainer.total_epochs * per_epoch
     updates = math.ceil(prompts / actor.ppo_mini_batch_size) * actor.ppo_epochs
@@ -216,10 +215,6 @@ def check_group_size(config: PPOConfig, explicit: set[str]) -> None:
             f"algorithm.adv_estimator={config.algorithm.adv_estimator} compares the responses to one prompt, but "
             f"actor_rollout_ref.rollout.n {where}; set actor_rollout_ref.rollout.n=5 (5 to 8 is usual)"
         )
-
-
-def rows_text(config: PPOConfig) -> str:
-    return f"{config.data.train_batch_size} prompts"
 
 
 def count_steps(config: Any, rows: int) -> tuple[int, int]:

@@ -96,25 +96,26 @@ def meta_model(
     """
     from transformers import AutoModelForCausalLM
 
-    settings = _model_settings(config, path or config.path)
-    with META:
-        model = AutoModelForCausalLM.from_config(
-            settings, dtype=dtype, trust_remote_code=config.trust_remote_code, **own_attention(settings)
-        )
-    _pack_rows(model)
-    fuse_norms(model)
-    fuse_layers(model)
+    model = _without_contents(AutoModelForCausalLM, _model_settings(config, path or config.path), config, dtype)
     if quantized:
         _hold_in_4_bits(model, [model.get_output_embeddings()])
-    return model.eval()
+    return model
 
 
-def _pack_rows(model: Any) -> None:
+def _without_contents(kind: Any, settings: Any, config: ModelConfig, dtype: torch.dtype) -> Any:
+    """The model of an auto class of transformers, with the fused parts of a run."""
+    with META:
+        model = kind.from_config(
+            settings, dtype=dtype, trust_remote_code=config.trust_remote_code, **own_attention(settings)
+        )
     # A run packs rows where the attention that it puts in is used; here its cost is what counts.
     packs = model.config._attn_implementation != "eager" or own_attention(model.config)
     if packs and model._can_set_attn_implementation():
         set_attention(model, ATTENTION)
         answer_recurrence(model)
+    fuse_norms(model)
+    fuse_layers(model)
+    return model.eval()
 
 
 def _hold_in_4_bits(model: torch.nn.Module, heads: Sequence[torch.nn.Module]) -> None:
@@ -157,14 +158,7 @@ def _classifier(config: ModelConfig, dtype: torch.dtype) -> torch.nn.Module:
 
     settings = _model_settings(config, config.path)
     settings.num_labels, settings.pad_token_id = 1, settings.get_text_config().pad_token_id or 0
-    with META:
-        model = AutoModelForSequenceClassification.from_config(
-            settings, dtype=dtype, trust_remote_code=config.trust_remote_code, **own_attention(settings)
-        )
-    _pack_rows(model)
-    fuse_norms(model)
-    fuse_layers(model)
-    return model.eval()
+    return _without_contents(AutoModelForSequenceClassification, settings, config, dtype)
 
 
 def is_scorer(model: Any) -> bool:

@@ -15,8 +15,7 @@ import torch
 
 from posttrain.algorithms import get_adv_estimator
 from posttrain.config import PPOConfig, needs_reference
-from posttrain.config.pools import ROLES, own_workers_of
-from posttrain.config.trainer import generating_workers_of, rollout_workers_of, workers_of
+from posttrain.config.trainer import ROLES, generating_workers_of, own_workers_of, rollout_workers_of, workers_of
 from posttrain.engine.facts import joining_cost
 from posttrain.kernels.decode import BLOCK
 from posttrain.models.loading import resolve_dtype

@@ -260,7 +260,7 @@ def _describe(config: CustomRewardConfig, function: Callable[..., Any] | None) -
                     todo="set custom_reward_function.path to the file that holds it",
                 )
         return RewardSpec()
-    if is_url(config.path):
+    if config.path.startswith(("http://", "https://")):
         if config.name:
             raise RewardError("custom_reward_function.name is set, but a URL has no functions", todo="leave it out")
         return RewardSpec(kind="url", path=config.path, kwargs=kwargs)
@@ -268,10 +268,6 @@ def _describe(config: CustomRewardConfig, function: Callable[..., Any] | None) -
     if path.endswith(".py") or os.sep in path or os.path.isfile(path):
         return RewardSpec(kind="file", path=os.path.abspath(path), name=config.name, kwargs=kwargs)
     return RewardSpec(kind="dotted", path=path, name=config.name, kwargs=kwargs)
-
-
-def is_url(path: str) -> bool:
-    return path.startswith(("http://", "https://"))
 
 
 def _pickle(function: Callable[..., Any]) -> bytes:

@@ -18,10 +18,10 @@ from urllib.parse import urlsplit
 
 from posttrain.config.checked import Checked, Finding, nearest_name
 from posttrain.config.choices import ROLLOUT_ENGINES
-from posttrain.config.pools import ROLLOUT_WORKERS
 from posttrain.config.resolved import Problem, Resolved
 from posttrain.config.trainer import (
     COLOCATED_WORKERS,
+    ROLLOUT_WORKERS,
     continues_responses,
     generating_workers_of,
     runs_on_cpu,

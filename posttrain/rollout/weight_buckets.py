@@ -86,7 +86,7 @@ class Bucket:
 def pack(weights: Weights, buffer: Buffers) -> Bucket:
     """A bucket of copies of these weights, in memory that `buffer` gives."""
     held = [(name, tensor.detach()) for name, tensor in weights]
-    bucket = Bucket([Entry(name, _dtype_name(tensor), tuple(tensor.shape), 0) for name, tensor in held])
+    bucket = Bucket([Entry(name, str(one.dtype).removeprefix("torch."), tuple(one.shape), 0) for name, one in held])
     bucket.data = buffer(bucket.nbytes)
     for (entry, part), (_, tensor) in zip(bucket._parts(), held, strict=True):
         part[entry.nbytes :].zero_()  # gaps are part of the checksum: memory that is used again holds something there
@@ -161,10 +161,6 @@ def checksum_of_all(before: int, bucket: Bucket) -> int:
 
 def _view(part: torch.Tensor, entry: Entry) -> torch.Tensor:
     return part[: entry.nbytes].view(getattr(torch, entry.dtype)).view(entry.shape)
-
-
-def _dtype_name(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _rounded(nbytes: int) -> int:

@@ -99,11 +99,8 @@ def train(runs: Runs) -> list[str]:
     if not all(line["actor/grad_norm"] > 0 for line in metrics):
         raise CheckFailed("a step has no gradient")
     done = f"{STEPS} steps of GRPO on {runs.workers} worker(s)"
-    return [f"{done}, largest difference between rollout and trainer log-probs {max(_probes(metrics)):.1e}"]
-
-
-def _probes(metrics: list[dict[str, Any]]) -> list[float]:
-    return [line.get("sync/probe_max", 0.0) for line in metrics]
+    largest = max(line.get("sync/probe_max", 0.0) for line in metrics)
+    return [f"{done}, largest difference between rollout and trainer log-probs {largest:.1e}"]
 
 
 def resume(runs: Runs) -> list[str]:

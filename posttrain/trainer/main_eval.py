@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 from posttrain.errors import UserError
 from posttrain.trainer.main_generation import cli, read_pairs
@@ -35,7 +34,10 @@ def main(args: Sequence[str]) -> int:
     table = load_rows(values["data.path"], setting="data.path")
     for key, ours in COLUMNS.items():
         if values.get(key) not in (None, ours):
-            table.rows = [_renamed(row, values[key], ours) for row in table.rows]
+            table.rows = [
+                {ours if name == values[key] else name: value for name, value in row.items() if name != ours}
+                for row in table.rows
+            ]
     from posttrain.commands.evaluation.evaluate import evaluate_responses
     from posttrain.commands.evaluation.report import table as lines
 
@@ -43,10 +45,6 @@ def main(args: Sequence[str]) -> int:
     print(lines(report))
     print({f"test_score/{name}": found["metrics"]["reward"]["value"] for name, found in report["results"].items()})
     return 0
-
-
-def _renamed(row: dict[str, Any], key: str, ours: str) -> dict[str, Any]:
-    return {ours if name == key else name: value for name, value in row.items() if name != ours}
 
 
 if __name__ == "__main__":

@@ -106,7 +106,7 @@ class Answers:
 
     @staticmethod
     def _explain_metrics(names: list[str]) -> dict[str, str]:
-        from posttrain.explain.pages import metric_text  # a second of imports: not before the first page is shown
+        from posttrain.explain import metric_text  # a second of imports: not before the first page is shown
 
         texts = {name: metric_text(name) for name in names}
         return {name: " ".join(text.split()) for name, text in texts.items() if text}

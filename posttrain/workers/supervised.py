@@ -10,8 +10,8 @@ from abc import abstractmethod
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
-from posttrain.algorithms.bradley_terry import bradley_terry_loss
 from posttrain.batch.compact import compact
 from posttrain.config.model import SCORE_HEADS
 from posttrain.controller.group import Calls, RoleGroup, WorkerGroup, register, to_all, to_first
@@ -116,6 +116,22 @@ class SFTWorker(SupervisedWorker):
         """`log_probs` of the answers."""
         found = self.engine.log_probs(data, passes=passes)
         return DataProto.from_dict({"log_probs": found["log_probs"]}) if found else DataProto()
+
+
+def bradley_terry_loss(
+    chosen_P: torch.Tensor, rejected_P: torch.Tensor, margin_P: torch.Tensor, *, center_coef: float = 0.0
+) -> torch.Tensor:
+    """(P,) losses of P pairs of a better and a worse answer:
+    -log sigmoid(chosen - rejected - margin) + center_coef * (chosen + rejected)^2.
+
+    Bradley and Terry (1952) model the probability that one of two answers is preferred; Ouyang et al. (2022,
+    arXiv:2203.02155) train reward models this way. The margin is from Touvron et al. (2023, arXiv:2307.09288). The
+    second term, from Eisenstein et al. (2023, arXiv:2312.09244), keeps scores near zero without changing which answer
+    leads.
+    """
+    # logsigmoid is stable for large score differences, log(sigmoid()) is not.
+    loss_P = -F.logsigmoid(chosen_P - rejected_P - margin_P)
+    return loss_P + center_coef * (chosen_P + rejected_P) ** 2 if center_coef else loss_P
 
 
 def pair_losses(batch: DataProto, scores: torch.Tensor, center_coef: float) -> tuple[torch.Tensor, torch.Tensor]:

@@ -12,7 +12,7 @@ from posttrain.config.resolved import ConfigError
 from posttrain.config.root import PPOConfig
 from posttrain.config.schema import leaves
 from posttrain.config.trees import COMMANDS
-from posttrain.explain.pages import ALIASES, _pages, explain
+from posttrain.explain import ALIASES, _pages, explain
 
 
 def flat(name: str | None) -> str:

@@ -12,8 +12,7 @@ from posttrain.cli import main
 from posttrain.config.resolved import ConfigError
 from posttrain.config.root import PPOConfig
 from posttrain.config.schema import leaves
-from posttrain.explain import explain
-from posttrain.explain.pages import KEY, SPELLINGS, WORDS, _known, _pages
+from posttrain.explain import KEY, SPELLINGS, WORDS, _known, _pages, explain
 from posttrain.pulse import Work
 from posttrain.tracking.progress import STAGE_WORDS, Moment, progress_row
 from posttrain.tracking.step_line import RunFacts, StepFacts, summary

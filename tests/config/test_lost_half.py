@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.config.commandline import lost_lines
+from posttrain.spelling import lost_lines
 
 LORA = """\
 set -x

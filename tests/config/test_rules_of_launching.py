@@ -6,8 +6,7 @@ import sys
 import pytest
 
 from posttrain.config import ConfigError, load_config
-from posttrain.config.pools import own_workers_of
-from posttrain.config.trainer import generating_workers_of, one_process, workers_of
+from posttrain.config.trainer import generating_workers_of, one_process, own_workers_of, workers_of
 from posttrain.config.trees import PPO, SFT
 
 STRATEGY = "actor_rollout_ref.actor.strategy"

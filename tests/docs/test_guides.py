@@ -16,7 +16,7 @@ from posttrain.bench.algorithms import main as bench_algorithms
 from posttrain.bench.command import parser as bench_parser
 from posttrain.config.root import PPOConfig
 from posttrain.config.schema import leaves
-from posttrain.explain.pages import METRICS, declared_metrics
+from posttrain.explain import METRICS, declared_metrics
 from posttrain.launch import BY_FLAG
 from posttrain.models.decodable import _FIXED_ROTATIONS, KNOWN
 from posttrain.models.feed_forward import MIXTURES

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.explain import explain
-from posttrain.explain.pages import FAMILIES, METRICS, metric_text
-from posttrain.explain.pages import SUPERVISED_METRICS as SUPERVISED
+from posttrain.explain import FAMILIES, METRICS, explain, metric_text
+from posttrain.explain import SUPERVISED_METRICS as SUPERVISED
 
 ROOT = Path(__file__).resolve().parents[2] / "posttrain"
 ROOMS = ("algorithms", "engine", "workers", "trainer/ppo", "trainer/supervised", "tracking/metrics.py")

@@ -12,7 +12,7 @@ import pytest
 from posttrain.config.choices import ESTIMATORS, POLICY_LOSSES, PRESETS
 from posttrain.config.schema import leaves
 from posttrain.config.trees import DERIVED, PPO, RENAMED, REWARD_MODEL, SFT
-from posttrain.explain.pages import METRICS, _pages
+from posttrain.explain import METRICS, _pages
 from posttrain.rewards.scorers import SCORERS, known_sources
 from posttrain.trainer import main_eval, main_generation
 

@@ -184,13 +184,13 @@ def test_a_router_whose_best_groups_have_too_few_experts_is_the_modules_own(monk
     from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 
     from posttrain.kernels import cuda
-    from posttrain.models import experts
+    from posttrain.models import paged_modules
 
-    monkeypatch.setattr(experts, "active_step", lambda: "a step")
+    monkeypatch.setattr(paged_modules, "active_step", lambda: "a step")
     monkeypatch.setattr(cuda, "runs_here", lambda tensor: True)
     sizes = {"hidden_size": 24, "num_attention_heads": 4, "num_local_experts": 8, "n_group": 4, "topk_group": 1}
     router = DeepseekV3TopkRouter(AutoConfig.for_model("deepseek_v3", **sizes, num_experts_per_tok=3))
-    assert experts._choose(router, draw(2, 24)) is None
+    assert paged_modules._choose(router, draw(2, 24)) is None
 
 
 @pytest.mark.gpu(interpreter=True)
@@ -203,9 +203,9 @@ def test_routers_choose_what_those_of_transformers_choose(kind, monkeypatch):
     from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeTopkRouter
 
     from posttrain.kernels import cuda
-    from posttrain.models import experts
+    from posttrain.models import paged_modules
 
-    monkeypatch.setattr(experts, "active_step", lambda: "a step")
+    monkeypatch.setattr(paged_modules, "active_step", lambda: "a step")
     monkeypatch.setattr(cuda, "runs_here", lambda tensor: True)
     family = kind.split()[0]
     kinds = {"glm4_moe": Glm4MoeTopkRouter, "deepseek_v3": DeepseekV3TopkRouter, "deepseek_v2": DeepseekV2TopkRouter}
@@ -223,7 +223,7 @@ def test_routers_choose_what_those_of_transformers_choose(kind, monkeypatch):
     if family != "deepseek_v2":
         router.e_score_correction_bias.copy_(draw(12) * 0.3)
     x = draw(37, 24)
-    logits, share, chosen = experts._choose(router, x)
+    logits, share, chosen = paged_modules._choose(router, x)
     wanted_logits, wanted_share, wanted = router(x)
     near(logits, wanted_logits)
     assert torch.equal(chosen.sort(1).values, wanted.sort(1).values)
@@ -237,9 +237,9 @@ def test_routers_choose_what_those_of_transformers_choose(kind, monkeypatch):
 def test_norms_are_those_of_transformers_also_on_columns_of_wider_rows(kind, dtype, monkeypatch):
     from posttrain.kernels import cuda
     from posttrain.kernels.cuda import elementwise
-    from posttrain.models import paged_norms
+    from posttrain.models import paged_modules
 
-    monkeypatch.setattr(paged_norms, "active_step", lambda: "a step")
+    monkeypatch.setattr(paged_modules, "active_step", lambda: "a step")
     monkeypatch.setattr(cuda, "runs_here", lambda tensor: True)
     folder, name = kind.split(".")
     module = importlib.import_module(f"transformers.models.{folder}.modeling_{folder}")
@@ -250,9 +250,9 @@ def test_norms_are_those_of_transformers_also_on_columns_of_wider_rows(kind, dty
     kernel = elementwise.rms_norm
     monkeypatch.setattr(elementwise, "rms_norm", lambda *a, **b: (calls.append(1), kernel(*a, **b))[1])
     for x in (wide[..., :40], wide[..., 16:], draw(2, 3, 4, 40, dtype=dtype, seed=9)):
-        paged_norms.watch_norms(norm, on=True)
+        paged_modules.watch_norms(norm, on=True)
         found = norm(x)
-        paged_norms.watch_norms(norm, on=False)
+        paged_modules.watch_norms(norm, on=False)
         assert found.shape == x.shape
         near(found, norm(x))
     assert len(calls) == 3, "the kernel computed the first of each pair alone"

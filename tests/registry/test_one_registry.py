@@ -80,10 +80,10 @@ def test_the_files_of_a_package_are_found_when_the_registry_is_read() -> None:
     script = """
 import sys
 from posttrain.registry import Registry
-pages = Registry("page", package="posttrain.explain")
+pages = Registry("page", package="posttrain.machines")
 pages.add("mine", print)
-print("posttrain.explain.pages" in sys.modules)
-print(list(pages), "posttrain.explain.pages" in sys.modules)
+print("posttrain.machines.spawn" in sys.modules)
+print(list(pages), "posttrain.machines.spawn" in sys.modules)
 """
     said = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
     assert said == "False\n['mine'] True\n"

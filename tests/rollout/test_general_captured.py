@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from posttrain.config.rollout import RolloutConfig
-from posttrain.models.experts import watch_experts
 from posttrain.models.forward import ForwardMode
 from posttrain.models.lora import add_adapters
+from posttrain.models.paged_modules import watch_experts
 from posttrain.rollout.base import Sampling
 from posttrain.rollout.engines import why_wrong
 from posttrain.rollout.generate import generate

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from posttrain.commands.serving import main, read
-from posttrain.commands.serving_ranks import Part
+from posttrain.commands.serving_model import Part
 from posttrain.config.model import ModelConfig
 from posttrain.config.rollout import RolloutConfig, ServerConfig
 from posttrain.errors import UserError

@@ -9,7 +9,6 @@ import pytest
 import torch
 from chat_templates import CHATML, tokenizer_with
 
-from posttrain.algorithms.bradley_terry import bradley_terry_loss
 from posttrain.config.root import OptimConfig
 from posttrain.config.supervised import PairDataConfig
 from posttrain.data.rows import DataError
@@ -19,6 +18,7 @@ from posttrain.engine.heads import ScoreHead
 from posttrain.engine.torch_engine import TorchEngine
 from posttrain.models.scorer_loading import load_scorer
 from posttrain.trainer.supervised.tasks import pair_batch
+from posttrain.workers.supervised import bradley_terry_loss
 
 CPU = torch.device("cpu")
 USER = {"role": "user", "content": "2 + 2?"}

@@ -198,7 +198,7 @@ def test_a_server_that_gives_nothing_is_refused_before_a_run_without_its_key(ser
 
 
 def test_a_server_that_ends_during_a_run_gives_an_answer_that_says_so(server, monkeypatch):
-    monkeypatch.setattr("posttrain.conversations.tools.search.server._PATIENCE", Patience(3, 0.001, 30.0))
+    monkeypatch.setattr("posttrain.conversations.tools.search._PATIENCE", Patience(3, 0.001, 30.0))
     tool = SearchTool(url=f"{server.url}/plain", api_key=KEY)
     tool._server._url = "http://127.0.0.1:9/gone"
     answer = ask(tool, "x")
@@ -266,7 +266,7 @@ def test_a_key_alone_is_sent_to_the_service_that_gave_it(
     """The services' addresses are the stand-in's; how they are asked and answer is theirs."""
     from dataclasses import replace
 
-    from posttrain.conversations.tools.search.server import SERVICES
+    from posttrain.conversations.tools.search import SERVICES
 
     monkeypatch.delenv("SEARCH_API_URL", raising=False)
     for name in ("tavily", "serper"):

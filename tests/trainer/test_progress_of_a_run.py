@@ -11,7 +11,7 @@ import pytest
 from runs import run
 
 from posttrain import pulse
-from posttrain.explain.pages import metric_text
+from posttrain.explain import metric_text
 from posttrain.tracking import status
 from posttrain.tracking.status import run_state, write_status
 from posttrain.trainer.fsdp_sft_trainer import run_sft

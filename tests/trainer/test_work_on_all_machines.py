@@ -19,8 +19,8 @@ from posttrain.models.embedded import byte_tokenizer
 from posttrain.rewards.loading import resolve_reward
 from posttrain.rewards.pool import RewardPool
 from posttrain.rewards.types import RewardItem
-from posttrain.trainer.ppo import machines as module
-from posttrain.trainer.ppo.machines import spread_work
+from posttrain.trainer.ppo import runner as module
+from posttrain.trainer.ppo.runner import spread_work
 
 REWARDS_HERE, OTHERS_HERE = "reward.on_all_machines=False", "actor_rollout_ref.rollout.agent.on_all_machines=False"
 

@@ -10,7 +10,7 @@ import re
 import pytest
 from viewing import STEPS, Client, small_run
 
-from posttrain.explain.pages import metric_text
+from posttrain.explain import metric_text
 from posttrain.view.runs import END_BYTES, read_progress
 from posttrain.view.server import static_file
 

@@ -19,7 +19,7 @@ from sft_runs import settings as sft_settings
 
 from posttrain.checkpoint.manager import CheckpointManager
 from posttrain.config import load_config
-from posttrain.config.pools import ROLES
+from posttrain.config.trainer import ROLES
 from posttrain.config.trees import REWARD_MODEL, SFT
 from posttrain.controller.pool import LocalWorkers, Workers
 from posttrain.trainer.fsdp_sft_trainer import run_sft

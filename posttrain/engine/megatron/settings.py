@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from posttrain.config.checked import Checked, Finding, check_dict, settings_of
-from posttrain.config.pools import ROLES, own_workers_of
 from posttrain.config.schema import lookup
-from posttrain.config.trainer import workers_of
+from posttrain.config.trainer import ROLES, own_workers_of, workers_of
 from posttrain.engine.settings import EngineKeys
 from posttrain.settings import ONE_OR_MORE, setting
 

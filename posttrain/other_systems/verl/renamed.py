@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from posttrain.config.commandline import CommandLine
+from posttrain.config.trees import ADAPTER
 
 _ACTOR, _ROLLOUT, _MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 # Under `optim.` of actor and critic -> key of that role.
@@ -16,12 +17,6 @@ _OPTIM = {
     "lr_scheduler.name": "optim.lr_scheduler_type",
     "lr_scheduler_num_warmup_steps": "optim.lr_warmup_steps",
     "lr_scheduler.num_warmup_steps": "optim.lr_warmup_steps",
-}
-_LORA = {
-    "rank": "lora_rank",
-    "alpha": "lora_alpha",
-    "target_modules": "target_modules",
-    "exclude_modules": "exclude_modules",
 }
 
 # Prefix -> prefix, as `MOVED_SECTIONS`.
@@ -52,7 +47,7 @@ RENAMED: dict[str, str] = {
     f"{_ACTOR}.fsdp_config.strategy": f"{_ACTOR}.strategy",
     f"{_ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes": f"{_ROLLOUT}.update_weights_bucket_megabytes",
     **{f"{role}.rollout_n": f"{_ROLLOUT}.n" for role in (_ACTOR, "actor_rollout_ref.ref", "critic")},
-    **{f"critic.model.lora.{old}": f"critic.model.{new}" for old, new in _LORA.items()},
+    **{f"critic.model.lora.{name.removeprefix('lora_')}": f"critic.model.{name}" for name in ADAPTER},
     **{f"{_ACTOR}.clip_cov_{name}": f"{_ACTOR}.policy_loss.clip_cov_{name}" for name in ("ratio", "lb", "ub")},
     **{
         f"{_ACTOR}.policy_loss.cppo.cppo_{name}": f"{_ACTOR}.policy_loss.cppo_{name}"

@@ -173,17 +173,12 @@ OTHER_ENGINES: tuple[Rule, ...] = (
     ),
     translated("actor_rollout_ref.actor.model_engine", "engine", "as `model_engine`"),
     translated(
-        "actor_rollout_ref.actor.megatron_config.{param_offload,optimizer_offload}",
-        "megatron_offload",
-        "`fsdp_config` has them for every engine",
-    ),
-    translated(
         "actor_rollout_ref.ref.{megatron,megatron_config}.param_offload",
         "megatron_offload",
         "`fsdp_config` has them for every engine",
     ),
     translated(
-        "critic.{megatron,megatron_config}.{param_offload,optimizer_offload}",
+        "{actor_rollout_ref.actor,critic}.{megatron,megatron_config}.{param_offload,optimizer_offload}",
         "megatron_offload",
         "`fsdp_config` has them for every engine",
     ),

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from posttrain.config import ConfigError, load_config
 from posttrain.config.choices import ROLLOUT_ENGINES
-from posttrain.config.commandline import cut_short, lost_lines
+from posttrain.config.commandline import cut_short
 from posttrain.config.merge import Entry, Merged, Spellings
 from posttrain.config.trees import PPO, SFT, Tree
 from posttrain.errors import UserError
@@ -28,7 +28,7 @@ from posttrain.other_systems.verl_script.program import (
     settings_of_file,
 )
 from posttrain.other_systems.verl_script.shell import Script
-from posttrain.spelling import OptionParser
+from posttrain.spelling import OptionParser, lost_lines
 
 ENGINE = "actor_rollout_ref.rollout.name"
 # Settings whose value is one of the names that were registered.

@@ -14,9 +14,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from posttrain.config import PPOConfig
-from posttrain.config.pools import ROLLOUT_WORKERS
 from posttrain.config.schema import assign, lookup
-from posttrain.config.trainer import COLOCATED_WORKERS
+from posttrain.config.trainer import COLOCATED_WORKERS, ROLLOUT_WORKERS
 from posttrain.engine.megatron.groups import ParallelSizes, check_sizes
 from posttrain.engine.megatron.model import check_model
 from posttrain.engine.megatron.package import MegatronError

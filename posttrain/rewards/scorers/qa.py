@@ -64,7 +64,8 @@ def accepted_answers(ground_truth: Any) -> list[str]:
 def normal_text(text: str) -> str:
     """Convert to lower case, remove articles and punctuation, and leave one space between words."""
     text = unicodedata.normalize("NFKC", text).casefold()
-    text = "".join(" " if char == "-" else char for char in text if char == "-" or not _is_punctuation(char))
+    kept = (char for char in text if char == "-" or not unicodedata.category(char).startswith("P"))
+    text = "".join(kept).replace("-", " ")
     return " ".join(_ARTICLES.sub(" ", text).split()) or " ".join(text.split())  # "The The" and "A" are answers too
 
 
@@ -73,7 +74,3 @@ def contains_words(text: str, words: str) -> bool:
     if any("぀" <= char <= "鿿" for char in words):
         return words.replace(" ", "") in text.replace(" ", "")
     return f" {words} " in f" {text} "
-
-
-def _is_punctuation(char: str) -> bool:
-    return unicodedata.category(char).startswith("P")

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.checkpoint.folders import CheckpointError
-from posttrain.config.pools import ROLES
+from posttrain.config.trainer import ROLES
 from posttrain.controller.group import Calls, WorkerGroup, register
 from posttrain.controller.pool import RolePool
 from posttrain.errors import UserError

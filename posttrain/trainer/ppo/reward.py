@@ -212,7 +212,7 @@ class RewardManager:
         if len(last) < len(data):
             return self.score(data[last])[place_B]
         self.expect(data)
-        keys, real = keys_of(data), _real_responses(data)
+        keys, real = keys_of(data), data.batch["attention_mask"][:, -data.batch["responses"].shape[1] :].bool()
         own = data.batch.get("response_mask", real)
         pairs = zip(keys, data.batch["responses"], real, strict=True)
         marks = {key: marks[mask].tolist() for key, marks, mask in zip(keys, own, real, strict=True)}
@@ -239,10 +239,6 @@ def keys_of(rows: DataProto) -> list[Key]:
         keys.append((uid, seen[uid]))
         seen[uid] += 1
     return keys
-
-
-def _real_responses(data: DataProto) -> torch.Tensor:
-    return data.batch["attention_mask"][:, -data.batch["responses"].shape[1] :].bool()
 
 
 def on_last_token(scores_B: np.ndarray, data: DataProto) -> torch.Tensor | Column:

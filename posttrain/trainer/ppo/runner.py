@@ -11,14 +11,19 @@ from posttrain.config.resolved import Resolved
 from posttrain.config.rollout import RewardModelConfig
 from posttrain.config.root import PPOConfig
 from posttrain.config.trainer import HELD_OUT, DataConfig
+from posttrain.controller.pool import Workers
 from posttrain.conversations.loop import ConversationLoop
+from posttrain.conversations.machines import has_workers, spread_conversations
 from posttrain.conversations.opening import check_rows, open_conversations
+from posttrain.conversations.settings import agent_settings
 from posttrain.data.dataset import PromptDataset, describe_held_out, hold_out
 from posttrain.data.own_dataset import open_own_rows
 from posttrain.data.rows import read_table
+from posttrain.machines.cluster import other_machines
 from posttrain.models.loading import load_tokenizer
 from posttrain.rewards.crew import WorkerProcess
 from posttrain.rewards.loading import check_columns, resolve_reward
+from posttrain.rewards.pool import RewardPool
 from posttrain.rewards.scorers import check_sources
 from posttrain.rewards.scorers.code import code_settings
 from posttrain.rewards.types import RewardError, RewardList, RewardSpec
@@ -26,7 +31,6 @@ from posttrain.rollout.engines import check_engine_name
 from posttrain.tracking.progress import say
 from posttrain.tracking.rundir import RunDirectory
 from posttrain.trainer.embedded import fill_embedded
-from posttrain.trainer.ppo.machines import spread_work
 from posttrain.trainer.ppo.own_roles import pools_of_roles
 from posttrain.trainer.ppo.ray_trainer import RayPPOTrainer
 from posttrain.trainer.ppo.reward import RewardManager, make_reward_pool
@@ -215,3 +219,28 @@ def _can_judge(reward_model: RewardModelConfig, sources: set[str | None], *data:
             raise
         return False
     return not any(rows.rows_without_truth for rows in data if rows is not None)
+
+
+def spread_work(
+    stack: ExitStack,
+    config: PPOConfig,
+    pool: RewardPool | None,
+    turns: ConversationLoop | None,
+    workers: Workers,
+    say: Callable[[str], object],
+) -> None:
+    """Let the other machines compute rewards and run tools and agents as well, as the settings say, until the stack is
+    closed."""
+    scores = pool if config.reward.on_all_machines else None
+    settings = agent_settings(config.actor_rollout_ref.rollout.agent)
+    talks = turns if turns is not None and settings.on_all_machines and has_workers(turns) else None
+    if not workers.in_ray or (scores is None and talks is None):
+        return
+    machines = stack.enter_context(other_machines(say))
+    if not machines:
+        return
+    if scores is not None:
+        scores.spread(machines, say)
+    if talks is not None:
+        stack.callback(talks.close)  # tools are asked to end what they started, before their machines are given up
+        spread_conversations(talks, config, machines, say)

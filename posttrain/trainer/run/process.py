@@ -24,9 +24,8 @@ import numpy as np
 import torch
 
 from posttrain.checkpoint.folders import disk_words
-from posttrain.config.pools import ROLES, own_workers_of
 from posttrain.config.resolved import Resolved
-from posttrain.config.trainer import RunConfig, one_process, workers_of
+from posttrain.config.trainer import ROLES, RunConfig, one_process, own_workers_of, workers_of
 from posttrain.controller import ray_address
 from posttrain.controller.incidents import append_log, printed_lines
 from posttrain.controller.pool import ROLLOUT, LocalWorkers, RolePool, Workers
