@@ -9,7 +9,7 @@ import torch
 from posttrain.kernels.packed_attention import PackedLayout, packed_attention
 from posttrain.kernels.scores import ScoreChanges
 from posttrain.kernels.train import ends_of_responses
-from posttrain.models.attention import _attention
+from posttrain.models.attention import attention
 
 HEADS, KEY_HEADS, SIZE, SCALE = 4, 2, 8, 0.5
 CHANGES = {"cap": (1.5, False), "sinks": (None, True), "both": (1.5, True)}
@@ -70,6 +70,6 @@ def test_biases_beside_caps_or_sinks_are_rejected_in_padded_rows_too(change):
     query = torch.zeros(1, HEADS, 5, SIZE)
     changed = {"softcap": 2.0, "s_aux": torch.zeros(HEADS)}
     with pytest.raises(NotImplementedError, match="biases"):
-        _attention(
+        attention(
             torch.nn.Module(), query, query, query, None, position_bias=query[..., :5], **{change: changed[change]}
         )
