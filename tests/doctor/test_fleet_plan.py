@@ -390,9 +390,10 @@ def test_models_without_a_number_of_key_heads_are_planned(tmp_path, capsys):
 
 
 def test_what_does_not_fit_is_named_with_its_stage(capsys):
-    status, text = said(capsys, "--gpus", "2", "--model", "70b", "--gpu_gb", "40")
+    small = ["--gpus", "1", "--model", "1.5b", "--gpu_gb", "16"]
+    status, text = said(capsys, *small, "actor_rollout_ref.model.lora_rank=0")  # given: adapters are not tried
     assert status == 1 and "No layout fits." in text
-    assert "colocated: fsdp" in text and "GiB of 36.00 GiB" in text
+    assert "colocated: fsdp; rollout native tensor 1: update takes" in text and "GiB of 14.40 GiB" in text
 
 
 def test_where_no_layout_fits_adapters_and_more_gpus_are_tried(capsys):

@@ -314,10 +314,27 @@ def test_with_oversampling_the_first_whole_groups_are_trained_and_a_replay_takes
     assert not same(first, beside("other", 21, **OVER))
 
 
-def test_groups_that_wait_in_a_checkpoint_are_trained_once_with_oversampling(beside, uneven):
-    first = beside("run", 22, trainer__save_freq=4, **OVER)
-    before = [uid for line in events_of(first) if line["step"] <= 4 for uid in line.get("take", [])]
-    shutil.rmtree(Path(first.path) / "checkpoints" / "global_step_8")
+@pytest.fixture(scope="module")
+def made_once(tmp_path_factory):
+    return tmp_path_factory.mktemp("stopped") / "run"
+
+
+@pytest.fixture
+def stopped(beside, uneven, made_once, tmp_path):
+    """What each of the first four steps took in `run`, which has oversampling and its checkpoint of step 4."""
+    if made_once.exists():
+        shutil.copytree(made_once, tmp_path / "run", symlinks=True)
+    else:
+        first = beside("run", 22, trainer__save_freq=4, **OVER)
+        shutil.rmtree(Path(first.path) / "checkpoints" / "global_step_8")
+        shutil.copytree(tmp_path / "run", made_once, symlinks=True)
+    (log,) = made_once.rglob("events.jsonl")
+    events = [json.loads(line) for line in log.read_text().splitlines()]
+    return [line["take"] for line in events if line["step"] <= 4 and "take" in line]
+
+
+def test_groups_that_wait_in_a_checkpoint_are_trained_once_with_oversampling(beside, stopped):
+    before = [uid for take in stopped for uid in take]
     again = beside("run", 23, trainer__save_freq=4, **OVER)
     taken = [uid for line in events_of(again) for uid in line.get("take", [])]
     assert taken[:16] == before and len(taken) == len(set(taken)) == 32
@@ -335,14 +352,11 @@ MINI = "actor_rollout_ref__actor__ppo_mini_batch_size"
         ({f"{R}oversample": 0.0, "data__train_batch_size": 2, MINI: 2}, 2),
     ],
 )
-def test_a_run_resumed_with_other_settings_trains_batches_of_its_own_size(beside, uneven, changed, prompts):
+def test_a_run_resumed_with_other_settings_trains_batches_of_its_own_size(beside, stopped, changed, prompts):
     """What the checkpoint holds are parts of batches, from a run with another size or other fields."""
-    first = beside("run", 22, trainer__save_freq=4, **OVER)
-    before = [line["take"] for line in events_of(first) if line["step"] <= 4 and "take" in line]
-    shutil.rmtree(Path(first.path) / "checkpoints" / "global_step_8")
     again = beside("run", 23, trainer__save_freq=4, **OVER | changed)
     taken = [line["take"] for line in events_of(again) if "take" in line]
-    assert taken[:4] == before and [len(uids) for uids in taken[4:]] == [prompts] * 4
+    assert taken[:4] == stopped and [len(uids) for uids in taken[4:]] == [prompts] * 4
     assert len({uid for uids in taken for uid in uids}) == 16 + 4 * prompts
     assert max(line["rollout/age_max"] for line in metrics_of(again.path)) <= 2
 

@@ -1,15 +1,17 @@
-"""Plants the fault that PLANTED_FAULT names into a module as it is imported; the product itself knows nothing of it.
+"""Plants the fault that PLANTED_FAULT names into a module; the product itself knows nothing of it.
 
-Python imports this file in every process whose PYTHONPATH begins with this folder.
+In place of python: `LAUNCHER -m MODULE ...` runs this file in a fork of a process that has imported torch, and so do
+the ranks that MODULE starts by `sys.executable`.
 """
 
 from __future__ import annotations
 
-import importlib.abc
-import importlib.machinery
+import importlib
 import os
+import runpy
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 
@@ -117,24 +119,18 @@ FAULTS = {
 }
 
 
-class Planting(importlib.abc.MetaPathFinder):
-    def __init__(self, target: str, plant: Any) -> None:
-        self.target, self.plant = target, plant
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        if name != self.target:
-            return None
-        found = importlib.machinery.PathFinder.find_spec(name, path, target)
-        assert found is not None and found.loader is not None
-        execute = found.loader.exec_module
-
-        def planted(module: Any) -> None:
-            execute(module)
-            self.plant(module)
-
-        found.loader.exec_module = planted  # pyright: ignore
-        return found
+def launcher(folder: Path, python: str) -> Path:
+    """A program to start instead of `python`, the path of the process that is forked."""
+    made = folder / "planting"
+    made.write_text(f'#!/bin/sh\nexec "{python}" "{__file__}" "{made}" "$@"\n')
+    made.chmod(0o755)
+    return made
 
 
-if fault := os.environ.get("PLANTED_FAULT"):
-    sys.meta_path.insert(0, Planting(*FAULTS[fault]))
+if __name__ == "__main__":
+    _, sys.executable, _, name, *arguments = sys.argv
+    if fault := os.environ.get("PLANTED_FAULT"):
+        module, plant = FAULTS[fault]
+        plant(importlib.import_module(module))
+    sys.argv = [name, *arguments]
+    runpy.run_module(name, run_name="__main__", alter_sys=True)
