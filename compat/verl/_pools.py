@@ -6,10 +6,9 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
-from posttrain.config.pools import ROLES
 from posttrain.config.resolved import Resolved
 from posttrain.config.schema import lookup
-from posttrain.config.trainer import workers_of
+from posttrain.config.trainer import ROLES, workers_of
 from posttrain.errors import UserError
 from posttrain.trainer.run.entry import as_resolved
 from verl.single_controller.ray import ResourcePoolManager

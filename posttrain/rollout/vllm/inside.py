@@ -54,7 +54,7 @@ def remove_shared_names(team: Team, prefix: str, folder: Path = Path("/dev/shm")
     team.smallest(0)  # all ranks have come so far
     for found in list(parallel_state._groups.values()):
         ring = getattr(getattr(found(), "mq_broadcaster", None), "buffer", None)
-        if getattr(ring, "is_creator", False):
+        if ring is not None and ring.is_creator:
             ring.shared_memory.unlink()
             ring.is_creator = False  # it would do so again at its end
     if team.rank == 0:
