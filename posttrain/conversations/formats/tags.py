@@ -8,7 +8,15 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from posttrain.conversations.formats.base import FORMATS, BlockFormat, Unreadable, read_call, write_value
+from posttrain.conversations.formats.base import (
+    FORMATS,
+    BlockFormat,
+    Unreadable,
+    hide_json,
+    read_call,
+    show_json,
+    write_value,
+)
 from posttrain.conversations.tools.base import ToolCall
 
 
@@ -24,6 +32,18 @@ class Tags(BlockFormat):
     """A turn with one call: its `{name}` and its `{arguments}`."""
     written_argument: str = ""
     """An argument: its `{key}` and its `{value}`."""
+
+    def read(self, text: str) -> list[ToolCall | Unreadable]:
+        hidden, spare = hide_json(text)
+        calls = self.read_tags(hidden)
+        return [
+            one if isinstance(one, Unreadable) else ToolCall(*show_json([one.name, one.arguments], spare))
+            for one in calls
+        ]
+
+    def read_tags(self, text: str) -> list[ToolCall | Unreadable]:
+        """The calls of a turn in whose arguments JSON spells no tags."""
+        return super().read(text)
 
     def read_block(self, inner: str) -> Iterator[ToolCall | Unreadable]:
         found = self.call.findall(inner)
@@ -195,7 +215,7 @@ class KimiK3(Tags):
         '<|open|>tools<|sep|><|open|>call tool="{name}" index="1"<|sep|>{arguments}<|close|>call<|sep|>'
         "<|close|>tools<|sep|>"
     )
-    _tag = re.compile(r"<\|(?:open|close)\|>(?:response|message)[^<\n]{0,40}<\|sep\|>|<\|end_of_msg\|>")
+    word_marks = re.compile(r"<\|(?:open|close)\|>(?:response|message)[^<\n]{0,40}<\|sep\|>|<\|end_of_msg\|>")
 
     def read_block(self, inner: str) -> Iterator[ToolCall | Unreadable]:
         for call in super().read_block(inner):
@@ -207,10 +227,6 @@ class KimiK3(Tags):
             value = text if kind == "string" else json.loads(text)
             given |= value if is_object and isinstance(value, dict) else {html.unescape(key): value}
         return given
-
-    def split(self, text: str, *, has_calls: bool) -> tuple[str, str]:
-        thinking, words = super().split(text, has_calls=has_calls)
-        return thinking, self._tag.sub("", words)
 
     def write(self, call: ToolCall) -> str:
         return super().write(ToolCall(_escaped(call.name), call.arguments))
