@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-import pytest
+import re
 
+import numpy as np
+import pytest
+from call_templates import SPECIAL, tokenizer_of
+
+from posttrain.conversations.format_proof import choose_format
 from posttrain.conversations.formats.base import FORMATS, THINKING
 from posttrain.conversations.formats.tags import Tags
+from posttrain.conversations.serving.turns import TurnReader, TurnStream
+from posttrain.conversations.templates import MessageTemplate
 from posttrain.conversations.tools.arguments import convert_arguments
 from posttrain.conversations.tools.base import ToolCall
+from posttrain.rollout.base import Output
 
 SAID, CALL = "I look it up.", ToolCall("write_note", {"text": "two words", "tags": ["x"]})
 OTHER = ToolCall("now", {})
@@ -58,14 +66,12 @@ def marks_of(name: str) -> list[str]:
     return sorted(one for one in marks if one)
 
 
-def turn_of(name: str, *, thinks: bool, calls: int, words: str = SAID) -> str:
+def turn_of(name: str, *written: str, thinks: bool) -> str:
+    """A turn with words and these calls."""
     begin, before, behind = PARTS.get(name, (f"<think>{THOUGHT}</think>", "", ""))
-    written = "".join(FORMATS[name].write(CALL) for _ in range(calls))
-    if name == "harmony":
-        written = written.replace("<|call|><|channel|>", "<|call|><|start|>assistant<|channel|>")
-    if name == "muse_glimmer":
-        written = written.replace("</atem:function_calls> to=", "</atem:function_calls><|eom|><|start|>assistant to=")
-    return (begin if thinks else "") + before + words + behind + written
+    calls = "<|start|>assistant".join(written) if name in ("harmony", "muse_glimmer") else "".join(written)
+    behind = behind if written else re.sub(r"<\|(?:start|begin)\|>assistant$", "", behind)
+    return (begin if thinks else "") + before + SAID + behind + calls
 
 
 @pytest.mark.parametrize("calls", [1, 2])
@@ -77,20 +83,46 @@ def test_the_words_of_a_turn_with_calls_have_no_marks(name, thinks, calls):
         turn = (f"<think>{THOUGHT}</think>" if thinks else "") + form.write(CALL)
         assert form.split(turn, has_calls=True) == (THOUGHT if thinks else "", "")
         return
-    turn = turn_of(name, thinks=thinks, calls=calls)
+    turn = turn_of(name, *[FORMATS[name].write(CALL)] * calls, thinks=thinks)
     found = [one for one in form.read(turn) if isinstance(one, ToolCall)]
     assert [one.name for one in found] == ["write_note"] * calls
-    assert form.split(turn, has_calls=True) == (THOUGHT if thinks and turn.count(THOUGHT) else "", SAID)
+    assert form.split(turn, has_calls=True) == (THOUGHT if THOUGHT in turn else "", SAID)
 
 
 @pytest.mark.parametrize("thinks", [False, True])
 @pytest.mark.parametrize("name", FORMATS)
 def test_the_words_of_an_answer_have_no_marks(name, thinks):
-    begin, before, behind = PARTS.get(name, (f"<think>{THOUGHT}</think>", "", ""))
-    end = behind.removesuffix("<|start|>assistant").removesuffix("<|begin|>assistant")
-    turn = (begin if thinks else "") + before + SAID + end
+    turn = turn_of(name, thinks=thinks)
     assert FORMATS[name].read(turn) == []
-    assert FORMATS[name].split(turn, has_calls=False) == (THOUGHT if thinks and begin else "", SAID)
+    assert FORMATS[name].split(turn, has_calls=False) == (THOUGHT if THOUGHT in turn else "", SAID)
+
+
+@pytest.mark.parametrize("calls", [0, 1])
+@pytest.mark.parametrize("name", FORMATS)
+def test_words_that_are_streamed_are_the_beginning_of_the_words_of_the_turn(name, calls):
+    """A token at a time: special tokens come whole, everything else in bytes."""
+    tokenizer = tokenizer_of("Qwen3")
+    tokenizer.add_special_tokens({"additional_special_tokens": SPECIAL})
+    written = [FORMATS[name].write(CALL)] * calls
+    turn = written[0] if calls and name in CALLS_ALONE else turn_of(name, *written, thinks=True)
+    reader = TurnReader(tokenizer, FORMATS[name], (), (), {"write_note": {"parameters": PARAMETERS}}, "")
+    ids = tokenizer(turn, add_special_tokens=False)["input_ids"]
+    whole = reader.read(Output(0, ids, np.zeros(len(ids), np.float32), "stop"))
+    assert len(whole.calls) == calls and whole.text == ("" if name in CALLS_ALONE and calls else SAID)
+    stream, words = TurnStream(reader, 0), ""
+    for one in ids:
+        words += stream.feed([one], [0.0]).text
+        assert whole.text.startswith(words)
+    assert words or not (FORMATS[name].streams and FORMATS[name].opening)
+
+
+def test_results_behind_a_call_of_a_tool_with_the_name_python_are_rendered_by_functionary():
+    """Its template writes such a call as code, without the closing mark."""
+    tokenizer = tokenizer_of("Functionary v3.1")
+    template = MessageTemplate(tokenizer)
+    choose_format(template, "auto")
+    ids = template.ids([{"role": "tool", "content": "4", "name": "python"}], -1)
+    assert str(tokenizer.decode(ids, skip_special_tokens=False)).startswith("<|eom_id|><|start_header_id|>ipython")
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -102,7 +134,7 @@ def test_marks_in_a_text_do_not_end_the_call(name):
             if name in UNESCAPED and UNESCAPED[name] in text:
                 continue
             turn = form.write(ToolCall("write_note", given))
-            turn = turn_of(name, thinks=False, calls=0) + turn if name not in CALLS_ALONE else turn
+            turn = turn_of(name, turn, thinks=False) if name not in CALLS_ALONE else turn
             found = [one.arguments for one in form.read(turn) if isinstance(one, ToolCall)]
             if [convert_arguments("write_note", PARAMETERS, one) for one in found] != [given]:
                 failed.append(text)

@@ -35,7 +35,8 @@ class Functionary31(JsonArguments):
 
     def turn_end(self, rendered: str) -> int:
         # The template writes a call of a tool with the name `python` behind the tag of code, without a closing mark.
-        return max(rendered.rfind(mark) + len(mark) for mark in (self.closing, "}"))
+        mark = self.closing if self.closing in rendered else "}"
+        return rendered.rindex(mark) + len(mark)
 
 
 FORMATS.add("functionary_v31", Functionary31())
@@ -65,7 +66,7 @@ class Functionary32(CallFormat):
                 arguments, place = _DECODER.raw_decode(text, place)
                 calls.append(read_call({"name": found[1], "arguments": arguments}, "arguments"))
             except (ValueError, RecursionError):
-                calls.append(self.explain())
+                return [*calls, self.explain()]
         return calls
 
     def split(self, text: str, *, has_calls: bool) -> tuple[str, str]:

@@ -30,10 +30,11 @@ class MarkedObjects(BlockFormat):
             begin = _BLANKS.match(inner, place).end()  # pyright: ignore (it always matches)
             try:
                 value, place = _DECODER.raw_decode(inner, begin)
-                yield read_call(value, "arguments")
             except (ValueError, RecursionError):
                 yield self.explain()
-            found = inner.find(self.opening, max(begin, place))
+                return
+            yield read_call(value, "arguments")
+            found = inner.find(self.opening, place)
             place = found + len(self.opening) if found >= 0 else -1
 
     def write(self, call: ToolCall) -> str:

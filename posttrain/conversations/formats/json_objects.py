@@ -54,7 +54,7 @@ class JsonList(BlockFormat):
         """closing: the mark behind the list, or `]` if nothing closes the list but its bracket."""
         self.models, self.opening, self.closing = models, opening, closing
         self.block = (opening, None) if closing == "]" else None
-        self._between = re.compile(rf"(?:\s|{re.escape(opening)})*+")
+        self._between = re.compile(rf"(?:\s++|{re.escape(opening)})*+")
 
     def read_block(self, inner: str) -> Iterator[ToolCall | Unreadable]:
         place, found = 0, False

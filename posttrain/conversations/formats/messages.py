@@ -74,8 +74,8 @@ class MuseGlimmer(Tags):
     _to_itself = re.compile(r"\bto=self\b")
 
     def read(self, text: str) -> list[ToolCall | Unreadable]:
-        bodies = [body for header, body in split_messages(text, self._end) if not self._to_itself.search(header)]
-        return [call for body in bodies for call in super(MuseGlimmer, self).read(body)]
+        said = [body for header, body in split_messages(text, self._end) if not self._to_itself.search(header)]
+        return [call for body in said if "<atem:invoke" in body for call in super(MuseGlimmer, self).read(body)]
 
     def split(self, text: str, *, has_calls: bool) -> tuple[str, str]:
         bodies: dict[bool, list[str]] = {True: [], False: []}
