@@ -253,6 +253,12 @@ GIGACHAT_3 = (  # a call is a message of its own; one call in a turn
     "{% else %}{{ m.role }}<|role_sep|>\n{{ m.content }}<|message_sep|>\n\n{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}assistant<|role_sep|>\n{% endif %}"
 )
+GIGACHAT_31 = GIGACHAT_3.replace("<|message_sep|>\n\nfunction call<|role_sep|>\n", "<|function_call|>")
+MINICPM_5 = (  # texts with marks stand in a CDATA section, other values as Python writes them
+    '<function name="{{ c.function.name }}">{% for k, v in c.function.arguments.items() %}<param name="{{ k }}">'
+    "{{ '<![CDATA[' + v + ']]>' if v is string and ('<' in v or '&' in v or '\n' in v) else v }}</param>{% endfor %}"
+    "</function>"
+)
 GRANITE_20B = (
     "SYSTEM: {% for t in tools or [] %}<|function_call_library|>\n{{ t | tojson }}\n{% endfor %}{% for m in messages %}"
     "{% if m.role == 'assistant' %}ASSISTANT: {{ m.content or '' }}{% for c in m.tool_calls or [] %}"
@@ -343,15 +349,18 @@ TEMPLATES: dict[str, tuple[str, str]] = {
     "Kimi K3": (KIMI_3, "kimi_k3"),
     "Hunyuan Hy3": (HY_3, "hy3"),
     "Nemotron Nano v2": (NEMOTRON_2, "nemotron_v2"),
-    "Command R7B": (COHERE, "cohere"),
+    "Command A": (COHERE, "cohere"),
+    "Command R7B": (COHERE.replace("{% if add_generation_prompt %}", "{% if true %}"), "cohere"),  # it always opens a turn
     "Functionary v3.1": (FUNCTIONARY_31, "functionary_v31"),
     "Functionary v3.2": (FUNCTIONARY_32, "functionary_v32"),
     "GigaChat 3": (GIGACHAT_3, "gigachat3"),
+    "GigaChat 3.1": (GIGACHAT_31, "gigachat31"),
     "Granite 20B": (GRANITE_20B, "granite_20b_fc"),
     "InternLM2.5": (INTERNLM_2.replace("KEY", "parameters"), "internlm2"),
     "InternLM2, vLLM": (INTERNLM_2.replace("KEY", "arguments"), "internlm2"),
     "LongCat-Flash": (LONGCAT, "longcat"),
     "MiniCPM4": (python_block("<|tool_call_start|>\n```python\n", "\n```\n<|tool_call_end|>", "tool"), "minicpm"),
+    "MiniCPM5": (chatml(MINICPM_5), "minicpm5"),
     "OLMo 3": (python_block("<function_calls>", "</function_calls>", "environment"), "olmo3"),
     "Solar Open": (SOLAR_OPEN, "solar_open"),
 }  # fmt: skip
@@ -370,7 +379,7 @@ SPECIAL = [
     "<|end_of_msg|>", "<｜hy_begin_of_sentence｜>", "<｜hy_User｜>", "<｜hy_Assistant｜>", "<｜hy_eos｜>",
     "<|START_OF_TURN_TOKEN|>", "<|END_OF_TURN_TOKEN|>", "<|SYSTEM_TOKEN|>", "<|USER_TOKEN|>", "<|CHATBOT_TOKEN|>",
     "<|START_ACTION|>", "<|END_ACTION|>", "<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TOOL_RESULT|>",
-    "<|END_TOOL_RESULT|>", "<|role_sep|>", "<|message_sep|>", "<|endoftext|>", "<|action_start|>", "<|action_end|>",
+    "<|END_TOOL_RESULT|>", "<|START_TEXT|>", "<|END_TEXT|>", "<|function_call|>", "<|role_sep|>", "<|message_sep|>", "<|endoftext|>", "<|action_start|>", "<|action_end|>",
     "<|plugin|>", "</longcat_s>", "<|begin|>", "<|end|>", "<|content|>", "<|calls|>", "<|tool_calls|>",
     "<|tool_call:begin|>", "<|tool_call:name|>", "<|tool_call:args|>", "<|tool_call:end|>", "<|tool_response|>",
     "<|tool_response:begin|>", "<|tool_response:result|>", "<|tool_response:end|>",
@@ -382,4 +391,6 @@ def tokenizer_of(family: str):
     tokenizer = byte_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": SPECIAL})
     tokenizer.chat_template = TEMPLATES[family][0]
+    if family.startswith("Command"):
+        tokenizer.eos_token = "<|END_OF_TURN_TOKEN|>"
     return tokenizer

@@ -28,6 +28,7 @@ MARKS = [
     "<|plugin|>", "<|action_end|>", "<longcat_tool_call>", "<|tool_call_start|>", "```python\n", "<|tool_call_end|>",
     "<function_calls>", "f(a=1)\n", "<|tool_call:begin|>", "<|tool_call:name|>f<|tool_call:args|>", "<|tool_call:end|>",
     "<|think|>", "<|end|>", "<|thought_start|>", '>{"a": "', '>["<"]', '"\"\"', "\ue000",
+    "<|function_call|>", '<function name="f">', '<param name="a">', "</param>", "<![CDATA[", "]]>",
 ]  # fmt: skip
 ARGUMENTS = [{}, {"a": 1}, {"text": "</tool_call>"}, {"a": [1, {"b": None}]}, {"x": "<think>"}, {"é": "\n"}]
 

@@ -109,7 +109,7 @@ def tokenizer_with(template: str) -> Any:
 
 
 def _end_of_sequence(template: str) -> str:
-    for end in ("<|im_end|>", "<｜end▁of▁sentence｜>", "<|eot_id|>"):
+    for end in ("<|END_OF_TURN_TOKEN|>", "<|im_end|>", "<｜end▁of▁sentence｜>", "<|eot_id|>"):
         if end in template:
             return end
     return "</s>"
@@ -176,6 +176,9 @@ class _Conversation:
             sampled = sampled.removeprefix(mark)
             if THINKING[mark] not in sampled:
                 sampled = f"{_THOUGHT}{THINKING[mark]}{sampled}"
+        before_end, mark, opening = sampled.partition(self.tokenizer.eos_token)
+        if opening.strip() and prompt.endswith(opening):  # some open the next turn unasked
+            sampled = before_end + mark
         special = [one for one in self.template.untrusted.special if one in sampled]
         end = max((sampled.rindex(one) + len(one) for one in special), default=0)
         return prompt, sampled[:end] if sampled[end:].isspace() else sampled

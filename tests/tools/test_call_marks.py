@@ -97,6 +97,10 @@ def test_the_words_of_an_answer_have_no_marks(name, thinks):
     assert FORMATS[name].split(turn, has_calls=False) == (THOUGHT if THOUGHT in turn else "", SAID)
 
 
+def test_the_newer_marks_of_cohere_are_none_of_the_words():
+    assert FORMATS["cohere"].split(f"<|START_TEXT|>{SAID}<|END_TEXT|>", has_calls=False) == ("", SAID)
+
+
 @pytest.mark.parametrize("calls", [0, 1])
 @pytest.mark.parametrize("name", FORMATS)
 def test_words_that_are_streamed_are_the_beginning_of_the_words_of_the_turn(name, calls):
@@ -130,7 +134,11 @@ def test_marks_in_a_text_do_not_end_the_call(name):
     form, failed = FORMATS[name], list[str]()
     for mark in [*sorted(TEXTS), *marks_of(name), form.write(OTHER), form.write(CALL)]:
         for text in (mark, f"a {mark} b", f"{mark}{mark}", f'{{"x": "{mark}'):
-            given = {"tags": [text, "z"]} if isinstance(form, Tags) else {"text": text, "tags": [text, "z"]}
+            given = (
+                {"tags": [text, "z"]}
+                if isinstance(form, Tags) and name != "minicpm5"
+                else {"text": text, "tags": [text, "z"]}
+            )
             if name in UNESCAPED and UNESCAPED[name] in text:
                 continue
             turn = form.write(ToolCall("write_note", given))

@@ -226,6 +226,8 @@ TURNS = {
          [ToolCall("add", {"a": 1}), ToolCall("now", {})]),
     ],
     "apriel": [
+        (' Look.<tool_calls>[\n    {"name": "add", "arguments": {"a": 1}},\n    {"name": "now", "arguments": {}}\n]</tool_calls>',
+         [ToolCall("add", {"a": 1}), ToolCall("now", {})]),
         ('Look.\n<tool_calls>\n{"name": "add", "arguments": {"a": 1}}\n{"name": "now", "arguments": {}}\n</tool_calls>',
          [ToolCall("add", {"a": 1}), ToolCall("now", {})]),
     ],
@@ -250,6 +252,7 @@ TURNS = {
          '"tool_name": "add", "parameters": {"a": 1}},\n    {"tool_call_id": "1", "tool_name": "now", "parameters": {}}\n]'
          "<|END_ACTION|><|END_OF_TURN_TOKEN|>", [ToolCall("add", {"a": 1}), ToolCall("now", {})]),
         ("<|START_RESPONSE|>5<|END_RESPONSE|>", []),
+        ("<|START_TEXT|>5<|END_TEXT|>", []),
     ],
     "functionary_v31": [
         ('Look.<function=add>{"a": 1}</function><function=now>{}</function><|eom_id|>',
@@ -267,7 +270,12 @@ TURNS = {
          [ToolCall("add", {"a": 1})]),
         ("A function call is a message.<|message_sep|>", []),
     ],
+    "gigachat31": [
+        ('Look.<|function_call|>{"name": "add", "arguments": {"a": 1}}<|message_sep|>\n\n', [ToolCall("add", {"a": 1})]),
+    ],
     "granite_20b_fc": [
+        ('<function_call> {"name": "add", "arguments": {"a": 1}}<function_call> {"name": "now", "arguments": {}}'
+         "<|endoftext|>", [ToolCall("add", {"a": 1}), ToolCall("now", {})]),
         ('<function_call> {"name": "add", "arguments": {"a": 1}}\n<function_call> {"name": "now", "arguments": {}}'
          "<|endoftext|>", [ToolCall("add", {"a": 1}), ToolCall("now", {})]),
     ],
@@ -275,8 +283,12 @@ TURNS = {
         ('Look.<|action_start|><|plugin|>\n{"name": "add", "parameters": {"a": 1}}<|action_end|>\n'
          '<|action_start|> <|plugin|>\n{"name": "now", "arguments": {}}<|action_end|><|im_end|>',
          [ToolCall("add", {"a": 1}), ToolCall("now", {})]),
+        ('<|action_start|><|plugin|>{\n  "name": "add",\n  "parameters": {"a": 0.5, "b": ["\\"x\\""], "c": {}}\n}<|action_end|>',
+         [ToolCall("add", {"a": 0.5, "b": ['"x"'], "c": {}})]),
     ],
     "longcat": [
+        ('<longcat_tool_call>{\n  "name": "add",\n  "arguments": {"a": null, "b": ["x"], "c": {"d": []}}\n}</longcat_tool_call>\n'
+         "That is all.", [ToolCall("add", {"a": None, "b": ["x"], "c": {"d": []}})]),
         ('Look.\n<longcat_tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</longcat_tool_call>\n'
          '<longcat_tool_call>{"name": "now", "arguments": {}}',
          [ToolCall("add", {"a": 1}), ToolCall("now", {})]),
@@ -287,7 +299,17 @@ TURNS = {
          [ToolCall("add", {"a": -1, "b": "x\n'y'", "c": [True, None]}), ToolCall("now", {})]),
         ("<|tool_call_start|>\n```python\nadd(a=1)", [ToolCall("add", {"a": 1})]),
     ],
+    "minicpm5": [
+        ('Look.\n<function name="add">\n<param name="a">1</param>\n<param name="b"><![CDATA[    x < y:\n</param></function>\n]]></param>'
+         '</function>\n<function name="now"></function><|im_end|>',
+         [ToolCall("add", {"a": "1", "b": "    x < y:\n</param></function>\n"}), ToolCall("now", {})]),
+        ("<function name='add'><param name='a'>[1, {'b': None}]</param>", [ToolCall("add", {"a": "[1, {'b': None}]"})]),
+        ('<function name="add"><param name="a">1<param name="b"><![CDATA[x]] > y', [ToolCall("add", {"a": "1", "b": "x]] > y"})]),
+    ],
     "olmo3": [
+        ("<function_calls>add(a=37, b={'c': 'd e'}, f=null, g=true, h=[])\nnow()\nwrite(text='it\\'s \\\"x\\\"')</function_calls>",
+         [ToolCall("add", {"a": 37, "b": {"c": "d e"}, "f": None, "g": True, "h": []}), ToolCall("now", {}),
+          ToolCall("write", {"text": "it's \"x\""})]),
         ('Look.\n<function_calls>\nadd(a=1, b="""x\n</function_calls>""")\nnow()\n</function_calls><|im_end|>',
          [ToolCall("add", {"a": 1, "b": "x\n</function_calls>"}), ToolCall("now", {})]),
     ],
@@ -347,7 +369,13 @@ def test_calls_are_read_as_the_family_writes_them(name, turn, calls):
         ("functionary_v32", 'all\nLook.>>>add\n{"a": '),
         ("functionary_v32", ">>>python\nprint(1)"),
         ("gigachat3", "function call<|role_sep|>\nadd(1)"),
+        ("gigachat31", "<|function_call|>add(1)"),
         ("granite_20b_fc", '<function_call> {"name": "add", "arguments": {'),
+        ("internlm2", '<|action_start|><|plugin|>{"name": "add", "parameters": "5"}<|action_end|>'),
+        ("internlm2", "<|action_start|><|plugin|>"),
+        ("longcat", '<longcat_tool_call>{"name": "add", "arguments": {'),
+        ("longcat", '<longcat_tool_call>{"name": "add", "arguments": "none"}</longcat_tool_call>'),
+        ("minicpm5", "<function name=add(1)</function>"),
         ("internlm2", "<|action_start|><|interpreter|>\n```python\nprint(1)\n```<|action_end|>"),
         ("internlm2", '<|action_start|><|plugin|>\n{"name": "add", "parameters": {'),
         ("longcat", "<longcat_tool_call>add(1)</longcat_tool_call>"),

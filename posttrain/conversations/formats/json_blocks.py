@@ -53,6 +53,8 @@ class GigaChat3(MarkedObjects):
 
 
 FORMATS.add("gigachat3", GigaChat3("GigaChat 3", "function call<|role_sep|>", "\n"))
+# <|function_call|>{"name": "search", "arguments": {"query": "..."}}
+FORMATS.add("gigachat31", MarkedObjects("GigaChat 3.1", "<|function_call|>", ""))
 
 
 class LongCat(Hermes):
@@ -100,7 +102,7 @@ class Cohere(JsonList):
     <|START_ACTION|>[{"tool_call_id": "0", "tool_name": "search", "parameters": {"query": "..."}}]<|END_ACTION|>
     """
 
-    word_marks = re.compile(r"<\|(?:START|END)_RESPONSE\|>")
+    word_marks = re.compile(r"<\|(?:START|END)_(?:RESPONSE|TEXT)\|>")
 
     def read_one(self, value: Any) -> ToolCall | Unreadable:
         if not isinstance(value, dict) or "tool_name" not in value:

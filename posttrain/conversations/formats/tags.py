@@ -159,6 +159,47 @@ class MinimaxM2(Tags):
 FORMATS.add("minimax_m2", MinimaxM2())
 
 
+class MiniCpm5(Tags):
+    """A text with `<`, `&` or a line end stands in a CDATA section, where tags are text.
+
+    <function name="search"><param name="query">...</param><param name="code"><![CDATA[a < b]]></param></function>
+    """
+
+    models = "MiniCPM5"
+    opening = "<function name="
+    closing = "</function>"
+    call = re.compile(r"""\A["']?([^"'>\n]{1,200})["']?>(.*)""", re.DOTALL)
+    argument = re.compile(
+        r"""<param name=["']?([^"'>\n]{1,200})["']?>"""
+        r"(?:\s{0,20}<!\[CDATA\[(.*?)(?:\]\]>(?=\s{0,20}(?:</param>|\Z))|\Z)|(.*?)(?:</param>|(?=<param name=)|\Z))",
+        re.DOTALL,
+    )
+    written = '<function name="{name}">{arguments}</function>'
+    written_argument = '<param name="{key}">{value}</param>'
+    _section, _section_end = "<![CDATA[", re.compile(r"\]\]>(?=\s{0,20}</param>)")
+
+    def block_end(self, text: str, place: int, closing: str) -> int:
+        end = text.find(closing, place)
+        while end >= 0 and (section := text.find(self._section, place, end)) >= 0:
+            found = self._section_end.search(text, section)
+            if not found:
+                return -1
+            place = found.end()
+            end = text.find(closing, place)
+        return end
+
+    def read_arguments(self, held: str) -> dict[str, Any]:
+        return {key.strip(): section or text for key, section, text in self.argument.findall(held)}
+
+    def write_argument(self, key: str, value: Any) -> str:
+        if isinstance(value, str) and any(mark in value for mark in "<&\n"):
+            value = f"{self._section}{value}]]>"
+        return super().write_argument(key, value)
+
+
+FORMATS.add("minicpm5", MiniCpm5())
+
+
 class DeepseekV32(Tags):
     """`string` says whether an argument is a text or JSON. V3.2 calls the outer block `function_calls`, V4
     `tool_calls`."""
