@@ -1,6 +1,6 @@
 """The table of chat templates and formats of tool calls, each line by conversations, and fuzzed turns for every format.
 
-    python scripts/check_call_formats.py                     # the table of docs/call_formats.md
+    python scripts/check_call_formats.py                     # the table of docs/call_templates.md
     python scripts/check_call_formats.py --templates FOLDER  # that of a folder of *.jinja files
     python scripts/check_call_formats.py --short             # formats x the short templates of the tests
     python scripts/check_call_formats.py --fuzz 1000         # so many turns a format

@@ -70,6 +70,15 @@ def test_tokens_behind_a_turn_are_those_of_the_whole_conversation(family, answer
         assert before + last + tokenizer.decode(template.ids(told, sampled), skip_special_tokens=False) == whole
 
 
+def test_a_template_that_opens_a_turn_behind_every_message_is_continued_behind_the_end_of_the_turn():
+    tokenizer = tokenizer_of("Command R7B")
+    template, end = MessageTemplate(tokenizer), "<|END_OF_TURN_TOKEN|>"
+    said = f"<|START_OF_TURN_TOKEN|><|USER_TOKEN|>More.{end}<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>"
+    for last, behind in ((-1, f"<|END_RESPONSE|>{end}{said}"), (tokenizer.convert_tokens_to_ids(end), said)):
+        ids = template.ids([{"role": "user", "content": "More."}], last)
+        assert tokenizer.decode(ids, skip_special_tokens=False) == behind
+
+
 def test_the_token_that_begins_a_result_in_glm_is_not_written_twice():
     tokenizer = tokenizer_of("GLM 4.5")
     template = MessageTemplate(tokenizer)

@@ -30,7 +30,7 @@ class Hermes(BlockFormat):
     </tool_call>
     """
 
-    models = "Qwen2.5, Qwen3, Hermes, SmolLM3"
+    models = "Qwen2.5, Qwen3, Hermes, SmolLM3, Reka Edge"
     opening = "<tool_call>"
     closing = "</tool_call>"
 

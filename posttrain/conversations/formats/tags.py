@@ -71,7 +71,7 @@ class Glm(Tags):
     """A block begins with the name. A model that samples <|observation|> or <|user|> without closing its call has that
     token in the last block."""
 
-    models = "GLM 4.5, 4.6, 4.7"
+    models = "GLM 4.5, 4.6, 4.7, Ling 3, Laguna, Spark 2.5"
     opening = "<tool_call>"
     closing = "</tool_call>"
     call = re.compile(
@@ -115,7 +115,7 @@ FORMATS.add("hy3", Hy3())
 class Qwen3Coder(Tags):
     """Line ends around a value belong to its tags."""
 
-    models = "Qwen3-Coder, Qwen3.5, Nemotron 3"
+    models = "Qwen3-Coder, Qwen3.5, Nemotron 3, Step 3.5"
     opening = "<tool_call>"
     closing = "</tool_call>"
     call = re.compile(r"\A\s*<function=([^>\n]{1,200})>(.*?)(?:</function>|\Z)", re.DOTALL)
