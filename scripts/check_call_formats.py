@@ -1,9 +1,9 @@
 """The table of chat templates and formats of tool calls, each line by conversations, and fuzzed turns for every format.
 
-    python scripts/check_call_formats.py                     # the table of docs/call_formats.md
+    python scripts/check_call_formats.py                     # the table of docs/call_templates.md
     python scripts/check_call_formats.py --templates FOLDER  # that of a folder of *.jinja files
     python scripts/check_call_formats.py --short             # formats x the short templates of the tests
-    python scripts/check_call_formats.py --fuzz 10000        # so many turns a format
+    python scripts/check_call_formats.py --fuzz 1000         # so many turns a format
 
 A line: the formats that read a call of the template and were shown a result (`auto` picks the first one), which
 arguments did not come back as they were, and how tokens that are appended turn by turn differ from the conversation

@@ -151,6 +151,8 @@ class MessageTemplate:
         text = text[text.index(mark) + len(mark) :]
         if self.calls and names:
             alone, text = self._behind_calls(alone, text, self.calls.format)
+        if not text.startswith(alone):
+            alone = self._without_opening(alone, tools)
         if alone.strip() in self.untrusted.special and not text.startswith(alone):
             # Some end the last turn of all in another way: gpt-oss with <|return|> instead of <|end|>, Nemotron Nano v2
             # without the line before <SPECIAL_12>.
@@ -167,6 +169,12 @@ class MessageTemplate:
         # Apriel writes the id of a call once it is answered.
         pieces = text.split(form.closing, alone[:end].count(form.closing))
         return alone[end:], pieces[-1]
+
+    def _without_opening(self, end: str, tools: Any) -> str:
+        """The end of a turn without the opening of the next one, which Command R7B writes behind every message."""
+        before, mark, opening = end.partition(self.tokenizer.eos_token or "\0")
+        opens = opening.strip() and self.render([_QUESTION], opens=True, tools=tools).endswith(opening)
+        return before + mark if opens else end
 
     def _shows(self, message: Message) -> bool:
         """Whether the template shows such messages at all: it may quote them, and so spell them differently."""

@@ -203,6 +203,112 @@ MISTRAL_ITEM = (
     '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}, "id": "{{ c.id }}"}'
     "{{ ', ' if not loop.last }}"
 )
+COHERE = (  # calls are numbered through the conversation, and results name that number
+    "{% macro number(id) %}{% set ns = namespace(at=0, found=false) %}{% for m in messages %}{% for c in m.tool_calls or [] %}"
+    "{% if c.id == id and not ns.found %}{{ ns.at }}{% set ns.found = true %}{% endif %}{% set ns.at = ns.at + 1 %}"
+    "{% endfor %}{% endfor %}{% endmacro %}"
+    "<|START_OF_TURN_TOKEN|><|SYSTEM_TOKEN|>{% if tools %}# Available Tools\n```json\n{{ tools | tojson }}\n```{% endif %}"
+    "<|END_OF_TURN_TOKEN|>{% for m in messages %}{% if m.role == 'assistant' %}<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>"
+    "{% if m.tool_calls %}{% if m.tool_plan %}<|START_THINKING|>{{ m.tool_plan }}<|END_THINKING|>{% endif %}<|START_ACTION|>["
+    '{% for c in m.tool_calls %}{{ "\n    " }}{"tool_call_id": "{{ number(c.id) }}", "tool_name": "{{ c.function.name }}", '
+    "\"parameters\": {{ c.function.arguments | tojson }}}{{ ',' if not loop.last }}{% endfor %}{{ '\n' }}]<|END_ACTION|>"
+    "{% else %}<|START_RESPONSE|>{{ m.content }}<|END_RESPONSE|>{% endif %}<|END_OF_TURN_TOKEN|>"
+    "{% elif m.role == 'tool' %}{% if messages[loop.index0 - 1].role != 'tool' %}<|START_OF_TURN_TOKEN|><|SYSTEM_TOKEN|>"
+    '<|START_TOOL_RESULT|>[{% endif %}{{ \'\n    \' }}{"tool_call_id": "{{ number(m.tool_call_id) }}", '
+    '"results": {"0": {{ m.content | tojson }}}, "is_error": null}'
+    "{% if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{ '\n' }}]<|END_TOOL_RESULT|><|END_OF_TURN_TOKEN|>"
+    "{% else %},{% endif %}{% else %}<|START_OF_TURN_TOKEN|><|USER_TOKEN|>{{ m.content }}<|END_OF_TURN_TOKEN|>{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>{% endif %}"
+)
+
+
+def functionary(call: str, end: str, answer: str = "", opening: str = "", role: str = "tool") -> str:
+    """Functionary's turns, between Llama 3's marks. Arguments are JSON text."""
+    tag = lambda role: f"<|start_header_id|>{role}<|end_header_id|>\n\n"  # noqa: E731
+    return (
+        "{% if tools %}" + tag("system") + "{{ tools | tojson }}<|eot_id|>{% endif %}{% for m in messages %}"
+        "{% if m.role == 'assistant' %}" + tag("assistant") + "{{ '" + answer + "' + m.content if m.content }}"
+        "{% for c in m.tool_calls or [] %}" + call + "{% endfor %}{{ '" + end + "' if m.tool_calls else '<|eot_id|>' }}"
+        "{% elif m.role == 'tool' %}" + tag(role) + "{{ m.content }}<|eot_id|>"
+        "{% else %}" + tag("{{ m.role }}") + "{{ m.content }}<|eot_id|>{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}" + tag("assistant") + opening + "{% endif %}"
+    )
+
+
+FUNCTIONARY_31 = functionary(
+    "{% if c.function.name == 'python' %}{{ '<|python_tag|>' + c.function.arguments }}{% else %}"
+    "{{ '<function=' + c.function.name + '>' + c.function.arguments + '</function>' }}{% endif %}",
+    "<|eom_id|>", role="ipython",
+)  # fmt: skip
+FUNCTIONARY_32 = functionary(
+    "{{ '>>>' + c.function.name + '\n' + c.function.arguments }}", "<|eot_id|>", ">>>all\\n", ">>>"
+)
+GIGACHAT_3 = (  # a call is a message of its own; one call in a turn
+    "<s>{% if tools %}developer system<|role_sep|>\n{{ tools | tojson }}<|message_sep|>\n\n{% endif %}{% for m in messages %}"
+    "{% if m.role == 'assistant' %}assistant<|role_sep|>\n{{ m.content or '' }}{% if m.tool_calls %}"
+    "{% if m.tool_calls | length > 1 %}{{ raise_exception('one call in a turn') }}{% endif %}{% set c = m.tool_calls[0] %}"
+    '<|message_sep|>\n\nfunction call<|role_sep|>\n{"name": "{{ c.function.name }}", '
+    '"arguments": {{ c.function.arguments | tojson }}}{% endif %}<|message_sep|>\n\n'
+    "{% elif m.role == 'tool' %}function result<|role_sep|>\n{{ m.content | tojson }}<|message_sep|>\n\n"
+    "{% else %}{{ m.role }}<|role_sep|>\n{{ m.content }}<|message_sep|>\n\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}assistant<|role_sep|>\n{% endif %}"
+)
+GIGACHAT_31 = GIGACHAT_3.replace("<|message_sep|>\n\nfunction call<|role_sep|>\n", "<|function_call|>")
+MINICPM_5 = (  # texts with marks stand in a CDATA section, other values as Python writes them
+    '<function name="{{ c.function.name }}">{% for k, v in c.function.arguments.items() %}<param name="{{ k }}">'
+    "{{ '<![CDATA[' + v + ']]>' if v is string and ('<' in v or '&' in v or '\n' in v) else v }}</param>{% endfor %}"
+    "</function>"
+)
+GRANITE_20B = (
+    "SYSTEM: {% for t in tools or [] %}<|function_call_library|>\n{{ t | tojson }}\n{% endfor %}{% for m in messages %}"
+    "{% if m.role == 'assistant' %}ASSISTANT: {{ m.content or '' }}{% for c in m.tool_calls or [] %}"
+    '<function_call> {"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}'
+    "{{ '\n' if not loop.last }}{% endfor %}<|endoftext|>\n{% elif m.role == 'tool' %}FUNCTION RESPONSE: {{ m.content }}\n"
+    "{% else %}{{ m.role | upper }}: {{ m.content }}\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}ASSISTANT: {% endif %}"
+)
+INTERNLM_2 = (  # as in vLLM's template; the models' own shows no tools
+    "{% if tools %}<|im_start|>system name=<|plugin|>\n{{ tools | tojson }}<|im_end|>\n{% endif %}{% for m in messages %}"
+    "{% if m.role == 'tool' %}<|im_start|>environment name=<|plugin|>\n{{ m.content }}<|im_end|>\n"
+    "{% else %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}{% for c in m.tool_calls or [] %}<|action_start|><|plugin|>\n"
+    '{"name": "{{ c.function.name }}", "KEY": {{ c.function.arguments | tojson }}}<|action_end|>{% endfor %}<|im_end|>\n'
+    "{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+LONGCAT = (
+    "{% if tools %}# Tools\n{{ tools | tojson }}\n{% endif %}{% for m in messages %}{% if m.role == 'assistant' %} ASSISTANT:"
+    "{{ m.content or '' }}{% for c in m.tool_calls or [] %}{{ '\n' }}<longcat_tool_call>\n"
+    '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}\n</longcat_tool_call>{% endfor %}'
+    "</longcat_s>{% elif m.role == 'tool' %} TOOL:{{ m.content }}{% else %} USER:{{ m.content }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %} ASSISTANT:{% endif %}"
+)
+
+
+def python_block(before: str, after: str, role: str) -> str:
+    """ChatML with lines of Python between two marks."""
+    return (
+        "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}{% for m in messages %}"
+        "{% if m.role == 'tool' %}<|im_start|>"
+        + role
+        + "\n{{ m.content }}<|im_end|>\n{% else %}<|im_start|>{{ m.role }}\n"
+        "{{ m.content or '' }}{% if m.tool_calls %}" + before + "{% for c in m.tool_calls %}{{ c.function.name }}("
+        "{% for k, v in c.function.arguments.items() %}{{ k }}={{ v | tojson }}{{ ', ' if not loop.last }}{% endfor %})"
+        "{{ '\n' if not loop.last }}{% endfor %}" + after + "{% endif %}<|im_end|>\n{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+
+
+SOLAR_OPEN = (  # the last turn is ended in another way if it has calls
+    "{% if tools %}<|begin|>system<|content|>{{ tools | tojson }}<|end|>{% endif %}{% for m in messages %}"
+    "{% if m.role == 'assistant' %}<|begin|>assistant{% if m.tool_calls %}<|tool_calls|>{% for c in m.tool_calls %}"
+    "<|tool_call:begin|>{{ c.id }}<|tool_call:name|>{{ c.function.name }}<|tool_call:args|>"
+    "{{ c.function.arguments | tojson }}<|tool_call:end|>{% endfor %}<|calls|>"
+    "{% else %}<|content|>{{ m.content }}<|end|>{% endif %}"
+    "{% elif m.role == 'tool' %}{% if messages[loop.index0 - 1].role != 'tool' %}<|begin|>tool<|tool_response|>{% endif %}"
+    "<|tool_response:begin|>{{ m.tool_call_id }}<|tool_response:result|>{{ m.content }}<|tool_response:end|>"
+    "{% if loop.last or messages[loop.index0 + 1].role != 'tool' %}<|end|>{% endif %}"
+    "{% else %}<|begin|>{{ m.role }}<|content|>{{ m.content }}<|end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|begin|>assistant{% endif %}"
+)
 
 TEMPLATES: dict[str, tuple[str, str]] = {
     "Qwen2.5": (chatml(JSON_CALL), "hermes"),
@@ -243,6 +349,20 @@ TEMPLATES: dict[str, tuple[str, str]] = {
     "Kimi K3": (KIMI_3, "kimi_k3"),
     "Hunyuan Hy3": (HY_3, "hy3"),
     "Nemotron Nano v2": (NEMOTRON_2, "nemotron_v2"),
+    "Command A": (COHERE, "cohere"),
+    "Command R7B": (COHERE.replace("{% if add_generation_prompt %}", "{% if true %}"), "cohere"),  # it always opens a turn
+    "Functionary v3.1": (FUNCTIONARY_31, "functionary_v31"),
+    "Functionary v3.2": (FUNCTIONARY_32, "functionary_v32"),
+    "GigaChat 3": (GIGACHAT_3, "gigachat3"),
+    "GigaChat 3.1": (GIGACHAT_31, "gigachat31"),
+    "Granite 20B": (GRANITE_20B, "granite_20b_fc"),
+    "InternLM2.5": (INTERNLM_2.replace("KEY", "parameters"), "internlm2"),
+    "InternLM2, vLLM": (INTERNLM_2.replace("KEY", "arguments"), "internlm2"),
+    "LongCat-Flash": (LONGCAT, "longcat"),
+    "MiniCPM4": (python_block("<|tool_call_start|>\n```python\n", "\n```\n<|tool_call_end|>", "tool"), "minicpm"),
+    "MiniCPM5": (chatml(MINICPM_5), "minicpm5"),
+    "OLMo 3": (python_block("<function_calls>", "</function_calls>", "environment"), "olmo3"),
+    "Solar Open": (SOLAR_OPEN, "solar_open"),
 }  # fmt: skip
 """Family -> (template, the format that fits)."""
 
@@ -257,6 +377,12 @@ SPECIAL = [
     "<|tool_calls_section_end|>", "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>",
     "]~b]", "[e~[", "]<]minimax[>[", "<SPECIAL_10>", "<SPECIAL_11>", "<SPECIAL_12>", "<|open|>", "<|close|>", "<|sep|>",
     "<|end_of_msg|>", "<｜hy_begin_of_sentence｜>", "<｜hy_User｜>", "<｜hy_Assistant｜>", "<｜hy_eos｜>",
+    "<|START_OF_TURN_TOKEN|>", "<|END_OF_TURN_TOKEN|>", "<|SYSTEM_TOKEN|>", "<|USER_TOKEN|>", "<|CHATBOT_TOKEN|>",
+    "<|START_ACTION|>", "<|END_ACTION|>", "<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TOOL_RESULT|>",
+    "<|END_TOOL_RESULT|>", "<|START_TEXT|>", "<|END_TEXT|>", "<|function_call|>", "<|role_sep|>", "<|message_sep|>", "<|endoftext|>", "<|action_start|>", "<|action_end|>",
+    "<|plugin|>", "</longcat_s>", "<|begin|>", "<|end|>", "<|content|>", "<|calls|>", "<|tool_calls|>",
+    "<|tool_call:begin|>", "<|tool_call:name|>", "<|tool_call:args|>", "<|tool_call:end|>", "<|tool_response|>",
+    "<|tool_response:begin|>", "<|tool_response:result|>", "<|tool_response:end|>",
 ]  # fmt: skip
 
 
@@ -265,4 +391,6 @@ def tokenizer_of(family: str):
     tokenizer = byte_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": SPECIAL})
     tokenizer.chat_template = TEMPLATES[family][0]
+    if family.startswith("Command"):
+        tokenizer.eos_token = "<|END_OF_TURN_TOKEN|>"
     return tokenizer

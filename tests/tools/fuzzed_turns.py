@@ -23,7 +23,12 @@ MARKS = [
     "<seed:tool_call>", '<atem:invoke name="f">', '<atem:parameter name="a">', "<tool_call:opensource>",
     "f<tool_sep:opensource>", "<arg_key:opensource>a</arg_key:opensource>", "<arg_value:opensource>", "<tool_calls>",
     "<TOOLCALL>", "<seed:think>", "<|tool_call|>", "a:", "<|tools_prefix|>[", "<start_function_call>call:f{",
-    "<escape>", '[{"name": "f", "arguments": {}}',
+    "<escape>", '[{"name": "f", "arguments": {}}', "<|START_ACTION|>[", '{"tool_name": "f"}', ">>>f\n",
+    ">>>all\n", "all\n", "function call<|role_sep|>", "<|message_sep|>", "<function_call>", "<|action_start|>",
+    "<|plugin|>", "<|action_end|>", "<longcat_tool_call>", "<|tool_call_start|>", "```python\n", "<|tool_call_end|>",
+    "<function_calls>", "f(a=1)\n", "<|tool_call:begin|>", "<|tool_call:name|>f<|tool_call:args|>", "<|tool_call:end|>",
+    "<|think|>", "<|end|>", "<|thought_start|>", '>{"a": "', '>["<"]', '"\"\"', "\ue000",
+    "<|function_call|>", '<function name="f">', '<param name="a">', "</param>", "<![CDATA[", "]]>",
 ]  # fmt: skip
 ARGUMENTS = [{}, {"a": 1}, {"text": "</tool_call>"}, {"a": [1, {"b": None}]}, {"x": "<think>"}, {"é": "\n"}]
 

@@ -109,7 +109,7 @@ def tokenizer_with(template: str) -> Any:
 
 
 def _end_of_sequence(template: str) -> str:
-    for end in ("<|im_end|>", "<｜end▁of▁sentence｜>", "<|eot_id|>"):
+    for end in ("<|END_OF_TURN_TOKEN|>", "<|im_end|>", "<｜end▁of▁sentence｜>", "<|eot_id|>"):
         if end in template:
             return end
     return "</s>"
@@ -153,10 +153,15 @@ class _Conversation:
         except NoTemplate:  # some take no system message
             self.opening = [_USER]
 
-    def call(self, given: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    def call(self, given: Sequence[Mapping[str, Any]], before: int = 0) -> dict[str, Any]:
+        """The message of these calls, behind so many in the conversation."""
         assert self.template.calls is not None
         message = self.template.calls.message([("write_note", one) for one in given])
-        return {**message, "reasoning_content": _THOUGHT}
+        calls = [
+            {**one, "id": self.form.call_id("write_note", before + number)}
+            for number, one in enumerate(message["tool_calls"])
+        ]
+        return {**message, "tool_calls": calls, "reasoning_content": _THOUGHT}
 
     def render(self, *messages: Any, opens: bool) -> str:
         return self.template.render([*self.opening, *messages], opens=opens, tools=[TOOL])
@@ -176,6 +181,9 @@ class _Conversation:
             sampled = sampled.removeprefix(mark)
             if THINKING[mark] not in sampled:
                 sampled = f"{_THOUGHT}{THINKING[mark]}{sampled}"
+        before_end, mark, opening = sampled.partition(self.tokenizer.eos_token)
+        if opening.strip() and prompt.endswith(opening):  # some open the next turn unasked
+            sampled = before_end + mark
         special = [one for one in self.template.untrusted.special if one in sampled]
         end = max((sampled.rindex(one) + len(one) for one in special), default=0)
         return prompt, sampled[:end] if sampled[end:].isspace() else sampled
@@ -202,15 +210,15 @@ class _Conversation:
         """Where appended tokens differ from the conversation that is rendered at once."""
         assert self.template.calls is not None
         for count in (1, 2) if self.template.calls.several else (1,):
-            said = self.call([ARGUMENTS["plain"], ARGUMENTS["types"]][:count])
+            given = [ARGUMENTS["plain"], ARGUMENTS["types"]][:count]
+            said, again = self.call(given), self.call(given, before=count)
             answer = {"role": "assistant", "content": _FAREWELL, "reasoning_content": _THOUGHT}
-            results = self.results(said)
             where = f"{count} result{'s' * (count > 1)}"
             text, before = self.render(opens=True), list[Any]()
             # A call and its results, another call and its results, then an answer and another message of the user.
             for words, turn, told in (
-                (where, said, results),
-                (f"{where}, twice", said, results),
+                (where, said, self.results(said)),
+                (f"{where}, twice", again, self.results(again)),
                 ("then the user", answer, [_MORE]),
             ):
                 _, sampled = self.turn(turn, *before)

@@ -70,6 +70,15 @@ def test_tokens_behind_a_turn_are_those_of_the_whole_conversation(family, answer
         assert before + last + tokenizer.decode(template.ids(told, sampled), skip_special_tokens=False) == whole
 
 
+def test_a_template_that_opens_a_turn_behind_every_message_is_continued_behind_the_end_of_the_turn():
+    tokenizer = tokenizer_of("Command R7B")
+    template, end = MessageTemplate(tokenizer), "<|END_OF_TURN_TOKEN|>"
+    said = f"<|START_OF_TURN_TOKEN|><|USER_TOKEN|>More.{end}<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>"
+    for last, behind in ((-1, f"<|END_RESPONSE|>{end}{said}"), (tokenizer.convert_tokens_to_ids(end), said)):
+        ids = template.ids([{"role": "user", "content": "More."}], last)
+        assert tokenizer.decode(ids, skip_special_tokens=False) == behind
+
+
 def test_the_token_that_begins_a_result_in_glm_is_not_written_twice():
     tokenizer = tokenizer_of("GLM 4.5")
     template = MessageTemplate(tokenizer)
@@ -226,6 +235,8 @@ TURNS = {
          [ToolCall("add", {"a": 1}), ToolCall("now", {})]),
     ],
     "apriel": [
+        (' Look.<tool_calls>[\n    {"name": "add", "arguments": {"a": 1}},\n    {"name": "now", "arguments": {}}\n]</tool_calls>',
+         [ToolCall("add", {"a": 1}), ToolCall("now", {})]),
         ('Look.\n<tool_calls>\n{"name": "add", "arguments": {"a": 1}}\n{"name": "now", "arguments": {}}\n</tool_calls>',
          [ToolCall("add", {"a": 1}), ToolCall("now", {})]),
     ],
@@ -244,6 +255,78 @@ TURNS = {
          [ToolCall("add", {"a": -1, "b": "x", "c": [1, {"d": None}], "e": True}), ToolCall("time.now", {})]),
         ("Look.<|tool_call_start|>[add(a=1)]<|tool_call_end|><|im_end|>", [ToolCall("add", {"a": 1})]),
         ("[1, 2]", []), ("[1, add(a=1)]", []), ("Look: [add(a=1)]", []),
+    ],
+    "cohere": [
+        ('<|START_THINKING|>I add with <|START_ACTION|>.<|END_THINKING|><|START_ACTION|>[\n    {"tool_call_id": "0", '
+         '"tool_name": "add", "parameters": {"a": 1}},\n    {"tool_call_id": "1", "tool_name": "now", "parameters": {}}\n]'
+         "<|END_ACTION|><|END_OF_TURN_TOKEN|>", [ToolCall("add", {"a": 1}), ToolCall("now", {})]),
+        ("<|START_RESPONSE|>5<|END_RESPONSE|>", []),
+        ("<|START_TEXT|>5<|END_TEXT|>", []),
+    ],
+    "functionary_v31": [
+        ('Look.<function=add>{"a": 1}</function><function=now>{}</function><|eom_id|>',
+         [ToolCall("add", {"a": 1}), ToolCall("now", {})]),
+        ('<function=add>{"a": 1}', [ToolCall("add", {"a": 1})]),
+    ],
+    "functionary_v32": [
+        ('all\nLook.>>>add\n{"a": 1}>>>now\n{}<|eot_id|>', [ToolCall("add", {"a": 1}), ToolCall("now", {})]),
+        ('add\n{"a": 1}<|eot_id|>', [ToolCall("add", {"a": 1})]),
+        ('add\n{"text": ">>>now\\n{}"}', [ToolCall("add", {"text": ">>>now\n{}"})]),
+        ("all\nPython shows:\n>>> 1 + 1\n2<|eot_id|>", []),
+    ],
+    "gigachat3": [
+        ('Look.<|message_sep|>\n\nfunction call<|role_sep|>\n{"name": "add", "arguments": {"a": 1}}<|message_sep|>\n\n',
+         [ToolCall("add", {"a": 1})]),
+        ("A function call is a message.<|message_sep|>", []),
+    ],
+    "gigachat31": [
+        ('Look.<|function_call|>{"name": "add", "arguments": {"a": 1}}<|message_sep|>\n\n', [ToolCall("add", {"a": 1})]),
+    ],
+    "granite_20b_fc": [
+        ('<function_call> {"name": "add", "arguments": {"a": 1}}<function_call> {"name": "now", "arguments": {}}'
+         "<|endoftext|>", [ToolCall("add", {"a": 1}), ToolCall("now", {})]),
+        ('<function_call> {"name": "add", "arguments": {"a": 1}}\n<function_call> {"name": "now", "arguments": {}}'
+         "<|endoftext|>", [ToolCall("add", {"a": 1}), ToolCall("now", {})]),
+    ],
+    "internlm2": [
+        ('Look.<|action_start|><|plugin|>\n{"name": "add", "parameters": {"a": 1}}<|action_end|>\n'
+         '<|action_start|> <|plugin|>\n{"name": "now", "arguments": {}}<|action_end|><|im_end|>',
+         [ToolCall("add", {"a": 1}), ToolCall("now", {})]),
+        ('<|action_start|><|plugin|>{\n  "name": "add",\n  "parameters": {"a": 0.5, "b": ["\\"x\\""], "c": {}}\n}<|action_end|>',
+         [ToolCall("add", {"a": 0.5, "b": ['"x"'], "c": {}})]),
+    ],
+    "longcat": [
+        ('<longcat_tool_call>{\n  "name": "add",\n  "arguments": {"a": null, "b": ["x"], "c": {"d": []}}\n}</longcat_tool_call>\n'
+         "That is all.", [ToolCall("add", {"a": None, "b": ["x"], "c": {"d": []}})]),
+        ('Look.\n<longcat_tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</longcat_tool_call>\n'
+         '<longcat_tool_call>{"name": "now", "arguments": {}}',
+         [ToolCall("add", {"a": 1}), ToolCall("now", {})]),
+    ],
+    "minicpm": [
+        ("<|thought_start|>\nI add.\n<|thought_end|>\n<|tool_call_start|>\n```python\nadd(a=-1, b=\"x\\n'y'\", c=[true, None])\n"
+         "now()\n```\n<|tool_call_end|>\nWait.<|im_end|>",
+         [ToolCall("add", {"a": -1, "b": "x\n'y'", "c": [True, None]}), ToolCall("now", {})]),
+        ("<|tool_call_start|>\n```python\nadd(a=1)", [ToolCall("add", {"a": 1})]),
+    ],
+    "minicpm5": [
+        ('Look.\n<function name="add">\n<param name="a">1</param>\n<param name="b"><![CDATA[    x < y:\n</param></function>\n]]></param>'
+         '</function>\n<function name="now"></function><|im_end|>',
+         [ToolCall("add", {"a": "1", "b": "    x < y:\n</param></function>\n"}), ToolCall("now", {})]),
+        ("<function name='add'><param name='a'>[1, {'b': None}]</param>", [ToolCall("add", {"a": "[1, {'b': None}]"})]),
+        ('<function name="add"><param name="a">1<param name="b"><![CDATA[x]] > y', [ToolCall("add", {"a": "1", "b": "x]] > y"})]),
+    ],
+    "olmo3": [
+        ("<function_calls>add(a=37, b={'c': 'd e'}, f=null, g=true, h=[])\nnow()\nwrite(text='it\\'s \\\"x\\\"')</function_calls>",
+         [ToolCall("add", {"a": 37, "b": {"c": "d e"}, "f": None, "g": True, "h": []}), ToolCall("now", {}),
+          ToolCall("write", {"text": "it's \"x\""})]),
+        ('Look.\n<function_calls>\nadd(a=1, b="""x\n</function_calls>""")\nnow()\n</function_calls><|im_end|>',
+         [ToolCall("add", {"a": 1, "b": "x\n</function_calls>"}), ToolCall("now", {})]),
+    ],
+    "solar_open": [
+        ('<|think|>I add.<|end|><|begin|>assistant<|content|>Look.<|end|><|begin|>assistant<|tool_calls|><|tool_call:begin|>'
+         'a1b2<|tool_call:name|>add<|tool_call:args|>{"a": 1}<|tool_call:end|><|tool_call:begin|>c3<|tool_call:name|>now'
+         "<|tool_call:args|>{}<|tool_call:end|><|calls|>", [ToolCall("add", {"a": 1}), ToolCall("now", {})]),
+        ("<|think|>I could use <|tool_call:begin|>x<|tool_call:name|>now<|tool_call:args|>{}<|tool_call:end|>", []),
     ],
 }  # fmt: skip
 
@@ -288,6 +371,30 @@ def test_calls_are_read_as_the_family_writes_them(name, turn, calls):
         ("llama_pythonic", "[add(a=open('x'))]"),
         ("llama_pythonic", "[add(a=" + "(" * 5000),
         ("llama_pythonic", "[add(a=" + "-" * 50_000 + "1)]"),
+        ("cohere", '<|START_ACTION|>[{"tool_name": "add", "parameters": {"a": 1'),
+        ("cohere", '<|START_ACTION|>[{"name": "add", "arguments": {}}]<|END_ACTION|>'),
+        ("functionary_v31", "<function=add>{"),
+        ("functionary_v31", "<|python_tag|>print(1)<|eom_id|>"),
+        ("functionary_v32", 'all\nLook.>>>add\n{"a": '),
+        ("functionary_v32", ">>>python\nprint(1)"),
+        ("gigachat3", "function call<|role_sep|>\nadd(1)"),
+        ("gigachat31", "<|function_call|>add(1)"),
+        ("granite_20b_fc", '<function_call> {"name": "add", "arguments": {'),
+        ("internlm2", '<|action_start|><|plugin|>{"name": "add", "parameters": "5"}<|action_end|>'),
+        ("internlm2", "<|action_start|><|plugin|>"),
+        ("longcat", '<longcat_tool_call>{"name": "add", "arguments": {'),
+        ("longcat", '<longcat_tool_call>{"name": "add", "arguments": "none"}</longcat_tool_call>'),
+        ("minicpm5", "<function name=add(1)</function>"),
+        ("internlm2", "<|action_start|><|interpreter|>\n```python\nprint(1)\n```<|action_end|>"),
+        ("internlm2", '<|action_start|><|plugin|>\n{"name": "add", "parameters": {'),
+        ("longcat", "<longcat_tool_call>add(1)</longcat_tool_call>"),
+        ("minicpm", "<|tool_call_start|>\n```python\nadd(a=open('x'))\n```\n<|tool_call_end|>"),
+        ("minicpm", "<|tool_call_start|>\n```python\na = 1\n```\n<|tool_call_end|>"),
+        ("minicpm", "<|tool_call_start|>\n```python\n```\n<|tool_call_end|>"),
+        ("olmo3", "<function_calls>add(1)</function_calls>"),
+        ("olmo3", '<function_calls>add(text="'),
+        ("solar_open", "<|tool_call:begin|>a1<|tool_call:name|>add<|tool_call:args|>{"),
+        ("solar_open", "<|tool_call:begin|>add({})<|tool_call:end|>"),
     ],
 )
 def test_what_cannot_be_read_tells_the_model_how_a_call_is_written(name, turn):

@@ -61,7 +61,7 @@ EXPECTED = {
     "ibm-granite-granite-4.1": reads("hermes"),
     "mistralai-Ministral-3-14B-Reasoning-2512": reads("mistral"),
     "mistralai-Mistral-Nemo-Instruct-2407": reads("mistral", "text"),
-    "moonshotai-Kimi-K2": reads("kimi_k2"),
+    "moonshotai-Kimi-K2": reads("kimi_k2", "text"),
     "openai-gpt-oss-120b": reads("harmony", "text", several=False),
     "unsloth-Apriel-1.5": reads("apriel", "text"),
     "unsloth-mistral-Devstral-Small-2507": reads("mistral"),

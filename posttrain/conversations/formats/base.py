@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ClassVar
 
 from posttrain.conversations.tools.arguments import MOST_NESTED, is_shallow
@@ -23,10 +23,13 @@ THINKING = {
     "<mm:think>": "</mm:think>",
     "<think:opensource>": "</think:opensource>",
     "<|START_THINKING|>": "<|END_THINKING|>",
+    "<|thought_start|>": "<|thought_end|>",
+    "<|think|>": "<|end|>",
     "<|channel>thought": "<channel|>",
     "<|open|>think<|sep|>": "<|close|>think<|sep|>",
 }
-_BLANKS = re.compile(r"\s*")
+_MOST_BROKEN = 100  # an error of the decoder counts the lines before it, so that many take quadratic time
+_BRACKET, _JSON_BEHIND_MARK = re.compile(r"[\[{]"), re.compile(r">\s*+(?=[\[{])")
 _THINKS = "|".join(re.escape(mark) for mark in THINKING)
 _THOUGHT = "|".join(re.escape(mark) for mark in THINKING.values())
 _OPENS_OR_SKIPS = re.compile(rf"(?:(?:{_THINKS})\s*)?(?:(?:{_THOUGHT})\s*)?\Z")
@@ -47,6 +50,8 @@ class CallFormat(ABC):
     """Whether the words of a turn are known before it has ended."""
     closing: str
     """The text that ends the calls of a turn. What a chat template writes behind it ends the turn itself."""
+    word_marks: re.Pattern[str] | None = None
+    """Marks that stand around or behind the words of a turn, and are none of them."""
     stop: tuple[str, ...] = ()
     """Texts that end a turn, besides those of the settings: for models that do not end it behind a call themselves."""
 
@@ -68,7 +73,7 @@ class CallFormat(ABC):
             begin, text = turn[found.end() : end].strip(), turn[end + len(THINKING[found[0]]) :].lstrip("\n")
         if has_calls:
             text = text.partition(self.opening)[0].rstrip() if self.opening else ""
-        return begin, text
+        return begin, self.word_marks.sub("", text).rstrip() if self.word_marks else text
 
     def turn_end(self, rendered: str) -> int:
         """Where the calls of a turn that a chat template wrote end; what follows ends the turn."""
@@ -99,7 +104,12 @@ class BlockFormat(CallFormat):
 
     def read(self, text: str) -> list[ToolCall | Unreadable]:
         marks = self.block or (self.opening, self.closing)
-        return [call for inner in find_blocks(text, *marks) for call in self.read_block(inner)]
+        return [call for inner in find_blocks(text, *marks, self.block_end) for call in self.read_block(inner)]
+
+    def block_end(self, text: str, place: int, closing: str) -> int:
+        """Where the block that begins at this place has its closing mark; -1 if it has none. A text that is quoted in
+        the block may spell the mark."""
+        return json_block_end(text, place, closing)
 
     @abstractmethod
     def read_block(self, inner: str) -> Iterable[ToolCall | Unreadable]:
@@ -109,7 +119,23 @@ class BlockFormat(CallFormat):
 FORMATS: Registry[CallFormat] = Registry("format of tool calls", package="posttrain.conversations.formats")
 
 
-def find_blocks(text: str, opening: str, closing: str | None) -> Iterator[str]:
+def json_block_end(text: str, place: int, closing: str) -> int:
+    """Where the block that begins at this place has its closing mark: behind the first JSON value in it, whose texts
+    may spell the mark."""
+    end = text.find(closing, place)
+    found = _BRACKET.search(text, place, end) if end >= 0 else None
+    if not found:
+        return end
+    try:
+        behind = _DECODER.raw_decode(text, found.start())[1]
+    except (ValueError, RecursionError):
+        return end
+    return text.find(closing, behind) if behind > end else end
+
+
+def find_blocks(
+    text: str, opening: str, closing: str | None, block_end: Callable[[str, int, str], int] = json_block_end
+) -> Iterator[str]:
     """What stands between these marks outside of thinking. The last block may lack its closing mark; without any, a
     block is the rest of the turn."""
     marks, place = re.compile(f"{re.escape(opening)}|{_THINKS}"), 0
@@ -117,10 +143,36 @@ def find_blocks(text: str, opening: str, closing: str | None) -> Iterator[str]:
         if found[0] in THINKING:
             place = _end_of(text, THINKING[found[0]], found.end())
             continue
-        # A string of a JSON block may spell the closing mark, so the search for it starts behind the block's object.
-        end = text.find(closing, _skip_object(text, found.end())) if closing else -1
+        end = block_end(text, found.end(), closing) if closing else -1
         yield text[found.end() : end if end >= 0 else len(text)]
         place = end + len(closing) if closing and end >= 0 else len(text)
+
+
+def hide_json(text: str) -> tuple[str, str]:
+    """(the text with another character for each `<` in the JSON that stands right behind a mark, that character): texts
+    in JSON may spell marks, which end nothing."""
+    spare = next((one for one in map(chr, range(0xE000, 0xF900)) if one not in text), "<")
+    pieces, place, failed = list[str](), 0, 0
+    while failed < _MOST_BROKEN and (found := _JSON_BEHIND_MARK.search(text, place)):
+        pieces.append(text[place : found.end()])
+        try:
+            place = _DECODER.raw_decode(text, found.end())[1]
+        except (ValueError, RecursionError):
+            place, failed = found.end(), failed + 1
+        pieces.append(text[found.end() : place].replace("<", spare))
+    return "".join([*pieces, text[place:]]), spare
+
+
+def show_json(value: Any, spare: str) -> Any:
+    """A value with the hidden `<` in its texts again."""
+    match value:
+        case str():
+            return value.replace(spare, "<")
+        case dict():
+            return {show_json(key, spare): show_json(one, spare) for key, one in value.items()}
+        case list():
+            return [show_json(one, spare) for one in value]
+    return value
 
 
 def open_thinking(prompt: str) -> str:
@@ -147,17 +199,6 @@ def _end_of(text: str, mark: str, place: int) -> int:
     """Where a mark ends; the end of the text if it is not there: unfinished thinking has no calls behind it."""
     found = text.find(mark, place)
     return found + len(mark) if found >= 0 else len(text)
-
-
-def _skip_object(text: str, place: int) -> int:
-    """The end of the JSON object or list that stands here; this place if there is none."""
-    begin = _BLANKS.match(text, place).end()  # pyright: ignore (it always matches)
-    if not text.startswith(("{", "["), begin):
-        return place
-    try:
-        return _DECODER.raw_decode(text, begin)[1]
-    except (ValueError, RecursionError):
-        return place
 
 
 def read_call(found: Any, key: str) -> ToolCall | Unreadable:

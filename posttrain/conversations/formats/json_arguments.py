@@ -35,12 +35,13 @@ class DeepseekV3(JsonArguments):
     opening = "<｜tool▁calls▁begin｜>"
     closing = "<｜tool▁calls▁end｜>"
     block = ("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>")
-    _fenced = re.compile(r"\s*+([^\n`]{1,200})\n?```(?:json)?(.*?)(?:```|\Z)", re.DOTALL)
+    _fenced = re.compile(r"\s*+([^\n`]{1,200})\n?```(?:json)?(.*)", re.DOTALL)
 
     def take_apart(self, inner: str) -> tuple[str, str]:
         name, _, rest = inner.partition("<｜tool▁sep｜>")
         fenced = self._fenced.match(rest) if name.strip() == "function" else None
-        return (fenced[1], fenced[2]) if fenced else (name, rest)
+        # A text in the arguments may have a fence, too.
+        return (fenced[1], fenced[2].rstrip().removesuffix("```")) if fenced else (name, rest)
 
     def write(self, call: ToolCall) -> str:
         arguments = json.dumps(call.arguments, ensure_ascii=False)
@@ -91,6 +92,16 @@ class Gemma4(JsonArguments):
     closing = "<tool_call|>"
     _name = re.compile(r"\s*call:([^\s{}<>]{1,200})(?=\{)")
     _quote, _word = '<|"|>', re.compile(r"[^\s{}\[\],:\"]{1,200}")
+
+    def block_end(self, text: str, place: int, closing: str) -> int:
+        end = text.find(closing, place)
+        while end >= 0 and text.count(self._quote, place, end) % 2:  # the mark stands in quotes
+            quote = text.find(self._quote, end)
+            if quote < 0:
+                return end
+            place = quote + len(self._quote)
+            end = text.find(closing, place)
+        return end
 
     def take_apart(self, inner: str) -> tuple[str, str]:
         found = self._name.match(inner)

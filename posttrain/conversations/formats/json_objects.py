@@ -19,7 +19,7 @@ from posttrain.conversations.formats.base import (
 )
 from posttrain.conversations.tools.base import ToolCall
 
-_DECODER, _BLANKS = json.JSONDecoder(), re.compile(r"\s*")
+_DECODER = json.JSONDecoder()
 
 
 class Hermes(BlockFormat):
@@ -30,7 +30,7 @@ class Hermes(BlockFormat):
     </tool_call>
     """
 
-    models = "Qwen2.5, Qwen3, Hermes, SmolLM3"
+    models = "Qwen2.5, Qwen3, Hermes, SmolLM3, Reka Edge"
     opening = "<tool_call>"
     closing = "</tool_call>"
 
@@ -41,7 +41,7 @@ class Hermes(BlockFormat):
             yield no_object("arguments")
 
     def write(self, call: ToolCall) -> str:
-        return f"<tool_call>\n{write_call(call, 'arguments')}\n</tool_call>"
+        return f"{self.opening}\n{write_call(call, 'arguments')}\n{self.closing}"
 
 
 FORMATS.add("hermes", Hermes())
@@ -54,10 +54,11 @@ class JsonList(BlockFormat):
         """closing: the mark behind the list, or `]` if nothing closes the list but its bracket."""
         self.models, self.opening, self.closing = models, opening, closing
         self.block = (opening, None) if closing == "]" else None
+        self._between = re.compile(rf"(?:\s++|{re.escape(opening)})*+")
 
     def read_block(self, inner: str) -> Iterator[ToolCall | Unreadable]:
         place, found = 0, False
-        while inner.startswith(("[", "{"), begin := _BLANKS.match(inner, place).end()):  # pyright: ignore (it matches)
+        while inner.startswith(("[", "{"), begin := self._between.match(inner, place).end()):  # pyright: ignore (it matches)
             try:
                 value, place = _DECODER.raw_decode(inner, begin)
             except (ValueError, RecursionError):
@@ -94,7 +95,7 @@ class NamesAsKeys(JsonList):
 
 
 # <tool_calls>[{"name": "search", "arguments": {"query": "..."}}]</tool_calls>
-FORMATS.add("apriel", JsonList("Apriel, Hunyuan A13B, MiniMax-M1", "<tool_calls>", "</tool_calls>"))
+FORMATS.add("apriel", JsonList("Apriel, Hunyuan A13B, MiniMax-M1, Jamba", "<tool_calls>", "</tool_calls>"))
 FORMATS.add("apertus", NamesAsKeys("Apertus", "<|tools_prefix|>", "<|tools_suffix|>"))
 FORMATS.add("granite", JsonList("Granite 3", "<|tool_call|>", "]"))
 FORMATS.add("nemotron_v2", JsonList("Nemotron Nano v2", "<TOOLCALL>", "</TOOLCALL>"))
@@ -112,7 +113,8 @@ class Llama3Json(CallFormat):
 
     def read(self, text: str) -> list[ToolCall | Unreadable]:
         text = skip_thinking(text)
-        tagged, turn = self._tag in text, (text.partition(self._tag)[2] or text).strip()
+        tagged = self._tag in text and not text.startswith("{")  # a text in a call may spell the tag
+        turn = ((text.partition(self._tag)[2] if tagged else "") or text).strip()
         meant = tagged or self._call.match(turn) is not None
         calls, place = list[ToolCall | Unreadable](), 0
         while turn.startswith("{", place):  # a place in the text: copies of the rest would take quadratic time

@@ -28,40 +28,53 @@ class LlamaPythonic(CallFormat):
     closing = "]"
 
     def read(self, text: str) -> list[ToolCall | Unreadable]:
-        text = skip_thinking(text)
-        turn = _START.split(text, maxsplit=1)[-1].strip()
+        turn = skip_thinking(text)
+        if not _CALLS.match(turn):  # a text in a list of calls may spell the mark
+            turn = _START.split(turn, maxsplit=1)[-1].strip()
         if not _CALLS.match(turn):
             return []
-        if len(turn) > _LONGEST:
-            return [self.explain()]
         while found := _END.search(turn, max(0, len(turn) - 50)):
             turn = turn[: found.start()].rstrip()
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # invalid escapes in a string that a model wrote
-                tree = ast.parse(turn, mode="eval").body
-            elements = tree.elts if isinstance(tree, ast.List) else []
-            return [self._read(one) for one in elements] or [self.explain()]
-        except (SyntaxError, ValueError, RecursionError, MemoryError):  # MemoryError: nested too deeply to be parsed
-            return [self.explain()]
-
-    def _read(self, node: ast.expr) -> ToolCall | Unreadable:
-        if not isinstance(node, ast.Call) or node.args or any(one.arg is None for one in node.keywords):
-            return self.explain()
-        try:
-            return read_call(
-                {"name": _dotted(node.func), "arguments": {str(one.arg): _value(one.value) for one in node.keywords}},
-                "arguments",
-            )
-        except ValueError:
-            return self.explain()
+        body = parse_python(turn)
+        tree = body[0] if len(body) == 1 else None
+        elements = tree.elts if isinstance(tree, ast.List) else []
+        return [read_python(one) or self.explain() for one in elements] or [self.explain()]
 
     def write(self, call: ToolCall) -> str:
-        given = ", ".join(f"{key}={value!r}" for key, value in call.arguments.items())
-        return f"[{call.name}({given})]"
+        return f"[{write_python(call)}]"
 
 
 FORMATS.add("llama_pythonic", LlamaPythonic())
+
+
+def parse_python(source: str) -> list[ast.expr]:
+    """The expressions of a program; none if it cannot be parsed or has anything else."""
+    if len(source) > _LONGEST:
+        return []
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # invalid escapes in a string that a model wrote
+            body = ast.parse(source).body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # MemoryError: nested too deeply to be parsed
+        return []
+    found = [one.value for one in body if isinstance(one, ast.Expr)]
+    return found if len(found) == len(body) else []
+
+
+def read_python(node: ast.expr) -> ToolCall | Unreadable | None:
+    """The call of this expression; None if it is none, or has other arguments than literals by name."""
+    if not isinstance(node, ast.Call) or node.args or any(one.arg is None for one in node.keywords):
+        return None
+    try:
+        given = {str(one.arg): _value(one.value) for one in node.keywords}
+        return read_call({"name": _dotted(node.func), "arguments": given}, "arguments")
+    except (ValueError, RecursionError):
+        return None
+
+
+def write_python(call: ToolCall) -> str:
+    given = ", ".join(f"{key}={value!r}" for key, value in call.arguments.items())
+    return f"{call.name}({given})"
 
 
 def _dotted(node: ast.expr) -> str:

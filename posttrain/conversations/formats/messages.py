@@ -5,17 +5,18 @@ from __future__ import annotations
 import json
 import re
 
-from posttrain.conversations.formats.base import FORMATS, CallFormat, Unreadable
+from posttrain.conversations.formats.base import FORMATS, CallFormat, Unreadable, hide_json, show_json
 from posttrain.conversations.formats.tags import Tags
 from posttrain.conversations.tools.base import ToolCall
 
 
 def split_messages(text: str, end: re.Pattern[str]) -> list[tuple[str, str]]:
     """(header, body) of each message of a turn. One without a header is a body."""
-    found = list[tuple[str, str]]()
-    for message in text.split("<|start|>"):
+    found, (hidden, spare) = list[tuple[str, str]](), hide_json(text)
+    for message in hidden.split("<|start|>"):
         header, has_body, body = message.partition("<|message|>")
-        found.append((header, end.split(body, maxsplit=1)[0]) if has_body else ("", header))
+        header, body = (header, end.split(body, maxsplit=1)[0]) if has_body else ("", header)
+        found.append((header, show_json(body, spare)))
     return found
 
 
@@ -73,8 +74,8 @@ class MuseGlimmer(Tags):
     _to_itself = re.compile(r"\bto=self\b")
 
     def read(self, text: str) -> list[ToolCall | Unreadable]:
-        bodies = [body for header, body in split_messages(text, self._end) if not self._to_itself.search(header)]
-        return [call for body in bodies for call in super(MuseGlimmer, self).read(body)]
+        said = [body for header, body in split_messages(text, self._end) if not self._to_itself.search(header)]
+        return [call for body in said if "<atem:invoke" in body for call in super(MuseGlimmer, self).read(body)]
 
     def split(self, text: str, *, has_calls: bool) -> tuple[str, str]:
         bodies: dict[bool, list[str]] = {True: [], False: []}

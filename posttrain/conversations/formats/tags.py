@@ -8,7 +8,15 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from posttrain.conversations.formats.base import FORMATS, BlockFormat, Unreadable, read_call, write_value
+from posttrain.conversations.formats.base import (
+    FORMATS,
+    BlockFormat,
+    Unreadable,
+    hide_json,
+    read_call,
+    show_json,
+    write_value,
+)
 from posttrain.conversations.tools.base import ToolCall
 
 
@@ -24,6 +32,18 @@ class Tags(BlockFormat):
     """A turn with one call: its `{name}` and its `{arguments}`."""
     written_argument: str = ""
     """An argument: its `{key}` and its `{value}`."""
+
+    def read(self, text: str) -> list[ToolCall | Unreadable]:
+        hidden, spare = hide_json(text)
+        calls = self.read_tags(hidden)
+        return [
+            one if isinstance(one, Unreadable) else ToolCall(*show_json([one.name, one.arguments], spare))
+            for one in calls
+        ]
+
+    def read_tags(self, text: str) -> list[ToolCall | Unreadable]:
+        """The calls of a turn in whose arguments JSON spells no tags."""
+        return super().read(text)
 
     def read_block(self, inner: str) -> Iterator[ToolCall | Unreadable]:
         found = self.call.findall(inner)
@@ -51,7 +71,7 @@ class Glm(Tags):
     """A block begins with the name. A model that samples <|observation|> or <|user|> without closing its call has that
     token in the last block."""
 
-    models = "GLM 4.5, 4.6, 4.7"
+    models = "GLM 4.5, 4.6, 4.7, Ling 3, Laguna, Spark 2.5"
     opening = "<tool_call>"
     closing = "</tool_call>"
     call = re.compile(
@@ -95,7 +115,7 @@ FORMATS.add("hy3", Hy3())
 class Qwen3Coder(Tags):
     """Line ends around a value belong to its tags."""
 
-    models = "Qwen3-Coder, Qwen3.5, Nemotron 3"
+    models = "Qwen3-Coder, Qwen3.5, Nemotron 3, Step 3.5"
     opening = "<tool_call>"
     closing = "</tool_call>"
     call = re.compile(r"\A\s*<function=([^>\n]{1,200})>(.*?)(?:</function>|\Z)", re.DOTALL)
@@ -137,6 +157,47 @@ class MinimaxM2(Tags):
 
 
 FORMATS.add("minimax_m2", MinimaxM2())
+
+
+class MiniCpm5(Tags):
+    """A text with `<`, `&` or a line end stands in a CDATA section, where tags are text.
+
+    <function name="search"><param name="query">...</param><param name="code"><![CDATA[a < b]]></param></function>
+    """
+
+    models = "MiniCPM5"
+    opening = "<function name="
+    closing = "</function>"
+    call = re.compile(r"""\A["']?([^"'>\n]{1,200})["']?>(.*)""", re.DOTALL)
+    argument = re.compile(
+        r"""<param name=["']?([^"'>\n]{1,200})["']?>"""
+        r"(?:\s{0,20}<!\[CDATA\[(.*?)(?:\]\]>(?=\s{0,20}(?:</param>|\Z))|\Z)|(.*?)(?:</param>|(?=<param name=)|\Z))",
+        re.DOTALL,
+    )
+    written = '<function name="{name}">{arguments}</function>'
+    written_argument = '<param name="{key}">{value}</param>'
+    _section, _section_end = "<![CDATA[", re.compile(r"\]\]>(?=\s{0,20}</param>)")
+
+    def block_end(self, text: str, place: int, closing: str) -> int:
+        end = text.find(closing, place)
+        while end >= 0 and (section := text.find(self._section, place, end)) >= 0:
+            found = self._section_end.search(text, section)
+            if not found:
+                return -1
+            place = found.end()
+            end = text.find(closing, place)
+        return end
+
+    def read_arguments(self, held: str) -> dict[str, Any]:
+        return {key.strip(): section or text for key, section, text in self.argument.findall(held)}
+
+    def write_argument(self, key: str, value: Any) -> str:
+        if isinstance(value, str) and any(mark in value for mark in "<&\n"):
+            value = f"{self._section}{value}]]>"
+        return super().write_argument(key, value)
+
+
+FORMATS.add("minicpm5", MiniCpm5())
 
 
 class DeepseekV32(Tags):
@@ -195,7 +256,7 @@ class KimiK3(Tags):
         '<|open|>tools<|sep|><|open|>call tool="{name}" index="1"<|sep|>{arguments}<|close|>call<|sep|>'
         "<|close|>tools<|sep|>"
     )
-    _tag = re.compile(r"<\|(?:open|close)\|>(?:response|message)[^<\n]{0,40}<\|sep\|>|<\|end_of_msg\|>")
+    word_marks = re.compile(r"<\|(?:open|close)\|>(?:response|message)[^<\n]{0,40}<\|sep\|>|<\|end_of_msg\|>")
 
     def read_block(self, inner: str) -> Iterator[ToolCall | Unreadable]:
         for call in super().read_block(inner):
@@ -207,10 +268,6 @@ class KimiK3(Tags):
             value = text if kind == "string" else json.loads(text)
             given |= value if is_object and isinstance(value, dict) else {html.unescape(key): value}
         return given
-
-    def split(self, text: str, *, has_calls: bool) -> tuple[str, str]:
-        thinking, words = super().split(text, has_calls=has_calls)
-        return thinking, self._tag.sub("", words)
 
     def write(self, call: ToolCall) -> str:
         return super().write(ToolCall(_escaped(call.name), call.arguments))
