@@ -56,9 +56,18 @@ def until(condition: Callable[[], object], what: str, *, every_s: float = 0.01) 
 
 
 def alive(pid: int) -> bool:
-    """Whether a process runs; it may end at any moment, also between two looks at it."""
+    """Whether a process, or a thread of it, runs: until the last has ended, its files are open. It may end at any
+    moment, also between two looks at it."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+        tasks = list(Path(f"/proc/{pid}/task").iterdir())
+    except OSError:
+        return False
+    return any(map(_runs, tasks))
+
+
+def _runs(task: Path) -> bool:
+    try:
+        return (task / "stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
         return False
 
