@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from posttrain.config.resolved import Resolved
-from posttrain.config.schema import lookup
+from posttrain.config.schema import lookup, nest
 from posttrain.config.trainer import ROLES, workers_of
 from posttrain.errors import UserError
 from posttrain.trainer.run.entry import as_resolved
@@ -31,7 +31,7 @@ def resolve_with_pools(config: Any, manager: Any) -> Resolved:
         return resolved
     differing = _differing(resolved, manager)
     if differing and isinstance(config, Mapping) and not differing.keys() & set(resolved.explicit):
-        resolved = as_resolved(_with(config, differing))
+        resolved = as_resolved(nest(differing, copy.deepcopy(dict(config))))
         differing = _differing(resolved, manager)
     if differing:
         raise _error("asks for other workers than the settings", " ".join(f"{k}={v}" for k, v in differing.items()))
@@ -87,14 +87,3 @@ def _error(problem: str, way: str) -> UserError:
     return UserError(
         f"the resource pool manager {problem}\n  set in: RayPPOTrainer(resource_pool_manager=...)\n  to do:  {way}"
     )
-
-
-def _with(config: Mapping[str, Any], settings: dict[str, int]) -> dict[str, Any]:
-    merged = copy.deepcopy(dict(config))
-    for key, value in settings.items():
-        *sections, name = key.split(".")
-        section = merged
-        for one in sections:
-            section = section.setdefault(one, {})
-        section[name] = value
-    return merged

@@ -192,6 +192,10 @@ def test_pools_set_the_workers_that_the_settings_leave_open(config):
     pools.resource_pool_spec["global_pool"] = [2]
     made = resolve_with_pools(OmegaConf.to_container(config), pools).config  # without a critic
     assert (made.trainer.n_gpus_per_node, made.critic.n_workers) == (2, 0)
+    made = resolve_with_pools(with_critic(config), given_pools(global_pool=[2])).config  # as verl's own runs have it
+    assert (made.trainer.n_gpus_per_node, made.critic.n_workers) == (2, 0)
+    with pytest.raises(UserError, match=r"asks for other workers than the settings\n.*\n  to do:  critic.n_workers=0"):
+        resolve_with_pools(with_critic(config, critic={"n_workers": 1}), given_pools(global_pool=[1]))
 
 
 @pytest.mark.parametrize(

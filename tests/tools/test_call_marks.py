@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 import numpy as np
@@ -9,7 +10,8 @@ import pytest
 from call_templates import SPECIAL, tokenizer_of
 
 from posttrain.conversations.format_proof import choose_format
-from posttrain.conversations.formats.base import FORMATS, THINKING
+from posttrain.conversations.formats import base
+from posttrain.conversations.formats.base import FORMATS, THINKING, hide_json
 from posttrain.conversations.formats.tags import Tags
 from posttrain.conversations.serving.turns import TurnReader, TurnStream
 from posttrain.conversations.templates import MessageTemplate
@@ -149,3 +151,18 @@ def test_marks_in_a_text_do_not_end_the_call(name):
             if form.split(turn, has_calls=True)[1] != ("" if name in CALLS_ALONE else SAID):
                 failed.append(text)
     assert not failed
+
+
+def test_json_that_is_broken_again_and_again_is_not_read_for_ever(monkeypatch):
+    class Counting(json.JSONDecoder):
+        tries = 0
+
+        def raw_decode(self, s: str, idx: int = 0):
+            Counting.tries += 1
+            return super().raw_decode(s, idx)
+
+    monkeypatch.setattr(base, "_DECODER", Counting())
+    broken, sound = ">{" * 10_000, '>["<"]'
+    assert hide_json(broken)[0] == broken and Counting.tries == 100
+    hidden, spare = hide_json(sound * 1000)
+    assert hidden == f'>["{spare}"]' * 1000, "what can be read does not count"

@@ -98,8 +98,9 @@ class KeptTurns:
             self.release([id])
 
     def _least_useful_first(self) -> Iterator[Hashable]:
-        """Turns that nobody awaits yet, the one that ended last first: requests are served in the order in which they
-        come, so its continuation comes after the others. Then those that are awaited, from the end of the queue."""
+        """Turns that no request continues yet, the one that ended last first: requests are served in the order in
+        which they come, so its continuation comes after the others. Then those that are awaited, from the end of the
+        queue."""
         # At a quarter of the room 41% of turns found everything in this order, and 35% with the oldest first, awaited
         # or not: in rounds that evicts what the next request continues (scripts/measure_kv_reuse.py, grants of 128).
         yield from [id for id in reversed(self.turns) if id not in self.awaited]
@@ -183,7 +184,7 @@ class Queue:
             first = self._own_blocks(prompt, prompt.waiting[0], plan.gap)[0]
             revived = sum(not self.pool.held[block] for block in plan.shared)  # kept ones, which will be held again
             if not self.pool.fits(aside + revived + plan.new + first, states + 1 + _own_states(prompt)):
-                break  # nobody overtakes: requests start in the order in which they came
+                break  # requests start in the order in which they came
             self._open(prompt, plan)
             aside, states, room = aside + first, states + _own_states(prompt), room - len(prompt.waiting)
 
@@ -213,7 +214,7 @@ class Queue:
         partial = (cached if cached < turn.gap else cached - turn.gap) % BLOCK
         plan = _Plan(gap, turn.blocks[:full], cached, takes_over=self.kept.awaited.get(prompt.parent, 0) <= 1)
         if partial and plan.takes_over and not self.pool.shared(turn.blocks[full]):
-            plan.shared.append(turn.blocks[full])  # nobody else reads it: the new tokens go behind the old ones
+            plan.shared.append(turn.blocks[full])  # no other turn reads it: the new tokens go behind the old ones
         elif partial:
             plan.copied, plan.source = partial, turn.blocks[full]
         plan.new = blocks_up_to(len(prompt.ids), gap) - len(plan.shared)
@@ -295,7 +296,7 @@ class Queue:
     def _own_blocks(self, prompt: Prompt, request: Request, gap: int) -> tuple[int, int]:
         """(blocks behind those of its prompt, tokens) that a row is granted when it starts."""
         granted = prompt.tokens_left(request)
-        # Budgets are far longer than most turns. Whole reservations would evict turns for tokens that nobody writes.
+        # Budgets are far longer than most turns. Whole reservations would evict turns for tokens that never come.
         if self.tight:
             granted = min(granted, self.segment)
         return blocks_up_to(len(prompt.ids) + granted, gap) - blocks_up_to(len(prompt.ids), gap), granted
