@@ -11,13 +11,13 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
+import patience
 import pytest
 from forked import Forked
-from patience import bound_waits_for_programs
 
 os.environ.setdefault("GOMP_SPINCOUNT", "0")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-bound_waits_for_programs()
+patience.bound_waits_for_programs()
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell starts what it puts in the background so
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -101,6 +101,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     signal.signal(signal.SIGALRM, _too_late)
     seconds = SLOW_DEADLINE_S if item.get_closest_marker("slow") else DEADLINE_S
     signal.setitimer(signal.ITIMER_REAL, seconds, 20)
+    patience.fit_deadline(seconds)
 
 
 def pytest_runtest_logfinish() -> None:

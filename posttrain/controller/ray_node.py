@@ -32,6 +32,7 @@ from posttrain.engine.ranks import address_facing
 from posttrain.errors import UserError
 
 MARK = "POSTTRAIN_RAY"
+NICENESS = "RAY_worker_niceness"  # 15 by default: beside any other busy process workers would hardly run
 LONGEST_FOLDER = 40  # a socket's path may have 107 bytes, and Ray adds its own names
 CLOSE_S = 30.0  # for the watcher; Ray's processes are gone within two seconds
 _WATCHER = Path(__file__).with_name("watcher.py")
@@ -69,6 +70,7 @@ class Watched:
         log = logging.getLogger("ray._private.authentication.authentication_token_setup")
         level = log.level
         log.setLevel(logging.ERROR)  # it tells that a secret is asked for
+        os.environ.setdefault(NICENESS, "0")
         os.environ.update({MARK: self._mark, "RAY_USAGE_STATS_ENABLED": "0", **variables})
         for variable in before:  # a rank that found torchrun's variables would join torchrun's group, not the run's
             if variable in _TORCHRUNS or variable.startswith("TORCHELASTIC_"):

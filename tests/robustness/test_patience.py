@@ -44,3 +44,10 @@ def test_a_condition_that_never_comes_fails(monkeypatch):
     patience.until(lambda: True, "for nothing")
     with pytest.raises(AssertionError, match="waited in vain for snow"):
         patience.until(lambda: False, "for snow")
+
+
+def test_programs_have_almost_the_time_of_the_test_that_runs_now(monkeypatch):
+    monkeypatch.setattr(patience, "PROGRAM_S", patience.PROGRAM_S)
+    assert patience.PROGRAM_S == 305.0  # pytest said so when this test began
+    patience.fit_deadline(900)
+    assert patience.PROGRAM_S == 885.0

@@ -12,7 +12,7 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
-from patience import PROGRAM_S
+import patience
 
 from posttrain.controller.group import Future, WorkerGroup
 from posttrain.controller.pool import Workers
@@ -57,7 +57,7 @@ class Rank:
 
     def answer(self, number: int) -> Any:
         while len(self.answers) <= number:
-            assert self.pipe.poll(PROGRAM_S), f"process {self.process.pid} does not answer"
+            assert self.pipe.poll(patience.PROGRAM_S), f"process {self.process.pid} does not answer"
             self.answers.append(self.pipe.recv())
         value, self.answers[number] = unpack(self.answers[number]), None
         if isinstance(value, Failure):

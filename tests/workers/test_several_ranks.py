@@ -90,6 +90,7 @@ def test_rows_come_back_in_order_errors_as_themselves_and_roles_share_a_process(
         group.refuse()
     other, first = ranks(2).create("other", Toy, None).process(), group.process()
     assert other == first and len(set(first)) == 2 and os.getpid() not in first
+    assert {os.getpriority(os.PRIO_PROCESS, rank) for rank in first} == {os.getpriority(os.PRIO_PROCESS, 0)}
     assert group.process.later().result() == first and group.process.on(1).result() == first[1]
 
 

@@ -11,12 +11,24 @@ import pytest
 
 pytest.importorskip("ray")
 from posttrain.controller import ray_node
-from posttrain.controller.ray_node import RayNode, Watched
+from posttrain.controller.ray_node import NICENESS, RayNode, Watched
 
 
 def started(watched: Watched) -> subprocess.Popen[bytes]:
     with watched.environment({}):
         return subprocess.Popen(["sleep", "60"], env=dict(os.environ))
+
+
+@pytest.mark.parametrize("own", [None, "7"])
+def test_a_niceness_of_the_users_own_is_left_and_the_environment_is_as_before(own, monkeypatch):
+    monkeypatch.delenv(NICENESS, raising=False)
+    if own is not None:
+        monkeypatch.setenv(NICENESS, own)
+    watched, before = Watched(), dict(os.environ)
+    with watched.environment({}):
+        assert os.environ[NICENESS] == (own or "0")
+    watched.close()
+    assert dict(os.environ) == before
 
 
 @pytest.mark.parametrize("killed", [False, True])
