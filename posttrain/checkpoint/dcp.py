@@ -11,6 +11,7 @@ import io
 import pickle
 import warnings
 from collections.abc import Collection, Mapping
+from enum import Enum
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -40,8 +41,18 @@ _ALLOWED = {
 }
 
 
+def _member_of(*given: Any) -> Enum:
+    """In place of `getattr`, with which Python 3.11.3 and older write the members of an enumeration."""
+    match given:
+        case (type() as kind, str(name)) if issubclass(kind, Enum) and name in kind.__members__:
+            return kind[name]
+    raise pickle.UnpicklingError("builtins.getattr does not belong into a checkpoint")
+
+
 class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module_name: str, global_name: str, /) -> Any:
+        if (module_name, global_name) == ("builtins", "getattr"):
+            return _member_of
         is_dtype = module_name == "torch" and isinstance(getattr(torch, global_name, None), torch.dtype)
         if is_dtype or (module_name, global_name) in _ALLOWED:
             return super().find_class(module_name, global_name)

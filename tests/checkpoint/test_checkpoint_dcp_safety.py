@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import hashlib
 import io
 import json
@@ -15,6 +16,7 @@ import torch.distributed.checkpoint as torch_dcp
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 
 from posttrain.checkpoint import CheckpointError, CheckpointManager, verify
+from posttrain.checkpoint.dcp import describe, read_metadata
 
 
 def prepared(tmp_path: Path, metadata: bytes) -> Path:
@@ -45,6 +47,30 @@ def test_metadata_that_calls_a_function_is_refused(tmp_path, function):
     with pytest.raises(CheckpointError, match=rf"is refused: \S*{function.__name__} does not belong into a checkpoint"):
         CheckpointManager(tmp_path).load_tensors(path, "actor", {"w": torch.zeros(2)})
     assert not witness.exists()
+
+
+@pytest.mark.parametrize("given", [(Metadata, "__init__"), (Metadata, "__dict__"), (torch.Size, "numel")])
+def test_attributes_of_allowed_classes_are_refused(tmp_path, given):
+    path = prepared(tmp_path, pickle.dumps(Call(getattr, *given)))
+    with pytest.raises(CheckpointError, match=r"is refused: \S*getattr does not belong"):
+        CheckpointManager(tmp_path).load_tensors(path, "actor", {"w": torch.zeros(2)})
+
+
+class OlderPickler(pickle.Pickler):
+    """Writes members of enumerations as Python 3.11.3 and older do."""
+
+    def reducer_override(self, value):
+        return (getattr, (type(value), value.name)) if isinstance(value, enum.Enum) else NotImplemented
+
+
+def test_a_checkpoint_of_an_older_python_is_loaded(tmp_path):
+    path = CheckpointManager(tmp_path).save(1, tensors={"actor": {"w": torch.arange(2.0)}}, state={}, rng={})
+    data = io.BytesIO()
+    OlderPickler(data).dump(pickle.loads((path / "actor" / ".metadata").read_bytes()))
+    assert b"getattr" in data.getvalue()
+    (path / "actor" / ".metadata").write_bytes(data.getvalue())
+    metadata = read_metadata(path / "actor", os.listdir(path / "actor"))
+    assert describe(metadata) == {"w": (torch.Size([2]), torch.float32)}
 
 
 def test_dotted_name_below_an_allowed_module_is_refused(tmp_path):
