@@ -100,6 +100,7 @@ class Chat:
         self._messages: list[dict[str, Any]] = []
         self._ids: list[int] = []
         self._observation: list[int] | None = None
+        self._answered = 0  # tool calls of earlier turns in this context
         self._generating = False
         self._opening_ids: Sequence[int] = ()
         # Shared by all branches: the engine is asked for one turn of a conversation at a time.
@@ -172,7 +173,7 @@ class Chat:
         if messages is None:
             chat._branch = self._conversation.open_branch(self.ids, self.limits, self._branch)
             chat._messages, chat._ids = list(self._messages), list(self._ids)
-            chat.last, chat._opening_ids = self.last, self._opening_ids
+            chat.last, chat._opening_ids, chat._answered = self.last, self._opening_ids, self._answered
         else:
             chat._begin(messages, tools, self._branch)
         return chat
@@ -183,7 +184,7 @@ class Chat:
         if self._generating:
             raise ChatError("chat.compact: the model's turn is still under way")
         self._begin(messages, tools, self._branch)
-        self._messages, self._ids, self._observation, self.last = [], [], None, None
+        self._messages, self._ids, self._observation, self.last, self._answered = [], [], None, None, 0
 
     def _begin(self, messages: Sequence[Any], tools: Any, parent: Branch) -> None:
         self._branch = self._conversation.open_branch(self._template.prompt(messages, tools), self.limits, parent)
@@ -225,6 +226,7 @@ class Chat:
         if not observation and self.turns and branch.ids[-1] in self.tokenizer.all_special_ids:
             raise ChatError("chat.say: the model has ended its turn, and was told nothing since (chat.tell)")
         branch.add_observation(observation)
+        self._answered += sum(one["role"] == "tool" for one in self._messages)
         self._messages, self._ids, self._observation = [], [], None
         wanted = Generate(branch.ids, min(room, max_tokens or room), _texts(stop), kept=True, branch=branch.number)
         return await self._generate(wanted)
@@ -311,7 +313,7 @@ class Chat:
         left = [call for call, answer in zip(wanted, mine, strict=True) if answer is None]
         others = iter(await self._ask(left) if left or not wanted else [])
         answers = iter([answer or next(others) for answer in mine])
-        told = list[dict[str, Any]]()
+        told, ids = list[dict[str, Any]](), self.call_format.ids_of(calls, self._calls_before)
         for number, call in enumerate(calls):
             name = call.name[:_LONGEST_NAME] if isinstance(call, ToolCall) else None
             if number >= most:
@@ -322,6 +324,7 @@ class Chat:
                 self._conversation.add_call(readable, answer)
                 text = answer.text
             self.tell(text, role="tool", name=name)
+            self._messages[-1]["tool_call_id"] = ids[number]
             told.append({"role": "tool", "content": text})
         return told
 
@@ -342,9 +345,15 @@ class Chat:
     def _observation_ids(self) -> list[int]:
         """What was told since the model's last turn, as tokens."""
         if self._observation is None:
-            shown = self._template.ids(self._messages, self._branch.ids[-1]) if self._messages else []
+            last, before = self._branch.ids[-1], self._calls_before
+            shown = self._template.ids(self._messages, last, before) if self._messages else []
             self._observation = [*shown, *self._ids]
         return self._observation
+
+    @property
+    def _calls_before(self) -> int:
+        """Tool calls in this context before the model's last turn."""
+        return self._answered + sum(len(one.get("tool_calls") or ()) for one in self.messages)
 
 
 def _texts(stop: Sequence[str]) -> tuple[str, ...]:

@@ -176,6 +176,17 @@ def _reads(form: CallFormat, turn: str) -> bool:
         return False
 
 
+def _counts_calls(template: MessageTemplate) -> bool:
+    """Whether a result with a given id is shown in another way behind an earlier call."""
+    assert template.calls is not None
+    result = {"role": "tool", "content": "4", "name": _CALL.name, "tool_call_id": template.calls.format.call_id("", 1)}
+    alone, template.calls = template.tails([result]), replace(template.calls, counted=True)
+    try:
+        return template.tails([result], 1) != alone
+    except (NoTemplate, ValueError):
+        return False
+
+
 def _prove_results(template: MessageTemplate, messages: CallMessages) -> CallMessages:
     """The messages of several calls, or of one, behind which the template shows tool results; an error if it shows
     none."""
@@ -187,6 +198,6 @@ def _prove_results(template: MessageTemplate, messages: CallMessages) -> CallMes
         except (NoTemplate, ValueError):
             template.calls = replace(messages, several=False)
             template.ids([result, result], -1)
-        return template.calls
+        return replace(template.calls, counted=_counts_calls(template))
     finally:
         template.calls = before

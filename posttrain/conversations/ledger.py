@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from posttrain.conversations.serving.model import Prompt, ServedModel
-from posttrain.conversations.serving.requests import Answer, Choice, Message, ModelRequest
+from posttrain.conversations.serving.requests import Answer, Choice, Message, ModelRequest, count_calls
 from posttrain.conversations.templates import NoTemplate
 
 MessageKey = tuple[str, str, str]
@@ -68,7 +68,7 @@ class Ledger:
         turn, end = self._find(request, roots, keys)
         rest = request.messages[end:]
         if turn is not None and rest and all(message["role"] != "assistant" for message in rest):
-            ids = self._behind(turn, rest)
+            ids = self._behind(turn, rest, request.messages[:end])
             if ids is not None:
                 turn.taken = True
                 self.continued += 1
@@ -82,10 +82,14 @@ class Ledger:
         self._places.append(prompt.before)
         return prompt
 
-    def _behind(self, turn: SampledTurn, messages: Sequence[Message]) -> list[int] | None:
-        """Messages behind a turn as tokens; None if the template cannot put them there."""
+    def _behind(self, turn: SampledTurn, messages: Sequence[Message], before: Sequence[Message]) -> list[int] | None:
+        """Messages behind a turn as tokens; None if the template cannot put them there. Clients may have given its
+        calls, with which `before` ends, other ids."""
+        sent = [call["id"] for call in before[-1].get("tool_calls") or ()]
+        own = dict(zip(sent, turn.call_ids, strict=True))
+        shown = [_with_id(one, own.get(one.get("tool_call_id"))) if one["role"] == "tool" else one for one in messages]
         try:
-            return self.model.template.ids(messages, turn.ids[-1])
+            return self.model.template.ids(shown, turn.ids[-1], count_calls(before[:-1]))
         except (NoTemplate, ValueError):
             return None
 
@@ -134,6 +138,11 @@ class Ledger:
             for turn in place.made
             if not turn.delivered or (not turn.taken and any(other.taken for other in place.made))
         ]
+
+
+def _with_id(result: Message, id: str | None) -> Message:
+    rest = {key: value for key, value in result.items() if key != "tool_call_id"}
+    return {**rest, "tool_call_id": id} if id else rest
 
 
 def message_key(message: Message) -> MessageKey:

@@ -13,14 +13,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from posttrain.conversations.formats.base import CallFormat
+from posttrain.conversations.formats.base import UNNAMED, CallFormat
 from posttrain.conversations.untrusted_text import Message, untrusted_text
 from posttrain.errors import UserError
 
 _PLACEHOLDER = "1f6a9c27e4"
 _QUESTION = {"role": "user", "content": "?"}
 _TURN = {"role": "assistant", "content": _PLACEHOLDER}
-_UNNAMED = "tool"
 
 
 class NoTemplate(UserError):
@@ -43,18 +42,37 @@ class CallMessages:
     """Whether a message may have several calls."""
     tools: Sequence[Mapping[str, Any]] | None = None
     """Tools that are shown while results are rendered: some templates cannot do without any (Hermes 2 and 3)."""
+    counted: bool = False
+    """Whether the template itself numbers the calls of a conversation, so that a result depends on those before it."""
 
-    def message(self, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> Message:
+    def message(self, calls: Sequence[tuple[str, Mapping[str, Any]]], ids: Sequence[str] = ()) -> Message:
         """The message of these calls: (name, arguments) of each."""
+        ids = ids or [self.format.call_id(name, number) for number, (name, _) in enumerate(calls)]
         made = [
             {
-                "id": self.format.call_id(name, number),
+                "id": id,
                 "type": "function",
                 "function": {"name": name, "arguments": json.dumps(given) if self.as_text else dict(given)},
             }
-            for number, (name, given) in enumerate(calls)
+            for id, (name, given) in zip(ids, calls, strict=True)
         ]
         return {"role": "assistant", "content": self.content, "tool_calls": made}
+
+    def placeholder(self, results: Sequence[Message], mark: str) -> Message:
+        """A turn with a call for each of these results; arguments begin with `mark`."""
+        calls = [(one["name"], {"text": f"{mark}{number}"}) for number, one in enumerate(results)]
+        return self.message(calls, [one["tool_call_id"] for one in results])
+
+    def earlier(self, count: int) -> list[Message]:
+        """So many calls, each with its result."""
+        found = list[Message]()
+        for number in range(count if self.counted else 0):
+            id = self.format.call_id(UNNAMED, number)
+            found += [
+                self.message([(UNNAMED, {"text": "?"})], [id]),
+                {"role": "tool", "content": "?", "name": UNNAMED, "tool_call_id": id},
+            ]
+        return found
 
 
 class MessageTemplate:
@@ -74,9 +92,11 @@ class MessageTemplate:
         more = {"tools": tools} if tools else {}
         return self.untrusted.ids(messages, lambda given: self.render(given, opens=True, **more))
 
-    def ids(self, messages: Sequence[Message], last_token: int) -> list[int]:
-        """What follows a turn of the model that has this last token: the messages, and the opening of its next turn."""
-        return self.untrusted.ids(messages, lambda given: self._after(given, last_token))
+    def ids(self, messages: Sequence[Message], last_token: int, calls_before: int = 0) -> list[int]:
+        """What follows a turn of the model that has this last token: the messages, and the opening of its next turn.
+        Results without the ids of their calls are those of its calls in order, behind `calls_before` earlier ones of
+        the conversation."""
+        return self.untrusted.ids(messages, lambda given: self._after(given, last_token, calls_before))
 
     def check_tools(self, schemas: Sequence[Mapping[str, Any]]) -> None:
         """Rejects a template that hides tools or their answers, or that rewrites earlier turns once a tool answered."""
@@ -87,7 +107,7 @@ class MessageTemplate:
             )
         shown = [{"role": "tool", "content": _PLACEHOLDER[::-1]}]
         try:
-            end, after = self._tails(shown)
+            end, after = self.tails(shown)
         except NoTemplate as error:
             raise NoToolsInTemplate(
                 "rollout.multi_turn.enable=True: the chat template refuses messages of the role `tool`: "
@@ -115,8 +135,8 @@ class MessageTemplate:
                 "model that was made for tools, or give the tokenizer another template (model.tokenizer_path)."
             )
 
-    def _after(self, messages: Sequence[Message], last_token: int) -> str:
-        end, text = self._tails(messages)
+    def _after(self, messages: Sequence[Message], last_token: int, calls_before: int) -> str:
+        end, text = self.tails(messages, calls_before)
         if not text.startswith(end):
             raise NoTemplate("The chat template ends a model's turn in another way once somebody has answered.")
         for message in messages:
@@ -132,24 +152,25 @@ class MessageTemplate:
             text = text.removeprefix(last)
         return text
 
-    def _tails(self, messages: Sequence[Message]) -> tuple[str, str]:
+    def tails(self, messages: Sequence[Message], calls_before: int = 0) -> tuple[str, str]:
         """What the template writes behind the model's turn: (its end, its end with the messages and the opening of the
         next turn). A placeholder stands for the turn."""
-        turn, mark, shown = _TURN, _PLACEHOLDER, list(messages)
-        names = [one.get("name") or _UNNAMED for one in messages if one["role"] == "tool"]
-        if self.calls and names:
-            names = names if self.calls.several else names[:1]
-            mark = f"{_PLACEHOLDER}{len(names) - 1}"  # stands in the last call
-            turn = self.calls.message([(name, {"text": f"{_PLACEHOLDER}{n}"}) for n, name in enumerate(names)])
-            shown = _with_ids(messages, [one["id"] for one in turn["tool_calls"]])
-        key, tools = str(turn), self.calls.tools if self.calls else None
+        turn, mark, shown, before = _TURN, _PLACEHOLDER, list(messages), [_QUESTION]
+        has_results = self.calls is not None and any(one["role"] == "tool" for one in messages)
+        if self.calls and has_results:
+            shown = self._identified(messages, calls_before)
+            answered = [one for one in shown if one["role"] == "tool"][: None if self.calls.several else 1]
+            turn = self.calls.placeholder(answered, _PLACEHOLDER)
+            mark = f"{_PLACEHOLDER}{len(answered) - 1}"  # stands in the last call
+            before += self.calls.earlier(calls_before)
+        key, tools = f"{len(before)} {turn}", self.calls.tools if self.calls else None
         if key not in self._ends:
-            if len(self._ends) > 100:  # a model may write any name into a call
+            if len(self._ends) > 1000:  # a model may write any name into a call
                 self._ends.clear()
-            self._ends[key] = self.render([_QUESTION, turn], opens=False, tools=tools).partition(mark)[2]
-        alone, text = self._ends[key], self.render([_QUESTION, turn, *shown], opens=True, tools=tools)
+            self._ends[key] = self.render([*before, turn], opens=False, tools=tools).partition(mark)[2]
+        alone, text = self._ends[key], self.render([*before, turn, *shown], opens=True, tools=tools)
         text = text[text.index(mark) + len(mark) :]
-        if self.calls and names:
+        if self.calls and has_results:
             alone, text = self._behind_calls(alone, text, self.calls.format)
         if not text.startswith(alone):
             alone = self._without_opening(alone, tools)
@@ -160,6 +181,18 @@ class MessageTemplate:
             found = max((one for one in self.untrusted.special if begin.startswith(one)), key=len, default="")
             alone = text[: len(text) - len(begin)] + found if found else alone
         return alone, text
+
+    def _identified(self, messages: Sequence[Message], calls_before: int) -> list[Message]:
+        """The messages, results with the names and ids of the calls that they answer."""
+        assert self.calls is not None
+        found, ids = list[Message](), list[str]()
+        for one in messages:
+            if one["role"] == "tool":
+                name = one.get("name") or UNNAMED
+                ids.append(one.get("tool_call_id") or self.calls.format.call_id(name, calls_before + len(ids)))
+                one = {**one, "name": name, "tool_call_id": ids[-1 if self.calls.several else 0]}
+            found.append(one)
+        return found
 
     def _behind_calls(self, alone: str, text: str, form: CallFormat) -> tuple[str, str]:
         """What stands behind the calls of the turn, where nothing follows it and where results do."""
@@ -179,7 +212,7 @@ class MessageTemplate:
     def _shows(self, message: Message) -> bool:
         """Whether the template shows such messages at all: it may quote them, and so spell them differently."""
         shown = [{**message, "content": _PLACEHOLDER[::-1]}]
-        return _PLACEHOLDER[::-1] in self._tails(shown)[1]
+        return _PLACEHOLDER[::-1] in self.tails(shown)[1]
 
     def render(self, messages: Sequence[Message], *, opens: bool, **more: Any) -> str:
         """The messages as text; `opens` begins the model's next turn behind them."""
@@ -195,14 +228,3 @@ class MessageTemplate:
             raise
         except Exception as error:  # templates raise errors of their own making, such as an unsupported role
             raise NoTemplate(f"The chat template refuses these messages: {error}") from error
-
-
-def _with_ids(messages: Sequence[Message], ids: Sequence[str]) -> list[Message]:
-    """Tool results with the names and ids of the calls that they answer."""
-    left = iter(ids)
-    return [
-        {**one, "name": one.get("name") or _UNNAMED, "tool_call_id": next(left, ids[-1])}
-        if one["role"] == "tool"
-        else one
-        for one in messages
-    ]

@@ -121,3 +121,37 @@ def test_the_same_turn_may_be_continued_twice():
         prompt, _ = talk.ask([ASK, message, {"role": "user", "content": text}], "x")
         assert prompt[: len(before)] == before
     assert talk.counts() == (2, 1, 0) and not talk.ledger.unused()
+
+
+def kimi(number):
+    call = f'<|tool_call_begin|>functions.add:{number}<|tool_call_argument_begin|>{{"a": {number}, "b": 2}}'
+    return f"<|tool_calls_section_begin|>{call}<|tool_call_end|><|tool_calls_section_end|>"
+
+
+@pytest.mark.parametrize("renamed", [False, True])
+def test_results_are_shown_with_the_ids_that_the_model_wrote_whatever_the_client_calls_them(renamed):
+    talk, messages = Talk("Kimi K2"), [ASK]
+    for number in (4, 5):
+        prompt, (message,) = talk.ask(messages, kimi(number))
+        (call,) = message["tool_calls"]
+        assert call["id"] == f"functions.add:{number}"
+        if renamed:
+            call["id"] = f"toolu_{number}"
+        messages += [message, result(call["id"], f"result {number}")]
+    prompt, _ = talk.ask(messages, "done")
+    text = talk.model.template.tokenizer.decode(prompt, skip_special_tokens=False)
+    assert "## Return of functions.add:4\nresult 4" in text and "## Return of functions.add:5\nresult 5" in text
+    assert "toolu" not in text and talk.counts() == (2, 1, 0)
+
+
+def test_results_are_counted_behind_the_calls_of_earlier_turns():
+    talk, messages = Talk("Command A"), [ASK]
+    call = '<|START_ACTION|>[\n    {"tool_call_id": "%d", "tool_name": "add", "parameters": {"a": %d}}\n]<|END_ACTION|>'
+    for number in (0, 1):
+        _, (message,) = talk.ask(messages, call % (number, number))
+        messages += [message, result(message["tool_calls"][0]["id"], f"result {number}")]
+    prompt, _ = talk.ask(messages, "done")
+    text = talk.model.template.tokenizer.decode(prompt, skip_special_tokens=False)
+    for number in (0, 1):
+        assert f'{{"tool_call_id": "{number}", "results": {{"0": "result {number}"}}' in text
+    assert talk.counts() == (2, 1, 0)

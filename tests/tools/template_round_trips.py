@@ -221,15 +221,21 @@ class _Conversation:
                 (f"{where}, twice", again, self.results(again)),
                 ("then the user", answer, [_MORE]),
             ):
-                _, sampled = self.turn(turn, *before)
-                text += sampled + self.behind(sampled, told)
+                prompt, sampled = self.turn(turn, *before)
+                text += sampled + self.behind(
+                    prompt, sampled, told, sum(len(one.get("tool_calls", ())) for one in before)
+                )
                 before += [turn, *told]
                 yield from self.compare(words, text, self.render(*before, opens=True))
 
-    def behind(self, sampled: str, messages: Sequence[Mapping[str, Any]]) -> str:
+    def behind(self, prompt: str, sampled: str, messages: Sequence[Mapping[str, Any]], calls_before: int) -> str:
+        """What a run shows behind a turn. Of ids it knows those that the turn itself has."""
         last = self.template.untrusted.encode(sampled)[-1]
         told = [{key: one[key] for key in ("role", "content", "name") if key in one} for one in messages]
-        return self.tokenizer.decode(self.template.ids(told, last), skip_special_tokens=False)
+        if told[0]["role"] == "tool":
+            ids = self.form.ids_of(self.form.read(open_thinking(prompt) + sampled), calls_before)
+            told = [{**one, "tool_call_id": id} for one, id in zip(told, ids, strict=True)]
+        return self.tokenizer.decode(self.template.ids(told, last, calls_before), skip_special_tokens=False)
 
     def compare(self, where: str, appended: str, whole: str) -> Iterator[tuple[str, str]]:
         if appended == whole:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from posttrain.conversations.tools.arguments import MOST_NESTED, is_shallow
 from posttrain.conversations.tools.base import ToolCall
 from posttrain.registry import Registry
 
+UNNAMED = "tool"
+"""The name of a call that could not be read, in its result."""
 AUTO = "auto"
 """The setting that leaves the choice of a format to the chat template."""
 _DECODER = json.JSONDecoder()
@@ -52,6 +55,8 @@ class CallFormat(ABC):
     """The text that ends the calls of a turn. What a chat template writes behind it ends the turn itself."""
     word_marks: re.Pattern[str] | None = None
     """Marks that stand around or behind the words of a turn, and are none of them."""
+    id_form: ClassVar[re.Pattern[str]] = re.compile(r"[\w.:-]{1,80}")
+    """Ids of calls that the model may choose itself. Chat templates write ids as they are."""
     stop: tuple[str, ...] = ()
     """Texts that end a turn, besides those of the settings: for models that do not end it behind a call themselves."""
 
@@ -82,6 +87,15 @@ class CallFormat(ABC):
     def call_id(self, name: str, number: int) -> str:
         """The id of a call in messages. Mistral's templates require nine letters and digits."""
         return f"call{number:05d}"
+
+    def ids_of(self, calls: Sequence[ToolCall | Unreadable], before: int) -> list[str]:
+        """The ids of a turn's calls, behind so many calls in the conversation: those that the model wrote, if each has
+        one of its own."""
+        own = [call.id or "" for call in calls if isinstance(call, ToolCall)]
+        if len(set(own)) == len(calls) and all(map(self.id_form.fullmatch, own)):
+            return own
+        names = [call.name if isinstance(call, ToolCall) else UNNAMED for call in calls]
+        return [self.call_id(name, before + number) for number, name in enumerate(names)]
 
     def read_json(self, name: str, arguments: str) -> ToolCall | Unreadable:
         """A call whose arguments are a JSON object, with its name beside them."""
@@ -214,6 +228,11 @@ def read_call(found: Any, key: str) -> ToolCall | Unreadable:
     if not is_shallow(arguments):
         return Unreadable(f'The "{key}" of a tool call may be nested {MOST_NESTED} deep at most.')
     return ToolCall(name, arguments)
+
+
+def with_id(call: ToolCall | Unreadable, id: Any) -> ToolCall | Unreadable:
+    """The call with the id that the model wrote, if it is one."""
+    return replace(call, id=id) if isinstance(call, ToolCall) and isinstance(id, str) else call
 
 
 def write_call(call: ToolCall, key: str) -> str:

@@ -8,7 +8,7 @@ from abc import abstractmethod
 from collections.abc import Iterator
 from typing import Any
 
-from posttrain.conversations.formats.base import FORMATS, BlockFormat, Unreadable
+from posttrain.conversations.formats.base import FORMATS, BlockFormat, Unreadable, with_id
 from posttrain.conversations.tools.base import ToolCall
 
 
@@ -17,11 +17,15 @@ class JsonArguments(BlockFormat):
 
     def read_block(self, inner: str) -> Iterator[ToolCall | Unreadable]:
         name, arguments = self.take_apart(inner)
-        yield self.read_json(name, arguments)
+        yield with_id(self.read_json(name, arguments), self.take_id(inner))
 
     @abstractmethod
     def take_apart(self, inner: str) -> tuple[str, str]:
         """(the name, the arguments as JSON) of a call. What is no JSON makes it unreadable."""
+
+    def take_id(self, inner: str) -> str | None:
+        """The id that the model gave a call; None in formats without ids."""
+        return None
 
 
 class DeepseekV3(JsonArguments):
@@ -69,6 +73,9 @@ class KimiK2(JsonArguments):
         name, colon, number = call_id.strip().removeprefix("functions.").rpartition(":")
         return (name if colon and number.isdigit() else call_id), arguments
 
+    def take_id(self, inner: str) -> str:
+        return inner.partition("<|tool_call_argument_begin|>")[0].strip()
+
     def write(self, call: ToolCall) -> str:
         arguments = json.dumps(call.arguments, ensure_ascii=False)
         inner = f"<|tool_call_begin|>{self.call_id(call.name, 0)}<|tool_call_argument_begin|>{arguments}"
@@ -79,6 +86,36 @@ class KimiK2(JsonArguments):
 
 
 FORMATS.add("kimi_k2", KimiK2())
+
+
+class SolarOpen(JsonArguments):
+    """Thinking, words and calls are messages of one turn.
+
+    <|think|>...<|end|><|begin|>assistant<|tool_calls|><|tool_call:begin|>ID<|tool_call:name|>search<|tool_call:args|>
+    {"query": "..."}<|tool_call:end|>
+    """
+
+    models = "Solar Open"
+    opening = "<|tool_calls|>"
+    closing = "<|tool_call:end|>"
+    streams = False
+    block = ("<|tool_call:begin|>", "<|tool_call:end|>")
+    word_marks = re.compile(r"<\|end\|>|(?:<\|begin\|>assistant)?<\|content\|>|<\|begin\|>assistant")
+
+    def take_apart(self, inner: str) -> tuple[str, str]:
+        name, _, arguments = inner.partition("<|tool_call:name|>")[2].partition("<|tool_call:args|>")
+        return name, arguments
+
+    def take_id(self, inner: str) -> str:
+        return inner.partition("<|tool_call:name|>")[0]
+
+    def write(self, call: ToolCall) -> str:
+        arguments = json.dumps(call.arguments, ensure_ascii=False)
+        inner = f"{self.call_id(call.name, 0)}<|tool_call:name|>{call.name}<|tool_call:args|>{arguments}"
+        return f"{self.opening}<|tool_call:begin|>{inner}{self.closing}"
+
+
+FORMATS.add("solar_open", SolarOpen())
 
 
 class Gemma4(JsonArguments):

@@ -15,6 +15,7 @@ from posttrain.conversations.formats.base import (
     no_object,
     read_call,
     skip_thinking,
+    with_id,
     write_call,
 )
 from posttrain.conversations.tools.base import ToolCall
@@ -178,8 +179,9 @@ class Mistral(BlockFormat):
     # `*+` does not backtrack: thousands of blanks would take quadratic time.
     _begin = re.compile(r"\s*+(?:\[TOOL_CALLS\]\s*+)?+(?=[\[{])")
     _named = re.compile(
-        r"\s*+(?:\[TOOL_CALLS\])?+([^\s\[\]{}]{1,200})(?:\[CALL_ID\][^\[\]]{0,200})?(?:\[ARGS\])?\s*+(?=\{)"
+        r"\s*+(?:\[TOOL_CALLS\])?+([^\s\[\]{}]{1,200})(?:\[CALL_ID\]([^\[\]]{0,200}))?(?:\[ARGS\])?\s*+(?=\{)"
     )
+    id_form = re.compile(r"[A-Za-z0-9]{9}")
 
     def read_block(self, inner: str) -> Iterator[ToolCall | Unreadable]:
         place = 0
@@ -190,9 +192,10 @@ class Mistral(BlockFormat):
                 yield self.explain()
                 return
             if found.re is self._named:
-                yield read_call({"name": found[1], "arguments": value}, "arguments")
+                yield with_id(read_call({"name": found[1], "arguments": value}, "arguments"), found[2])
             else:
-                yield from (read_call(one, "arguments") for one in (value if isinstance(value, list) else [value]))
+                for one in value if isinstance(value, list) else [value]:
+                    yield with_id(read_call(one, "arguments"), one.get("id") if isinstance(one, dict) else None)
         if not place:
             yield self.explain()
 

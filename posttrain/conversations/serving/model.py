@@ -22,6 +22,7 @@ from posttrain.conversations.serving.requests import (
     Delta,
     Message,
     ModelRequest,
+    count_calls,
     name_results,
 )
 from posttrain.conversations.serving.turns import TurnReader, TurnStream, decode
@@ -178,7 +179,7 @@ class ServedModel:
 
     def _reader(self, request: ModelRequest, prompt_ids: Sequence[int]) -> TurnReader:
         tools = {one["function"]["name"]: one["function"] for one in request.tools} if request.read_calls else {}
-        before = sum(len(message.get("tool_calls") or ()) for message in request.messages)
+        before = count_calls(request.messages)
         return TurnReader.of(
             self.template.tokenizer,
             None if request.prompts else self.format,

@@ -253,6 +253,10 @@ def text_of(content: Any, where: str, kinds: Sequence[str] = ("text",)) -> str:
     return "".join(texts)
 
 
+def count_calls(messages: Sequence[Message]) -> int:
+    return sum(len(message.get("tool_calls") or ()) for message in messages)
+
+
 def name_results(messages: Sequence[Message]) -> list[Message]:
     """Messages whose tool results have the names of the functions they come from, which some chat templates show."""
     names: dict[str, Any] = {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -30,7 +30,7 @@ class TurnReader:
     opened: str
     """The mark with which the prompt has opened the model's thinking; empty if it has not."""
     calls_before: int = 0
-    """Tool calls of earlier turns: ids of new ones count on, so that they depend on the conversation alone."""
+    """Tool calls of earlier turns: ids that the model did not write count on, and depend on the conversation alone."""
 
     @classmethod
     def of(
@@ -52,7 +52,7 @@ class TurnReader:
         if len(calls) < len(found):
             calls = []
         thinking, words = self.format.split(self._opened(text), has_calls=bool(calls))
-        ids = [self.format.call_id(call.name, self.calls_before + number) for number, call in enumerate(calls)]
+        ids = self.format.ids_of(calls, self.calls_before)
         return Turn(self.clean(words), self.clean(thinking), calls, ids, stop)
 
     def _opened(self, text: str) -> str:
@@ -62,7 +62,8 @@ class TurnReader:
         """Some formats write all arguments as texts; the tool's schema has their types."""
         parameters = self.tools.get(call.name, {}).get("parameters")
         try:
-            return ToolCall(call.name, convert_arguments(call.name, parameters, call.arguments)) if parameters else call
+            given = convert_arguments(call.name, parameters, call.arguments) if parameters else call.arguments
+            return replace(call, arguments=given)
         except (ArgumentError, TypeError, AttributeError, ValueError):  # a schema may be anything that is JSON
             return call
 

@@ -21,6 +21,8 @@ class ToolCall:
 
     name: str
     arguments: dict[str, Any]
+    id: str | None = field(default=None, compare=False)
+    """The id that the model gave it, in formats where models write one: its result is shown with this id."""
 
 
 @dataclass(frozen=True)

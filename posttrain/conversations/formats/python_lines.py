@@ -1,17 +1,21 @@
-"""`llama_pythonic`: what Llama 3.2, Llama 4 and LFM2 write: a turn that is a Python list of calls. It is parsed, never
-evaluated.
-
-[search(query="..."), add(a=1, b=2)]
-"""
+"""Formats in which calls are lines of Python: a list, or lines between two marks. They are parsed, never evaluated."""
 
 from __future__ import annotations
 
 import ast
 import re
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
-from posttrain.conversations.formats.base import FORMATS, CallFormat, Unreadable, read_call, skip_thinking
+from posttrain.conversations.formats.base import (
+    FORMATS,
+    BlockFormat,
+    CallFormat,
+    Unreadable,
+    read_call,
+    skip_thinking,
+)
 from posttrain.conversations.tools.base import ToolCall
 
 _CALLS = re.compile(r"\[\s*[A-Za-z_][\w.]{0,200}\s*\(")
@@ -19,10 +23,14 @@ _START = re.compile(r"<\|python_start\|>|<\|tool_call_start\|>")
 _END = re.compile(r"<[^<>\s]{1,40}>\Z")  # a special token behind the list
 _NAMES = {"true": True, "false": False, "null": None}  # JSON's words, which models mix in
 _LONGEST = 100_000
+_TEXT = r'"""(?:[^\\]|\\.)*?"""|\'\'\'(?:[^\\]|\\.)*?\'\'\'|"(?:[^"\\\n]|\\.)*+"|\'(?:[^\'\\\n]|\\.)*+\''
 
 
 class LlamaPythonic(CallFormat):
-    """A list at the beginning of a turn. A list of anything but calls is an answer."""
+    """A list at the beginning of a turn. A list of anything but calls is an answer.
+
+    [search(query="..."), add(a=1, b=2)]
+    """
 
     models = "Llama 3.2, Llama 4, LFM2"
     closing = "]"
@@ -45,6 +53,62 @@ class LlamaPythonic(CallFormat):
 
 
 FORMATS.add("llama_pythonic", LlamaPythonic())
+
+
+class PythonBlock(BlockFormat):
+    """A call is a line, and its arguments are literals with their names."""
+
+    def read_block(self, inner: str) -> Iterator[ToolCall | Unreadable]:
+        calls = [read_python(one) or self.explain() for one in parse_python(self.source(inner).strip())]
+        yield from calls or [self.explain()]
+
+    def source(self, inner: str) -> str:
+        """The lines of a block."""
+        return inner
+
+    def block_end(self, text: str, place: int, closing: str) -> int:
+        found = re.compile(f"{_TEXT}|{re.escape(closing)}", re.DOTALL).finditer(text, place)
+        return next((one.start() for one in found if one[0] == closing), -1)
+
+    def write(self, call: ToolCall) -> str:
+        return f"{self.opening}\n{write_python(call)}\n{self.closing}"
+
+
+class MiniCpm(PythonBlock):
+    """The lines stand in a fenced block.
+
+    <|thought_start|>...<|thought_end|><|tool_call_start|>
+    ```python
+    search(query="...")
+    ```
+    <|tool_call_end|>
+    """
+
+    models = "MiniCPM3, MiniCPM4"
+    opening = "<|tool_call_start|>"
+    closing = "<|tool_call_end|>"
+    _fence = re.compile(r"\s*+```(?:python)?\n(.*?)(?:\n?```)?\s*\Z", re.DOTALL)
+
+    def source(self, inner: str) -> str:
+        found = self._fence.match(inner)
+        return found[1] if found else inner
+
+    def write(self, call: ToolCall) -> str:
+        return f"{self.opening}\n```python\n{write_python(call)}\n```\n{self.closing}"
+
+
+FORMATS.add("minicpm", MiniCpm())
+
+
+class Olmo3(PythonBlock):
+    """<function_calls>search(query="...")</function_calls>, with a line for each call."""
+
+    models = "OLMo 3"
+    opening = "<function_calls>"
+    closing = "</function_calls>"
+
+
+FORMATS.add("olmo3", Olmo3())
 
 
 def parse_python(source: str) -> list[ast.expr]:
