@@ -175,7 +175,7 @@ def test_thousands_of_calls_in_a_turn_end_a_response_that_has_no_room_for_their_
     rendered = []
     plain = MessageTemplate.ids
     monkeypatch.setattr(
-        MessageTemplate, "ids", lambda self, told, last: rendered.append(len(told)) or plain(self, told, last)
+        MessageTemplate, "ids", lambda self, told, *rest: rendered.append(len(told)) or plain(self, told, *rest)
     )
 
     def script(read: str, seed: int) -> str:
