@@ -40,11 +40,18 @@ INLINE_BYTES = 4096
 """Smaller blocks travel with what refers to them: an object costs a rank about a millisecond."""
 
 
-class RayHolder(Holder):
-    """A block in the store. `refs` is the list of a message's references, filled when it has arrived. Where an object
-    is a list of blocks, `part` is the number of this one."""
+class Refs(list[Any]):
+    """The references of a message, filled when it has arrived."""
 
-    def __init__(self, refs: list[Any], number: int, part: int | None = None) -> None:
+    # What the receiver does until an object can be read. A rank may wait without end: the driver watches it. The driver
+    # itself must notice when the owner stands still.
+    wait_for: Callable[[Any], object] | None = None
+
+
+class RayHolder(Holder):
+    """A block in the store. Where an object is a list of blocks, `part` is the number of this one."""
+
+    def __init__(self, refs: Refs, number: int, part: int | None = None) -> None:
         self._refs, self._number, self.part = refs, number, part
         self._block: Block | None = None
 
@@ -58,6 +65,8 @@ class RayHolder(Holder):
         import ray
         from ray.exceptions import ObjectLostError
 
+        if self._refs.wait_for is not None:
+            self._refs.wait_for(self.ref)
         try:
             found: Any = ray.get(self.ref)
         except ObjectLostError as error:
@@ -86,7 +95,7 @@ def put_block(block: Block) -> Holder:
         return Held(block)
     import ray
 
-    return RayHolder([ray.put(block)], 0)
+    return RayHolder(Refs([ray.put(block)]), 0)
 
 
 def put_beside(blocks: list[Block], block: Block) -> Holder:
@@ -118,18 +127,20 @@ def pack(value: Any) -> Parcel:
     buffers: list[np.ndarray] = []
     stream = io.BytesIO()
     pickler = _Pickler(stream, protocol=5, buffer_callback=lambda buffer: buffers.append(_bytes_of(buffer)))
-    pickler.refs, pickler.slot = [], []
+    pickler.refs, pickler.slot = [], Refs()
     # References travel beside the pickle, where Ray sees them: it keeps an object as long as one of them is held.
     pickler.dump((pickler.slot, value))
     return stream.getvalue(), buffers, pickler.refs
 
 
-def unpack(parcel: Parcel, beside: Any = None) -> Any:
-    """The value again, with arrays and tensors of its own; `beside` is the reference to what travelled beside it."""
+def unpack(parcel: Parcel, beside: Any = None, wait_for: Callable[[Any], object] | None = None) -> Any:
+    """The value again, with arrays and tensors of its own; `beside` is the reference to what travelled beside it.
+    `wait_for` is called before one of its blocks is read from the store."""
     pickled, buffers, refs = parcel
     # Copied: Ray's store hands out read-only memory, and torch must not write into what another rank reads.
     slot, value = pickle.loads(pickled, buffers=[bytearray(buffer.data) for buffer in buffers])
     slot.extend(beside if ref is None else ref for ref in refs)
+    slot.wait_for = wait_for
     return value
 
 
@@ -146,7 +157,7 @@ class _Pickler(cloudpickle.Pickler):
     """Knows functions and classes of scripts and notebooks, tensors as arrays, and blocks of Ray's store."""
 
     refs: list[Any]
-    slot: list[Any]  # empty while it is pickled; filled with `refs` where it is unpacked
+    slot: Refs  # empty while it is pickled; filled with `refs` where it is unpacked
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, RayHolder):

@@ -226,7 +226,8 @@ class RankWatch:
     def fetch(self, ref: Any, beside: Any = None) -> Any:
         """What a rank answered, private to this process; its error is raised, or what caused that. `beside` is the
         reference to the call's second result, if it has one."""
-        value = unpack(self.plain(ref), beside)
+        # Rows of the value that lie with a worker are read later, and waited for as an answer is.
+        value = unpack(self.plain(ref), beside, lambda rows: self.wait([rows]))
         if isinstance(value, Failure):
             raise self._cause_of(value.as_raised())
         return value

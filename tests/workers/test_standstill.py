@@ -313,7 +313,7 @@ def test_the_loss_of_a_worker_is_noticed_though_one_before_it_does_not_answer(mo
 
 def test_rows_that_are_lost_with_their_worker_are_a_lost_worker_and_named_by_it_where_ray_knows(monkeypatch):
     ray = pytest.importorskip("ray")
-    from posttrain.controller.rank_host import Failure, RayHolder, _portable, pack
+    from posttrain.controller.rank_host import Failure, RayHolder, Refs, _portable, pack
     from posttrain.controller.ray_ranks import RankWatch
 
     def get(ref: Any) -> Any:
@@ -321,7 +321,7 @@ def test_rows_that_are_lost_with_their_worker_are_a_lost_worker_and_named_by_it_
 
     monkeypatch.setattr(ray, "get", get)
     with pytest.raises(WorkerDied, match="lost with the worker, or the machine, that had made them") as lost:
-        RayHolder([None], 0).get()
+        RayHolder(Refs([None]), 0).get()
     watch, answer = RankWatch(3.0, print), pack(Failure(_portable(lost.value), 1, "its trace"))
     monkeypatch.setattr(watch, "plain", lambda ref: answer)
     monkeypatch.setattr(watch, "_states", dict)
@@ -332,3 +332,21 @@ def test_rows_that_are_lost_with_their_worker_are_a_lost_worker_and_named_by_it_
     with pytest.raises(WorkerDied, match="Rank 1 died") as death:
         watch.fetch("ref")
     assert "that had made them" in str(death.value.__cause__)
+
+
+def test_the_driver_reads_rows_of_a_worker_as_it_waits_for_an_answer_and_notices_that_it_is_stopped(monkeypatch):
+    ray = pytest.importorskip("ray")
+    from posttrain.controller.rank_host import RayHolder, Refs, pack, unpack
+    from posttrain.controller.ray_ranks import RankWatch
+
+    def wait(refs: Any) -> Any:
+        if refs == ["rows"]:
+            raise WorkerStopped("Rank 1 has been stopped")
+        return refs, []
+
+    watch, answer = RankWatch(3.0, print), pack({"rows": RayHolder(Refs(["rows"]), 0)})
+    monkeypatch.setattr(ray, "get", {"answer": answer, "rows": {}}.get)
+    monkeypatch.setattr(watch, "wait", wait)
+    with pytest.raises(WorkerStopped, match="Rank 1 has been stopped"):
+        watch.fetch("answer")["rows"].get()
+    assert unpack(pack(watch.fetch("answer")))["rows"].get() == {}  # sent on to a rank, which the driver watches
