@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import select
 import signal
+import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -30,12 +31,13 @@ class Called:
 
 
 class Host:
-    """A MachineHost in this process; `end` loses its machine."""
+    """A MachineHost in this process; `end` loses its machine, `hang` stops it as SIGSTOP does."""
 
     def __init__(self) -> None:
         self.host, self.gone = host.MachineHost(os.getcwd(), {"OF_THE_DRIVER": "1"}), False
-        groups = {name: ThreadPoolExecutor(1) for name in ("", cluster.READING, cluster.PREPARING)}
-        for name in ("prepare", "start", "write", "kill"):
+        self.goes_on = threading.Event()
+        self.groups = groups = {name: ThreadPoolExecutor(1) for name in ("", cluster.READING, cluster.PREPARING)}
+        for name in ("prepare", "start", "write", "kill", "is_stopped", "printed"):
             setattr(self, name, Called(getattr(self.host, name), groups))
         self.read = Called(self._read, groups)
         self.machine: Any = None  # as the driver knows it
@@ -52,6 +54,10 @@ class Host:
     def processes(self) -> list[int]:
         """Of workers that run."""
         return [pid_of(worker) for worker in list(self.host._workers.values())]
+
+    def hang(self) -> None:
+        for threads in self.groups.values():
+            threads.submit(self.goes_on.wait)
 
     def is_noticed(self) -> bool:
         """Whether the driver knows that the machine is lost."""
@@ -78,6 +84,7 @@ def other_hosts(monkeypatch: pytest.MonkeyPatch, count: int, cores: int = 1) -> 
     monkeypatch.setattr(ray, "kill", Host.end)
     monkeypatch.setattr(host, "LOOK_S", 0.2)
     monkeypatch.setattr(cluster, "LOOK_S", 0.2)
+    monkeypatch.setattr(cluster, "SILENT_LOOKS", 500)  # hosts answer late where this machine is busy
     hosts = [Host() for _ in range(count)]
     for number, one in enumerate(hosts, 2):
         one.machine = Machine(one, f"10.0.0.{number}", cores)
@@ -87,6 +94,7 @@ def other_hosts(monkeypatch: pytest.MonkeyPatch, count: int, cores: int = 1) -> 
     finally:
         machines.close()
         for one in hosts:
+            one.goes_on.set()
             for starter in one.host._starters.values():
                 if hasattr(starter, "close"):
                     starter.close()

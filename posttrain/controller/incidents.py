@@ -127,6 +127,11 @@ def printed_lines(files: Sequence[str]) -> list[str]:
     for file in files:
         with suppress(OSError):
             lines += Path(file).read_text(encoding="utf-8", errors="replace").splitlines()
+    return without_marks(lines)
+
+
+def without_marks(lines: Sequence[str]) -> list[str]:
+    """Lines of Ray's files without those that Ray itself writes."""
     return [line for line in lines if line and not line.startswith((":job_id:", ":actor_name:"))]
 
 

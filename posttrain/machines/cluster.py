@@ -30,6 +30,9 @@ from posttrain.machines.host import LOOK_S, End, MachineHost, Starter, WorkerPro
 ANSWER_S = 120.0  # for all machines to start their hosts, and to make ready for a kind of workers
 # Groups of calls of the actor, each in a thread of its own: nothing waits for a worker to write, or for a user's file.
 READING, PREPARING = "reading", "preparing"
+# A host answers after LOOK_S at the latest. One that was stopped stays connected, so only its silence shows it.
+SILENT_LOOKS = 6
+LOOKUP_S = 5.0  # for a host to say whether a worker is stopped, or what was printed
 
 
 class RemoteWorker:
@@ -57,8 +60,8 @@ class RemoteWorker:
         return self.ended().killed
 
     def is_stopped(self) -> bool:
-        """Whether a signal has stopped it: unknown on other machines."""
-        return False
+        """Whether a signal has stopped it, or its host: one that does not answer is taken for stopped."""
+        return self.end is None and self.machine.is_stopped(self._number)
 
     def stop(self) -> bool:
         """Has it killed; says whether its end is known. If not, its channel ends when its machine has reported it."""
@@ -81,6 +84,7 @@ class Machine:
         self._workers: dict[int, RemoteWorker] = {}
         self._numbers = count()
         self._wake = Wake()
+        self._is_silent = False  # it did not answer when it was asked for a worker, and nothing has come since
         for work in (self._pass_to_workers, self._pass_from_workers):
             threading.Thread(target=work, name=f"workers on {address}", daemon=True).start()
 
@@ -89,8 +93,8 @@ class Machine:
         self._ready[kind] = leave_out
 
     def can_start(self, kind: str) -> bool:
-        """Whether it starts workers of a kind."""
-        return kind in self._ready and not self.lost
+        """Whether it starts workers of a kind now."""
+        return kind in self._ready and not self.lost and not self._is_silent
 
     def start(self, kind: str) -> RemoteWorker:
         """Starts a worker of a kind for which the machine was prepared."""
@@ -105,6 +109,25 @@ class Machine:
     def kill(self, number: int) -> None:
         if not self.lost:
             self.host.kill.remote(number)
+
+    def is_stopped(self, number: int) -> bool:
+        import ray
+
+        if not self._is_silent:
+            try:
+                return ray.get(self.host.is_stopped.remote(number), timeout=LOOKUP_S)
+            except Exception:  # also where the machine is lost
+                self._is_silent = True
+        return True
+
+    def printed(self) -> list[str]:
+        """What its host and workers have printed there; nothing where the machine does not answer."""
+        import ray
+
+        try:
+            return ray.get(self.host.printed.remote(), timeout=LOOKUP_S)
+        except Exception:
+            return []
 
     def forget(self, number: int) -> None:
         worker = self._workers.pop(number, None)
@@ -122,17 +145,31 @@ class Machine:
                 if data := relay.read():
                     self.host.write.remote(numbers[relay], data)
 
+    def _read(self) -> Any:
+        """What has arrived there; a TimeoutError where the host does not answer."""
+        import ray
+
+        asked = self.host.read.options(concurrency_group=READING).remote()
+        for _ in range(SILENT_LOOKS):  # looks are counted, not seconds: this process itself may have been stopped
+            with contextlib.suppress(TimeoutError):
+                return ray.get(asked, timeout=LOOK_S)
+        raise TimeoutError
+
     def _pass_from_workers(self) -> None:
         import ray
 
         while not self.lost:
             try:
-                arrived = ray.get(self.host.read.options(concurrency_group=READING).remote())
-            except Exception:  # the actor, its machine or the whole Ray is gone
+                arrived = self._read()
+            except Exception as error:  # the actor, its machine or the whole Ray is gone, or stands still
                 if not self.lost:
-                    self._leave_out(list(self._ready), "it was lost")
+                    silent = f"it did not answer for {SILENT_LOOKS * LOOK_S:g} s"
+                    self._leave_out(list(self._ready), silent if isinstance(error, TimeoutError) else "it was lost")
                 self._end_all()
+                with contextlib.suppress(Exception):
+                    ray.kill(self.host)  # one that stood still may go on, with workers that nothing listens to
                 return
+            self._is_silent = False
             for number, data, end in arrived:
                 worker = self._workers.get(number)
                 if worker is not None:
@@ -232,6 +269,12 @@ class Machines:
                 machine.set_ready(kind, partial(_say_left_out, say, problem, machine.address))
                 ready.append(machine)
         return ready
+
+    def printed(self) -> Iterator[tuple[str, list[str]]]:
+        """(address, what was printed there) of each machine."""
+        for machine in self._machines:
+            if not machine.lost:
+                yield machine.address, machine.printed()
 
     def close(self) -> None:
         """Ends what they run."""

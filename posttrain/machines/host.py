@@ -11,6 +11,7 @@ import os
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 from posttrain import cores
@@ -91,6 +92,16 @@ class MachineHost:
             return str(error) or type(error).__name__
         return ""
 
+    def printed(self) -> list[str]:
+        """What this process and its workers have printed into Ray's files here: all that bypasses a worker's own
+        streams, such as the last words of one that crashed."""
+        lines: list[str] = []
+        with contextlib.suppress(OSError):
+            for file in dict.fromkeys(os.readlink(f"/proc/self/fd/{stream}") for stream in (1, 2)):
+                if os.path.isfile(file):
+                    lines += Path(file).read_text(encoding="utf-8", errors="replace").splitlines()
+        return lines
+
     def start(self, number: int, kind: str) -> None:
         with self._lock:
             try:
@@ -113,6 +124,12 @@ class MachineHost:
         with self._lock:
             self._end(number, kill=True)
         self._wake.set()
+
+    def is_stopped(self, number: int) -> bool:
+        """Whether a signal has stopped a worker."""
+        with self._lock:
+            worker: Any = self._workers.get(number)  # of rewards: others are not asked for it
+            return worker is not None and worker.is_stopped()
 
     def read(self) -> Arrived:
         """What workers have written, and which have ended, as soon as there is something."""

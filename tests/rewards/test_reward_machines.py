@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -16,6 +17,7 @@ from other_machines import other_hosts
 from patience import until
 
 from posttrain.config.rollout import CustomRewardConfig
+from posttrain.machines import cluster
 from posttrain.rewards.loading import resolve_reward
 from posttrain.rewards.pool import RewardPool
 from posttrain.rewards.types import RewardItem
@@ -94,6 +96,50 @@ def test_a_machine_that_is_lost_fails_no_score(pool, others):
     found = pool.wait_all()
     assert len(found) == 200 and not [result.error for result in found.values() if result.error]
     assert pool._crew.places.room == 2  # the driver's, and the other machine's
+
+
+def test_a_machine_that_stands_still_fails_no_score_and_is_left_out(tmp_path, others, monkeypatch):
+    """Its host is stopped and stays connected, so that Ray reports nothing."""
+    hosts, machines = others
+    (tmp_path / "own.py").write_text(FILE)
+    spec, said = resolve_reward(CustomRewardConfig(path=str(tmp_path / "own.py"))), list[str]()
+    monkeypatch.setattr(cluster, "LOOKUP_S", 0.2)
+    with RewardPool(spec, num_workers=1, timeout_s=5.0) as pool:
+        pool.spread(machines, said.append)
+        score_until_all_work(pool, hosts, 0)
+        hosts[0].hang()
+        pool.submit_many(items(5000, 200))
+        found = pool.wait_all()
+        assert len(found) == 200 and not [result.error for result in found.values() if result.error]
+        assert pool._crew.places.room == 2
+        hosts[0].goes_on.set()
+        until(lambda: pool._crew.places.room == 3, "for a machine that goes on")
+        monkeypatch.setattr(cluster, "SILENT_LOOKS", 5)  # read anew with each request
+        hosts[1].hang()
+        until(lambda: pool._crew.places.room == 2, "for a machine to be left out")
+    assert said[1:] == ["note: rewards are not computed on 10.0.0.3 any more: it did not answer for 1 s"]
+
+
+def test_a_machine_that_does_not_answer_has_printed_nothing_and_the_others_are_asked(others, monkeypatch):
+    hosts, machines = others
+    monkeypatch.setattr(cluster, "LOOKUP_S", 0.2)
+    monkeypatch.setattr(hosts[1].host, "printed", lambda: ["its lines"])
+    hosts[1].printed.method = hosts[1].host.printed
+    hosts[0].hang()
+    assert list(machines.printed()) == [("10.0.0.2", []), ("10.0.0.3", ["its lines"])]
+
+
+def test_a_stopped_worker_of_another_machine_fails_no_score(tmp_path, others):
+    hosts, machines = others
+    (tmp_path / "own.py").write_text(FILE)
+    spec = resolve_reward(CustomRewardConfig(path=str(tmp_path / "own.py")))
+    with RewardPool(spec, num_workers=1, timeout_s=5.0) as pool:
+        pool.spread(machines, print)
+        score_until_all_work(pool, hosts, 0)
+        os.kill(hosts[0].processes()[0], signal.SIGSTOP)
+        pool.submit_many(items(5000, 200))
+        found = pool.wait_all()
+    assert len(found) == 200 and not [result.error for result in found.values() if result.error]
 
 
 def test_machines_that_are_lost_while_their_workers_start_are_left_out_and_the_reward_is_not_blamed(tmp_path, others):

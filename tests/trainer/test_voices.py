@@ -6,15 +6,17 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from runs import settings
 
 from posttrain.errors import UserError
 from posttrain.tracking.console import QUIET, split_output_mode
-from posttrain.trainer.run.process import keep_worker_logs
+from posttrain.trainer.run.process import keep_machine_logs, keep_worker_logs
 
 NOISE = (
     "a warning of VOICE",
@@ -129,3 +131,27 @@ def test_what_ranks_printed_outlives_rays_folder(tmp_path):
         *("--- Rank 1 (on 10.0.0.2)", "from another machine"),
         *("--- worker-1.out", "[Gloo] Rank 0 is connected"),
     ]
+
+
+PRINTED = """
+import os
+from posttrain.machines.host import MachineHost
+print(":job_id:01\nof the host", flush=True)
+os.system("echo of a worker >&2")
+lines = MachineHost(".", {}).printed()
+os.write(3, "\n".join(lines).encode())
+"""
+
+
+def test_what_workers_of_other_machines_printed_into_rays_files_is_in_the_runs_log(tmp_path):
+    with (tmp_path / "out").open("w") as out, (tmp_path / "err").open("w") as err:
+        theirs, ours = os.pipe()
+        command = f"exec 3>&{ours}; exec {sys.executable} -c '{PRINTED}'"
+        subprocess.run(["bash", "-c", command], stdout=out, stderr=err, pass_fds=[ours], check=True)
+        os.close(ours)
+        lines = os.read(theirs, 4096).decode().splitlines()
+        os.close(theirs)
+    machines: Any = SimpleNamespace(printed=lambda: [("10.0.0.2", lines), ("10.0.0.3", [])])
+    keep_machine_logs(machines, tmp_path)
+    expected = ["--- Rewards, tools and agents on 10.0.0.2", "of the host", "of a worker"]
+    assert (tmp_path / "workers.log").read_text().splitlines() == expected

@@ -35,18 +35,20 @@ REWARDS_HERE, OTHERS_HERE = "reward.on_all_machines=False", "actor_rollout_ref.r
         ([REWARDS_HERE, OTHERS_HERE], True, ""),
     ],
 )
-def test_other_machines_work_only_in_a_ray_and_where_the_settings_say_so(monkeypatch, given, in_ray, spread):
-    entered, done = list[int](), list[str]()
+def test_other_machines_work_only_in_a_ray_and_where_the_settings_say_so(tmp_path, monkeypatch, given, in_ray, spread):
+    entered, done, logged = list[int](), list[str](), list[object]()
     monkeypatch.setattr(module, "has_workers", lambda _: True)
+    monkeypatch.setattr(module, "keep_machine_logs", lambda machines, logs: logged.append((machines, logs)))
     monkeypatch.setattr(module, "spread_conversations", lambda *_: done.append("conversations"))
     config, pool, turns = load_config(["preset=embedded", *given]).config, Mock(), Mock()
     pool.spread = lambda *_: done.append("rewards")
     for others in ([], ["a machine"]):
         monkeypatch.setattr(module, "other_machines", lambda _, o=others: nullcontext(entered.append(1) or o))
         with ExitStack() as stack:
-            spread_work(stack, config, pool, turns, Mock(in_ray=in_ray), print)
+            spread_work(stack, config, pool, turns, Mock(in_ray=in_ray), tmp_path, print)
             assert " ".join(done) == (spread if others else "") and not turns.close.called
     assert len(entered) == (2 if spread else 0)
+    assert logged == ([(["a machine"], tmp_path)] if spread else [])
     assert turns.close.called == ("conversations" in spread), "tools end before their machines are given up"
 
 
@@ -55,6 +57,7 @@ import os
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    os.write(2, b"past all streams\\n")
     return {"score": 1.0, "node": os.environ.get("NODE", "")}
 
 
@@ -102,13 +105,13 @@ def test_a_second_node_of_a_ray_computes_rewards_and_runs_tools_and_agents(tmp_p
         assert loop is not None
 
         with ExitStack() as stack:
-            spread_work(stack, config, pool, loop, Mock(in_ray=True), said.append)
+            spread_work(stack, config, pool, loop, Mock(in_ray=True), tmp_path, said.append)
             assert not [line for line in said if "machine" in line], "there is no other"
 
         cluster.add_node(num_cpus=1, env_vars={"NODE": "second"}, **small)
         cluster.wait_for_nodes()
         stack = opened.enter_context(ExitStack())
-        spread_work(stack, config, pool, loop, Mock(in_ray=True), said.append)
+        spread_work(stack, config, pool, loop, Mock(in_ray=True), tmp_path, said.append)
         found = [line for line in said if "machines." in line]
         expected = ["Reward workers: 2 on 2 machines.", "Tools run on 2 machines.", "Agents run on 2 machines."]
         assert found == expected, said
@@ -130,6 +133,9 @@ def test_a_second_node_of_a_ray_computes_rewards_and_runs_tools_and_agents(tmp_p
             first += 200
         assert nodes == {"", "second"}
         assert os.environ.get("NODE") is None
+        stack.close()
+        heading, *lines = (tmp_path / "workers.log").read_text().splitlines()
+        assert heading.startswith("--- Rewards, tools and agents on ") and "past all streams" in lines
 
 
 def test_a_machine_gets_workers_by_its_share_and_no_more_than_allowed_while_another_has_fewer():

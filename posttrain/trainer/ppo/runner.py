@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 from posttrain.config.resolved import Resolved
@@ -37,6 +38,7 @@ from posttrain.trainer.ppo.reward import RewardManager, make_reward_pool
 from posttrain.trainer.run.process import (
     driven_by_one_machine,
     find_run_device,
+    keep_machine_logs,
     keep_worker_logs,
     load_external,
     open_workers,
@@ -107,7 +109,7 @@ def _open_trainer(
     own = pools_of_roles(kind.own_roles, kind.__name__)
     workers = stack.enter_context(open_workers(config, device, external, run.logs, run.machines, own))
     stack.callback(keep_worker_logs, workers, run.logs)
-    spread_work(stack, config, rewards.pool, turns, workers, say)
+    spread_work(stack, config, rewards.pool, turns, workers, run.logs, say)
     return kind(
         config,
         tokenizer=tokenizer,
@@ -227,10 +229,11 @@ def spread_work(
     pool: RewardPool | None,
     turns: ConversationLoop | None,
     workers: Workers,
+    logs: Path,
     say: Callable[[str], object],
 ) -> None:
     """Let the other machines compute rewards and run tools and agents as well, as the settings say, until the stack is
-    closed."""
+    closed; what they print there is then added to the folder `logs`."""
     scores = pool if config.reward.on_all_machines else None
     settings = agent_settings(config.actor_rollout_ref.rollout.agent)
     talks = turns if turns is not None and settings.on_all_machines and has_workers(turns) else None
@@ -239,6 +242,7 @@ def spread_work(
     machines = stack.enter_context(other_machines(say))
     if not machines:
         return
+    stack.callback(keep_machine_logs, machines, logs)
     if scores is not None:
         scores.spread(machines, say)
     if talks is not None:

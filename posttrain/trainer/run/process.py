@@ -27,11 +27,12 @@ from posttrain.checkpoint.folders import disk_words
 from posttrain.config.resolved import Resolved
 from posttrain.config.trainer import ROLES, RunConfig, one_process, own_workers_of, workers_of
 from posttrain.controller import ray_address
-from posttrain.controller.incidents import append_log, printed_lines
+from posttrain.controller.incidents import append_log, printed_lines, without_marks
 from posttrain.controller.pool import ROLLOUT, LocalWorkers, RolePool, Workers
 from posttrain.errors import UserError
 from posttrain.external import KEY, import_external
 from posttrain.kernels.onednn import fix_product_library
+from posttrain.machines.cluster import Machines
 from posttrain.tracking.console import ignore_hangup
 from posttrain.tracking.progress import say, waiting
 from posttrain.tracking.rundir import RunDirectory, RunDirectoryError, RunTaken
@@ -302,6 +303,12 @@ def keep_worker_logs(workers: Workers, folder: Path) -> None:
         if path.suffix not in (".out", ".err") or path.name in watch.kept:
             continue
         append_log(printed_lines([str(path)]), path.name, folder)
+
+
+def keep_machine_logs(machines: Machines, folder: Path) -> None:
+    """What workers of rewards, tools and agents on other machines have printed there: added to `workers.log`."""
+    for address, lines in machines.printed():
+        append_log(without_marks(lines), f"Rewards, tools and agents on {address}", folder)
 
 
 def _prepare(settings: RunConfig, device: torch.device, external: str | None) -> None:
