@@ -153,21 +153,20 @@ class Machine:
         for _ in range(SILENT_LOOKS):  # looks are counted, not seconds: this process itself may have been stopped
             with contextlib.suppress(TimeoutError):
                 return ray.get(asked, timeout=LOOK_S)
+            if self.lost:
+                break
         raise TimeoutError
 
     def _pass_from_workers(self) -> None:
-        import ray
-
         while not self.lost:
             try:
                 arrived = self._read()
             except Exception as error:  # the actor, its machine or the whole Ray is gone, or stands still
-                if not self.lost:
-                    silent = f"it did not answer for {SILENT_LOOKS * LOOK_S:g} s"
-                    self._leave_out(list(self._ready), silent if isinstance(error, TimeoutError) else "it was lost")
-                self._end_all()
-                with contextlib.suppress(Exception):
-                    ray.kill(self.host)  # one that stood still may go on, with workers that nothing listens to
+                if self.lost:  # given up by `close`
+                    return
+                silent = f"it did not answer for {SILENT_LOOKS * LOOK_S:g} s"
+                self._leave_out(list(self._ready), silent if isinstance(error, TimeoutError) else "it was lost")
+                self.close()  # a host that stood still may go on, with workers that nothing listens to
                 return
             self._is_silent = False
             for number, data, end in arrived:

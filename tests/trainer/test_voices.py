@@ -133,7 +133,7 @@ def test_what_ranks_printed_outlives_rays_folder(tmp_path):
     ]
 
 
-PRINTED = """
+PRINTED = r"""
 import os
 from posttrain.machines.host import MachineHost
 print(":job_id:01\nof the host", flush=True)
