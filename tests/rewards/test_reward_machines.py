@@ -162,13 +162,14 @@ def test_machines_that_are_lost_while_their_workers_start_are_left_out_and_the_r
 def test_a_machine_on_which_something_else_hangs_when_it_is_made_computes_rewards_meanwhile(pool, others):
     hosts, machines = others
     pool.spread(machines, print)
-    threads, hang = ThreadPoolExecutor(1), threading.Event()
-    try:
-        waiting = threads.submit(machines.prepare, "tools", hang.wait, "tools do not run", print)
-        score_until_all_work(pool, hosts, 0)
-        assert not waiting.done()
-    finally:
-        hang.set()
+    hang = threading.Event()
+    with ThreadPoolExecutor(1) as threads:  # waits for its thread, which would call a real Ray after the test
+        try:
+            waiting = threads.submit(machines.prepare, "tools", hang.wait, "tools do not run", print)
+            score_until_all_work(pool, hosts, 0)
+            assert not waiting.done()
+        finally:
+            hang.set()
 
 
 def test_a_machine_that_can_start_no_process_any_more_is_left_out(pool, others, monkeypatch):
