@@ -163,6 +163,11 @@ def workers_of(config: Any) -> int:
     return config.trainer.n_gpus_per_node * config.trainer.nnodes
 
 
+def devices_of(config: Any) -> int:
+    """Processes of the run that compute on a device: those that train, and those of roles with workers of their own."""
+    return workers_of(config) + sum(own_workers_of(config).values())
+
+
 def continues_responses(trainer: Any) -> bool:
     """Whether responses under way continue with new weights, where the engine can do so."""
     wanted = trainer.partial_rollout

@@ -156,6 +156,8 @@ def test_roles_on_workers_of_their_own_give_the_numbers_of_one_process(light, se
         assert sum(passes) >= wanted[role] if role == "reward_model" else set(passes) == {wanted[role]}
         assert min(passes) > 0
     measured = ended.metrics[-1]
+    spent = measured["perf/throughput"] * measured["perf/time_per_step"]
+    assert measured["perf/total_num_tokens"] / spent == pytest.approx(training + sum(pools.values()))
     assert {f"perf/{role}_memory_gb" for role in pools} <= measured.keys()
     # What a role computes beside other stages counts for its own.
     for role, stages in {"critic": ("values", "update_critic"), "reference": ("ref",)}.items():

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import pyarrow as pa
 
 from posttrain.config.root import PPOConfig
+from posttrain.config.trainer import devices_of
 from posttrain.controller.pool import Workers
 from posttrain.planning.budgets import Sizes
 from posttrain.protocol import DataProto
@@ -96,6 +97,7 @@ class Recorder(RunWriter):
             timing=self.take_times(),
             update=update,
             max_response_length=self.config.data.max_response_length,
+            n_devices=devices_of(self.config),
             generated_s=batch.meta_info.get(GENERATED_S),
         )
         metrics = {**metrics, **validation, **self.peaks.take(), **self.take_background_times()}

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from posttrain.config.resolved import Resolved
+from posttrain.config.trainer import devices_of
 from posttrain.data.sampler import PromptSampler
 from posttrain.models.loading import check_positions, load_tokenizer
 from posttrain.models.model_files import is_adapter
@@ -60,7 +61,8 @@ class SupervisedRecorder(RunWriter):
         logged |= {"train/epoch": epoch, **validation}
         logged |= {f"timing_s/{stage}": spent for stage, spent in times.items()}
         logged |= self.take_background_times()
-        logged |= {"perf/time_per_step": seconds, "perf/throughput": metrics["tokens"] / seconds if seconds else 0.0}
+        throughput = metrics["tokens"] / seconds / devices_of(self.config) if seconds else 0.0
+        logged |= {"perf/time_per_step": seconds, "perf/throughput": throughput}
         quiet = "console" not in self.config.trainer.logger
         self.progress.step(join_within(self.task.pieces(logged), self.progress.room), loss=metrics["loss"], quiet=quiet)
         self.write_timeline(step)
