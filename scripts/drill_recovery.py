@@ -18,6 +18,7 @@ import argparse
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -38,6 +39,13 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "critic": {"trainer.n_workers": 2, "algorithm.adv_estimator": "gae", f"{ROLLOUT}.n": 1},
     "disaggregated": {"trainer.n_workers": 1, f"{ROLLOUT}.n_workers": 1},
     "one-step-off": {"trainer.n_workers": 1, f"{ROLLOUT}.n_workers": 1, "trainer.one_step_off": True},
+    # One worker trains, another one has a role for itself.
+    "reward-model": {"trainer.n_workers": 1, "reward_model.enable": True, "reward_model.n_workers": 1},
+    "reference": {
+        "trainer.n_workers": 1,
+        "actor_rollout_ref.actor.use_kl_loss": True,
+        "actor_rollout_ref.ref.n_workers": 1,
+    },
     "disk": {"trainer.n_workers": 2},
 }
 # How the processes of a role are known, by their command lines.
@@ -122,6 +130,7 @@ class Drill:
 
             shape = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
             write_model(out / "tiny", **shape)
+            write_reward_model(out / "scores", **shape)
             write_files(out / "sums", arithmetic_rows(max_operand=10))
             (out / "reward.py").write_text(REWARD)
         for folder in (self.rays, self.disk):
@@ -144,6 +153,7 @@ class Drill:
             "data.max_response_length": 6,
             "reward.num_workers": 1,
             "reward.timeout_s": 4,
+            "reward_model.model.path": self.out / "scores",
             "trainer.default_local_dir": root,
             "trainer.device": "cpu",
             "trainer.export_hf": "none",
@@ -254,8 +264,8 @@ class Drill:
             page = pages[-1].read_text()
             one.stage = page.partition("stage: ")[2].split("\n")[0]
             one.alone = "Replacement " in page
-            if one.role == "rank" and page.startswith(f"# Incident {len(pages)}: Rollout"):
-                one.role = "rollout worker"
+            if named := re.match(rf"# Incident {len(pages)}: (\w[\w ]* worker) \d", page):
+                one.role = named[1].lower()
 
     def fill(
         self,
@@ -327,6 +337,21 @@ class Drill:
                 return
             time.sleep(0.2)
         record.problems.append(f"left: {', '.join(left[:5])}")
+
+
+def write_reward_model(folder: Path, **shape: int) -> None:
+    """An untrained classifier whose scores differ from response to response."""
+    import torch
+    from transformers import Qwen2Config, Qwen2ForSequenceClassification
+
+    from posttrain.models.embedded import byte_tokenizer
+
+    tokenizer = byte_tokenizer()
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(0)
+    shape |= {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id, "num_labels": 1}
+    config = Qwen2Config(num_hidden_layers=2, initializer_range=0.3, max_position_embeddings=512, **shape)
+    Qwen2ForSequenceClassification(config).save_pretrained(folder)
 
 
 def snapshots_of(pid: int) -> set[str]:
