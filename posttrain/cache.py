@@ -12,7 +12,7 @@ from posttrain.errors import UserError
 
 
 def cache_folder() -> Path:
-    """`$POSTTRAIN_CACHE`, or `~/.cache/posttrain`; users without a home have one among the temporary files."""
+    """`$POSTTRAIN_CACHE`, or `~/.cache/posttrain`; without a home folder, one below the folder of temporary files."""
     if named := os.environ.get("POSTTRAIN_CACHE"):
         return Path(named)
     try:
@@ -23,7 +23,7 @@ def cache_folder() -> Path:
 
 @contextmanager
 def writing_cache() -> Iterator[None]:
-    """Around what is written there: a folder that cannot be written is said in words."""
+    """Around writes to the cache folder: UserError if it cannot be written."""
     try:
         yield
     except OSError as error:

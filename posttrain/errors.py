@@ -1,4 +1,4 @@
-"""The one error that users see: everything they can cause derives from it, and entry points print its text alone."""
+"""UserError, the base of all errors that a user can cause; entry points print its text without a traceback."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ class UserError(Exception):
 
 
 def first_line(error: BaseException) -> str:
-    """Of its words, or its name where it has none."""
+    """The first line of the message, or the name of the class if there is no message."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def working_folder() -> Path:
-    """The folder that a program was started in; it may be gone."""
+    """The current working folder; UserError if it was deleted."""
     try:
         return Path.cwd()
     except FileNotFoundError:

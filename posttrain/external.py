@@ -72,7 +72,7 @@ def _import_file(path: Path, key: str) -> ModuleType:
     try:
         spec.loader.exec_module(module)
     except BaseException:
-        sys.modules.pop(path.stem, None)  # half a module: an import by its name would take it for a whole one
+        sys.modules.pop(path.stem, None)  # or else an import by its name would find the incomplete module
         raise
     _loaded[path.resolve()] = (state.st_mtime_ns, state.st_size, module)
     return module

@@ -1,6 +1,6 @@
-"""Ctrl-C pressed again and again: the first one ends a program, and those that follow while it ends are the same one.
+"""Repeated Ctrl-C: the first one ends a program, and further ones are ignored while it cleans up.
 
-Without this each further one would interrupt the tidying up after the one before, and the last would show a traceback.
+Otherwise each of them would interrupt the cleanup after the one before, and the last would show a traceback.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-GRACE_S = 5.0  # seconds of tidying up after which a further Ctrl-C ends the process where it stands
+GRACE_S = 5.0  # seconds of cleanup after which another Ctrl-C ends the process at once
 
 _since: float | None = None
 _programs = 0  # how many one_interrupt() are open: above zero the process ends with what it runs
@@ -21,7 +21,7 @@ _programs = 0  # how many one_interrupt() are open: above zero the process ends 
 
 @contextmanager
 def one_interrupt() -> Iterator[None]:
-    """For a whole program: the first Ctrl-C raises KeyboardInterrupt, further ones do not until GRACE_S have passed."""
+    """Around a whole program: the first Ctrl-C raises KeyboardInterrupt, others are ignored for GRACE_S."""
     global _programs
     default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     mine = default and threading.current_thread() is threading.main_thread()
@@ -32,30 +32,30 @@ def one_interrupt() -> Iterator[None]:
         yield
     finally:
         _programs -= 1
-        if mine:  # after a Ctrl-C the last moments of the process must not be interrupted either
+        if mine:  # after a Ctrl-C, Python's own cleanup at exit must not be interrupted either
             signal.signal(signal.SIGINT, signal.default_int_handler if _since is None else signal.SIG_IGN)
 
 
 def interrupted() -> bool:
-    """Whether a Ctrl-C was heeded; errors that follow come of it, as some libraries make others of one in an import."""
+    """Whether a Ctrl-C is ending the process. Errors that follow are its result: some libraries turn it into others."""
     return _since is not None
 
 
 def leaving() -> None:
-    """A Ctrl-C was heeded: the process is ending."""
+    """Note that a Ctrl-C ends the process."""
     global _since
     _since = time.monotonic()
 
 
 def left() -> None:
-    """What was ending has ended. A program goes on leaving; a caller in Python goes on living."""
+    """Note that the run has ended. Inside `one_interrupt` the program still ends; a caller in Python continues."""
     global _since
     if not _programs:
         _since = None
 
 
 def once_more() -> None:
-    """Another one while the process is ending: ignored, unless it takes too long."""
+    """Handle another Ctrl-C while the process ends: ignored, unless that takes longer than GRACE_S."""
     if _since is not None and time.monotonic() - _since > GRACE_S:
         os._exit(130)
 

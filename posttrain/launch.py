@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from posttrain.config.resolved import ConfigError, Problem
 from posttrain.other_systems.names import counterpart
 from posttrain.spelling import closest
+from posttrain.texts import align_columns
 from posttrain.tracking.console import print_text
 
 if TYPE_CHECKING:
@@ -157,9 +158,7 @@ def help_text(environ: Mapping[str, str]) -> str:
         value = variable_of(s, environ)
         now = f" (now {s.variable}={value})" if value else ""
         rows.append((f"--{s.flag}", s.variable or "", default, embedded, s.help + now))
-    widths = [max(len(row[column]) for row in rows) for column in range(4)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, [*widths, 0], strict=True)) for row in rows]
-    return "\n".join([USAGE, *(f"  {line.rstrip()}" for line in lines), "", NOTES])
+    return "\n".join([USAGE, *(f"  {line}" for line in align_columns(rows, left=range(5))), "", NOTES])
 
 
 USAGE = """usage: ./train.sh [--flag VALUE] [key=value] ...      (or: posttrain train ...)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 else:
 
     class LazyModule(ModuleType):
-        """Stands for a module; the first attribute that is asked for imports it."""
+        """Stands for a module, and imports it when an attribute is first read."""
 
         def __getattr__(self, name: str) -> Any:
             value = getattr(importlib.import_module(self.__name__), name)

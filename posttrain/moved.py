@@ -18,6 +18,7 @@ MOVED = {
     "posttrain.algorithms.calling": "posttrain.algorithms.registry",
     "posttrain.batch.rows": "posttrain.batch.columns",
     "posttrain.config.data": "posttrain.config.trainer",
+    "posttrain.config.declared": "posttrain.config.schema",
     "posttrain.config.reward": "posttrain.config.rollout",
     "posttrain.config.train_engines": "posttrain.engine.settings",
     "posttrain.conversations.batch": "posttrain.conversations.loop",

@@ -24,7 +24,7 @@ class Range(NamedTuple):
     allows: Callable[[Any], bool]
     # What follows "must be" in a message.
     words: str
-    # A limit that may be infinite: there is none then.
+    # Whether infinity is allowed, which means that there is no limit.
     may_be_infinite: bool = False
 
 
@@ -49,7 +49,7 @@ STEPS = Range(lambda value: all(step >= 1 for step in value), "steps, which are 
 SEED = Range(lambda value: abs(value) < 2**63, "smaller than 2**63")
 GROUP = Range(lambda value: 1 <= value <= 10_000, "from 1 to 10000")
 PROCESSES = Range(lambda value: 1 <= value <= 1000, "from 1 to 1000")
-# Scores beyond it count as failed: training squares them, and float32 ends at 3e38.
+# Larger scores count as failed: training squares them, and the largest float32 is 3e38.
 LARGEST_SCORE = 1e18
 SCORE = Range(lambda value: abs(value) <= LARGEST_SCORE, f"between -{LARGEST_SCORE:g} and {LARGEST_SCORE:g}")
 SECONDS = Range(lambda value: 1e-3 <= value < inf, "0.001 or more, and finite")
@@ -83,7 +83,7 @@ def setting(
 
     idle: reasons for which it has no effect, in the order in which they are tried; those of a section hold for all
         settings in it. is_path: `~` and variables in it are replaced, and a variable that is not set is a problem.
-        is_literal: a `$` in it is no variable.
+        is_literal: a `$` in it is kept as it is.
 
     The result is typed Any, so that a checker takes the field's own annotation.
     """

@@ -1,4 +1,4 @@
-"""Texts of tokens, and texts that any file can hold.
+"""Texts of tokens, texts that any file can hold, and tables of text.
 
 A Python text may hold half a character: a lone surrogate such as "\\ud800", which JSON can spell and UTF-8 cannot. Rows
 of data and what rewards say are mended where they come in, so that no tokenizer, file or terminal meets one later.
@@ -60,6 +60,19 @@ def _marked(row: Sequence[int], marks: Sequence[Any]) -> list[list[int]]:
     return [[token for token, _ in stretch] for own, stretch in stretches if own]
 
 
+def align_columns(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> list[str]:
+    """The rows of a table as lines. Columns in `left` are aligned to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    aligned = [
+        [
+            cell.ljust(width) if place in left else cell.rjust(width)
+            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        for row in rows
+    ]
+    return ["  ".join(row).rstrip() for row in aligned]
+
+
 MASK = "***"
 _USER = re.compile(r"(?<=://)[^/\s?#]+@")
 _QUERY = re.compile(
@@ -72,8 +85,14 @@ def mask_urls(text: str) -> str:
     return _QUERY.sub(rf"\1{MASK}", _USER.sub(f"{MASK}@", text)) if "://" in text else text
 
 
-HIDDEN = "***"
-_SECRET_NAME = re.compile(r"(^|[_.-])(api_?key|secret(_key)?|password|passwd|token|credentials?)$", re.IGNORECASE)
+_SECRET_NAME = re.compile(
+    r"(^|[_.-])((api|access)[_-]?key|secret([_-]?key)?|password|passwd|token|credentials?)$", re.IGNORECASE
+)
+
+
+def is_secret(name: str) -> bool:
+    """Whether a setting or an environment variable of this name holds something that must not be shown."""
+    return _SECRET_NAME.search(name) is not None
 
 
 def redact(value: Any, environ: Mapping[str, str] = os.environ) -> Any:
@@ -83,14 +102,14 @@ def redact(value: Any, environ: Mapping[str, str] = os.environ) -> Any:
     (`WANDB_API_KEY`, `HF_TOKEN`) inside any text, and users and keys in URLs.
     """
     # Values of fewer than 8 characters are no keys, and replacing them would garble other text.
-    values = {text for name, text in environ.items() if _SECRET_NAME.search(name) and len(text) >= 8}
+    values = {text for name, text in environ.items() if is_secret(name) and len(text) >= 8}
     return _redact(value, values)
 
 
 def _redact(value: Any, secrets: set[str]) -> Any:
     if isinstance(value, Mapping):
         return {
-            key: HIDDEN if isinstance(key, str) and item and _SECRET_NAME.search(key) else _redact(item, secrets)
+            key: MASK if isinstance(key, str) and item and is_secret(key) else _redact(item, secrets)
             for key, item in value.items()
         }
     if isinstance(value, list | tuple):
@@ -98,5 +117,5 @@ def _redact(value: Any, secrets: set[str]) -> Any:
     if isinstance(value, str):
         value = mask_urls(value)
         for secret in secrets:
-            value = value.replace(secret, HIDDEN)
+            value = value.replace(secret, MASK)
     return value

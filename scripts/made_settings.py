@@ -12,7 +12,7 @@ from made_verl_page import verl_keys_page
 from posttrain.config.choices import PRESETS
 from posttrain.config.compose import PACKAGE_TREE
 from posttrain.config.root import PPOConfig
-from posttrain.config.schema import Leaf, Section, heading_of, leaves, sections
+from posttrain.config.schema import Leaf, Section, leaves, sections
 from posttrain.config.trees import COMMANDS
 from posttrain.yaml_text import one_line
 
@@ -65,6 +65,12 @@ def files() -> dict[Path, str]:
         made[PACKAGE_TREE / f"{tree.main}.yaml"] = text
         made[DOCS_PAGE.parent / page] = _page(f"Settings of `{command}`", tree.root, f"{command} KEY=VALUE ... --help")
     return made
+
+
+def heading_of(section: type) -> str:
+    """The class's own docstring on one line, without its example."""
+    text = " ".join((section.__doc__ or "").split())
+    return text.split(" Example:")[0]
 
 
 def _under(section: str) -> list[Leaf]:

@@ -24,7 +24,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from posttrain.bench.child import TrainingProcess, log_file
+from posttrain.bench.child import OF_EVERY_RUN, TrainingProcess, log_file
 from posttrain.bench.device import check_writable, describe_machine
 from posttrain.bench.output import StatusLine, render, write_panels
 from posttrain.bench.systems import choose
@@ -102,15 +102,7 @@ def all_algorithms() -> list[Algorithm]:
 
 
 METRIC = "val/math_reasoning/mean@1"
-COMMON = (
-    "preset=embedded",
-    "trainer.device=cpu",
-    "trainer.export_hf=none",
-    "trainer.project_name=bench",
-    "trainer.experiment_name=run",
-    "tracking.samples_freq=0",
-    "reward.num_workers=1",
-)
+COMMON = (*OF_EVERY_RUN, "trainer.device=cpu")
 
 
 @dataclass(frozen=True)
@@ -162,7 +154,7 @@ class Process(TrainingProcess):
 
 
 def run_all(missing: Sequence[Run], *, jobs: int, threads: int) -> Iterator[dict[str, Any]]:
-    """Yields the result of each run as it ends; at most `jobs` run at a time."""
+    """Yield the result of each run as it ends; at most `jobs` run at a time."""
     line, started, waiting = StatusLine(), time.monotonic(), list(missing)
     total, done, finished = sum(run.steps for run in missing), 0, 0
     going: dict[Path, Process] = {}

@@ -38,6 +38,17 @@ def log_file(name: str) -> Path:
     return logs / f"{name}.log"
 
 
+# Settings of every run that is measured: the embedded task, and nothing written but metrics.
+OF_EVERY_RUN = (
+    "preset=embedded",
+    "trainer.export_hf=none",
+    "trainer.project_name=bench",
+    "trainer.experiment_name=run",
+    "tracking.samples_freq=0",
+    "reward.num_workers=1",
+)
+
+
 class TrainingProcess:
     """A run of our own code, `bench/run` below `folder`; what it prints goes to `log`."""
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from posttrain.texts import align_columns
 from posttrain.tracking.curve import COLOURS, svg_page, svg_text
 from posttrain.tracking.safe_files import replace_file
 
@@ -51,18 +52,9 @@ class StatusLine:
 
 
 def render(head: Sequence[str], rows: Sequence[Sequence[str]], *, left: Sequence[int] = (0,)) -> str:
-    """Columns in `left` are aligned to the left, the others to the right; the last one is never padded."""
-    lines = [list(head), *map(list, rows)]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
-    rule = ["-" * width for width in widths]
-    shown = []
-    for line in [lines[0], rule, *lines[1:]]:
-        cells = [
-            cell.ljust(width) if column in left else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ]
-        shown.append("  ".join(cells).rstrip())
-    return "\n".join(shown)
+    """A table with a line under its head; columns in `left` are aligned to the left, the others to the right."""
+    rule = ["-" * max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    return "\n".join(align_columns([head, rule, *rows], left))
 
 
 def factor(value: float, ours: float | None) -> str:

@@ -18,23 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from posttrain.bench.child import TrainingProcess, log_file
+from posttrain.bench.child import OF_EVERY_RUN, TrainingProcess, log_file
 from posttrain.bench.device import Device, check_writable, describe_machine, find_device, write_json
 from posttrain.bench.output import StatusLine, factor, render
 from posttrain.cores import usable
 from posttrain.errors import UserError
 
-COMMON = (
-    "preset=embedded",
-    "trainer.export_hf=none",
-    "trainer.project_name=bench",
-    "trainer.experiment_name=run",
-    "trainer.test_freq=-1",
-    "trainer.val_before_train=False",
-    "trainer.save_freq=-1",
-    "tracking.samples_freq=0",
-    "reward.num_workers=1",
-)
+COMMON = (*OF_EVERY_RUN, "trainer.test_freq=-1", "trainer.val_before_train=False", "trainer.save_freq=-1")
 WARM_UPS = 2  # first steps, which compile kernels and fill caches; they do not count
 # Columns of the table: stages of a step as the metrics name them. What is left of a step is `other`.
 STAGES = {

@@ -14,7 +14,7 @@ from typing import Any
 from posttrain.errors import UserError, first_line
 from posttrain.texts import redact
 from posttrain.tracking.curve import write_chart
-from posttrain.tracking.loggers import read_metrics
+from posttrain.tracking.loggers import main_metric, metrics_of_run
 from posttrain.tracking.progress import waiting
 from posttrain.tracking.rundir import flatten
 from posttrain.tracking.safe_files import DamagedFile, read_settings
@@ -101,8 +101,8 @@ _SHOWN = (
 def write_card(folder: Path, repo: str, run: Path, step: int) -> Path:
     """Write README.md, the curve and the settings of `run` into the model folder; `step` is the checkpoint's."""
     settings = _settings(run)
-    lines = [line for line in _lines(run) if line["step"] <= step]
-    metric = _metric(lines)
+    lines = [line for line in metrics_of_run(run) if line["step"] <= step]
+    metric = main_metric(lines, least=2)  # one value makes no curve
     if metric is not None:
         points = [(line["step"], line[metric]) for line in lines if metric in line]
         series = {metric: ([x for x, _ in points], [y for _, y in points])}
@@ -120,19 +120,6 @@ def _settings(run: Path) -> dict[str, Any]:
         return redact(read_settings(run / "config.yaml"))
     except (FileNotFoundError, DamagedFile):
         return {}
-
-
-def _lines(run: Path) -> list[dict[str, Any]]:
-    return list(read_metrics(run / "metrics.jsonl")) if (run / "metrics.jsonl").is_file() else []
-
-
-def _metric(lines: list[dict[str, Any]]) -> str | None:
-    # The first of these that has two values at least: validation's mean, the reward, the loss.
-    names = [name for line in lines for name in line if name.startswith("val/") and "/mean@" in name]
-    for name in (*dict.fromkeys(names), "reward_mean", "val/loss", "train/loss"):
-        if sum(name in line for line in lines) > 1:
-            return name
-    return None
 
 
 def _base(settings: Mapping[str, Any]) -> str | None:

@@ -8,7 +8,6 @@ batch, outputs of modules, weights after the update. torch is imported once it i
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -21,6 +20,7 @@ from posttrain.checkpoint.folders import steps_in
 from posttrain.config import load_config
 from posttrain.config.trainer import rollout_workers_of
 from posttrain.errors import UserError
+from posttrain.external import import_external
 from posttrain.spelling import OptionParser
 from posttrain.tracking.loggers import read_metrics
 from posttrain.tracking.progress import waiting
@@ -75,14 +75,12 @@ def _watch(options: argparse.Namespace) -> Watch | None:
 
 
 def _from_file(path: Path) -> Watch:
-    spec = importlib.util.spec_from_file_location("replay_hook", path) if path.is_file() else None
-    if spec is None or spec.loader is None:
+    if path.suffix != ".py":
         raise UserError(f"--hook {path}: give a Python file that defines watch(name, tensor)")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    if not callable(getattr(module, "watch", None)):
+    watch = getattr(import_external(str(path), "--hook"), "watch", None)
+    if not callable(watch):
         raise UserError(f"--hook {path}: the file defines no function watch(name, tensor)")
-    return module.watch
+    return watch
 
 
 def _words(name: str, tensor: torch.Tensor) -> str:
@@ -138,7 +136,7 @@ def _ranges(steps: list[int]) -> str:
 
 @dataclass
 class Replayed:
-    """One update made again."""
+    """One replayed update."""
 
     step: int
     metrics: dict[str, float]
@@ -187,8 +185,8 @@ def _workers(
         from posttrain.workers.roles import pick_device
 
     config = load_config(facts["config"]).config
-    # Recorded batches are complete: they need neither rollout, nor reference, nor reward model. Only an engine of the
-    # trainer's own process is made again: it may have fused the weights, by which sums round otherwise.
+    # Recorded batches are complete: they need neither rollout, nor reference, nor reward model. Only an engine in the
+    # trainer's own process is built again, because it may have fused the weights, and fused products round differently.
     rollout = config.actor_rollout_ref.rollout
     apart = rollout_workers_of(config) > 0 or rollout.name == "server"
     policy, group = (ActorRefWorker, PolicyGroup) if apart else (ActorRolloutRefWorker, ColocatedGroup)

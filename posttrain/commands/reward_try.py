@@ -23,7 +23,6 @@ Sample = Callable[[argparse.Namespace, list[dict[str, Any]]], list[dict[str, Any
 USAGE = """posttrain reward try FN DATA [--model M [-k K]] [options] [key=value ...]
        posttrain reward try DATA                the built-in scorers, by data_source
        posttrain reward try --data DATA [--reward_func FN] [--responses FILE] ..."""
-DATA = (".parquet", ".json", ".jsonl")
 BUILT_IN = "builtin"
 ROWS, PROMPTS = 1000, 100
 
@@ -100,7 +99,7 @@ def _sort_words(options: argparse.Namespace) -> None:
         raise UserError(f"posttrain reward try takes a function and a data file; `{words[0]}` is one word too many.")
     if options.data is None:
         raise UserError("DATA is missing: posttrain reward try FN DATA, with a parquet, json or jsonl file.")
-    if not options.data.endswith(DATA) and options.data.endswith(".py"):
+    if options.data.endswith(".py"):
         raise UserError(f"{options.data} is no data file; give both: posttrain reward try {options.data} DATA")
     if options.k < 1 or options.times < 1:
         raise UserError("-k and --times are at least 1.")

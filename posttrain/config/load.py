@@ -67,9 +67,41 @@ def _load(
     folder: Path,
     tree: Tree,
 ) -> Resolved:
-    is_mapping = isinstance(args, Mapping)
-    if not is_mapping and not args and not labelled:
+    if not args and not labelled and not isinstance(args, Mapping):
         raise ConfigError([tree.nothing_given])
+    line, given, composed = _read(args, labelled, environment, folder, tree)
+    # Before keys are looked up: an algorithm that was registered in this process may have added settings to a section.
+    place_declared_settings()
+    named = composed.values | {tree.canonical(key).key or key: value for key, value, *_ in [*line.values, *given]}
+    # A file of the user's is imported here only if an algorithm or a key is unknown without it.
+    failed = load_own_algorithms(named, named.keys() - tree.leaves.keys(), folder)
+    merged = Merged(tree, problems=list(line.problems))
+    merged.undeclared = tuple(kind.prefix for kind in KINDS) if failed else ()
+    _merge(merged, line, given, composed)
+    for what in failed:
+        where = merged.where(EXTERNAL) if merged.is_set(EXTERNAL) else "found in the working folder"
+        merged.refuse(what, where, "correct the file; the settings that it declares are not known without it", EXTERNAL)
+    # The order matters from here on: other systems' keys become settings, then references are resolved, then values get
+    # their types, and only then can settings follow from others.
+    tree.dialect.apply(merged)
+    resolve_references(merged)
+    convert_types(merged)
+    take_adapter(merged, folder, tree.model, tree.heads)
+    tree.derive(merged, provided)
+    tree.check_names(merged, folder)
+    resolved = _finish(merged, line, composed.main_file)
+    return _judge(resolved, merged, provided, environment, folder, tree, whole=not line.misses_files)
+
+
+def _read(
+    args: Sequence[str] | Mapping[str, Any],
+    labelled: Sequence[tuple[str, str]],
+    environment: bool,
+    folder: Path,
+    tree: Tree,
+) -> tuple[CommandLine, list[tuple[str, Any]], Composed]:
+    """(the command line, the pairs of a dict, the files' tree); problems are collected in the command line."""
+    is_mapping = isinstance(args, Mapping)
     line, overrides = parse_options([] if is_mapping else args, tree.main)
     if environment and not is_mapping:
         # Only where a machine's checks are wanted, too: it reads the script of the shell above this process.
@@ -91,22 +123,18 @@ def _load(
     for text, source in [*labelled, *((text, "command line") for text in overrides)]:
         add_override(line, text, source, is_group)
     given = _from_mapping(args, line, is_group, tree) if is_mapping else []
-    composed = _compose(line, folders, name, folder, tree)
-    # Before keys are looked up: an algorithm that was registered in this process may have added settings to a section.
-    place_declared_settings()
-    named = composed.values | {tree.canonical(key).key or key: value for key, value, *_ in [*line.values, *given]}
-    # A file of the user's is imported here only if an algorithm or a key is unknown without it.
-    failed = load_own_algorithms(named, named.keys() - tree.leaves.keys(), folder)
+    return line, given, _compose(line, folders, name, folder, tree)
 
-    merged = Merged(tree, problems=list(line.problems))
-    merged.undeclared = tuple(kind.prefix for kind in KINDS) if failed else ()
+
+def _merge(merged: Merged, line: CommandLine, given: Sequence[tuple[str, Any]], composed: Composed) -> None:
+    """Add the values of files, flags, variables, command line and dict, each with its source and rank."""
     add_files(merged, composed)
     rank = len(composed.layers)
     for key, text, source in _last_words(line.values):
         rank += source != "command line"  # each flag and variable has its own rank; the command line is one
         at = _COMMAND_LINE if source == "command line" else rank
         merged.add(Entry(text, key, source, at, explicit=not source.startswith(_NOT_THE_USERS)))
-    table = tree.leaves
+    table = merged.names.leaves
     # A program that passes on a complete tree has set nothing by that: values at their defaults must stay free to
     # follow from other settings.
     whole_tree = set(table) <= {key for key, _ in given}
@@ -115,19 +143,6 @@ def _load(
         merged.add(Entry(value, key, "overrides" if explicit else "default", _COMMAND_LINE, explicit))
     for key, source in line.removed:
         merged.remove(key, source)
-    for what in failed:
-        where = merged.where(EXTERNAL) if merged.is_set(EXTERNAL) else "found in the working folder"
-        merged.refuse(what, where, "correct the file; the settings that it declares are not known without it", EXTERNAL)
-    # The order matters from here on: other systems' keys become settings, then references are resolved, then values get
-    # their types, and only then can settings follow from others.
-    tree.dialect.apply(merged)
-    resolve_references(merged)
-    convert_types(merged)
-    take_adapter(merged, folder, tree.model, tree.heads)
-    tree.derive(merged, provided)
-    tree.check_names(merged, folder)
-    resolved = _finish(merged, line, composed.main_file)
-    return _judge(resolved, merged, provided, environment, folder, tree, whole=not line.misses_files)
 
 
 def _last_words(values: list[tuple[str, str, str]]) -> list[tuple[str, str, str]]:

@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from posttrain.config.schema import leaves, lookup, nest
-from posttrain.config.values import is_secret
 from posttrain.errors import UserError
-from posttrain.texts import MASK, mask_urls
+from posttrain.texts import redact
 from posttrain.yaml_text import dump_yaml, one_line
 
 
@@ -83,28 +82,17 @@ class Resolved:
 
     def to_yaml(self) -> str:
         """The tree as YAML, secrets masked."""
-        return dump_yaml(mask_secrets(nest(self.extra, self.config.to_dict())), allow_unicode=True)
+        return dump_yaml(redact(nest(self.extra, self.config.to_dict())), allow_unicode=True)
 
     def describe(self) -> str:
         """The tree with value, source and sentence of every key, secrets masked."""
         lines = [f"# defaults from {self.main_file}"]
         for key, leaf in leaves(type(self.config)).items():
-            lines.append(f"{key}: {one_line(mask_secrets(self.value(key), key))}    # {self.where(key)}")
+            lines.append(f"{key}: {one_line(redact({key: self.value(key)})[key])}    # {self.where(key)}")
             if leaf.sentence:
                 lines.append(f"    {leaf.sentence}")
         for key, value in self.extra.items():
-            lines.append(f"{key}: {one_line(mask_secrets(value, key))}    # your own section")
+            lines.append(f"{key}: {one_line(redact({key: value})[key])}    # your own section")
         if self.notes:
             lines += ["", *(f"note: {note}" for note in self.notes)]
         return "\n".join(lines) + "\n"
-
-
-def mask_secrets(value: Any, key: str = "") -> Any:
-    """The value with everything under a secret's name replaced."""
-    if isinstance(value, dict):
-        return {name: mask_secrets(item, str(name)) for name, item in value.items()}
-    if isinstance(value, list):
-        return [mask_secrets(item, key) for item in value]
-    if is_secret(key) and value not in (None, ""):
-        return MASK
-    return mask_urls(value) if isinstance(value, str) else value

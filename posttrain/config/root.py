@@ -127,7 +127,7 @@ class AlgorithmConfig(Section):
     kl_penalty: str = setting("kl", choices=tuple(KL_TYPES), idle=".use_kl_in_reward is False")
     """KL estimate used in the reward: `kl`, `abs`, `mse` or `low_var_kl`."""
     allow_both_kl: bool = setting(False, idle=_ONE_KL)
-    """Allow KL in the reward and in the loss at once; without it the pair is refused."""
+    """Allow KL in the reward and in the loss at once; without it the pair is rejected."""
     filter_groups: FilterGroupsConfig = field(default_factory=FilterGroupsConfig)
     kl_ctrl: KLControlConfig = setting(factory=KLControlConfig, idle=".use_kl_in_reward is False")
     rollout_correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)

@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
 from typing import Any, NamedTuple, TypeVar
 
-from posttrain.algorithms.common import file_of
+from posttrain.algorithms.common import AlgorithmError, file_of
 from posttrain.algorithms.registry import ADV_ESTIMATORS, ESTIMATOR_KEY, LOSS_KEY, POLICY_LOSSES, Declaration
-from posttrain.config.declared import check_declared_field, declared_wrongly
+from posttrain.config.values import WrongValue, convert, describe_hint, split_hint
 from posttrain.registry import Registry
 from posttrain.settings import Idle, Range, choices_of, range_of
 
@@ -179,6 +179,71 @@ def _evaluate(text: str, module: str) -> Any:
     return eval(text, vars(sys.modules[module]))
 
 
+# -- checks of declared settings: a mistake in a declaration would be shown as one of the run's settings ---------------
+_TYPES = "float, int, bool, str, list[...] or dict[...], each also `| None`"
+
+
+def check_declared_field(kind: type, field: dataclasses.Field[Any], hint: Any) -> None:
+    """AlgorithmError with file, class, setting and what to do. `hint` is its type; a NameError if that is unknown."""
+    problem, way = _problem_of(field, hint)
+    if problem:
+        raise declared_wrongly(kind, field.name, problem, way)
+
+
+def declared_wrongly(kind: type, name: str, problem: str, way: str) -> AlgorithmError:
+    return AlgorithmError(f"The setting `{name}` of {kind.__qualname__} in {file_of(kind)} {problem}: {way}.")
+
+
+def _problem_of(field: dataclasses.Field[Any], hint: Any) -> tuple[str, str]:
+    if isinstance(hint, NameError):
+        return f"has an unknown type ({hint})", f"declare it as {_TYPES}"
+    inner, optional = split_hint(hint)
+    if inner not in (float, int, bool, str, Any) and typing.get_origin(inner) not in (list, dict):
+        choices = "; a few names are `str` with `choices`"
+        return f"has the type {getattr(hint, '__name__', hint)}, which settings do not have", f"use {_TYPES}{choices}"
+    try:
+        value = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+    except Exception as error:
+        return f"has a factory that failed ({type(error).__name__}: {error})", "it is called without arguments"
+    if value is None:
+        return ("", "") if optional else ("has the default None", "add `| None` to its type, or give another default")
+    if not _fits(value, hint):
+        words = f"has the default {value!r}, but its type is {describe_hint(hint)}"
+        return words, "change the default or the type"
+    return _problem_of_limits(field, inner, value)
+
+
+def _problem_of_limits(field: dataclasses.Field[Any], inner: Any, value: Any) -> tuple[str, str]:
+    allowed, choices = range_of(field), choices_of(field)
+    if choices and (inner is not str or not all(isinstance(one, str) for one in choices)):
+        return (
+            f"has choices={choices!r} and the type {describe_hint(inner)}",
+            "choices are texts, of settings of type str",
+        )
+    if choices and value not in choices:
+        return f"has the default {value!r}, which is none of its choices", f"choose one of {', '.join(choices)}"
+    if allowed is None:
+        return "", ""
+    try:
+        if allowed.allows(value):
+            return "", ""
+    except Exception:  # a function of the user's, or one for numbers with a text
+        return f"has a range that its default {value!r} cannot be compared with", "give a range for values of its type"
+    return f"has the default {value!r}, which is out of its own range", f"it must be {allowed.words}"
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether a default is what the same value on a command line would become."""
+    inner, _ = split_hint(hint)
+    if inner is Any or isinstance(value, str):
+        return inner in (Any, str)
+    try:
+        converted = convert(value, hint)
+    except WrongValue:
+        return False
+    return converted == value and isinstance(converted, bool) == isinstance(value, bool)
+
+
 # -- the flat table -------------------------------------------------------------------------------------------------
 @dataclasses.dataclass(frozen=True)
 class Leaf:
@@ -292,9 +357,3 @@ def _class_sentences(node: ast.ClassDef) -> dict[str, str]:
         if is_field and isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
             sentences[field.target.id] = " ".join(str(below.value.value).split())  # type: ignore[union-attr]
     return sentences
-
-
-def heading_of(section: type) -> str:
-    """The class's own docstring on one line, without its example."""
-    text = " ".join((section.__doc__ or "").split())
-    return text.split(" Example:")[0]

@@ -7,22 +7,16 @@ import types
 import typing
 from typing import Any
 
-from posttrain.texts import MASK, mask_urls
+from posttrain.texts import MASK, is_secret, mask_urls
 from posttrain.yaml_text import parse_yaml
 
 NULLS = ("null", "none", "~")
 _TRUE, _FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
-_SECRET = re.compile(r"(^|_)(api_?key|token|secret|password|access_key|credentials?)$", re.IGNORECASE)
 _SWEEP = re.compile(r"^(choice|range|interval|glob)\(.*\)$")
 
 
 class WrongValue(ValueError):
     """A value that does not fit; the text says what was expected."""
-
-
-def is_secret(key: str) -> bool:
-    """Whether a key holds something that must not be shown, judged by its last name."""
-    return bool(_SECRET.search(key.rsplit(".", 1)[-1]))
 
 
 def shown(key: str, value: Any) -> str:

@@ -9,8 +9,10 @@ import datetime
 import gzip
 import json
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -21,11 +23,6 @@ from posttrain.errors import UserError
 from posttrain.texts import well_formed
 
 READABLE = (".parquet", ".json", ".jsonl", ".json.gz", ".jsonl.gz")
-# Data sets, besides gsm8k, that `posttrain data NAME` makes in a folder of their name.
-RECIPES = ("math", "math500", "mbpp", "humaneval", "nq_open", "hotpotqa", "banking77", "hh_rlhf", "hh_rlhf_sft")
-
-# Folder name -> the command that creates its files, for the message about a missing one.
-PREPARED_BY = {"gsm8k": "python examples/data_preprocess/gsm8k.py"}
 
 
 class DataError(UserError, ValueError):
@@ -280,21 +277,10 @@ def _path_problem(path: Path) -> str | None:
         inside = sorted(entry.name for entry in path.iterdir() if entry.name.endswith(READABLE))
         return f"{path} is a folder; name the files in it" + (f" ({', '.join(inside[:5])})." if inside else ".")
     if not path.exists():
-        command = _find_command(path.parent.name)
-        hint = (
-            f" Make it with `{command} --out {path.parent}`."
-            if command
-            else " Check the path; it is taken from the working folder."
-        )
-        return f"There is no file {path}.{hint}"
+        return f"There is no file {path}: {how_to_make(str(path))}."
     if not path.name.endswith(READABLE):
         return f"{path} has a suffix that is not known; the suffix decides the reader: {', '.join(READABLE)}."
     return None
-
-
-def _find_command(folder: str) -> str | None:
-    found = next((command for name, command in PREPARED_BY.items() if name in folder), None)
-    return found or (f"posttrain data {folder}" if folder in RECIPES else None)
 
 
 def _read(path: Path) -> Iterator[tuple[int, Any]]:
@@ -406,8 +392,18 @@ def check_environment(resolved: Resolved, folder: Path) -> Iterator[Problem]:
 def how_to_make(name: str) -> str:
     """What to do about a file that does not exist: the command that makes it, if there is one."""
     folder = os.path.dirname(name) or "."
-    if (recipe := os.path.basename(folder)) in RECIPES:
-        return f"`posttrain data {recipe} --out {folder}` makes it"
-    if "gsm8k" in name.lower():
-        return f"`posttrain data gsm8k --out {folder}` makes it (or python examples/data_preprocess/gsm8k.py)"
-    return "give a parquet, json or jsonl file that exists; a relative path is taken from the working folder"
+    recipe = os.path.basename(folder)
+    if recipe not in recipes() and "gsm8k" in name.lower():
+        recipe = "gsm8k"
+    if recipe not in recipes():
+        return "give a parquet, json or jsonl file that exists; a relative path is taken from the working folder"
+    script = " (or python examples/data_preprocess/gsm8k.py)" * (recipe == "gsm8k")
+    return f"`posttrain data {recipe} --out {folder}` makes it{script}"
+
+
+@cache
+def recipes() -> tuple[str, ...]:
+    """Names of the data sets that `posttrain data NAME` makes in a folder of their name."""
+    # Read from the source, as that module imports this one.
+    source = Path(__file__).with_name("recipes") / "tasks.py"
+    return tuple(re.findall(r'^\w+ = Recipe\(\s*name="(\w+)"', source.read_text(encoding="utf-8"), re.MULTILINE))

@@ -17,8 +17,7 @@ import torch
 
 from posttrain.algorithms import get_adv_estimator
 from posttrain.config import needs_reference
-from posttrain.doctor.case import Case, Run
-from posttrain.doctor.report import ERROR, NOTE, WARNING, Finding
+from posttrain.doctor.case import ERROR, NOTE, WARNING, Case, Finding, Run
 from posttrain.errors import UserError
 from posttrain.models.loading import resolve_dtype
 from posttrain.planning.budgets import count_steps, critic_updates, fit_sizes

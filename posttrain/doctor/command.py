@@ -13,7 +13,8 @@ from typing import Any
 
 from posttrain.config import ConfigError, Resolved, load_config
 from posttrain.config.trees import COMMANDS, PPO, Tree
-from posttrain.doctor.report import ERROR, WARNING, Finding, Report
+from posttrain.doctor.case import ERROR, WARNING, Case, Finding, Report
+from posttrain.errors import UserError
 from posttrain.launch import command_tree, resolve_arguments
 from posttrain.tracking.console import JSON, active, print_text
 from posttrain.tracking.progress import waiting
@@ -90,9 +91,6 @@ def run_checks(
     resolved: Resolved, tree: Tree, report: Report | None = None, areas: Sequence[str] | None = None
 ) -> Report:
     """The report of these settings; a check that fails becomes a finding."""
-    from posttrain.doctor.case import Case
-    from posttrain.errors import UserError
-
     report = report or Report()
     case = Case(resolved, tree, report)
     try:

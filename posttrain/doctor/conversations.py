@@ -25,8 +25,7 @@ from posttrain.conversations.settings import agent_settings, turn_settings
 from posttrain.conversations.tools.base import Tool, ToolCall
 from posttrain.conversations.tools.registry import make_tools
 from posttrain.data.chat import ignored_template_settings
-from posttrain.doctor.case import Case
-from posttrain.doctor.report import ERROR, NOTE, WARNING, Finding
+from posttrain.doctor.case import ERROR, NOTE, WARNING, Case, Finding
 from posttrain.errors import UserError
 from posttrain.models.loading import end_token_ids
 from posttrain.spelling import closest

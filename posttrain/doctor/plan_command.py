@@ -39,6 +39,7 @@ from posttrain.planning.supervised import ROLE
 from posttrain.rollout.engine_kwargs import check_on_any_machine
 from posttrain.rollout.engines import check_engine_name
 from posttrain.rollout.native.build import check_can_cut
+from posttrain.texts import align_columns
 from posttrain.tracking.console import print_text
 
 PARTS = ("weights", "gradients", "optimizer", "activations")
@@ -76,7 +77,7 @@ def main(args: Sequence[str]) -> int:
     print_text(report(config, plan, find_remedies(config, plan, planner), chosen, cuts))
     # Without --gpu_gb the plan is for this machine, which may lack what the run needs.
     if gpu_gb is None and (problems := check_environment(resolved, working_folder())):
-        print_text(f"On this machine the run is refused. {ConfigError(dict.fromkeys(problems))}")
+        print_text(f"This machine would reject the run. {ConfigError(dict.fromkeys(problems))}")
     return 0 if plan.fits else 1
 
 
@@ -201,8 +202,4 @@ def _table(plan: Plan) -> list[str]:
         if row == "rollout weights" and not plan.largest(row):
             cells[-1][1 + list(plan.stages).index("generate")] = "shared"  # the engine reads the actor's own tensors
     cells.append(["peak", *(f"{plan.peak(stage) / size:.2f}" for stage in plan.stages)])
-    widths = [max(len(line[column]) for line in cells) for column in range(len(cells[0]))]
-    return [
-        "  ".join([line[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(line[1:], widths[1:], strict=True))])
-        for line in cells
-    ]
+    return align_columns(cells)

@@ -17,8 +17,7 @@ from typing import Any
 from posttrain import cores
 from posttrain.config.environment import missing_packages
 from posttrain.config.trainer import own_workers_of, workers_of
-from posttrain.doctor.case import Case
-from posttrain.doctor.report import ERROR, NOTE, WARNING, Finding
+from posttrain.doctor.case import ERROR, NOTE, WARNING, Case, Finding
 from posttrain.errors import UserError
 from posttrain.planning.budgets import apply_plan
 from posttrain.planning.counting import ModelBytes
@@ -26,7 +25,7 @@ from posttrain.planning.memory_plan import find_remedies, shown
 from posttrain.planning.supervised import ROLE
 from posttrain.rollout.engine_kwargs import OUTSIDE
 from posttrain.tracking.rundir import RunDirectory
-from posttrain.tracking.status import read_status
+from posttrain.tracking.status import installed_versions, read_status
 
 AREA = "resources"
 PACKAGES = ("torch", "transformers", "safetensors", "pyarrow", "peft", "ray")
@@ -61,13 +60,9 @@ def check_memory(case: Case) -> Iterator[Finding]:
 
 
 def _versions(case: Case) -> None:
-    found = []
-    for name in PACKAGES:
-        try:
-            found.append(f"{name} {importlib.metadata.version(name)}")
-        except importlib.metadata.PackageNotFoundError:
-            found.append(f"{name} not installed")
-    case.report.fact(AREA, f"{', '.join(found)}.", f"The run would be on {case.device.words}.")
+    found = installed_versions(PACKAGES)
+    shown = ", ".join(f"{name} {found.get(name, 'not installed')}" for name in PACKAGES)
+    case.report.fact(AREA, f"{shown}.", f"The run would be on {case.device.words}.")
 
 
 def _run_directory(case: Case) -> Iterator[Finding]:

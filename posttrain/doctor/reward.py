@@ -6,8 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from posttrain.doctor.case import Case
-from posttrain.doctor.report import ERROR, NOTE, WARNING, Finding
+from posttrain.doctor.case import ERROR, NOTE, WARNING, Case, Finding
 from posttrain.errors import UserError
 from posttrain.rewards.combined import asks_sources, named_sources
 from posttrain.rewards.loading import resolve_reward

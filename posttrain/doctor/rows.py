@@ -20,9 +20,8 @@ from posttrain.data.fields import is_missing
 from posttrain.data.own_dataset import read_own_rows
 from posttrain.data.rows import RowTable, read_table
 from posttrain.data.supervised import PairDataset, SFTDataset
-from posttrain.doctor.case import SPLITS, Case
+from posttrain.doctor.case import ERROR, NOTE, SPLITS, WARNING, Case, Finding
 from posttrain.doctor.conversations import TEMPLATE, check_named_in_rows, refuses_all, template_name
-from posttrain.doctor.report import ERROR, NOTE, WARNING, Finding
 from posttrain.errors import UserError
 
 AREA = "data"

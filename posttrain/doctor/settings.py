@@ -12,8 +12,7 @@ from typing import Any
 from posttrain.algorithms import get_adv_estimator
 from posttrain.config.checked import idle_settings
 from posttrain.config.environment import missing_notes
-from posttrain.doctor.case import Case
-from posttrain.doctor.report import ERROR, NOTE, WARNING, Finding
+from posttrain.doctor.case import ERROR, NOTE, WARNING, Case, Finding
 from posttrain.models.adapter_targets import adapters_share, describe_adapted, large_note
 from posttrain.planning.supervised import ROLE
 

@@ -26,7 +26,7 @@ import torch.nn.functional as F
 
 from posttrain.kernels import cuda
 from posttrain.kernels.compiled import AttentionLayout, kernel
-from posttrain.kernels.ordered import counts_for_cpu
+from posttrain.kernels.ordered import is_for_cpu
 from posttrain.kernels.quantized import Quantized, round_rows
 from posttrain.kernels.scores import NO_CHANGES, ScoreChanges, changed_attention
 from posttrain.kernels.states import RowStates, StateGroup, state_groups
@@ -203,7 +203,7 @@ def silu_mul(gate_up_T2I: torch.Tensor) -> torch.Tensor:
 
         return elementwise.silu_mul(gate_up_T2I)
     tokens, both = gate_up_T2I.shape
-    if gate_up_T2I.is_meta and counts_for_cpu(gate_up_T2I):  # a memory plan counts the tensor and computes nothing
+    if gate_up_T2I.is_meta and is_for_cpu(gate_up_T2I):  # a memory plan counts the tensor and computes nothing
         return gate_up_T2I.new_empty(tokens, both // 2)
     function = kernel("silu_mul", gate_up_T2I)
     if function is None:

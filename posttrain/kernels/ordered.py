@@ -1,8 +1,8 @@
-"""Products and log-probs whose sums run in one order, whatever rows stand beside: `trainer.exact` is made of them.
+"""Products and log-probs that sum in one order, whatever else is in the batch: what `trainer.exact` computes with.
 
-A library's matrix product chooses its order of summation by the number of rows, so that a token gets other last bits in
-a decode step of a few rows than in a packed training pass of thousands. These functions give every row the same bits in
-both. All other parts of a layer (norms, rotation, attention, gate) have one order anyway.
+A library's matrix product chooses its order of summation by the number of rows, so the last
+bits of a token differ between a decode step of a few rows and a packed training pass of thousands. With these functions
+they are bitwise identical. All other parts of a layer (norms, rotation, attention, gate) have one order anyway.
 
 Shapes: T tokens, E width of the input, C columns of the output, V vocabulary.
 """
@@ -18,22 +18,22 @@ import torch
 from posttrain.kernels import cuda
 from posttrain.kernels.compiled import can_compile, kernel, why_not
 
-_counts_for_cpu: ContextVar[bool] = ContextVar("counts_for_cpu", default=False)
+_meta_is_cpu: ContextVar[bool] = ContextVar("meta_is_cpu", default=False)
 
 
 @contextmanager
-def counted_for(device: str) -> Iterator[None]:
-    """Within it, a memory plan's meta tensors count as those of `device`."""
-    token = _counts_for_cpu.set(device == "cpu")
+def meta_tensors_as(device: str) -> Iterator[None]:
+    """Inside, meta tensors of a memory plan count as tensors of `device`."""
+    token = _meta_is_cpu.set(device == "cpu")
     try:
         yield
     finally:
-        _counts_for_cpu.reset(token)
+        _meta_is_cpu.reset(token)
 
 
-def counts_for_cpu(tensor: torch.Tensor) -> bool:
+def is_for_cpu(tensor: torch.Tensor) -> bool:
     """Whether this is a CPU's tensor, or one of a memory plan for a CPU."""
-    return tensor.device.type == "cpu" or (tensor.is_meta and _counts_for_cpu.get())
+    return tensor.device.type == "cpu" or (tensor.is_meta and _meta_is_cpu.get())
 
 
 def why_not_ordered(dtype: torch.dtype, device: torch.device) -> str | None:
@@ -90,7 +90,7 @@ def token_log_probs(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
     """(log-probs of the labels as sampling computes them, entropies, log-sum-exps of logits / temperature), each (T,)
     in float32; None if there is no compiled kernel for these logits (`cuda/ordered.py` has one for CUDA)."""
-    if logits_TV.is_meta and counts_for_cpu(logits_TV) and can_compile(logits_TV.dtype):
+    if logits_TV.is_meta and is_for_cpu(logits_TV) and can_compile(logits_TV.dtype):
         return tuple(torch.empty(len(logits_TV), device=logits_TV.device) for _ in range(3))  # pyright: ignore
     function = kernel("token_log_probs", logits_TV)
     if function is None:

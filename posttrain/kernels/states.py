@@ -13,7 +13,7 @@ import torch
 from posttrain.kernels.cuda import to_device
 
 Key = tuple[int, str, int]
-"""A state: of which layer, of which kind, and its number among those of that kind."""
+"""Names a state: (layer, kind, number among the layer's states of that kind)."""
 
 
 class StateStore:
@@ -52,7 +52,7 @@ class StateStore:
 
 @dataclass
 class RowStates:
-    """Where the rows of a step have their states. A fresh row begins with this step; its slot holds another's."""
+    """The slot of each row of a step. A fresh row has no state yet; its slot still holds another sequence's."""
 
     store: StateStore
     slots_R: np.ndarray

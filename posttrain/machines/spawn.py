@@ -1,4 +1,4 @@
-"""Starts a Python that imports this process's posttrain and runs a function of it, with a connection to this process.
+"""Starts a Python process that imports the same posttrain and runs one of its functions, connected to this process.
 
 The function finds the connection with `connection()`.
 """
@@ -17,16 +17,16 @@ _ROOT = str(Path(__file__).resolve().parents[2])
 _ONE_THREAD = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 
 
-def spawn(code: str, theirs: socket.socket, *, hash_seed: str = "0") -> subprocess.Popen[bytes]:
-    """A process in a session of its own that runs this line of code; `theirs` is its end of the connection."""
+def spawn(code: str, child_end: socket.socket, *, hash_seed: str = "0") -> subprocess.Popen[bytes]:
+    """A process in a session of its own that runs this line of code; `child_end` is its end of the connection."""
     # The child imports this process's posttrain, whatever PYTHONPATH says: both ends must use the same protocol.
     # Everything else is imported as the user has it.
     start = f"import sys; sys.path.insert(0, {_ROOT!r}); import posttrain; del sys.path[0]; {code}"
     # A plain subprocess, not multiprocessing: the user's __main__ is never imported a second time. -P keeps the working
     # folder out of the child's own imports, where a user's random.py would shadow the standard library.
     return subprocess.Popen(
-        [sys.executable, "-P", "-c", start, str(theirs.fileno()), str(os.getpid())],
-        pass_fds=[theirs.fileno()],
+        [sys.executable, "-P", "-c", start, str(child_end.fileno()), str(os.getpid())],
+        pass_fds=[child_end.fileno()],
         stdin=subprocess.DEVNULL,
         stdout=2,  # output that bypasses sys.stdout (C code, children) must not mix with the run's own output
         env=_environment(hash_seed),
@@ -35,7 +35,7 @@ def spawn(code: str, theirs: socket.socket, *, hash_seed: str = "0") -> subproce
 
 
 def connection() -> socket.socket:
-    """The connection of a process that `spawn` has started. It ends with its parent from here on."""
+    """In a process that `spawn` has started: its connection. From here on the process ends with its parent."""
     number, parent = int(sys.argv[1]), int(sys.argv[2])
     end_with_parent(True)
     if os.getppid() != parent:  # it ended before the call

@@ -75,9 +75,9 @@ class _Layer:
 
 
 class _Routes:
-    """The experts of a step's tokens, noted layer by layer, for the store of all tokens in the cache.
+    """Records the experts of a step's tokens layer by layer, and writes them to the store of all tokens in the cache.
 
-    Shapes: P places in the cache and one more, L layers with experts, K experts of a token.
+    Shapes: P places in the cache and an extra one, L layers with experts, K experts of a token.
     """
 
     def __init__(self, store_PLK: torch.Tensor | None, tokens: int) -> None:
@@ -85,7 +85,7 @@ class _Routes:
         self.noted_TLK = None if store_PLK is None else store_PLK.new_empty(tokens, *store_PLK.shape[1:])
 
     def through(self, feed: Gated | Mixture, x_TE: torch.Tensor | Quantized, *, captured: bool = False) -> torch.Tensor:
-        """Return the output of a layer's feed-forward part, and note its experts."""
+        """Return the output of a layer's feed-forward part, and record its experts."""
         if self.noted_TLK is None or not isinstance(feed, Mixture):
             return feed.captured(x_TE) if captured else feed(x_TE)
         routes_TK = self.noted_TLK[:, self.layer]
@@ -94,7 +94,7 @@ class _Routes:
 
     def store(self, places_T: torch.Tensor) -> None:
         assert self.store_PLK is not None and self.noted_TLK is not None
-        self.store_PLK[places_T] = self.noted_TLK  # rows that have ended have place -1: the one more
+        self.store_PLK[places_T] = self.noted_TLK  # sequences that have ended write to place -1, the extra one
 
 
 class FastDecoder:
@@ -109,12 +109,12 @@ class FastDecoder:
         device: torch.device | None = None,
         exact: bool = False,
     ) -> None:
-        # With a team, this rank holds its shard of the model, copied to `device`. `exact`: a token's log-prob has the
-        # bits that a training pass gives it.
+        # With a team, this rank holds its shard of the model, copied to `device`. `exact`: log-probs are bitwise
+        # identical to those of a training pass.
         self.module, self.share, self.team, self.device, self.fp8 = module, share, team, device, False
         self.exact = exact
         self.graphs: Any = None  # captured steps, on a CUDA device
-        self.is_released = False  # whether it holds no weights, because they were moved away
+        self.is_released = False  # whether it holds no weights, because they were moved to other memory
         self._bind()
 
     def _bind(self) -> None:
@@ -173,7 +173,7 @@ class FastDecoder:
     def _norm(
         self, residual_TE: torch.Tensor, added_TE: torch.Tensor | None, weight_E: torch.Tensor, quantized: bool
     ) -> torch.Tensor | Quantized:
-        # In fp8 if all readers of the result accept it.
+        # The result is in fp8 if everything that reads it accepts fp8.
         if not quantized:
             return add_rms_norm(residual_TE, added_TE, weight_E, self.epsilon)
         from posttrain.kernels.cuda import fp8
@@ -220,7 +220,7 @@ class FastDecoder:
             return add_rms_norm(residual_TE, None, self.norm, self.epsilon)
         added_TE: torch.Tensor | None = None
         noted = _Routes(routes_PLK, len(step.ids_T))
-        # Of the last layer's experts only wanted tokens need the output, but all tokens their routes.
+        # After the last attention only wanted tokens are computed, unless the routes of all tokens are recorded.
         narrow = wanted_N if routes_PLK is None else None
         for number, layer in enumerate(self.layers):
             x_TE = self._norm(residual_TE, added_TE, layer.before, layer.qkv.takes_quantized)
@@ -283,7 +283,7 @@ class FastDecoder:
         try:
             self.graphs.decode(rows, addresses)
         finally:
-            # Only the pool may hold them: when it sleeps, their memory must be freed.
+            # Only the pool may refer to the caches: when it sleeps, their memory must be freed.
             self.captured_caches, self.captured_routes = [], None
         return True
 
@@ -313,7 +313,7 @@ class FastDecoder:
     def _rotated(
         self, qkv_TC: torch.Tensor, cosine_TD: torch.Tensor, sine_TD: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        # By training's own kernel: in another one the compiler may fuse other products with sums, and round otherwise.
+        # By training's own kernel: in another kernel the compiler may fuse other operations and round differently.
         return split_heads(qkv_TC, self.heads, self.key_heads, cosine_TD, sine_TD)
 
     def _angles(self, positions_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -377,7 +377,7 @@ class FastDecoder:
             self._bind()
 
     def let_go(self) -> None:
-        """Release weights that were moved away: their memory is used by others until they return."""
+        """Drop references to weights that were moved away, so that their memory can be reused until they return."""
         if self.is_released or not self.arena.is_outdated():
             return
         self.drop_fast_copies()
@@ -426,7 +426,7 @@ class FastDecoder:
 
     @contextmanager
     def without_fast_copies(self) -> Iterator[None]:
-        """Compute with the weights themselves, whether there are copies or not: these round otherwise."""
+        """Compute with the weights themselves, also where there are copies, which round differently."""
         self._follow_weights()
         whole, self.whole = self.whole, None
         packed = [(projection, projection.packed) for projection in self._projections()]

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 
 from posttrain.errors import UserError
 from posttrain.kernels import train
-from posttrain.kernels.ordered import counts_for_cpu
+from posttrain.kernels.ordered import is_for_cpu
 from posttrain.kernels.packed_attention import PackedLayout, active_layout
 from posttrain.kernels.sequence_parallel import sequence_group
 from posttrain.models.arena import join_products
@@ -226,7 +226,7 @@ PLAIN_RMS_NORMS = {"Qwen2RMSNorm", "Qwen3RMSNorm", "LlamaRMSNorm", "MistralRMSNo
 
 def _fused_norm(self: torch.nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
     layout = active_layout()
-    if layout is not None and (layout.exact or counts_for_cpu(hidden_states)) and train.can_train(hidden_states):
+    if layout is not None and (layout.exact or is_for_cpu(hidden_states)) and train.can_train(hidden_states):
         # As decoding computes it.
         weight, epsilon = self.weight, self.variance_epsilon
         flat = train.RmsNorm.apply(hidden_states.flatten(0, -2), weight, epsilon)  # pyright: ignore

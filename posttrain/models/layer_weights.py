@@ -19,7 +19,7 @@ from posttrain.kernels import train
 from posttrain.kernels.fp8 import FrozenFp8Weight
 from posttrain.kernels.gradient_sums import add_product
 from posttrain.kernels.logprob_head import wide_product
-from posttrain.kernels.ordered import counts_for_cpu, ordered_product
+from posttrain.kernels.ordered import is_for_cpu, ordered_product
 from posttrain.models.arena import as_one_tensor
 from posttrain.models.low_rank import Adapted, Adapter, LowRank, fill, merge
 
@@ -53,7 +53,7 @@ class Joined:
             return self._into(y, x_TE)
         if self.fp8 is not None:
             return self.fp8.product(x_TE, self.bias)
-        if x_TE.is_meta and counts_for_cpu(x_TE):  # a memory plan: a real engine joins the weights
+        if x_TE.is_meta and is_for_cpu(x_TE):  # a memory plan: a real engine joins the weights
             return x_TE.new_empty(len(x_TE), sum(self.rows))
         if self.whole is None:
             y = torch.cat([x_TE @ weight.T for weight in self.weights], 1)

@@ -1,7 +1,7 @@
-"""Folders and hub ids of models, checked before anything is loaded: cut off, never fetched, or something else.
+"""Checks folders and hub ids of models before anything is loaded: files that are cut off, missing or of another kind.
 
-Costs a read of headers, not of weights, and imports no torch. `why_not_from_hub` says whether a model can come from the
-hub; without a connection that is known in a moment, not after retries.
+Reads headers, not weights, and imports no torch. `why_not_from_hub` finds out whether a model can be fetched from the
+hub; without a connection it answers at once, not after retries.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def _from_hub(name: str) -> Path | None:
 
     try:
         return Path(hf_hub_download(name, "config.json"))
-    except Exception:  # what is wrong with the name or the connection is said when the model is loaded
+    except Exception:  # loading the model reports what is wrong with the name or the connection
         return None
 
 
@@ -146,20 +146,21 @@ _PROXIES = ("https_proxy", "http_proxy", "all_proxy")
 
 
 def why_not_from_hub(name: str) -> str | None:
-    """Why a model that is no local folder cannot be loaded, as the end of a sentence; None if it may well be."""
+    """Why a model that is no local folder cannot be loaded, as the end of a sentence; None if nothing is known against
+    it."""
     from huggingface_hub import constants
 
     folder = Path(constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}" / "snapshots"
     if folder.is_dir() and any(folder.iterdir()):
         return None
     if constants.HF_HUB_OFFLINE or os.environ.get("TRANSFORMERS_OFFLINE", "").lower() in ("1", "true", "yes", "on"):
-        return "HF_HUB_OFFLINE forbids to ask the hub"
+        return "HF_HUB_OFFLINE forbids access to the hub"
     return None if _answers(constants.ENDPOINT) else f"the hub {constants.ENDPOINT} cannot be reached"
 
 
 @functools.cache
 def _answers(endpoint: str) -> bool:
-    """Whether somebody listens at this address; behind a proxy only a download can tell."""
+    """Whether a server accepts connections at this address; behind a proxy this is assumed."""
     if any(os.environ.get(name) or os.environ.get(name.upper()) for name in _PROXIES):
         return True
     url = urlsplit(endpoint)
@@ -261,7 +262,7 @@ def _check_folders(resolved: Resolved, cwd: Path, model: str) -> Iterator[Proble
 
 
 def _similar_folder(path: Path) -> str:
-    """A hint at a folder beside the missing one whose name is a slip away."""
+    """A hint at a folder beside the missing one that has a similar name."""
     try:
         near = closest(path.name, [folder.name for folder in path.parent.iterdir() if folder.is_dir()])
     except OSError:
@@ -270,7 +271,7 @@ def _similar_folder(path: Path) -> str:
 
 
 def _lacks_tokenizer(resolved: Resolved, key: str, folder: Path) -> bool:
-    """transformers would make an empty tokenizer of the model's kind, and say nothing."""
+    """Without this check transformers would silently make an empty tokenizer of the model's kind."""
     elsewhere = resolved.value(key.removesuffix("path") + "tokenizer_path") is not None
     return not elsewhere and not any((folder / file).is_file() for file in _TOKENIZER_FILES)
 

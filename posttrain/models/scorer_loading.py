@@ -5,8 +5,8 @@ Value heads of other trainers are one linear layer, stored as `v_head.summary` (
 `value_head`, `score` or `reward_head` in the model's safetensors files or in `value_head.safetensors`.
 
 A loaded model is proven to give packed or padded sequences the scores that each gets alone. That works as in
-`proof.py`, on the same two sequences. An untrained head shows nothing, so the hidden states that it reads are compared
-too.
+`proof.py`, on the same two sequences. All scores of an untrained head are equal and prove nothing, so its inputs, the
+hidden states, are compared too.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A template is a program from a model's folder. template_bounds.py stops most endless templates while they are rendered,
 but not a single Python operation that does not end or takes all memory, such as `10 ** 10 ** 10` or `'x' * 10 ** 10`.
-Here the kernel ends those, and nothing else is lost.
+Here the kernel kills the process, and the run itself is not affected.
 
 Reads JSON from stdin: {"path": sys.path, "template": ..., "variables": {...}, "seconds": ..., "bytes": ...}. Ends with
 the status TOO_BIG if memory ran out, with SIGXCPU if time did, and with 0 otherwise: other errors of a template are

@@ -17,7 +17,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from posttrain.kernels.logprob_head import CHUNK_ELEMENTS
-from posttrain.kernels.ordered import counted_for
+from posttrain.kernels.ordered import meta_tensors_as
 from posttrain.kernels.packed_attention import PackedLayout, active_layout, packed_rows
 from posttrain.kernels.train import can_train
 from posttrain.kernels.whole_step import COLUMNS
@@ -35,7 +35,6 @@ from posttrain.models.forward import (
 )
 from posttrain.models.recurrent import attending_layers, recurrent_layers
 from posttrain.models.scorer import head_scores, to_float32
-from posttrain.models.shards import own_key_heads
 from posttrain.planning.meta_models import ATTENTION, META, counted_as_paged, is_scorer
 from posttrain.rollout.base import Sampling
 from posttrain.rollout.sampling import sample
@@ -170,7 +169,7 @@ def _outputs(model: Any, rows: int, length: int) -> torch.Tensor:
 def scoring_peak(model: torch.nn.Module, rows: int, length: int, device: str) -> int:
     """Most bytes alive in a pass without gradient, besides the weights."""
     layout = _layout(model, rows, length, device)
-    with torch.no_grad(), counted_for(device), packed_rows(layout), LiveBytes(model) as live:
+    with torch.no_grad(), meta_tensors_as(device), packed_rows(layout), LiveBytes(model) as live:
         _outputs(model, rows, length)
     return live.peak + rows * length * INPUT_BYTES
 
@@ -191,7 +190,7 @@ def training_bytes(model: torch.nn.Module, rows: int, length: int, checkpointing
     recompute_layers(model, checkpointing)
     # A float32 gradient is added to its sum as soon as it is complete, which the hook plays by dropping it.
     hooks = [p.register_post_accumulate_grad_hook(_drop) for p in model.parameters() if p.requires_grad]
-    with counted_for(device), packed_rows(_layout(model, rows, length, device)), LiveBytes(model) as live:
+    with meta_tensors_as(device), packed_rows(_layout(model, rows, length, device)), LiveBytes(model) as live:
         activations, out = saved_bytes(model, lambda: _outputs(model, rows, length))
         out.backward(torch.empty_like(out))
         del out
@@ -208,9 +207,9 @@ def _drop(parameter: torch.Tensor) -> None:
         parameter.grad = None
 
 
-def cache_bytes_per_token(model: Any, ranks: int = 1) -> int:
-    """Bytes of keys and values that one token leaves in the cache of all layers, on each of the ranks that hold it."""
-    return sum(size * own_key_heads(heads, ranks) for heads, size in cached_heads(model))
+def cache_bytes_per_token(model: Any) -> int:
+    """Bytes of keys and values that one token leaves in the cache of all layers."""
+    return sum(size * heads for heads, size in cached_heads(model))
 
 
 def cached_heads(model: Any) -> list[tuple[int, int]]:

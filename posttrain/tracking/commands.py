@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.errors import UserError
+from posttrain.texts import align_columns
 from posttrain.tracking.curve import sample_groups, text_plot
-from posttrain.tracking.loggers import read_metrics
+from posttrain.tracking.loggers import main_metric, metrics_of_run
 from posttrain.tracking.progress import STAGE_WORDS, clock, console_width
 from posttrain.tracking.rundir import ROOT, RunDirectory, find_run, runs_under
 from posttrain.tracking.status import age, read_status, run_state
-
-_WATCHED = ("reward_mean", "val/loss", "train/loss")
 
 
 class NothingToShow(UserError):
@@ -33,9 +32,7 @@ def runs(args: Sequence[str]) -> int:
     if not found:
         raise NothingToShow(f"There is no run in {root}/. `posttrain runs FOLDER` looks elsewhere.")
     table = [("run", "status", "step", "reached", "written"), *(_row(folder, Path(root)) for folder in found)]
-    widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
-    for row in table:
-        print("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())
+    print("\n".join(align_columns(table, left=range(len(table[0])))))
     return 0
 
 
@@ -53,10 +50,10 @@ def _row(folder: Path, root: Path) -> tuple[str, str, str, str, str]:
 
 def _last_value(folder: Path) -> str:
     try:
-        lines = _lines(folder)
+        lines = metrics_of_run(folder)
     except (OSError, UserError, RecursionError):  # one damaged run must not hide the others
         return "metrics.jsonl cannot be read"
-    name = _main_metric(lines) if lines else None
+    name = main_metric(lines)
     value = next((line[name] for line in reversed(lines) if name in line), None) if name else None
     return f"{name} {value:.3f}" if isinstance(value, float) else ""
 
@@ -124,8 +121,8 @@ def plot(args: Sequence[str]) -> int:
     parser.add_argument("--svg", type=Path, metavar="FILE", help="write a picture with all runs in one chart too")
     options = parser.parse_args(args)
     folders = [find_run(name) for name in options.run]
-    lines = {_label(folder, folders): _lines(folder) for folder in folders}
-    metric = options.metric or _main_metric(next(iter(lines.values())))
+    lines = {_label(folder, folders): metrics_of_run(folder) for folder in folders}
+    metric = options.metric or main_metric(next(iter(lines.values()))) or "reward_mean"
     series = {name: _series(name, found, metric) for name, found in lines.items()}
     values = [value for _, one in series.values() for value in one]
     for name, (steps, found) in series.items():
@@ -151,18 +148,6 @@ def _series(name: str, lines: list[dict[str, Any]], metric: str) -> tuple[list[f
 
 def _label(folder: Path, all_: Sequence[Path]) -> str:
     return folder.name if len({other.name for other in all_}) == len(all_) else str(folder)
-
-
-def _lines(folder: Path) -> list[dict[str, Any]]:
-    path = folder / "metrics.jsonl"
-    return list(read_metrics(path)) if path.is_file() else []
-
-
-def _main_metric(lines: list[dict[str, Any]]) -> str:
-    # What a run is judged by: a validation's mean, else the reward, else the loss.
-    names = list(dict.fromkeys(key for line in lines for key in line))
-    means = [name for name in names if name.startswith("val/") and "/mean@" in name]
-    return next(iter([*means, *(name for name in _WATCHED if name in names)]), "reward_mean")
 
 
 def _parser(verb: str, text: str) -> argparse.ArgumentParser:

@@ -47,7 +47,7 @@ _TREND = re.compile(r"(?<=reward )(\S+ )(\((?:\+|-)[\d.e-]+\))")
 
 
 def is_terminal(stream: TextIO) -> bool:
-    """Whether a person looks at this stream through something that can move its cursor."""
+    """Whether this stream is a terminal that can move its cursor."""
     try:
         return stream.isatty() and os.environ.get("TERM") != "dumb"
     except ValueError:  # closed
@@ -90,13 +90,13 @@ def print_text(text: object, stream: TextIO | None = None) -> None:
 
 
 def print_page(text: str) -> None:
-    """The same for a page of prose, whose lines have a width of their own: paragraphs are wrapped again."""
+    """Print a page of prose: on a terminal its paragraphs are wrapped to the width of the terminal."""
     width = columns(sys.stdout)
     print(fold_lines(_paragraphs(text), width, hang=0) if is_terminal(sys.stdout) else text, flush=True)
 
 
 def fold_lines(text: str, width: int, hang: int = 2) -> str:
-    """The text with its long lines broken, and what follows set in by `hang` columns."""
+    """The text with long lines broken; continuation lines are indented by `hang` more columns."""
     return "\n".join(line if len(line) <= width else _break_line(line, width, hang) for line in text.split("\n"))
 
 
@@ -127,7 +127,7 @@ def columns(stream: TextIO) -> int:
 class Console:
     """Wraps a stream: unsupported characters are escaped, and after a failure nothing more is written.
 
-    `on_lost` is called once with a sentence, but not for a stream that was never there.
+    `on_lost` is called once with a sentence, but not if there was no stream in the first place.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class Console:
             self._try(lambda stream: stream.flush())
 
     def close(self) -> None:
-        """Of a stream that was made for this console alone."""
+        """Close the stream, which was made for this console alone."""
         assert self._owned and self._stream is not None
         self.flush()
         self.lost = True
@@ -171,7 +171,7 @@ class Console:
             return None
 
     def lose(self) -> None:
-        """Write no more. The descriptor leads to /dev/null from here on: Python flushes its buffers at exit."""
+        """Stop writing. The descriptor leads to /dev/null from here on, because Python flushes its buffers at exit."""
         self.lost = True
         if self._stream is not None and (self._owned or self._stream in (sys.__stdout__, sys.__stderr__)):
             with suppress(OSError, ValueError):
@@ -246,7 +246,7 @@ def exit_status(work: Callable[[], int], *, if_interrupted: str = INTERRUPTED) -
         if isinstance(error, UserError):
             print_text(error, sys.stderr)
             return 2
-        if isinstance(error, BrokenPipeError) and _nobody_reads(sys.stdout):  # `posttrain config | head`
+        if isinstance(error, BrokenPipeError) and _is_closed_pipe(sys.stdout):  # `posttrain config | head`
             as_console(sys.stdout).lose()
             return 141
         if not _is_lost_output(error):
@@ -256,8 +256,8 @@ def exit_status(work: Callable[[], int], *, if_interrupted: str = INTERRUPTED) -
         return 1
 
 
-def _nobody_reads(stream: TextIO) -> bool:
-    # Whether it is this pipe that is closed: the error may come from another one.
+def _is_closed_pipe(stream: TextIO) -> bool:
+    # The error may come from another pipe.
     poll = select.poll()
     try:
         poll.register(stream.fileno(), select.POLLOUT)

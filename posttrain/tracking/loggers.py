@@ -41,7 +41,7 @@ class Logger(Protocol):
 class JsonlLogger:
     """One JSON object per line, `step` first, `time` last if there is a clock.
 
-    Floats are written so that they read back bit-for-bit; NaN and infinities, which JSON has not, as text.
+    Floats are read back bit-for-bit; NaN and infinities, which JSON does not have, are written as text.
     """
 
     def __init__(self, path: Path, clock: Callable[[], float] | None = None) -> None:
@@ -80,6 +80,19 @@ def read_metrics(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
                         "remove that line."
                     ) from None
                 yield {name: _number(value) for name, value in found}
+
+
+def metrics_of_run(folder: Path) -> list[dict[str, Any]]:
+    """All lines of a run's `metrics.jsonl`; none without the file."""
+    path = folder / "metrics.jsonl"
+    return list(read_metrics(path)) if path.is_file() else []
+
+
+def main_metric(lines: Sequence[Mapping[str, Any]], least: int = 1) -> str | None:
+    """What a run is judged by: the mean of a validation, else the reward or the loss; with `least` values or more."""
+    names = [name for line in lines for name in line if name.startswith("val/") and "/mean@" in name]
+    watched = (*dict.fromkeys(names), "reward_mean", "val/loss", "train/loss")
+    return next((name for name in watched if sum(name in line for line in lines) >= least), None)
 
 
 class DetailsLogger:
@@ -122,7 +135,7 @@ class LoggerGroup:
             try:
                 act(logger)
             except Exception as error:
-                # A server that is down must not end a run of days; the file in the run directory has all metrics.
+                # A server that is down must not end a long run; the file in the run directory has all metrics.
                 self._note(f"The logger {name} failed and is left out from here on: {type(error).__name__}: {error}")
                 del self._optional[name]
 

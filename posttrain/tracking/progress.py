@@ -136,7 +136,7 @@ DRAW_EVERY = 0.2  # seconds, of a run's progress
 
 
 class Every:
-    """Calls `act` every `seconds`, in a thread of its own that never keeps the process alive."""
+    """Calls `act` every `seconds` in a daemon thread."""
 
     def __init__(self, seconds: float, act: Callable[[], object]) -> None:
         self._seconds, self._act = seconds, act
@@ -152,7 +152,7 @@ class Every:
     def close(self) -> None:
         """Once this returns, `act` is not running and will not be called again."""
         self._closed.set()
-        # `act` itself may close it; a thread that joins itself would wait for ever.
+        # `act` itself may close it, and a thread cannot join itself.
         if self._thread is not threading.current_thread():
             self._thread.join()
 
@@ -174,7 +174,7 @@ class LiveRow:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """The row is off the screen while lines are written."""
+        """Inside, the row is off the screen, so that lines can be written."""
         with self._lock:
             self.clear()
             try:
@@ -193,7 +193,7 @@ COUNT_EVERY = 0.5  # seconds; the row of `waiting` only counts them
 
 
 class Waiting(LiveRow):
-    """The row, which makes way for notes."""
+    """A live row that is cleared while notes are printed."""
 
     has_bar = True
 
@@ -205,7 +205,7 @@ class Waiting(LiveRow):
 
 @contextmanager
 def waiting(what: str = LIBRARIES) -> Iterator[None]:
-    """Inside, a terminal shows what is done and for how long; nothing is shown elsewhere, or below another row."""
+    """Inside, a terminal shows what is being done and for how long, unless there is another row."""
     stream = underlying_console(sys.stderr)
     if active() is not None or not is_terminal(stream):
         yield
@@ -224,8 +224,8 @@ def waiting(what: str = LIBRARIES) -> Iterator[None]:
 
 ADVICE_EVERY = 10  # the same advice is printed again after this many steps
 LINE_COLUMNS = 100
-# Without a terminal, a stage that takes longer than this logs its progress, this often.
-WORD_EVERY = 60.0
+# Without a terminal, a stage logs its progress every so many seconds.
+LOG_EVERY = 60.0
 
 
 def say(text: str) -> None:
@@ -256,7 +256,7 @@ class Progress:
         self._total, self._done, self._label = total, done, label
         self._first, self._started = done, time.monotonic()
         self._stage: str | None = None
-        self._step_since = self._stage_since = self._spoke = self._started
+        self._step_since = self._stage_since = self._logged_at = self._started
         self._number = ""
         self._row: LiveRow | None = None
         self._ticker: Every | None = None
@@ -278,7 +278,7 @@ class Progress:
             self._row.draw()
             self._ticker = Every(DRAW_EVERY, self._row.draw)
         else:
-            self._ticker = Every(1.0, self._speak_if_long)
+            self._ticker = Every(1.0, self._log_if_long)
         set_active_bar(self)
         return self
 
@@ -343,7 +343,7 @@ class Progress:
     ) -> None:
         """One step is done: print its line and its advice (unless `quiet`), and show reward or loss next to the bar."""
         self._done += 1
-        self._step_since = self._spoke = time.monotonic()
+        self._step_since = self._logged_at = time.monotonic()
         for name, value in (("reward", reward), ("loss", loss)):
             if value is not None:
                 self._number = f"{name} {value:.3f}"
@@ -353,10 +353,10 @@ class Progress:
             if not quiet and self._is_news(sentence):
                 say(f"  ! {sentence}")
 
-    def _speak_if_long(self) -> None:
+    def _log_if_long(self) -> None:
         now = time.monotonic()
-        if now - self._spoke >= WORD_EVERY:
-            self._spoke = now
+        if now - self._logged_at >= LOG_EVERY:
+            self._logged_at = now
             moment = self.moment()
             say(f"  ... {moment.label} {moment.step}/{moment.total}: {moment.sentence()}")
 

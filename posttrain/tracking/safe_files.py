@@ -97,7 +97,7 @@ def is_plain(path: Path) -> bool:
 
 
 def read_stored(path: Path) -> bytes:
-    """All of a small file."""
+    """The content of a small file; DamagedFile if it has more than MOST_BYTES."""
     with open_stored(path) as file:
         size = os.fstat(file.fileno()).st_size
         data = b"" if size > MOST_BYTES else file.read(MOST_BYTES + 1)
@@ -130,7 +130,7 @@ def read_settings(path: Path) -> dict[str, Any]:
 
 
 def stored_lines(path: Path, start: int = 0) -> Iterator[bytes]:
-    """Whole lines from byte `start` on, with their ends; a last line without one is left for later."""
+    """Whole lines from byte `start` on, with their line ends; an incomplete last line is not returned."""
     with open_stored(path) as file:
         file.seek(start)
         place = start
@@ -175,7 +175,7 @@ class _BoundedLoader(yaml.SafeLoader):
 class Background:
     """Runs work in a thread, one piece at a time and in order, so that at most one step's samples wait in memory.
 
-    An error is raised by the next call of `run` or `wait`: a little later, but never lost.
+    An error is raised by the next call of `run` or `wait`, so none is lost.
     """
 
     def __init__(self, name: str) -> None:
@@ -202,7 +202,7 @@ class Background:
         return self._thread is not None and self._thread.is_alive()
 
     def wait(self) -> None:
-        """Until nothing is under way; raises what the last piece raised, once."""
+        """Wait for the running piece; raise its error, once."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None

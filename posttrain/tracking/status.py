@@ -23,7 +23,7 @@ from typing import Any
 
 from posttrain.cores import machine_memory, usable
 from posttrain.errors import working_folder
-from posttrain.texts import HIDDEN, redact
+from posttrain.texts import MASK, is_secret, redact
 from posttrain.tracking.progress import Moment
 from posttrain.tracking.safe_files import DamagedFile, read_object, replace_file
 
@@ -165,7 +165,7 @@ def origin() -> dict[str, Any]:
         "command": command(sys.orig_argv),
         "folder": str(working_folder()),
         "host": platform.node(),
-        "versions": {"python": platform.python_version(), **_versions()},
+        "versions": {"python": platform.python_version(), **_own_versions(PACKAGES)},
         "hardware": describe_hardware(),
     }
 
@@ -175,15 +175,14 @@ def command(arguments: Sequence[str]) -> str:
     kept, secret_next = [], False
     for argument in arguments:
         name, equals, value = argument.partition("=")
-        plain = name.lstrip("+-").replace("-", "_")
-        is_secret = redact({plain: "x"})[plain] == HIDDEN
+        secret = is_secret(name)
         if secret_next and not argument.startswith("-"):
-            kept.append(HIDDEN)
-        elif is_secret and equals and value:
-            kept.append(f"{name}={HIDDEN}")
+            kept.append(MASK)
+        elif secret and equals and value:
+            kept.append(f"{name}={MASK}")
         else:
             kept.append(redact(argument))
-        secret_next = is_secret and not equals and argument.startswith("-")
+        secret_next = secret and not equals and argument.startswith("-")
     return shlex.join(kept)
 
 
@@ -199,17 +198,20 @@ def cpu_name() -> str:
     return f"{name}, family {facts.get('cpu family')} model {facts.get('model')} ({', '.join(kinds)})"
 
 
-@cache  # reading them takes 30 ms, and a process may train several times
-def _versions() -> dict[str, str]:
+def installed_versions(packages: Sequence[str]) -> dict[str, str]:
+    """Version by name of those packages that are installed."""
     found = {}
-    for package in PACKAGES:
+    for package in packages:
         with suppress(importlib.metadata.PackageNotFoundError):
             found[package] = importlib.metadata.version(package)
     return found
 
 
+_own_versions = cache(installed_versions)  # reading them takes 30 ms, and a process may train several times
+
+
 def describe_machine() -> dict[str, Any]:
-    """Its system, CPU, usable cores and memory."""
+    """The machine's system, CPU, usable cores and memory."""
     return {
         "system": platform.platform(),
         "cpu": cpu_name(),

@@ -30,7 +30,7 @@ class LibraryLog:
 
     def write(self, text: str) -> None:
         with self._lock, suppress(OSError, ValueError):
-            # Created late, so that a run without a word from libraries leaves no empty file.
+            # Created at the first write, so that a run without library output leaves no empty file.
             if self._file is None:
                 self._file = self._path.open("a", encoding="utf-8", errors="backslashreplace", buffering=1)
             self._file.write(text)
@@ -206,14 +206,14 @@ def tee_output(path: Path) -> Iterator[None]:
         with redirect_libraries(path.parent, (*before, *consoles, *tees)):
             yield
     finally:
-        # Only what is still ours is put back: someone else may have replaced the streams meanwhile.
+        # Only restored if they are still ours: other code may have replaced the streams meanwhile.
         if sys.stdout is tees[0]:
             sys.stdout = before[0]
         if sys.stderr is tees[1]:
             sys.stderr = before[1]
         for tee in tees:
             tee.finish()
-        with suppress(OSError):  # what a full disk did not take was said when it was written
+        with suppress(OSError):  # a full disk was reported when the text was written
             log.close()
 
 

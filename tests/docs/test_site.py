@@ -73,6 +73,16 @@ def test_both_languages_show_the_same_commands_and_name_each_other(page):
     assert f"(zh/{page}.md)" in english and f"(../{page}.md)" in chinese and re.search("[一-鿿]{8}", chinese)
 
 
+@pytest.mark.parametrize("page", TRANSLATED)
+def test_the_chinese_page_names_all_settings_and_pages_of_the_english_one(page):
+    pages = [(ROOT / "docs" / folder / f"{page}.md").read_text() for folder in ("", "zh")]
+    pages[0] = pages[0].partition("## Measured time")[0]  # only in English; the Chinese page links to it
+    prose = [check_docs.BLOCK.sub("", text) for text in pages]
+    for pattern in (r"`([^`\n]+)`", r"\]\((?:\.\./|zh/)*([\w/#-]+\.?[\w#-]*)\)"):
+        english, chinese = (set(re.findall(pattern, text)) for text in prose)
+        assert english and english - chinese == set()
+
+
 def test_what_the_first_pages_write_and_try_runs_as_printed(tmp_path):
     """Rows and reward of the two pages, without their trainings (scripts/check_docs.py runs those too)."""
     blocks = [block for page in ("own_data", "own_reward") for _, block in check_docs.blocks_of(page)]

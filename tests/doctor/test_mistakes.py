@@ -7,8 +7,8 @@ import json
 import pytest
 
 from posttrain.cli import main
+from posttrain.doctor.case import ERROR, WARNING
 from posttrain.doctor.command import examine
-from posttrain.doctor.report import ERROR, WARNING
 from tests.doctor import mistakes, sound_runs
 from tests.doctor.desk import Desk
 

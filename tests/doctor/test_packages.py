@@ -6,8 +6,8 @@ import pytest
 
 from posttrain.config import load_config
 from posttrain.config.trees import PPO
+from posttrain.doctor.case import NOTE, WARNING
 from posttrain.doctor.command import run_checks
-from posttrain.doctor.report import NOTE, WARNING
 
 NAME = "actor_rollout_ref.rollout.name"
 

@@ -448,6 +448,6 @@ def test_what_this_machine_lacks_is_said_beside_a_plan_for_it_and_not_beside_one
     args += ["actor.ppo_mini_batch_size=8", "data.max_response_length=32"]
     assert cli.main(["plan", *args, "trainer.device=cpu"]) == 0
     shown = capsys.readouterr().out
-    assert "It fits" in shown and "On this machine the run is refused." in shown and "x.json does not exist" in shown
+    assert "It fits" in shown and "This machine would reject the run." in shown and "x.json does not exist" in shown
     assert cli.main(["plan", *args, "--gpu_gb=80"]) == 0
     assert "refused" not in capsys.readouterr().out

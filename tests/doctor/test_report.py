@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from posttrain.doctor.report import ERROR, NOTE, WARNING, Finding, Report
+from posttrain.doctor.case import ERROR, NOTE, WARNING, Finding, Report
 
 
 def test_the_same_words_from_two_areas_are_one_finding_and_another_level_is_another():

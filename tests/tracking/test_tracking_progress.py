@@ -211,10 +211,10 @@ def test_the_row_moves_inside_a_step(monkeypatch):
 
 
 def test_a_long_stage_says_how_far_it_is_where_there_is_no_terminal(monkeypatch, capsys):
-    monkeypatch.setattr(module, "WORD_EVERY", 0.0)
+    monkeypatch.setattr(module, "LOG_EVERY", 0.0)
     with Progress(3, stream=io.StringIO()) as progress, progress.stage("gen"), pulse.work("responses", 8) as work:
         work.advance(2, tokens=300, running_tokens=700)
-        progress._speak_if_long()
+        progress._log_if_long()
     assert re.match(r"  \.\.\. step 1/3: rollout 2/8 responses, 1,000 tokens, [\d,]+ tok/s", capsys.readouterr().out)
 
 

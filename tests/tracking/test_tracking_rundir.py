@@ -11,6 +11,7 @@ import time
 
 import pytest
 
+from posttrain.config.values import shown
 from posttrain.texts import redact
 from posttrain.tracking.loggers import JsonlLogger, read_metrics
 from posttrain.tracking.rundir import (
@@ -22,6 +23,7 @@ from posttrain.tracking.rundir import (
     diff_config,
     read_lines,
 )
+from posttrain.tracking.status import command
 
 HOLD = (
     "import sys, time\nfrom posttrain.tracking.rundir import RunDirectory\n"
@@ -182,6 +184,15 @@ def test_secrets_are_written_nowhere(tmp_path, monkeypatch):
             "max_tokens": 5,
         }
         assert run.changed_settings(config) == []
+
+
+@pytest.mark.parametrize(
+    "name", ["api_key", "api-key", "secret", "secret_key", "aws_secret_access_key", "passwd", "token", "credentials"]
+)
+def test_a_secret_is_masked_in_files_and_in_what_a_command_shows(name):
+    assert redact({name: "abcdefgh", "x": "abcdefgh"}, {}) == {name: "***", "x": "abcdefgh"}
+    assert redact("see abcdefgh", {name.upper(): "abcdefgh"}) == "see ***"
+    assert shown(f"my.{name}", "abcdefgh") == "***" and command([f"my.{name}=abcdefgh"]) == f"'my.{name}=***'"
 
 
 def test_every_default_setting_survives_redaction():

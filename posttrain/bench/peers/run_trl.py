@@ -39,18 +39,10 @@ def peak() -> dict[str, float]:
     return {"peak_gib": torch.cuda.max_memory_allocated() / 2**30} if torch.cuda.is_available() else {}
 
 
-def start(job: dict[str, Any]):
-    import torch
-    from datasets import Dataset  # pyright: ignore
-    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer  # pyright: ignore
-
-    torch.set_num_threads(job["threads"])
-    tokenizer = AutoTokenizer.from_pretrained(job["model"])
-    rows = Dataset.from_list([{"prompt": [{"role": "user", "content": text}]} for text in job["texts"]])
+def settings_of(job: dict[str, Any], weights: str) -> dict[str, Any]:
+    """The arguments of GRPOConfig, less those that differ between runs."""
     batch = job["prompts"] * job["n"]  # one optimizer step per generation, as the others do
-    weights = job["settings"].get("weights", job["dtype"])
-    settings = {
+    return {
         "per_device_train_batch_size": batch,
         "generation_batch_size": batch,
         "num_generations": job["n"],
@@ -79,6 +71,19 @@ def start(job: dict[str, Any]):
         **(on_cuda(job, weights) if job["device"] == "cuda" else {}),
         **{key: value for key, value in job["settings"].items() if key != "weights"},
     }
+
+
+def start(job: dict[str, Any]):
+    import torch
+    from datasets import Dataset  # pyright: ignore
+    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer  # pyright: ignore
+
+    torch.set_num_threads(job["threads"])
+    tokenizer = AutoTokenizer.from_pretrained(job["model"])
+    rows = Dataset.from_list([{"prompt": [{"role": "user", "content": text}]} for text in job["texts"]])
+    weights = job["settings"].get("weights", job["dtype"])
+    settings = settings_of(job, weights)
     adapters: Any = None
     if job["lora_rank"]:
         from peft import LoraConfig

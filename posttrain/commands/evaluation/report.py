@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import platform
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ from posttrain.errors import UserError
 from posttrain.texts import redact, utf8
 from posttrain.tracking.safe_files import replace_file
 from posttrain.tracking.samples import sample_table, write_step
+from posttrain.tracking.status import installed_versions
 from posttrain.version import __version__
 
 FORMAT = 1
@@ -46,7 +46,11 @@ def make_report(
         "settings": redact(settings),
         "results": summary(prompts, values),
         "intervals": {"confidence": CONFIDENCE, "resamples": RESAMPLES, "seed": SEED, "unit": "prompt"},
-        "versions": _versions(),
+        "versions": {
+            "posttrain": __version__,
+            "python": platform.python_version(),
+            **installed_versions(("torch", "transformers")),
+        },
         "speed": speed,
         "prompts": {
             "key": keys_of(prompts),
@@ -55,16 +59,6 @@ def make_report(
             **values,
         },
     }
-
-
-def _versions() -> dict[str, str]:
-    found = {"posttrain": __version__, "python": platform.python_version()}
-    for name in ("torch", "transformers"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
 
 
 def write_report(folder: Path, report: dict[str, Any]) -> Path:

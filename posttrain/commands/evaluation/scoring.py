@@ -61,9 +61,9 @@ def estimate(values: Sequence[float]) -> Estimate:
     return Estimate(mean, *bootstrap(numbers), "bootstrap")
 
 
-def wilson(right: int, total: int, confidence: float = CONFIDENCE) -> tuple[float, float]:
+def wilson(right: int, total: int) -> tuple[float, float]:
     """Interval of a share of `total` independent trials of which `right` succeeded."""
-    z = NormalDist().inv_cdf((1 + confidence) / 2)
+    z = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
     share, extra = right / total, z * z / total
     middle = (share + extra / 2) / (1 + extra)
     half = z * math.sqrt(share * (1 - share) / total + extra / (4 * total)) / (1 + extra)
@@ -71,10 +71,10 @@ def wilson(right: int, total: int, confidence: float = CONFIDENCE) -> tuple[floa
     return (0.0 if right == 0 else low), (1.0 if right == total else high)  # there only rounding is left
 
 
-def bootstrap(values: Sequence[float] | np.ndarray, confidence: float = CONFIDENCE) -> tuple[float, float]:
+def bootstrap(values: Sequence[float] | np.ndarray) -> tuple[float, float]:
     """Percentile interval of the mean; the same values give the same interval."""
     means = _resampled_means(np.asarray(values, dtype=np.float64))
-    low, high = np.quantile(means, [(1 - confidence) / 2, (1 + confidence) / 2])
+    low, high = np.quantile(means, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
     return float(low), float(high)
 
 

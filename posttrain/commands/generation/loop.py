@@ -1,4 +1,4 @@
-"""The loop over prompts: the engine is kept full, and a prompt is handed on when its last response has ended."""
+"""The loop over prompts: it keeps the engine full, and yields a prompt when its last response is complete."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Requests:
         return self.engine.has_work() or (self.turns is not None and self.turns.waits())
 
     def advance(self) -> list[Output]:
-        """Whole responses, if there is news of any."""
+        """Advance the engine, and return the responses that are complete."""
         if self.turns is None:
             return advance(self.engine)
         streams = self.turns.streams(0)
@@ -90,11 +90,11 @@ def answer(
     decode: Callable[[list[int]], str],
     in_flight: int,
 ) -> Iterator[Answers]:
-    """`n` responses to each prompt, in the order in which prompts are finished.
+    """Yield `n` responses to each prompt, in the order in which prompts are finished.
 
-    A sample's seed is made of `seed`, its prompt's row and its number: which others are asked for does not matter.
+    A sample's seed is derived from `seed`, its prompt's row and its number, so other prompts do not affect it.
     """
-    # Prompts are drawn as room comes free: a data file of millions of rows never waits in the engine's queue.
+    # Prompts are submitted as others finish, so that a file of millions of rows does not fill the engine's queue.
     waiting: Iterator[PromptItem] | None = iter(prompts)
     open_: dict[int, dict[int, Output]] = {}
     running = 0

@@ -176,7 +176,7 @@ def say(text: str) -> None:
 
 @dataclass
 class Speed:
-    """What was generated now, and in which time; earlier parts do not count."""
+    """What this command generated, and how long it took; parts of earlier commands do not count."""
 
     responses: int = 0
     tokens: int = 0
@@ -332,7 +332,7 @@ def make_sampling(settings: Settings, end_ids: Sequence[int], *, max_tokens: int
 
 
 def check_target(path: Path, suffixes: tuple[str, ...], *, overwrite: bool) -> None:
-    """A result is written where nothing is, unless `--overwrite` says so."""
+    """UserError if the file exists (without `--overwrite`), or has another suffix."""
     if path.suffix not in suffixes:
         raise UserError(f"--out {path}: the suffix decides the format; give {' or '.join(suffixes)}")
     if path.exists() and not overwrite:
@@ -379,7 +379,7 @@ def free_bytes(device: torch.device) -> int:
 
 @contextmanager
 def explain_out_of_memory(rollout: RolloutConfig, max_tokens: int) -> Iterator[None]:
-    """Running out of memory, with what lowers it."""
+    """Inside, an out-of-memory error becomes a UserError that names the settings that lower memory."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:

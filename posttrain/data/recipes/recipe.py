@@ -1,6 +1,6 @@
 """A recipe says where a data set is, and how to convert its rows; `prepare` writes the files, from a folder or the hub.
 
-A recipe is a `Recipe` in `tasks.py`, and its name in `RECIPES` of `rows.py`.
+A recipe is a `Recipe` in `tasks.py`.
 """
 
 from __future__ import annotations

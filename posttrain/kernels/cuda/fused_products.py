@@ -27,7 +27,7 @@ def _hopper(device: torch.device) -> bool:
 
 # Hopper only (capability 9): the tiles are shaped for its matrix units, and loads go through its copy engine.
 def takes(x_BE: torch.Tensor, weight_FE: torch.Tensor | None, least: int) -> bool:
-    """Whether a product of so many rows with this weight is better computed here."""
+    """Whether this module computes the product of these rows with this weight, and faster than torch."""
     if weight_FE is None or not x_BE.is_cuda or x_BE.dtype not in (torch.bfloat16, torch.float16):
         return False
     return len(x_BE) >= least and x_BE.shape[1] % DEPTH == 0 and _hopper(x_BE.device)
@@ -66,8 +66,8 @@ def _head_sums(
 def head_sums(
     x_BE: torch.Tensor, weight_VE: torch.Tensor, temperature_B: torch.Tensor, room: tuple[torch.Tensor, torch.Tensor]
 ) -> None:
-    """Of each row's logits, divided by its temperature: the largest of every FINE, and the sum of their exponentials
-    over it, into `room`, (B, C) each."""
+    """Divide each row's logits by its temperature, and write the maximum of every chunk of FINE logits and the sum of
+    exponentials relative to it into `room`: two tensors (B, C)."""
     rows, width = x_BE.shape
     size, tile = len(weight_VE), (128, 256)
     programs = _processors(x_BE.device)
@@ -116,14 +116,14 @@ def _gated_in_turn(
 
 
 def takes_gated(x_BE: torch.Tensor, weight_2IE: torch.Tensor | None) -> bool:
-    """The same of gate and up, whose product is written by tiles: its rows must begin at multiples of 16 bytes."""
+    """The same for `gated_product`. Its result is written by tiles, so its rows must begin at multiples of 16 bytes."""
     if weight_2IE is None or len(weight_2IE) % 16 or NARROW < x_BE.shape[1] < WIDE:
         return False
     return takes(x_BE, weight_2IE, LEAST_GATED)
 
 
 def gated_product(x_BE: torch.Tensor, weight_2IE: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up, (B, I), of gate and up that lie end to end in the weight."""
+    """silu(gate) * up, (B, I). The weight holds the rows of gate, then those of up."""
     rows, width = x_BE.shape
     size = len(weight_2IE) // 2
     out = x_BE.new_empty(rows, size)
@@ -143,8 +143,8 @@ def gated_product(x_BE: torch.Tensor, weight_2IE: torch.Tensor) -> torch.Tensor:
 
 
 def _stages(programs: int, processors: int) -> int:
-    # With three stages of loads in shared memory two programs fit on a processor, with two stages three. Take what ends
-    # first, if a program is slowed down in proportion to its neighbours.
+    # With three stages of loads in shared memory, two programs fit on a processor; with two stages, three. Choose what
+    # finishes first, assuming that programs on one processor slow each other down in proportion to their number.
     two, three = (triton.cdiv(programs, beside * processors) * beside for beside in (2, 3))
     return 3 if two < three else 2
 
