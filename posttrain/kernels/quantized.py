@@ -11,7 +11,9 @@ import torch
 
 FP8 = torch.float8_e4m3fn
 LARGEST = 448.0  # of float8_e4m3fn
-SMALLEST_SCALE = 1e-12  # a row of zeros stays zeros instead of becoming 0 / 0
+# A row of zeros stays zeros instead of becoming 0 / 0. The smallest normal float32, because gradients of tokens are
+# tiny: a mean over 262,144 tokens divides them by that, and with the scales of a weight they may be below 1e-12.
+SMALLEST_SCALE = 2.0**-126
 
 
 class Quantized(NamedTuple):

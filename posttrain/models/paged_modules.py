@@ -19,7 +19,7 @@ import torch.nn.functional as F
 
 from posttrain.kernels import cuda
 from posttrain.models.paged_step import active_step
-from posttrain.models.routing import routers_of, watch_routers
+from posttrain.models.routing import outnumber_best_groups, routers_of, watch_routers
 
 _FUSED_ROUTERS = ("DeepseekV2TopkRouter", "DeepseekV3TopkRouter", "Glm4MoeTopkRouter")
 
@@ -63,8 +63,8 @@ def _choose(self: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch
         return None
     sigmoid = not hasattr(self, "topk_method")  # DeepSeek-V2 has a softmax, never normalises, and may have no groups
     grouped = sigmoid or self.topk_method == "group_limited_greedy"
-    if grouped and self.top_k > self.topk_group * (self.num_experts // self.num_group):
-        return None  # the best groups have too few experts: the kernel would choose one of them twice
+    if outnumber_best_groups(self):
+        return None  # the kernel would choose one of them twice
     from posttrain.kernels.cuda.routers import Choice, choose_scored
 
     choice = Choice(

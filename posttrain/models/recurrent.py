@@ -14,6 +14,7 @@ from __future__ import annotations
 import inspect
 import types
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache
 from typing import Any
 
@@ -146,9 +147,10 @@ def _can_continue(model: Any, layer: Any) -> bool:
 
 def _answered(self: Any, *args: Any, **kwargs: Any) -> Any:
     paged, layout = active_step(), active_layout()
-    if paged is None and layout is None:
-        return type(self).forward(self, *args, **kwargs)
     hidden_1TE = args[0] if args else kwargs[_arguments(type(self))[0]]
+    if paged is None and layout is None:
+        with _torch_on_meta(hidden_1TE):
+            return type(self).forward(self, *args, **kwargs)
     if paged is not None:
         return paged.recur(self, hidden_1TE)
     assert layout is not None
@@ -162,7 +164,24 @@ def _call(layer: Any, hidden_BLE: torch.Tensor, states: CallStates | None) -> An
     # Masks and borders of sequences are those of packed tokens; in a rectangle there is nothing to say.
     _, cache, required = _arguments(type(layer))
     named = {**dict.fromkeys(required), str(cache): states}
-    return type(layer).forward(layer, hidden_BLE, **named)
+    with _torch_on_meta(hidden_BLE):
+        return type(layer).forward(layer, hidden_BLE, **named)
+
+
+@contextmanager
+def _torch_alone() -> Iterator[None]:
+    # In place of flash-linear-attention, causal_conv1d and mamba_ssm, which transformers calls wherever they are
+    # installed, on any device, unless a model is being exported.
+    was, torch.compiler.is_exporting = torch.compiler.is_exporting, lambda: True
+    try:
+        yield
+    finally:
+        torch.compiler.is_exporting = was
+
+
+def _torch_on_meta(hidden_BLE: torch.Tensor) -> AbstractContextManager[None]:
+    # Their kernels are launched on the addresses of tensors, and those of the meta device have none.
+    return _torch_alone() if hidden_BLE.is_meta else nullcontext()
 
 
 Outputs = list[tuple[Any, torch.Tensor | None]]

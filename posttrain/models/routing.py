@@ -111,7 +111,24 @@ def check_routes(model: Any, setting: str) -> RouteShape:
             f"{setting}: the model ({model.config.model_type}) has no routers that are known here; routes of experts "
             f"are recorded and replayed for {', '.join(KNOWN)}. Remove the setting"
         )
+    if any(
+        _WEIGHTS[type(router).__name__] is _scaled_softmax and outnumber_best_groups(router)
+        for router in routers_of(model)
+    ):
+        raise UserError(
+            f"{setting}: the model ({model.config.model_type}) sends a token to {shape.top_k} experts, and its best "
+            "groups (topk_group) have fewer: the others get the weight 0, which a replay does not know. Remove the "
+            "setting"
+        )
     return shape
+
+
+def outnumber_best_groups(router: Any) -> bool:
+    """Whether a token gets more experts than there are in the groups that it is limited to."""
+    # Of the rest transformers takes any: DeepSeek-V2 with the weight 0, DeepSeek-V3 and GLM-4-MoE with their own.
+    if getattr(router, "num_group", None) is None or getattr(router, "topk_method", "") == "greedy":
+        return False
+    return router.top_k > router.topk_group * (router.num_experts // router.num_group)
 
 
 @dataclass

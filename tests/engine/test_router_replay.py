@@ -15,7 +15,7 @@ from posttrain.engine.base import EngineSettings
 from posttrain.engine.torch_engine import TorchEngine
 from posttrain.errors import UserError
 from posttrain.models.forward import ForwardMode
-from posttrain.models.routing import check_routes, route_shape
+from posttrain.models.routing import RoutePass, check_routes, route_shape, routed, routers_of, watch_routers
 from posttrain.rollout.base import Sampling
 from posttrain.rollout.generate import generate, to_batch
 from posttrain.rollout.native.build import build_native
@@ -259,3 +259,25 @@ def test_a_dense_model_is_rejected_by_the_setting_that_needs_routes():
         check_routes(model("qwen2"), "SETTING")
     with pytest.raises(UserError, match="enable_rollout_routing_replay=True: the model"):
         sampled(model("qwen2"))
+
+
+@torch.no_grad()
+def test_experts_beyond_the_best_groups_are_rejected_where_they_have_no_weight():
+    """A token gets three experts, and its best group has two: transformers adds another, in DeepSeek-V2 for nothing."""
+    few = {"n_group": 4, "topk_group": 1, "num_experts_per_tok": 3}
+    hidden = torch.randn(9, 32, generator=torch.Generator().manual_seed(0))
+    for kind in ("deepseek-v2", "deepseek-v3"):
+        module = tiny(kind, **few)
+        router = routers_of(module)[0]
+        _, share, chosen = type(router).forward(router, hidden)
+        assert all(len(set(row)) == 3 for row in chosen.tolist())
+        assert (share == 0).sum(-1).tolist() == [int(kind == "deepseek-v2")] * 9
+    with pytest.raises(
+        UserError, match=r"SETTING: .*deepseek_v2.* to 3 experts, and its best groups .topk_group. have"
+    ):
+        check_routes(tiny("deepseek-v2", **few), "SETTING")
+    assert check_routes(module, "SETTING").top_k == 3
+    watch_routers(module)
+    replay = RoutePass(chosen[:, None], torch.ones(9, dtype=torch.bool), replays=True)
+    with routed(replay):
+        torch.testing.assert_close(router(hidden)[1], share)

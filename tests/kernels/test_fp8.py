@@ -83,6 +83,19 @@ def test_a_frozen_weight_gives_the_product_and_the_gradient_of_its_input_by_the_
     assert torch.equal(into[:23], frozen.product(x, bias)) and bool((into[23:] == 7).all())
 
 
+def test_gradients_of_tiny_losses_are_rounded_as_those_of_large_ones():
+    """Means over many tokens: with fewer bits those of likely tokens would become 0."""
+    weight, grad = draw(32, 48, seed=6).cpu() * 0.02, draw(23, 32).cpu()
+    frozen = FrozenFp8Weight(weight)
+    wanted = frozen.back(grad)
+    assert float(wanted.norm()) > 0
+    for size in (2**-20, 2**-30, 2**-60, 2**-90):
+        assert torch.equal(frozen.back(grad * size), wanted * size)
+    rows = torch.stack([ROW, ROW * 2**-90, torch.zeros(7)])
+    found = round_rows(rows)
+    assert torch.equal(found[1], found[0] * 2**-90) and torch.equal(found[2], torch.zeros(7))
+
+
 class PlainDevice:
     """Rounds as the kernels of a CUDA device do, by the plain formula."""
 
@@ -179,6 +192,7 @@ def test_kernels_round_as_the_emulation(size):
 
     x = draw(37, size, dtype=torch.bfloat16, seed=1)
     near(numbers(fp8.quantize_rows(x)), round_rows(x))
+    near(numbers(fp8.quantize_rows(x * 2.0**-60)) * 2.0**60, round_rows(x))
     added, weight = draw(37, size, dtype=torch.bfloat16), draw(size, dtype=torch.bfloat16)
     sums = x.clone(), x.clone()
     wanted = round_rows(decode.add_rms_norm(sums[0], added, weight, 1e-6))

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import random
+import sys
 from functools import cache, partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -273,3 +276,25 @@ def test_state_bytes_are_those_of_the_tensors(kind):
     states = engine.pool.states.store
     assert states.nbytes == states.size * state_bytes(module(kind)) > 0
     assert len({key[0] for key in states.tensors}) == len(recurrent_layers(module(kind)))
+
+
+def test_sizes_are_found_by_torch_where_kernels_are_installed(monkeypatch):
+    """They take no tensors of the meta device, on which sizes and memory plans are computed."""
+    from transformers.integrations.hub_kernels import use_kernel_func_from_hub_with_fallback
+    from transformers.models.qwen3_5 import modeling_qwen3_5 as layers
+
+    def chunk_gated_delta_rule(query, *given, **named):
+        raise AssertionError(f"launched on {query.device}")
+
+    monkeypatch.setitem(sys.modules, "a_kernel", SimpleNamespace(chunk_gated_delta_rule=chunk_gated_delta_rule))
+    model, name = tiny("qwen3.5"), "torch_chunk_gated_delta_rule"
+    expected = state_bytes(model)
+    recurrent.answer_recurrence(model)
+    by_torch = inspect.unwrap(getattr(layers, name))
+    installed = use_kernel_func_from_hub_with_fallback("chunk_gated_delta_rule", "a_kernel")(by_torch)
+    monkeypatch.setattr(layers, name, installed)
+    with pytest.raises(AssertionError, match="launched on cpu"):
+        model(torch.tensor([[1, 2, 3]]))
+    assert state_bytes(model) == expected
+    logits = model.to("meta")(torch.tensor([[1, 2, 3]], device="meta")).logits
+    assert logits.is_meta and not torch.compiler.is_exporting()
