@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # GRPO on GSM8K with Qwen3-8B on eight GPUs.
 #   needs    $HOME/data/gsm8k/{train,test}.parquet (`posttrain data gsm8k` makes them), vLLM (pip install "posttrain[vllm]";
-#            without it add actor_rollout_ref.rollout.name=native) and 8 CUDA GPUs of 80 GB on one machine (`posttrain plan`
-#            says how much of them). On one GPU of 141 GB add these six (62 GiB):
+#            without it add actor_rollout_ref.rollout.name=native) and 8 CUDA GPUs of 80 GB on one machine: up to 72 GiB
+#            each (`posttrain plan`). On one GPU of 141 GB add these six (125 GiB, most of it KV cache):
 #              trainer.n_gpus_per_node=1 actor_rollout_ref.rollout.tensor_model_parallel_size=1
 #              actor_rollout_ref.model.lora_rank=16 actor_rollout_ref.rollout.max_num_seqs=256
 #              actor_rollout_ref.model.enable_gradient_checkpointing=True actor_rollout_ref.actor.optim.lr=2e-5
