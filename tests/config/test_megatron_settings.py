@@ -8,7 +8,7 @@ import pytest
 
 from posttrain.config import load_config
 from posttrain.config.environment import check_environment
-from posttrain.config.trees import SFT
+from posttrain.config.trees import PPO, SFT
 from posttrain.engine.base import EngineLayout
 from posttrain.engine.megatron.groups import ParallelSizes
 
@@ -239,6 +239,24 @@ def test_a_model_that_the_engine_does_not_train_is_refused_from_its_config_alone
         assert said.startswith(f"`{key}=gpt_oss`: models of type gpt_oss") and "qwen3_moe" in said
         assert told(BY_MEGATRON, f"{key}=deepseek_v3") == told(f"{key}=gpt_oss") == []
     assert told(BY_MEGATRON, "actor_rollout_ref.model.path=embedded") == []
+
+
+@pytest.mark.parametrize(
+    ("shape", "said"),
+    [
+        ({"sliding_window": 64, "use_sliding_window": True}, "sliding windows of 64 tokens"),
+        ({"hidden_act": "gelu"}, "gelu"),
+    ],
+)
+def test_parts_that_the_engine_does_not_build_are_refused_from_the_config_with_the_key_to_set(tmp_path, shape, said):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2", "num_hidden_layers": 2, **shape}))
+    for keys, tree in (
+        ([BY_MEGATRON, f"{MODEL}.path={tmp_path}"], PPO),
+        (["fsdp.strategy=megatron", f"model.path={tmp_path}"], SFT),
+    ):
+        found = check_environment(load_config(keys, tree=tree), tmp_path)
+        (told,) = [problem for problem in found if said in problem.what]
+        assert told.do == f"set {'fsdp' if tree is SFT else ACTOR}.strategy=fsdp2"
 
 
 def test_sizes_that_do_not_fit_the_embedded_model_are_refused_before_it_is_made(tmp_path):
