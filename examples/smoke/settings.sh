@@ -44,7 +44,9 @@ smoke() {
   fi
   if [[ "$1" == deepseek ]]; then
     "$RUN_PYTHON" "$SMOKE_SETTINGS/deepseek.py" "$out/model"
+    # Random weights solve no sum: the entropy gives them a gradient.
     small+=(actor_rollout_ref.model.path="$out/model" trainer.n_gpus_per_node=2
+      actor_rollout_ref.actor.entropy_coeff=0.01
       actor_rollout_ref.actor.megatron_config.tensor_parallel_size=2
       actor_rollout_ref.actor.megatron_config.pipeline_parallel_size=1
       actor_rollout_ref.actor.megatron_config.expert_parallel_size=2)

@@ -121,6 +121,8 @@ def test_the_small_form_of_the_large_model_trains_by_megatron(tmp_path):
     assert re.search(rf"^Train engine: megatron-core [\d.]+ {ranks}$", said, re.M)
     config = json.loads((tmp_path / "out" / "model" / "config.json").read_text())
     assert config["model_type"] == "deepseek_v3" and "rollout.name=native generates" in said
+    metrics = (tmp_path / "out" / "verl_megatron_math" / "deepseek_v3" / "metrics.jsonl").read_text().splitlines()
+    assert all(json.loads(line)["actor/grad_norm"] > 0 for line in metrics[1:]) and len(metrics) == 3
 
 
 DOCUMENT_4 = {  # §2.1
