@@ -1,24 +1,21 @@
 #!/usr/bin/env bash
 # GRPO with DeepSeek-V3 (671B, a mixture of experts) by Megatron on four machines of eight GPUs of 80 GB.
-#   needs    megatron-core (`pip install "posttrain[megatron]"`), $HOME/data/math/{train,test}.parquet (`posttrain data math`
-#            makes them), 32 CUDA GPUs of 80 GB; a model that the engine trains (docs/megatron.md): DeepSeek-V3's own
-#            attention is not built, so behind the script give actor_rollout_ref.model.path of a Qwen3-MoE or Mixtral
-#   expect   the line `Train engine: megatron-core ... (tensor 8, pipeline 4, expert 8)` before the first step
-#   small    SMOKE=1 bash examples/grpo_trainer/run_deepseek671b_math_megatron_80gb.sh: two steps of the embedded model, a
-#            dense one, by Megatron on one rank; no mixture of experts and no cut over ranks
+#   needs    megatron-core (pip install "posttrain[megatron]") and vLLM, which splits the model to generate;
+#            $HOME/data/math/{train,test}.parquet (`posttrain data math` makes them); 32 CUDA GPUs, and the command on every
+#            machine (docs/workers.md). The sizes are those that guides print. They do not fit into 80 GB: to generate over 8
+#            GPUs alone takes 156 GiB of each, and all weights are trained. `posttrain plan --gpu_gb 80` with these settings
+#            shows the memory of each stage, and sizes with a lower peak. Train more machines, or adapters (model.lora_rank)
+#   expect   the line `Train engine: megatron-core ... (tensor 8, pipeline 4, expert 8, sequence parallel)` before the first step
+#   small    SMOKE=1 bash examples/grpo_trainer/run_deepseek671b_math_megatron_80gb.sh: two steps of a tiny DeepSeek-V3 with
+#            random weights on two CPU cores, by Megatron on tensor and expert ranks; rollout.name=native generates
 set -euo pipefail
 ROOT="$(CDPATH='' cd -P -- "$(dirname -- "${BASH_SOURCE[0]}")/../.." && pwd)"
 source "$ROOT/scripts/env.sh"
 source "$ROOT/examples/smoke/settings.sh"
 use_checkout
-prepare_python
-smoke grpo
-stands_for "a dense model on one rank stands for DeepSeek-V3, which no small machine holds"
-if [[ "${SMOKE:-0}" == 1 ]]; then  # one process has one rank to cut over
-  small+=(actor_rollout_ref.actor.megatron_config.tensor_parallel_size=1
-    actor_rollout_ref.actor.megatron_config.pipeline_parallel_size=1
-    actor_rollout_ref.actor.megatron_config.expert_parallel_size=1)
-fi
+prepare_python ray
+smoke deepseek
+stands_for "a tiny DeepSeek-V3 with random weights, on two tensor and expert ranks"
 
 exec "$RUN_PYTHON" -m posttrain.trainer.main_ppo \
   algorithm.adv_estimator=grpo \
@@ -32,6 +29,7 @@ exec "$RUN_PYTHON" -m posttrain.trainer.main_ppo \
   actor_rollout_ref.actor.megatron_config.tensor_parallel_size=8 \
   actor_rollout_ref.actor.megatron_config.pipeline_parallel_size=4 \
   actor_rollout_ref.actor.megatron_config.expert_parallel_size=8 \
+  actor_rollout_ref.rollout.name=vllm \
   actor_rollout_ref.rollout.tensor_model_parallel_size=8 \
   actor_rollout_ref.rollout.n=8 \
   trainer.n_gpus_per_node=8 \

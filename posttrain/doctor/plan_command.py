@@ -19,7 +19,7 @@ from posttrain.engine.settings import SUPERVISED, train_engine
 from posttrain.errors import UserError, working_folder
 from posttrain.launch import command_tree, resolve_arguments
 from posttrain.models import shards
-from posttrain.models.decodable import can_decode_fast
+from posttrain.models.decodable import KNOWN, can_decode_fast
 from posttrain.models.loading import check_positions, positions_of
 from posttrain.planning.budgets import apply_plan, check_group_size, planner_for
 from posttrain.planning.memory_plan import (
@@ -36,7 +36,7 @@ from posttrain.planning.memory_plan import (
 )
 from posttrain.planning.rl import STAGES_APART
 from posttrain.planning.supervised import ROLE
-from posttrain.rollout.engine_kwargs import check_on_any_machine
+from posttrain.rollout.engine_kwargs import check_on_any_machine, check_splitting
 from posttrain.rollout.engines import check_engine_name
 from posttrain.rollout.native.build import check_can_cut
 from posttrain.texts import align_columns
@@ -78,6 +78,8 @@ def main(args: Sequence[str]) -> int:
     # Without --gpu_gb the plan is for this machine, which may lack what the run needs.
     if gpu_gb is None and (problems := check_environment(resolved, working_folder())):
         print_text(f"This machine would reject the run. {ConfigError(dict.fromkeys(problems))}")
+    elif gpu_gb is not None and tree is None and (problems := [*check_splitting(resolved, working_folder())]):
+        print_text(f"The run would be rejected. {ConfigError(dict.fromkeys(problems))}")
     return 0 if plan.fits else 1
 
 
@@ -132,7 +134,9 @@ class _ActorChecks:
         packed = self.config.actor_rollout_ref.model.use_remove_padding
         _check_model(self.config, layout_of(self.config, RL_KEYS, "actor"), packed, module)
         if rollout.name == "native" and rollout.tensor_model_parallel_size > 1:
-            check_can_cut(module, can_decode_fast(module), rollout.tensor_model_parallel_size)
+            # Other kinds are named below the plan, where another engine could hold them.
+            if module.config.model_type in KNOWN:
+                check_can_cut(module, can_decode_fast(module), rollout.tensor_model_parallel_size)
             shards.check_heads(module.config.get_text_config(), rollout.tensor_model_parallel_size)
         check_positions(positions_of(module), data.max_prompt_length + data.max_response_length)
 

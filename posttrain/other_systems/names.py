@@ -73,36 +73,28 @@ COUNTERPARTS: dict[str, tuple[str, str]] = {
 }
 
 
+# Of these, the ones that `posttrain sft` and `reward-model` have too, under keys of their own.
+_ALSO_SUPERVISED = (
+    *("model_name_or_path", "learning_rate", "num_train_epochs", "max_steps", "output_dir", "report_to"),
+    *("gradient_checkpointing", "bf16", "load_in_4bit", "load_in_8bit", "target_parameters"),
+)
+_ROWS = "`data.train_batch_size`, the rows of an optimizer step"
 # Options that trainers of other systems have, and train.sh -> what they are in `posttrain sft` and `reward-model`.
 SUPERVISED: dict[str, str] = {
-    "model": "`model.path`",
-    "model_name": "`model.path`",
-    "model_name_or_path": "`model.path`",
-    "train_files": "`data.train_files`",
-    "dataset": "`data.train_files`",
-    "dataset_name": "`data.train_files`",
-    "data": "`data.train_files`",
+    name: COUNTERPARTS[name][1].replace(f"{_MODEL}.", "model.").replace(f"{_ACTOR}.optim.", "optim.")
+    for name in _ALSO_SUPERVISED
+}
+SUPERVISED |= dict.fromkeys(("model", "model_name"), "`model.path`")
+SUPERVISED |= dict.fromkeys(("train_files", "dataset", "dataset_name", "data"), "`data.train_files`")
+SUPERVISED |= dict.fromkeys(("batch_size", "train_batch_size"), _ROWS)
+SUPERVISED |= dict.fromkeys(("max_length", "max_seq_length"), "`data.max_length`")
+SUPERVISED |= dict.fromkeys(("lora_rank", "lora_r"), "`model.lora_rank`")
+SUPERVISED |= {
     "val_files": "`data.val_files`",
     "lr": "`optim.lr`",
-    "learning_rate": "`optim.lr`",
     "epochs": "`trainer.total_epochs`",
-    "num_train_epochs": "`trainer.total_epochs`",
-    "max_steps": "`trainer.total_training_steps`",
-    "batch_size": "`data.train_batch_size`, the rows of an optimizer step",
-    "train_batch_size": "`data.train_batch_size`, the rows of an optimizer step",
-    "max_length": "`data.max_length`",
-    "max_seq_length": "`data.max_length`",
-    "output_dir": "`trainer.default_local_dir`",
-    "lora_rank": "`model.lora_rank`",
-    "lora_r": "`model.lora_rank`",
     "lora_alpha": "`model.lora_alpha`",
-    "load_in_4bit": "`model.quantization=nf4`, with adapters: `model.lora_rank=16`",
-    "load_in_8bit": "not built; weights of 4 bits are: `model.quantization=nf4 model.lora_rank=16`",
-    "target_parameters": "`model.target_modules=[all-linear,experts]`, or names of tensors there",
-    "gradient_checkpointing": "`model.enable_gradient_checkpointing`",
-    "bf16": "`model.dtype=bfloat16`",
     "seed": "`trainer.seed`",
-    "report_to": "`trainer.logger`",
 }
 # Names that are none here in any section, so that the section before them may be anything.
 _IN_SECTIONS = ("load_in_4bit", "load_in_8bit", "max_seq_length", "max_new_tokens", "target_parameters")

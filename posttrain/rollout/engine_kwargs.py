@@ -26,12 +26,12 @@ from posttrain.config.trainer import (
     generating_workers_of,
     runs_on_cpu,
 )
-from posttrain.rollout.outside_engine import KEY, ROLLOUT, OutsideEngine, given_for, is_count
+from posttrain.rollout.outside_engine import KEY, MODEL, ROLLOUT, OutsideEngine, given_for, is_count
 from posttrain.rollout.sglang.settings import SGLANG
 from posttrain.rollout.vllm.settings import VLLM
 
 OUTSIDE: dict[str, OutsideEngine] = {engine.name: engine for engine in (VLLM, SGLANG)}
-_NAME = f"{ROLLOUT}.name"
+_NAME, SIZE = f"{ROLLOUT}.name", f"{ROLLOUT}.tensor_model_parallel_size"
 ELSEWHERE = ("trtllm", "dynamo")
 """Engines that verl has, too."""
 
@@ -138,6 +138,7 @@ def check_environment(resolved: Resolved, folder: Path) -> Iterator[Problem]:
     if hasattr(resolved.config, "actor_rollout_ref"):
         yield from _check_installed(resolved)
         yield from check_on_any_machine(resolved)
+        yield from check_splitting(resolved, folder)
 
 
 def _check_installed(resolved: Resolved) -> Iterator[Problem]:
@@ -153,7 +154,7 @@ def _check_installed(resolved: Resolved) -> Iterator[Problem]:
 
 def check_on_any_machine(resolved: Resolved) -> Iterator[Problem]:
     """How engines are spread over workers; `posttrain plan` may ask this for another machine than this one."""
-    name, parallel = resolved.value(_NAME), f"{ROLLOUT}.tensor_model_parallel_size"
+    name, parallel = resolved.value(_NAME), SIZE
     size, where = resolved.value(parallel), resolved.where(parallel)
     if name in OUTSIDE and not OUTSIDE[name].by_teams:  # whatever the size, it is 1 there
         if size > 1:
@@ -174,6 +175,21 @@ def check_on_any_machine(resolved: Resolved) -> Iterator[Problem]:
     elif size > 1 and name in ("hf", "server"):
         what = f"`{parallel}={size}`: an engine `{name}` cannot be held by several workers; each has one of its own."
         yield Problem(what, where, f"set {parallel}=1, or {_NAME}=native")
+
+
+def check_splitting(resolved: Resolved, folder: Path) -> Iterator[Problem]:
+    """Models that workers cannot hold one `native` engine of, known from their config.json alone."""
+    size, path = resolved.value(SIZE), resolved.value(f"{MODEL}.path")
+    if resolved.value(_NAME) != "native" or size < 2 or path in (None, "embedded"):
+        return
+    from posttrain.models.decodable import KNOWN  # which imports torch
+    from posttrain.models.model_files import model_type_of
+    from posttrain.rollout.native.build import splitting_problem
+
+    kind = model_type_of(str(path), folder)
+    if kind is not None and kind not in KNOWN:
+        what, do = splitting_problem(kind, size)
+        yield Problem(f"{what}.", resolved.where(SIZE), do, (SIZE,))
 
 
 def source_of(where: str) -> str:

@@ -7,16 +7,19 @@ from __future__ import annotations
 
 import copy
 import gc
+import tempfile
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 
 from posttrain.config.rollout import RolloutConfig
 from posttrain.errors import UserError, first_line
+from posttrain.models.forward import without_adapters
 from posttrain.models.lora import has_adapters, merged_state
 from posttrain.rollout.base import Output, Request, RolloutEngine, Row, Stage
 from posttrain.rollout.engine_kwargs import OUTSIDE
@@ -130,6 +133,54 @@ class CopyEngine(RolloutEngine):
 
     @abstractmethod
     def _resume(self, stage: Stage) -> None: ...
+
+
+@dataclass(frozen=True)
+class CopiedModel:
+    """A model of which an engine of another package gets a copy."""
+
+    module: torch.nn.Module
+    base: Any
+    """Without its adapters."""
+    kind: str
+    """The name of its class."""
+    dtype: str
+    place: torch.device
+    """Where the engine computes."""
+
+    @classmethod
+    def of(cls, module: torch.nn.Module, device: torch.device | None) -> CopiedModel | str:
+        """Or why no such engine computes with this model."""
+        base = without_adapters(module)
+        weight = next(base.parameters())
+        if weight.dtype not in DTYPES:
+            return f"it does not compute in {str(weight.dtype).removeprefix('torch.')}"
+        return cls(module, base, type(base).__name__, DTYPES[weight.dtype], device or weight.device)
+
+    @contextmanager
+    def starting(self, engine: OutsideEngine, **own: Any) -> Iterator[str]:
+        """A folder with the model's settings (`own` replaces some), in which the engine starts while this is open. Its
+        errors name the engine."""
+        make_room(self.module, self.base, self.place)
+        folder = tempfile.TemporaryDirectory(prefix=f"posttrain-{engine.name}-")
+        with folder as name, restored_process_state():
+            written = written_config(self.base, self.kind)
+            for setting, value in own.items():
+                setattr(written, setting, value)
+            written.save_pretrained(name)
+            try:
+                yield name
+            except (torch.OutOfMemoryError, UserError):
+                raise
+            except Exception as error:
+                named = f"actor_rollout_ref.rollout.name={engine.name}"
+                raise UserError(f"{named}: {engine.title} does not start: {error_text(error)}") from error
+
+
+def engine_words(engine: OutsideEngine, *facts: str) -> str:
+    """The name of an engine in the log: its package, version and what else is true of it."""
+    version = engine.installed_version() or "of unknown version"
+    return f"{engine.name} ({', '.join((version, *facts))})"
 
 
 def check_installed(engine: str) -> None:

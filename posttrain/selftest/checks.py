@@ -7,7 +7,6 @@ file of its own, so that the command sees which rank stopped answering.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import os
 import sys
@@ -27,6 +26,7 @@ from posttrain.checkpoint import CheckpointManager, capture_rng, restore_rng
 from posttrain.config.model import ModelConfig
 from posttrain.config.rollout import RolloutConfig
 from posttrain.engine.base import EngineLayout, TrainEngine
+from posttrain.engine.megatron import settings
 from posttrain.engine.ranks import join_ranks, leave_ranks, team_of
 from posttrain.errors import UserError
 from posttrain.kernels.tensor_parallel import Team
@@ -147,8 +147,8 @@ def lora(world: World) -> None:
 
 
 def _has_megatron(ranks: int) -> str | None:
-    if importlib.util.find_spec("megatron") is None:
-        return 'megatron is not installed (pip install "posttrain[megatron]")'
+    if not settings.is_installed():
+        return 'megatron-core is not installed (pip install "posttrain[megatron]")'
     return even(ranks)
 
 

@@ -243,6 +243,13 @@ def test_torchruns_counts_become_settings():
     assert call.program == "sft" and call.launched == {"trainer.nnodes": "2", "trainer.n_gpus_per_node": "4"}
 
 
+def test_a_program_of_ours_is_no_recipes(tmp_path, capsys):
+    for start, said in (("posttrain.trainer.main_ppo", False), ("recipe.dapo.main_dapo", True)):
+        (tmp_path / "run.sh").write_text(f"python3 -m {start} data.train_files=a.parquet trainer.nnodes=1\n")
+        command.main(["check", str(tmp_path / "run.sh")])
+        assert ("is a program of its own" in capsys.readouterr().out) == said
+
+
 def test_a_script_without_verl_says_what_was_looked_for(tmp_path):
     (tmp_path / "run.sh").write_text("echo hello\n")
     with pytest.raises(UserError, match="starts no program of verl"):

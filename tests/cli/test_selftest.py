@@ -145,3 +145,10 @@ def test_a_run_that_loses_a_rank_is_asked_to_end_and_not_to_start_it_again(tmp_p
 def test_a_rank_is_killed_only_where_a_run_has_ranks():
     assert "one process" in (why_not("killed rank", 1) or "")
     assert why_not("killed rank", 2) is None and why_not("run", 1) is None
+
+
+def test_another_package_in_megatrons_namespace_is_not_megatron_core(monkeypatch):
+    from posttrain.selftest.checks import CHECKS
+
+    monkeypatch.setattr("posttrain.engine.megatron.settings.is_installed", lambda: False)
+    assert "megatron-core is not installed" in (CHECKS["megatron"].needs(2) or "")

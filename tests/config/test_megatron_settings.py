@@ -8,11 +8,11 @@ import pytest
 
 from posttrain.config import load_config
 from posttrain.config.environment import check_environment
-from posttrain.config.trees import SFT
+from posttrain.config.trees import PPO, SFT
 from posttrain.engine.base import EngineLayout
 from posttrain.engine.megatron.groups import ParallelSizes
 
-ACTOR = "actor_rollout_ref.actor"
+ACTOR, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
 KEY, BY_MEGATRON = f"{ACTOR}.megatron_config", f"{ACTOR}.strategy=megatron"
 
 
@@ -127,6 +127,8 @@ def test_the_sizes_of_the_large_run_are_taken(load):
         ([f"{KEY}.tensor_size=2"], "`actor_rollout_ref.actor.megatron_config.tensor_size` is not known"),
         ([f"{KEY}.context_parallel_size=2"], "x context_parallel_size=2 = 2 workers compute the same rows"),
         ([f"{KEY}.virtual_pipeline_parallel_size=2"], "there is one stage"),
+        ([f"{KEY}.num_layers_in_first_pipeline_stage=2"], "num_layers_in_first_pipeline_stage=2` sets the layers of a"),
+        ([f"{OVERRIDES}.num_layers_in_last_pipeline_stage=2"], "there is one stage"),
         ([f"{KEY}.sequence_parallel=often"], "expected true or false"),
         ([f"{ACTOR}.megatron.expert_tensor_parallel_size=2"], "an expert lies whole on one rank"),
         (["actor_rollout_ref.model.use_remove_padding=False"], "packed rows only"),
@@ -135,6 +137,7 @@ def test_the_sizes_of_the_large_run_are_taken(load):
             "it cuts weights by tensor_parallel_size",
         ),
         (["trainer.n_workers=4", f"{ACTOR}.fsdp_config.fsdp_size=2"], "it cuts weights by tensor_parallel_size"),
+        ([f"{MODEL}.lora_rank=4", f"{MODEL}.target_modules=[q_proj,lm_head]"], "adapters on the embedding or the head"),
     ],
 )
 def test_what_cannot_be_is_refused_at_the_start(problems, given, said):
@@ -155,6 +158,44 @@ def test_supervised_training_rejects_the_same_under_its_own_keys(problems, given
     text = problems("fsdp.strategy=megatron", *given, tree=SFT)
     assert text.startswith("1 problem") and said in text, text
     assert "actor_rollout_ref" not in text
+
+
+@pytest.mark.parametrize(
+    ("given", "name", "value"),
+    [
+        ("engine.use_distributed_optimizer=False", "use_distributed_optimizer", False),
+        ("+engine.override_transformer_config.use_distributed_optimizer=False", "use_distributed_optimizer", False),
+        (
+            "engine.override_transformer_config.num_layers_in_first_pipeline_stage=2",
+            *("num_layers_in_first_pipeline_stage", 2),
+        ),
+        (
+            "engine.override_transformer_config.num_layers_in_last_pipeline_stage=3",
+            *("num_layers_in_last_pipeline_stage", 3),
+        ),
+    ],
+)
+def test_settings_of_verls_engine_reach_supervised_training(load, given, name, value):
+    sizes = ["engine=megatron", "trainer.n_workers=2", "engine.pipeline_model_parallel_size=2"]
+    assert load(*sizes, given, tree=SFT).value("fsdp.megatron_config") == {"pipeline_parallel_size": 2, name: value}
+
+
+@pytest.mark.parametrize(
+    "given",
+    ["seed=42", "grad_offload=True", "dist_ckpt_optim_fully_reshardable=True", "pad_to_length=2048",
+     "entropy_from_logits_chunk_size=2048", "router_replay.mode=disabled", "forward_only=False"],
+)  # fmt: skip
+def test_details_of_verls_engine_that_change_no_number_are_accepted(load, given):
+    assert load("engine=megatron", f"engine.{given}", tree=SFT).value("fsdp.megatron_config") == {}
+    for role in ("actor", "ref"):
+        assert load(BY_MEGATRON, f"actor_rollout_ref.{role}.megatron.{given}").value(KEY) == {}
+
+
+def test_given_routes_are_rejected_by_what_computes_the_routers(problems):
+    text = problems(BY_MEGATRON, f"{ACTOR}.megatron.router_replay.mode=R2")
+    assert text.startswith("1 problem") and "routers of this engine take no given routes" in text
+    said = problems("engine=megatron", "engine.no_such_setting=3", tree=SFT)
+    assert "`fsdp` and `megatron` have no such setting" in said
 
 
 def test_sizes_without_the_engine_that_reads_them_are_rejected_in_supervised_training(problems):
@@ -201,6 +242,30 @@ def test_a_model_that_the_engine_does_not_train_is_refused_from_its_config_alone
 
 
 @pytest.mark.parametrize(
+    ("shape", "said"),
+    [
+        ({"sliding_window": 64, "use_sliding_window": True}, "sliding windows of 64 tokens"),
+        ({"hidden_act": "gelu"}, "gelu"),
+    ],
+)
+def test_parts_that_the_engine_does_not_build_are_refused_from_the_config_with_the_key_to_set(tmp_path, shape, said):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2", "num_hidden_layers": 2, **shape}))
+    for keys, tree in (
+        ([BY_MEGATRON, f"{MODEL}.path={tmp_path}"], PPO),
+        (["fsdp.strategy=megatron", f"model.path={tmp_path}"], SFT),
+    ):
+        found = check_environment(load_config(keys, tree=tree), tmp_path)
+        (told,) = [problem for problem in found if said in problem.what]
+        assert told.do == f"set {'fsdp' if tree is SFT else ACTOR}.strategy=fsdp2"
+
+
+def test_sizes_that_do_not_fit_the_embedded_model_are_refused_before_it_is_made(tmp_path):
+    given = [BY_MEGATRON, "trainer.n_workers=2", f"{KEY}.expert_parallel_size=2", f"{MODEL}.path=embedded"]
+    (said,) = [p for p in check_environment(load_config(given), tmp_path) if "expert_parallel" in p.what]
+    assert "is dense, it has no experts" in said.what and "set 1" in said.do
+
+
+@pytest.mark.parametrize(
     ("sizes", "said"),
     [
         (
@@ -220,6 +285,23 @@ def test_sizes_that_do_not_fit_the_model_are_refused_from_its_config_alone(tmp_p
     found = check_environment(load_config([BY_MEGATRON, "trainer.n_workers=3", path, *given]), tmp_path)
     told = [problem.what for problem in found if "parallel_size" in problem.what]
     assert [said in one for one in told] == [True] if said else told == []
+
+
+def test_an_engine_that_cannot_be_cut_over_workers_is_named_from_the_models_config_alone(tmp_path):
+    """The printed command of a large mixture names no rollout engine, and the default one cannot split it."""
+    for kind in ("deepseek_v3", "qwen3"):
+        (tmp_path / kind).mkdir()
+        (tmp_path / kind / "config.json").write_text(json.dumps({"model_type": kind}))
+    size = "actor_rollout_ref.rollout.tensor_model_parallel_size"
+
+    def told(kind: str, *given: str) -> list[str]:
+        resolved = load_config([f"actor_rollout_ref.model.path={kind}", "trainer.n_workers=2", *given])
+        return [f"{p.what} {p.do}" for p in check_environment(resolved, tmp_path) if "cannot be cut over" in p.what]
+
+    (said,) = told("deepseek_v3", f"{size}=2")
+    assert said.startswith(f"{size}=2: models of the kind deepseek_v3") and "rollout.name=vllm, which cuts them" in said
+    assert told("deepseek_v3", f"{size}=2", "actor_rollout_ref.rollout.name=vllm") == []
+    assert told("deepseek_v3") == told("qwen3", f"{size}=2") == []
 
 
 def test_of_a_model_on_the_hub_the_config_alone_is_fetched(tmp_path, monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
@@ -422,6 +423,23 @@ def test_what_the_run_refuses_is_refused_in_its_words(folder, capsys, given, sai
     assert cli.main(["plan", *args, *given]) == 2
     shown = capsys.readouterr()
     assert said in " ".join(shown.err.split()) and "It fits" not in shown.out
+
+
+@pytest.mark.parametrize("gpu", [["--gpu_gb=80"], []])
+def test_a_mixture_that_native_cannot_split_has_a_plan_and_the_engine_that_can(gpu, tmp_path, capsys):
+    """As the command of a large mixture that names no engine: its config.json is enough to say so."""
+    shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 261}
+    shape |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 2048}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    kind = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"]}
+    (tmp_path / "config.json").write_text(json.dumps(shape | experts | kind))
+    given = [f"actor_rollout_ref.model.path={tmp_path}", "data.train_files=x.json", "rollout.n=4"]
+    cli.main(["plan", *given, *gpu, f"{ROLLOUT}.tensor_model_parallel_size=2", f"{WORKERS}=2"])
+    table, refused, said = " ".join(capsys.readouterr().out.split()).partition("run is refused.")
+    assert refused and "Memory plan of" in table and "update" in table
+    assert "models of the kind qwen3_moe cannot be cut" in said and f"set {ROLLOUT}.name=vllm, which cuts them" in said
+    cli.main(["plan", *given, *gpu, f"{ROLLOUT}.tensor_model_parallel_size=2", f"{WORKERS}=2", f"{ROLLOUT}.name=vllm"])
+    assert "cannot be cut" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -343,6 +343,8 @@ FEW = (scores, updates, stretches, resumed, exported)
 """Of models beside these, which go through the same code but for their shapes."""
 RECUT = ("qwen2", "deepseek_v3")
 """Models whose checkpoints are continued with other tensor ranks."""
+ELSEWHERE = {4: "megatron 2,1,1", 1: "megatron 1,1,1"}
+"""Numbers of ranks that continue these checkpoints of two, and how they cut the model: two copies of it, and whole."""
 ADAPTED = {
     "deepseek_v3": "all-linear",  # all matrices of its attention, and none beside its experts
     "glm4_moe": ["q_proj", "v_proj", "o_proj"],  # keys, which lie in the same matrix, have none
@@ -388,11 +390,16 @@ def recut(folder: Path) -> dict[str, Any]:
         found[model] = {case.cut: train(engine, first=2)}
         for cut in ("megatron 1,2,1", "megatron 1,1,1"):
             leave_groups()
-            other = Case(folder, model, cut).engine()
-            other.load(manager.role_folder(manager.path_of(1), "actor"))
-            found[model][cut] = train(other, first=2)
+            found[model][cut] = continued(folder, model, cut)
         leave_groups()
     return found
+
+
+def continued(folder: Path, model: str, cut: str) -> dict[str, Any]:
+    """The step after the checkpoint of `recut`."""
+    engine, manager = Case(folder, model, cut).engine(), CheckpointManager(folder / f"recut {model}")
+    engine.load(manager.role_folder(manager.path_of(1), "actor"))
+    return train(engine, first=2)
 
 
 def moments(folder: Path) -> dict[str, float]:
@@ -426,6 +433,13 @@ def run_rank(rank: int, ranks: int, folder: Path) -> None:
         others = recut(folder) | {"moments": moments(folder)}
         if rank == 0:
             torch.save(others, folder / "recut.pt")
+    if ranks in ELSEWHERE and (folder / "recut.pt").exists():
+        others = {}
+        for model in RECUT:
+            others[model] = continued(folder, model, ELSEWHERE[ranks])
+            leave_groups()
+        if rank == 0:
+            torch.save(others, folder / f"recut on {ranks}.pt")
     if ranks == 1:
         torch.save(refusals(folder), folder / "refusals.pt")
 
@@ -450,4 +464,4 @@ if __name__ == "__main__":
     elif wanted == "gradients":
         sys.exit(not all(run_ranks(ranks, run_gradients, target) for ranks in (1, 2)))
     else:
-        sys.exit(not all(run_ranks(ranks, run_rank, target) for ranks in (1, 2, 4)))
+        sys.exit(not all(run_ranks(ranks, run_rank, target) for ranks in (2, *ELSEWHERE)))

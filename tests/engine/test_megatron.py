@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from megatron_cases import CASES, FSDP, MIXTURES
-from megatron_runs import ADAPTED, RECUT
+from megatron_runs import ADAPTED, ELSEWHERE, RECUT
 from megatron_runs import WHOLE as MODELS
 from test_ranks import furthest
 
@@ -135,6 +135,12 @@ def test_two_copies_of_a_model_hold_half_of_the_moments_each_and_step_alike(foun
 def test_a_checkpoint_is_continued_with_other_tensor_ranks(found, model, cut):
     ran = found["recut"][model]
     assert furthest(ran["megatron 2,1,1"], ran[cut]) < 1e-9
+
+
+@pytest.mark.parametrize("ranks", ELSEWHERE)
+@pytest.mark.parametrize("model", RECUT)
+def test_a_checkpoint_of_two_ranks_is_continued_by_another_number_of_them(found, model, ranks):
+    assert furthest(found["recut"][model]["megatron 2,1,1"], found[f"recut on {ranks}"][model]) < 1e-9
 
 
 @pytest.mark.parametrize(

@@ -276,7 +276,7 @@ def test_on_a_gpu_weights_that_a_sync_brings_are_read_once_and_others_when_the_c
 def test_a_model_that_nobody_trains_has_its_weights_kept_by_sglang_on_a_gpu(fake, model, monkeypatch):
     asked = []
     monkeypatch.setattr(build, "Link", lambda arguments: asked.append(arguments) or 1 / 0)
-    monkeypatch.setattr(build, "make_room", lambda *args: None)
+    monkeypatch.setattr("posttrain.rollout.outside.make_room", lambda *args: None)
     for trained in (True, False):
         model.requires_grad_(trained)
         with pytest.raises(UserError, match="does not start: division by zero"):

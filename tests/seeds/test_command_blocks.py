@@ -32,6 +32,7 @@ REFUSED = {
     ),
     "document 4, 4.1, Megatron": (
         [
+            "actor_rollout_ref.model.path=DeepSeek-V3",
             f"{ACTOR}.strategy=megatron",
             f"{ACTOR}.megatron_config.tensor_parallel_size=8",
             f"{ACTOR}.megatron_config.pipeline_parallel_size=4",
@@ -42,6 +43,7 @@ REFUSED = {
         ],
         [
             f"`{ACTOR}.strategy=megatron`: the package megatron-core is not installed in this environment",
+            f"{ROLLOUT}.tensor_model_parallel_size=8: models of the kind deepseek_v3 cannot be cut over the workers",
             EIGHT,
             FOUR_MACHINES,
         ],
@@ -68,6 +70,9 @@ def test_a_block_is_refused_for_every_part_that_is_not_built_and_for_nothing_els
     monkeypatch.setattr("posttrain.rollout.outside_engine.OutsideEngine.is_installed", lambda self: False)
     monkeypatch.setattr("posttrain.engine.megatron.entry.is_installed", lambda: False)
     monkeypatch.setattr("posttrain.config.environment.gpus_present", lambda: 0)
+    (tmp_path / "DeepSeek-V3").mkdir()  # with the sizes that transformers knows, and no weights
+    (tmp_path / "DeepSeek-V3" / "config.json").write_text('{"model_type": "deepseek_v3"}')
+    (tmp_path / "DeepSeek-V3" / "tokenizer.json").write_text("{}")
     given, reasons = REFUSED[block]
     with pytest.raises(ConfigError) as refused:
         load_config(given, environment=True)

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from posttrain.engine.megatron.groups import RankGroups
 from posttrain.engine.megatron.package import MegatronError, part
 from posttrain.engine.megatron.weights import Match
+from posttrain.engine.settings import EngineKeys
 from posttrain.models.expert_adapters import base_name, is_wrapper
 from posttrain.models.forward import without_adapters
 
@@ -53,15 +54,15 @@ def adapter_matches(matches: Sequence[Match], adapted: Mapping[str, float]) -> l
     return found
 
 
-def check_adapters(matches: Sequence[Match], adapted: Mapping[str, float], key: str) -> None:
+def check_adapters(matches: Sequence[Match], adapted: Mapping[str, float], keys: EngineKeys) -> None:
     """Rejects adapters on matrices that are not built for them; `matches` are those of all stages."""
     able = {
         name for match in matches if match.ours[0] not in TABLES and match.kind != "experts" for name in match.theirs
     }
     if odd := sorted(name for name in adapted if f"{name}.weight" not in able):
         raise MegatronError(
-            f"{key}.target_modules: adapters on {', '.join(odd[:4])} are not built for the engine megatron; leave them "
-            "out, or set strategy=fsdp2"
+            f"{keys.model}.target_modules: adapters on {', '.join(odd[:4])} are not built for the engine megatron; "
+            f"leave them out, or set {keys.strategy}=fsdp2"
         )
 
 

@@ -150,7 +150,7 @@ class MegatronEngine(ComposedEngine):
         self.adapted = scalings_of(module) if has_adapters(module) else {}
         stages = range(self.groups.sizes.pipeline)
         everywhere = [match for stage in stages for match in self._stage_matches(stage)]
-        check_adapters(everywhere, self.adapted, self.groups.sizes.keys.model)
+        check_adapters(everywhere, self.adapted, self.groups.sizes.keys)
         self.matches = self._stage_matches(self.groups.stage)
         adapt(own, self.matches, self.adapted, self.shapes, self.config.num_key_value_heads, self.groups, device)
         self.matches += adapter_matches(self.matches, self.adapted)
@@ -292,4 +292,4 @@ def _check(module: torch.nn.Module, settings: EngineSettings, keys: EngineKeys) 
     elif not forward_mode_of(module).packed:
         problem = "rows of this model cannot be packed, and this engine computes no others"
     if problem is not None:
-        raise MegatronError(f"{keys.strategy}=megatron: {problem}; set strategy=fsdp2")
+        raise MegatronError(f"{keys.strategy}=megatron: {problem}; set {keys.strategy}=fsdp2")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,9 @@ def check_megatron_environment(resolved: Resolved, cwd: Path, keys: EngineKeys) 
     for role in keys.roles.values():
         key = f"{role.model}.path"
         name = resolved.value(key)
-        kind = None if name in (None, "embedded") else model_type_of(str(name), cwd)
+        if name is None:  # a critic's is then the actor's
+            continue
+        kind = "qwen2" if name == "embedded" else model_type_of(str(name), cwd)
         if kind in MODEL_TYPES:
             yield from _shape_problem(resolved, cwd, keys, role.model)
         elif kind is not None:
@@ -40,17 +43,19 @@ def check_megatron_environment(resolved: Resolved, cwd: Path, keys: EngineKeys) 
 
 def _shape_problem(resolved: Resolved, cwd: Path, keys: EngineKeys, section: str) -> Iterator[Problem]:
     """Sizes that do not divide what they cut of the model, and models that cannot be built."""
-    from transformers import AutoConfig
+    from transformers import AutoConfig, Qwen2Config
 
     from posttrain.engine.base import EngineLayout
     from posttrain.engine.megatron.model import check_model
     from posttrain.engine.megatron.package import MegatronError
+    from posttrain.models.embedded import SHAPE
 
-    file = config_file(str(resolved.value(f"{section}.path")), cwd)
-    try:
-        config: Any = AutoConfig.from_pretrained(file.parent) if file is not None else None
-    except Exception:  # what is wrong with the file is said when the model is loaded
-        config = None
+    name = str(resolved.value(f"{section}.path"))
+    config: Any = Qwen2Config(**SHAPE) if name == "embedded" else None
+    file = config_file(name, cwd) if config is None else None
+    if file is not None:
+        with suppress(Exception):  # what is wrong with the file is said when the model is loaded
+            config = AutoConfig.from_pretrained(file.parent)
     if config is None:
         return
     for name, value in (getattr(lookup(resolved.config, section), "override_config", None) or {}).items():

@@ -24,7 +24,7 @@ def check_model(config: Any, sizes: ParallelSizes) -> None:
     if kind not in MODEL_TYPES:
         raise MegatronError(
             f"{sizes.keys.strategy}=megatron: models of type {kind} are not built for it; it trains "
-            f"{', '.join(MODEL_TYPES)}. Set strategy=fsdp2"
+            f"{', '.join(MODEL_TYPES)}; set {sizes.keys.strategy}=fsdp2"
         )
     rotation = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     windows = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
@@ -38,7 +38,7 @@ def check_model(config: Any, sizes: ParallelSizes) -> None:
     if problems := [name for name, is_so in odd.items() if is_so]:
         raise MegatronError(
             f"{sizes.keys.strategy}=megatron: the model has {' and '.join(problems)}, which are not built for "
-            "it; set strategy=fsdp2"
+            f"it; set {sizes.keys.strategy}=fsdp2"
         )
     _check_parts(config, sizes)
 

@@ -101,6 +101,11 @@ def _sizes(checked: Checked, key: str, settings: MegatronSettings) -> Iterator[F
         what = f"`{key}.virtual_pipeline_parallel_size={settings.virtual_pipeline_parallel_size}` cuts the layers of "
         what += "pipeline stages into chunks, and there is one stage (pipeline_parallel_size=1)."
         yield checked.problem(what, "remove it, or set pipeline_parallel_size", key)
+    for place in ("first", "last"):
+        name = f"num_layers_in_{place}_pipeline_stage"
+        if pipeline == 1 and (layers := getattr(settings, name)) is not None:
+            what = f"`{key}.{name}={layers}` sets the layers of a stage, and there is one stage that has all "
+            yield checked.problem(f"{what}(pipeline_parallel_size=1).", "remove it, or set pipeline_parallel_size", key)
     words, together = product(settings.tensor_parallel_size, pipeline, settings.context_parallel_size)
     if workers % together:
         what = (
@@ -127,6 +132,10 @@ def _not_together(checked: Checked, keys: EngineKeys) -> Iterator[Finding]:
                 "weights of 4 bits are not built for it",
             ),
             f"{role.model}.use_remove_padding": (not model.use_remove_padding, "it computes packed rows only"),
+            f"{role.model}.target_modules": (
+                _adapts_ends(model),
+                "adapters on the embedding or the head are not built for it",
+            ),
             role.sequence_size: (lookup(checked.config, role.sequence_size) != 1, sharded),
             role.fsdp_size: (lookup(checked.config, role.fsdp_size) not in (-1, 1), sharded),
         }
@@ -139,3 +148,10 @@ def _not_together(checked: Checked, keys: EngineKeys) -> Iterator[Finding]:
         if ROLES[name].shards:
             what = f"`{key}={count}` with {keys.strategy}=megatron, which cuts all models over the workers that train."
             yield checked.problem(what, f"set {keys.strategy}=fsdp2, or {key}=0", key, keys.strategy)
+
+
+def _adapts_ends(model: Any) -> bool:
+    """Whether the embedding or the head is named among the modules with adapters; expressions meet the model itself."""
+    names = getattr(model, "target_modules", None)
+    rank = getattr(model, "lora_rank", 0)
+    return bool(rank) and isinstance(names, list) and bool({"embed_tokens", "lm_head"} & {*map(str, names)})

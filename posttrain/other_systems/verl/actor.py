@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from posttrain.other_systems.verl.rule import Rule, not_needed, not_supported, translated
+from posttrain.other_systems.verl.rule import CHUNKED, Rule, not_needed, not_supported, translated
 
 _ACTOR, _REF = "actor_rollout_ref.actor", "actor_rollout_ref.ref"
 _TRAINED = f"{{{_ACTOR},critic}}"
@@ -67,12 +67,12 @@ COMPUTING: tuple[Rule, ...] = (
     not_needed(f"{_ANY}.fsdp_config.use_torch_compile", _FUSED),
     not_needed(
         f"{_ANY}.{{entropy_checkpointing,entropy_from_logits_with_chunking,entropy_from_logits_chunk_size}}",
-        "logits never exist for more than a chunk of tokens",
+        CHUNKED,
     ),
     not_needed(
         f"{_ANY}.fsdp_config."
         "{entropy_checkpointing,entropy_from_logits_with_chunking,entropy_from_logits_chunk_size}",
-        "logits never exist for more than a chunk of tokens",
+        CHUNKED,
     ),
     not_needed(f"{_ACTOR}.calculate_entropy", "the policy's entropy is measured in every update"),
     not_needed(

@@ -28,6 +28,15 @@ MOVED: dict[str, str] = {
     f"{_MODEL}.override_config.model_config.": f"{_MODEL}.override_config.",
 }
 
+# Settings of the engine that verl also takes among those of the model.
+MEGATRON_OVERRIDES = (
+    "num_layers_in_first_pipeline_stage",
+    "num_layers_in_last_pipeline_stage",
+    "context_parallel_size",
+    "sequence_parallel",
+    "use_distributed_optimizer",
+)
+
 RENAMED: dict[str, str] = {
     **{
         f"{_ACTOR}.megatron_config.{name}_model_parallel_size": f"{_ACTOR}.megatron_config.{name}_parallel_size"
@@ -35,13 +44,7 @@ RENAMED: dict[str, str] = {
     },
     **{
         f"{_ACTOR}.megatron_config.override_transformer_config.{name}": f"{_ACTOR}.megatron_config.{name}"
-        for name in (
-            "num_layers_in_first_pipeline_stage",
-            "num_layers_in_last_pipeline_stage",
-            "context_parallel_size",
-            "sequence_parallel",
-            "use_distributed_optimizer",
-        )
+        for name in MEGATRON_OVERRIDES
     },
     **{f"{role}.optim.{old}": f"{role}.{new}" for role in (_ACTOR, "critic") for old, new in _OPTIM.items()},
     f"{_ACTOR}.fsdp_config.strategy": f"{_ACTOR}.strategy",

@@ -21,6 +21,7 @@ KINDS = (HONOURED, TRANSLATED, NOT_NEEDED, NOT_SUPPORTED)
 # Values that ask for nothing, whatever the key.
 NOTHING = ("null", "none", "", "{}", "[]")
 PACKED = "the Megatron engine packs rows, which gives the same numbers"
+CHUNKED = "logits never exist for more than a chunk of tokens"
 # Of keys of verl's asynchronous trainers.
 ASYNC = "there is one trainer, and asynchronous training is a setting of it"
 

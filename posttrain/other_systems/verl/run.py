@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from posttrain.other_systems.verl.rule import ASYNC, PACKED, Rule, not_needed, not_supported, translated
+from posttrain.other_systems.verl.rule import ASYNC, CHUNKED, PACKED, Rule, not_needed, not_supported, translated
 
 RUN: tuple[Rule, ...] = (
     not_supported(
@@ -91,12 +91,42 @@ NO_SUCH = "the Megatron engine has no such setting here"
 _MEGATRON_DO = "set actor_rollout_ref.actor.strategy=fsdp2 (and critic.strategy=fsdp2); the key then has no effect"
 _ROLES = "{actor_rollout_ref.actor,actor_rollout_ref.ref,critic,reward_model}"
 _MEGATRON = f"{_ROLES}.{{megatron,megatron_config}}"
-_OTHERS_OF_ACTOR = (
-    "dynamic_context_parallel,entropy_*,max_seqlen_*,override_*,pad_*,qat.*,router_replay.*,use_megatron_fsdp"
-)
+_OTHERS_OF_ACTOR = "dynamic_context_parallel,max_seqlen_*,override_*,qat.*,router_replay.*,use_megatron_fsdp"
 
 
-def transformer_overrides(prefix: str, model: str) -> tuple[Rule, ...]:
+def megatron_rules(prefix: str, model: str) -> tuple[Rule, ...]:
+    """Rules for settings of Megatron beside its sizes, under the section at which verl takes them."""
+    return (
+        not_needed(f"{prefix}.grad_offload", "gradients exist only during an update"),
+        not_needed(
+            f"{prefix}.{{use_mbridge,vanilla_mbridge,use_dist_checkpointing,dist_checkpointing_*,dist_ckpt_*,"
+            "distrib_optim_*}",
+            "weights come from Hugging Face folders, and checkpoints are torch.distributed.checkpoint's",
+        ),
+        not_needed(
+            f"{prefix}.{{seed,forward_only}}", "the engine uses no random numbers, and a reference is never updated"
+        ),
+        not_needed(f"{prefix}.pad_*", PACKED),
+        not_needed(f"{prefix}.{{entropy_from_logits_with_chunking,entropy_from_logits_chunk_size}}", CHUNKED),
+        not_supported(
+            f"{prefix}.expert_tensor_parallel_size",
+            "an expert lies whole on one rank",
+            "set it to 1, or remove it; expert_model_parallel_size deals experts out over ranks",
+            off=("1",),
+            idle="fsdp",
+        ),
+        not_supported(
+            f"{prefix}.router_replay.mode",
+            "the routers of this engine take no given routes",
+            "set it to disabled, or the engine to FSDP",
+            off=("disabled",),
+            idle="fsdp",
+        ),
+        *_transformer_overrides(f"{prefix}.override_transformer_config", model),
+    )
+
+
+def _transformer_overrides(prefix: str, model: str) -> tuple[Rule, ...]:
     """Rules for Megatron's own settings of a model, under the key at which verl takes them."""
     return (
         not_needed(
@@ -148,7 +178,7 @@ _OVERRIDES = (
     (
         "swap_optimizer",
         "moments are moved between steps, not within one",
-        "set actor_rollout_ref.actor.fsdp_config.optimizer_offload=True instead",
+        "set it to false; in RL actor_rollout_ref.actor.fsdp_config.optimizer_offload=True moves them",
         ("false",),
     ),
     (
@@ -198,13 +228,7 @@ OTHER_ENGINES: tuple[Rule, ...] = (
         "override_transformer_config.num_layers_in_*}",
         "the reference and the critic are cut as the actor is: `actor_rollout_ref.actor.megatron_config`",
     ),
-    not_needed(f"{_MEGATRON}.grad_offload", "gradients exist only during an update"),
-    *transformer_overrides(f"{_MEGATRON}.override_transformer_config", "actor_rollout_ref.model"),
-    not_needed(
-        f"{_MEGATRON}.{{use_mbridge,vanilla_mbridge,use_dist_checkpointing,dist_checkpointing_*,dist_ckpt_*,"
-        "distrib_optim_*}",
-        "weights come from Hugging Face folders, and checkpoints are torch.distributed.checkpoint's",
-    ),
+    *megatron_rules(_MEGATRON, "actor_rollout_ref.model"),
     translated(
         "{actor_rollout_ref.actor,critic}.{megatron,megatron_config}.dtype",
         "dtype",
@@ -215,16 +239,6 @@ OTHER_ENGINES: tuple[Rule, ...] = (
         "a frozen model is computed in its `model.dtype`",
     ),
     not_needed(f"{_MEGATRON}.use_remove_padding", PACKED),
-    not_needed(
-        f"{_MEGATRON}.{{seed,forward_only}}", "the engine uses no random numbers, and a reference is never updated"
-    ),
-    not_supported(
-        f"{_MEGATRON}.expert_tensor_parallel_size",
-        "an expert lies whole on one rank",
-        "set it to 1, or remove it; expert_model_parallel_size deals experts out over ranks",
-        off=("1",),
-        idle="fsdp",
-    ),
     *(
         not_supported(
             pattern,

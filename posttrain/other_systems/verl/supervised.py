@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from posttrain.other_systems.verl.actor import model_rules, optimizer_rules, saving_rules
+from posttrain.other_systems.verl.renamed import MEGATRON_OVERRIDES
 from posttrain.other_systems.verl.rule import Rule, not_needed, not_supported, translated
-from posttrain.other_systems.verl.run import NO_SUCH, transformer_overrides
+from posttrain.other_systems.verl.run import NO_SUCH, megatron_rules
 
-_OTHER = "this engine is not built"
+_OTHER = "`fsdp` and `megatron` have no such setting, and other engines are not built"
 
 SUPERVISED_RULES: tuple[Rule, ...] = (
     translated(
@@ -34,8 +35,12 @@ SUPERVISED_RULES: tuple[Rule, ...] = (
     ),
     translated(
         "engine.{tensor_model_parallel_size,pipeline_model_parallel_size,virtual_pipeline_model_parallel_size,"
-        "expert_model_parallel_size,context_parallel_size,sequence_parallel,"
-        "override_transformer_config.context_parallel_size,override_transformer_config.sequence_parallel}",
+        "expert_model_parallel_size,context_parallel_size,sequence_parallel,use_distributed_optimizer}",
+        "supervised_sizes",
+        "the same without `model_` in `fsdp.megatron_config`, with `engine=megatron`",
+    ),
+    translated(
+        f"engine.override_transformer_config.{{{','.join(MEGATRON_OVERRIDES)}}}",
         "supervised_sizes",
         "the same without `model_` in `fsdp.megatron_config`, with `engine=megatron`",
     ),
@@ -43,32 +48,21 @@ SUPERVISED_RULES: tuple[Rule, ...] = (
     translated("model", "model_group", "`hf_model` is the only group"),
     translated("engine.{dtype,model_dtype}", "dtype", "`model.dtype` (the optimizer's weights are float32)"),
     not_supported(
-        "{engine.param_offload,engine.optimizer_offload,engine.grad_offload,model.fsdp_config.cpu_offload,"
+        "{engine.param_offload,engine.optimizer_offload,model.fsdp_config.cpu_offload,"
         "model.fsdp_config.offload_params}",
         "weights and optimizer stay on their device in supervised training",
         "set it to False; model.lora_rank and model.enable_gradient_checkpointing save memory",
     ),
     not_needed("engine.{use_torch_compile,forward_prefetch,reshard_after_forward}", "FSDP2 wraps every layer"),
     not_needed("model.fsdp_config.*", "FSDP2 wraps every layer and gathers it when it is needed"),
-    *transformer_overrides("engine.override_transformer_config", "model"),
-    not_needed(
-        "engine.{use_mbridge,vanilla_mbridge,use_dist_checkpointing,dist_checkpointing_*}",
-        "weights come from Hugging Face folders, and checkpoints are torch.distributed.checkpoint's",
-    ),
-    not_supported(
-        "engine.expert_tensor_parallel_size",
-        "an expert lies whole on one rank",
-        "set it to 1, or remove it; engine.expert_model_parallel_size deals experts out over ranks",
-        off=("1",),
-        idle="fsdp",
-    ),
+    *megatron_rules("engine", "model"),
     not_supported(
         "engine.{use_megatron_fsdp,override_*}",
         NO_SUCH,
         "remove it (docs/megatron.md names what there is)",
         idle="fsdp",
     ),
-    not_supported("engine.*", _OTHER, "set engine=fsdp; the key then has no effect", idle="fsdp"),
+    not_supported("engine.*", _OTHER, "remove it, or set engine=fsdp; the key then has no effect", idle="fsdp"),
     not_supported(
         "optim.override_optimizer_config.{optimizer_cpu_offload,optimizer_offload_fraction,offload_fraction}",
         "the state of the optimizer stays on its device in supervised training",

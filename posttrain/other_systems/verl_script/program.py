@@ -51,8 +51,11 @@ class Call:
 
     @property
     def is_main(self) -> bool:
-        """Whether it is one of verl's own trainers, not a recipe's."""
-        return self.module.split(".")[0] == "verl" and self.module.split(".")[-1] in ("main_ppo", *_MODULES)
+        """Whether it is one of verl's own trainers, or posttrain's, not a recipe's."""
+        return self.module.split(".")[0] in ("verl", "posttrain") and self.module.split(".")[-1] in (
+            "main_ppo",
+            *_MODULES,
+        )
 
     def without_outside(self, setting: str) -> str:
         """The setting with a word in place of each reference that the script does not answer."""

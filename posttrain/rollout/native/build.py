@@ -168,11 +168,20 @@ def use_fp8(engine: NativeEngine, name: str) -> str:
 
 
 def check_can_cut(module: Any, fast: bool, size: int) -> None:
-    if not fast or module.config.model_type not in KNOWN:
-        raise UserError(
-            f"{KEY}={size}: models of the kind {module.config.model_type} cannot be cut over the workers of an engine "
-            f"({', '.join(KNOWN)} can); set it to 1: every worker then decodes with a model of its own"
-        )
+    kind = module.config.model_type
+    if not fast or kind not in KNOWN:
+        what, do = splitting_problem(kind, size)
+        raise UserError(f"{what}; {do}")
+
+
+def splitting_problem(kind: str, size: int) -> tuple[str, str]:
+    """What is wrong where `size` workers should hold an engine with a model of another kind, and what to do."""
+    return (
+        f"{KEY}={size}: models of the kind {kind} cannot be cut over the workers of an engine `native` "
+        f"({', '.join(KNOWN)} can)",
+        f"set {KEY.rpartition('.')[0]}.name=vllm, which cuts them, or the size to 1: every worker then decodes with a "
+        "model of its own",
+    )
 
 
 def _kernels(dtype: torch.dtype, device: torch.device) -> str:

@@ -3,35 +3,27 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from posttrain.config.rollout import RolloutConfig
-from posttrain.errors import UserError
-from posttrain.models.forward import without_adapters
 from posttrain.rollout.native.build import bytes_per_token, device_memory, step_limit
 from posttrain.rollout.outside import (
-    DTYPES,
     SHARE,
+    CopiedModel,
     allowed_cache,
     check_arguments,
     check_installed,
-    error_text,
+    engine_words,
     is_trained,
     longest_row,
-    make_room,
-    restored_process_state,
     weights_of,
-    written_config,
 )
 from posttrain.rollout.sglang.engine import SGLangEngine
 from posttrain.rollout.sglang.link import Link
 from posttrain.rollout.sglang.settings import SGLANG
-
-NAME = "actor_rollout_ref.rollout.name=sglang"
 
 
 def build_sglang(
@@ -46,29 +38,19 @@ def build_sglang(
     have at most `longest` tokens, or as many as the model has positions."""
     check_installed("sglang")
     check_arguments(SGLANG, config, SGLANG.installed_arguments() or SGLANG.given(config.engine_kwargs))
-    base: Any = without_adapters(module)
-    kind, weight = type(base).__name__, next(base.parameters())
-    place = device or weight.device
-    if weight.dtype not in DTYPES:
-        return f"it does not compute in {str(weight.dtype).removeprefix('torch.')}"
+    model = CopiedModel.of(module, device)
+    if isinstance(model, str):
+        return model
+    base, place = model.base, model.place
     if place.type not in ("cuda", "cpu"):
         return f"it does not run on {place.type}"
-    make_room(module, base, place)
     if place.type == "cpu":
         os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
-    with tempfile.TemporaryDirectory(prefix="posttrain-sglang-") as folder, restored_process_state():
-        written = written_config(base, kind)
-        written.eos_token_id = None  # a row ends where its request says it, and nowhere else
-        written.save_pretrained(folder)
+    # A row ends where its request says it, and nowhere else.
+    with model.starting(SGLANG, eos_token_id=None) as folder:
         given = arguments(config, base, place, longest)
         keep = place.type == "cuda" and not is_trained(module)  # nobody else has the weights while it sleeps
-        given |= {"model_path": folder, "dtype": DTYPES[weight.dtype], "enable_weights_cpu_backup": keep}
-        try:
-            link = Link(given)
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:
-            raise UserError(f"{NAME}: SGLang does not start: {error_text(error)}") from error
+        link = Link(given | {"model_path": folder, "dtype": model.dtype, "enable_weights_cpu_backup": keep})
     engine = SGLangEngine(
         link,
         longest=given["context_length"] - 1,
@@ -79,7 +61,7 @@ def build_sglang(
         source=(lambda: weights_of(module)) if is_trained(module) else None,
     )
     engine.load_weights(weights_of(module), 0)
-    return engine, f"sglang ({SGLANG.installed_version() or 'of unknown version'}, weights copied at every sync)"
+    return engine, engine_words(SGLANG, "weights copied at every sync")
 
 
 def arguments(config: RolloutConfig, module: Any, device: torch.device, longest: int | None) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import tempfile
 from collections.abc import Callable
 from typing import Any
 
@@ -14,22 +13,18 @@ import torch.distributed as dist
 from posttrain.config.rollout import RolloutConfig
 from posttrain.errors import UserError
 from posttrain.kernels.tensor_parallel import Team
-from posttrain.models.forward import without_adapters
 from posttrain.models.lora import has_adapters
 from posttrain.rollout.native.build import bytes_per_token, device_memory, step_limit
 from posttrain.rollout.outside import (
-    DTYPES,
     SHARE,
+    CopiedModel,
     allowed_cache,
     check_arguments,
     check_installed,
-    error_text,
+    engine_words,
     is_trained,
     longest_row,
-    make_room,
-    restored_process_state,
     weights_of,
-    written_config,
 )
 from posttrain.rollout.vllm.adapters import (
     RANKS,
@@ -43,7 +38,6 @@ from posttrain.rollout.vllm.engine import VLLMEngine
 from posttrain.rollout.vllm.inside import executor_over
 from posttrain.rollout.vllm.settings import ADAPTERS, VLLM
 
-NAME = "actor_rollout_ref.rollout.name=vllm"
 VARIABLES = {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
@@ -71,30 +65,22 @@ def build_vllm(
     from vllm import EngineArgs, LLMEngine, ModelRegistry  # pyright: ignore
 
     check_arguments(VLLM, config, [one.name for one in dataclasses.fields(EngineArgs)])
-    base: Any = without_adapters(module)
-    kind, weight = type(base).__name__, next(base.parameters())
-    place = device or weight.device
-    if weight.dtype not in DTYPES:
-        return f"it does not compute in {str(weight.dtype).removeprefix('torch.')}"
+    model = CopiedModel.of(module, device)
+    if isinstance(model, str):
+        return model
+    base, kind, place = model.base, model.kind, model.place
     if kind not in ModelRegistry.get_supported_archs():
         return f"it does not know {kind}"
     if place.type == "cpu" and has_experts(base.config):
         return "its CPU build does not take new weights for experts"
     beside, adapters_note = _adapters_beside(module, kind, config)
     keep_groups = dist.is_initialized()  # by those who train here, and go on with it when the engine is closed
-    make_room(module, base, place)
-    with tempfile.TemporaryDirectory(prefix="posttrain-vllm-") as folder, restored_process_state():
-        written_config(base, kind).save_pretrained(folder)
+    with model.starting(VLLM) as folder:
         given = arguments(config, base, place, longest, team)
         if beside:
             rank = next(rank for rank in RANKS if rank >= largest_rank(module))
             given |= {"enable_lora": True, "max_lora_rank": rank, "max_loras": 1}
-        try:
-            llm = LLMEngine.from_engine_args(EngineArgs(model=folder, dtype=DTYPES[weight.dtype], **given))
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:
-            raise UserError(f"{NAME}: vLLM does not start: {error_text(error)}") from error
+        llm = LLMEngine.from_engine_args(EngineArgs(model=folder, dtype=model.dtype, **given))
     weights = base_and_adapters if beside else weights_of
     engine = VLLMEngine(
         llm,
@@ -106,10 +92,9 @@ def build_vllm(
         ranks=team.size if team else 1,
     )
     engine.load_weights(weights(module), 0)
-    together = f"held by {team.size} workers, " if team else ""
+    held = [f"held by {team.size} workers"] if team else []
     copied = "adapters" if beside else "weights"
-    name = f"vllm ({VLLM.installed_version() or 'of unknown version'}, {together}{copied} copied at every sync)"
-    return engine, name + adapters_note
+    return engine, engine_words(VLLM, *held, f"{copied} copied at every sync") + adapters_note
 
 
 def _adapters_beside(module: Any, kind: str, config: RolloutConfig) -> tuple[bool, str]:
