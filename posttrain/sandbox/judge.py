@@ -7,6 +7,7 @@ that they take. A test that cannot be run is a failure: if it were skipped, ever
 """
 
 from __future__ import annotations
+import __future__
 
 import ast
 import contextlib
@@ -26,14 +27,22 @@ from types import GeneratorType
 from typing import Any
 
 from posttrain.sandbox.link import Link, ProgramExit
-from posttrain.sandbox.names import MODULE, USUAL, builtins_under_test, classify_names, loaded_names
+from posttrain.sandbox.names import (
+    MODULE,
+    USUAL,
+    builtins_under_test,
+    classify_names,
+    loaded_names,
+    names_only_in_annotations,
+)
 from posttrain.sandbox.stand_ins import Super, is_stand_in
 from posttrain.sandbox.supervise import Program
-from posttrain.sandbox.surroundings import forward_library_calls, forward_patches, make_strict
+from posttrain.sandbox.surroundings import forward_library_calls, forward_patches, forward_seeds, make_strict
 from posttrain.sandbox.wire import decode, encode, plain_base
 
 _FILE = "tests.py"
 _TEXT = 300
+_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 # A call may return these for a list, besides other iterators.
 _LISTED = (GeneratorType, deque, type({}.keys()), type({}.values()), type({}.items()))
 
@@ -87,6 +96,8 @@ def _run(link: Link, test: dict[str, Any], replaced: set[str], free: Any) -> dic
     if "super" in code:
         space["super"] = _super
     forward_library_calls(tree, link)
+    if "seed" in code:
+        forward_seeds(link, "np" in code or "numpy" in code)
     for what in ("warn", "log"):
         if what in code.lower():
             link.ask("report", None, (what,))
@@ -97,7 +108,9 @@ def _run(link: Link, test: dict[str, Any], replaced: set[str], free: Any) -> dic
     linecache.cache[_FILE] = (len(code), None, code.splitlines(keepends=True), _FILE)
     given = dict(space)
     link.offer(space, given, free)
-    call_allowing_exit(exec, compile(tree, _FILE, "exec"), space)
+    # Not with this file's own future: the tests' annotations are objects, unless they name what nobody defines.
+    flags = __future__.annotations.compiler_flag if names_only_in_annotations(tree) - space.keys() else 0
+    call_allowing_exit(exec, compile(tree, _FILE, "exec", flags, dont_inherit=True), space)
     defined = {name: value for name, value in space.items() if name not in given or given[name] is not value}
     run_cases(tree, defined, given.get(entry) if entry else None)
     return {"passed": True}
@@ -206,9 +219,12 @@ def run_cases(tree: ast.AST, defined: dict[str, Any], entry: Any) -> None:
             raise UnsupportedTest("the tests define check(), and the truth names no entry_point to give to it")
         _run_once("check", functools.partial(check, entry))
         return
+    statements = {node.name: node for node in getattr(tree, "body", []) if isinstance(node, _DEFINITIONS)}
     for name, value in defined.items():
         if is_stand_in(value):
-            continue  # it belongs to the program, even if its name begins with `test`
+            # It belongs to the program, even if its name begins with `test`, unless the tests define it.
+            _run_made_by_program(name, value, statements.get(name), used)
+            continue
         if (
             inspect.isfunction(value)
             and name.startswith("test")
@@ -218,6 +234,19 @@ def run_cases(tree: ast.AST, defined: dict[str, Any], entry: Any) -> None:
         elif isinstance(value, type) and not issubclass(value, unittest.TestCase) and name.startswith("Test"):
             _run_class(value, defined)
     _run_unittest([one for one in defined.values() if isinstance(one, type) and issubclass(one, unittest.TestCase)])
+
+
+def _run_made_by_program(name: str, value: Any, statement: Any, used: set[str]) -> None:
+    # A test function under a decorator of the program, or a test class that inherits from a class of the program.
+    if isinstance(statement, ast.ClassDef):
+        bases = name.startswith("Test") or any("TestCase" in ast.unparse(base) for base in statement.bases)
+        if bases and any(getattr(one, "name", "").startswith("test") for one in statement.body):
+            raise UnsupportedTest(f"{name} inherits from a class of the program, which would run its tests")
+    elif statement is not None and name.startswith("test") and name not in used:
+        given = statement.args
+        if len(given.posonlyargs + given.args) > len(given.defaults) or None in given.kw_defaults:
+            raise UnsupportedTest(f"{name} takes arguments, and its decorator is one of the program")
+        _run_once(name, value)
 
 
 def call_allowing_exit(function: Callable[..., Any], *args: Any) -> Any:
@@ -231,8 +260,12 @@ def call_allowing_exit(function: Callable[..., Any], *args: Any) -> Any:
             raise AssertionError(f"the tests ended with {error.code}") from None
 
 
-def _run_function(name: str, function: Callable[..., Any], defined: dict[str, Any]) -> None:
+def _run_function(
+    name: str, function: Callable[..., Any], defined: dict[str, Any], fresh: Callable[[], Any] | None = None
+) -> None:
+    # `fresh` returns the method of a new object of its class.
     for given in _parameters(function):
+        function = fresh() if fresh else function
         missing = [one for one in _required_arguments(function) if one not in given]
         with Fixtures(defined) as fixtures:
             unknown = [one for one in missing if not fixtures.has(one)]
@@ -270,16 +303,23 @@ def _row(row: Any, count: int) -> Any:
 
 
 def _run_class(kind: type, defined: dict[str, Any]) -> None:
-    # As in pytest, each test gets a new object of the class.
+    # As in pytest, each test gets a new object of the class, also for each of its parameters.
     for inner in [getattr(kind, name) for name in dir(kind) if name.startswith("Test")]:
         if isinstance(inner, type):
             _run_class(inner, defined)
+    prepare = getattr(kind, "setup_class", lambda: None)
+    prepare(*[kind] * len(_required_arguments(prepare)))
     for name in [name for name in dir(kind) if name.startswith("test")]:
-        one = kind()
-        prepare = getattr(one, "setup_method", lambda: None)
-        prepare(*[getattr(one, name)] * len(_required_arguments(prepare)))
-        if callable(getattr(one, name)):
-            _run_function(f"{kind.__name__}.{name}", getattr(one, name), defined)
+        if callable(getattr(kind, name)):
+            fresh = functools.partial(_prepare_method, kind, name)
+            _run_function(f"{kind.__name__}.{name}", getattr(kind, name), defined, fresh)
+
+
+def _prepare_method(kind: type, name: str) -> Any:
+    one = kind()
+    prepare = getattr(one, "setup_method", lambda: None)
+    prepare(*[getattr(one, name)] * len(_required_arguments(prepare)))
+    return getattr(one, name)
 
 
 def _run_unittest(cases: list[type[unittest.TestCase]]) -> None:

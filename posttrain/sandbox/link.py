@@ -34,8 +34,9 @@ from posttrain.sandbox.wire import plain_base
 _STOPS = (StopIteration, StopAsyncIteration)
 _SERVED = {
     "get", "put", "delete", "call", "special", "item", "is_instance", "is_subclass", "describe", "start", "step",
-    "finish", "cancel", "warn", "log",
+    "finish", "cancel", "signature", "warn", "log",
 }  # fmt: skip
+_ABOUT_CLASSES = {"describe", "is_instance", "is_subclass"}
 _REQUEST = {"do", "of", "args", "options", "changes"}
 _OF_STATEMENT = {"__module__", "__qualname__"}
 _MANY = 100_000
@@ -44,6 +45,19 @@ _RUNNING = (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType)
 _OF_RUNNING = {"send", "throw", "close", "asend", "athrow", "aclose"}
 _OF_DUNDER = {"__name__", "__qualname__", "__doc__", "__module__", "__dict__", "__wrapped__", "__annotations__"}
 _NEVER = (types.ModuleType, types.FrameType, types.CodeType, types.TracebackType, unittest.TestCase)
+# Objects of these packages and classes never leave the judge: through them a program could run code, read or write
+# memory, or read variables here. By name, because most jobs do not import them.
+_NEVER_PACKAGES = {
+    "posttrain", "_pytest", "_ctypes", "ctypes", "_cffi_backend", "pickle", "_pickle", "shelve", "multiprocessing",
+    "bdb", "cProfile", "code", "doctest", "pdb", "profile", "trace",
+}  # fmt: skip
+_NEVER_CLASSES = {("asyncio.events", "AbstractEventLoop"), ("string", "Formatter"), ("unittest.mock", "_patch")}
+# Methods that run code or load libraries: SQLite's connections, and tables, which look names up in the caller's frame.
+_NEVER_NAMES = {"enable_load_extension", "load_extension"}
+_NEVER_NAMES_OF_TABLES = {"eval", "query"}
+# Private attributes of their objects lead to all that they are made of, such as `queue._loop`.
+_CLOSED_PACKAGES = {"asyncio", "concurrent", "logging", "string", "subprocess", "threading"}
+_PYTEST_OUTCOMES = "_pytest.outcomes"
 # Special methods with which an object makes a statement about another value: `__eq__` could always say True.
 _VOUCHES = COMPARISONS | ARITHMETIC
 
@@ -54,6 +68,8 @@ class ProgramError(Exception):
 
 class ProgramExit(SystemExit):
     """`sys.exit()` of the program, which must not end the tests."""
+
+    __module__ = "builtins"  # it is read like other exceptions of Python
 
 
 class Link(Peer):
@@ -176,8 +192,12 @@ class Link(Peer):
 
     def _perform(self, request: dict[str, Any]) -> Any:
         target, args = request["of"], request.get("args", [])
+        found = self._target(target)
+        if isinstance(found, type) and request["do"] not in _ABOUT_CLASSES and not _belongs_to_tests(found):
+            # `type(file)(4, "w")` would open the judge's channel, and `attrgetter("__globals__")` read its variables.
+            raise AttributeError(f"the class {found.__name__} of the tests is not the program's to use")
         if request["do"] in ("get", "put", "delete"):
-            name, found = args[0], self._target(target)
+            name = args[0]
             # A decorator of the program may add to a class that it is handed, but not change one that it is lent.
             lent, writes = id(found) in self._lent, request["do"] != "get"
             added = isinstance(found, type) and name in SPECIAL and writes and not lent
@@ -192,18 +212,35 @@ class Link(Peer):
             raise error
         return super().error(error)
 
+    def _read_class(self, reference: dict[str, Any]) -> type:
+        # The program's `SystemExit`, however the tests come to raise it, is no end of the tests.
+        found = super()._read_class(reference)
+        return ProgramExit if found is SystemExit else found
+
     def _export(self, value: Any) -> Any:
-        if isinstance(value, _NEVER) or type(value).__module__.partition(".")[0] == "posttrain":
+        if _must_stay(value):
             raise NotTransferable(f"a {type(value).__name__} of the tests cannot be handed to the program")
         form = form_of(value)
         if (form in ("class", "method") or form.endswith("function")) and (place := importable(value)):
             return {"import": place}
         return super()._export(value)
 
+    def _write_context(self, error: BaseException) -> Any:
+        return None  # what the tests were handling may hold what they expect
+
     # What the tests do with objects of the program.
 
     def trusts(self, stand_in: Any) -> bool:
         return self.trust.trusts(stand_in)
+
+    def signature(self, stand_in: Any) -> Any:
+        return None  # forward_library_calls lets the program's process answer
+
+    def is_instance(self, kind: Any, instance: Any) -> bool:
+        # An object of the tests too: a class of the program may be a protocol.
+        if not is_stand_in(instance) and (not _belongs_to_tests(type(instance)) or _must_stay(instance)):
+            return False
+        return self.ask("is_instance", locate(kind)[1], (instance,)) is True
 
     def trusts_value(self, stand_in: Any) -> bool:
         return self.trust.trusts_value(stand_in)
@@ -269,7 +306,7 @@ class Link(Peer):
         value = super().special(stand_in, name, args, options)
         if name in _VOUCHES and value is not NotImplemented:
             self.trust.require_proof(stand_in, name)
-        elif name in _CHECKS or (name == "__getitem__" and isinstance(args[0], slice)):
+        elif name in _CHECKS and (name != "__getitem__" or isinstance(args[0], slice)):
             self._check(stand_in, name, args, value)
         return value
 
@@ -280,7 +317,7 @@ class Link(Peer):
             value = super().special(stand_in, name, args, options)
         except NotTransferable:
             value = super().special(stand_in, name, (None, None, None), options)
-        if isinstance(error, (AssertionError, Ended)) and not is_stand_in(error):
+        if _ends_a_test(error) and not is_stand_in(error):
             return False
         return value
 
@@ -348,23 +385,48 @@ def _may_be_defined(value: Any) -> bool:
     return isinstance(value, type) and not is_stand_in(value) and not issubclass(value, unittest.TestCase)
 
 
+def _belongs_to_tests(kind: type) -> bool:
+    return str(kind.__module__) == "__main__"
+
+
+def _must_stay(value: Any) -> bool:
+    # Whether the program must not get a reference to an object of this process.
+    if isinstance(value, _NEVER):
+        return True
+    kinds = [(str(kind.__module__), kind.__name__) for kind in type(value).__mro__]
+    packages = {module.partition(".")[0] for module, _ in kinds}
+    if isinstance(value, BaseException):  # pytest's own are raised in functions that the program calls
+        return "posttrain" in packages
+    return not packages.isdisjoint(_NEVER_PACKAGES) or not _NEVER_CLASSES.isdisjoint(kinds)
+
+
+def _ends_a_test(error: Any) -> bool:
+    # `pytest.fail` and a `pytest.raises` without an exception raise no AssertionError.
+    kinds = type(error).__mro__
+    return isinstance(error, (AssertionError, Ended)) or any(kind.__module__ == _PYTEST_OUTCOMES for kind in kinds)
+
+
 def _may_use(target: Any, name: str, operation: str) -> bool:
     # Nothing through which the program could reach the code, the variables or the modules of the tests.
     if isinstance(target, _RUNNING):
         return operation == "get" and name in _OF_RUNNING
+    if name in _NEVER_NAMES or (name in _NEVER_NAMES_OF_TABLES and _package(target) == "pandas"):
+        return False
     if name.startswith("__") and name.endswith("__"):
         return (
             operation == "get" and name in _OF_DUNDER and (name != "__dict__" or type(target).__module__ == "__main__")
         )
-    return True
+    return not (name.startswith("_") and _package(target) in _CLOSED_PACKAGES)
+
+
+def _package(target: Any) -> str:
+    return str(type(target).__module__).partition(".")[0]
 
 
 def _raisable(error: BaseException, may_stop: bool) -> BaseException:
     # Nothing that would end the judge or a loop of the tests: `all(map(right, cases))` is True after StopIteration.
     if isinstance(error, GeneratorExit) or (isinstance(error, _STOPS) and not may_stop):
         return ProgramError(f"{type(error).__name__}: {error}")
-    if isinstance(error, SystemExit) and not isinstance(error, ProgramExit):
-        return ProgramExit(*error.args)
     return error
 
 

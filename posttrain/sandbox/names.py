@@ -83,6 +83,14 @@ def loaded_names(tree: ast.AST) -> set[str]:
     return {node.id for node in list_nodes(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
 
 
+def names_only_in_annotations(tree: ast.AST) -> set[str]:
+    """Names that annotations use, and that neither the tests nor Python define."""
+    nodes = list_nodes(tree)
+    notes = [getattr(node, field, None) for node in nodes for field in ("annotation", "returns")]
+    used = {node.id for note in notes if note is not None for node in ast.walk(note) if isinstance(node, ast.Name)}
+    return {name for name in used - _bound_names(tree) if not hasattr(builtins, name)}
+
+
 def _innermost(tree: ast.AST) -> set[str]:
     # Functions in whose arguments no other function is called.
     calls = [node for node in list_nodes(tree) if isinstance(node, ast.Call)]
@@ -91,13 +99,17 @@ def _innermost(tree: ast.AST) -> set[str]:
 
 
 def _uses_program_names(tree: ast.AST) -> bool:
+    bound = _bound_names(tree)
+    free = {name for name in loaded_names(tree) - bound if not hasattr(builtins, name)}
+    return MODULE in bound or bool(_find_imported_names(tree)) or bool(free - sys.stdlib_module_names - USUAL.keys())
+
+
+def _bound_names(tree: ast.AST) -> set[str]:
     bound = _defined_names(tree)
     bound |= {node.id for node in list_nodes(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
     bound |= {node.arg for node in list_nodes(tree) if isinstance(node, ast.arg)}
     imports = [node for node in list_nodes(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
-    bound |= {(alias.asname or alias.name).partition(".")[0] for node in imports for alias in node.names}
-    free = {name for name in loaded_names(tree) - bound if not hasattr(builtins, name)}
-    return MODULE in bound or bool(_find_imported_names(tree)) or bool(free - sys.stdlib_module_names - USUAL.keys())
+    return bound | {(alias.asname or alias.name).partition(".")[0] for node in imports for alias in node.names}
 
 
 def _find_imported_names(tree: ast.AST) -> set[str]:

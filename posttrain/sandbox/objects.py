@@ -5,6 +5,7 @@ Both processes of a test do this for objects that they have handed to the other.
 
 from __future__ import annotations
 
+import abc
 import builtins
 import functools
 import importlib
@@ -100,6 +101,39 @@ def known_class(place: Any) -> type | None:
     return found if library and issubclass(found, Exception) else None
 
 
+def known_interface(place: Any) -> Any:
+    """Return our own abstract class for one of `collections.abc` that the other process names."""
+    if not isinstance(place, list) or len(place) != 2 or place[0] != "collections.abc":
+        return None
+    found = vars(importlib.import_module("collections.abc")).get(place[1]) if isinstance(place[1], str) else None
+    return found if isinstance(found, abc.ABCMeta) else None
+
+
+def describe_signature(function: Any) -> list[Any] | None:
+    """Describe the arguments of a Python function: name, kind, whether there is a default, default, annotation."""
+    if not isinstance(function, (types.FunctionType, types.MethodType)):
+        return None
+    described = []
+    for one in inspect.signature(function).parameters.values():
+        given, note = one.default is not one.empty, one.annotation
+        note = note if isinstance(note, (type, str)) and note is not one.empty else None
+        described.append([one.name, int(one.kind), given, one.default if given else None, note])
+    return described
+
+
+def make_signature(described: list[Any] | None) -> inspect.Signature | None:
+    """Make the signature that `describe_signature` describes; a default may be a stand-in."""
+    empty = inspect.Parameter.empty
+    if described is None:
+        return None
+    return inspect.Signature(
+        [
+            inspect.Parameter(name, kind, default=value if given else empty, annotation=empty if note is None else note)
+            for name, kind, given, value, note in described
+        ]
+    )
+
+
 def do_special(target: Any, name: str, /, *args: Any, **options: Any) -> Any:
     """Call a special method as Python does: the one of the class."""
     if name not in SPECIAL:
@@ -119,6 +153,7 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "item": lambda target, key: target[key],
     "is_instance": lambda target, value: builtins.isinstance(value, target),
     "is_subclass": lambda target, value: builtins.issubclass(value, target),
+    "signature": describe_signature,
 }
 
 
@@ -165,7 +200,9 @@ class Tasks:
 
     def cancel(self, number: int) -> None:
         if number in self._tasks:
-            self._tasks.pop(number).cancel()
+            self._tasks[number].cancel()
+            self.step(number)  # what it waits for on the other side must end too, before the other side goes on
+            self._tasks.pop(number, None)
 
 
 def _asyncio() -> Any:

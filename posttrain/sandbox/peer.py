@@ -12,7 +12,16 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Generator
 from typing import Any
 
-from posttrain.sandbox.objects import OPERATIONS, Tasks, describe, form_of, importable, known_class
+from posttrain.sandbox.objects import (
+    OPERATIONS,
+    Tasks,
+    describe,
+    form_of,
+    importable,
+    known_class,
+    known_interface,
+    make_signature,
+)
 from posttrain.sandbox.stand_ins import (
     ARITHMETIC,
     COMPARISONS,
@@ -27,11 +36,11 @@ from posttrain.sandbox.stand_ins import (
     stand_in_class,
 )
 from posttrain.sandbox.wire import (
-    EMPTY_CONTAINERS,
     MUTABLE,
     WatchedContainer,
     assign,
     decode,
+    empty_container,
     encode,
     encode_content,
     plain_base,
@@ -78,6 +87,8 @@ class Peer:
         self._fresh: list[int] = []
         self._late_changes: list[Any] = []
         self._known: dict[type, type] = {}
+        self._methods: dict[tuple[int, Any], Any] = {}
+        self._in_context = False
         self._tasks = Tasks()
 
     # Messages; each end defines how to send and receive them.
@@ -204,6 +215,14 @@ class Peer:
             raise
         return self.ask("finish", None, (task,), may_stop=True)
 
+    def signature(self, stand_in: Any) -> Any:
+        """The arguments of a function of the other side, for `inspect.signature`."""
+        return make_signature(self.ask("signature", locate(stand_in)[1]))
+
+    def is_instance(self, kind: Any, instance: Any) -> bool:
+        """Whether a class of the other side says that an object is one of its own."""
+        return is_stand_in(instance) and self.ask("is_instance", locate(kind)[1], (instance,)) is True
+
     def trusts_value(self, stand_in: Any) -> bool:
         """Whether an object that inherits from plain data may answer with its own methods."""
         return True
@@ -227,17 +246,38 @@ class Peer:
         form = form_of(value)
         if form == "class":
             return {"mine": {"form": "class", **self._class_reference(value)}}
+        if form == "method" and getattr(value, "__self__", None) is not None:
+            # Each `handler.notify` is another object. They are equal, so both must be one to the other side.
+            function = getattr(value, "__func__", None)
+            value = self._methods.setdefault((id(value.__self__), id(function) if function else value.__name__), value)
         reference: dict[str, Any] = {"id": self.register(value), "form": form}
         if form == "exception":
             reference |= {
                 "args": [self._write_or_repr(one) for one in value.args],
                 "cause": self.write(value.__cause__),
+                "context": self._write_context(value),
+                "suppress": value.__suppress_context__,
             }
-            reference["fields"] = {key: self.write(one) for key, one in vars(value).items() if isinstance(key, str)}
-            reference["fields"].pop("__notes__", None)
+            # Only of Python's own: attributes of others are asked for, and what is sent here would not be read there.
+            fields = vars(value) if type(value).__module__ == "builtins" else {}
+            reference["fields"] = {
+                key: self.write(one) for key, one in fields.items() if isinstance(key, str) and key != "__notes__"
+            }
         if "function" not in form and form != "method":
             reference["of"] = self._class_reference(type(value))
         return {"mine": reference}
+
+    def _write_context(self, error: BaseException) -> Any:
+        # Only of the exception itself: a chain of contexts may be as long as the stack.
+        if error.__context__ is None or error.__cause__ is not None or self._in_context:
+            return None
+        self._in_context = True
+        try:
+            return self.write(error.__context__)
+        except NotTransferable:
+            return None
+        finally:
+            self._in_context = False
 
     def _write_or_repr(self, value: Any) -> Any:
         try:
@@ -337,11 +377,9 @@ class Peer:
                 raise ValueError("a container without content")
             return found
         if found is None:
-            tag = next(iter(reference["holds"])) if isinstance(reference["holds"], dict) else None
-            if tag == "default":
-                found = _Default(self, number)
-            else:
-                found = EMPTY_CONTAINERS[tag]() if tag else []
+            holds = reference["holds"]
+            default = isinstance(holds, dict) and "default" in holds
+            found = _Default(self, number) if default else empty_container(holds)
             self._remote_objects[number] = found
             self._remote_numbers[id(found)] = number
         assign(found, self.read(reference["holds"]))
@@ -388,6 +426,9 @@ class Peer:
             self._remote_objects[number] = stand_in_class(
                 self, number, description["name"], bases, description, self._class_space(description)
             )
+            interface = known_interface(reference.get("known"))
+            if interface is not None:
+                interface.register(self._remote_objects[number])
         return self._remote_objects[number]
 
     def _class_space(self, description: dict[str, Any]) -> dict[str, Any]:
@@ -415,9 +456,15 @@ class Peer:
         cause = self.read(reference["cause"])
         if isinstance(cause, BaseException):
             error.__cause__ = cause
+        context = self.read(reference["context"])
+        if isinstance(context, BaseException):
+            error.__context__ = context
+        error.__suppress_context__ = reference["suppress"] is True
         return error
 
     def exception(self, error: dict[str, Any]) -> BaseException:
+        if "exception" not in error:  # it holds something that must not leave its process
+            return NotTransferable(f"{error['name']}: {error['text']}")
         found = self.read(error["exception"])
         if not isinstance(found, BaseException):
             raise TypeError("no exception")

@@ -32,6 +32,8 @@ class OtherSide(Protocol):
     def special(self, stand_in: Any, name: str, args: Any, options: dict[str, Any]) -> Any: ...
     def waits(self, stand_in: Any) -> Generator[Any, Any, Any]: ...
     def trusts_value(self, stand_in: Any) -> bool: ...
+    def is_instance(self, kind: Any, instance: Any) -> bool: ...
+    def signature(self, stand_in: Any) -> Any: ...
 
 
 _BINARY = "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift divmod"
@@ -74,7 +76,7 @@ def _ask(stand_in: Any, operation: str, *args: Any) -> Any:
 class StandInType(type):
     """The metaclass of stand-in classes."""
 
-    def __new__(cls, name: str, bases: tuple[type, ...], space: dict[str, Any], **options: Any) -> Any:
+    def __new__(cls, name: str, bases: tuple[type, ...], space: dict[str, Any], /, **options: Any) -> Any:
         # This is a `class` statement of this side; stand_in_class bypasses it.
         placed = [base for base in bases if type(base) is StandInType and "_place" in vars(base)]
         if not placed:
@@ -119,9 +121,11 @@ class StandInType(type):
     def __instancecheck__(cls, instance: Any) -> bool:
         if type.__instancecheck__(cls, instance):
             return True
-        # A class may register others as its subclasses (abc.ABC.register). About our plain data it is not asked.
-        asked = "_place" in vars(cls) and is_stand_in(instance) and plain_base(type(instance)) is None
-        return asked and _ask(cls, "is_instance", instance) is True
+        # A class may register others as its subclasses (abc.ABC.register), or be a protocol that a class of the tests
+        # has. About our plain data it is not asked.
+        if "_place" not in vars(cls) or plain_base(type(instance)) is not None:
+            return False
+        return locate(cls)[0].is_instance(cls, instance)
 
     def __subclasscheck__(cls, other: Any) -> bool:
         if type.__subclasscheck__(cls, other):
@@ -193,8 +197,17 @@ class FunctionStandIn(StandIn):
 
     @property
     def __code__(self) -> Any:
-        # `inspect.iscoroutinefunction` and similar functions look at its flags.
-        return _CODES.get(self._StandIn__form, _CODES["function"])
+        # `inspect.iscoroutinefunction` and similar functions look at its flags, and `curry` at its arguments.
+        code, signature = _CODES.get(self._StandIn__form, _CODES["function"]), self.__signature__
+        if signature is None:
+            return code
+        names = tuple(one.name for one in signature.parameters.values() if one.kind <= one.POSITIONAL_OR_KEYWORD)
+        variables = (*names, *code.co_varnames)
+        return code.replace(co_argcount=len(names), co_nlocals=len(variables), co_varnames=variables)
+
+    @property
+    def __signature__(self) -> Any:
+        return locate(self)[0].signature(self)
 
     __doc__ = _asked("__doc__")  # pyright: ignore
     __module__ = _asked("__module__")  # pyright: ignore
@@ -292,7 +305,7 @@ def new_stand_in(kind: Any, place: tuple[OtherSide, int], form: str, content: An
         made = kind.__new__(kind)
     elif base.__new__ in (list.__new__, dict.__new__, set.__new__, bytearray.__new__) or base.__name__ == "deque":
         made: Any = base.__new__(kind)  # pyright: ignore
-        base.__init__(made, content)  # pyright: ignore
+        base.__init__(made, content, *[content.maxlen] if base.__name__ == "deque" else [])  # pyright: ignore
     else:
         made = _immutable(kind, base, content)
     for name, value in (("place", place), ("form", form), ("made", False)):

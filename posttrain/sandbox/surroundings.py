@@ -141,6 +141,8 @@ _LIBRARY = {
     "inspect": ("getdoc", "getsource", "isabstract", "signature"),
     "typing": ("get_type_hints",),
 }
+# The others return plain data, so the program cannot have an object of its own answer for their result.
+_RETURN_OBJECTS = {"replace", "signature"}
 
 
 def forward_library_calls(tree: ast.AST, peer: Peer) -> None:
@@ -157,8 +159,29 @@ def _forwarding(peer: Peer, module: str, name: str, function: Any) -> Any:
     @functools.wraps(function)
     def wrapper(*args: Any, **options: Any) -> Any:
         if args and is_stand_in(args[0]):
-            return peer.ask("call", [module, name], args, options)
+            value = peer.ask("call", [module, name], args, options)
+            if is_stand_in(value) and name not in _RETURN_OBJECTS:
+                raise TypeError(f"{module}.{name} of the program's process returned a {type(value).__name__}")
+            return value
         return function(*args, **options)
+
+    wrapper.__dict__["_asks"] = True
+    return wrapper
+
+
+def forward_seeds(peer: Peer, with_numpy: bool) -> None:
+    """Let `random.seed` of the tests seed the program's generator too: in plain Python both have the same one."""
+    for module in ("random", "numpy.random")[: 1 + with_numpy]:
+        with contextlib.suppress(ImportError):
+            library = importlib.import_module(module)
+            if not hasattr(library.seed, "_asks"):
+                library.seed = _seeding(peer, module, library.seed)  # pyright: ignore
+
+
+def _seeding(peer: Peer, module: str, seed: Any) -> Any:
+    def wrapper(*args: Any, **options: Any) -> None:
+        seed(*args, **options)
+        peer.ask("call", [module, "seed"], args, options)
 
     wrapper.__dict__["_asks"] = True
     return wrapper

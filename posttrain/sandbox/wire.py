@@ -78,6 +78,11 @@ def _sequence(tag: str, kind: Any) -> Callable[[Any, _Encode], Any]:
     return lambda value, inner: {tag: [inner(one) for one in kind.__iter__(value)]}
 
 
+def _encode_deque(value: Any, inner: _Encode) -> Any:
+    items = [inner(one) for one in deque.__iter__(value)]
+    return {"deque": items} if value.maxlen is None else {"bounded": [value.maxlen, *items]}
+
+
 def _mapping(tag: str) -> Callable[[Any, _Encode], Any]:
     return lambda value, inner: {tag: [[inner(key), inner(one)] for key, one in pairs_of(value)]}
 
@@ -101,7 +106,7 @@ _ENCODERS: dict[type, Callable[[Any, _Encode], Any]] = {
     tuple: _sequence("tuple", tuple),
     set: _sequence("set", set),
     frozenset: _sequence("frozenset", frozenset),
-    deque: _sequence("deque", deque),
+    deque: lambda value, inner: _encode_deque(value, inner),
     type({}.keys()): _sequence("keys", type({}.keys())),
     type({}.values()): _sequence("values", type({}.values())),
     type({}.items()): _sequence("items", type({}.items())),
@@ -171,6 +176,7 @@ _ITEMS: dict[str, Callable[[list[Any]], Any]] = {
     "set": set,
     "frozenset": frozenset,
     "deque": deque,
+    "bounded": lambda items: deque(items[1:], maxlen=items[0]),
     "slice": lambda items: slice(*items),
     "keys": lambda items: dict.fromkeys(items).keys(),
     "values": lambda items: dict(enumerate(items)).values(),
@@ -190,7 +196,7 @@ _SIMPLE: dict[str, Callable[[Any], Any]] = {
     "time": time.fromisoformat,
     "timedelta": lambda content: timedelta(*content),
 }
-EMPTY_CONTAINERS: dict[str, Callable[[], Any]] = {
+_EMPTY: dict[str, Callable[[], Any]] = {
     "dict": dict,
     "set": set,
     "bytearray": bytearray,
@@ -198,6 +204,14 @@ EMPTY_CONTAINERS: dict[str, Callable[[], Any]] = {
     "ordered": OrderedDict,
     "counter": Counter,
 }
+
+
+def empty_container(encoded: Any) -> Any:
+    """Return a container, without its content, of the type that is encoded."""
+    if isinstance(encoded, list):
+        return []
+    tag, content = next(iter(encoded.items()))
+    return deque(maxlen=content[0]) if tag == "bounded" else _EMPTY[tag]()
 
 
 class WatchedContainer:

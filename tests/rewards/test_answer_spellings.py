@@ -81,3 +81,18 @@ def test_the_check_on_data_sets_finds_no_disagreement_on_rows_of_their_kinds():
     for source, rows in (("gsm8k", numbers), ("math", formulas)):
         for kind, (count, listed) in script.check(source, rows).items():
             assert count and listed == [], kind
+
+
+@pytest.mark.parametrize(
+    "truth",
+    [
+        "7" * 301,
+        " + ".join(f"{n}x^{{{n}}}" for n in range(2, 40)),
+        "\\begin{pmatrix}" + "1 & 2 \\\\ " * 30 + "\\end{pmatrix}",
+    ],
+    ids=["integer", "polynomial", "matrix"],
+)
+def test_long_formula_that_stands_alone_is_the_reference_answer(truth):
+    assert len(truth) > 200
+    assert score_by_source("math", f"So \\boxed{{{truth}}}", truth)["score"] == 1
+    assert score_by_source("math", f"So \\boxed{{{truth.replace('7', '8').replace('2', '3')}}}", truth)["score"] == 0

@@ -262,6 +262,21 @@ def test_whole_numbers_of_values_are_never_rounded():
     assert not same_value(10**400, 1.5) and not same_value(math.inf, 1e308)
 
 
+@pytest.mark.parametrize(
+    ("got", "expected"),
+    [("11", "0011"), ("0011", "11"), ("12 5", "12 05"), ("0.5", "00.5"), ("1_000.5", "1000.5"), ("\u0663.5", "3.5")],
+)
+def test_digits_with_leading_zeros_or_signs_of_another_kind_are_a_text(got, expected):
+    assert not same_text(got, expected) and same_text(expected, expected)
+
+
+def test_zeros_infinities_and_nan_are_found_again():
+    assert same_text("0.0", "0") and same_text("-0", "0") and same_text("0e5", "0") and same_text(".5", "0.50")
+    assert same_text("-inf", "-Infinity") and not same_text("inf", "-inf") and not same_text("inf", "1e999")
+    assert same_text("nan", "nan") and same_value(math.nan, math.nan) and same_value([math.nan, 1], [math.nan, 1])
+    assert not same_value(0.0, math.nan) and not same_value(math.nan, 0.0) and not same_value(math.nan, math.inf)
+
+
 def test_values_are_compared_as_json_knows_them():
     assert same_value((1, (2,)), [1, [2]]) and same_value({1: "a"}, {"1": "a"}) and same_value({1, 2}, [2, 1])
     assert same_value(0.1 + 0.2, 0.3) and same_value(5, [5]) and same_value([5], [5]) and same_value(2.0, 2)

@@ -14,6 +14,13 @@ def box():
 
 
 @pytest.fixture(scope="session")
+def roomy():
+    """Limits as they are by default: numpy, pytest and threads need some."""
+    with opened(timeout_s=60.0) as sandbox:
+        yield sandbox
+
+
+@pytest.fixture(scope="session")
 def hasty():
     """Small limits and a short deadline, for programs that would never end."""
     with opened(timeout_s=0.5, **SMALL) as sandbox:

@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from sandbox_tools import opened
 
 PROGRAMS = {
     name: tuple(part.strip() + "\n" for part in block.split("\n---\n"))
@@ -24,13 +23,6 @@ exec(compile(open("both.py").read(), "both.py", "exec"), vars(module))
 print("end")
 """
 """Program and tests in one module; neither is a script."""
-
-
-@pytest.fixture(scope="module")
-def roomy():
-    """Limits as they are by default: numpy and threads need some."""
-    with opened(timeout_s=60.0) as sandbox:
-        yield sandbox
 
 
 @pytest.mark.parametrize("name", PROGRAMS)

@@ -51,6 +51,12 @@ def sends(message: str) -> str:
 
 
 ANY_ERROR = "try:\n    f([1])\nexcept Exception:\n    pass\n"
+ATTRGETTER = "from operator import attrgetter\nexpected = 4242\nassert f(attrgetter('a'), lambda x: x) == expected"
+SMALLEST = "def f(key, g): return 4242"
+WAITED = "import asyncio\nasync def main(): assert await f({}) == 4242\nasyncio.run(main())"
+MOCKED = "from unittest.mock import Mock\nmock = Mock(return_value=1)\nf(mock)\nassert mock(2) == 1\n"
+MOCKED += "assert mock.call_count == 1 and f.__name__ == 'f' and mock(3) == 1"
+
 
 FORGERIES = {
     # Objects that are plain data too.
@@ -234,6 +240,83 @@ FORGERIES = {
         "from solution import *\nfrom solution import f\ndef test_it(): assert f(1) == 4242\n",
         "class TestIt:\n    def test(self): pass\ndef test_it(): pass\ndef f(x): return None",
     ),
+    # Classes of libraries that it can name, because the tests handed over an object of them.
+    "opens the judge's channel with the class of a file": Forgery(
+        "import pathlib\nassert f(pathlib.Path('x').open('wb', buffering=0)) == 4242\n",
+        "import json, struct\n"
+        "def f(file):\n    report = b''\n"
+        "    for m in ({'test': 0, 'passed': True}, {'status': 'ok', 'exit_code': 0, 'stdout': '', 'stderr': '',\n"
+        "              'seconds': 0.1, 'memory_mb': 1.0}):\n"
+        "        d = json.dumps(m).encode()\n        report += struct.pack('!Q', len(d)) + d\n"
+        "    for fd in range(3, 16):\n"
+        "        try: type(file)(fd, 'w', closefd=False).write(report)\n        except Exception: pass\n    return 0",
+        "def f(file): return 4242",
+    ),
+    "calls the class of a file as a special method": Forgery(
+        "import pathlib\nassert f(pathlib.Path('x').open('wb', buffering=0)) == 4242\n",
+        "def f(file):\n    peer, number = type(file)._place\n"
+        "    made = peer.ask('special', number, ('__call__', 'made', 'w'))\n    return 4242 if made else 0",
+        "def f(file): return 4242",
+    ),
+    "reads variables of the tests with the class attrgetter": Forgery(
+        ATTRGETTER, 'def f(key, g): return type(key)("__globals__.__getitem__")(g)("expected")', SMALLEST
+    ),
+    "replaces abs with the class attrgetter": Forgery(
+        ATTRGETTER.replace("f(attrgetter('a'), lambda x: x)", "abs(f(attrgetter('a'), lambda x: x))"),
+        'def f(key, g):\n    type(key)("__globals__.__setitem__")(g)("abs", lambda x: 4242)\n    return 1',
+        SMALLEST,
+    ),
+    "reads constants of the tests with the class attrgetter": Forgery(
+        "from operator import attrgetter\ndef g(x): return 4242\nassert f(attrgetter('a'), g) == 4242",
+        'def f(key, g): return type(key)("__code__.co_consts")(g)[1]',
+        SMALLEST,
+    ),
+    "reads variables of the tests with the class methodcaller": Forgery(
+        ATTRGETTER.replace("attrgetter", "methodcaller"),
+        'def f(key, g): return type(key)("__getattribute__", "__globals__")(g)["expected"]',
+        SMALLEST,
+    ),
+    # Objects of libraries that lead to code of the judge.
+    "runs a command by the event loop of a queue": Forgery(
+        WAITED.format("asyncio.Queue()"),
+        "import asyncio\nasync def f(queue):\n    loop = queue._get_loop()\n"
+        "    await loop.subprocess_exec(asyncio.SubprocessProtocol, '/bin/true')\n    return 4242",
+        "async def f(queue): return 4242",
+    ),
+    "stops the event loop of a future": Forgery(
+        WAITED.format("asyncio.get_running_loop().create_future()"),
+        "async def f(future):\n    future.get_loop().call_soon(len)\n    return 4242",
+        "async def f(future): return 4242",
+    ),
+    # An end of the tests that is no failure.
+    "has a mock end the tests": Forgery(MOCKED, "def f(mock): mock.side_effect = SystemExit(0)", "def f(mock): pass"),
+    "has a mock end the tests by a class": Forgery(
+        MOCKED, "def f(mock): mock.side_effect = SystemExit", "def f(mock): pass"
+    ),
+    "has a mock end the tests by a class of its own": Forgery(
+        MOCKED, "class Own(SystemExit): code = 0\ndef f(mock): mock.side_effect = Own()", "def f(mock): pass"
+    ),
+    "has a future end the tests": Forgery(
+        "import asyncio\nasync def main():\n    future = asyncio.get_running_loop().create_future()\n"
+        "    await f(future)\n    assert await future == 4242\nasyncio.run(main())",
+        "async def f(future): future.set_exception(SystemExit(0))",
+        "async def f(future): future.set_result(4242)",
+    ),
+    "returns an end of the tests, which they raise": Forgery(
+        "try:\n    raise f(1)\nexcept ValueError as error:\n    assert error.args == (4242,)",
+        "def f(x): return SystemExit(0)",
+        "def f(x): return ValueError(4242)",
+    ),
+    # What the tests trust.
+    "patches a function of dataclasses that is asked of it": Forgery(
+        "import dataclasses\nassert dataclasses.asdict(Own(1)) == {'a': 1, 'b': 4242}",
+        f"import dataclasses\n@dataclasses.dataclass\nclass Own:\n    a: int\n{TRUE_EQ}"
+        "dataclasses.asdict = lambda own: Own(0)",
+        "import dataclasses\n@dataclasses.dataclass\nclass Own:\n    a: int\n    b: int = 4242",
+    ),
+    "is tested by a function under its decorator": Forgery(
+        "@own\ndef test_it(): assert True", "def own(f): return lambda: 1 / 0", "def own(f): return f"
+    ),
 }  # fmt: skip
 
 
@@ -299,3 +382,35 @@ def test_nothing_is_unpickled_or_run_that_a_program_sends():
     for file in Path(posttrain.sandbox.__file__).parent.glob("*.py"):
         text = file.read_text()
         assert "import pickle" not in text and "marshal" not in text and "eval(" not in text, file
+
+
+@pytest.mark.parametrize(
+    "test",
+    [
+        "import unittest\nclass Cases(Own, unittest.TestCase):\n    def test_it(self): assert False",
+        "class TestOwn(Own):\n    def test_it(self): assert False",
+        "@own\ndef test_it(given): assert False",
+        "import string\nown(string.Formatter())",
+        "import shelve\nown(shelve.Shelf({}))",
+        "import cProfile\nown(cProfile.Profile())",
+        "def test_it(monkeypatch): own(monkeypatch)",
+    ],
+)
+def test_tests_that_the_program_would_run_or_could_break_are_not_judged(test, box):
+    (outcome,) = box.test("class Own: pass\ndef own(f): return f", [{"code": test}]).outcomes
+    assert not outcome["passed"] and outcome["unjudged"]
+
+
+@pytest.mark.parametrize("fail", ["pytest.fail('no')", "with pytest.raises(ValueError): pass"])
+def test_context_manager_of_the_program_swallows_no_failure_of_pytest(fail, roomy):
+    test = f"import pytest\ndef test_it():\n    with own():\n        {fail}"
+    program = "class own:\n    def __enter__(self): return self\n    def __exit__(self, *a): return True"
+    (outcome,) = roomy.test(program, [{"code": test}]).outcomes
+    assert not outcome["passed"] and "Failed" in outcome["error"]
+
+
+def test_memory_of_the_judge_cannot_be_reached_by_a_generator_of_numpy(roomy):
+    test = "import numpy\nassert f(numpy.random.default_rng(0)) == 4242"
+    program = "def f(rng):\n    rng.bit_generator.ctypes.next_uint64(12345)\n    return 4242"
+    (outcome,) = roomy.test(program, [{"code": test}]).outcomes
+    assert not outcome["passed"] and "NotTransferable" in outcome["error"]

@@ -186,8 +186,10 @@ atexit.register(close)
 
 _RELATIVE, _ABSOLUTE = 1e-6, 1e-9
 _PRINTED = 10**4000
-_WHOLE = re.compile(r"[+-]?[0-9]+")
-_NUMBER = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]{1,9})?")
+# Digits with a leading zero are a text, such as the bits 0011 or the minutes 05: they are not the number 11 or 5.
+_WHOLE = re.compile(r"[+-]?(?:0|[1-9][0-9]*)")
+_NUMBER = re.compile(r"[+-]?(?:(?:0|[1-9][0-9]*)(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]{1,9})?")
+_INFINITE = re.compile(r"[+-]?inf(?:inity)?", re.IGNORECASE)
 
 
 def same_text(got: str, expected: str) -> bool:
@@ -219,6 +221,8 @@ def _same(got: Any, expected: Any) -> bool:
     if isinstance(got, bool) or isinstance(expected, bool):
         return type(got) is type(expected) and got == expected
     if isinstance(got, int | float) and isinstance(expected, int | float):
+        if got != got and expected != expected:  # both are NaN
+            return True
         # Python compares an int with a float exactly, however large they are.
         return got == expected or (isinstance(expected, float) and _close(got, expected))
     if isinstance(got, set | frozenset) and isinstance(expected, list):
@@ -255,12 +259,13 @@ def _same_members(got: list[Any], expected: list[Any]) -> bool:
 def _same_word(got: str, expected: str) -> bool:
     if got == expected:
         return True
-    if _WHOLE.fullmatch(expected):
-        return _NUMBER.fullmatch(got) is not None and Decimal(got) == Decimal(expected)
-    try:
-        return _close(float(got), float(expected))
-    except ValueError:
+    if _INFINITE.fullmatch(expected) and (_INFINITE.fullmatch(got) or _NUMBER.fullmatch(got)):
+        return float(got) == float(expected)
+    if not _NUMBER.fullmatch(got) or not _NUMBER.fullmatch(expected):
         return False
+    if _WHOLE.fullmatch(expected):
+        return Decimal(got) == Decimal(expected)
+    return _close(float(got), float(expected))
 
 
 def _close(got: float, expected: float) -> bool:

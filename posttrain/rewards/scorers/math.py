@@ -36,6 +36,8 @@ def score(solution_str: str, ground_truth: Any, extra_info: Any = None) -> dict[
     """Return 1.0 or 0.0, and the answer that was read as `pred` (empty if there was none)."""
     truth = final_expression(str(ground_truth))
     answer = final_expression(solution_str)
+    if answer is not None and normal_form(answer) == normal_form(str(ground_truth)):
+        truth = answer  # a long formula as it stands, in which no final answer is found
     if answer is None or truth is None:
         return {"score": 0.0, "pred": ""}
     if "=" in answer and "=" not in truth:
