@@ -31,7 +31,13 @@ def runs(args: Sequence[str]) -> int:
     root = parser.parse_args(args).root
     found = runs_under(root)
     if not found:
-        raise NothingToShow(f"There is no run in {root}/. `posttrain runs FOLDER` looks elsewhere.")
+        starting = [str(lock.parent) for lock in sorted(Path(root).glob("*/*/run.lock"))]
+        if starting:
+            raise NothingToShow(
+                f"No run in {root}/ has made a step. Starting, or ended: {', '.join(starting)} (logs/run.log)."
+            )
+        what = f"There is no run in {root}/" if Path(root).is_dir() else f"There is no folder {root}/"
+        raise NothingToShow(f"{what}. `posttrain runs FOLDER` looks elsewhere.")
     table = [("run", "status", "step", "reached", "written"), *(_row(folder, Path(root)) for folder in found)]
     widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
     for row in table:
@@ -143,8 +149,9 @@ def _series(name: str, lines: list[dict[str, Any]], metric: str) -> tuple[list[f
     found = [(line["step"], line[metric]) for line in lines if isinstance(line.get(metric), float | int)]
     if not found:
         have = sorted({key for line in lines for key in line if key != "step"})
-        near = difflib.get_close_matches(metric, have, n=1)
-        hint = f"Did you mean `{near[0]}`? " if near else ""
+        # `reward` of the step line is `reward_mean`: names that go on from the given word are nearest.
+        near = [key for key in have if key.startswith(metric)][:3] or difflib.get_close_matches(metric, have, n=1)
+        hint = f"Did you mean {' or '.join(f'`{key}`' for key in near)}? " if near else ""
         raise NothingToShow(f"{name} has no metric `{metric}`. {hint}It has: {', '.join(have) or 'none yet'}.")
     return [step for step, _ in found], [value for _, value in found]
 

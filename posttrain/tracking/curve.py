@@ -89,7 +89,7 @@ def before_after(rows: Sequence[tuple[str, str, float, str, float]], *, width: i
 
 
 def sample_groups(rows: Sequence[Mapping[str, Any]], *, count: int, width: int = 100, lines: int = 8) -> str:
-    """The first `count` prompts (`uid`) with their truth and all their responses, best first."""
+    """The first `count` prompts (`uid`) with their reference answer and all their responses, best first."""
     groups: dict[Any, list[Mapping[str, Any]]] = {}
     for row in rows:
         groups.setdefault(row["uid"], []).append(row)
@@ -97,7 +97,7 @@ def sample_groups(rows: Sequence[Mapping[str, Any]], *, count: int, width: int =
     for members in list(groups.values())[:count]:
         out += ["─" * width, *_wrap(members[0].get("prompt") or "", width, lines)]
         if members[0].get("ground_truth") is not None:
-            out += _wrap(f"truth: {members[0]['ground_truth']}", width, 2)
+            out += _wrap(f"reference answer: {members[0]['ground_truth']}", width, 2)
         for row in sorted(members, key=lambda row: -(row["score"] if row["score"] is not None else -math.inf)):
             score = "     -" if row["score"] is None else f"{row['score']:6.3g}"
             first, *rest = _wrap(row.get("response") or "", width - 10, lines) or [""]
