@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.errors import UserError
-from posttrain.tracking.curve import sample_groups, text_plot
+from posttrain.tracking.curve import LABEL_ROWS, sample_groups, text_plot
 from posttrain.tracking.loggers import read_metrics
 from posttrain.tracking.progress import STAGE_WORDS, clock, console_width
 from posttrain.tracking.rundir import ROOT, RunDirectory, find_run, runs_under
@@ -136,7 +136,7 @@ def plot(args: Sequence[str]) -> int:
     values = [value for _, one in series.values() for value in one]
     for name, (steps, found) in series.items():
         title = f"{name}: {metric}, {found[-1]:.4g} at step {steps[-1]}"
-        height = 12 if len(series) == 1 else 7
+        height = 1 + LABEL_ROWS * (4 if len(series) == 1 else 2)
         print(text_plot(steps, found, title=title, height=height, scale=values, width=min(console_width(), 80)))
     if options.svg:
         from posttrain.tracking.curve import write_chart

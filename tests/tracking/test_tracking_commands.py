@@ -131,7 +131,7 @@ def test_curves_of_several_runs_have_one_scale(outputs, capsys):
         logger.close()
     assert main(["plot", "grpo-2", "grpo-3"]) == 0
     rows = capsys.readouterr().out.splitlines()
-    assert [row.split()[0] for row in rows if "┤" in row] == ["900", "367", "100"] * 2
+    assert [row.split()[0] for row in rows if "┤" in row] == ["900", "500", "100"] * 2
 
 
 def test_what_a_model_answered_at_first_is_kept_and_damage_is_no_error(tmp_path):
