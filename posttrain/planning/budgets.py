@@ -164,7 +164,8 @@ class Sizes:
     def words(self) -> str:
         n = self.responses // self.prompts
         return (
-            f"{self.total_steps} steps; each generates {self.prompts} prompts x {n} = {self.responses} responses and "
+            f"{self.total_steps} step{'s' * (self.total_steps != 1)}; each generates {self.prompts} prompts x {n} = "
+            f"{self.responses} responses and "
             f"makes {self.updates_per_step} optimizer step{'s' * (self.updates_per_step != 1)} on mini-batches of "
             f"{self.mini_batch_words()}." + self._warmup_words()
         )

@@ -278,3 +278,5 @@ def test_the_sizes_of_a_step_say_that_the_last_mini_batch_is_smaller():
     assert step in Sizes(prompts=72, responses=360, mini_batch_prompts=50, updates_per_step=2, total_steps=10).words()
     even = Sizes(prompts=100, responses=500, mini_batch_prompts=50, updates_per_step=2, total_steps=10).words()
     assert even.endswith("on mini-batches of 50 prompts (250 responses).")
+    one = Sizes(prompts=100, responses=500, mini_batch_prompts=50, updates_per_step=2, total_steps=1).words()
+    assert even.startswith("10 steps; each") and one.startswith("1 step; each")
