@@ -140,11 +140,11 @@ VERBS: dict[str, tuple[Callable[[Arguments], int] | str, str]] = {
     "config": ("posttrain.launch:show_config", "print every setting that a run would use, and where it came from"),
     "doctor": (
         "posttrain.doctor.command:main",
-        "look at a run before it starts: settings, data, template, reward, memory, disk",
+        "check a run for problems before it starts: settings, data, template, reward, memory, disk",
     ),
     "compat": (
         "posttrain.other_systems.verl_script.command:main",
-        "say what becomes of each key of a run script of verl",
+        "`compat check SCRIPT`: print how each key of a verl script is treated",
     ),
     "selftest": (
         "posttrain.selftest.command:main",

@@ -59,7 +59,7 @@ def main(args: Sequence[str] | None = None, sample: Sample | None = None, tell: 
 
 def _parser() -> argparse.ArgumentParser:
     parser = OptionParser(
-        prog="posttrain reward try", usage=USAGE, description="What a reward makes of a data file, before a run."
+        prog="posttrain reward try", usage=USAGE, description="Score a data file with a reward, before a run."
     )
     parser.add_argument(
         "words",

@@ -177,7 +177,7 @@ class PromptDataset(ItemList[PromptItem]):
         self.prompt_notes = list(self.notes)
         if from_response := sum(item.truth_is_response for item in fields):
             self.notes.append(
-                f"{from_response} of {total} {where} have no ground_truth: their `response` serves as truth."
+                f"{from_response} of {total} {where} have no ground_truth: their `response` is the reference answer."
             )
         if self.rows_without_truth:
             self.notes.append(

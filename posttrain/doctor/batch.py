@@ -62,16 +62,15 @@ def _rl(case: Case, rows: int) -> Iterator[Finding]:
     in_pass = max(1, actor.ppo_max_token_len_per_gpu // longest)
     if actor.ppo_micro_batch_size_per_gpu:
         in_pass = min(in_pass, actor.ppo_micro_batch_size_per_gpu)
-    mini_rows = sizes.mini_batch_prompts * n
+    mini_rows, parts = sizes.mini_batch_prompts * n, math.ceil(sizes.prompts / sizes.mini_batch_prompts)
     per_epoch = rows // sizes.prompts
     left_out = rows - per_epoch * sizes.prompts
     case.report.fact(
         AREA,
         *notes,
         f"{sizes.prompts} prompts per step, each answered {n} times: {sizes.responses} responses.",
-        f"They are split into {math.ceil(sizes.prompts / sizes.mini_batch_prompts)} mini-batches of "
-        f"{sizes.mini_batch_prompts} prompts ({mini_rows} responses) and trained for {actor.ppo_epochs} "
-        f"epoch{'s' * (actor.ppo_epochs != 1)}: {sizes.updates_per_step} optimizer "
+        f"They are split into {parts} mini-batch{'es' * (parts != 1)} of {sizes.mini_batch_words()} and trained for "
+        f"{actor.ppo_epochs} epoch{'s' * (actor.ppo_epochs != 1)}: {sizes.updates_per_step} optimizer "
         f"step{'s' * (sizes.updates_per_step != 1)} per step.",
         f"A mini-batch is computed in at least {math.ceil(mini_rows / in_pass)} "
         f"micro-batch{'es' * (mini_rows > in_pass)} of at most {in_pass} sequences of the maximum length ({longest} "

@@ -164,10 +164,17 @@ class Sizes:
     def words(self) -> str:
         n = self.responses // self.prompts
         return (
-            f"{self.total_steps} steps; each generates {self.prompts} prompts x {n} = {self.responses} responses and "
+            f"{self.total_steps} step{'s' * (self.total_steps != 1)}; each generates {self.prompts} prompts x {n} = "
+            f"{self.responses} responses and "
             f"makes {self.updates_per_step} optimizer step{'s' * (self.updates_per_step != 1)} on mini-batches of "
-            f"{self.mini_batch_prompts} prompts ({self.mini_batch_prompts * n} responses)." + self._warmup_words()
+            f"{self.mini_batch_words()}." + self._warmup_words()
         )
+
+    def mini_batch_words(self) -> str:
+        """Say how large a mini-batch is: `50 prompts (250 responses; the last has 22 prompts)`."""
+        mini, last = self.mini_batch_prompts, self.prompts % self.mini_batch_prompts
+        rest = f"; the last has {last} prompt{'s' * (last != 1)}" if last else ""
+        return f"{mini} prompts ({mini * self.responses // self.prompts} responses{rest})"
 
     def _warmup_words(self) -> str:
         if not self.critic_warmup:

@@ -61,6 +61,8 @@ def resolve_reward(
         elif isinstance(function, RewardList):
             spec = _combine_objects(config, function)
         else:
+            if function is not None:
+                _check_is_function(function)
             spec = _describe(config, function)
         spec = replace(spec, **(spec_fields or {}))
         return spec if spec.kind == "builtin" else _checked(spec, kept)
@@ -172,7 +174,7 @@ def load_function(spec: RewardSpec) -> tuple[Callable[..., Any], RewardSpec]:
         return lambda solution_str, ground_truth, extra_info: scorer(solution_str, ground_truth, extra_info), spec
     if spec.kind == "pickled":
         sys.path[:] = [*spec.sys_path, *(p for p in sys.path if p not in spec.sys_path)]
-        function, place = pickle.loads(spec.pickled), "given as an object"
+        function, place = pickle.loads(spec.pickled), "passed from Python"
     elif spec.kind == "file":
         function = choose_function(import_file(Path(spec.path)), spec.name)
         place = f"in {spec.path}"
@@ -204,6 +206,15 @@ def _combine(
     return RewardSpec(kind="combined", parts=parts)
 
 
+def _check_is_function(given: Any) -> None:
+    if not callable(given):
+        raise RewardError(
+            f"{given!r} is no function",
+            todo="give a function; a file is named by the setting custom_reward_function.path (several by "
+            "reward.functions), and a reward model by reward_model.enable",
+        )
+
+
 def _combine_objects(config: CustomRewardConfig, given: RewardList) -> RewardSpec:
     from posttrain.rewards.combined import part_name
 
@@ -223,11 +234,7 @@ def _combine_objects(config: CustomRewardConfig, given: RewardList) -> RewardSpe
         )
     parts: list[RewardPart] = []
     for function, weight in zip(given.functions, weights, strict=True):
-        if not callable(function):
-            raise RewardError(
-                f"{function!r} in the list of rewards is no function",
-                todo="give functions; a file is named by reward.functions, and a reward model by reward_model.enable",
-            )
+        _check_is_function(function)
         if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
             raise RewardError(
                 f"the weight {weight!r} of {name_of(function)} is not a finite number",

@@ -293,6 +293,8 @@ def check_length(results: Any, count: int) -> str | None:
 
 
 def read_result(result: Any) -> Outcome:
+    if result is None:  # most often the end of a function that returns a score in an `if` alone
+        return failure("returned None instead of a number: every path through it must return a score")
     parts: dict[str, float | str] = {}
     if isinstance(result, dict):
         if "score" not in result:

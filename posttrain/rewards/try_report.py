@@ -27,9 +27,14 @@ class Findings:
     """The result of a try: problems to look at before a run, and the numbers behind them."""
 
     rows: int = 0
+    # Whether a built-in scorer is asked, which compares responses with ground truths.
+    needs_truths: bool = False
+    # Rows without a ground truth, and whether some of them have a column `answer` instead.
+    truthless: int = 0
+    has_answers: bool = False
     # Data sources without a scorer, and how many rows have them.
     unmatched: Counter[str] = field(default_factory=Counter)
-    # Ground truths that do not score 1 against themselves: row, ground truth, best score.
+    # Ground truths that were scored and do not score 1 against themselves: row, ground truth, best score.
     unscored: list[tuple[int, str, float]] = field(default_factory=list)
     by_form: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     best: list[float] = field(default_factory=list)
@@ -65,7 +70,7 @@ class Findings:
     @property
     def ok(self) -> bool:
         """Whether nothing was found that would spoil a run."""
-        found = self.unmatched or self.unscored or self.errors or self.flaky
+        found = self.unmatched or self.unscored or self.errors or self.flaky or (self.needs_truths and self.truthless)
         return not (found or self.ignores_answers or self.lacks_signal or self.lacks_answers or self.loopholes())
 
     def loopholes(self) -> list[str]:
@@ -102,12 +107,14 @@ class Findings:
 
 def report(found: Findings, spec: RewardSpec) -> str:
     lines = [f"reward: {spec.label}", f"rows:   {found.rows}"]
-    for source, count in found.unmatched.most_common():
-        lines.append(
-            f"! {count} rows have data_source {source!r}, which has no scorer (known: {', '.join(known_sources())})"
-        )
+    lines += _sources(found) + _truthless(found)
     if found.best:
         lines += ["", "reference answers scored against themselves (best spelling): " + distribution(found.best)]
+        if found.failed_rows:
+            lines.append(
+                f"! {found.failed_rows} of {len(found.best)} reference answers were not scored: every call failed, "
+                "with the errors below"
+            )
         if found.unscored:
             lines.append(
                 f"! {len(found.unscored)} of {len(found.best)} reference answers do not score 1 against themselves, "
@@ -119,8 +126,10 @@ def report(found: Findings, spec: RewardSpec) -> str:
             lines.append(
                 "    so no response can earn their full reward: write the reference answers as the reward reads them"
             )
+    if found.by_form:
         lines += ["", "mean score by form of the response:"]
         lines += [f"    {form:<40} {_mean(scores):>8.3f}" for form, scores in found.by_form.items()]
+    if found.best:
         lines += _agreement(found)
         lines += [f"! {words}: a model would learn that instead of the task" for words in found.loopholes()]
     lines += ["", *_response_lines(found)]
@@ -129,7 +138,7 @@ def report(found: Findings, spec: RewardSpec) -> str:
         lines += ["programs failed because of:"]
         lines += [f"    {count:>4} x {failure}" for failure, count in found.failures.most_common(FAILURES)]
     for error, count in found.errors.most_common(EXAMPLES):
-        lines += [f"! {count} calls failed: " + error.replace("\n", "\n    ")]
+        lines += [f"! {count} call{'s' * (count != 1)} failed: " + error.replace("\n", "\n    ")]
     for row, form, first, second in found.flaky[:EXAMPLES]:
         lines.append(f"! row {row}, {form}: scored {first:g}, and {second:g} when asked again")
     if found.flaky:
@@ -139,6 +148,35 @@ def report(found: Findings, spec: RewardSpec) -> str:
     lines += [f"printed: {line}" for line in found.prints[:EXAMPLES]]
     lines.append("nothing suspicious found" if found.ok else "look at the lines marked `!` before you train")
     return "\n".join(lines)
+
+
+def _sources(found: Findings) -> list[str]:
+    lines = []
+    for source, count in found.unmatched.most_common():
+        what = (
+            f"{_rows(count)} data_source {source!r}, which has no scorer"
+            if source
+            else f"{_rows(count)} no data_source"
+        )
+        lines.append(f"! {what} (known: {', '.join(known_sources())})")
+    if found.unmatched:
+        lines.append("    set the column data_source to one of these, or give a reward function of your own (FN)")
+    return lines
+
+
+def _truthless(found: Findings) -> list[str]:
+    if not found.truthless:
+        return []
+    mark = "! " if found.needs_truths else ""
+    lines = [f"{mark}{_rows(found.truthless)} no reference answer (column ground_truth): the reward gets None"]
+    if found.needs_truths:
+        rename = "rename their column `answer` to ground_truth" if found.has_answers else "add the column ground_truth"
+        lines.append(f"    {rename}; the built-in scorers compare responses with it")
+    return lines
+
+
+def _rows(count: int) -> str:
+    return f"{count} row has" if count == 1 else f"{count} rows have"
 
 
 def timing(seconds: Sequence[float]) -> str:
@@ -151,7 +189,8 @@ def timing(seconds: Sequence[float]) -> str:
 
 
 def _span(seconds: float) -> str:
-    return f"{seconds:.2g} s" if seconds >= 1 else f"{1000 * seconds:.2g} ms"
+    amount, unit = (seconds, "s") if seconds >= 1 else (1000 * seconds, "ms")
+    return f"{amount:.0f} {unit}" if amount >= 99 else f"{amount:.2g} {unit}"  # .2g would write 360 as 3.6e+02
 
 
 def _agreement(found: Findings) -> list[str]:

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any, cast
 
 from posttrain.rewards.answers import explicit_answer, extract_final_answer, is_prose, parse_number, read_answer
-from posttrain.rewards.combined import asks_sources
+from posttrain.rewards.combined import asks_sources, named_sources
 from posttrain.rewards.loading import check_columns
 from posttrain.rewards.pool import RewardPool
 from posttrain.rewards.scorers import NO_SCORER, find_scorer, is_code
@@ -61,7 +61,7 @@ def examine(
     """
     rows = [as_trained(row) for row in rows]
     check_columns(spec, {name for row in rows for name in extra_info_of(row) or ()})
-    found = Findings(rows=len(rows))
+    found = Findings(rows=len(rows), needs_truths=_asks_scorers(spec))
     with RewardPool(
         spec, num_workers=num_workers, timeout_s=timeout_s, failure_score=0.0, on_print=found.prints.append
     ) as pool:
@@ -70,8 +70,11 @@ def examine(
             usable = _affordable(pool, usable, default_source, patience_s, found)
         asked: dict[Any, RewardItem] = {}
         for place, (i, row) in enumerate(usable):
-            others = [truth_of(usable[(place + step) % len(usable)][1]) for step in range(1, len(usable))]
-            trials = _code_trials(row) if _is_code(row, default_source) else _trials(row, others or [truth_of(row)])
+            following = [usable[(place + step) % len(usable)][1] for step in range(1, len(usable))]
+            others = [truth for truth in (_tried_truth(one, spec) for one in following) if truth is not None]
+            trials = (
+                _code_trials(row) if _is_code(row, default_source) else _trials(row, _tried_truth(row, spec), others)
+            )
             asked |= {(i, form): _item(row, text, default_source) for form, text in trials}
         if responses is None:
             responses = [row for row in rows if row.get("response") is not None]
@@ -99,8 +102,12 @@ def examine(
         i, form = cast(tuple[int, str], key)
         by_row[i][form] = result
     for i, row in usable:
-        note = _note_task if _is_code(row, default_source) else _note_truth
-        note(found, i, row, by_row[i])
+        if _is_code(row, default_source):
+            _note_task(found, i, row, by_row[i])
+        elif _tried_truth(row, spec) is None:
+            _note_truthless(found, row, by_row[i])
+        else:
+            _note_truth(found, i, row, by_row[i])
     for i, row in scored:
         _note_response(found, i, row, results[i, "response"])
     return found
@@ -115,13 +122,14 @@ def _affordable(
 ) -> list[Any]:
     # As many rows as fit into `patience_s`; none if the first call did not return.
     row = usable[0][1]
-    text = "" if _is_code(row, default_source) else _one(truth_of(row))
+    truth = truth_of(row)
+    text = "" if truth is None or _is_code(row, default_source) else _one(truth)
     pool.submit("first", _item(row, text, default_source))
     first = pool.wait_all()["first"]
     if first.seconds is None:
         found.errors[_failure(row, str(first.error))] += 1
         return []
-    calls = 3 * len([*_trials(row, [""])])
+    calls = 3 * len([*_trials(row, truth, [""])])
     return usable[: max(2, int(patience_s / max(first.seconds * calls, 1e-9)))]
 
 
@@ -144,19 +152,30 @@ GROUP = "group"
 
 def truth_of(row: dict[str, Any]) -> Any:
     """Return a row's ground truth: `ground_truth`, `reward_model.ground_truth` or `answer`."""
+    truth = _given_truth(row)
+    return row.get("answer") if truth is None else truth
+
+
+def _given_truth(row: dict[str, Any]) -> Any:
+    # What a run gives to rewards as ground truth; None if the row has none.
     if row.get("ground_truth") is not None:
         return row["ground_truth"]
     nested = row.get("reward_model")
-    if isinstance(nested, dict) and nested.get("ground_truth") is not None:
-        return nested["ground_truth"]
-    return row.get("answer")
+    return nested.get("ground_truth") if isinstance(nested, dict) else None
+
+
+def _tried_truth(row: dict[str, Any], spec: RewardSpec) -> Any:
+    # A user's function may read the right answer from the column `answer`; built-in scorers do not.
+    return _given_truth(row) if _asks_scorers(spec) else truth_of(row)
+
+
+def _asks_scorers(spec: RewardSpec) -> bool:
+    return asks_sources(spec) or bool(named_sources(spec))
 
 
 def as_trained(row: dict[str, Any]) -> dict[str, Any]:
     """Return a row as training reads it: without another ground truth, the column `response` is the ground truth."""
-    nested = row.get("reward_model")
-    given = row.get("ground_truth") is not None or (isinstance(nested, dict) and nested.get("ground_truth") is not None)
-    if given or row.get("response") is None:
+    if _given_truth(row) is not None or row.get("response") is None:
         return row
     return {**row, "ground_truth": row["response"], "response": None}
 
@@ -180,7 +199,8 @@ def _source(row: dict[str, Any], default_source: str | None) -> str:
 
 
 def _item(row: dict[str, Any], text: str, default_source: str | None) -> RewardItem:
-    item = RewardItem(_source(row, default_source), text, truth_of(row), extra_info_of(row), prompt=row.get("prompt"))
+    source, truth = _source(row, default_source), _given_truth(row)
+    item = RewardItem(source, text, truth, extra_info_of(row), prompt=row.get("prompt"))
     if text == row.get("response"):
         item.own_words = row.get("own_words")
     return item
@@ -196,10 +216,19 @@ def extra_info_of(row: dict[str, Any]) -> Any:
     return {**others, **(own or {})} or None
 
 
-def _trials(row: dict[str, Any], others: Sequence[Any]) -> Iterable[tuple[str, str]]:
+def _trials(row: dict[str, Any], truth: Any, others: Sequence[Any]) -> Iterable[tuple[str, str]]:
     # (form, response) of all that is scored for a row; `others` are the ground truths of the rows after it.
-    truth, other = _one(truth_of(row)), _one(others[0])
-    own = _short(truth)
+    if truth is not None:
+        yield from _answers(_one(truth), others)
+    yield EMPTY, ""
+    if truth is not None:
+        yield from _lists(_short(_one(truth)), others)
+    if (question := _question(row)) is not None:
+        yield REPEATED, question
+
+
+def _answers(truth: str, others: Sequence[Any]) -> Iterable[tuple[str, str]]:
+    own, other = _short(truth), _one(others[0]) if others else truth
     is_wrong = _short(other) != own  # two solutions may end with the same answer
     for what, right, wrong in ((TRUTH, truth, other), (ANSWER, _answer_in(truth), _answer_in(other))):
         for name, spell in SPELLINGS.items():
@@ -207,14 +236,14 @@ def _trials(row: dict[str, Any], others: Sequence[Any]) -> Iterable[tuple[str, s
                 yield f"{what}, {name}", spell(right)
             if wrong is not None and is_wrong:
                 yield f"another row's {what.removeprefix('its ')}, {name}", spell(wrong)
-    yield EMPTY, ""
+
+
+def _lists(own: str, others: Sequence[Any]) -> Iterable[tuple[str, str]]:
     strange = [answer for answer in dict.fromkeys(_short(_one(one)) for one in others) if own not in answer]
     if strange:
         before = strange[1 : 1 + LISTED_ON_EACH_SIDE] or strange
         after = strange[1 + LISTED_ON_EACH_SIDE : 2 * LISTED_ON_EACH_SIDE]
         yield LISTED, ", ".join([*before, own, *after, strange[0]])
-    if (question := _question(row)) is not None:
-        yield REPEATED, question
 
 
 def _answer_in(truth: str) -> str | None:
@@ -260,12 +289,9 @@ def _note_truth(found: Findings, i: int, row: dict[str, Any], scored: dict[str, 
     if all(NO_SCORER in (result.error or "") for result in tried):
         found.unmatched[str(row.get("data_source"))] += 1  # a user's function that calls our scorers by data source
         return
-    for form, result in of_row.items():
-        found.by_form[form].append(result.score)
-        if result.error:
-            found.errors[_failure(row, result.error)] += 1
-            found.failed_forms[form] += 1
-    found.failed_rows += all(result.error for result in tried)
+    _note_forms(found, row, of_row)
+    has_failed = all(result.error for result in tried)
+    found.failed_rows += has_failed
     best = max(result.score for result in tried)
     _note_parts(found, "reference", max(tried, key=lambda result: result.score))
     others = [result for form, result in of_row.items() if form.startswith("another row's ")]
@@ -278,8 +304,22 @@ def _note_truth(found: Findings, i: int, row: dict[str, Any], scored: dict[str, 
             if form in of_row:
                 found.unearned[form].append(not of_row[form].error and of_row[form].score >= best)
     # If a reward reports `acc`, its score may be anything: weights, bonuses.
-    if max(float(result.parts.get("acc", result.score)) for result in tried) < 1.0:
+    if not has_failed and max(float(result.parts.get("acc", result.score)) for result in tried) < 1.0:
         found.unscored.append((i, _one(truth_of(row)), best))
+
+
+def _note_truthless(found: Findings, row: dict[str, Any], scored: dict[str, RewardResult]) -> None:
+    _note_forms(found, row, {form: result for form, result in scored.items() if form != "response"})
+    found.truthless += 1
+    found.has_answers |= row.get("answer") is not None
+
+
+def _note_forms(found: Findings, row: dict[str, Any], scored: dict[str, RewardResult]) -> None:
+    for form, result in scored.items():
+        found.by_form[form].append(result.score)
+        if result.error:
+            found.errors[_failure(row, result.error)] += 1
+            found.failed_forms[form] += 1
 
 
 def _note_task(found: Findings, i: int, row: dict[str, Any], scored: dict[str, RewardResult]) -> None:

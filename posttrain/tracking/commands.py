@@ -10,7 +10,7 @@ from typing import Any
 
 from posttrain.errors import UserError
 from posttrain.texts import align_columns
-from posttrain.tracking.curve import sample_groups, text_plot
+from posttrain.tracking.curve import LABEL_ROWS, sample_groups, text_plot
 from posttrain.tracking.loggers import main_metric, metrics_of_run
 from posttrain.tracking.progress import STAGE_WORDS, clock, console_width
 from posttrain.tracking.rundir import ROOT, RunDirectory, find_run, runs_under
@@ -30,7 +30,13 @@ def runs(args: Sequence[str]) -> int:
     root = parser.parse_args(args).root
     found = runs_under(root)
     if not found:
-        raise NothingToShow(f"There is no run in {root}/. `posttrain runs FOLDER` looks elsewhere.")
+        starting = [str(lock.parent) for lock in sorted(Path(root).glob("*/*/run.lock"))]
+        if starting:
+            raise NothingToShow(
+                f"No run in {root}/ has made a step. Starting, or ended: {', '.join(starting)} (logs/run.log)."
+            )
+        what = f"There is no run in {root}/" if Path(root).is_dir() else f"There is no folder {root}/"
+        raise NothingToShow(f"{what}. `posttrain runs FOLDER` looks elsewhere.")
     table = [("run", "status", "step", "reached", "written"), *(_row(folder, Path(root)) for folder in found)]
     print("\n".join(align_columns(table, left=range(len(table[0])))))
     return 0
@@ -127,7 +133,7 @@ def plot(args: Sequence[str]) -> int:
     values = [value for _, one in series.values() for value in one]
     for name, (steps, found) in series.items():
         title = f"{name}: {metric}, {found[-1]:.4g} at step {steps[-1]}"
-        height = 12 if len(series) == 1 else 7
+        height = 1 + LABEL_ROWS * (4 if len(series) == 1 else 2)
         print(text_plot(steps, found, title=title, height=height, scale=values, width=min(console_width(), 80)))
     if options.svg:
         from posttrain.tracking.curve import write_chart
@@ -140,8 +146,9 @@ def _series(name: str, lines: list[dict[str, Any]], metric: str) -> tuple[list[f
     found = [(line["step"], line[metric]) for line in lines if isinstance(line.get(metric), float | int)]
     if not found:
         have = sorted({key for line in lines for key in line if key != "step"})
-        near = difflib.get_close_matches(metric, have, n=1)
-        hint = f"Did you mean `{near[0]}`? " if near else ""
+        # `reward` of the step line is `reward_mean`: names that go on from the given word are nearest.
+        near = [key for key in have if key.startswith(metric)][:3] or difflib.get_close_matches(metric, have, n=1)
+        hint = f"Did you mean {' or '.join(f'`{key}`' for key in near)}? " if near else ""
         raise NothingToShow(f"{name} has no metric `{metric}`. {hint}It has: {', '.join(have) or 'none yet'}.")
     return [step for step, _ in found], [value for _, value in found]
 

@@ -22,13 +22,16 @@ from posttrain.tracking.safe_files import replace_file
 _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 
 
+LABEL_ROWS = 3  # every third row has a label: those of shares are 1, 0.75, 0.5, 0.25 and 0
+
+
 def text_plot(
     steps: Sequence[float],
     values: Sequence[float],
     *,
     title: str = "",
     width: int = 72,
-    height: int = 12,
+    height: int = 1 + 4 * LABEL_ROWS,
     scale: Sequence[float] = (),
 ) -> str:
     """A line through (step, value) as text of at most `width` columns; values that are not finite are left out.
@@ -45,7 +48,7 @@ def text_plot(
     canvas = _draw(points, (low, high), columns, height)
     lines = [title] if title else []
     for row in range(height):
-        shown = labels[row] if row % 4 == 0 or row == height - 1 else ""
+        shown = labels[row] if row % LABEL_ROWS == 0 or row == height - 1 else ""
         lines.append(f"{shown:>{gutter}} {'┤' if shown else '│'}" + "".join(canvas[row]).rstrip("⠀"))
     first, last = _label(points[0][0]), _label(points[-1][0])
     lines.append(" " * gutter + " └" + "─" * columns)
@@ -89,7 +92,7 @@ def before_after(rows: Sequence[tuple[str, str, float, str, float]], *, width: i
 
 
 def sample_groups(rows: Sequence[Mapping[str, Any]], *, count: int, width: int = 100, lines: int = 8) -> str:
-    """The first `count` prompts (`uid`) with their truth and all their responses, best first."""
+    """The first `count` prompts (`uid`) with their reference answer and all their responses, best first."""
     groups: dict[Any, list[Mapping[str, Any]]] = {}
     for row in rows:
         groups.setdefault(row["uid"], []).append(row)
@@ -97,7 +100,7 @@ def sample_groups(rows: Sequence[Mapping[str, Any]], *, count: int, width: int =
     for members in list(groups.values())[:count]:
         out += ["─" * width, *_wrap(members[0].get("prompt") or "", width, lines)]
         if members[0].get("ground_truth") is not None:
-            out += _wrap(f"truth: {members[0]['ground_truth']}", width, 2)
+            out += _wrap(f"reference answer: {members[0]['ground_truth']}", width, 2)
         for row in sorted(members, key=lambda row: -(row["score"] if row["score"] is not None else -math.inf)):
             score = "     -" if row["score"] is None else f"{row['score']:6.3g}"
             first, *rest = _wrap(row.get("response") or "", width - 10, lines) or [""]

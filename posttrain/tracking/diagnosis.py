@@ -28,9 +28,9 @@ def rewards_all_zero(known: StepFacts) -> str | None:
         return None
     return (
         "All rewards are 0. Check that the ground truth scores 1 against itself: the reward may look for a mark (such "
-        "as '####' or \\boxed) that truth or responses do not have, and responses may be cut off before the answer. "
-        "`posttrain reward try FN DATA` tests this. Or the model is not asked as it knows: look at a response "
-        "(`posttrain samples`) and at the chat template (`posttrain doctor`)."
+        "as '####' or \\boxed) that it or the responses do not have, and responses may be cut off before the answer. "
+        "`posttrain reward try FN DATA` tests this. Or the prompts do not have the form that the model was trained on: "
+        "look at a response (`posttrain samples`) and at the chat template (`posttrain doctor`)."
     )
 
 

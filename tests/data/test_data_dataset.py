@@ -51,7 +51,8 @@ def test_rows_of_prompt_response_reward_take_the_response_as_truth(tmp_path, tok
     assert data[2]["ground_truth"] == "a #### 2" and data[2]["response"] == "a #### 2"
     assert data[2]["data_source"] is None
     assert any(
-        "3 of 3 train rows have no ground_truth: their `response` serves as truth" in note for note in data.notes
+        "3 of 3 train rows have no ground_truth: their `response` is the reference answer" in note
+        for note in data.notes
     )
 
 

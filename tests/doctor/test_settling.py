@@ -12,7 +12,7 @@ from posttrain.bench.workload import PRESETS
 from posttrain.config import load_config
 from posttrain.config.trees import SFT
 from posttrain.planning import cuda_bytes
-from posttrain.planning.budgets import apply_plan
+from posttrain.planning.budgets import Sizes, apply_plan
 from posttrain.planning.memory_plan import GIB, USABLE, Device, Plan
 from posttrain.planning.rl import RLPlanner, Shape
 from posttrain.planning.supervised import SupervisedPlanner
@@ -271,3 +271,12 @@ def test_errors_without_words_are_told_by_their_names(tmp_path, monkeypatch):
     monkeypatch.setattr(AutoConfig, "from_pretrained", lambda *given, **named: fail(OSError()))
     with pytest.raises(ModelError, match=r"could not be read: OSError$"):
         set_lengths(ModelSource("mine", ModelConfig(path="mine")), Settings(PPOConfig(), 1, 0.0, False, frozenset()))
+
+
+def test_the_sizes_of_a_step_say_that_the_last_mini_batch_is_smaller():
+    step = "makes 2 optimizer steps on mini-batches of 50 prompts (250 responses; the last has 22 prompts)."
+    assert step in Sizes(prompts=72, responses=360, mini_batch_prompts=50, updates_per_step=2, total_steps=10).words()
+    even = Sizes(prompts=100, responses=500, mini_batch_prompts=50, updates_per_step=2, total_steps=10).words()
+    assert even.endswith("on mini-batches of 50 prompts (250 responses).")
+    one = Sizes(prompts=100, responses=500, mini_batch_prompts=50, updates_per_step=2, total_steps=1).words()
+    assert even.startswith("10 steps; each") and one.startswith("1 step; each")

@@ -107,7 +107,7 @@ FAILURES = [
     ("segfault", "SIGSEGV"),
     ("eval|float('nan')", "nan"),
     ("eval|float('inf')", "inf"),
-    ("eval|None", "returned None"),
+    ("eval|None", "returned None instead of a number: every path through it must return a score"),
     ("eval|'1.0'", "str"),
     ("eval|[1.0]", "list"),
     ("eval|{'value': 1}", "without 'score'"),

@@ -10,6 +10,7 @@ import pytest
 from posttrain.commands.reward_try import main
 from posttrain.config.rollout import CustomRewardConfig
 from posttrain.rewards import resolve_reward, try_reward
+from posttrain.rewards.try_report import timing
 from posttrain.rewards.tryout import examine
 
 
@@ -122,6 +123,64 @@ def test_truths_that_a_function_cannot_score_are_shown():
     assert [truth for _, truth, _ in found.unscored] == ["\\frac{1}{2}"]
 
 
+def test_rows_without_a_reference_answer_are_counted_and_not_scored_as_if_it_were_the_word_none():
+    data = [{"data_source": "math_reasoning", "prompt": f"1 + {n} = ?"} for n in range(3)]
+    found = examine(data, resolve_reward(CustomRewardConfig()), num_workers=1)
+    assert found.truthless == 3 and not found.best and not found.ok
+    assert "! 3 rows have no reference answer (column ground_truth): the reward gets None" in try_reward(data)
+    half = [*data[:1], {**data[1], "ground_truth": "2"}, {**data[2], "ground_truth": "3"}]
+    found = examine(half, resolve_reward(CustomRewardConfig()), num_workers=1)
+    assert found.truthless == 1 and found.best == [1.0, 1.0] and len(found.score_gaps) == 2 and not found.ok
+
+
+def test_the_column_answer_is_no_reference_answer_for_built_in_scorers_as_in_a_run():
+    data = [{"data_source": "math_reasoning", "prompt": f"1 + {n} = ?", "answer": str(n + 1)} for n in range(3)]
+    text = try_reward(data, num_workers=1)
+    assert "! 3 rows have no reference answer" in text and "rename their column `answer` to ground_truth" in text
+
+
+def test_a_function_that_reads_the_column_answer_is_tried_with_it_and_gets_no_ground_truth():
+    def correctness_reward(completions, answer, **kwargs):
+        return [float(text == a) for text, a in zip(completions, answer, strict=True)]
+
+    def by_truth(data_source, solution_str, ground_truth, extra_info=None):
+        return float(ground_truth is None and solution_str == extra_info["answer"])
+
+    data = [{"prompt": f"1 + {n} = ?", "answer": str(n + 1)} for n in range(3)]
+    for function in (correctness_reward, by_truth):
+        found = examine(data, spec_of(function), num_workers=1)
+        assert found.best == [1.0, 1.0, 1.0] and found.ok and not found.truthless
+
+
+def test_a_function_that_needs_no_reference_answer_is_tried_without_one():
+    def is_short(response, ground_truth):
+        return float(len(response) < 9)
+
+    found = examine([{"prompt": "How are you?"}, {"prompt": "Why is the sky blue?"}], spec_of(is_short), num_workers=1)
+    assert found.ok and found.truthless == 2 and found.by_form["empty response"] == [1.0, 1.0]
+    text = try_reward([{"prompt": "Why is the sky blue?"}], spec_of(is_short), num_workers=1)
+    assert "\n1 row has no reference answer" in text and "nothing suspicious found" in text
+
+
+def test_a_reward_that_always_fails_is_not_said_to_score_0():
+    def text_of(response, ground_truth):
+        return "1.0"
+
+    text = try_reward(rows("mine", ["1", "2"]), spec_of(text_of), num_workers=1)
+    assert "! 2 of 2 reference answers were not scored: every call failed" in text
+    assert "returned a str" in text and "do not score 1" not in text
+
+
+def test_rows_that_name_no_data_source_are_told_what_to_set():
+    text = try_reward([{"prompt": "1 + 1 =", "ground_truth": "2"}], num_workers=1)
+    assert "! 1 row has no data_source (known: " in text and "set the column data_source to one of these" in text
+
+
+def test_times_are_written_without_exponents():
+    assert timing([0.361]).startswith("time of a call: 361 ms on average")
+    assert timing([0.0994]).startswith("time of a call: 99 ms") and timing([12.3]).startswith("time of a call: 12 s")
+
+
 def test_means_by_form_show_a_wrong_box_below_no_box():
     found = examine(rows("", ["42", "7"]), spec_of(seed_1), num_workers=1)
     means = {form: sum(scores) / len(scores) for form, scores in found.by_form.items()}
@@ -145,7 +204,7 @@ def test_failing_calls_are_reported_with_their_error():
         return 1 / len(response)
 
     text = try_reward(rows("", ["1"]), spec_of(broken), num_workers=1)
-    assert "! 1 calls failed: ZeroDivisionError: division by zero" in text and "in broken" in text
+    assert "! 1 call failed: ZeroDivisionError: division by zero" in text and "in broken" in text
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "json", "parquet"])

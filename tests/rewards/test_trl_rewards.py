@@ -214,7 +214,8 @@ def test_functions_of_all_forms_are_summed_and_one_that_fails_is_named():
     ("given", "settings", "said"),
     [
         (RewardList([]), {}, "the list of reward functions is empty"),
-        (RewardList([reward_len, "Qwen/RM"]), {}, "'Qwen/RM' in the list of rewards is no function"),
+        (RewardList([reward_len, "Qwen/RM"]), {}, "'Qwen/RM' is no function"),
+        ("my_reward.py", {}, "'my_reward.py' is no function"),
         (RewardList([reward_len], [1.0, 2.0]), {}, "2 weights are given for 1 reward functions"),
         (RewardList([reward_len], [math.nan]), {}, "the weight nan of reward_len is not a finite number"),
         (RewardList([reward_len]), {"path": "x.py"}, "two rewards are named: function objects and"),

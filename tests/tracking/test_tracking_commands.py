@@ -51,13 +51,28 @@ def test_runs_lists_every_run_with_its_status_and_what_it_reached(outputs, capsy
     assert heading.split() == ["run", "status", "step", "reached", "written"]
     assert first.split()[:5] == ["project/grpo-1", "finished", "3/3", METRIC, "0.750"]
     assert second.split()[:5] == ["project/sft-1", "finished", "3/3", "train/loss", "1.250"]
+    assert main(["runs", "elsewhere"]) == 2 and "There is no folder elsewhere/" in capsys.readouterr().err
+    (outputs.parent / "elsewhere").mkdir()
     assert main(["runs", "elsewhere"]) == 2 and "There is no run in elsewhere/" in capsys.readouterr().err
+
+
+def test_runs_names_a_run_that_has_not_begun_to_train(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with RunDirectory("outputs", "embedded", "grpo-1"):
+        assert main(["runs"]) == 2
+    said = capsys.readouterr().err
+    assert "No run in outputs/ has made a step." in said and "outputs/embedded/grpo-1 (logs/run.log)." in said
 
 
 def test_samples_shows_the_newest_or_the_asked_step_best_first_and_steers_no_terminal(outputs, capsys):
     assert main(["samples", "grpo-1"]) == 0
     shown = capsys.readouterr().out
-    assert shown.index("first?") < shown.index("truth: 42") < shown.index("1 │ right at 3") < shown.index("wrong at 3")
+    assert (
+        shown.index("first?")
+        < shown.index("reference answer: 42")
+        < shown.index("1 │ right at 3")
+        < shown.index("wrong at 3")
+    )
     assert "\x1b" not in shown and "! ValueError: no" in shown
     assert main(["samples", "project/grpo-1", "--step", "1", "--count", "1"]) == 0
     shown = capsys.readouterr().out
@@ -91,6 +106,11 @@ def test_plot_draws_what_a_run_is_judged_by_or_the_asked_metric(outputs, capsys)
     assert f"sft-1 has no metric `{METRIC}`. It has: perf/throughput, train/loss" in capsys.readouterr().err
 
 
+def test_the_first_word_of_a_metric_is_answered_with_those_that_begin_with_it(outputs, capsys):
+    assert main(["plot", "grpo-1", "--metric", "val"]) == 2
+    assert f"has no metric `val`. Did you mean `{METRIC}`? It has" in capsys.readouterr().err
+
+
 def test_a_mistyped_metric_is_answered_with_the_nearest(outputs, capsys):
     assert main(["plot", "grpo-1", "--metric", "val/sums/mean@2"]) == 2
     assert f"Did you mean `{METRIC}`? It has: " in capsys.readouterr().err
@@ -111,7 +131,7 @@ def test_curves_of_several_runs_have_one_scale(outputs, capsys):
         logger.close()
     assert main(["plot", "grpo-2", "grpo-3"]) == 0
     rows = capsys.readouterr().out.splitlines()
-    assert [row.split()[0] for row in rows if "┤" in row] == ["900", "367", "100"] * 2
+    assert [row.split()[0] for row in rows if "┤" in row] == ["900", "500", "100"] * 2
 
 
 def test_what_a_model_answered_at_first_is_kept_and_damage_is_no_error(tmp_path):

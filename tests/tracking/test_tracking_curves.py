@@ -71,3 +71,8 @@ def test_equal_charts_are_equal_text_and_empty_ones_are_refused():
     assert "<circle" in line_chart({"a": ([1], [3])})
     with pytest.raises(ValueError, match="finite"):
         line_chart({"a": ([1], [math.nan])})
+
+
+def test_a_plot_of_shares_has_round_labels():
+    plot = text_plot([1, 2, 3], [0.0, 0.4, 1.0])
+    assert [line.split()[0] for line in plot.splitlines() if "┤" in line] == ["1", "0.75", "0.5", "0.25", "0"]

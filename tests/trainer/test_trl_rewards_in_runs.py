@@ -57,7 +57,7 @@ def test_two_functions_with_weights_and_a_response_that_none_of_them_applies_to(
     result = train(
         tiny_model, tmp_path, texts(), reward=[length_reward, right_reward], reward_weights=[0.5, 2.0], **more
     )
-    assert "0.5 x length_reward (length_reward given as an object) + 2 x right_reward" in capsys.readouterr().out
+    assert "0.5 x length_reward (length_reward passed from Python) + 2 x right_reward" in capsys.readouterr().out
     wanted = {"1": 0.5 * 1 + 2.0, "22": 0.5 * 2 + 0.0, "01": 0.5 * 2, "0": np.nan}
     groups: dict[str, list[dict]] = {}
     for row in samples(result):
