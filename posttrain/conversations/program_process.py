@@ -110,9 +110,16 @@ def describe_status(status: int) -> str:
 def parse_reward(body: Any) -> float:
     """The number of `0.5` or `{"reward": 0.5}`; ApiError otherwise."""
     value = body.get("reward") if isinstance(body, dict) else body
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ApiError('A reward is a finite number: {"reward": 0.5}.', param="reward")
-    return float(value)
+    wrong = ApiError('A reward is a finite number: {"reward": 0.5}.', param="reward")
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise wrong
+    try:
+        reward = float(value)
+    except OverflowError:  # an integer of hundreds of digits
+        raise wrong from None
+    if not math.isfinite(reward):
+        raise wrong
+    return reward
 
 
 def read_reward(path: Path) -> float:

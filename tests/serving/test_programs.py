@@ -145,6 +145,28 @@ def test_a_program_that_fails_costs_its_own_sample(tmp_path, code, why):
         assert [record.score for record in (records[0], records[2])] == [1.0, 1.0]
 
 
+def test_a_reward_of_hundreds_of_digits_is_rejected_and_other_programs_go_on(tmp_path):
+    code = """
+import urllib.error
+base = os.environ["POSTTRAIN_SESSION_URL"]
+for body in (b"1" + b"0" * 400, b'{"reward": 1e999}', b"true", b'"x"', b"[1]"):
+    try:
+        post("/reward", body, base=base)
+        sys.exit("accepted")
+    except urllib.error.HTTPError as error:
+        assert error.code == 400 and "finite number" in json.load(error)["error"]["message"]
+messages = task["messages"]
+messages += [ask(messages), {"role": "user", "content": "again"}]
+ask(messages)
+post("/reward", 0.25, base=base)
+"""
+    with conversations(tmp_path, code, count=3, http_processes=1) as (_, records, _, _):
+        assert [(record.score, record.error) for record in records] == [(0.25, None)] * 3
+    code = "ask(task['messages']); open(os.environ['POSTTRAIN_REWARD_FILE'], 'w').write('1' + '0' * 400)"
+    with conversations(tmp_path, code) as (_, (record,), _, _):
+        assert "no finite number" in record.error
+
+
 def test_a_program_ends_with_all_that_it_started(tmp_path):
     pid = tmp_path / "pid"
     code = f"""
@@ -190,9 +212,12 @@ def test_a_key_of_another_session_is_rejected(tmp_path):
 
 
 def test_what_a_program_sets_of_sampling_is_said_once_and_the_runs_own_holds(tmp_path):
-    with conversations(tmp_path, "ask(task['messages'], temperature=0.1, max_tokens=1)") as (_, _, engine, said):
+    code = "ask(task['messages'], temperature=0.1, stop_token_ids=[5], max_tokens=1)"
+    with conversations(tmp_path, code) as (_, _, engine, said):
         assert engine.seen[0].sampling.temperature == 1.0 and engine.seen[0].sampling.max_tokens == 1
-        assert sum("programs set `temperature`" in one for one in said) == 1
+        assert 5 not in engine.seen[0].sampling.stop_token_ids
+        for name in ("temperature", "stop_token_ids"):
+            assert sum(f"programs set `{name}`" in one for one in said) == 1
 
 
 def test_a_retry_joins_and_adds_no_row(tmp_path):
