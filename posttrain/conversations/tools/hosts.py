@@ -13,6 +13,7 @@ takes all its processes with it: a call that was under way there fails.
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import threading
 from abc import ABC, abstractmethod
@@ -292,7 +293,10 @@ def read_answer(name: str, said: Any, seconds: float) -> ToolAnswer:
     """What a tool returned, as an answer."""
     if isinstance(said, ToolAnswer):
         error = said.error if said.error is None or said.error.startswith("said:") else f"said: {said.error}"
-        return ToolAnswer(str(said.text), error, float(said.reward), dict(said.metrics), said.seconds or seconds)
+        reward = float(said.reward)
+        if not math.isfinite(reward):
+            raise ValueError(f"its reward is {reward}")
+        return ToolAnswer(str(said.text), error, reward, dict(said.metrics), said.seconds or seconds)
     if isinstance(said, str):
         return ToolAnswer(said, seconds=seconds)
     words = f"it gave a {type(said).__name__}, no text"
