@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import subprocess
@@ -16,8 +17,9 @@ import torch
 pytest.importorskip("aiohttp")
 from posttrain.commands.generation.loop import Requests
 from posttrain.config.root import PPOConfig
-from posttrain.conversations import programs
+from posttrain.conversations import program_process, programs
 from posttrain.conversations.opening import open_conversations
+from posttrain.conversations.program_process import Program
 from posttrain.conversations.settings import AgentSettings
 from posttrain.errors import UserError
 from posttrain.rollout.base import Sampling
@@ -203,6 +205,33 @@ def test_a_program_has_no_more_memory_than_it_may(tmp_path):
     code = "ask(task['messages']); x = bytearray(3 * 2**30); give(1)"
     with conversations(tmp_path, code, memory_gb=1.0) as (_, (record,), _, _):
         assert "MemoryError" in record.error
+
+
+def test_the_output_of_a_program_does_not_fill_the_disk(tmp_path, monkeypatch):
+    monkeypatch.setattr(program_process, "_MOST_OUTPUT", 100_000)
+    monkeypatch.setattr(program_process, "_TRIM_S", 0.05)
+    printed, go, output = tmp_path / "printed", tmp_path / "go", tmp_path / "output"
+    code = f"""
+import os, sys, time
+print("x" * 500_000, flush=True)
+open({str(printed)!r}, "w").close()
+while not os.path.exists({str(go)!r}):
+    time.sleep(0.01)
+sys.exit("the end")
+"""
+
+    async def run():
+        async with Program([sys.executable, "-c", code], {}, output) as program:
+            waiting = asyncio.ensure_future(program.wait())
+            while not printed.exists() or output.stat().st_size:
+                await asyncio.sleep(0.01)
+            go.touch()
+            return await waiting, program.last_words()
+
+    async def bounded():
+        return await asyncio.wait_for(run(), 60)
+
+    assert asyncio.run(bounded()) == (1, ": the end") and output.stat().st_size < 100
 
 
 def test_a_key_of_another_session_is_rejected(tmp_path):
