@@ -15,12 +15,13 @@ from patience import gone
 
 from posttrain.conversations.agents import AGENTS, Agents, register_agent
 from posttrain.conversations.chat import Setup
-from posttrain.conversations.conversation import Limits
+from posttrain.conversations.conversation import Conversation, Limits
 from posttrain.conversations.loop import ConversationLoop
 from posttrain.conversations.processes import AgentProcesses
 from posttrain.conversations.runner import Runner
 from posttrain.conversations.settings import AgentSettings, TurnSettings
 from posttrain.conversations.templates import MessageTemplate
+from posttrain.conversations.tools.base import ToolAnswer, ToolCall
 from posttrain.conversations.tools.registry import FunctionTool
 from posttrain.conversations.tools.runner import ToolRunner
 from posttrain.errors import UserError
@@ -331,3 +332,10 @@ def test_facts_may_be_another_dict(isolated):
     agent.isolated = isolated
     with loop_of(agent) as loop:
         assert [facts for *_, facts in play(loop, 2).values()] == [{"tries": 3}] * 2
+
+
+def test_what_a_tool_measures_is_stored_with_its_call():
+    conversation = Conversation(("u", 0), [1], 0, {})
+    conversation.add_call(ToolCall("t", {}), ToolAnswer("x", metrics={"right": 1.0}))
+    conversation.add_call(ToolCall("t", {}), ToolAnswer("x"))
+    assert [call.get("metrics") for call in conversation.calls] == [{"right": 1.0}, None]
