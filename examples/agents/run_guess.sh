@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # GRPO with an agent that raises the reward on a CPU: the embedded model guesses a number, and learns to read the answer.
 #   needs    nothing: two cores and a minute; what it makes lies in outputs/agents
-#   expect   the reward rises from 0.2 to 0.9 in 40 steps; who does not read `higher` and `lower` has 0.75 at most.
+#   expect   the score on held-out numbers rises from 0.1 to 0.83 in 40 steps and 0.85 in 60; without the answers it is 0.75 at most.
 #            docs/own_agent.md has the curve; `posttrain samples outputs/agents/guess` has the words
 #   small    SMOKE=1 bash examples/agents/run_guess.sh: two steps
 # What is added to the command wins.

@@ -15,7 +15,9 @@ one behind other messages. Both start a further row of the same sample. `run_to_
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+import math
+import reprlib
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -77,9 +79,8 @@ class Setup:
 
 
 class Chat:
-    """One context of a conversation. `messages` and `prompt_ids` are its prompt (at first its row's), `facts` what
-    reward functions find in `extra_info`, `seed` a number of its own for random choices of the agent, `tools` the
-    schemas of the run's tools."""
+    """One context of a conversation. `messages` and `prompt_ids` are its prompt (at first its row's), `seed` a number
+    of its own for random choices of the agent, `tools` the schemas of the run's tools."""
 
     def __init__(
         self,
@@ -89,7 +90,7 @@ class Chat:
         ask: Ask,
         request: Callable[[Generate, Settle], None] | None = None,
     ) -> None:
-        self.messages, self.facts = [dict(one) for one in messages], conversation.facts
+        self.messages = [dict(one) for one in messages]
         self.seed, self.validate = conversation.seed, bool(conversation.how.get("validate"))
         self.tokenizer, self.limits, self.tools = setup.template.tokenizer, setup.limits, list(setup.schemas)
         self.last: Output | None = None
@@ -115,10 +116,20 @@ class Chat:
         """The run's settings of turns and tools (rollout.multi_turn)."""
         return self._settings
 
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What reward functions find in `extra_info`."""
+        return self._conversation.facts
+
+    @facts.setter
+    def facts(self, facts: Mapping[str, Any]) -> None:
+        if not isinstance(facts, Mapping):
+            raise ChatError(f"chat.facts: facts are a dict, not a {type(facts).__name__}")
+        self._conversation.facts = dict(facts)
+
     def adopt(self, conversation: Conversation) -> None:
         """Takes over a conversation that was continued in another process."""
         self._conversation.adopt(conversation)
-        self.facts = conversation.facts
 
     @property
     def prompt_ids(self) -> list[int]:
@@ -159,7 +170,9 @@ class Chat:
         if len(ids) > self.limits.prompt:
             most = f"data.max_prompt_length={self.limits.prompt}"
             raise ChatError(f"chat.start: the prompt has {len(ids)} tokens ({most})")
-        self._branch.prompt_ids, self._branch.own_prompt = [int(one) for one in ids], True
+        if not len(ids):
+            raise ChatError("chat.start: the prompt is empty")
+        self._branch.prompt_ids, self._branch.own_prompt = self._checked(ids, "chat.start"), True
 
     def _require_not_begun(self) -> None:
         if self.turns or self._generating or self._ids or self._branch.length:
@@ -207,8 +220,15 @@ class Chat:
 
     def tell_ids(self, ids: Sequence[int]) -> None:
         """Token ids that the model reads before its next turn, as they are: behind messages they begin that turn."""
-        self._ids += [int(one) for one in ids]
+        self._ids += self._checked(ids, "chat.tell_ids")
         self._observation = None
+
+    def _checked(self, ids: Sequence[int], where: str) -> list[int]:
+        """Token ids that an agent gives: others than the tokenizer's would end the engine."""
+        made, size = [int(one) for one in ids], len(self.tokenizer)
+        if strange := [one for one in made if not 0 <= one < size]:
+            raise ChatError(f"{where}: token id {strange[0]} is not in the vocabulary of {size} tokens")
+        return made
 
     async def say(self, *, max_tokens: int | None = None, stop: Sequence[str] = ()) -> str:
         """The model's next turn as text; ChatFull where there is no room for one. `max_tokens` and `stop` end it
@@ -221,6 +241,7 @@ class Chat:
         if room < 1:
             self._branch.full = True
             raise ChatFull("the response has no room for a further turn (data.max_response_length)")
+        most, texts = min(room, _most(max_tokens) or room), _texts(stop)
         observation = self._observation_ids()
         branch = self._branch
         if not observation and self.turns and branch.ids[-1] in self.tokenizer.all_special_ids:
@@ -228,7 +249,7 @@ class Chat:
         branch.add_observation(observation)
         self._answered += sum(one["role"] == "tool" for one in self._messages)
         self._messages, self._ids, self._observation = [], [], None
-        wanted = Generate(branch.ids, min(room, max_tokens or room), _texts(stop), kept=True, branch=branch.number)
+        wanted = Generate(branch.ids, most, texts, kept=True, branch=branch.number)
         return await self._generate(wanted)
 
     async def sample(
@@ -238,7 +259,10 @@ class Chat:
         room = min(self.limits.response, self.limits.prompt + self.limits.response - len(prompt_ids))
         if room < 1:
             raise ChatFull(f"a prompt of {len(prompt_ids)} tokens leaves no room (data.max_response_length)")
-        wanted = Generate(list(prompt_ids), min(room, max_tokens or room), _texts(stop), False, self._branch.number)
+        if not len(prompt_ids):
+            raise ChatError("chat.sample: the prompt is empty")
+        ids, most = self._checked(prompt_ids, "chat.sample"), min(room, _most(max_tokens) or room)
+        wanted = Generate(ids, most, _texts(stop), False, self._branch.number)
         return await self._generate(wanted)
 
     def request_behind(
@@ -273,6 +297,12 @@ class Chat:
 
     def add_reward(self, reward: float) -> None:
         """The reward of the model's last turn, for samples and reward functions (`turn_rewards`)."""
+        try:
+            reward = float(reward)
+        except (TypeError, ValueError, OverflowError):
+            raise ChatError(f"chat.add_reward: a reward is a number, not {reprlib.repr(reward)}") from None
+        if not math.isfinite(reward):
+            raise ChatError(f"chat.add_reward: a reward is finite, not {reward}")
         self._conversation.turn_rewards.append((self._conversation.turns - 1, reward))
 
     async def call(self, tool: str, /, **arguments: Any) -> str:
@@ -357,7 +387,16 @@ class Chat:
 
 
 def _texts(stop: Sequence[str]) -> tuple[str, ...]:
-    return (stop,) if isinstance(stop, str) else tuple(stop)
+    texts = (stop,) if isinstance(stop, str) else tuple(stop)
+    if not all(isinstance(one, str) and one for one in texts):
+        raise ChatError(f"stop is a text or a list of texts, none of them empty, not {reprlib.repr(stop)}")
+    return texts
+
+
+def _most(max_tokens: int | None) -> int | None:
+    if max_tokens is not None and (not hasattr(max_tokens, "__index__") or max_tokens < 0):
+        raise ChatError(f"max_tokens is a positive integer, not {reprlib.repr(max_tokens)}")
+    return None if max_tokens is None else int(max_tokens)
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,7 @@ class Conversation:
     reward: float = 0.0
     """The sum of what tools gave."""
     calls: list[dict[str, Any]] = field(default_factory=list)
-    """For saved samples: turn, name, arguments, answer and error of each tool call."""
+    """For saved samples: turn, name, arguments, answer and error of each tool call, and metrics that the tool gave."""
     call_seconds: list[float] = field(default_factory=list)
     """How long each of `calls` took. Apart from them, as it differs between two runs that are otherwise the same."""
     facts: dict[str, Any] = field(default_factory=dict)
@@ -191,6 +191,7 @@ class Conversation:
                 "answer": answer.text,
                 "error": answer.error,
             }
+            | ({"metrics": answer.metrics} if answer.metrics else {})
         )
 
     def adopt(self, other: Conversation) -> None:

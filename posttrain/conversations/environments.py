@@ -41,6 +41,7 @@ from posttrain.conversations.tools.base import (
     failure,
     presented,
 )
+from posttrain.conversations.tools.hosts import read_answer
 from posttrain.conversations.tools.schema import schema_of
 from posttrain.conversations.tools.threads import Threads
 from posttrain.errors import UserError
@@ -216,10 +217,16 @@ def _parts_of_step(made: Any) -> tuple[Any, float, bool, Mapping[str, Any]]:
 
 
 def _is_observation(value: Any) -> bool:
-    if value is None or isinstance(value, str | Mapping):
+    if value is None or isinstance(value, str):
         return True
+    if isinstance(value, Mapping):
+        return _is_message(value)
     parts = list(value) if isinstance(value, Iterable) else [None]
-    return all(isinstance(one, Mapping) for one in parts) or all(hasattr(one, "__index__") for one in parts)
+    return all(_is_message(one) for one in parts) or all(hasattr(one, "__index__") for one in parts)
+
+
+def _is_message(value: Any) -> bool:
+    return isinstance(value, Mapping) and isinstance(value.get("content"), str)
 
 
 def _wrong_result(environment: Any, method: str, made: Any, expected: str) -> ChatError:
@@ -332,7 +339,8 @@ class MethodEpisode:
         except ArgumentError as error:
             return failure("arguments", str(error))
         try:
-            said = answer_of(await self._call(getattr(self._environment, call.name), **arguments))
+            given = answer_of(await self._call(getattr(self._environment, call.name), **arguments))
+            answer = read_answer(call.name, given, 0.0)
         except ToolFault as error:
             return failure("said", str(error))
         except Exception as error:  # how these environments tell the model that a call makes no sense
@@ -341,7 +349,6 @@ class MethodEpisode:
         finally:
             self._read_state()
         settings = self._chat.settings
-        answer = said if isinstance(said, ToolAnswer) else ToolAnswer(said)
         return presented(answer, (), settings.max_tool_response_length, settings.tool_response_truncate_side)
 
     def _read_state(self) -> None:

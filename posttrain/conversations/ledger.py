@@ -68,7 +68,7 @@ class Ledger:
         turn, end = self._find(request, roots, keys)
         rest = request.messages[end:]
         if turn is not None and rest and all(message["role"] != "assistant" for message in rest):
-            ids = self._behind(turn, rest, request.messages[:end])
+            ids = self._behind(turn, rest, request, end)
             if ids is not None:
                 turn.taken = True
                 self.continued += 1
@@ -82,14 +82,17 @@ class Ledger:
         self._places.append(prompt.before)
         return prompt
 
-    def _behind(self, turn: SampledTurn, messages: Sequence[Message], before: Sequence[Message]) -> list[int] | None:
-        """Messages behind a turn as tokens; None if the template cannot put them there. Clients may have given its
-        calls, with which `before` ends, other ids."""
+    def _behind(
+        self, turn: SampledTurn, messages: Sequence[Message], request: ModelRequest, end: int
+    ) -> list[int] | None:
+        """The messages of a request from the `end`-th on, behind a turn, as tokens; None if the template cannot put
+        them there. Clients may have given the turn's calls other ids."""
+        before = request.messages[:end]
         sent = [call["id"] for call in before[-1].get("tool_calls") or ()]
         own = dict(zip(sent, turn.call_ids, strict=True))
         shown = [_with_id(one, own.get(one.get("tool_call_id"))) if one["role"] == "tool" else one for one in messages]
         try:
-            return self.model.template.ids(shown, turn.ids[-1], count_calls(before[:-1]))
+            return self.model.template_of(request).ids(shown, turn.ids[-1], count_calls(before[:-1]))
         except (NoTemplate, ValueError):
             return None
 

@@ -39,7 +39,6 @@ class ConversationLoop:
         self.tokenizer = setup.template.tokenizer
         self.lane = pulse.Lane("agents", "agents, tools")
         self._open: dict[Key, Conversation] = {}
-        self._chats: dict[Key, Chat] = {}
         # Turns that the engines generate, and the branches that they are for, by the numbers of their requests: a
         # program may await several at once.
         self._generating: dict[Key, dict[int, tuple[Generate, int]]] = {}
@@ -84,7 +83,7 @@ class ConversationLoop:
         conversation = self._open[key] = Conversation(key, list(prompt_ids), seed, how, rank)
         ask = self.runner.ask(key, inline=agent.inline)
         request = partial(self.runner.request, key)
-        chat = self._chats[key] = Chat(conversation, own.get("raw_prompt") or (), self.setup, ask, request)
+        chat = Chat(conversation, own.get("raw_prompt") or (), self.setup, ask, request)
         self.runner.tools.open(key, tool_arguments(row.get("extra_info")))
         first = self.runner.start(key, agent, chat, own)
         if isinstance(first, Generate) and not first.stop:
@@ -237,8 +236,8 @@ class ConversationLoop:
         return True
 
     def _end(self, key: Key, ended: Ended) -> Output:
-        conversation, chat, tools = self._open.pop(key), self._chats.pop(key), self.runner.tools
-        conversation.facts, conversation.score, conversation.error = dict(chat.facts), ended.value, ended.error
+        conversation, tools = self._open.pop(key), self.runner.tools
+        conversation.score, conversation.error = ended.value, ended.error
         last = conversation.rows[-1]
         conversation.reward += tools.reward(key)
         tools.close_conversation(key)

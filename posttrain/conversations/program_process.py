@@ -24,6 +24,8 @@ from posttrain.texts import well_formed
 KEY_VARIABLE = "POSTTRAIN_API_KEY"
 _SHOWN = 300  # characters of a program's last line that its error shows
 _READ = 8192
+_MOST_OUTPUT = 64 * 2**20  # bytes of a program's output that are kept on the disk
+_TRIM_S = 1.0
 
 
 class ProgramFailed(Exception):
@@ -69,7 +71,7 @@ class Program:
 
     async def __aenter__(self) -> Self:
         # A file and no pipe: a process that the program leaves behind would hold a pipe open.
-        with self.output.open("wb") as output:
+        with self.output.open("ab") as output:  # appended to, so that what is written goes on where it was emptied
             self.process = await asyncio.create_subprocess_exec(
                 *self.command,
                 env={**os.environ, **self.variables},
@@ -85,8 +87,15 @@ class Program:
         return self
 
     async def wait(self) -> int:
-        """Its exit status."""
-        return await self.process.wait()
+        """Its exit status. Meanwhile its output is emptied where it grows: only its end is read."""
+        ended = asyncio.ensure_future(self.process.wait())
+        try:
+            while not (await asyncio.wait([ended], timeout=_TRIM_S))[0]:
+                if self.output.stat().st_size > _MOST_OUTPUT:
+                    os.truncate(self.output, 0)
+            return ended.result()
+        finally:
+            ended.cancel()
 
     def last_words(self) -> str:
         """The last line of its output, which of a Python program is its error."""
@@ -110,9 +119,16 @@ def describe_status(status: int) -> str:
 def parse_reward(body: Any) -> float:
     """The number of `0.5` or `{"reward": 0.5}`; ApiError otherwise."""
     value = body.get("reward") if isinstance(body, dict) else body
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ApiError('A reward is a finite number: {"reward": 0.5}.', param="reward")
-    return float(value)
+    wrong = ApiError('A reward is a finite number: {"reward": 0.5}.', param="reward")
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise wrong
+    try:
+        reward = float(value)
+    except OverflowError:  # an integer of hundreds of digits
+        raise wrong from None
+    if not math.isfinite(reward):
+        raise wrong
+    return reward
 
 
 def read_reward(path: Path) -> float:

@@ -377,7 +377,7 @@ class Programs:
             number, name, id, body = rest
             try:
                 link.post(["said", number, self._routes[name](id, body)])
-            except ApiError as error:
+            except Exception as error:  # what a program sends must not end the link that all programs share
                 link.post(["refused", number, described(error)])
         elif kind == "closed":
             id, counts, lengths = rest

@@ -87,6 +87,12 @@ class MessageTemplate:
         behind a turn with calls: some templates reject, or write differently, results that no call precedes."""
         self._ends: dict[str, str] = {}  # what follows a turn that nothing follows; rendered once, as turns are many
 
+    def with_options(self, options: Mapping[str, Any]) -> MessageTemplate:
+        """The same template with these variables besides its own."""
+        made = MessageTemplate(self.tokenizer, {**self.options, **options})
+        made.calls = self.calls
+        return made
+
     def prompt(self, messages: Sequence[Message], tools: Any = None) -> list[int]:
         """Messages as a prompt, up to where the model's answer begins."""
         more = {"tools": tools} if tools else {}

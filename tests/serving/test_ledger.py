@@ -2,6 +2,7 @@
 
 import copy
 import json
+from pathlib import Path
 
 import pytest
 
@@ -22,8 +23,10 @@ ASK = {"role": "user", "content": "1+2?"}
 class Talk:
     """A client and a model that writes what it is told to; `ids` are those that were sampled last."""
 
-    def __init__(self, family: str = "Qwen2.5") -> None:
-        self.model = served(tokenizer_of(family))
+    def __init__(self, family: str = "Qwen2.5", template: str = "") -> None:
+        tokenizer = tokenizer_of(family)
+        tokenizer.chat_template = template or tokenizer.chat_template
+        self.model = served(tokenizer)
         self.ledger = Ledger(self.model)
 
     def ask(self, messages, *said, **more):
@@ -100,6 +103,19 @@ def test_other_tools_begin_another_prompt():
     before = talk.ids
     prompt, _ = talk.ask([ASK, message, ASK], "4", tools=[])
     assert talk.counts()[1] == 2 and len(before) < len(prompt)
+
+
+def test_variables_of_the_template_hold_behind_every_turn():
+    source = Path(__file__).parents[1] / "tools" / "real_templates" / "Qwen-Qwen3-0.6B.jinja"
+    for options, opening in (({}, ""), ({"enable_thinking": False}, "<think>\n\n</think>\n\n")):
+        talk = Talk(template=source.read_text(encoding="utf-8"))
+        messages = [ASK]
+        for text in ("3", "4", "5"):
+            prompt, (message,) = talk.ask(messages, text, chat_template_kwargs=options)
+            shown = talk.model.template.tokenizer.decode(prompt, skip_special_tokens=False)
+            assert shown.endswith(f"<|im_start|>assistant\n{opening}"), shown
+            messages += [message, {"role": "user", "content": "and?"}]
+        assert talk.counts() == (2, 1, 0)
 
 
 def test_the_next_request_says_which_of_several_candidates_was_taken():

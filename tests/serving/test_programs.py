@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import subprocess
@@ -16,8 +17,9 @@ import torch
 pytest.importorskip("aiohttp")
 from posttrain.commands.generation.loop import Requests
 from posttrain.config.root import PPOConfig
-from posttrain.conversations import programs
+from posttrain.conversations import program_process, programs
 from posttrain.conversations.opening import open_conversations
+from posttrain.conversations.program_process import Program
 from posttrain.conversations.settings import AgentSettings
 from posttrain.errors import UserError
 from posttrain.rollout.base import Sampling
@@ -145,6 +147,28 @@ def test_a_program_that_fails_costs_its_own_sample(tmp_path, code, why):
         assert [record.score for record in (records[0], records[2])] == [1.0, 1.0]
 
 
+def test_a_reward_of_hundreds_of_digits_is_rejected_and_other_programs_go_on(tmp_path):
+    code = """
+import urllib.error
+base = os.environ["POSTTRAIN_SESSION_URL"]
+for body in (b"1" + b"0" * 400, b'{"reward": 1e999}', b"true", b'"x"', b"[1]"):
+    try:
+        post("/reward", body, base=base)
+        sys.exit("accepted")
+    except urllib.error.HTTPError as error:
+        assert error.code == 400 and "finite number" in json.load(error)["error"]["message"]
+messages = task["messages"]
+messages += [ask(messages), {"role": "user", "content": "again"}]
+ask(messages)
+post("/reward", 0.25, base=base)
+"""
+    with conversations(tmp_path, code, count=3, http_processes=1) as (_, records, _, _):
+        assert [(record.score, record.error) for record in records] == [(0.25, None)] * 3
+    code = "ask(task['messages']); open(os.environ['POSTTRAIN_REWARD_FILE'], 'w').write('1' + '0' * 400)"
+    with conversations(tmp_path, code) as (_, (record,), _, _):
+        assert "no finite number" in record.error
+
+
 def test_a_program_ends_with_all_that_it_started(tmp_path):
     pid = tmp_path / "pid"
     code = f"""
@@ -183,6 +207,33 @@ def test_a_program_has_no_more_memory_than_it_may(tmp_path):
         assert "MemoryError" in record.error
 
 
+def test_the_output_of_a_program_does_not_fill_the_disk(tmp_path, monkeypatch):
+    monkeypatch.setattr(program_process, "_MOST_OUTPUT", 100_000)
+    monkeypatch.setattr(program_process, "_TRIM_S", 0.05)
+    printed, go, output = tmp_path / "printed", tmp_path / "go", tmp_path / "output"
+    code = f"""
+import os, sys, time
+print("x" * 500_000, flush=True)
+open({str(printed)!r}, "w").close()
+while not os.path.exists({str(go)!r}):
+    time.sleep(0.01)
+sys.exit("the end")
+"""
+
+    async def run():
+        async with Program([sys.executable, "-c", code], {}, output) as program:
+            waiting = asyncio.ensure_future(program.wait())
+            while not printed.exists() or output.stat().st_size:
+                await asyncio.sleep(0.01)
+            go.touch()
+            return await waiting, program.last_words()
+
+    async def bounded():
+        return await asyncio.wait_for(run(), 60)
+
+    assert asyncio.run(bounded()) == (1, ": the end") and output.stat().st_size < 100
+
+
 def test_a_key_of_another_session_is_rejected(tmp_path):
     code = "os.environ['OPENAI_API_KEY'] = 'other'; ask(task['messages'])"
     with conversations(tmp_path, code) as (_, (record,), engine, _):
@@ -190,9 +241,12 @@ def test_a_key_of_another_session_is_rejected(tmp_path):
 
 
 def test_what_a_program_sets_of_sampling_is_said_once_and_the_runs_own_holds(tmp_path):
-    with conversations(tmp_path, "ask(task['messages'], temperature=0.1, max_tokens=1)") as (_, _, engine, said):
+    code = "ask(task['messages'], temperature=0.1, stop_token_ids=[5], max_tokens=1)"
+    with conversations(tmp_path, code) as (_, _, engine, said):
         assert engine.seen[0].sampling.temperature == 1.0 and engine.seen[0].sampling.max_tokens == 1
-        assert sum("programs set `temperature`" in one for one in said) == 1
+        assert 5 not in engine.seen[0].sampling.stop_token_ids
+        for name in ("temperature", "stop_token_ids"):
+            assert sum(f"programs set `{name}`" in one for one in said) == 1
 
 
 def test_a_retry_joins_and_adds_no_row(tmp_path):

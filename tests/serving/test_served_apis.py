@@ -15,6 +15,7 @@ from tests.tools.call_templates import tokenizer_of
 ASK = [{"role": "user", "content": "1+2?"}]
 CHAT, TEXT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
 CHAT_TOOL = {"type": "function", "function": TOOL}
+KWARGS = "chat_template_kwargs"
 OWN = {"name": "add", "description": "Adds.", "input_schema": TOOL["parameters"]}
 BODIES = {
     CHAT: {"messages": ASK, "tools": [CHAT_TOOL]},
@@ -187,6 +188,19 @@ def test_history_is_rendered_alike_from_each_api():
         (CHAT, {"messages": [{"role": "user", "content": "x" * 3000}]}, "maximum context length is 2000", "messages"),
         (TEXT, {"prompt": "a", "echo": True}, "echo", "echo"),
         (TEXT, {"prompt": [10**6]}, "vocabulary", None),
+        (TEXT, {"prompt": [True, 2]}, "list of token ids", "prompt"),
+        (TEXT, {"prompt": [[3, True]]}, "list of token ids", "prompt"),
+        (CHAT, {"messages": ASK, "max_tokens": -(10**400)}, "1 or more", "max_tokens"),
+        (CHAT, {"messages": ASK, "seed": 10**400}, "from 0 to", "seed"),
+        (CHAT, {"messages": ASK, "temperature": 10**400}, "from 0 to 100", "temperature"),
+        (CHAT, {"messages": ASK, "repetition_penalty": float("inf")}, "from 0.01 to 100", "repetition_penalty"),
+        (CHAT, {"messages": ASK, "top_k": 2**63}, "top_k", "top_k"),
+        (CHAT, {"messages": ASK, "stop_token_ids": [3, -1]}, "vocabulary", "stop_token_ids"),
+        (CHAT, {"messages": ASK, "stop_token_ids": [2**70]}, "vocabulary", "stop_token_ids"),
+        (CHAT, {"messages": ASK, "chat_template_kwargs": {"chat_template": "x"}}, "no variable", KWARGS),
+        (CHAT, {"messages": ASK, "chat_template_kwargs": {"tokenize": True}}, "no variable", KWARGS),
+        (CHAT, {"messages": ASK, "chat_template_kwargs": {"opens": True}}, "no variable", KWARGS),
+        (CHAT, {"messages": ASK, "chat_template_kwargs": {"messages": []}}, "no variable", KWARGS),
         (RESPONSES, {"input": "a", "previous_response_id": "resp_1"}, "whole input", "previous_response_id"),
         (RESPONSES, {"input": "a", "tools": [{"type": "web_search"}]}, "web_search", "tools[0].type"),
     ],
@@ -210,6 +224,39 @@ def test_errors_are_in_the_words_of_the_api():
     assert status == 404 and "/v1/embeddings" in answer["error"]["message"]
 
 
+def test_a_body_that_is_too_large_is_rejected_in_the_words_of_the_api(monkeypatch):
+    monkeypatch.setattr("posttrain.conversations.serving.app.LONGEST_BODY", 1000)
+    long = {"model": "m", "max_tokens": 5, "messages": [{"role": "user", "content": "x" * 3000}]}
+    status, answer, _ = answer_of("", MESSAGES, long)
+    assert (status, answer["type"], answer["error"]["type"]) == (413, "error", "request_too_large")
+    status, answer, _ = answer_of("", CHAT, long)
+    assert (status, answer["error"]["type"]) == (413, "invalid_request_error")
+    assert "at most 1000 bytes" in answer["error"]["message"]
+
+
+def test_halves_of_characters_are_replaced():
+    # Python and JavaScript send texts with half of a surrogate pair as JSON; no tokenizer takes them.
+    for path, body in (
+        (CHAT, b'{"messages": [{"role": "user", "content": "a\\ud800b"}], "stop": ["\\udc00"]}'),
+        (TEXT, b'{"prompt": "a\\ud800b"}'),
+        (RESPONSES, b'{"input": "a\\ud800b"}'),
+    ):
+        status, answer, seen = answer_of(f"x{END}", path, body)
+        assert status == 200, answer
+        text = tokenizer_of("Qwen2.5").decode(list(seen[0].prompt_ids))
+        assert "a\ufffdb" in text
+    said = CALL.replace('"a": 1', '"a": "\\ud800"')
+    for path in BODIES:
+        status, answer, _ = answer_of(f"{said}{END}", path, BODIES[path] | {"stream": True})
+        assert status == 200 and "\ufffd" in json.dumps(answer, ensure_ascii=False)
+
+
+def test_a_top_p_of_zero_keeps_the_most_likely_token():
+    for top_p, kept in ((0, (1.0, 1)), (0.5, (0.5, -1))):
+        _, _, seen = answer_of(f"x{END}", CHAT, {"messages": ASK, "top_p": top_p})
+        assert (seen[0].sampling.top_p, seen[0].sampling.top_k) == kept
+
+
 def test_models_have_their_context_length_and_prompts_can_be_tokenized():
     async def work(client):
         tokenized = await client.post("/tokenize", {"messages": ASK})
@@ -226,12 +273,17 @@ def test_models_have_their_context_length_and_prompts_can_be_tokenized():
 def test_a_key_is_required_where_one_is_set():
     async def work(client):
         body = {"messages": ASK}
-        return [
-            (await client.post(CHAT, body, **headers))[0]
-            for headers in ({}, {"Authorization": "Bearer no"}, {"Authorization": "Bearer key"}, {"x-api-key": "key"})
-        ]
+        keys = ("", "Bearer no", "Bearer key", "bearer key")
+        given = [{"Authorization": key} for key in keys] + [{"x-api-key": key} for key in ("no", "key")]
+        found = [(await client.post(CHAT, body, **headers))[0] for headers in given]
+        reader, writer = await asyncio.open_connection(client.http.host, client.http.port)
+        writer.write(b"GET /v1/models HTTP/1.1\r\nHost: m\r\nAuthorization: Bearer \xff\r\nConnection: close\r\n\r\n")
+        found.append(int((await reader.readline()).split()[1]))  # a key in bytes that are no text
+        writer.close()
+        return found
 
-    assert with_server(lambda text, seed: f"x{END}", work, api_key="key") == [401, 401, 200, 200]
+    found = with_server(lambda text, seed: f"x{END}", work, api_key="key")
+    assert found == [401, 401, 200, 200, 401, 200, 401]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -267,6 +319,18 @@ def test_a_retry_joins_the_request_that_is_under_way_or_gets_its_answer_again():
     ids, sampled, all_sampled = with_server(lambda text, seed: f"x{END}", work)
     assert len(set(ids[:3])) == 1 and sampled == 1
     assert ids[3] != ids[0] and all_sampled == 2  # without the mark it is a second sample
+
+
+def test_an_idempotency_key_repeats_the_same_request_alone():
+    async def work(client):
+        key, other = {"Idempotency-Key": "k"}, {"messages": [{"role": "user", "content": "2+2?"}]}
+        answers = [await client.post(CHAT, body, **key) for body in ({"messages": ASK}, {"messages": ASK}, other)]
+        answers.append(await client.post(TEXT, {"prompt": "a", "n": 2}, **key))
+        return [(status, answer["id"]) for status, answer in answers]
+
+    found = with_server(lambda text, seed: f"x{END}", work)
+    assert [status for status, _ in found] == [200] * 4
+    assert found[0] == found[1] and len({id for _, id in found}) == 3
 
 
 def test_tokens_become_the_text_that_their_tokenizer_makes_of_them():

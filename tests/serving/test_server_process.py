@@ -136,6 +136,35 @@ def test_messages_that_travel_together_keep_their_own_ids_and_log_probs():
     assert asyncio.run(asyncio.wait_for(work(), 30)) == sent
 
 
+def test_a_message_that_fails_costs_no_other_message():
+    async def main():
+        ours, theirs = socket.socketpair()
+        found = []
+
+        def receive(words, ids, values):
+            found.append(words)
+            if words == ["bad"]:
+                raise OverflowError
+
+        here, there = Link(ours, receive, lambda: None), Link(theirs, lambda *_: None, lambda: None)
+        here.open()
+        for words in (["a"], ["bad"], ["b"]):
+            there.post(words)
+        there.open()
+        while ["b"] not in found:
+            await asyncio.sleep(0.01)
+        there.post(["c"])
+        while ["c"] not in found:
+            await asyncio.sleep(0.01)
+        here.close(), there.close()
+        return found
+
+    async def bounded():
+        return await asyncio.wait_for(main(), 20)
+
+    assert asyncio.run(bounded()) == [["a"], ["bad"], ["b"], ["c"]]
+
+
 def test_a_process_that_is_killed_is_replaced_and_what_it_had_is_aborted():
     async def work(client, process, lost):
         client.engine.hold = True

@@ -15,12 +15,13 @@ from patience import gone
 
 from posttrain.conversations.agents import AGENTS, Agents, register_agent
 from posttrain.conversations.chat import Setup
-from posttrain.conversations.conversation import Limits
+from posttrain.conversations.conversation import Conversation, Limits
 from posttrain.conversations.loop import ConversationLoop
 from posttrain.conversations.processes import AgentProcesses
 from posttrain.conversations.runner import Runner
 from posttrain.conversations.settings import AgentSettings, TurnSettings
 from posttrain.conversations.templates import MessageTemplate
+from posttrain.conversations.tools.base import ToolAnswer, ToolCall
 from posttrain.conversations.tools.registry import FunctionTool
 from posttrain.conversations.tools.runner import ToolRunner
 from posttrain.errors import UserError
@@ -278,3 +279,63 @@ def test_an_agent_that_waits_for_the_next_round_is_not_shown_as_at_work():
             time.sleep(0.01)
             loop.receive(0, [])
         assert not is_busy and loop.waits()
+
+
+# What an agent does wrong, and the words of its error. The engine must not see it: it would end the run.
+MISTAKES = {
+    "chat.tell_ids([5, 10**6])": "token id 1000000 is not in the vocabulary of",
+    "chat.tell_ids([-1])": "token id -1",
+    "chat.start_ids([])": "the prompt is empty",
+    "await chat.sample([])": "the prompt is empty",
+    "await chat.sample([10**6])": "token id 1000000",
+    "await chat.say(max_tokens=-1)": "max_tokens is a positive integer, not -1",
+    "await chat.say(max_tokens=2.5)": "max_tokens is a positive integer, not 2.5",
+    "await chat.say(stop='')": "none of them empty",
+    "await chat.say(stop=[3])": "none of them empty",
+    "chat.add_reward('much')": "a reward is a number, not 'much'",
+    "chat.add_reward(float('nan'))": "a reward is finite, not nan",
+    "chat.facts = [3]": "facts are a dict, not a list",
+}
+
+
+@pytest.mark.parametrize("isolated", [True, False])
+def test_what_no_engine_takes_fails_the_conversation_that_gave_it(isolated):
+    done = {}
+    for number, code in enumerate(MISTAKES):
+        exec(f"async def wrong(chat):\n    {code}", made := {})
+        done[number] = made["wrong"]
+
+    async def agent(chat, row):
+        if row["number"] in done:
+            if "start" not in list(MISTAKES)[row["number"]]:
+                await chat.say()
+            chat.tell("more") if chat.turns else None
+            await done[row["number"]](chat)
+        await chat.say()
+        return 1.0
+
+    agent.isolated = isolated
+    with loop_of(agent, timeout_s=20.0) as loop:
+        found = play(loop, len(MISTAKES) + 1)
+    for number, words in enumerate(MISTAKES.values()):
+        assert words in (found[number][1] or ""), (list(MISTAKES)[number], found[number])
+    assert found[len(MISTAKES)][:2] == (1.0, None)
+
+
+@pytest.mark.parametrize("isolated", [True, False])
+def test_facts_may_be_another_dict(isolated):
+    async def agent(chat, row):
+        await chat.say()
+        chat.facts = {"tries": 3}
+        return 1.0
+
+    agent.isolated = isolated
+    with loop_of(agent) as loop:
+        assert [facts for *_, facts in play(loop, 2).values()] == [{"tries": 3}] * 2
+
+
+def test_what_a_tool_measures_is_stored_with_its_call():
+    conversation = Conversation(("u", 0), [1], 0, {})
+    conversation.add_call(ToolCall("t", {}), ToolAnswer("x", metrics={"right": 1.0}))
+    conversation.add_call(ToolCall("t", {}), ToolAnswer("x"))
+    assert [call.get("metrics") for call in conversation.calls] == [{"right": 1.0}, None]

@@ -381,3 +381,42 @@ def test_a_tool_that_keeps_to_no_promise_cannot_end_the_run(runner_of, what):
     assert (ask(runner, "broken", what=what).error or "").startswith("raised: ")
     tool.schema = {}
     assert ask(runner, "broken", what=what).text == "The tool broken is broken."
+
+
+WRONG = {
+    "nan": {"reward": float("nan")},
+    "inf": {"reward": float("inf")},
+    "text": {"reward": "much"},
+    "time": {"seconds": "long"},
+    "metrics": {"metrics": {"right": "yes"}},
+}
+
+
+def earns(how: str) -> str:
+    """Gives numbers that are none."""
+    return ToolAnswer("well", **WRONG[how])  # pyright: ignore
+
+
+class Earns(Tool):
+    """Its conversation earns what is no number."""
+
+    name, isolated = "earner", False
+    schema = {"type": "function", "function": {"name": "earner", "description": "", "parameters": {}}}  # noqa: RUF012
+
+    async def call(self, conversation, arguments):
+        return "well"
+
+    async def reward(self, conversation):
+        return float("nan")
+
+
+def test_a_number_that_is_none_is_an_error_of_the_call():
+    tools = {"earns": FunctionTool(earns), "earner": Earns()}
+    with ToolRunner(tools, timeout_s=20, max_chars=99, side="left") as runner:
+        runner.open("c", {})
+        answers = runner.answer("c", [ToolCall("earns", {"how": how}) for how in WRONG]).result()
+        assert [one.text for one in answers] == ["The tool earns is broken."] * 5
+        assert {(one.reward, type(one.seconds)) for one in answers} == {(0.0, float)}
+        assert "its reward is nan" in (answers[0].error or "")
+        assert runner.reward("c") == 0.0
+        assert runner.counts.last_error["earner", "reward"] == "reward: ValueError: the reward is nan"

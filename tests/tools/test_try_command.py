@@ -15,6 +15,7 @@ from posttrain.conversations.tools.registry import TOOLS, make_tools
 from posttrain.conversations.tools.runner import ToolRunner
 from posttrain.conversations.tools.try_command import main
 from posttrain.errors import UserError
+from tests.tools.call_templates import tokenizer_of
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "own_tool.md").read_text()
 BASH = "\n".join(re.findall(r"^```bash\n(.*?)^```$", PAGE, re.M | re.S))
@@ -100,6 +101,14 @@ def test_limits_of_a_run_hold_for_a_try(tmp_path, monkeypatch, capsys):
         assert shown.strip().startswith("[") == (side == "right")
     assert main(["slow.py", "20", "--timeout_s", "0.2"]) == 1
     assert "gave no answer within 0.2 seconds" in capsys.readouterr().out
+
+
+def test_a_call_is_shown_as_the_template_of_the_model_writes_it(tmp_path, capsys):
+    tokenizer_of("GLM 4.5").save_pretrained(tmp_path)
+    assert main(["calculator", "2+3", "--model", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert "<tool_call>calculator\n<arg_key>expression</arg_key>\n<arg_value>2+3</arg_value>" in shown
+    assert '"arguments"' not in shown and "<|observation|>" in shown
 
 
 @pytest.mark.parametrize("embedded", [False, True])

@@ -135,6 +135,10 @@ class NoStep:
         ({}, r"Shapes.step returned None; expected"),
         ({"reset": 5}, r"Shapes.reset returned 5; expected a text, a message, .*, or None for the row's prompt"),
         ({"reset": [1, "two"]}, r"Shapes.reset returned \[1, 'two'\]; expected"),
+        ({"reset": {"role": "user"}}, r"Shapes.reset returned \{'role': 'user'\}; expected"),
+        ({"step": [{"board": "x"}, 1.0, False]}, r"Shapes.step returned \[\{'board': 'x'\}, 1.0, False\]; expected"),
+        ({"step": ["next", float("nan"), False]}, "a reward is finite, not nan"),
+        ({"step": [[10**6], 1.0, False]}, "token id 1000000 is not in the vocabulary"),
     ],
 )
 def test_a_result_of_the_wrong_shape_names_class_method_and_what_was_expected(

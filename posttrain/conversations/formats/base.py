@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from posttrain.conversations.tools.arguments import MOST_NESTED, is_shallow
+from posttrain.conversations.tools.arguments import MOST_NESTED, is_shallow, well_formed_json
 from posttrain.conversations.tools.base import ToolCall
 from posttrain.registry import Registry
+from posttrain.texts import well_formed
 
 UNNAMED = "tool"
 """The name of a call that could not be read, in its result."""
@@ -227,7 +228,7 @@ def read_call(found: Any, key: str) -> ToolCall | Unreadable:
         return Unreadable(f'In a tool call "name" is a text and "{key}" is an object.')
     if not is_shallow(arguments):
         return Unreadable(f'The "{key}" of a tool call may be nested {MOST_NESTED} deep at most.')
-    return ToolCall(name, arguments)
+    return ToolCall(well_formed(name), well_formed_json(arguments))
 
 
 def with_id(call: ToolCall | Unreadable, id: Any) -> ToolCall | Unreadable:

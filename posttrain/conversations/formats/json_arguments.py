@@ -118,17 +118,19 @@ class SolarOpen(JsonArguments):
 FORMATS.add("solar_open", SolarOpen())
 
 
-class Gemma4(JsonArguments):
-    """The braces hold JSON, but keys have no quotes, and texts stand between `<|"|>`. A result continues the turn.
+class Gemma(JsonArguments):
+    """The braces hold JSON, but keys have no quotes, and texts stand between marks. A result continues the turn.
 
-    <|tool_call>call:search{query:<|"|>...<|"|>,limit:3}<tool_call|>
+    Gemma 4:        <|tool_call>call:search{query:<|"|>...<|"|>,limit:3}<tool_call|>
+    FunctionGemma:  <start_function_call>call:search{query:<escape>...<escape>,limit:3}<end_function_call>
     """
 
-    models = "Gemma 4"
-    opening = "<|tool_call>"
-    closing = "<tool_call|>"
     _name = re.compile(r"\s*call:([^\s{}<>]{1,200})(?=\{)")
-    _quote, _word = '<|"|>', re.compile(r"[^\s{}\[\],:\"]{1,200}")
+    _word = re.compile(r"[^\s{}\[\],:\"]{1,200}")
+
+    def __init__(self, models: str, opening: str, closing: str, quote: str) -> None:
+        """quote: what stands before and behind a text."""
+        self.models, self.opening, self.closing, self._quote = models, opening, closing, quote
 
     def block_end(self, text: str, place: int, closing: str) -> int:
         end = text.find(closing, place)
@@ -166,22 +168,9 @@ class Gemma4(JsonArguments):
         return json.dumps(value)
 
 
-FORMATS.add("gemma4", Gemma4())
-
-
-class FunctionGemma(Gemma4):
-    """Gemma 4's braces between other marks. A template may write all values as texts.
-
-    <start_function_call>call:search{query:<escape>...<escape>,limit:3}<end_function_call>
-    """
-
-    models = "FunctionGemma"
-    opening = "<start_function_call>"
-    closing = "<end_function_call>"
-    _quote = "<escape>"
-
-
-FORMATS.add("functiongemma", FunctionGemma())
+FORMATS.add("gemma4", Gemma("Gemma 4", "<|tool_call>", "<tool_call|>", '<|"|>'))
+# A template may write all values as texts.
+FORMATS.add("functiongemma", Gemma("FunctionGemma", "<start_function_call>", "<end_function_call>", "<escape>"))
 
 
 def _as_json_word(word: re.Match[str]) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from posttrain.conversations.formats.base import FORMATS, BlockFormat, Unreadable, read_call, write_call
-from posttrain.conversations.formats.json_objects import Hermes, JsonList
+from posttrain.conversations.formats.json_objects import JsonList
 from posttrain.conversations.tools.base import ToolCall
 
 _DECODER, _BLANKS = json.JSONDecoder(), re.compile(r"\s*")
@@ -55,17 +55,6 @@ class GigaChat3(MarkedObjects):
 FORMATS.add("gigachat3", GigaChat3("GigaChat 3", "function call<|role_sep|>", "\n"))
 # <|function_call|>{"name": "search", "arguments": {"query": "..."}}
 FORMATS.add("gigachat31", MarkedObjects("GigaChat 3.1", "<|function_call|>", ""))
-
-
-class LongCat(Hermes):
-    """<longcat_tool_call>{"name": "search", "arguments": {"query": "..."}}</longcat_tool_call>"""
-
-    models = "LongCat-Flash"
-    opening = "<longcat_tool_call>"
-    closing = "</longcat_tool_call>"
-
-
-FORMATS.add("longcat", LongCat())
 
 
 class InternLm2(BlockFormat):

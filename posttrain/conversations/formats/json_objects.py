@@ -23,7 +23,7 @@ from posttrain.conversations.tools.base import ToolCall
 _DECODER = json.JSONDecoder()
 
 
-class Hermes(BlockFormat):
+class TaggedObject(BlockFormat):
     """Calls in tags, anywhere in a turn; a call without its closing tag is read as far as it goes.
 
     <tool_call>
@@ -31,9 +31,8 @@ class Hermes(BlockFormat):
     </tool_call>
     """
 
-    models = "Qwen2.5, Qwen3, Hermes, SmolLM3, Reka Edge"
-    opening = "<tool_call>"
-    closing = "</tool_call>"
+    def __init__(self, models: str, opening: str, closing: str) -> None:
+        self.models, self.opening, self.closing = models, opening, closing
 
     def read_block(self, inner: str) -> Iterator[ToolCall | Unreadable]:
         try:
@@ -45,7 +44,8 @@ class Hermes(BlockFormat):
         return f"{self.opening}\n{write_call(call, 'arguments')}\n{self.closing}"
 
 
-FORMATS.add("hermes", Hermes())
+FORMATS.add("hermes", TaggedObject("Qwen2.5, Qwen3, Hermes, SmolLM3, Reka Edge", "<tool_call>", "</tool_call>"))
+FORMATS.add("longcat", TaggedObject("LongCat-Flash", "<longcat_tool_call>", "</longcat_tool_call>"))
 
 
 class JsonList(BlockFormat):

@@ -6,7 +6,7 @@ import json
 import re
 
 from posttrain.conversations.formats.base import FORMATS, CallFormat, Unreadable, hide_json, show_json
-from posttrain.conversations.formats.tags import Tags
+from posttrain.conversations.formats.tags import NAMED_CALL, Tags, arguments
 from posttrain.conversations.tools.base import ToolCall
 
 
@@ -61,10 +61,8 @@ class MuseGlimmer(Tags):
     opening = "<atem:function_calls>"
     closing = "</atem:function_calls>"
     block = ("<atem:invoke", "</atem:invoke>")
-    call = re.compile(r'\A\s*name="?([^">\n]{1,200})"?>(.*)', re.DOTALL)
-    argument = re.compile(
-        r'<atem:parameter name="?([^">\n]{1,200})"?>(.*?)(?:</atem:parameter>|(?=<atem:parameter )|\Z)', re.DOTALL
-    )
+    call = NAMED_CALL
+    argument = arguments(r'<atem:parameter name="?([^">\n]{1,200})"?>', "</atem:parameter>", "<atem:parameter ")
     written = (
         ' to={name}<|message|><atem:function_calls>\n<atem:invoke name="{name}">\n{arguments}</atem:invoke>\n'
         "</atem:function_calls>"

@@ -19,6 +19,22 @@ from posttrain.conversations.formats.base import (
 )
 from posttrain.conversations.tools.base import ToolCall
 
+NAMED_CALL = re.compile(r'\A\s*name="?([^">\n]{1,200})"?>(.*)', re.DOTALL)
+"""(name, what its tag holds) of a call in a block that begins behind the tag's own word: `name="search">...`."""
+
+
+def arguments(begin: str, end: str, following: str) -> re.Pattern[str]:
+    """(key, value) of each argument. A value ends at its closing tag, where the next argument begins, or where all
+    ends."""
+    return re.compile(rf"{begin}(.*?)(?:{end}|(?={following})|\Z)", re.DOTALL)
+
+
+def keys_and_values(suffix: str) -> tuple[re.Pattern[str], str]:
+    """An argument whose key and value have a tag each: how it is found, and how it is written."""
+    key, key_end, value, value_end = (f"<{one}{suffix}>" for one in ("arg_key", "/arg_key", "arg_value", "/arg_value"))
+    found = arguments(rf"{key}(.{{1,200}}?){key_end}\s{{0,20}}{value}", value_end, key)
+    return found, f"{key}{{key}}{key_end}\n{value}{{value}}{value_end}\n"
+
 
 class Tags(BlockFormat):
     """Arguments are texts; the tool's schema says what type they have."""
@@ -77,11 +93,8 @@ class Glm(Tags):
     call = re.compile(
         r"\A\s*([^\s<>{}]{1,200})\s*(?=<arg_key>|<\|[a-z]{1,20}\|>|\Z)(.*?)(?:<\|[a-z]{1,20}\|>|\Z)", re.DOTALL
     )
-    argument = re.compile(
-        r"<arg_key>(.{1,200}?)</arg_key>\s{0,20}<arg_value>(.*?)(?:</arg_value>|(?=<arg_key>)|\Z)", re.DOTALL
-    )
+    argument, written_argument = keys_and_values("")
     written = "<tool_call>{name}\n{arguments}</tool_call>"
-    written_argument = "<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n"
 
 
 FORMATS.add("glm", Glm())
@@ -95,17 +108,10 @@ class Hy3(Tags):
     closing = "</tool_calls:opensource>"
     block = ("<tool_call:opensource>", "</tool_call:opensource>")
     call = re.compile(r"\A\s*([^\s<>{}]{1,200})\s*<tool_sep:opensource>(.*)", re.DOTALL)
-    argument = re.compile(
-        r"<arg_key:opensource>(.{1,200}?)</arg_key:opensource>\s{0,20}<arg_value:opensource>(.*?)"
-        r"(?:</arg_value:opensource>|(?=<arg_key:opensource>)|\Z)",
-        re.DOTALL,
-    )
+    argument, written_argument = keys_and_values(":opensource")
     written = (
         "<tool_calls:opensource>\n<tool_call:opensource>{name}<tool_sep:opensource>\n{arguments}"
         "</tool_call:opensource>\n</tool_calls:opensource>"
-    )
-    written_argument = (
-        "<arg_key:opensource>{key}</arg_key:opensource>\n<arg_value:opensource>{value}</arg_value:opensource>\n"
     )
 
 
@@ -119,7 +125,7 @@ class Qwen3Coder(Tags):
     opening = "<tool_call>"
     closing = "</tool_call>"
     call = re.compile(r"\A\s*<function=([^>\n]{1,200})>(.*?)(?:</function>|\Z)", re.DOTALL)
-    argument = re.compile(r"<parameter=([^>\n]{1,200})>\n?(.*?)\n?(?:</parameter>|(?=<parameter=)|\Z)", re.DOTALL)
+    argument = arguments(r"<parameter=([^>\n]{1,200})>\n?", r"\n?(?:</parameter>|\Z)", r"\n?<parameter=")
     written = "<tool_call>\n<function={name}>\n{arguments}</function>\n</tool_call>"
     written_argument = "<parameter={key}>\n{value}\n</parameter>\n"
 
@@ -134,7 +140,7 @@ class SeedOss(Tags):
     opening = "<seed:tool_call>"
     closing = "</seed:tool_call>"
     call = Qwen3Coder.call
-    argument = re.compile(r"<parameter=([^>\n]{1,200})>(.*?)(?:</parameter>|(?=<parameter=)|\Z)", re.DOTALL)
+    argument = arguments(r"<parameter=([^>\n]{1,200})>", "</parameter>", "<parameter=")
     written = "<seed:tool_call>\n<function={name}>\n{arguments}</function>\n</seed:tool_call>"
     written_argument = "<parameter={key}>{value}</parameter>\n"
 
@@ -149,9 +155,7 @@ class MinimaxM2(Tags):
     opening = "<minimax:tool_call>"
     closing = "</minimax:tool_call>"
     call = re.compile(r'<invoke name="?([^">\n]{1,200})"?>(.*?)(?:</invoke>|\Z)', re.DOTALL)
-    argument = re.compile(
-        r'<parameter name="?([^">\n]{1,200})"?>(.*?)(?:</parameter>|(?=<parameter name=)|\Z)', re.DOTALL
-    )
+    argument = arguments(r'<parameter name="?([^">\n]{1,200})"?>', "</parameter>", "<parameter name=")
     written = '<minimax:tool_call>\n<invoke name="{name}">\n{arguments}</invoke>\n</minimax:tool_call>'
     written_argument = '<parameter name="{key}">{value}</parameter>\n'
 
@@ -209,10 +213,10 @@ class DeepseekV32(Tags):
     closing = "</｜DSML｜function_calls>"
     block = ("<｜DSML｜invoke", "</｜DSML｜invoke>")
     call = re.compile(r'\A\s*name="([^"\n]{1,200})"\s*>(.*)', re.DOTALL)
-    argument = re.compile(
-        r'<｜DSML｜parameter name="([^"\n]{1,200})"(?: string="(true|false)")?>(.*?)'
-        r"(?:</｜DSML｜parameter>|(?=<｜DSML｜parameter )|\Z)",
-        re.DOTALL,
+    argument = arguments(
+        r'<｜DSML｜parameter name="([^"\n]{1,200})"(?: string="(true|false)")?>',
+        "</｜DSML｜parameter>",
+        "<｜DSML｜parameter ",
     )
     written = (
         '<｜DSML｜function_calls>\n<｜DSML｜invoke name="{name}">\n{arguments}</｜DSML｜invoke>\n'
@@ -294,7 +298,7 @@ class MinimaxM3(Tags):
     opening = f"{_MARK}<tool_call>"
     closing = f"{_MARK}</tool_call>"
     block = (f"{_MARK}<invoke", f"{_MARK}</invoke>")
-    call = re.compile(r'\A\s*name="?([^">\n]{1,200})"?>(.*)', re.DOTALL)
+    call = NAMED_CALL
     written = f'{opening}\n{_MARK}<invoke name="{{name}}">{{arguments}}{_MARK}</invoke>\n{closing}'
     _tag = re.compile(re.escape(_MARK) + r"<(/?)([^<>\n]{1,200})>")
 

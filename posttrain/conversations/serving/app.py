@@ -11,6 +11,7 @@ import hashlib
 import hmac
 import json
 import logging
+import re
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,8 +24,11 @@ from posttrain.conversations.serving import anthropic, openai_chat, openai_compl
 from posttrain.conversations.serving.model import Ledger as LedgerProtocol
 from posttrain.conversations.serving.model import Pending, Sampler, ServedModel
 from posttrain.conversations.serving.requests import Answer, ApiError, Delta, ModelRequest
+from posttrain.conversations.tools.arguments import well_formed_json
+from posttrain.texts import utf8
 
 LONGEST_BODY = 64 * 2**20
+_BEARER = re.compile(r"\ABearer ", re.IGNORECASE)
 KEEP_ALIVE_S = 15.0
 _LOG = logging.getLogger(__name__)
 
@@ -111,6 +115,9 @@ class _Handlers:
                 return await work(request)
             except ApiError as error:
                 return web.json_response(api.error(error), status=error.status)
+            except web.HTTPRequestEntityTooLarge:
+                problem = ApiError(f"The body is too large: a request has at most {LONGEST_BODY} bytes.", status=413)
+                return web.json_response(api.error(problem), status=413)
             except (asyncio.CancelledError, web.HTTPException, ConnectionResetError):
                 raise
             except Exception as error:
@@ -124,8 +131,8 @@ class _Handlers:
         key = self.channels.key(request.match_info.get("session"))
         if key is None:
             return
-        given = request.headers.get("Authorization", "").removeprefix("Bearer ") or request.headers.get("x-api-key", "")
-        if not hmac.compare_digest(given.encode(), key.encode()):
+        given = _BEARER.sub("", request.headers.get("Authorization", "")) or request.headers.get("x-api-key", "")
+        if not hmac.compare_digest(utf8(given), utf8(key)):
             raise ApiError("The API key is missing or wrong (Authorization: Bearer KEY).", status=401)
 
     def working(self, work: Callable[[str, Any], Awaitable[Any]]) -> Callable[[web.Request], Awaitable[web.Response]]:
@@ -158,13 +165,13 @@ class _Handlers:
 
     async def tokenize(self, request: web.Request) -> web.Response:
         wanted, opens = token_ids.read_tokenize(await _body(request))
-        self.model.check_name(wanted.model)
+        self.model.check(wanted)
         ids = self.model.prompts(wanted)[0].ids if wanted.prompts else self.model.render(wanted, opens=opens)
         return web.json_response({"count": len(ids), "max_model_len": self.model.max_model_len, "tokens": ids})
 
     async def count_tokens(self, request: web.Request) -> web.Response:
         wanted = anthropic.read(await _body(request), counts=True)
-        self.model.check_name(wanted.model)
+        self.model.check(wanted)
         return web.json_response({"input_tokens": len(self.model.prompts(wanted)[0].ids)})
 
     # -- answers --------------------------------------------------------------------------------------------------
@@ -249,18 +256,21 @@ class _Handlers:
 
 
 async def _body(request: web.Request) -> Any:
+    """The JSON of a body. Halves of characters, which JSON can spell and no tokenizer takes, are replaced."""
+    data = await request.read()
     try:
-        return json.loads(await request.read())
+        body = json.loads(data)
+        return well_formed_json(body) if b"\\u" in data else body
     except (ValueError, RecursionError) as error:
         raise ApiError(f"The body is not JSON: {error}") from None
 
 
 def _retry_key(request: web.Request, body: bytes) -> tuple[bool, Any]:
-    """(whether this repeats an earlier request, what the two have in common). Clients send no other sign of a retry,
-    and the very same bytes once more."""
+    """(whether this may repeat an earlier request, what the two have in common). Clients send no other sign of a retry,
+    and the very same bytes once more. A key that comes with other bytes is that of another request."""
     named = request.headers.get("Idempotency-Key")
     again = request.headers.get("x-stainless-retry-count", "0") not in ("", "0")
-    return again or named is not None, named or (request.path, hashlib.blake2b(body).digest())
+    return again or named is not None, (named, request.path, hashlib.blake2b(body).digest())
 
 
 async def _write(response: web.StreamResponse, events: Any) -> None:

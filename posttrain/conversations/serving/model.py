@@ -6,6 +6,8 @@ Where the tokens come from is a `Sampler`: an engine of this process, or the tra
 from __future__ import annotations
 
 import asyncio
+import inspect
+import json
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -29,6 +31,9 @@ from posttrain.conversations.serving.turns import TurnReader, TurnStream, decode
 from posttrain.conversations.templates import MessageTemplate, NoTemplate
 from posttrain.rollout.base import Output, Sampling
 
+_COLDEST = 1e-5
+"""Below this temperature the most likely token is taken: logits that are divided by it may overflow."""
+_MOST_TEMPLATES = 100
 OnDelta = Callable[[Delta], None]
 
 
@@ -85,6 +90,10 @@ class ServedModel:
         self.name, self.template, self.format, self.sampling = name, template, call_format, sampling
         self.max_model_len, self.vocabulary, self.no_tools = max_model_len, vocabulary, no_tools
         self.any_name, self.created = any_name, int(time.time())
+        # What clients must not set: the server itself calls the template with these.
+        call = inspect.signature(template.tokenizer.apply_chat_template).parameters
+        self._settled = {"messages", "opens", "self", *call} - {"documents"}
+        self._templates = dict[str, MessageTemplate]()
         self._special = sorted(template.untrusted.special, key=len, reverse=True)
 
     # -- prompts --------------------------------------------------------------------------------------------------
@@ -100,16 +109,24 @@ class ServedModel:
 
     def render(self, request: ModelRequest, *, opens: bool = True) -> list[int]:
         """Messages as a prompt, by the chat template."""
-        shown = [self._shown(message) for message in request.messages]
+        shown, template = [self._shown(message) for message in request.messages], self.template_of(request)
         try:
-            return self.template.untrusted.ids(
-                shown,
-                lambda given: self.template.render(
-                    given, opens=opens, **{**request.template_options, "tools": request.tools or None}
-                ),
+            return template.untrusted.ids(
+                shown, lambda given: template.render(given, opens=opens, tools=request.tools or None)
             )
         except NoTemplate as error:
             raise ApiError(str(error), param="messages") from error
+
+    def template_of(self, request: ModelRequest) -> MessageTemplate:
+        """The chat template with the variables that a request sets."""
+        if not request.template_options:
+            return self.template
+        key = json.dumps(request.template_options, sort_keys=True)
+        if key not in self._templates:
+            if len(self._templates) >= _MOST_TEMPLATES:  # clients choose the values
+                self._templates.clear()
+            self._templates[key] = self.template.with_options(request.template_options)
+        return self._templates[key]
 
     def _shown(self, message: Message) -> Message:
         """The message in the form that the chat template takes."""
@@ -126,13 +143,13 @@ class ServedModel:
         if isinstance(prompt, str):
             return list(self.template.tokenizer(prompt, verbose=False)["input_ids"])
         if strange := [one for one in prompt if not 0 <= one < self.vocabulary]:
-            raise ApiError(f"token id {strange[0]} is not in the vocabulary of {self.vocabulary} tokens")
+            raise self._no_token(strange[0])
         return list(prompt)
 
     # -- answers --------------------------------------------------------------------------------------------------
     def begin(self, request: ModelRequest, ledger: Ledger | None = None) -> Pending:
         """Checks a request and makes its prompts; whatever is wrong with it is raised here, before a stream begins."""
-        self.check_name(request.model)
+        self.check(request)
         request.messages = name_results(request.messages)
         prompts = self.prompts(request, ledger)
         samplings = [self._sampling(request, prompt.ids) for prompt in prompts]
@@ -197,7 +214,10 @@ class ServedModel:
         given = request.overrides()
         given.pop("seed", None)
         if (temperature := given.pop("temperature", None)) is not None:
-            given |= {"greedy": temperature == 0, "temperature": temperature or 1.0}
+            greedy = temperature < _COLDEST
+            given |= {"greedy": greedy, "temperature": 1.0 if greedy else temperature}
+        if given.get("top_p") == 0:  # the most likely token always counts
+            given |= {"top_p": 1.0, "top_k": 1}
         stop = (*self.sampling.stop, *request.stop)
         if request.tools and request.read_calls:
             stop = (*stop, *self.format.stop)
@@ -208,6 +228,20 @@ class ServedModel:
             stop_token_ids=(*self.sampling.stop_token_ids, *request.stop_token_ids),
             **given,
         )
+
+    def check(self, request: ModelRequest) -> None:
+        """Rejects what is wrong with a request whatever its prompt is."""
+        self.check_name(request.model)
+        if strange := [one for one in request.stop_token_ids if not 0 <= one < self.vocabulary]:
+            raise self._no_token(strange[0], "stop_token_ids")
+        if wrong := [name for name in request.template_options if name in self._settled]:
+            raise ApiError(
+                f"`chat_template_kwargs.{wrong[0]}` is no variable of a chat template; leave it out.",
+                param="chat_template_kwargs",
+            )
+
+    def _no_token(self, id: int, param: str | None = None) -> ApiError:
+        return ApiError(f"token id {str(id)[:80]} is not in the vocabulary of {self.vocabulary} tokens", param=param)
 
     def check_name(self, name: str | None) -> None:
         """Another model's name is an error: its client expects other answers. In a run programs may name any model."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from posttrain.conversations.serving import openai_chat
 from posttrain.conversations.serving.openai_chat import error, read_shared_options, usage
-from posttrain.conversations.serving.requests import Answer, ApiError, Choice, Delta, Fields, ModelRequest
+from posttrain.conversations.serving.requests import Answer, ApiError, Choice, Delta, Fields, ModelRequest, are_ids
 
 __all__ = ["Stream", "error", "read", "write"]
 
@@ -33,10 +33,10 @@ def read(body: Any) -> ModelRequest:
 def _prompts(given: str | list[Any]) -> list[str | list[int]]:
     if isinstance(given, str):
         return [given]
-    if given and all(isinstance(one, int) and not isinstance(one, bool) for one in given):
+    if given and are_ids(given):
         return [given]
     for one in given:
-        if not (isinstance(one, str) or (isinstance(one, list) and all(isinstance(id, int) for id in one))):
+        if not (isinstance(one, str) or are_ids(one)):
             raise ApiError("`prompt` is a text, a list of token ids, or a list of those.", param="prompt")
     if not given:
         raise ApiError("`prompt` is empty.", param="prompt")

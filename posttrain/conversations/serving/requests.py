@@ -6,6 +6,7 @@ asked for. `null` counts as absent, as clients send it for what they leave out.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -163,8 +164,8 @@ class Fields:
         if value is None:
             return default
         kinds = kind if isinstance(kind, tuple) else (kind,)
-        if float in kinds and isinstance(value, int):
-            value = float(value) if not isinstance(value, bool) else value
+        if float in kinds and isinstance(value, int) and not isinstance(value, bool):
+            value = float(value) if abs(value) < _MOST else math.inf if value > 0 else -math.inf
         if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
             names = " or ".join(_JSON_NAMES[one] for one in kinds)
             raise self.error(name, f"must be {names}, and is {str(value)[:80]!r}")
@@ -175,7 +176,7 @@ class Fields:
         value = self.take(name, int if whole else float)
         if value is not None and not low <= value <= high:
             span = f"from {low:g} to {high:g}" if high < float("inf") else f"{low:g} or more"
-            raise self.error(name, f"must be {span}, and is {value:g}")
+            raise self.error(name, f"must be {span}, and is {str(value)[:80]}")
         return value
 
     def require(self, name: str, kind: type | tuple[type, ...]) -> Any:
@@ -213,6 +214,7 @@ class Fields:
         return ApiError(f"`{self.where}{name}` {why}.", param=f"{self.where}{name}", code=code)
 
 
+_MOST = 1e308  # no larger integer becomes a float
 _JSON_NAMES = {str: "a text", int: "a whole number", float: "a number", bool: "true or false", list: "a list"}
 _JSON_NAMES |= {dict: "an object"}
 
@@ -221,16 +223,21 @@ def take_sampling(fields: Fields, request: ModelRequest) -> None:
     """The sampling settings that all APIs name alike, and those of vLLM beside them."""
     request.temperature = fields.number("temperature", 0.0, 100.0)
     request.top_p = fields.number("top_p", 0.0, 1.0)
-    request.top_k = fields.number("top_k", -1, whole=True)
+    request.top_k = fields.number("top_k", -1, 2**31 - 1, whole=True)
     request.min_p = fields.number("min_p", 0.0, 1.0)
-    request.repetition_penalty = fields.number("repetition_penalty", 0.01)
+    request.repetition_penalty = fields.number("repetition_penalty", 0.01, 100.0)
     request.seed = fields.number("seed", 0, 2**63 - 1, whole=True)
     request.stream = fields.take("stream", bool, False)
     request.return_token_ids = fields.take("return_token_ids", bool, False)
     ids = fields.take("stop_token_ids", list, [])
-    if not all(isinstance(one, int) for one in ids):
+    if not are_ids(ids):
         raise fields.error("stop_token_ids", "must be token ids")
     request.stop_token_ids = tuple(ids)
+
+
+def are_ids(value: Any) -> bool:
+    """Whether it is a list of whole numbers."""
+    return isinstance(value, list) and all(type(one) is int for one in value)  # True is an int, and no token id
 
 
 def text_of(content: Any, where: str, kinds: Sequence[str] = ("text",)) -> str:

@@ -193,7 +193,8 @@ class Sessions:
 
     def channel(self, session: str | None, request: ModelRequest) -> Channel:
         found = self._session(session)
-        for name in request.overrides().keys() - self._told:
+        names = {*request.overrides(), *(["stop_token_ids"] if request.stop_token_ids else [])}
+        for name in sorted(names - self._told):
             self._told.add(name)
             self.link.post(["note", f"programs set `{name}`; the run's own settings decide how it samples."])
         return Channel(found, found.ledger)

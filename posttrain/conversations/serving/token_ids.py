@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from posttrain.conversations.serving.openai_chat import error, read_messages, read_tools
-from posttrain.conversations.serving.requests import Answer, Fields, ModelRequest, take_sampling
+from posttrain.conversations.serving.requests import Answer, Fields, ModelRequest, are_ids, take_sampling
 
 __all__ = ["error", "read", "read_tokenize", "write"]
 
@@ -15,7 +15,7 @@ def read(body: Any) -> ModelRequest:
     fields = Fields(body)
     request = ModelRequest(model=fields.take("model", str), read_calls=False)
     ids = fields.require("token_ids", list)
-    if not ids or not all(isinstance(one, int) for one in ids):
+    if not ids or not are_ids(ids):
         raise fields.error("token_ids", "must be a list of token ids, not empty")
     request.prompts = [ids]
     params = Fields(fields.take("sampling_params", dict, {}), "sampling_params")

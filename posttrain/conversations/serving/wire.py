@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import socket
 import struct
 from array import array
@@ -17,6 +18,7 @@ from typing import Any
 
 _LENGTHS = struct.Struct("!QQQ")  # bytes of the JSON, of the ids, and of the log-probs
 _READ = 1 << 20
+_LOG = logging.getLogger(__name__)
 
 Receive = Callable[[list[Any], list[int], list[float]], None]
 """Takes a message: its words (JSON), and the ids and log-probs that came with it."""
@@ -97,24 +99,26 @@ class Link:
             self._lost()
             return
         self._received += data
-        start = 0
-        while (frame := _split(self._received, start)) is not None:
-            start, messages, ids, values = frame
+        while (frame := _split(self._received)) is not None:
+            end, messages, ids, values = frame
+            del self._received[:end]  # first: a frame is taken once, whatever comes of its messages
             at = value_at = 0
             for words, id_count, value_count in messages:
                 own_ids = ids[at : at + id_count].tolist()
                 own_values = values[value_at : value_at + value_count].tolist()
                 at, value_at = at + id_count, value_at + value_count
-                self._receive(words, own_ids, own_values)
-        del self._received[:start]
+                try:
+                    self._receive(words, own_ids, own_values)
+                except Exception:  # the other messages are of other requests
+                    _LOG.exception("a message between the HTTP process and the engine's failed")
 
 
-def _split(data: bytearray, start: int) -> tuple[int, list[Any], array[int], array[float]] | None:
-    """(where the frame at `start` ends, its messages, their ids, their log-probs); None while it is not whole."""
-    if len(data) - start < _LENGTHS.size:
+def _split(data: bytearray) -> tuple[int, list[Any], array[int], array[float]] | None:
+    """(where the first frame ends, its messages, their ids, their log-probs); None while it is not whole."""
+    if len(data) < _LENGTHS.size:
         return None
-    words, ids, values = _LENGTHS.unpack_from(data, start)
-    begin = start + _LENGTHS.size
+    words, ids, values = _LENGTHS.unpack_from(data)
+    begin = _LENGTHS.size
     end = begin + words + ids + values
     if len(data) < end:
         return None

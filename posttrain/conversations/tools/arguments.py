@@ -12,6 +12,8 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from posttrain.texts import well_formed
+
 _INTEGER = re.compile(r"[+-]?[0-9]{1,400}")
 _NUMBER = re.compile(r"[+-]?([0-9]{1,400}\.?[0-9]{0,400}|\.[0-9]{1,400})([eE][+-]?[0-9]{1,4})?")
 _SHOWN, _BITS, _LONGEST = 60, 1400, 20_000
@@ -49,6 +51,18 @@ def is_shallow(value: Any) -> bool:
 
 def _members(box: dict[str, Any] | list[Any]) -> Iterable[Any]:
     return box.values() if isinstance(box, dict) else box
+
+
+def well_formed_json(value: Any) -> Any:
+    """A value out of JSON without halves of characters (`\\ud800`), which JSON can spell and UTF-8 cannot."""
+    match value:
+        case str():
+            return well_formed(value)
+        case dict():
+            return {well_formed(key): well_formed_json(one) for key, one in value.items()}
+        case list():
+            return [well_formed_json(one) for one in value]
+    return value
 
 
 def shown(value: Any) -> str:

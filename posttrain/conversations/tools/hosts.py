@@ -13,6 +13,7 @@ takes all its processes with it: a call that was under way there fails.
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import threading
 from abc import ABC, abstractmethod
@@ -292,11 +293,20 @@ def read_answer(name: str, said: Any, seconds: float) -> ToolAnswer:
     """What a tool returned, as an answer."""
     if isinstance(said, ToolAnswer):
         error = said.error if said.error is None or said.error.startswith("said:") else f"said: {said.error}"
-        return ToolAnswer(str(said.text), error, float(said.reward), dict(said.metrics), said.seconds or seconds)
+        metrics = {str(name): float(value) for name, value in said.metrics.items()}
+        took = _finite("time", said.seconds or seconds)
+        return ToolAnswer(str(said.text), error, _finite("reward", said.reward), metrics, took)
     if isinstance(said, str):
         return ToolAnswer(said, seconds=seconds)
     words = f"it gave a {type(said).__name__}, no text"
     return failure("raised", f"The tool {name} failed: {words}.", words, seconds=seconds)
+
+
+def _finite(what: str, value: Any) -> float:
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError(f"its {what} is {number}")
+    return number
 
 
 def host_tools(tools: Mapping[str, Tool], timeout_s: float) -> tuple[dict[str, ToolHost], ForkServer | None]:

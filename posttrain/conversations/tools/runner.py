@@ -8,6 +8,7 @@ soon after its deadline.
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 import time
 from collections import Counter
@@ -265,7 +266,10 @@ class ToolRunner:
             if await self._problem_of_opening(conversation, name):
                 return 0.0
             try:
-                return float(await self._hosts[name].run("reward", conversation))
+                reward = float(await self._hosts[name].run("reward", conversation))
+                if not math.isfinite(reward):
+                    raise ValueError(f"the reward is {reward}")
+                return reward
             except Exception as error:
                 self._count(name, "reward", error)
                 return 0.0

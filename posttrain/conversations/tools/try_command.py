@@ -115,39 +115,50 @@ def _answer(tool: Tool, call: ToolCall, given: dict[str, Any], options: argparse
 
 def _prompt(tool: Tool, model: str | None) -> str:
     if model is not None:
-        return f"the prompt, by the chat template of {model}:\n{_rendered(model, tool, [_QUESTION])}"
+        return f"the prompt, by the chat template of {model}:\n{_rendered(model, tool)}"
     return f"in the prompt, as most chat templates show it:\n<tools>\n{json.dumps(tool.schema)}\n</tools>"
 
 
 def _conversation(tool: Tool, call: ToolCall, answer: ToolAnswer, model: str | None) -> str:
-    written = json.dumps({"name": call.name, "arguments": call.arguments}, ensure_ascii=False)
     if model is None:
+        written = json.dumps({"name": call.name, "arguments": call.arguments}, ensure_ascii=False)
         return (
             f"{_prompt(tool, None)}\n\nwhat the model writes (Hermes' form):\n<tool_call>\n{written}\n</tool_call>\n\n"
             f"what it is shown:\n<tool_response>\n{answer.text}\n</tool_response>"
         )
-    turns = [
-        _QUESTION,
-        {"role": "assistant", "content": f"<tool_call>\n{written}\n</tool_call>"},
-        {"role": "tool", "name": call.name, "content": answer.text},
-    ]
-    return f"the conversation, by the chat template of {model}:\n{_rendered(model, tool, turns)}"
+    return f"the conversation, by the chat template of {model}:\n{_rendered(model, tool, call, answer)}"
 
 
 _QUESTION = {"role": "user", "content": "(the question)"}
 
 
-def _rendered(model: str, tool: Tool, turns: list[dict[str, Any]]) -> str:
+def _rendered(model: str, tool: Tool, call: ToolCall | None = None, answer: ToolAnswer | None = None) -> str:
     from posttrain.config.model import ModelConfig
+    from posttrain.conversations.format_proof import find_format
+    from posttrain.conversations.formats.base import AUTO, FORMATS
+    from posttrain.conversations.templates import MessageTemplate
     from posttrain.models.embedded import byte_tokenizer
     from posttrain.models.loading import load_tokenizer
 
     tokenizer = byte_tokenizer() if model == "embedded" else load_tokenizer(ModelConfig(path=model))
     if not tokenizer.chat_template:
         raise UserError(f"the tokenizer of {model} has no chat template.")
+    turns, note = [_QUESTION], ""
+    if call is not None and answer is not None:
+        template, notes = MessageTemplate(tokenizer), list[str]()
+        name, problem = find_format(template, AUTO, notes.append)
+        note = "".join(f"\n{one}" for one in (f"note: {problem}" if problem else "", *notes) if one)
+        if (form := template.calls) is not None:
+            turn: dict[str, Any] = dict(form.message([(call.name, call.arguments)]))
+        else:
+            turn = {"role": "assistant", "content": FORMATS[name].write(call)}
+        result: dict[str, Any] = {"role": "tool", "name": call.name, "content": answer.text}
+        if form is not None:
+            result["tool_call_id"] = turn["tool_calls"][0]["id"]
+        turns += [turn, result]
     try:
         text = tokenizer.apply_chat_template(turns, tools=[tool.schema], tokenize=False, add_generation_prompt=True)
     except Exception as error:  # templates raise errors of their own making
         raise UserError(f"the chat template of {model} refused the conversation: {error}") from error
     hidden = "" if tool.name in str(text) else "\n(this chat template does not show tools to the model)"
-    return f"{text}{hidden}"
+    return f"{text}{hidden}{note}"
