@@ -16,6 +16,7 @@ from posttrain.doctor.case import Case
 from posttrain.doctor.report import ERROR, NOTE, WARNING, Finding
 from posttrain.models.adapter_targets import adapters_share, describe_adapted, large_note
 from posttrain.planning.supervised import ROLE
+from posttrain.workers.weight_transport import check_transport
 
 AREA = "configuration"
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
@@ -58,6 +59,7 @@ def check_settings(case: Case) -> Iterator[Finding]:
     if case.is_rl:
         yield from _sampling(case)
         yield from _kl(case)
+        check_transport(case.config)
 
 
 def _architecture(case: Case) -> Iterator[Finding]:
