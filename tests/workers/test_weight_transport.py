@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from runs import metrics_of, run
 from textbook import ACTOR, CPU, MODEL, ROLLOUT, batch, ppo_config
 
 from posttrain.controller.pool import LocalWorkers
@@ -201,7 +202,7 @@ def own(tmp_path, monkeypatch):
 
     def written(old: str = "", new: str = "") -> str:
         assert old in OWN
-        file = tmp_path / f"my_transport_{len(list(tmp_path.iterdir()))}.py"
+        file = tmp_path / "my_transport.py"
         file.write_text(OWN.replace(old, new) if old else OWN)
         return str(file)
 
@@ -245,8 +246,8 @@ def test_a_transport_serves_whom_it_declares_and_auto_tries_it_in_its_place(own)
 
 def test_what_cannot_serve_a_run_is_rejected_before_a_model_is_loaded(tiny_model, own):
     apart = {f"{ROLLOUT}.n_workers": 1}
-    misspelt = ppo_config(tiny_model, {f"{MODEL}.external_lib": own(), f"{ROLLOUT}.weight_sync": "foldre"})
-    import_external(misspelt.actor_rollout_ref.model.external_lib)
+    import_external(library := own())
+    misspelt = ppo_config(tiny_model, {f"{MODEL}.external_lib": library, f"{ROLLOUT}.weight_sync": "foldre"})
     known = r"Unknown weight transport `foldre`. Did you mean `folder`\? Known: folder, gloo, ipc, nccl, ray. .*auto"
     with pytest.raises(UserError, match=known):
         check_transport(misspelt)
@@ -285,17 +286,15 @@ def test_a_run_with_a_rollout_worker_takes_the_transport_of_external_lib_and_end
     tiny_model, sums, tmp_path, own
 ):
     pytest.importorskip("ray")
-    from runs import metrics_of, run
-
     apart = {"actor_rollout_ref__rollout__n_workers": 1, "actor_rollout_ref__rollout__weight_sync": "folder"}
     library = "actor_rollout_ref__model__external_lib"
     plain = metrics_of(run(tiny_model, sums, tmp_path / "plain").path)
     lines = metrics_of(run(tiny_model, sums, tmp_path / "own", **apart, **{library: own()}).path)
-    shared = [{name: value for name, value in line.items() if not name.startswith("sync/")} for line in lines]
     assert len(lines) == 2 and all("sync/checksum" in line for line in lines)
-    assert [{name: line[name] for name in line if name.startswith("actor/")} for line in shared] == [
-        {name: line[name] for name in line if name.startswith("actor/")} for line in plain
+    of_actor = [
+        [{name: line[name] for name in line if name.startswith("actor/")} for line in ran] for ran in (lines, plain)
     ]
+    assert of_actor[0] == of_actor[1]
     wrong = own('found = numpy.fromfile(bucket.place, dtype="uint8")', SPOILED)
     with pytest.raises(
         UserError, match=r"the weight model\.layers\.0\S* reached a rollout worker with another checksum"
