@@ -29,6 +29,7 @@ ESTIMATORS, POLICY_LOSSES = tuple(_estimators), tuple(_losses)
 GROUP_ESTIMATORS = tuple(name for name, estimator in _estimators.items() if estimator.compares_group)
 CRITIC_ESTIMATORS = tuple(name for name, estimator in _estimators.items() if estimator.needs_critic)
 ROLLOUT_ENGINES = built_in_names("rollout/engines.py", "register_engine")
+WEIGHT_SYNCS = ("auto", *built_in_names("workers/weight_transport.py", "register_transport"))
 DEFAULT_GROUP_SIZE = 5
 
 SAMPLERS = built_in_names("data/sampler.py", "register_sampler")
@@ -102,6 +103,7 @@ _REGISTRIES = {
     "actor_rollout_ref.actor.policy_loss.loss_mode": ("policy loss", "register_policy_loss", POLICY_LOSSES),
     "data.sampler": ("sampler", "register_sampler", SAMPLERS),
     "actor_rollout_ref.rollout.name": ("rollout engine", "register_engine", ROLLOUT_ENGINES),
+    "actor_rollout_ref.rollout.weight_sync": ("weight transport", "register_transport", WEIGHT_SYNCS),
 }
 # (key, name that others use) -> ours.
 _OFTEN_MEANT = {

@@ -13,10 +13,9 @@ from posttrain import cores
 from posttrain.config.checked import checks_of_packages
 from posttrain.config.choices import LOGGER_PACKAGES
 from posttrain.config.resolved import ConfigError, Problem, Resolved
-from posttrain.config.trainer import ROLES, ROLLOUT_WORKERS, TORCHRUN, own_workers_of, runs_on_cpu, workers_of
+from posttrain.config.trainer import ROLES, TORCHRUN, own_workers_of, runs_on_cpu, workers_of
 from posttrain.cores import gpus_present
 
-WEIGHT_SYNC = "actor_rollout_ref.rollout.weight_sync"
 _HOW_TO_GIVE_A_CLUSTER = (
     "give the command on every machine, on the first with RAY_HEAD_ADDRESS=auto trainer.node_rank=0, on the others "
     "with RAY_HEAD_ADDRESS=HOST:6379 trainer.node_rank=1, ...; or by torchrun --nnodes=N --node_rank=0 "
@@ -85,9 +84,6 @@ def _check_workers(resolved: Resolved, cwd: Path) -> Iterator[Problem]:
         what = f"`trainer.node_rank={resolved.node_rank}` joins machine 0, and `auto` does not say where that is."
         do = "set RAY_HEAD_ADDRESS=HOST:6379, as the command of machine 0 prints it"
         yield Problem(what, "environment variable RAY_HEAD_ADDRESS", do)
-    if ROLLOUT_WORKERS in beside and on_cpu and resolved.value(WEIGHT_SYNC) == "nccl":
-        what = f"`{WEIGHT_SYNC}=nccl` sends weights from GPU to GPU, but the run is on the CPU."
-        yield Problem(what, resolved.where(WEIGHT_SYNC), f"set {WEIGHT_SYNC}=auto, ipc or gloo")
     if resolved.value("trainer.device") == "cuda" and present == 0 and not in_cluster:
         what = "`trainer.device=cuda`, but this machine shows no GPU."
         do = "set trainer.device=auto or cpu; or name a Ray cluster that has GPUs by RAY_ADDRESS=HOST:6379"

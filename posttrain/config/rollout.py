@@ -112,9 +112,9 @@ class RolloutConfig(Section):
     this prefers short responses. Needs partial rollout; see docs/asynchronous.md."""
     colocated_workers: int = setting(0, range=ZERO_OR_MORE)
     """How many of the workers that train also generate: the first so many; 0: all of them."""
-    weight_sync: str = setting("auto", choices=("auto", "ipc", "nccl", "gloo", "ray"), idle=_COLOCATED)
+    weight_sync: str = setting("auto", idle=_COLOCATED)
     """How weights reach workers that only generate: `ipc` (shared memory of a machine or of a GPU), `nccl` (from GPU to
-    GPU), `gloo` (over TCP), `ray` (Ray's object store), or `auto`: the first of these that serves all of them."""
+    GPU), `gloo` (over TCP), `ray` (Ray's object store), one of your own, or `auto`: the first that serves all."""
     update_weights_bucket_megabytes: int = setting(256, range=ONE_OR_MORE, idle=_COLOCATED)
     """MiB of weights that are sent to those workers at once; sender and receiver hold up to two such buckets."""
     tensor_model_parallel_size: int = setting(1, range=ONE_OR_MORE)

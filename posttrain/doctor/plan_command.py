@@ -41,6 +41,7 @@ from posttrain.rollout.engines import check_engine_name
 from posttrain.rollout.native.build import check_can_cut
 from posttrain.texts import align_columns
 from posttrain.tracking.console import print_text
+from posttrain.workers.weight_transport import check_transport
 
 PARTS = ("weights", "gradients", "optimizer", "activations")
 ROWS = (
@@ -110,6 +111,7 @@ def _check_as_the_run_does(resolved: Resolved, device: Device, planner: Planner)
     if problems := list(check_on_any_machine(resolved)):
         raise ConfigError(problems)
     check_engine_name(config.actor_rollout_ref.rollout.name)
+    check_transport(config)
     planner.count(config, device, "actor", _ActorChecks(config))
     estimator = get_adv_estimator(config.algorithm.adv_estimator)
     if estimator.needs_critic:

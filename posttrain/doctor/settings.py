@@ -15,6 +15,7 @@ from posttrain.config.environment import missing_notes
 from posttrain.doctor.case import ERROR, NOTE, WARNING, Case, Finding
 from posttrain.models.adapter_targets import adapters_share, describe_adapted, large_note
 from posttrain.planning.supervised import ROLE
+from posttrain.workers.weight_transport import check_transport
 
 AREA = "configuration"
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
@@ -57,6 +58,7 @@ def check_settings(case: Case) -> Iterator[Finding]:
     if case.is_rl:
         yield from _sampling(case)
         yield from _kl(case)
+        check_transport(case.config)
 
 
 def _architecture(case: Case) -> Iterator[Finding]:

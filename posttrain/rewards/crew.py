@@ -287,6 +287,8 @@ class Crew:
     def _gets_second_try(self, worker: _Worker) -> bool:
         # The kernel may have killed an idle worker just when it got work. A faulty task fails again.
         lost = worker.handle.was_killed() or worker.handle.is_stopped()
+        if lost and not self.places.has(worker.handle.machine):
+            return True  # with its machine: whether the task was running is not known
         if not worker.pending or not lost or worker.pending[0].killed_once:
             return False
         worker.pending[0].killed_once = True

@@ -27,7 +27,7 @@ from posttrain.workers.fsdp_workers import (
 )
 from posttrain.workers.policy import PolicyCalls, ReferenceCalls, ReferenceWorker, compare_scores
 from posttrain.workers.rollout import RolloutCalls
-from posttrain.workers.weight_transport import Route, route_for
+from posttrain.workers.weight_transport import TRANSPORTS, Route, route_for
 
 
 class PolicyGroup(RoleGroup, PolicyCalls, ReferenceCalls):
@@ -115,7 +115,7 @@ class WeightCarrier:
             raise
 
     def _broadcasts(self) -> bool:
-        return self.route is not None and self.route.transport in ("nccl", "gloo")
+        return self.route is not None and TRANSPORTS.find(self.route.transport).meets
 
     def forget_route(self) -> None:
         """The workers join again at the next sync; needed when one of them was replaced."""
@@ -124,9 +124,9 @@ class WeightCarrier:
     def _join(self) -> Route:
         config = self.training.group.config
         receivers = self.rollout.receiver_place()
-        wanted = config.actor_rollout_ref.rollout.weight_sync
-        limit = config.trainer.stopped_worker_timeout_s
-        route = self.training.host_sync(route_for(wanted, self.training.sender_place(), receivers, limit))
+        rollout, limit = config.actor_rollout_ref.rollout, config.trainer.stopped_worker_timeout_s
+        found = route_for(rollout.weight_sync, self.training.sender_place(), receivers, limit, rollout.name)
+        route = self.training.host_sync(found)
         # All join at once: a process group is complete when the last of them has come.
         joining = [self.training.join_as_sender.on(0, route)]
         joining += [self.rollout.join_as_receiver.on(rank, route, 1 + rank) for rank in range(len(receivers))]

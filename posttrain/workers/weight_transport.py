@@ -8,7 +8,8 @@ Names, shapes and checksums of a bucket always go the way of every call, through
     gloo   broadcast through host memory, over TCP
     auto   the first of these that serves all rollout workers
 
-With `ray` it travels in the call, which is Ray's object store.
+With `ray` it travels in the call, which is Ray's object store. Each is a class that declares whom it serves; one of a
+user's own is registered in the same way (docs/weight_sync.md).
 
 A sender has two buffers: while one is sent, the next bucket is gathered into the other.
 """
@@ -23,13 +24,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 
+from posttrain.config.root import PPOConfig
+from posttrain.config.trainer import rollout_workers_of, runs_on_cpu
 from posttrain.engine.ranks import GLOO, address_facing, meeting_store, name_interface
 from posttrain.errors import UserError
+from posttrain.external import KEY as EXTERNAL
+from posttrain.registry import Registry, unknown_name
 from posttrain.rollout.weight_buckets import Bucket, host_memory
 
 KEY = "actor_rollout_ref.rollout.weight_sync"
@@ -69,29 +74,6 @@ def machine_address() -> str:
     return next(node["NodeManagerAddress"] for node in ray.nodes() if node["NodeID"] == own)
 
 
-def choose(wanted: str, sender: Place, receivers: Sequence[Place]) -> str:
-    """The transport for these workers: what `weight_sync` says, or with `auto` the fastest one that serves them all."""
-    places = [sender, *receivers]
-    gpus = [place.device for place in places if place.device != "cpu"]
-    if all(replace(place, address=sender.address) == sender for place in receivers):
-        return "ray"  # one process: there is nothing to cross
-    shared = bool(sender.machine) and len({(place.machine, place.device) for place in places}) == 1
-    separate = len(set(gpus)) == len(places)
-    if wanted == "auto":
-        return "ipc" if shared else "nccl" if separate else "gloo"
-    if wanted == "ipc" and not shared:
-        raise UserError(
-            f"{KEY}=ipc shares memory, but the workers that train and generate are on different machines or GPUs; set "
-            "nccl, gloo or auto"
-        )
-    if wanted == "nccl" and not separate:
-        raise UserError(
-            f"{KEY}=nccl needs a GPU of its own for every worker, and here "
-            f"{'some share one' if gpus else 'there is none'}; set ipc, gloo or auto"
-        )
-    return wanted
-
-
 @dataclass(frozen=True)
 class Route:
     """What all workers of a sync agree on: the transport, where they meet (for broadcasts), how many they are, and how
@@ -104,22 +86,53 @@ class Route:
     timeout_s: float = 300.0
 
 
-def route_for(wanted: str, sender: Place, receivers: Sequence[Place], timeout_s: float) -> Route:
+def route_for(
+    wanted: str, sender: Place, receivers: Sequence[Place], timeout_s: float, engine: str = "native"
+) -> Route:
     """The route from a sender to its receivers."""
     near = all(place.network == sender.network != "" for place in receivers) or sender.address == LOOPBACK
     return Route(
-        choose(wanted, sender, receivers),
+        choose(wanted, sender, receivers, engine),
         1 + len(receivers),
         LOOPBACK if near else sender.address,
         timeout_s=timeout_s,
     )
 
 
-class Transport(ABC):
-    """One end of it; the sender's and the receivers' are of the same class."""
+# Where the workers of a sync must be -> what is said where they are not.
+PLACEMENTS = {
+    "anywhere": "",
+    "one machine": "needs all workers on one machine",
+    "one device": "needs all workers on one GPU or on the CPU of one machine, and here are different machines or GPUs",
+    "own GPUs": "needs a GPU of its own for every worker, and here some share one",
+}
+DEVICES = ("cpu", "cuda")
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+
+class Transport(ABC):
+    """One end of it; the sender's and the receivers' are of the same class, which declares whom it serves."""
+
+    devices: ClassVar[tuple[str, ...]] = DEVICES
+    """Kinds of devices that the workers may have."""
+    placement: ClassVar[str] = "anywhere"
+    """Where the workers must be: one of `PLACEMENTS`."""
+    engines: ClassVar[tuple[str, ...]] = ()
+    """Rollout engines (`rollout.name`) that it serves; empty: all."""
+    auto: ClassVar[float | None] = None
+    """`auto` takes the lowest number of those that serve all workers; None: `auto` never takes this one."""
+    meets: ClassVar[bool] = False
+    """Whether the ends are given a store of torch.distributed in which they meet, and wait for each other when they
+    send and receive."""
+
+    def __init__(self, device: torch.device, route: Route | None = None, rank: int = 0, store: Any = None) -> None:
+        """One end of a route, for which all are made at once: rank 0 sends. `store` is None unless `meets`."""
+        self.device, self.route, self.rank = device, route or Route("ray"), rank
+        self.store: Any = store
+
+    def __init_subclass__(cls) -> None:
+        for name in (cls.placement, *cls.devices):
+            if name not in (*PLACEMENTS, *DEVICES):
+                raise UserError(unknown_name(f"placement or device of {cls.__name__}", name, (*PLACEMENTS, *DEVICES)))
 
     @abstractmethod
     def buffer(self, nbytes: int) -> torch.Tensor:
@@ -147,6 +160,58 @@ class Transport(ABC):
         return
 
 
+TRANSPORTS: Registry[type[Transport]] = Registry(
+    "weight transport",
+    hint=f'Set {KEY} to one of these or to auto. One of your own needs @register_transport("NAME") in the module that '
+    f"{EXTERNAL} names.",
+)
+register_transport = TRANSPORTS.register
+
+
+def _misfit(name: str, devices: Sequence[str], engine: str, places: Sequence[Place] = ()) -> str:
+    """Why a transport does not serve these devices and places and this rollout engine; empty if it does."""
+    kind = TRANSPORTS.find(name)
+    if strange := sorted({"cpu" if device == "cpu" else "cuda" for device in devices} - set(kind.devices)):
+        return f"serves workers on {' and '.join(kind.devices)}, and here some are on {strange[0]}"
+    if kind.engines and engine not in kind.engines:
+        return f"serves the rollout engines {', '.join(kind.engines)}, and rollout.name is {engine}"
+    if not places:
+        return ""  # not known yet
+    near, count = places[0].machine != "" and len({place.machine for place in places}) == 1, len({*devices})
+    placed = {"one machine": near, "one device": near and count == 1, "own GPUs": count == len(places)}
+    return "" if placed.get(kind.placement, True) else PLACEMENTS[kind.placement]
+
+
+def _check(wanted: str, *given: Any) -> None:
+    if problem := _misfit(wanted, *given):
+        others = [name for name in TRANSPORTS if not _misfit(name, *given)]
+        raise UserError(f"{KEY}={wanted} {problem}; set {', '.join(others)} or auto")
+
+
+def check_transport(config: PPOConfig) -> None:
+    """Rejects a name that is not registered, and a transport that does not serve this run's device or rollout engine;
+    a user's module, which may register it, has been imported."""
+    rollout = config.actor_rollout_ref.rollout
+    if rollout.weight_sync != "auto":
+        TRANSPORTS.find(rollout.weight_sync)
+        if rollout_workers_of(config):
+            _check(rollout.weight_sync, ["cpu" if runs_on_cpu(config) else "cuda"], rollout.name)
+
+
+def choose(wanted: str, sender: Place, receivers: Sequence[Place], engine: str = "native") -> str:
+    """The transport for these workers: what `weight_sync` says, or with `auto` the first one that serves them all."""
+    places = [sender, *receivers]
+    given = [place.device for place in places], engine, places
+    if all(replace(place, address=sender.address) == sender for place in receivers):
+        return "ray"  # one process: there is nothing to cross
+    if wanted == "auto":
+        order = sorted((kind.auto, name) for name, kind in TRANSPORTS.items() if kind.auto is not None)
+        return next(name for _, name in order if not _misfit(name, *given))
+    _check(wanted, *given)
+    return wanted
+
+
+@register_transport("ray")
 class InCall(Transport):
     """The memory travels in the call: through Ray's object store, or within a process not at all."""
 
@@ -160,12 +225,22 @@ class InCall(Transport):
         return bucket
 
 
-class SharedMemory(Transport):
+@register_transport("ipc")
+class MappedMemory(Transport):
+    """Memory of the sender that the receiver maps."""
+
+    placement, auto = "one device", 10
+
+    def __new__(cls, device: torch.device, *given: Any) -> Transport:
+        return object.__new__(CudaMemory if device.type == "cuda" else SharedMemory)
+
+
+class SharedMemory(MappedMemory):
     """Two memory files without names (`memfd`): nothing is left behind however a process ends, and only processes of
     the same user can open them. They are kept: new pages cost more than copying into old ones."""
 
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(device)
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
         self.files: list[tuple[int, int, torch.Tensor]] = [(-1, 0, host_memory(0))] * 2  # file, serial number, memory
         self.opened: dict[int, torch.Tensor] = {}  # by serial number
         self.made = 0
@@ -210,11 +285,11 @@ class SharedMemory(Transport):
         self.__init__(self.device)
 
 
-class CudaMemory(Transport):
+class CudaMemory(MappedMemory):
     """Memory of a GPU that the receiver maps (CUDA IPC). Buffers live for one sync: a GPU has no memory to spare."""
 
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(device)
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
         self.buffers: list[tuple[torch.Tensor, tuple[Any, ...]]] = []  # and how another process finds them
         self.opened: dict[Any, torch.Tensor] = {}
 
@@ -269,24 +344,19 @@ def _gloo_device(host: str) -> Any:
 class Broadcast(Transport):
     """A process group of the sender (rank 0) and its receivers, beside those that they train or generate in."""
 
-    def __init__(self, device: torch.device, route: Route, rank: int, store: Any) -> None:
-        super().__init__(device)
-        self.route, self.rank = route, rank
-        self.on_device = route.transport == "nccl"
-        self.timeout = timedelta(seconds=route.timeout_s)
+    meets = True
+    on_device: ClassVar[bool]
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.timeout = timedelta(seconds=self.route.timeout_s)
         self.memory = [self._memory(0), self._memory(0)]
         self.sending: list[Any] = []
-        if self.on_device:
-            name_interface(route.host)
-            options = dist.ProcessGroupNCCL.Options()
-            options._timeout = self.timeout
-            self.group: Any = dist.ProcessGroupNCCL(store, rank, route.size, options)
-        else:
-            gloo: Any = dist.ProcessGroupGloo  # its options have other names for type checkers
-            options = gloo._Options()
-            options._timeout, options._devices = self.timeout, [_gloo_device(route.host)]
-            self.group = gloo(store, rank, route.size, options)
-        self.store = store  # the host's must live as long as the group
+        self.group: Any = self._group()  # the host's store must live as long as it
+
+    @abstractmethod
+    def _group(self) -> Any:
+        """The process group."""
 
     def _memory(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device if self.on_device else "cpu")
@@ -352,6 +422,32 @@ class Broadcast(Transport):
         self.group = self.store = None
 
 
+@register_transport("nccl")
+class DeviceBroadcast(Broadcast):
+    """From GPU to GPU."""
+
+    devices, placement, auto, on_device = ("cuda",), "own GPUs", 20, True
+
+    def _group(self) -> Any:
+        name_interface(self.route.host)
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = self.timeout
+        return dist.ProcessGroupNCCL(self.store, self.rank, self.route.size, options)
+
+
+@register_transport("gloo")
+class HostBroadcast(Broadcast):
+    """Through host memory, over TCP."""
+
+    auto, on_device = 30, False
+
+    def _group(self) -> Any:
+        gloo: Any = dist.ProcessGroupGloo  # its options have other names for type checkers
+        options = gloo._Options()
+        options._timeout, options._devices = self.timeout, [_gloo_device(self.route.host)]
+        return gloo(self.store, self.rank, self.route.size, options)
+
+
 class Endpoint:
     """A worker's end of weight syncs, over whatever transport its route says."""
 
@@ -362,7 +458,7 @@ class Endpoint:
 
     def host(self, route: Route) -> Route:
         """For the sender: open the place where the receivers meet it; the route, with its port."""
-        if route.transport not in ("nccl", "gloo"):
+        if not TRANSPORTS.find(route.transport).meets:
             return route
         limit = timedelta(seconds=route.timeout_s)
         self._store = meeting_store(route.host, 0, route.size, limit, hosts=True, wait=False)
@@ -372,10 +468,9 @@ class Endpoint:
         """Take this route from now on; all workers of the sync must do so at once. Rank 0 sends."""
         self.transport.close()
         self.transport = InCall(self.device)
-        if route.transport in ("nccl", "gloo"):
+        kind, store = TRANSPORTS.find(route.transport), None
+        if kind.meets:
             limit = timedelta(seconds=route.timeout_s)
             store = self._store or meeting_store(route.host, route.port, route.size, limit, hosts=False, wait=False)
             self._store = None
-            self.transport = Broadcast(self.device, route, rank, store)
-        elif route.transport == "ipc":
-            self.transport = CudaMemory(self.device) if self.device.type == "cuda" else SharedMemory(self.device)
+        self.transport = kind(self.device, route, rank, store)

@@ -147,6 +147,16 @@ def test_a_rollout_engine_of_the_users_own_is_named_as_any_other_and_an_unknown_
     assert load(f"{ROLLOUT}.name=mine").value(f"{MODEL}.external_lib") == "my_engine.py"
 
 
+def test_a_weight_transport_of_the_users_own_is_named_as_any_other_and_an_unknown_one_is_refused(load, problems, write):
+    key = f"{ROLLOUT}.weight_sync"
+    refused = problems(f"{key}=golo")
+    assert f"`{key}=golo`: unknown weight transport; known: auto, ray, ipc, nccl, gloo." in refused
+    assert "did you mean `gloo`?" in refused and '@register_transport("golo")' in refused
+    assert load(f"{key}=golo", f"{MODEL}.external_lib=mine").value(key) == "golo"  # which may register it
+    write("my_transport.py", "import transports\n\n@transports.register_transport('golo')\nclass Mine: ...\n")
+    assert load(f"{key}=golo").value(f"{MODEL}.external_lib") == "my_transport.py"
+
+
 def test_a_name_registered_in_this_process_is_known(load):
     register_adv_est("mine")(lambda **given: None)
     assert load("algorithm.adv_estimator=mine").value("algorithm.adv_estimator") == "mine"

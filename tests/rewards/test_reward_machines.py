@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 from unittest.mock import Mock
 
@@ -18,6 +19,7 @@ from patience import until
 
 from posttrain.config.rollout import CustomRewardConfig
 from posttrain.machines import cluster
+from posttrain.rewards.crew import Task
 from posttrain.rewards.loading import resolve_reward
 from posttrain.rewards.pool import RewardPool
 from posttrain.rewards.types import RewardItem
@@ -96,6 +98,24 @@ def test_a_machine_that_is_lost_fails_no_score(pool, others):
     found = pool.wait_all()
     assert len(found) == 200 and not [result.error for result in found.values() if result.error]
     assert pool._crew.places.room == 2  # the driver's, and the other machine's
+
+
+def test_a_task_that_had_its_second_try_is_not_blamed_for_a_machine_that_is_lost(tmp_path, others, monkeypatch):
+    hosts, machines = others
+    goes_on = tmp_path / "goes_on"
+    waits = f"import os, time\n\ndef compute_score(**given):\n    while not os.path.exists({str(goes_on)!r}):\n"
+    (tmp_path / "own.py").write_text(waits + "        time.sleep(0.02)\n    return 1.0\n")
+    monkeypatch.setattr("posttrain.rewards.pool.Task", partial(Task, killed_once=True))
+    with RewardPool(resolve_reward(CustomRewardConfig(path=str(tmp_path / "own.py"))), num_workers=1) as pool:
+        pool.spread(machines, print)
+        pool.submit_many(items(0, 3))
+        until(lambda: [len(one.pending) for one in pool._crew._workers] == [1] * 3, "for all workers to have a task")
+        for host in hosts:
+            host.end()
+        until(lambda: pool._crew.places.room == 1, "for the machines to be left out")
+        goes_on.write_text("")
+        found = pool.wait_all()
+    assert [found[number].score for number in range(3)] == [1.0] * 3
 
 
 def test_a_machine_that_stands_still_fails_no_score_and_is_left_out(tmp_path, others, monkeypatch):

@@ -3,27 +3,44 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
+from itertools import product
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from runs import metrics_of, run
 from textbook import ACTOR, CPU, MODEL, ROLLOUT, batch, ppo_config
 
 from posttrain.controller.pool import LocalWorkers
 from posttrain.errors import UserError
+from posttrain.external import import_external
 from posttrain.models.loading import load_tokenizer
 from posttrain.models.lora import merged_state
 from posttrain.rollout.weight_buckets import Bucket, SyncError, split_into_buckets
 from posttrain.workers.fsdp_workers import PolicyWorker, RolloutWorker
 from posttrain.workers.groups import DisaggregatedGroup, PolicyGroup, RolloutGroup
-from posttrain.workers.weight_transport import Endpoint, InCall, Place, Route, SharedMemory, choose, place_of, route_for
+from posttrain.workers.weight_transport import (
+    TRANSPORTS,
+    Endpoint,
+    InCall,
+    Place,
+    Route,
+    SharedMemory,
+    check_transport,
+    choose,
+    place_of,
+    route_for,
+)
 
 WEIGHTS = {
     "large": torch.arange(40_000.0),
@@ -138,8 +155,10 @@ def test_the_transport_follows_from_where_the_workers_are_unless_it_is_set():
     assert choose("auto", HERE, [other, far]) == "gloo" and choose("auto", one, [two]) == "nccl"
     assert choose("auto", one, [same]) == "ipc" and choose("auto", one, [two, same]) == "gloo"
     assert [choose(wanted, HERE, [other]) for wanted in ("ipc", "gloo", "ray")] == ["ipc", "gloo", "ray"]
-    with pytest.raises(UserError, match=r"weight_sync=ipc .*different machines or GPUs; set nccl, gloo or auto"):
+    with pytest.raises(UserError, match=r"weight_sync=ipc .*different machines or GPUs; set ray, gloo or auto"):
         choose("ipc", HERE, [far])
+    with pytest.raises(UserError, match=r"weight_sync=nccl serves workers on cuda, .* some are on cpu; set ray, ipc"):
+        choose("nccl", HERE, [other])
     with pytest.raises(UserError, match=r"weight_sync=nccl needs a GPU of its own .*some share one"):
         choose("nccl", one, [same])
     assert route_for("auto", HERE, [other], 7.0) == Route("ipc", 2, "127.0.0.1", 0, 7.0)
@@ -149,6 +168,140 @@ def test_the_transport_follows_from_where_the_workers_are_unless_it_is_set():
     assert route_for("auto", nowhere, [replace(nowhere, process=2)], 7.0) == Route("gloo", 2, "127.0.0.1", 0, 7.0)
 
 
+def expected(places: list[Place]) -> str:
+    """What `auto` takes for processes of their own."""
+    if places[0].machine and len({(place.machine, place.device) for place in places}) == 1:
+        return "ipc"
+    return "nccl" if len({place.device for place in places} - {"cpu"}) == len(places) else "gloo"
+
+
+def test_auto_takes_shared_memory_then_gpus_of_their_own_then_tcp_wherever_two_or_three_workers_are():
+    machines = [("m", "n", "10.0.0.1"), ("m2", "n2", "10.0.0.2"), ("", "", "10.0.0.1")]
+    kinds = [Place(0, *machine, device) for machine in machines for device in ("cpu", "GPU-1", "GPU-2", "GPU-3")]
+    found = Counter[str]()
+    for some in [*product(kinds, repeat=2), *product(kinds, repeat=3)]:
+        places = [replace(place, process=number) for number, place in enumerate(some)]
+        name = choose("auto", places[0], places[1:])
+        assert name == expected(places), places
+        found[name] += 1
+    assert found.total() == 12**2 + 12**3 and found.keys() == {"ipc", "nccl", "gloo"}
+
+
+# -- a transport of the user's own -------------------------------------------------------------------------------------
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "weight_sync.md"
+(OWN,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+"""The example of the page: the transport `folder`."""
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    """Writes the example, with something replaced, and gives its file; what it registers is forgotten afterwards."""
+    monkeypatch.setattr(TRANSPORTS, "_entries", dict(TRANSPORTS))
+    monkeypatch.setenv("WEIGHTS_FOLDER", str(tmp_path))
+
+    def written(old: str = "", new: str = "") -> str:
+        assert old in OWN
+        file = tmp_path / "my_transport.py"
+        file.write_text(OWN.replace(old, new) if old else OWN)
+        return str(file)
+
+    return written
+
+
+def test_the_transport_of_the_page_brings_all_weights_bit_for_bit_and_leaves_nothing(own, tmp_path):
+    import_external(own())
+    left = set(tmp_path.iterdir())
+    with connected("folder", 2) as ends:
+        for weights in (WEIGHTS, {name: one[:1] for name, one in WEIGHTS.items() if one.dim()}, WEIGHTS):
+            for found in carry(*ends, weights):
+                assert list(found) == list(weights)
+                assert all(torch.equal(found[name], weights[name]) for name in weights)
+        assert set(tmp_path.iterdir()) != left
+    assert set(tmp_path.iterdir()) == left
+
+
+def test_a_transport_that_meets_is_given_the_store_of_its_route_at_all_ends(own):
+    import_external(own("class Folder(Transport):", "class Folder(Transport):\n    meets = True"))
+    with connected("folder", 2) as (sender, receivers, _):
+        sender.transport.store.set("key", "value")
+        assert [end.transport.store.get("key") for end in receivers] == [b"value"] * 2
+        assert [end.transport.rank for end in (sender, *receivers)] == [0, 1, 2]
+
+
+def test_a_transport_serves_whom_it_declares_and_auto_tries_it_in_its_place(own):
+    other, far = replace(HERE, process=2), replace(HERE, process=2, machine="m2")
+    import_external(own('placement = "anywhere"', 'placement, auto, engines = "one machine", 5, ("hf",)'))
+    assert choose("auto", HERE, [other], "hf") == "folder" and choose("auto", HERE, [other]) == "ipc"
+    assert choose("auto", HERE, [far], "hf") == "gloo"
+    with pytest.raises(UserError, match=r"weight_sync=folder needs all workers on one machine; set ray, gloo or auto"):
+        choose("folder", HERE, [far], "hf")
+    with pytest.raises(UserError, match=r"folder serves the rollout engines hf, and rollout\.name is native"):
+        choose("folder", HERE, [other])
+    with pytest.raises(UserError, match="folder serves workers on cpu, and here some are on cuda; set ray, ipc"):
+        choose("folder", replace(HERE, device="GPU-1"), [replace(other, device="GPU-1")], "hf")
+    with pytest.raises(UserError, match=r"device of Folder `one machin`\. Did you mean `one machine`\?"):
+        import_external(own('placement = "anywhere"', 'placement = "one machin"'))
+
+
+def test_what_cannot_serve_a_run_is_rejected_before_a_model_is_loaded(tiny_model, own):
+    apart = {f"{ROLLOUT}.n_workers": 1}
+    import_external(library := own())
+    misspelt = ppo_config(tiny_model, {f"{MODEL}.external_lib": library, f"{ROLLOUT}.weight_sync": "foldre"})
+    known = r"Unknown weight transport `foldre`. Did you mean `folder`\? Known: folder, gloo, ipc, nccl, ray. .*auto"
+    with pytest.raises(UserError, match=known):
+        check_transport(misspelt)
+    with pytest.raises(UserError, match=r"weight_sync=nccl serves workers on cuda, .* some are on cpu; set ray, ipc"):
+        check_transport(ppo_config(tiny_model, {**apart, f"{ROLLOUT}.weight_sync": "nccl"}))
+    check_transport(ppo_config(tiny_model, {f"{ROLLOUT}.weight_sync": "nccl"}))  # no weights are sent
+
+
+def test_policy_and_rollout_sync_by_a_transport_of_the_users_own_and_wrong_bytes_are_named(pair, own, tiny_model):
+    import_external(library := own())
+    group = pair(weight_sync="folder", external_lib=library)
+    assert group.carrier.route.transport == "folder"
+    assert group.sync_weights(1) == {**pair(weight_sync="ray").sync_weights(1)}
+    receiver = group.rollout.group.worker.receiver.transport
+    receive, names = receiver.receive, list[str]()
+
+    def spoiled(bucket: Bucket) -> Bucket:
+        found = receive(bucket)
+        names.extend(found.tensors)
+        for tensor in list(found.tensors.values())[1:]:
+            tensor.view(torch.uint8).bitwise_not_()
+        return found
+
+    receiver.receive = spoiled
+    with pytest.raises(SyncError) as caught:
+        group.sync_weights(2)
+    assert f"the weight {names[1]} reached a rollout worker with another checksum" in str(caught.value)
+
+
+SPOILED = """found = numpy.fromfile(bucket.place, dtype="uint8")
+        found[bucket.entries[0].nbytes + 64 :] ^= 1"""
+
+
+@pytest.mark.slow
+def test_a_run_with_a_rollout_worker_takes_the_transport_of_external_lib_and_ends_at_wrong_bytes(
+    tiny_model, sums, tmp_path, own
+):
+    pytest.importorskip("ray")
+    apart = {"actor_rollout_ref__rollout__n_workers": 1, "actor_rollout_ref__rollout__weight_sync": "folder"}
+    library = "actor_rollout_ref__model__external_lib"
+    plain = metrics_of(run(tiny_model, sums, tmp_path / "plain").path)
+    lines = metrics_of(run(tiny_model, sums, tmp_path / "own", **apart, **{library: own()}).path)
+    assert len(lines) == 2 and all("sync/checksum" in line for line in lines)
+    of_actor = [
+        [{name: line[name] for name in line if name.startswith("actor/")} for line in ran] for ran in (lines, plain)
+    ]
+    assert of_actor[0] == of_actor[1]
+    wrong = own('found = numpy.fromfile(bucket.place, dtype="uint8")', SPOILED)
+    with pytest.raises(
+        UserError, match=r"the weight model\.layers\.0\S* reached a rollout worker with another checksum"
+    ):
+        run(tiny_model, sums, tmp_path / "wrong", **apart, **{library: wrong})
+
+
 @pytest.fixture
 def pair(tiny_model, monkeypatch):
     """Policy and rollout in this process, of which the rollout is said to be another one; by settings."""
@@ -156,7 +309,7 @@ def pair(tiny_model, monkeypatch):
     monkeypatch.setattr("posttrain.workers.rollout.place_of", other)
 
     def made(**settings: Any) -> DisaggregatedGroup:
-        sections = {"lora_rank": MODEL}
+        sections = {"lora_rank": MODEL, "external_lib": MODEL}
         named = {f"{sections.get(name, ROLLOUT)}.{name}": value for name, value in settings.items()}
         config = ppo_config(tiny_model, {f"{ACTOR}.optim.lr": 1e-2, f"{ROLLOUT}.n_workers": 1, **named})
         workers, arguments = LocalWorkers(), (config, load_tokenizer(config.actor_rollout_ref.model), CPU)

@@ -48,6 +48,7 @@ from posttrain.trainer.run.process import (
 )
 from posttrain.trainer.run.recovery import run_with_restarts
 from posttrain.trainer.run.result import RunResult
+from posttrain.workers.weight_transport import check_transport
 
 Rows = Sequence[dict[str, Any]]
 
@@ -97,6 +98,7 @@ def _open_trainer(
     external = config.actor_rollout_ref.model.external_lib
     load_external(external)
     check_engine_name(config.actor_rollout_ref.rollout.name)
+    check_transport(config)
     spec, first_worker = _load_reward(stack, config, reward)
     device = find_run_device(config.trainer)
     prepare_torch(config.trainer, device)
