@@ -44,7 +44,7 @@ from posttrain.trainer.ppo.reward import (
     add_overlong_penalty,
     feed_turns,
     keys_of,
-    on_last_token,
+    place_scores,
 )
 from posttrain.workers.groups import RolloutGroup
 
@@ -299,11 +299,12 @@ class Experience:
         return rows
 
     def with_token_scores(self, rows: DataProto) -> DataProto:
-        """The rows with `token_level_scores`: each score on the last token of its sample, too long ones punished."""
+        """The rows with `token_level_scores`: each score on the last token of its sample, the rewards of turns that add
+        up to one at the ends of these turns; too long ones punished."""
         scores_B = np.array([float(score) for score in rows.non_tensor_batch["reward_score"]], np.float32)
         scores_B[last_rows(rows) != np.arange(len(rows))] = 0.0
         add_overlong_penalty(scores_B, rows, self.config.reward.overlong_buffer, self.config.data.max_response_length)
-        placed = on_last_token(scores_B, rows)
+        placed = place_scores(scores_B, rows)
         rows.batch["token_level_scores"] = rows.batch["token_level_rewards"] = placed
         return rows
 

@@ -13,8 +13,9 @@ says why.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -25,7 +26,7 @@ from posttrain.algorithms import overlong_penalty
 from posttrain.algorithms.reward_terms import OVERLONG, SCORE
 from posttrain.batch.columns import Column, LastTokenColumn, MaskColumn
 from posttrain.batch.compact import lengths_of
-from posttrain.batch.samples import last_rows
+from posttrain.batch.samples import last_rows, rows_of_samples
 from posttrain.config.rollout import OverlongBufferConfig, RewardConfig, RewardModelConfig
 from posttrain.conversations.conversation import Conversation
 from posttrain.conversations.loop import ConversationLoop, reward_info
@@ -250,6 +251,39 @@ def on_last_token(scores_B: np.ndarray, data: DataProto) -> torch.Tensor | Colum
 
 def _last_tokens(scores_B: np.ndarray, data: DataProto) -> LastTokenColumn:
     return LastTokenColumn(scores_B, lengths_of(data)[1], data.batch.shape("responses")[1])
+
+
+def place_scores(scores_B: np.ndarray, data: DataProto) -> torch.Tensor | Column:
+    """(B, R): each score on the last token of its response; one that is the sum of its turns' rewards at the ends of
+    these turns."""
+    placed = on_last_token(scores_B, data)
+    moved = list(_rewards_before_the_end(data))
+    if not moved:
+        return placed
+    tokens_BR = (placed if isinstance(placed, torch.Tensor) else placed.value()).double()
+    last_B = lengths_of(data)[1] - 1
+    for row, token, last_row, reward in moved:
+        tokens_BR[last_row, int(last_B[last_row])] -= reward
+        tokens_BR[row, token] += reward
+    return tokens_BR.float()
+
+
+def _rewards_before_the_end(data: DataProto) -> Iterator[tuple[int, int, int, float]]:
+    """(row, token, last row of the sample, reward) of turns before the last one, in samples whose score is the sum."""
+    fields = data.non_tensor_batch
+    if "turn_rewards" not in fields:
+        return
+    for rows in rows_of_samples(data):
+        last, rewards = int(rows[-1]), fields["turn_rewards"][rows[-1]]
+        total = sum(reward for _, reward in rewards)
+        if not rewards or not math.isclose(total, fields["reward_score"][last], rel_tol=1e-9, abs_tol=1e-12):
+            continue
+        # A turn that two rows have is trained in the first of them.
+        ends = {turn: (int(row), end) for row in rows[::-1] for turn, end in fields["turn_ends"][row]}
+        for turn, reward in rewards:
+            row, end = ends.get(turn, (last, 0))
+            if end and turn != max(ends):
+                yield row, end - 1, last, reward
 
 
 def add_overlong_penalty(scores_B: np.ndarray, data: DataProto, config: OverlongBufferConfig, limit: int) -> None:
