@@ -126,7 +126,7 @@ def test_a_resumed_run_checks_its_first_batch_whole_groups_and_all(tiny_model, s
         capsys.readouterr()
         counts = {"trainer__total_training_steps": total, "trainer__save_freq": 1}
         result = run(tiny_model, sums, tmp_path, **COMMON | {f"{R}agent": agent, **AGENT} | counts)
-        assert "rollout and trainer log-probs differ by" in capsys.readouterr().out
+        assert f"Step {total - 1}: rollout and trainer log-probs differ by" in capsys.readouterr().out
     nothing = [row["policy_versions"] for row in samples(result.path, 2) if not sum(row["response_mask"])]
     assert nothing == ["[]"] * (4 if agent == "silent" else 0)
 

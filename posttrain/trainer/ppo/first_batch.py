@@ -62,17 +62,17 @@ class FirstBatchChecks:
         """Check these groups; an error ends the run before its first update."""
         self.done = True
         # Only fresh groups: older ones were sampled by other weights, and would differ for a good reason.
-        exact = self._check(fresh)
+        exact = self._check(fresh, step)
         if step == 0:
             self.rollout_is_exact = exact
 
-    def _check(self, batch: DataProto) -> bool:
-        check_groups(batch, self.n, one_prompt=self.one_prompt)
+    def _check(self, batch: DataProto, step: int) -> bool:
+        check_groups(batch, self.n, one_prompt=self.one_prompt, step=step)
         ours = self.actor.compute_log_prob(batch).batch["old_log_probs"]
         facts = self.actor.engine_facts()
-        sentence, largest = compare_log_probs(batch, ours, tolerance(self.tolerance, facts.dtype))
+        sentence, largest = compare_log_probs(batch, ours, tolerance(self.tolerance, facts.dtype), step)
         say(sentence)
-        if (words := sampling_words(batch, corrected=self.corrected)) is not None:
+        if (words := sampling_words(batch, corrected=self.corrected, step=step)) is not None:
             say(words)
         rows, tokens = len(self.lengths), sum(self.lengths)
         if too_slow_to_try(self.lengths, facts.parameters, self.device):
@@ -104,7 +104,7 @@ def fresh_groups(batch: DataProto, version: int) -> np.ndarray:
     return fresh
 
 
-def check_groups(batch: DataProto, n: int, *, one_prompt: bool = True) -> None:
+def check_groups(batch: DataProto, n: int, *, one_prompt: bool = True, step: int = 0) -> None:
     """Every uid must name exactly `n` samples, all with the same prompt unless agents make their own; otherwise a group
     was split or mixed."""
     prompts, sample_B = batch.batch["prompts"], sample_of_rows(batch)
@@ -117,7 +117,7 @@ def check_groups(batch: DataProto, n: int, *, one_prompt: bool = True) -> None:
             what = "holds responses to different prompts: groups were mixed"
         if what is not None:
             raise GroupError(
-                f"Step 0: the group with uid {uid!r} {what}, so advantages would compare the wrong responses. "
+                f"Step {step}: the group with uid {uid!r} {what}, so advantages would compare the wrong responses. "
                 "Code that changes the batch must keep each row's `uid` beside it."
             )
 
@@ -129,7 +129,9 @@ def tolerance(given: float | None, dtype: torch.dtype) -> float:
     return 1e-3 if dtype in (torch.float32, torch.float64) else 5e-2
 
 
-def compare_log_probs(batch: DataProto, trainer_log_probs: torch.Tensor, allowed: float) -> tuple[str, float]:
+def compare_log_probs(
+    batch: DataProto, trainer_log_probs: torch.Tensor, allowed: float, step: int = 0
+) -> tuple[str, float]:
     """One sentence on how well rollout and trainer agree, and the largest difference; raises if they do not."""
     real = batch.batch["response_mask"].bool()
     gap = (trainer_log_probs - batch.batch["rollout_log_probs"]).abs()[real]
@@ -141,24 +143,24 @@ def compare_log_probs(batch: DataProto, trainer_log_probs: torch.Tensor, allowed
     )
     if lost := int((~torch.isfinite(trainer_log_probs[real])).sum()):
         raise MismatchError(
-            f"Step 0: the trainer's own log-probs of {lost} of {gap.numel()} tokens are NaN or infinite: no rollout "
-            "could agree with them. Are the weights sound, is model.dtype wide enough, rollout.temperature usual?"
+            f"Step {step}: the trainer's own log-probs of {lost} of {gap.numel()} tokens are NaN or infinite: no "
+            "rollout could agree with them. Are the weights sound, is model.dtype wide enough, rollout.temperature usual?"
         )
     if allowed == 0 and largest > 0:
         raise MismatchError(
-            f"Step 0: trainer.exact=True, but {sentence}; {int((gap > 0).sum())} tokens differ. This is a bug in "
+            f"Step {step}: trainer.exact=True, but {sentence}; {int((gap > 0).sum())} tokens differ. This is a bug in "
             "posttrain's kernels on this machine: please report it, and set trainer.exact=False meanwhile."
         )
     if not mean <= allowed:  # also where the mean is NaN
         raise MismatchError(
-            f"Step 0: {sentence}. That is more than {allowed:g}: the policy that samples is not the one that is "
+            f"Step {step}: {sentence}. That is more than {allowed:g}: the policy that samples is not the one that is "
             "trained. Is the model supported by the rollout engine (try actor_rollout_ref.rollout.name=hf), and is "
             "model.dtype the same? trainer.rollout_mismatch_tol sets the limit."
         )
-    return f"Step 0: {sentence}.", largest
+    return f"Step {step}: {sentence}.", largest
 
 
-def sampling_words(batch: DataProto, *, corrected: bool) -> str | None:
+def sampling_words(batch: DataProto, *, corrected: bool, step: int = 0) -> str | None:
     """One sentence on how far what was sampled from is from the policy; None where they are the same."""
     if "sampling_log_probs" not in batch.batch:
         return None
@@ -170,8 +172,8 @@ def sampling_words(batch: DataProto, *, corrected: bool) -> str | None:
         else ("nothing corrects for it (algorithm.rollout_correction.rollout_is=token would)")
     )
     return (
-        "Step 0: filters and penalties of actor_rollout_ref.rollout (top_p, top_k, min_p, repetition_penalty) are not "
-        "in these log-probs. To what was really sampled from the policy's ratio is "
+        f"Step {step}: filters and penalties of actor_rollout_ref.rollout (top_p, top_k, min_p, repetition_penalty) are "
+        "not in these log-probs. To what was really sampled from the policy's ratio is "
         f"{float(ratio.mean()):.3g} on average (from {float(ratio.min()):.2g} to {float(ratio.max()):.2g}); {done}."
     )
 
