@@ -144,7 +144,7 @@ def compare_log_probs(
     if lost := int((~torch.isfinite(trainer_log_probs[real])).sum()):
         raise MismatchError(
             f"Step {step}: the trainer's own log-probs of {lost} of {gap.numel()} tokens are NaN or infinite: no "
-            "rollout could agree with them. Are the weights sound, is model.dtype wide enough, rollout.temperature usual?"
+            "rollout could agree with them. Are the weights sound, is model.dtype wide enough, the temperature usual?"
         )
     if allowed == 0 and largest > 0:
         raise MismatchError(
@@ -172,8 +172,8 @@ def sampling_words(batch: DataProto, *, corrected: bool, step: int = 0) -> str |
         else ("nothing corrects for it (algorithm.rollout_correction.rollout_is=token would)")
     )
     return (
-        f"Step {step}: filters and penalties of actor_rollout_ref.rollout (top_p, top_k, min_p, repetition_penalty) are "
-        "not in these log-probs. To what was really sampled from the policy's ratio is "
+        f"Step {step}: filters and penalties of actor_rollout_ref.rollout (top_p, top_k, min_p, repetition_penalty) "
+        "are not in these log-probs. To what was really sampled from the policy's ratio is "
         f"{float(ratio.mean()):.3g} on average (from {float(ratio.min()):.2g} to {float(ratio.max()):.2g}); {done}."
     )
 
