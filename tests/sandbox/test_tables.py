@@ -283,7 +283,8 @@ def make_frame():
         "strings": pd.array(["p", None, "q"], dtype="string"), "hours": pd.to_timedelta([1, 2, 3], unit="h"),
         "zoned": days.tz_localize("Europe/Berlin"), "offset": days.tz_localize(timezone(timedelta(hours=2))),
         "months": pd.period_range("2024-01", periods=3, freq="M"), "ranges": pd.interval_range(0, 3),
-        "objects": pd.Series([[1], (1, 2), pd.Timestamp("2024-01-01")], dtype=object), "small": pd.array([1, 2, 3], dtype="uint8"),
+        "objects": pd.Series([[1], (1, 2), pd.Timestamp("2024-01-01")], dtype=object),
+        "small": pd.array([1, 2, 3], dtype="uint8"),
         "reals that miss": pd.array([1.5, None, 2], dtype="Float64"), "truths": [True, False, True],
     }  # fmt: skip
     frame = pd.DataFrame(columns)
