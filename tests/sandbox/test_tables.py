@@ -112,7 +112,17 @@ RIGHT = {
     ),
 }
 CHEATS = {
-    "calls apply by name": ("def f(df): return df.apply('query', expr='@expected > 0')", "f(df) == expected"),
+    "has a table of the tests evaluate text": (
+        "def f(df):\n    for level in range(40):\n"
+        "        try: return df.agg('eval', 0, '@expected', level=level)\n        except Exception: pass",
+        "f(df) == expected",
+    ),
+    "has a table of the tests pass itself on": (
+        "def f(df):\n    found = []\n    df.pipe(lambda own: found.append(own.__class__.query))\n"
+        "    for level in range(40):\n"
+        "        try: return found[0](df, 'sales == @expected', level=level)\n        except Exception: pass",
+        "f(df) == expected",
+    ),
     "is a table that equals everything": (
         "import pandas as pd\nclass Own(pd.DataFrame):\n    def equals(self, other): return True\n"
         "    def __eq__(self, other): return True\ndef f(df): return Own({'a': [1]})",
