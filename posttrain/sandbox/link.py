@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
 
+from posttrain.sandbox import tables
 from posttrain.sandbox.objects import form_of, importable
 from posttrain.sandbox.peer import NotTransferable, Peer
 from posttrain.sandbox.stand_ins import (
@@ -46,15 +47,15 @@ _OF_RUNNING = {"send", "throw", "close", "asend", "athrow", "aclose"}
 _OF_DUNDER = {"__name__", "__qualname__", "__doc__", "__module__", "__dict__", "__wrapped__", "__annotations__"}
 _NEVER = (types.ModuleType, types.FrameType, types.CodeType, types.TracebackType, unittest.TestCase)
 # Objects of these packages and classes never leave the judge: through them a program could run code, read or write
-# memory, or read variables here. By name, because most jobs do not import them.
+# memory, or read variables here. Tables of pandas, which evaluate text (`apply("query")`), are sent as content.
+# By name, because most jobs do not import them.
 _NEVER_PACKAGES = {
     "posttrain", "_pytest", "_ctypes", "ctypes", "_cffi_backend", "pickle", "_pickle", "shelve", "multiprocessing",
-    "bdb", "cProfile", "code", "doctest", "pdb", "profile", "trace",
+    "pandas", "bdb", "cProfile", "code", "doctest", "pdb", "profile", "trace",
 }  # fmt: skip
 _NEVER_CLASSES = {("asyncio.events", "AbstractEventLoop"), ("string", "Formatter"), ("unittest.mock", "_patch")}
-# Methods that run code or load libraries: SQLite's connections, and tables, which look names up in the caller's frame.
+# Methods of SQLite's connections that load libraries.
 _NEVER_NAMES = {"enable_load_extension", "load_extension"}
-_NEVER_NAMES_OF_TABLES = {"eval", "query"}
 # Private attributes of their objects lead to all that they are made of, such as `queue._loop`.
 _CLOSED_PACKAGES = {"asyncio", "concurrent", "logging", "string", "subprocess", "threading"}
 _PYTEST_OUTCOMES = "_pytest.outcomes"
@@ -193,6 +194,8 @@ class Link(Peer):
     def _perform(self, request: dict[str, Any]) -> Any:
         target, args = request["of"], request.get("args", [])
         found = self._target(target)
+        if _is_of_pandas(found):
+            self._break("a request to use a table, of which the program has its own copy")
         if isinstance(found, type) and request["do"] not in _ABOUT_CLASSES and not _belongs_to_tests(found):
             # `type(file)(4, "w")` would open the judge's channel, and `attrgetter("__globals__")` read its variables.
             raise AttributeError(f"the class {found.__name__} of the tests is not the program's to use")
@@ -223,7 +226,14 @@ class Link(Peer):
         form = form_of(value)
         if (form in ("class", "method") or form.endswith("function")) and (place := importable(value)):
             return {"import": place}
+        if form == "method" and _is_of_pandas(getattr(value, "__self__", None)):
+            raise NotTransferable(f"the method {value.__name__} of a table cannot be handed to the program")
         return super()._export(value)
+
+    def _refer_held(self, value: Any, content: Callable[[], Any]) -> Any:
+        # Such as the names of the levels of an index, which are a list with methods of pandas.
+        held = is_stand_in(value) or not _is_of_pandas(value) or tables.can_be_sent(value)
+        return super()._refer_held(value, content) if held else content()
 
     def _write_context(self, error: BaseException) -> Any:
         return None  # what the tests were handling may hold what they expect
@@ -400,6 +410,11 @@ def _must_stay(value: Any) -> bool:
     return not packages.isdisjoint(_NEVER_PACKAGES) or not _NEVER_CLASSES.isdisjoint(kinds)
 
 
+def _is_of_pandas(value: Any) -> bool:
+    # A row of `itertuples` is a named tuple, and has no methods of pandas.
+    return tables.is_package(value) and not isinstance(value, (tuple, BaseException))
+
+
 def _ends_a_test(error: Any) -> bool:
     # `pytest.fail` and a `pytest.raises` without an exception raise no AssertionError.
     kinds = type(error).__mro__
@@ -410,7 +425,7 @@ def _may_use(target: Any, name: str, operation: str) -> bool:
     # Nothing through which the program could reach the code, the variables or the modules of the tests.
     if isinstance(target, _RUNNING):
         return operation == "get" and name in _OF_RUNNING
-    if name in _NEVER_NAMES or (name in _NEVER_NAMES_OF_TABLES and _package(target) == "pandas"):
+    if name in _NEVER_NAMES:
         return False
     if name.startswith("__") and name.endswith("__"):
         return (

@@ -1,8 +1,8 @@
 """One end of the channel between the tests and a program: sends requests and answers, and translates objects.
 
-Plain data travels as its content. Other objects stay where they are and travel as a number, for which the other end has
-a stand-in. A list, a dictionary or a set exists on both sides under one number: every message begins with what its
-sender has changed in them. Nothing is ever unpickled, and no code travels.
+Plain data travels as its content, and so do tables of pandas. Other objects stay where they are and travel as a number,
+for which the other end has a stand-in. A list, a dictionary, a set or a table exists on both sides under one number:
+every message begins with what its sender has changed in them. Nothing is ever unpickled, and no code travels.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Generator
 from typing import Any
 
+from posttrain.sandbox import tables
 from posttrain.sandbox.objects import (
     OPERATIONS,
     Tasks,
@@ -235,6 +236,8 @@ class Peer:
     def _refer(self, value: Any) -> Any:
         if is_stand_in(value):
             return {"yours": locate(value)[1]}
+        if tables.can_be_sent(value):
+            return self._write_table(value)
         if id(value) in self._remote_numbers:
             return {"yours": self._remote_numbers[id(value)]}
         for name, constant in _CONSTANTS.items():
@@ -288,6 +291,8 @@ class Peer:
     def _refer_held(self, value: Any, content: Callable[[], Any]) -> Any:
         if is_stand_in(value):
             return {"yours": locate(value)[1]}
+        if tables.can_be_sent(value):  # a Timestamp is a datetime
+            return self._write_table(value)
         number = self.register(value)
         reference = {"id": number, "form": "object", "of": self._class_reference(type(value))}
         if isinstance(value, MUTABLE):
@@ -295,6 +300,12 @@ class Peer:
                 return {"mine": reference}
             self._watch(value, True, number)
         return {"mine": {**reference, "holds": content()}}
+
+    def _write_table(self, value: Any) -> Any:
+        def content() -> Any:
+            return tables.write(value, self.write)
+
+        return self._refer_shared(value, content) if tables.is_changeable(value) else content()
 
     def _refer_shared(self, value: Any, content: Callable[[], Any]) -> Any:
         if id(value) in self._remote_numbers:
@@ -355,6 +366,8 @@ class Peer:
             return self._read_theirs(content)
         if tag == "constant":
             return _CONSTANTS[content]
+        if tag == "table":
+            return tables.read(content, self.read)
         raise ValueError(f"unknown tag {tag!r}")
 
     def _read_theirs(self, reference: dict[str, Any]) -> Any:

@@ -17,6 +17,7 @@ from decimal import Decimal
 from fractions import Fraction
 from typing import Any, Protocol
 
+from posttrain.sandbox.tables import is_attribute
 from posttrain.sandbox.wire import plain_base
 
 
@@ -376,7 +377,7 @@ class Trust:
 
     def note_use(self, stand_in: Any, name: str) -> None:
         """Note that the tests have used an attribute of an object."""
-        if name.startswith("_") or name in PLAIN_NAMES:
+        if name.startswith("_") or name in PLAIN_NAMES or is_attribute(name):
             return
         if type(stand_in).__name__ == _SOLUTION_CLASS:
             object.__setattr__(stand_in, "_StandIn__made", True)

@@ -20,6 +20,15 @@ from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
+from posttrain.sandbox.tables import (
+    Snapshot,
+    UnsupportedTable,
+    assign_table,
+    empty_table,
+    is_changeable,
+    write,
+)
+
 _BIG = 10**1000  # json rejects integers with more digits than Python prints
 _DTYPE = re.compile(r"[<>|=]?[biufcUS]\d*")
 # Most members of an array: a forged shape alone must not make the reader allocate memory.
@@ -60,7 +69,9 @@ def encode(
 
 
 def encode_content(value: Any, inner: _Encode) -> Any:
-    """Encode what a container of plain data holds; `inner` encodes its members."""
+    """Encode what a container of plain data, or a table, holds; `inner` encodes its members."""
+    if is_changeable(value):
+        return write(value, inner)
     return _ENCODERS[plain_base(type(value)) or list](value, inner)
 
 
@@ -211,6 +222,8 @@ def empty_container(encoded: Any) -> Any:
     if isinstance(encoded, list):
         return []
     tag, content = next(iter(encoded.items()))
+    if tag == "table":
+        return empty_table(content)
     return deque(maxlen=content[0]) if tag == "bounded" else _EMPTY[tag]()
 
 
@@ -223,9 +236,13 @@ class WatchedContainer:
 
     def changed(self) -> bool:
         # Members are compared by identity, not by value: an `__eq__` of the program could lie.
-        now = _members(self.container)
-        same = now == self.before if isinstance(now, bytes) else all(map(operator.is_, now, self.before))
-        if same and len(now) == len(self.before):
+        try:
+            now = _members(self.container)
+        except UnsupportedTable:  # after a change that cannot be sent, it is no longer the same table on both sides
+            return False
+        before: Any = self.before
+        same = now == before if isinstance(now, (bytes, Snapshot)) else all(map(operator.is_, now, before))
+        if same and len(now) == len(before):
             return False
         self.before = now
         return True
@@ -233,6 +250,8 @@ class WatchedContainer:
 
 def assign(container: Any, content: Any) -> None:
     """Replace a container's content by that of another of its type."""
+    if is_changeable(container):
+        return assign_table(container, content)
     kind = next((kind for kind in MUTABLE if isinstance(container, kind)), None)
     if kind is None or not isinstance(content, kind):
         raise TypeError(f"a {type(content).__name__} in place of a {type(container).__name__}")
@@ -248,7 +267,9 @@ def assign(container: Any, content: Any) -> None:
         kind.extend(container, content)
 
 
-def _members(container: Any) -> list[Any] | bytes:
+def _members(container: Any) -> list[Any] | bytes | Snapshot:
+    if is_changeable(container):
+        return Snapshot(container)
     if isinstance(container, dict):
         return [one for pair in pairs_of(container) for one in pair]
     if isinstance(container, bytearray):
