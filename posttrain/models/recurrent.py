@@ -171,12 +171,15 @@ def _call(layer: Any, hidden_BLE: torch.Tensor, states: CallStates | None) -> An
 @contextmanager
 def _torch_alone() -> Iterator[None]:
     # In place of flash-linear-attention, causal_conv1d and mamba_ssm, which transformers calls wherever they are
-    # installed, on any device, unless a model is being exported.
-    was, torch.compiler.is_exporting = torch.compiler.is_exporting, lambda: True
+    # installed, on any device, unless a model is being exported. Only that choice is changed: its code for exported
+    # models needs more memory.
+    from transformers.integrations import hub_kernels
+
+    was, hub_kernels.is_torchdynamo_exporting = hub_kernels.is_torchdynamo_exporting, lambda: True
     try:
         yield
     finally:
-        torch.compiler.is_exporting = was
+        hub_kernels.is_torchdynamo_exporting = was
 
 
 def _torch_on_meta(hidden_BLE: torch.Tensor) -> AbstractContextManager[None]:

@@ -20,6 +20,7 @@ from posttrain.config.root import OptimConfig
 from posttrain.engine.base import EngineSettings
 from posttrain.engine.facts import facts_of
 from posttrain.engine.megatron.adapters import check_adapters, scalings_of
+from posttrain.engine.settings import RL
 from posttrain.engine.torch_engine import TorchEngine
 from posttrain.errors import UserError
 from posttrain.models import expert_adapters
@@ -551,4 +552,4 @@ def test_bases_and_engines_that_cannot_have_them_say_so():
     with pytest.raises(UserError, match=r"rollout\.quantization=fp8: it is not built for experts with adapters"):
         build_native(module, RolloutConfig(kv_cache_gb=0.05), decode=None, fp8=True)
     with pytest.raises(UserError, match=r"model\.target_modules: adapters on .*layers\.0\.mlp\.experts\.down_proj"):
-        check_adapters([], {n: s for n, s in scalings_of(module).items() if "experts" in n}, "model")
+        check_adapters([], {n: s for n, s in scalings_of(module).items() if "experts" in n}, RL)

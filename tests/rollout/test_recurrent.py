@@ -280,7 +280,7 @@ def test_state_bytes_are_those_of_the_tensors(kind):
 
 def test_sizes_are_found_by_torch_where_kernels_are_installed(monkeypatch):
     """They take no tensors of the meta device, on which sizes and memory plans are computed."""
-    from transformers.integrations.hub_kernels import use_kernel_func_from_hub_with_fallback
+    from transformers.integrations import hub_kernels
     from transformers.models.qwen3_5 import modeling_qwen3_5 as layers
 
     def chunk_gated_delta_rule(query, *given, **named):
@@ -291,10 +291,10 @@ def test_sizes_are_found_by_torch_where_kernels_are_installed(monkeypatch):
     expected = state_bytes(model)
     recurrent.answer_recurrence(model)
     by_torch = inspect.unwrap(getattr(layers, name))
-    installed = use_kernel_func_from_hub_with_fallback("chunk_gated_delta_rule", "a_kernel")(by_torch)
+    installed = hub_kernels.use_kernel_func_from_hub_with_fallback("chunk_gated_delta_rule", "a_kernel")(by_torch)
     monkeypatch.setattr(layers, name, installed)
     with pytest.raises(AssertionError, match="launched on cpu"):
         model(torch.tensor([[1, 2, 3]]))
     assert state_bytes(model) == expected
     logits = model.to("meta")(torch.tensor([[1, 2, 3]], device="meta")).logits
-    assert logits.is_meta and not torch.compiler.is_exporting()
+    assert logits.is_meta and not hub_kernels.is_torchdynamo_exporting()
