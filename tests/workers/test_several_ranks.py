@@ -40,7 +40,7 @@ from posttrain.batch.columns import EveryTokenColumn, LastTokenColumn, MaskColum
 from posttrain.config import load_config
 from posttrain.controller.incidents import PeerLost, WorkerDied
 from posttrain.controller.pool import LocalWorkers, RolePool
-from posttrain.controller.rank_host import RankHost, RayHolder, unpack
+from posttrain.controller.rank_host import RankHost, RayHolder, Refs, unpack
 from posttrain.errors import UserError
 from posttrain.kernels.train import can_train
 from posttrain.protocol import DataProto
@@ -312,7 +312,7 @@ def test_rollout_workers_that_die_or_are_stopped_are_replaced_alone_and_change_n
 
 def is_lost(holder: Any) -> bool:
     try:
-        RayHolder([holder.ref], 0).get()
+        RayHolder(Refs([holder.ref]), 0).get()
     except PeerLost:
         return True
     return False
