@@ -175,11 +175,12 @@ def _torch_alone() -> Iterator[None]:
     # models needs more memory.
     from transformers.integrations import hub_kernels
 
-    was, hub_kernels.is_torchdynamo_exporting = hub_kernels.is_torchdynamo_exporting, lambda: True
+    module: Any = hub_kernels
+    was, module.is_torchdynamo_exporting = module.is_torchdynamo_exporting, lambda: True
     try:
         yield
     finally:
-        hub_kernels.is_torchdynamo_exporting = was
+        module.is_torchdynamo_exporting = was
 
 
 def _torch_on_meta(hidden_BLE: torch.Tensor) -> AbstractContextManager[None]:
