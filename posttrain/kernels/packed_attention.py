@@ -36,7 +36,8 @@ class PackedLayout:
     positions, which a sliding window goes by. `wanted_T` are the tokens whose hidden states are asked for, in
     order; a last layer may leave the others out. `answered` counts the layers whose attention this layout has served.
     With `exact`, a pass gives log-probs the bits that decoding gives them; with `fp8` (`models/fp8_base.py`), its
-    products read 8-bit copies of the weights.
+    products read 8-bit copies of the weights. `turned_by` are cosines and sines (T, D), where attention itself rotates
+    queries and keys.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class PackedLayout:
     ) -> None:
         self.answered, self.exact = 0, False
         self.fp8: Any = None
+        self.turned_by: tuple[torch.Tensor, torch.Tensor] | None = None
         self.segments: dict[bool, SegmentPlan] = {}  # made by the first layer with a recurrent state
         self._rotation: tuple[Sequence[torch.Tensor], tuple[torch.Tensor, ...]] | None = None
         self.lengths, self.device = torch.tensor(lengths), torch.device(device)

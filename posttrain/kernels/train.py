@@ -284,6 +284,37 @@ class RmsNorm(torch.autograd.Function):
         return (*norm_backward(grad_TE.contiguous(), *ctx.saved_tensors, trained=trained), None)
 
 
+class Rotated(torch.autograd.Function):
+    """Queries and keys turned by cosines and sines (T, D) of whole heads, and values as they are, where rotation is not
+    part of a layer's own function."""
+
+    @staticmethod
+    def forward(ctx, query_THD, key_TKD, value_TKD, cosine_TD, sine_TD):
+        ctx.save_for_backward(cosine_TD, sine_TD)
+        joined = torch.cat([query_THD, key_TKD, value_TKD], 1).flatten(1)
+        return split_heads(joined, query_THD.shape[1], key_TKD.shape[1], cosine_TD, sine_TD)
+
+    @staticmethod
+    def backward(ctx, grad_THD, grad_TKD, grad_value_TKD):  # pyright: ignore[reportIncompatibleMethodOverride]
+        grads = [grad.contiguous() for grad in (grad_THD, grad_TKD, grad_value_TKD)]
+        joined = join_heads(*grads, *ctx.saved_tensors).unflatten(1, (-1, grad_THD.shape[2]))
+        return *joined.split([grad.shape[1] for grad in grads], 1), None, None
+
+
+class Gated(torch.autograd.Function):
+    """silu(gate) * up of rows that hold both, where it is not part of a layer's own function."""
+
+    @staticmethod
+    def forward(ctx, gate_up_T2I):
+        gate_up_T2I = gate_up_T2I.contiguous()
+        ctx.save_for_backward(gate_up_T2I)
+        return silu_mul(gate_up_T2I)
+
+    @staticmethod
+    def backward(ctx, grad_TI):  # pyright: ignore[reportIncompatibleMethodOverride]
+        return gate_backward(grad_TI.contiguous(), *ctx.saved_tensors)[1]
+
+
 # -- the gated layer with adapters -------------------------------------------------------------------------------------
 # silu(gate + L G) * (up + M U): the gated part of a layer with LoRA adapters. On a CUDA device the
 # adapters' products are computed inside the kernels that read gate and up anyway: as products of their own they would

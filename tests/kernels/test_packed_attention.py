@@ -4,6 +4,7 @@ import pytest
 import torch
 from references import plain_attention
 
+from posttrain.kernels import train
 from posttrain.kernels.packed_attention import PackedLayout, packed_attention, packed_rows
 
 
@@ -61,3 +62,30 @@ def test_rows_of_similar_length_share_a_rectangle_and_the_layout_is_closed_after
         assert active_layout() is layout
         raise RuntimeError
     assert active_layout() is None
+
+
+def test_heads_that_are_rotated_by_themselves_and_gates_equal_the_formulas_and_their_gradients():
+    """On a CPU in float32; on a CUDA device `test_triton_training.py` has the kernels that they are made of."""
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(11, count, 8, generator=generator).requires_grad_() for count in (6, 2, 2))
+    angles = torch.randn(11, 4, generator=generator).repeat(1, 2)
+    cosine, sine = angles.cos(), angles.sin()
+
+    def turned(x):
+        first, second = x.chunk(2, -1)
+        return x * cosine[:, None] + torch.cat([-second, first], -1) * sine[:, None]
+
+    found = train.Rotated.apply(query, key, value, cosine, sine)
+    wanted = turned(query), turned(key), value
+    grads = [torch.randn(x.shape, generator=generator) for x in wanted]
+    for mine, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(mine, other)
+    by_formula = torch.autograd.grad(wanted, (query, key, value), grads)
+    for mine, other in zip(torch.autograd.grad(found, (query, key, value), grads), by_formula, strict=True):
+        torch.testing.assert_close(mine, other)
+
+    both, grad = torch.randn(7, 20, generator=generator).requires_grad_(), torch.randn(7, 10, generator=generator)
+    wanted = torch.nn.functional.silu(both[:, :10]) * both[:, 10:]
+    found = train.Gated.apply(both)
+    torch.testing.assert_close(found, wanted)
+    torch.testing.assert_close(*(torch.autograd.grad(x, both, grad)[0] for x in (found, wanted)))

@@ -12,6 +12,7 @@ import torch
 from posttrain.engine.megatron.groups import ParallelSizes, RankGroups
 from posttrain.engine.megatron.package import MegatronError, adapt_experts, buffers_on, part
 from posttrain.engine.megatron.settings import ATTENTION_BIASES, EXPERTS, LATENT, MODEL_TYPES
+from posttrain.kernels import train
 from posttrain.kernels.packed_attention import active_layout
 from posttrain.kernels.sequence_parallel import stretch_attention
 
@@ -176,7 +177,7 @@ def build(decoder: Any, groups: RankGroups, device: torch.device, dtype: torch.d
     ]
     block = part("transformer.transformer_block").TransformerBlockSubmodules(layer_specs=specs, layer_norm=Norm)
     with buffers_on(device), warnings.catch_warnings(action="ignore"):  # that experts are not cut by tokens
-        return (
+        model = (
             part("models.gpt")
             .GPTModel(
                 _settings(config, groups.sizes, dtype),
@@ -189,6 +190,10 @@ def build(decoder: Any, groups: RankGroups, device: torch.device, dtype: torch.d
             )
             .to(device=device, dtype=dtype)
         )
+    for module in model.modules():
+        if isinstance(module, part("transformer.mlp").MLP):
+            module.activation_func = Gate()
+    return model
 
 
 def _layer(decoder: Any, *, mixture: bool) -> Any:
@@ -234,6 +239,22 @@ class Norm(torch.nn.RMSNorm):
     def __init__(self, config: Any, hidden_size: int, eps: float, **_: Any) -> None:
         super().__init__(hidden_size, eps)
 
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not train.on_cuda(x):
+            return super().forward(x)
+        flat = train.RmsNorm.apply(x.flatten(0, -2), self.weight, self.eps)  # pyright: ignore
+        return flat.view(x.shape)
+
+
+class Gate(torch.nn.Module):
+    """silu(gate) * up of what holds both, in one kernel each way where there is one."""
+
+    def forward(self, gate_up: torch.Tensor) -> torch.Tensor:
+        if gate_up.numel() and train.can_train(gate_up):  # no token may have been sent to an expert
+            return train.Gated.apply(gate_up.flatten(0, -2)).unflatten(0, gate_up.shape[:-1])  # pyright: ignore
+        gate, up = gate_up.chunk(2, -1)
+        return torch.nn.functional.silu(gate) * up
+
 
 def _settings(config: Any, sizes: ParallelSizes, dtype: torch.dtype) -> Any:
     return part("transformer").TransformerConfig(
@@ -248,6 +269,7 @@ def _settings(config: Any, sizes: ParallelSizes, dtype: torch.dtype) -> Any:
         qk_layernorm=has_query_norms(config),
         gated_linear_unit=True,
         activation_func=torch.nn.functional.silu,
+        use_te_activation_func=True,  # an MLP calls its own `activation_func` on gate and up: `Gate`
         normalization="RMSNorm",
         layernorm_epsilon=config.rms_norm_eps,
         hidden_dropout=0.0,

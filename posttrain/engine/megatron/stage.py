@@ -21,10 +21,12 @@ from torch.utils.checkpoint import checkpoint
 
 from posttrain.engine.heads import Head
 from posttrain.engine.megatron.groups import RankGroups
+from posttrain.engine.megatron.model import head_size, is_latent
 from posttrain.engine.megatron.package import buffers_on
 from posttrain.engine.packing import Rows, with_a_prediction
 from posttrain.engine.pipeline import Pipeline
 from posttrain.engine.runner import Stage
+from posttrain.kernels import train
 from posttrain.kernels.logprob_head import chunk_elements, logprob_head
 from posttrain.kernels.packed_attention import active_layout, packed_rows
 from posttrain.kernels.sequence_parallel import gathered, own_stretch, shared_sequence, stretch_attention
@@ -42,8 +44,10 @@ class PackedAttention(torch.nn.Module):
         """(T, 1, H x D) from (T, 1, H, D): one sequence that holds all rows, or this rank's stretch of it."""
         layout = active_layout()
         assert layout is not None, "rows of this engine are packed"
-        out_THD = stretch_attention(query[:, 0], key[:, 0], value[:, 0], layout, scale=self.scale)
-        return out_THD.flatten(1)[:, None]
+        query, key, value = (x[:, 0] for x in (query, key, value))
+        if layout.turned_by is not None:
+            query, key, value = train.Rotated.apply(query, key, value, *layout.turned_by)  # pyright: ignore
+        return stretch_attention(query, key, value, layout, scale=self.scale).flatten(1)[:, None]
 
 
 class MegatronStage(Stage):
@@ -71,6 +75,8 @@ class MegatronStage(Stage):
         self.module, self.config, self.groups, self.pipeline, self.head = module, config, groups, pipeline, head
         self.angles_D, self.device = angles_D.to(device, torch.float32), device
         self.chunks, self.padding, self.recompute = chunks, padding, recompute
+        # Latent attention rotates a part of its heads itself, and so does Megatron-Core where heads turn in part only.
+        self.rotates = not is_latent(config) and 2 * len(angles_D) == head_size(config)
 
     @contextmanager
     def computing(self, rows: Rows) -> Iterator[None]:
@@ -98,6 +104,12 @@ class MegatronStage(Stage):
         hidden = self._embedded(ids_T) if arrived is None else arrived
         half = position_T[:, None].float() * self.angles_D
         rotation = torch.cat([half, half], -1)[:, None, None]
+        if self.rotates and train.can_train(hidden):
+            # One kernel where Megatron-Core takes a dozen, which the host has to launch for every layer.
+            assert rows.layout is not None, "rows of this engine are packed"
+            angles_TD = rotation[:, 0, 0]
+            rows.layout.turned_by = angles_TD.cos().to(hidden.dtype), angles_TD.sin().to(hidden.dtype)
+            rotation = None
         for layer in self.module.decoder.layers[self.chunks[chunk]]:
             if self.recompute and torch.is_grad_enabled():
                 # Nothing random happens in a layer, so that its recomputation needs no random state of before.
@@ -143,7 +155,7 @@ class MegatronStage(Stage):
         return torch.where((ids_T == self.padding)[:, None, None], hidden.detach(), hidden)
 
 
-def _through(layer: Any, hidden: Any, rotation: torch.Tensor) -> torch.Tensor:
+def _through(layer: Any, hidden: Any, rotation: torch.Tensor | None) -> torch.Tensor:
     return layer(hidden_states=hidden, attention_mask=None, rotary_pos_emb=rotation)[0]
 
 
