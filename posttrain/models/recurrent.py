@@ -81,6 +81,34 @@ class CallStates:
     def is_recording_past(self, layer_idx: int) -> bool:
         return False
 
+    @property
+    def layers(self) -> LayerStates:
+        """Where layers of transformers 5.17 read their states; later ones call the methods above."""
+        return LayerStates(self.held)
+
+
+class LayerStates:
+    """`cache.layers[number]`, of any number: a call's states are those of one layer."""
+
+    record_past = False
+
+    def __init__(self, held: Held) -> None:
+        self.conv_states, self.recurrent_states = StatesOfKind(held, CONV), StatesOfKind(held, RECURRENT)
+
+    def __getitem__(self, layer_idx: int) -> LayerStates:
+        return self
+
+
+class StatesOfKind:
+    """States by their number. Layers write to what they are given, so that is a copy, which is kept."""
+
+    def __init__(self, held: Held, kind: str) -> None:
+        self.held, self.kind = held, kind
+
+    def __getitem__(self, state_idx: int) -> torch.Tensor:
+        self.held[self.kind, state_idx] = self.held[self.kind, state_idx].clone()
+        return self.held[self.kind, state_idx]
+
 
 def recurrent_layers(model: torch.nn.Module) -> list[Any]:
     """The modules of a model that keep states in transformers' cache."""
