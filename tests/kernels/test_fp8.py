@@ -180,6 +180,25 @@ def close(found: torch.Tensor, wanted: torch.Tensor) -> None:
     torch.testing.assert_close(found.float(), wanted, rtol=3e-2, atol=2e-2 * float(wanted.std()))
 
 
+@gpu
+@torch.no_grad()
+def test_what_is_not_a_number_stays_so_as_by_the_formula():
+    """Clamped as a number it would be an ordinary -448 times the scale, and hide a broken update."""
+    from posttrain.kernels.cuda import fp8 as kernels
+
+    x = draw(4, 96).to("cuda", torch.bfloat16)
+    x[1, 5], x[2, 7] = float("nan"), float("inf")
+    found = kernels.quantize_rows(x)
+    wanted = (x.float() / found.scales[:, None]).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn).float()
+    values = found.values.float()
+    assert torch.equal(values.isnan(), wanted.isnan()) and bool(values[1, 5].isnan()) and bool(values[2, 7].isnan())
+    torch.testing.assert_close(
+        values, wanted, rtol=0.13, atol=0, equal_nan=True
+    )  # a rounding may fall to the other side
+    gated = kernels.silu_mul(torch.cat([x, torch.ones_like(x)], dim=-1))
+    assert bool(gated.values.float()[1, 5].isnan())
+
+
 def numbers(x: Quantized) -> torch.Tensor:
     return x.values.float() * x.scales[..., None]
 

@@ -32,7 +32,8 @@ def _scale(largest):
 
 @triton.jit
 def _rounded(wide, scale):
-    return tl.minimum(tl.maximum(wide / scale, -_LARGEST), _LARGEST).to(tl.float8e4nv)
+    # Clamped as `round_rows` does it: what is not a number stays so, and an update that is not finite is noticed.
+    return tl.clamp(wide / scale, -_LARGEST, _LARGEST, propagate_nan=tl.PropagateNan.ALL).to(tl.float8e4nv)
 
 
 @triton.jit
