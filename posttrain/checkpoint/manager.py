@@ -83,8 +83,9 @@ RNG = "rng.safetensors"
 LATEST = "latest_checkpointed_iteration.txt"
 
 
-# Writes a role's tensors into a new folder. In the background it returns None once they may change, and the folder's
-# `.written.json` says when it is complete; a text is why it has been written already.
+# Writes a role's tensors into a new folder. In the background it returns None once training may go on (what changes the
+# tensors waits until they are copied), and the folder's `.written.json` says when it is complete; a text is why it has
+# been written already.
 WriteRole = Callable[[Path], Any]
 
 
@@ -131,8 +132,9 @@ class CheckpointManager:
         given, be it one process or many; `state` is plain JSON, `extra` writes further files. Only when all have
         written is the folder synced, listed and put in its place. After an error nothing of the new checkpoint is left.
 
-        In the `background` this returns as soon as the caller may change the tensors. The next `save`, `wait` or
-        `raise_failure` raises what went wrong. One save at a time: the next waits for it.
+        In the `background` this returns as soon as training may go on; only what changes the tensors of a role waits
+        until they are copied (`parts.HostCopies`). The next `save`, `wait` or `raise_failure` raises what went wrong.
+        One save at a time: the next waits for it.
         """
         self.wait()
         target = self.folder / f"global_step_{step}"

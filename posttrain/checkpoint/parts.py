@@ -1,13 +1,14 @@
 """One rank's part of a role's tensors on its way into a checkpoint: planned, copied, written and hashed.
 
 Ranks plan together which of them writes what; that is the only collective. From then on they report through files in
-the role's folder, so that a thread can write while training goes on. `.rank_R.json` is the report of rank R. Rank 0
-waits for the others, writes `.metadata`, and reports the complete folder in `.written.json`: size and SHA-256 of every
-file, taken while it was written, or the error of the first rank that failed. The manager reads and removes it.
+the role's folder, so that a thread can copy and write while training goes on. `.rank_R.json` is the report of rank R.
+Rank 0 waits for the others, writes `.metadata`, and reports the complete folder in `.written.json`: size and SHA-256 of
+every file, taken while it was written, or the error of the first rank that failed. The manager reads and removes it.
 """
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import json
 import os
@@ -19,7 +20,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar, cast
+from typing import Any, BinaryIO, Generic, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -141,7 +142,8 @@ class RolePart:
 
     Alone, a process writes all of them. `together` every rank writes what it holds of tensors that are cut over ranks,
     and one of them what all have alike; all ranks must make the same calls. `save` writes the live tensors and returns
-    when all ranks have; `begin` takes `copies` first, and writes these in a thread.
+    when all ranks have; `begin` returns at once, and a thread takes `copies` and writes these. Whatever changes the
+    tensors calls `copies.wait()` first.
     """
 
     def __init__(
@@ -198,28 +200,35 @@ class RolePart:
             raise error
 
     def begin(self) -> str | None:
-        """Copy, and write the copies in the background. Where memory does not suffice for them, all is written at once,
-        and the reason returned."""
+        """Copy, and write the copies, in the background. Where memory does not suffice for them, all is written at
+        once, and the reason returned."""
         if self._lack is not None:
             self.save()
             return self._lack
         live: dict[MetadataIndex, Any] = {item.index: self._planner.resolve_data(item) for item in self._plan.items}
-        self._planner.copies = self.copies.take(live)
+        copying = self.copies.begin(live)
+        self._planner.copies = copying.targets
         self._planner.state_dict = {}
 
         def write() -> None:
             with suppress(BaseException):  # it is in the report, which the driver reads
-                self._write()
+                self._write(copying)
             self._planner.copies = None  # of a write that failed
 
-        # Not a daemon: a process that ends normally waits until the files are written.
-        threading.Thread(target=write, name="checkpoint").start()
+        try:
+            # Not a daemon: a process that ends normally waits until the files are written.
+            threading.Thread(target=write, name="checkpoint").start()
+        except BaseException:
+            copying.end()
+            raise
         return None
 
-    def _write(self) -> None:
-        """Write, and report what was written or what went wrong."""
+    def _write(self, copying: Copying | None = None) -> None:
+        """Copy, if that is still to be done, write, and report what was written or what went wrong."""
         written = self._writer.files.written
         try:
+            if copying is not None:
+                copying.run(self.folder)
             results = self._writer.write_all(self._plan, self._planner)
             if self.rank == 0:
                 self._complete(results)
@@ -329,15 +338,19 @@ def _lack_of_memory(ranks: list[tuple[int, str, int]]) -> str | None:
     return None
 
 
-# Copies of tensors in host memory, taken while training waits: as quickly as the bus and the memory allow.
+# Copies of tensors in host memory, taken while training goes on.
 
 
 Key = TypeVar("Key", bound=Hashable)
 _STAGING = 2**27
+Pair = tuple[torch.Tensor, torch.Tensor]  # a tensor, and the memory that its values are copied into
 
 
 class HostCopies:
-    """Takes copies of tensors, one set at a time: the next set may be taken when the last one was written.
+    """Takes copies of tensors in a thread, one set at a time: the next set may be taken when the last one was written.
+
+    Passes and a rollout only read the tensors, so that they go on meanwhile. `wait` comes before everything that
+    changes the tensors or gives their memory back: an optimizer step, loading, offloading.
 
     Copies of a GPU's tensors stay allocated for the next time: touching tens of GiB of new pages takes longer than
     copying into them. On a CPU they are freed, since the memory is what training itself runs in.
@@ -345,60 +358,167 @@ class HostCopies:
 
     def __init__(self) -> None:
         self._kept: dict[Hashable, torch.Tensor] = {}
-        self._staging: list[torch.Tensor] = []
+        self.staging: list[torch.Tensor] = []
+        self.is_idle = threading.Event()
+        self.is_idle.set()
+        self._waited_s = 0.0
 
-    def take(self, tensors: Mapping[Key, torch.Tensor]) -> dict[Key, torch.Tensor]:
-        """By the same keys, tensors in host memory with the values of now."""
-        found, from_gpu = {}, []
+    def begin(self, tensors: Mapping[Key, torch.Tensor]) -> Copying[Key]:
+        """Copies with the values of now, as soon as `run` of what is returned has ended; until then `wait` waits."""
+        self.is_idle.wait()  # the last set is copied into the same memory; it may be of a save that was given up
+        targets: dict[Key, torch.Tensor] = {}
         for key, tensor in tensors.items():
-            if tensor.device.type != "cuda" or not tensor.is_contiguous():
-                found[key] = tensor.detach().to("cpu", copy=True)
-                continue
             kept = self._kept.get(key)
             if kept is None or (kept.shape, kept.dtype) != (tensor.shape, tensor.dtype):
                 # Not pinned: torch rounds pinned memory up to powers of two, and locking its pages takes seconds.
-                kept = self._kept[key] = torch.empty_like(tensor, device="cpu")
-            found[key] = kept
-            from_gpu.append((tensor.detach(), kept))
-        if from_gpu:
-            self._copy(from_gpu)
-        return found
+                kept = torch.empty_like(tensor, device="cpu", requires_grad=False)
+            if tensor.is_cuda:
+                self._kept[key] = kept
+            targets[key] = kept
+        # Aliases, not the tensors themselves: `module.to` gives a parameter other memory, and the copy needs this one.
+        pairs = [(tensor.detach(), targets[key]) for key, tensor in tensors.items()]
+        return Copying(self, targets, pairs)
+
+    def wait(self) -> None:
+        """Until the tensors of the last `begin` may be changed."""
+        if not self.is_idle.is_set():
+            started = time.perf_counter()
+            try:
+                self.is_idle.wait()
+            finally:
+                self._waited_s += time.perf_counter() - started
+
+    def take_waited(self) -> float:
+        """Seconds that were spent in `wait` since the last call."""
+        taken, self._waited_s = self._waited_s, 0.0
+        return taken
 
     def held_bytes(self) -> int:
         """Memory that the next set needs no more of."""
         return sum(tensor.nbytes for tensor in self._kept.values())
 
-    def _copy(self, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Through two pinned pieces of memory: one is filled from the device while all cores empty the other."""
-        if not self._staging:
-            self._staging = [torch.empty(_STAGING, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
-        device = pairs[0][0].device
+
+class Copying(Generic[Key]):
+    """One set of copies under way: `targets` have their values when `run` has returned."""
+
+    def __init__(self, copies: HostCopies, targets: dict[Key, torch.Tensor], pairs: list[Pair]) -> None:
+        self.targets, self._copies = targets, copies
+        # As long as they are held here, torch's allocator gives their memory to no other tensor.
+        self._pairs = pairs
+        self._device = next((source.device for source, _ in pairs if source.is_cuda), None)
+        self._is_ready: torch.cuda.Event | None = None
+        if self._device is not None:  # what is queued now may be what computes the tensors
+            self._is_ready = torch.cuda.Event()
+            self._is_ready.record(torch.cuda.current_stream(self._device))
+        copies.is_idle.clear()
+
+    def run(self, folder: Path) -> None:
+        """Copy all of them; GivenUp when the folder that they are meant for is gone."""
+        try:
+            with torch.no_grad():
+                _copy(self._in_host_memory(), folder)
+                if self._device is not None:
+                    self._copy_from_device(self._device, folder)
+        finally:
+            self.end()
+
+    def end(self) -> None:
+        """Whoever waits goes on."""
+        self._pairs = []
+        self._copies.is_idle.set()
+
+    def _in_host_memory(self) -> list[Pair]:
+        return [pair for pair in self._pairs if not pair[0].is_cuda]
+
+    def _copy_from_device(self, device: torch.device, folder: Path) -> None:
+        # Streams and the current device are a thread's own: without these two lines all would go through the default
+        # stream of device 0.
         stream = torch.cuda.Stream(device)
-        stream.wait_stream(torch.cuda.current_stream(device))
-        waiting: list[tuple[torch.cuda.Event, torch.Tensor, torch.Tensor]] = []
-        turn = 0
-        for source, target in pairs:
-            for piece, place in _pieces(source, target):
-                staged = self._staging[turn % 2][: piece.numel()]
-                turn += 1
-                if len(waiting) == 2:
-                    _empty(waiting.pop(0))
-                with torch.cuda.stream(stream):
-                    staged.copy_(piece, non_blocking=True)
-                    event = torch.cuda.Event()
-                    event.record(stream)
-                waiting.append((event, staged, place))
-        for one in waiting:
-            _empty(one)
+        with torch.cuda.device(device), torch.cuda.stream(stream), _beside_captures():
+            assert self._is_ready is not None
+            stream.wait_event(self._is_ready)
+            on_device = [pair for pair in self._pairs if pair[0].is_cuda]
+            try:
+                _copy([pair for pair in on_device if not _is_plain(pair)], folder)
+                self._stage([pair for pair in on_device if _is_plain(pair)], stream, folder)
+            finally:
+                stream.synchronize()  # after an error, too: from here on the tensors may be changed
+
+    def _stage(self, pairs: list[Pair], stream: torch.cuda.Stream, folder: Path) -> None:
+        """Through two pinned pieces of memory: one is filled from the device while all cores empty the other."""
+        staging = self._copies.staging
+        if not staging:
+            staging += [torch.empty(_STAGING, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+        waiting: list[tuple[torch.cuda.Event, list[Pair]]] = []
+        for turn, load in enumerate(_loads(pairs)):
+            _check_wanted(folder)
+            if len(waiting) == 2:
+                _empty(*waiting.pop(0))
+            staged = staging[turn % 2].split([piece.numel() for piece, _ in load] + [_STAGING - _bytes_in(load)])
+            for place, (piece, _) in zip(staged, load, strict=False):
+                place.copy_(piece, non_blocking=True)
+            event = torch.cuda.Event(blocking=True)  # the thread sleeps: spinning would take a core of the rollout's
+            event.record(stream)
+            waiting.append((event, [(place, target) for place, (_, target) in zip(staged, load, strict=False)]))
+        for event, load in waiting:
+            _empty(event, load)
 
 
-def _empty(piece: tuple[torch.cuda.Event, torch.Tensor, torch.Tensor]) -> None:
-    event, staged, place = piece
+def _empty(event: torch.cuda.Event, load: list[Pair]) -> None:
     event.synchronize()
-    place.copy_(staged)
+    for staged, target in load:
+        target.copy_(staged)
 
 
-def _pieces(source: torch.Tensor, target: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Both as bytes, in pieces of the staging memory's size."""
-    ours, theirs = source.view(-1).view(torch.uint8), target.view(-1).view(torch.uint8)
-    return list(zip(ours.split(_STAGING), theirs.split(_STAGING), strict=True))
+def _copy(pairs: list[Pair], folder: Path) -> None:
+    for source, target in pairs:
+        if source.nbytes >= _LARGE:
+            _check_wanted(folder)
+        target.copy_(source)
+
+
+def _check_wanted(folder: Path) -> None:
+    if not folder.exists():
+        raise GivenUp(f"{folder} was removed")
+
+
+def _is_plain(pair: Pair) -> bool:
+    return pair[0].is_contiguous()
+
+
+def _loads(pairs: list[Pair]) -> Iterator[list[Pair]]:
+    """All of them as bytes, in pieces; those of one load fit into the staging memory."""
+    load: list[Pair] = []
+    room = _STAGING
+    for source, target in pairs:
+        ours, theirs = source.view(-1).view(torch.uint8), target.view(-1).view(torch.uint8)
+        while ours.numel():
+            load.append((ours[:room], theirs[:room]))
+            ours, theirs = ours[room:], theirs[room:]
+            room -= load[-1][0].numel()
+            if not room:
+                yield load
+                load, room = [], _STAGING
+    if load:
+        yield load
+
+
+def _bytes_in(load: list[Pair]) -> int:
+    return sum(piece.numel() for piece, _ in load)
+
+
+@contextmanager
+def _beside_captures() -> Iterator[None]:
+    """Inside, this thread may wait for the device while another one captures a CUDA graph, as a rollout does for each
+    new number of sequences. By default such a call fails, and spoils the capture."""
+    try:
+        exchange = ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode
+    except (OSError, AttributeError):  # another vendor's device, whose driver has no such rule
+        yield
+        return
+    mode = ctypes.c_int(2)  # CU_STREAM_CAPTURE_MODE_RELAXED; the call gives back the mode before
+    exchange(ctypes.byref(mode))
+    try:
+        yield
+    finally:
+        exchange(ctypes.byref(mode))

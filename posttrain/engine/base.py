@@ -165,10 +165,14 @@ class TrainEngine(ABC):
         """Write into the new folder `folder` everything that an exact continuation needs; each rank writes its part."""
 
     def begin_save(self, folder: Path) -> str | None:
-        """Copy what `save` writes, and have a thread write the copy (`posttrain.checkpoint.parts`). An engine that
-        does not, or cannot now, writes at once and returns the reason."""
+        """Have a thread copy what `save` writes, and write the copy (`posttrain.checkpoint.parts`); what changes the
+        state waits for the copy. An engine that does not, or cannot now, writes at once and returns the reason."""
         self.save(folder)
         return f"the train engine {type(self).__name__} has no begin_save()"
+
+    def take_save_wait(self) -> float:
+        """Seconds since the last call that the engine waited for the copy of `begin_save`."""
+        return 0.0
 
     @abstractmethod
     def load(self, folder: Path) -> None:

@@ -77,6 +77,8 @@ class Optimizer:
         groups = [group for group in groups if group["params"]]
         self.adam = torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.eps, fused=True)
         self.steps_done = 0
+        self.before_change: Callable[[], object] = lambda: None
+        """Called before weights and moments change: whoever copies them has to be done."""
 
     def open_sums(self) -> None:
         """Let matrix products add up their gradients in the masters' precision: of matrices with separate masters, and
@@ -121,6 +123,7 @@ class Optimizer:
         rate = learning_rate(self.config, self.steps_done, total_steps)
         finite = bool(torch.isfinite(norm))
         if finite:
+            self.before_change()  # after the line above, which waits for the device anyway
             for group in self.adam.param_groups:
                 group["lr"] = rate
             self._follow_masters()
@@ -206,6 +209,8 @@ class EngineState:
         self.settings, self.optimizer, self.weights, self.movable = settings, optimizer, weights, movable
         self.together, self.parts = together, parts
         self.copies = HostCopies()
+        if optimizer is not None:
+            optimizer.before_change = self.copies.wait
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Everything that an exact continuation needs: live tensors by flat names, the same for any number of ranks.
@@ -224,18 +229,23 @@ class EngineState:
         return RolePart(folder, self.tensors(), together=self.together, copies=self.copies).begin()
 
     def load(self, folder: Path) -> None:
+        self.copies.wait()
         tensors = self.tensors()
         read_checked(folder, tensors, partial=self.parts)
         if self.optimizer:
             self.optimizer.loaded(tensors)
 
     def offload(self) -> None:
+        moves_optimizer = self.settings.optimizer_offload and self.optimizer is not None
+        if self.settings.param_offload or moves_optimizer:
+            self.copies.wait()  # it holds the tensors: their memory would not be free
         if self.settings.param_offload:
             self.movable.to("cpu")
         if self.settings.optimizer_offload and self.optimizer:
             self.optimizer.move("cpu")
 
     # Moments are only needed in the update, so that they come back by request: a pass without gradient has their room.
+    # What is copied for a save meanwhile is the tensors in host memory, which moving leaves as they are.
     def onload(self, *, optimizer: bool = False) -> None:
         if self.settings.param_offload:
             self.movable.to(self.settings.device)

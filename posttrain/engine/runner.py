@@ -327,6 +327,9 @@ class ComposedEngine(TrainEngine):
     def begin_save(self, folder: Path) -> str | None:
         return self.state.begin_save(folder)
 
+    def take_save_wait(self) -> float:
+        return self.state.copies.take_waited()
+
     def load(self, folder: Path) -> None:
         self.state.load(folder)
 

@@ -23,6 +23,8 @@ Ranks = Literal["sum", "max", "first"]
 Steps = Literal["mean", "sum", "first"]
 ALWAYS_RETURNED = ("grad_norm", "lr", "skipped")
 """What `update` of each train engine returns."""
+SAVE_WAIT = "waited_for_save"
+"""Seconds that the slowest rank waited for the copy of a save; the loop counts them as `timing_s/save_checkpoint`."""
 
 
 @dataclass
@@ -54,13 +56,15 @@ class Measures(dict[str, Measure]):
 
     def tell_update(self, role: str, engine: TrainEngine, made: Mapping[str, float]) -> None:
         """What an engine's `update` returned, each entry as a metric of the role."""
-        taken = {"bad_steps", "optimizer_steps", *(name.removeprefix(f"{role}/") for name in self)}
+        taken = {"bad_steps", "optimizer_steps", SAVE_WAIT, *(name.removeprefix(f"{role}/") for name in self)}
         for name, value in check_update(engine, made, taken).items():
             if name == "skipped":
                 self.tell(f"{role}/bad_steps", value, steps="sum")
             else:
                 self.tell(f"{role}/{name}", value)
         self.tell(f"{role}/optimizer_steps", 1.0, steps="sum")
+        if waited := engine.take_save_wait():
+            self._join(f"{role}/{SAVE_WAIT}", Measure(waited, "max", "sum"))
 
     def _join(self, name: str, new: Measure) -> None:
         own = self.get(name)

@@ -173,7 +173,7 @@ class EngineWorker:
 
     @register(to_all)
     def begin_save(self, folder: Path) -> str | None:
-        """Copy this role's part of a checkpoint and write it in the background; or write it at once, and say why."""
+        """Copy this role's part of a checkpoint and write it, in the background; or write it at once, and say why."""
         return self.engine.begin_save(folder)
 
     @register(to_all)
@@ -193,6 +193,7 @@ class ExportingWorker(EngineWorker):
         says."""
         adapter = self.adapters["adapter"] if self.adapters else None
         self.engine.export_hf(folder, adapter, merged=self.config.trainer.export_lora == "merged")
+        self.engine.take_save_wait()  # the driver times this call: it is part of a save
         if this_rank() == 0:  # the engine gathers weights on all ranks; small files are written once
             self.tokenizer.save_pretrained(folder)
 

@@ -23,11 +23,11 @@ from posttrain.models.loading import load_causal_lm, resolve_dtype
 from posttrain.models.lora import with_adapters
 from posttrain.models.scorer_loading import load_scorer
 from posttrain.protocol import DataProto
-from posttrain.workers.measures import check_update
+from posttrain.workers.measures import SAVE_WAIT, check_update
 from posttrain.workers.roles import ExportingWorker, lora_state
 from posttrain.workers.update_plan import by_passes, each_once, in_row_order, parts_by_rank, reporting_ranks
 
-TAKEN = ("accuracy", "bad_steps", "epoch", "leads", "loss", "margin", "rows", "tokens", "trained_tokens")
+TAKEN = ("accuracy", "bad_steps", "epoch", "leads", "loss", "margin", "rows", "tokens", "trained_tokens", SAVE_WAIT)
 """What a step adds to the metrics that an engine returns."""
 
 
@@ -42,11 +42,19 @@ def planned_step(group: WorkerGroup, batch: DataProto) -> Calls:
 
 
 def join_steps(results: list[dict[str, Any]], calls: Calls) -> dict[str, Any]:
-    """Losses are added up and tensors joined; what is left all ranks know alike."""
+    """Losses are added up and tensors joined, and the longest wait for a save counts; what is left all ranks know
+    alike."""
     # Each rank computed its own rows: shares of the loss add up, while norms and rates are those of all ranks already.
     own = calls.reported(results)
     joined = {name: torch.cat([part[name] for part in own]) for name, x in own[0].items() if torch.is_tensor(x)}
+    if waited := max(part.get(SAVE_WAIT, 0.0) for part in results):
+        joined[SAVE_WAIT] = waited
     return {**own[0], **joined, "loss": sum(part["loss"] for part in own)}
+
+
+def save_wait(engine: TrainEngine) -> dict[str, float]:
+    """The wait for a save in this step, if there was one."""
+    return {SAVE_WAIT: waited} if (waited := engine.take_save_wait()) else {}
 
 
 class SupervisedWorker(ExportingWorker):
@@ -94,7 +102,7 @@ def sft_step(engine: TrainEngine, batch: DataProto, passes: Passes | None = None
         return share
 
     made = check_update(engine, engine.update(batch, loss, passes=passes), TAKEN)
-    return {**made, "loss": total}
+    return {**made, **save_wait(engine), "loss": total}
 
 
 class SFTWorker(SupervisedWorker):
@@ -181,7 +189,7 @@ class PairWorker(SupervisedWorker):
             return share
 
         metrics = check_update(self.engine, self.engine.update(data, loss, passes=passes), TAKEN)
-        return {**metrics, "loss": total, "leads": torch.cat(leads)}
+        return {**metrics, **save_wait(self.engine), "loss": total, "leads": torch.cat(leads)}
 
     @register(by_passes, in_row_order)
     def scores(self, data: DataProto, passes: Passes | None = None) -> DataProto:

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import copy
+import threading
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
 
+from posttrain.checkpoint.parts import Copying, HostCopies
 from posttrain.config.root import ActorConfig, RolloutCorrectionConfig
 from posttrain.engine.torch_engine import TorchEngine
 from posttrain.protocol import DataProto
@@ -64,3 +70,40 @@ def gradient(engine: TorchEngine, batch: DataProto, loss: ActorObjective) -> tor
     engine.optimizer.adam.zero_grad(set_to_none=True)
     assert engine.runner.gradients(loss.prepare(copy.copy(batch).select()), loss, TEMPERATURE)
     return torch.cat([m.grad.flatten() for m in engine.optimizer.masters])  # pyright: ignore
+
+
+class HeldCopies:
+    """Inside, the copy of a save begins when it is waited for, or at the end: what forgets to wait spoils it."""
+
+    def __init__(self, copies: HostCopies) -> None:
+        self.copies, self.gates, self._stack = copies, [], ExitStack()
+
+    def __enter__(self) -> HeldCopies:
+        run, gates = Copying.run, self.gates
+
+        def begun(copying: Copying, *given: Any) -> None:
+            copying.gate = threading.Event()  # pyright: ignore
+            gates.append(copying.gate)  # pyright: ignore
+            init(copying, *given)
+
+        def held(copying: Copying, folder: Path) -> None:
+            assert copying.gate.wait(60)  # pyright: ignore
+            run(copying, folder)
+
+        class OpensGates(threading.Event):
+            def wait(self, timeout: float | None = None) -> bool:
+                for gate in gates:
+                    gate.set()
+                return super().wait(timeout)
+
+        init, self.copies.is_idle = Copying.__init__, OpensGates()
+        self.copies.is_idle.set()
+        self._stack.enter_context(mock.patch.object(Copying, "__init__", begun))
+        self._stack.enter_context(mock.patch.object(Copying, "run", held))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for gate in self.gates:
+            gate.set()
+        self.copies.is_idle.wait()
+        self._stack.close()

@@ -1,5 +1,6 @@
 """On a CUDA device: packed = padded, exact offload, small runs in bfloat16 and float32, and exact repetition."""
 
+import copy
 import sys
 from pathlib import Path
 
@@ -174,3 +175,32 @@ def test_a_resumed_run_on_cuda_equals_the_straight_one_to_the_bit(tiny_model, su
     given = {"trainer__resume_mode": "resume_path", "trainer__resume_from_path": str(start)}
     branch = run(tiny_model, sums, tmp_path, trainer__experiment_name="branch", **given, **more)
     assert metrics_of(branch.path) == metrics_of(straight.path)[1:]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_save_is_copied_beside_training_and_beside_captured_graphs(cuda_engine, tmp_path, monkeypatch, dtype):
+    """The thread waits for the device while this one captures graphs, as a rollout does, and then trains."""
+    from posttrain.checkpoint import CheckpointManager, parts
+
+    engine, loss, batch = cuda_engine(dtype), objective(), ragged_batch(dtype=torch.float32, prompts=5)
+    manager, square = CheckpointManager(tmp_path), torch.ones(64, 64, device=DEVICE)
+    monkeypatch.setattr(parts, "_STAGING", 2**14)  # many loads: many waits
+    for step in (1, 2):
+        engine.update(loss.prepare(copy.copy(batch).select()), loss)
+        before = {name: tensor.clone() for name, tensor in engine.state.tensors().items()}
+        manager.save(step, tensors={"actor": engine.begin_save}, state={}, rng={}, background=True)
+        captured = 0
+        while not (engine.state.copies.is_idle.is_set() and captured):
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                square @ square
+            captured += 1
+        engine.update(loss.prepare(copy.copy(batch).select()), loss)
+        manager.save(step + 2, tensors={"actor": engine.begin_save}, state={}, rng={}, background=True)
+        after = {name: tensor.clone() for name, tensor in engine.state.tensors().items()}
+        engine.update(loss.prepare(copy.copy(batch).select()), loss)  # at once
+        manager.wait()
+        for number, held in ((step, before), (step + 2, after)):
+            into = {name: torch.zeros_like(tensor) for name, tensor in held.items()}
+            manager.load_tensors(manager.path_of(number), "actor", into)
+            assert [name for name in held if not torch.equal(into[name], held[name])] == []

@@ -125,6 +125,17 @@ def test_the_next_step_does_not_wait_for_a_checkpoint(tiny_model, tmp_path, monk
     assert set(threads) == {"MainThread"}
 
 
+def test_what_a_step_waits_for_a_save_is_time_of_the_save(tiny_model, tmp_path, monkeypatch):
+    waits = [0.0, float("inf")]
+    monkeypatch.setattr(parts.HostCopies, "take_waited", lambda self: waits.pop(0) if waits else 0.0)
+    path = sft(tiny_model, tmp_path, trainer__total_training_steps=2, trainer__save_freq=1).path
+    lines = [
+        json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines() if '"timing_s/update"' in line
+    ]
+    assert waits == [] and [line["timing_s/update"] == 0.0 for line in lines] == [False, True]
+    assert not any("waited_for_save" in name for line in lines for name in line)
+
+
 def test_a_run_goes_on_from_the_checkpoint_that_is_named_and_leaves_others_alone_if_told(due, tiny_model, tmp_path):
     start = {
         "trainer__resume_mode": "resume_path",

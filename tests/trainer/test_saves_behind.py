@@ -138,3 +138,15 @@ def test_a_run_that_is_left_at_once_does_not_wait_for_its_checkpoint(tiny_model,
     with pytest.raises(KeyboardInterrupt):
         run(tiny_model, sums, tmp_path, **SAVED)
     assert not writers.opened.is_set() and os.listdir(tmp_path / "test" / "run" / "checkpoints") == []
+
+
+def test_what_an_update_waits_for_a_save_is_time_of_the_save(tiny_model, sums, tmp_path, monkeypatch):
+    """Longer than the update, so that all of its time is: no clock decides this test."""
+    waits = []
+    monkeypatch.setattr(parts.HostCopies, "take_waited", lambda self: waits.pop() if waits else 0.0)
+    at_step(2, lambda: waits.append(float("inf")), monkeypatch)
+    path = run(tiny_model, sums, tmp_path, **SAVED).path
+    lines = metrics_of(path, times=True)
+    assert waits == [] and [line["timing_s/update_actor"] == 0.0 for line in lines] == [False, True, False]
+    assert not any("waited_for_save" in name for line in lines for name in line)
+    assert lines[1]["timing_s/save_checkpoint"] < lines[1]["timing_s/step"]

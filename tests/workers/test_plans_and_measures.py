@@ -87,14 +87,26 @@ def test_metrics_are_reduced_as_they_say():
 
 
 def test_skipped_updates_and_steps_of_a_batch_are_counted_and_other_numbers_averaged():
+    engine = cast("Any", SimpleNamespace(take_save_wait=lambda: 0.0))
+
     def step(norm: float, skipped: float) -> Measures:
         made = Measures()
-        made.tell_update("actor", cast("Any", None), {"grad_norm": norm, "lr": 0.5, "skipped": skipped})
+        made.tell_update("actor", engine, {"grad_norm": norm, "lr": 0.5, "skipped": skipped})
         return made
 
     assert reduce_over_steps([step(1.0, 1.0), step(2.0, 0.0), step(6.0, 1.0)]) == {
         "actor/grad_norm": 3.0, "actor/lr": 0.5, "actor/bad_steps": 2.0, "actor/optimizer_steps": 3.0,
     }  # fmt: skip
+
+
+def test_a_step_waits_for_a_save_as_long_as_its_slowest_rank_and_a_batch_as_long_as_all_its_steps():
+    def step(waited: float) -> Measures:
+        made, engine = Measures(), cast("Any", SimpleNamespace(take_save_wait=lambda: waited))
+        made.tell_update("critic", engine, {"grad_norm": 1.0, "lr": 0.5, "skipped": 0.0})
+        return made
+
+    steps = [reduce_over_ranks([step(2.0), step(3.0)]), reduce_over_ranks([step(0.0), step(0.5)]), step(0.0)]
+    assert reduce_over_steps(steps)["critic/waited_for_save"] == 3.5
 
 
 def test_a_metric_of_some_ranks_or_steps_only_is_that_of_those():

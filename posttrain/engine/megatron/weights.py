@@ -260,6 +260,7 @@ class PartState(EngineState):
         return found
 
     def load(self, folder: Path) -> None:
+        self.copies.wait()
         tensors, older = self.tensors(), self._older_tensors()
         stored = describe(listed_metadata(folder))
         if any(key in stored for key in older.keys() - tensors.keys()):

@@ -92,6 +92,7 @@ class Recorder(RunWriter):
     def finish_step(self, step: int, batch: DataProto, update: dict[str, float], validation: dict[str, float]) -> None:
         """Metrics, samples and the line of a finished step."""
         self.step = step
+        update = self.count_save_waits(update)
         metrics = step_metrics(
             batch,
             timing=self.take_times(),

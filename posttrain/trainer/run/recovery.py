@@ -256,6 +256,7 @@ class Snapshots:
     def __init__(self, folder: Path | None, clock: Callable[[], float] = time.monotonic) -> None:
         self._manager = None if folder is None else CheckpointManager(folder, keep=1, on_note=lambda note: None)
         self._clock, self._ended, self._waited = clock, clock(), 0.0
+        self._is_newest = False  # no checkpoint was saved since
 
     def is_due(self) -> bool:
         """Whether enough time has passed since the last one, and that is written."""
@@ -285,6 +286,12 @@ class Snapshots:
             self._give_up(f"one could not be written: {first_line(error)}")
         self._ended = self._clock()
         self._waited = self._ended - began
+        self._is_newest = True
+
+    def count_wait(self, seconds: float) -> None:
+        """An update waited for the copy of the newest save."""
+        if self._is_newest:
+            self._waited += seconds
 
     @property
     def is_writing(self) -> bool:
@@ -295,6 +302,7 @@ class Snapshots:
 
     def end(self, *, abandon: bool = False) -> None:
         """Until none is being written, or with what is written of it removed."""
+        self._is_newest = False
         if self._manager is None:
             return
         if abandon:

@@ -25,6 +25,7 @@ from posttrain.tracking.status import FRESH_S, STATUS_FILE, write_origin, write_
 from posttrain.trainer.run.memory import named_stage
 from posttrain.trainer.run.recovery import Snapshots
 from posttrain.trainer.run.result import GracefulStop, RunResult
+from posttrain.workers.measures import SAVE_WAIT
 
 if TYPE_CHECKING:  # a supervised run does not load the workers of the others
     from posttrain.workers.groups import ActorRolloutGroup, CriticGroup
@@ -238,6 +239,20 @@ class RunWriter:
             yield
         finally:
             self.peaks.end(name)
+
+    def count_save_waits(self, metrics: dict[str, float]) -> dict[str, float]:
+        """The metrics of a step's updates without the seconds that these waited for the copy of a save. They become
+        part of the save's time."""
+        kept = {name: value for name, value in metrics.items() if name.rpartition("/")[2] != SAVE_WAIT}
+        for name in metrics.keys() - kept.keys():
+            role = name.rpartition("/")[0]
+            stage = f"update_{role}" if role else "update"
+            # A critic on workers of its own may have waited while the actor was updated.
+            waited = min(metrics[name], self.timing.get(stage, 0.0))
+            self.timing[stage] = self.timing.get(stage, 0.0) - waited
+            self.timing["save_checkpoint"] = self.timing.get("save_checkpoint", 0.0) + waited
+            self.snapshots.count_wait(waited)
+        return kept
 
     def take_times(self) -> dict[str, float]:
         """Seconds of each stage since the last call, and the wall time from the first of them as `step`: stages may

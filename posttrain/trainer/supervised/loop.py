@@ -55,6 +55,7 @@ class SupervisedRecorder(RunWriter):
     def finish_step(self, step: int, metrics: dict[str, float], validation: dict[str, float], epoch: float) -> None:
         """Metrics and the line of a finished step."""
         self.step = step
+        metrics = self.count_save_waits(metrics)
         times = self.take_times()
         seconds = times.get("update", 0.0)
         logged = {NAMES.get(name, f"train/{name}"): value for name, value in metrics.items()}
