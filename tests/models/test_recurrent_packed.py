@@ -123,3 +123,14 @@ def test_a_sequence_on_several_ranks_is_rejected_where_layers_have_states():
     check_heads(tiny("qwen3-next").config, 1, packed=True)
     with pytest.raises(RanksError, match=r"ulysses_sequence_parallel_size=2: layers of this model \(qwen3_next\) have"):
         check_heads(tiny("qwen3-next").config, 2, packed=True)
+
+
+def test_layers_of_the_oldest_transformers_read_their_states_and_write_to_a_copy():
+    """transformers 5.17 reads `cache.layers[n].conv_states[0]`, and writes there where a single token follows."""
+    given = torch.zeros(2, 3, 4)
+    states = recurrent.CallStates({(recurrent.CONV, 0): given})
+    layer = states.layers[7]
+    assert not layer.record_past
+    layer.conv_states[0].add_(1)
+    assert torch.equal(states.held[recurrent.CONV, 0], torch.ones(2, 3, 4)), "what is written goes on"
+    assert torch.equal(given, torch.zeros(2, 3, 4)), "and does not change what was given, which gradients may need"
