@@ -73,26 +73,7 @@ class MegatronEngine(ComposedEngine):
         decoder: Any = decoder_of(module)
         angles, padding = decoder.rotary_emb.inv_freq.detach().clone(), decoder.embed_tokens.padding_idx
         self.module = self._take_part(module, facts.dtype)
-        trained = {name: weight for name, weight in self.module.named_parameters() if weight.requires_grad}
-        self.optimizer: MegatronOptimizer | None = None
-        if settings.optim is None:
-            self.module.requires_grad_(False)
-        else:
-            if not trained:
-                raise MegatronError(
-                    f"{sizes.key}.pipeline_parallel_size={sizes.pipeline}: stage {self.groups.stage} has no adapters, "
-                    "so that nothing would be trained there; adapt all layers, or set pipeline_parallel_size=1"
-                )
-            cut = {name for match in self.matches if match.kind in CUT for name in match.ours}
-            self.optimizer = MegatronOptimizer(
-                trained,
-                settings.optim,
-                self.groups,
-                cut=cut,
-                shares=self._shared_gradients(),
-                saved=self._saved_names(),
-                tied=self._tied,
-            )
+        self.optimizer = self._make_optimizer(settings, sizes)
         stage = MegatronStage(
             self.module,
             self.config,
@@ -116,6 +97,27 @@ class MegatronEngine(ComposedEngine):
             groups=self.groups,
         )
         self.offload()
+
+    def _make_optimizer(self, settings: EngineSettings, sizes: ParallelSizes) -> MegatronOptimizer | None:
+        """The optimizer of this stage's weights; None, and frozen weights, for a model that is not trained."""
+        if settings.optim is None:
+            self.module.requires_grad_(False)
+            return None
+        trained = {name: weight for name, weight in self.module.named_parameters() if weight.requires_grad}
+        if not trained:
+            raise MegatronError(
+                f"{sizes.key}.pipeline_parallel_size={sizes.pipeline}: stage {self.groups.stage} has no adapters, "
+                "so that nothing would be trained there; adapt all layers, or set pipeline_parallel_size=1"
+            )
+        return MegatronOptimizer(
+            trained,
+            settings.optim,
+            self.groups,
+            cut={name for match in self.matches if match.kind in CUT for name in match.ours},
+            shares=self._shared_gradients(),
+            saved=self._saved_names(),
+            tied=self._tied,
+        )
 
     @classmethod
     def create(
