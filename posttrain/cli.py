@@ -167,7 +167,7 @@ VERBS: dict[str, tuple[Callable[[Arguments], int] | str, str]] = {
         "posttrain.commands.push:main",
         "publish a checkpoint on the Hugging Face hub, with a model card of its run",
     ),
-    "data": ("posttrain.data.recipes.command:main", "`data gsm8k`, `data convert FILE`, ...: prepare a data set"),
+    "data": ("posttrain.data.command:main", "`data gsm8k`, `data convert FILE`, ...: prepare a data set"),
     "generate": (
         "posttrain.commands.generation.command:main",
         "answer prompts: `generate MODEL --prompt TEXT`, or a data file into a file",

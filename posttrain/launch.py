@@ -90,7 +90,7 @@ class Request:
     flags: dict[str, str] = field(default_factory=dict)
     train_sh: Path | None = None  # folder of the train.sh that started us; `posttrain train` has none
     help: bool = False
-    problems: list[Problem] = field(default_factory=list)  # wrong flags; told together with what is wrong with the rest
+    problems: list[Problem] = field(default_factory=list)  # wrong flags; reported together with other problems
 
 
 def parse(args: Sequence[str]) -> Request:

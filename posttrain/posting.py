@@ -119,7 +119,7 @@ class _Exchange:
     def _run(self) -> None:
         try:
             self.found = self._exchanged()
-        except BaseException as error:  # for whoever waits, who raises it
+        except BaseException as error:  # raised in the thread that waits
             self.found = error
         self.done.set()
 
@@ -148,7 +148,7 @@ Opened = Callable[[socket.socket], None]
 
 
 class _Http(urllib.request.HTTPHandler):
-    """Tells of each socket that it opens."""
+    """Reports each socket that it opens."""
 
     def __init__(self, opened: Opened) -> None:
         super().__init__()

@@ -1,10 +1,10 @@
-"""How far the present work is: long loops anywhere say so here, and whoever shows a run reads it.
+"""How far the present work is: long loops anywhere report it here, and displays of a run read it.
 
 `work(unit, total)` opens a stretch of work, `advance` counts inside it. A loop that runs inside another one of the same
 unit counts into the outer one (the mini-batches of an update, the batches of a validation); one of another unit inside
 it is not shown. Nothing here is needed to compute: without a reader the counts are thrown away.
 
-A `Lane` notes when work beside the loop went on, such as that of reward workers, for the timeline of a run.
+A `Lane` notes when work beside the loop ran, such as that of reward workers, for the timeline of a run.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Texts of tokens, texts that any file can hold, and tables of text.
 
 A Python text may hold half a character: a lone surrogate such as "\\ud800", which JSON can spell and UTF-8 cannot. Rows
-of data and what rewards say are mended where they come in, so that no tokenizer, file or terminal meets one later.
+of data and the results of rewards are repaired where they come in, so that no tokenizer, file or terminal meets one.
 
 Masks secrets in every text that is shown or kept: those of addresses (`https://user:pass@host/`) and of settings.
 """
@@ -29,6 +29,14 @@ def utf8(text: str) -> bytes:
     return text.encode("utf-8", "backslashreplace")
 
 
+def common_start(left: Sequence[Any], right: Sequence[Any]) -> int:
+    """How many tokens, or characters, two sequences have in common before they first differ."""
+    for place, (one, other) in enumerate(zip(left, right, strict=False)):
+        if one != other:
+            return place
+    return min(len(left), len(right))
+
+
 def texts_of(rows: Sequence[Sequence[int]], tokenizer: Any) -> list[str]:
     """The text of each row of tokens, special ones left out: what `batch_decode` gives, which decodes row by row. A
     tokenizer that does nothing to a text afterwards decodes all rows at once, on all cores."""
@@ -42,8 +50,8 @@ def texts_of(rows: Sequence[Sequence[int]], tokenizer: Any) -> list[str]:
 
 
 def own_words(rows: Sequence[Sequence[int]], marks: Sequence[Sequence[Any]], tokenizer: Any) -> list[str]:
-    """What a model wrote itself of each row of tokens, where its marks are set: a line for each of its turns. What it
-    was told between them is left out."""
+    """What a model wrote itself of each row of tokens, where its marks are set: a line for each of its turns. Tool
+    results and other observations between them are skipped."""
     return ["\n".join(turns) for turns in own_turns(rows, marks, tokenizer)]
 
 

@@ -178,7 +178,7 @@ class TensorBatch(Fields[torch.Tensor]):
 
 
 class DecodedText:
-    """The fields `prompt` and `response`, decoded from a batch's token ids when somebody reads them."""
+    """The fields `prompt` and `response`, decoded from a batch's token ids when they are read."""
 
     SOURCES: ClassVar = {"prompt": "prompts", "response": "responses"}
 

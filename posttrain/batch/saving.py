@@ -252,7 +252,7 @@ def write_folder(
         **({"arrays": shapes} if shapes else {}),
     }
     folder.mkdir(parents=True, exist_ok=True)
-    # Cloned because safetensors refuses two names for one memory, which a batch may well have.
+    # Cloned because safetensors rejects two names for one memory, which a batch may have.
     saved = {name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()}
     for name, values in arrays.items():
         saved[f"{ARRAYS}{name}"] = torch.from_numpy(np.concatenate([value.ravel() for value in values]))

@@ -26,7 +26,7 @@ class StatusLine:
 
     def __init__(self) -> None:
         self.stream = sys.stderr
-        # In a log, each status is a line of its own; rewriting one would fill it with control characters.
+        # In a log, each status is a line of its own; rewriting a line would fill the log with control characters.
         self.live = self.stream.isatty()
 
     def begin(self, text: str) -> Callable[[float], None]:

@@ -54,10 +54,11 @@ from posttrain.models.lora import with_adapters
 from posttrain.rollout.base import Output, Request, RolloutEngine
 from posttrain.rollout.engines import build_engine, can_take_adapters
 from posttrain.rollout.outside import check_installed
-from posttrain.rollout.server.build import describe
+from posttrain.rollout.server.engine import describe
 from posttrain.rollout.server.host import EngineHost
 from posttrain.rollout.server.host import make_app as make_rollout_app
 from posttrain.rollout.server.ranks import Follower, MirroredEngine, RankError, follow
+from posttrain.texts import common_start
 from posttrain.tracking.console import print_text
 from posttrain.workers.roles import pick_device
 
@@ -70,10 +71,6 @@ class EndedTurn:
 
     ids: list[int]
     prompt: tuple[int, int]
-
-    def common(self, ids: Sequence[int]) -> int:
-        pairs = enumerate(zip(self.ids, ids, strict=False))
-        return next((place for place, (mine, other) in pairs if mine != other), min(len(self.ids), len(ids)))
 
 
 class EndedTurns:
@@ -102,7 +99,7 @@ class EndedTurns:
         # Only a turn whose whole prompt comes back. One that has a mere beginning in common, such as a system prompt,
         # belongs to another conversation, which will need it.
         found = [
-            (self.turns[id].common(prompt_ids), id)
+            (common_start(self.turns[id].ids, prompt_ids), id)
             for prompt in self._beginnings(prompt_ids)
             for id in self._by_prompt.get(prompt, ())
         ]

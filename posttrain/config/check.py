@@ -376,7 +376,7 @@ def check_quantization(checked: Checked) -> Iterator[Finding]:
 
 
 def check_fp8_base(checked: Checked) -> Iterator[Finding]:
-    """What a base in fp8 is not built for; the loaded model and the device are checked in `models/fp8_base.py`."""
+    """What a base in fp8 is not built for; the loaded model and the device are checked in `models/layer_weights.py`."""
     key, config = f"{_ACTOR}.quantization", checked.config
     if lookup(config, key) is None:
         return

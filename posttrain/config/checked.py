@@ -45,7 +45,7 @@ class Dialect:
     moved: Mapping[str, str] = field(default_factory=dict)
     # Key there -> key here.
     renamed: Mapping[str, str] = field(default_factory=dict)
-    # The package's own object for a key that is no setting here; None for a key that it does not know.
+    # The package's own object for a key that is no setting here; None for an unknown key.
     answer: Callable[[str], Any] = lambda key: None
     # Called with the `Merged` once all values are in it: act on the answered keys and on other words for values.
     apply: Callable[[Any], object] = lambda merged: None

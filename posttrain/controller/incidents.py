@@ -53,7 +53,7 @@ class WorkerDied(UserError):
 
 
 class PeerLost(WorkerDied):
-    """A worker could not reach another, or what that had made; who is lost is known only if Ray reports it."""
+    """A worker could not reach another, or its results; which one is lost is known only if Ray reports it."""
 
     what = "lost its connection"
 

@@ -5,7 +5,7 @@ Ray moves arrays without pickling them, and tensors only through their pickle, s
 as arrays. A received value is private: it can be changed without changing what the sender, the store or another
 receiver holds.
 
-Rows of a batch lie in Ray's object store: a rank puts what it made there, and whoever needs it reads it from there. Ray
+Rows of a batch lie in Ray's object store: a rank puts its results there, and other processes read them from there. Ray
 holds an object once per machine, for all its ranks, and frees it when the last reference is gone. An object is lost
 with its owner, the process that has put it there; but the results of a call belong to the caller. A rollout worker that
 may be replaced therefore gives the blocks that it makes in a call as a second result of it (`put_beside`).

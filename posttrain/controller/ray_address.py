@@ -1,10 +1,9 @@
 """Where the environment says that a Ray runs, whether one answers there, and the secret that its processes share.
 
-Several machines under torchrun: the first process of the first one tells the others where its Ray is.
-
-torchrun gives its processes a store that all machines reach, and so does whoever else reaches its port. Ray's address
-goes through it with a signature; the secret that makes both never does. It is the user's own, or one
-made for the run that goes through a file on the disk that all machines share, which only the user can read.
+On several machines under torchrun, the first process of the first machine publishes the address of its Ray in
+torchrun's store. Anyone who reaches the store's port can read and write it, so the address is signed there, and the
+secret is never in it. The secret is the user's own, or one made for the run, in a file that only the user can read, on
+the disk that all machines share.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ WAYS = "RAY_AUTH_TOKEN, a file named by RAY_AUTH_TOKEN_PATH, or ~/.ray/auth_toke
 
 def shown_by_a_node(token: str, address: str) -> dict[str, str]:
     """Variables for a node that joins the Ray at this address with this secret; without one, with the user's, if there
-    is one and the Ray asks for it. A head needs no word to use a secret that it finds; a node does."""
+    is one and the Ray requires it. A head uses a secret that it finds; a node has to be told to."""
     if token:
         return {MODE: os.environ.get(MODE, "token"), "RAY_AUTH_TOKEN": token}
     return {MODE: mode} if (mode := _mode_for(address)) else {}
@@ -51,8 +50,8 @@ def users_secret() -> str:
 
 @contextmanager
 def users_secret_as_asked(address: str) -> Iterator[None]:
-    """Around a connection to the Ray at this address. Ray shows the user's secret by itself only to a Ray that it has
-    found without an address. One that asks for none must not be shown it: its calls to this process would fail."""
+    """Around a connection to the Ray at this address. By itself, Ray sends the user's secret only to a Ray that it
+    found without an address. A Ray that requires none must not get it: its calls to this process would fail."""
     mode = _mode_for(address)
     if mode is None or MODE in os.environ:
         yield
@@ -93,8 +92,8 @@ def _raylet() -> Any:
 
 
 def forget_what_ray_has_read() -> None:
-    """After a Ray that was started with variables of its own. Ray reads once per process whether secrets are asked for,
-    and which one; a later Ray without a secret would get no answers from this process, one with another none either."""
+    """Make Ray read its variables again, after a Ray with variables of its own. It reads once per process whether a
+    secret is required, and which one, so a later Ray with another secret or none would get no answers from here."""
     if loader := getattr(_raylet(), "AuthenticationTokenLoader", None):  # older versions know no secrets
         _raylet().Config.initialize("")
         loader.instance().reset_cache()
@@ -135,7 +134,7 @@ def no_ray(address: str, error: Exception) -> NoRayThere:
 
 
 def wrong_secret(address: str, given: bool) -> NoRayThere:
-    """The Ray there wants a secret, and was shown none or another."""
+    """The Ray there requires a secret, and got none or another."""
     name = next((name for name in ADDRESSES if os.environ.get(name)), "The address")
     found = "did not accept the token that was found" if given else "asks for a token, and none was found"
     return NoRayThere(
@@ -171,7 +170,7 @@ SHARED_S = 60.0  # for a file of another machine to be seen here
 
 
 class NoMeeting(UserError):
-    """The first machine of torchrun did not tell its address."""
+    """The first machine of torchrun did not publish its address."""
 
 
 def is_meeting() -> bool:
@@ -211,8 +210,8 @@ def forget_secret() -> None:
 
 
 def wait_for_address(shared: Path) -> tuple[str, str]:
-    """(Ray's address, the secret made for this run or an empty string). An address that the first machine has not
-    signed is not believed: to join a Ray is to let it run programs here."""
+    """(Ray's address, the secret made for this run or an empty string). An address without the
+    first machine's signature is rejected: a Ray that this machine joins can run programs here."""
     try:
         message, _, signature = _store().get(_key()).decode().rpartition(" ")
     except Exception as error:  # torch has an error of its own for each way in which a store can fail

@@ -144,17 +144,12 @@ class RayCluster:
         shared: Path | None = None,
     ) -> None:
         self.ranks, self.machines, self.tell, self.address = ranks, machines, tell, given_address()
-        self.shared = shared  # a folder on a disk that all machines share: torchrun's hear of the secret there
+        self.shared = shared  # a folder on a disk that all machines share: those of torchrun get the secret there
         self.settings = as_arguments(settings or {})  # for `ray.init`, where they come before our own
         self._started: Watched | RayHead | None = None
         self._connected = False
         self.was_there = False  # whether this process had a Ray before: it is used, and left as it is
         self.folder = ""  # of the Ray that was started here
-
-    @property
-    def is_head(self) -> bool:
-        """Whether the head was started here, so that the other machines are only coming now."""
-        return isinstance(self._started, RayHead)
 
     def start(self) -> None:
         if ray.is_initialized():  # inside an actor, or in a program that has connected itself

@@ -171,7 +171,7 @@ class PortTaken(UserError):
 
 
 class RayHead(RayNode):
-    """`settings` are arguments of `ray.init`: what concerns the node is used here, and `rest` is for who connects."""
+    """`settings` are arguments of `ray.init`: those of the node are used here, `rest` is for processes that connect."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         met = ray_address.is_meeting()
@@ -189,7 +189,7 @@ class RayHead(RayNode):
         super().__init__(["--head", f"--node-ip-address={host}", f"--port={port}", *options], self.secret)
 
     def tell_users(self, tell: Callable[[str], None], machines: int) -> None:
-        """What is to be typed on the other machines, and who else may join."""
+        """Print the command for the other machines, and whether others may join too."""
         others = "1" if machines == 2 else f"1 to {machines - 1}"
         tell(
             f"Started Ray's head. Give the same command on the other machines, with RAY_HEAD_ADDRESS={self.address} "

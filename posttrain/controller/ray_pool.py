@@ -57,7 +57,7 @@ class RayFuture(Future[Any]):
             self._take(ready[0])
         if self._error is not None:
             raise self._error
-        if not self._joined:  # joining may be expensive or consume its parts: it is done once, by who needs the result
+        if not self._joined:  # joining may be expensive or consume its parts, so it is done once, and late
             self._value, self._joined = self.join([self._found.pop(ref) for ref in self.refs]), True
         return self._value
 
@@ -358,8 +358,8 @@ def _cores(places: Sequence[Place]) -> str:
 
 
 class RayPeaks(StagePeaks):
-    """Of `hosts`, and of those that have one role alone under its name. Nobody is waited for at the bounds of a stage:
-    a worker hears of them between the calls that it is asked for."""
+    """Of `hosts`, and of those that have one role alone under its name. The bounds of a stage are not barriers: a
+    worker gets them between its calls."""
 
     def __init__(self, hosts: Sequence[Any], own: Mapping[str, Sequence[Any]], watch: RankWatch) -> None:
         self.watch = watch

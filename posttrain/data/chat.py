@@ -23,6 +23,7 @@ from typing import Any
 from posttrain.data.fields import Messages, first_missing
 from posttrain.data.rows import DataError
 from posttrain.errors import UserError
+from posttrain.texts import common_start
 
 HINT = "use an instruct model's tokenizer (model.tokenizer_path), or prompts that are plain strings."
 
@@ -203,7 +204,7 @@ class SpanFinder:
         prompt = self._render(messages[:turn], f"what precedes {name}", generation=True, tools=tools)
         text = self._render(messages[: turn + 1], name, generation=False, tools=tools)
         if not text.startswith(prompt):
-            at = _common(prompt, text)
+            at = common_start(prompt, text)
             raise DataError(
                 f"The chat template shows {name} differently from what it asks the model to continue: after "
                 f"{text[:at][-40:]!r} comes {text[at:][:40]!r} in the turn, but {prompt[at:][:40]!r} when it is asked "
@@ -285,10 +286,3 @@ class SpanFinder:
 def _special_ids(tokenizer: Any) -> set[int]:
     added = getattr(tokenizer, "added_tokens_decoder", {})
     return {*tokenizer.all_special_ids, *(number for number, token in added.items() if token.special)}
-
-
-def _common(left: str, right: str) -> int:
-    for at, (a, b) in enumerate(zip(left, right, strict=False)):
-        if a != b:
-            return at
-    return min(len(left), len(right))

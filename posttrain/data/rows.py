@@ -9,15 +9,14 @@ import datetime
 import gzip
 import json
 import os
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from posttrain.config.resolved import Problem, Resolved
 from posttrain.config.trainer import HELD_OUT
+from posttrain.data.recipes import RECIPES
 from posttrain.data.task_packages import find_source
 from posttrain.errors import UserError
 from posttrain.texts import well_formed
@@ -393,17 +392,9 @@ def how_to_make(name: str) -> str:
     """What to do about a file that does not exist: the command that makes it, if there is one."""
     folder = os.path.dirname(name) or "."
     recipe = os.path.basename(folder)
-    if recipe not in recipes() and "gsm8k" in name.lower():
+    if recipe not in RECIPES and "gsm8k" in name.lower():
         recipe = "gsm8k"
-    if recipe not in recipes():
+    if recipe not in RECIPES:
         return "give a parquet, json or jsonl file that exists; a relative path is taken from the working folder"
     script = " (or python examples/data_preprocess/gsm8k.py)" * (recipe == "gsm8k")
     return f"`posttrain data {recipe} --out {folder}` makes it{script}"
-
-
-@cache
-def recipes() -> tuple[str, ...]:
-    """Names of the data sets that `posttrain data NAME` makes in a folder of their name."""
-    # Read from the source, as that module imports this one.
-    source = Path(__file__).with_name("recipes") / "tasks.py"
-    return tuple(re.findall(r'^\w+ = Recipe\(\s*name="(\w+)"', source.read_text(encoding="utf-8"), re.MULTILINE))

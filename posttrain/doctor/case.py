@@ -95,7 +95,7 @@ class Report:
     def verdict(self) -> str:
         errors, warnings = (sum(f.level == level for f in self.findings) for level in (ERROR, WARNING))
         if not errors and not warnings:
-            return "Nothing was found that speaks against this run."
+            return "No problem was found."
         counted = [f"{n} {word}{'s' * (n > 1)}" for n, word in ((errors, "error"), (warnings, "warning")) if n]
         end = "the run would not work" if errors else f"look at {'it' if warnings == 1 else 'them'} before you start"
         return f"{' and '.join(counted)}: {end}."

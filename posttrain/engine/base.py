@@ -95,7 +95,7 @@ class TrainEngine(ABC):
 
     @abstractmethod
     def facts(self) -> EngineFacts:
-        """About the model, for those who do not hold it."""
+        """Facts about the model, for processes that do not hold it."""
 
     @abstractmethod
     def compute(

@@ -72,7 +72,7 @@ def _groups(weights: Iterable[Named]) -> Iterator[Iterator[Named]]:
         size = 0
         while held is not None:
             current, size = held, size + held[1].nbytes
-            # Asked for only after the last one was used: whoever gathers frees a layer when the next is wanted.
+            # Requested only after the last one was used: the generator frees a layer when the next is requested.
             yield current
             layer = _layer(current[0])
             del current

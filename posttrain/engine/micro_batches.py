@@ -51,11 +51,11 @@ def plan_units(
     Prompts are shared where a pass over a model of that width becomes cheaper by it; so are responses that are equal,
     and all beginnings of rows in a batch with samples of several rows.
 
-    The responses of a unit are one sequence: its matrix products take fewer tokens, and attention that computes all
-    pairs of a sequence takes more of them; one that skips what is not seen takes fewer, but may have to join what a
-    token saw of its prompt and of its response, at the cost of `joining` tokens per token.
+    The responses of a unit are one sequence. Its matrix products then have fewer tokens. Attention that computes all
+    pairs of a sequence has more pairs; attention that skips masked ones has fewer, but may have to join the parts over
+    prompt and response, at the cost of `joining` tokens per token.
 
-    With `digests` responses are compared by these alone: equal ones are found, those that begin with another are not.
+    With `digests`, responses are compared by these alone: equal ones are found, those that begin with another are not.
     """
     computed = _computed(data, digests=digests)
     if share and has_several_rows(data):
@@ -91,8 +91,8 @@ def _trees(data: DataProto, max_rows: int | None, token_budget: int | None) -> l
             shared = 0
             if before is not None:
                 common = _common(sequences[before], own)
-                # Behind what they read, rows of different samples have few tokens in common: a branch of their own for
-                # each of these would cost more than it saves.
+                # After the tokens that they read, rows of different samples have few in common: a branch for each of
+                # these would cost more than it saves.
                 whole = common == len(sequences[before])
                 shared = common if whole else min(common, max(contexts[before], contexts[row]))
             unit = units[-1] if shared else None

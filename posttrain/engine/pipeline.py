@@ -1,12 +1,12 @@
 """The order of the passes of a call, for a model in one piece and for one that is cut into stages of a pipeline.
 
-With several stages, each on ranks of its own, passes go one forward, one backward in turn (1F1B): a stage holds the
-activations of as many passes as there are stages behind it, and no more. A stage may hold several chunks of layers
-that do not follow each other (virtual stages): a pass then goes round all stages once for each chunk, and stages wait
-less for the first passes to arrive and the last ones to come back, but hold more of them.
+With several stages, each on ranks of its own, a stage alternates forward and backward passes (1F1B), so that it holds
+the activations of no more passes than there are stages behind it. A stage may hold several chunks of layers
+that do not follow each other (virtual stages): a pass then visits all stages once for each chunk. Stages wait less at
+the beginning and end of a step, but hold the activations of more passes.
 
-Every rank makes the same timetable of all stages, so that it knows which hidden states arrive when, and how large they
-are. With one stage nothing travels, and every pass goes forward and backward before the next begins.
+Every rank computes the same timetable of all stages, so that it knows which hidden states arrive when, and how large
+they are. With one stage nothing is sent, and every pass runs forward and backward before the next begins.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ class Step(NamedTuple):
 
 # (step, what arrived from the chunk before it) -> what goes to the next: hidden states, or their gradient.
 Compute = Callable[[Step, torch.Tensor | None], Any]
-# Number of the pass -> its tokens. Called only where hidden states travel: to count tokens is to pack them.
+# Number of the pass -> its tokens. Called only where hidden states are sent: counting tokens requires packing them.
 Tokens = Callable[[int], int]
 
 
 def lead_of(stage: int, stages: int, chunks: int) -> int:
-    """Forward steps that a stage makes before its first backward step: the first stages run ahead by what is behind
-    them, so that these have work at once."""
+    """Forward steps that a stage makes before its first backward step: the first stages start passes early,
+    one for each stage behind them, so that these have work."""
     behind = stages - stage - 1
     return 2 * behind + (chunks - 1) * stages if chunks > 1 else behind
 
 
 def timetable(stages: int, chunks: int, passes: int, *, backward: bool) -> Iterator[list[Step | None]]:
-    """The step of every stage, one moment after the other; None where a stage waits."""
+    """The steps of all stages at each moment; None where a stage waits."""
     there = _order(stages, chunks, passes, backward=False)
     back = _order(stages, chunks, passes, backward=True) if backward else []
     done: dict[tuple[int, Step], int] = {}  # (stage, step) -> its moment
@@ -112,7 +112,7 @@ class Pipeline:
         return self.stage == self.stages - 1
 
     def gives_outputs(self, chunk: int) -> bool:
-        """Whether nothing comes behind this chunk of this rank."""
+        """Whether this chunk of this rank is the last of the model."""
         return self.is_last and chunk == self.chunks - 1
 
     def share_from_last(self, tensor: torch.Tensor) -> None:
@@ -130,7 +130,7 @@ class Pipeline:
                 self._finish(requests)
             if step is not None:
                 out = compute(step, arrived.pop(step, None))
-            # What arrives for a later step travels while this one is computed.
+            # Transfers for later steps overlap with the computation of this one.
             self._finish(requests)
             requests = self._exchange(tick, out, arrived, tokens)
         self._finish(requests)
@@ -138,7 +138,7 @@ class Pipeline:
     def _exchange(
         self, tick: list[Step | None], out: Any, arrived: dict[Step, torch.Tensor], tokens: Tokens
     ) -> list[Any]:
-        """Begins to send what this stage computed, and to receive into `arrived` what others did for it."""
+        """Start sending the results of this stage, and receiving its next inputs into `arrived`."""
         operations = []
         for stage, step in enumerate(tick):
             target, following = self._following(stage, step)
@@ -154,7 +154,7 @@ class Pipeline:
         return [(request, operations) for request in dist.batch_isend_irecv(operations)] if operations else []
 
     def _following(self, stage: int, step: Step | None) -> tuple[int, Step | None]:
-        """The stage and the step that need what a step gives; no step behind the last chunk and before the first."""
+        """The stage and the step that need the result of a step; no step after the last chunk and before the first."""
         if step is None:
             return stage, None
         place = step.chunk * self.stages + stage + (-1 if step.backward else 1)

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from posttrain.errors import UserError
-from posttrain.kernels.onednn import fix_product_library
+from posttrain.kernels.ordered import fix_product_library
 from posttrain.kernels.tensor_parallel import Team
 from posttrain.models.recurrent import STATEFUL
 

@@ -26,8 +26,8 @@ from posttrain.kernels.sequence_parallel import shared_sequence
 from posttrain.models.adapter_files import adapter_parameters, trained_parameters
 from posttrain.models.expert_adapters import base_name
 from posttrain.models.forward import decoder_of, forward_mode_of, recompute_layers, without_adapters
-from posttrain.models.fp8_base import Fp8Base, check_fp8_base
 from posttrain.models.fused_layer import join_weights, weights_unchanged
+from posttrain.models.layer_weights import Fp8Base, check_fp8_base
 from posttrain.models.lora import base_only, has_adapters, merge_into, merged_state, save_model
 from posttrain.models.quantized import plain_weight
 from posttrain.models.routing import RoutePass, RouteShape, route_shape, routed, watch_routers

@@ -9,6 +9,7 @@ Shapes: T tokens, E width of the input, C columns of the output, V vocabulary.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -101,3 +102,19 @@ def token_log_probs(
     pointers = (tensor.data_ptr() for tensor in found)
     function(logits_TV.data_ptr(), labels_T.data_ptr(), temperature, *pointers, *logits_TV.shape, threads)
     return found  # pyright: ignore
+
+
+ENOUGH = 64  # rows and columns: smaller products are not given to oneDNN
+
+
+def fix_product_library() -> None:
+    """Make the first bfloat16 product of the process now. If it fails, BLAS is used from here on, which is as fast.
+
+    torch gives products to oneDNN until the first one in bfloat16 on a processor without such instructions (older ARM)
+    fails; from then on, for the rest of the process and for float32 too, it takes its BLAS, whose last bits differ. So
+    what a run computes would depend on what the process did before it.
+    """
+    ones = torch.ones(ENOUGH, ENOUGH, dtype=torch.bfloat16)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a page of C++ frames
+        torch.nn.functional.linear(ones, ones, ones[0])

@@ -35,7 +35,7 @@ class PackedLayout:
     to it: `end_T` is the place behind the last token that sees this one (`train.Sight`). `position_T` are the tokens'
     positions, which a sliding window goes by. `wanted_T` are the tokens whose hidden states are asked for, in
     order; a last layer may leave the others out. `answered` counts the layers whose attention this layout has served.
-    With `exact`, a pass gives log-probs the bits that decoding gives them; with `fp8` (`models/fp8_base.py`), its
+    With `exact`, a pass gives log-probs the bits that decoding gives them; with `fp8` (`models/layer_weights.py`), its
     products read 8-bit copies of the weights. `turned_by` are cosines and sines (T, D), where attention itself rotates
     queries and keys.
     """

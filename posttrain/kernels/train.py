@@ -126,7 +126,7 @@ def _shape(query_THD: torch.Tensor, key_heads: int, units: int, scale: float) ->
 
 
 def spare_rows(x_TE: torch.Tensor, sight: Sight, size: int) -> int:
-    """Rows behind the last token that attention over heads of this size would otherwise have to copy everything for.
+    """Spare rows behind the last token with which attention over heads of this size needs no padded copies.
 
     Queries, keys and values may have them, of any finite numbers; outputs have them then, gradients have not."""
     return sight.pieces.spare_rows(size) if on_cuda(x_TE) else 0

@@ -64,7 +64,7 @@ class RemoteWorker:
         return self.end is None and self.machine.is_stopped(self._number)
 
     def stop(self) -> bool:
-        """Has it killed; says whether its end is known. If not, its channel ends when its machine has reported it."""
+        """Have it killed; returns whether its end is known. If not, its channel ends when its machine reports it."""
         if self.end is None:
             self.machine.kill(self._number)
         return self.end is not None
@@ -166,7 +166,7 @@ class Machine:
                     return
                 silent = f"it did not answer for {SILENT_LOOKS * LOOK_S:g} s"
                 self._leave_out(list(self._ready), silent if isinstance(error, TimeoutError) else "it was lost")
-                self.close()  # a host that stood still may go on, with workers that nothing listens to
+                self.close()  # a stopped host may continue later, with workers that no process reads
                 return
             self._is_silent = False
             for number, data, end in arrived:
@@ -176,7 +176,7 @@ class Machine:
                     if worker.relay.has_more:
                         self._wake.set()
                     if end is not None:
-                        if not end.started:  # the next one would fail as well, and always seem to be idle
+                        if not end.started:  # the next one would fail too, and an idle machine would be chosen again
                             self._leave_out([worker.kind], end.text)
                         worker.set_end(end)
 
@@ -301,7 +301,7 @@ def other_machines(say: Callable[[str], object]) -> Iterator[Machines]:
         asked.append((node["NodeManagerAddress"], host, host.cores.remote()))
     machines = []
     for (address, host, _), (cores, error) in zip(asked, _answers(answer for _, _, answer in asked), strict=True):
-        if error:  # a machine that cannot start a process is no reason not to train
+        if error:  # training does not need a machine that cannot start a process
             say(f"note: rewards, tools and agents do not run on {address}: {error}")
             ray.kill(host)
         else:

@@ -44,7 +44,7 @@ class AdapterError(UserError):
 
 @dataclass(frozen=True)
 class Targets:
-    """What gets adapters, as peft is told: names of linear modules, and of weights that stack experts."""
+    """What gets adapters, as peft takes it: names of linear modules, and of weights that stack experts."""
 
     modules: list[str]
     parameters: list[str]

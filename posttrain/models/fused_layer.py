@@ -27,8 +27,7 @@ from posttrain.kernels.packed_attention import PackedLayout, active_layout
 from posttrain.kernels.sequence_parallel import sequence_group
 from posttrain.models.arena import join_products
 from posttrain.models.forward import LAYERS
-from posttrain.models.fp8_base import KEY
-from posttrain.models.layer_weights import PARTS, Grads, LayerWeights
+from posttrain.models.layer_weights import FP8_KEY, PARTS, Grads, LayerWeights
 
 
 def fuse_layers(model: torch.nn.Module) -> None:
@@ -62,7 +61,7 @@ def _forward(self: Any, hidden_states: torch.Tensor, *args: Any, position_embedd
                 "shorter than a sequence, or its adapters are of another kind than plain LoRA. Remove the setting"
             )
         if layout is not None and layout.fp8 is not None:
-            raise UserError(f"{KEY}: a layer of this model has a window that is shorter than a sequence. Remove it")
+            raise UserError(f"{FP8_KEY}: a layer of this model has a window that is shorter than a sequence. Remove it")
         return type(self).forward(self, hidden_states, *args, position_embeddings=position_embeddings, **kwargs)
     layout.answered += 1
     attention = self.self_attn

@@ -4,6 +4,10 @@ peft's linear layers take five operations each; here an adapter is two small pro
 and parts with the same input share the first of them. Adapters are float32. With a base in half precision they are
 multiplied in its dtype; their gradients are float32, accumulated by the products if accumulators exist.
 
+`Fp8Base` has a frozen base in fp8 beside them: the products of training passes read 8-bit copies of its weights.
+Adapters, attention, norms, embedding and head compute as without it. It belongs to a train engine, and only passes of
+that engine use it: the model itself, which is compared with transformers and exported, stays as it is.
+
 Shapes: T packed tokens, E width of the model, C columns of several products side by side, R ranks.
 """
 
@@ -15,12 +19,15 @@ from typing import Any
 
 import torch
 
-from posttrain.kernels import train
-from posttrain.kernels.fp8 import FrozenFp8Weight
+from posttrain.errors import UserError
+from posttrain.kernels import cuda, train
+from posttrain.kernels.fp8 import OLDEST, FrozenFp8Weight
 from posttrain.kernels.gradient_sums import add_product
 from posttrain.kernels.logprob_head import wide_product
 from posttrain.kernels.ordered import is_for_cpu, ordered_product
+from posttrain.kernels.train import can_attend, can_train
 from posttrain.models.arena import as_one_tensor
+from posttrain.models.forward import LAYERS, decoder_of, forward_mode_of
 from posttrain.models.low_rank import Adapted, Adapter, LowRank, fill, merge
 
 _LINEAR = (("self_attn", ("q_proj", "k_proj", "v_proj", "o_proj")), ("mlp", ("gate_proj", "up_proj", "down_proj")))
@@ -287,3 +294,58 @@ def adapter_of(part: Any) -> Adapter | None:
 def flat(adapters: Adapters) -> list[torch.Tensor | None]:
     # A and B of every part, as a differentiable operation takes them.
     return [tensor for one in adapters for tensor in ((one.a, one.b) if one else (None, None))]
+
+
+FP8_KEY = "actor_rollout_ref.actor.quantization=fp8"
+
+
+class Fp8Base:
+    """The fp8 copies of a model's layers, each made in the layer's first pass."""
+
+    def __init__(self) -> None:
+        self._copies: dict[torch.nn.Module, list[FrozenFp8Weight]] = {}
+
+    def weights_of(self, layer: torch.nn.Module) -> LayerWeights | None:
+        """Return the current weights of a layer, whose products with the base are those of the copies."""
+        found = LayerWeights.of(layer)
+        if found is None:
+            return None
+        products = (found.qkv, found.out, found.gate_up, found.down)
+        if layer not in self._copies:
+            # Once: the base is frozen. Scales follow from the weights alone, so a resumed run has the same copies.
+            self._copies[layer] = [FrozenFp8Weight(_whole(joined)) for joined in products]
+        for joined, copy in zip(products, self._copies[layer], strict=True):
+            joined.fp8 = copy
+        return found
+
+
+def _whole(joined: Joined) -> torch.Tensor:
+    return torch.cat([weight.detach() for weight in joined.weights]) if joined.whole is None else joined.whole
+
+
+def check_fp8_base(module: Any, device: torch.device, *, sharded: bool = False) -> None:
+    """Raise unless the training passes of this model, which is on the device, can read a base in fp8."""
+    why = "the model is sharded over ranks, and copies are made of whole weights" if sharded else None
+    if (why := why or why_no_fp8_base(module, device)) is not None:
+        raise UserError(f"{FP8_KEY}: {why}. Remove the setting: products then have model.dtype")
+
+
+def why_no_fp8_base(module: Any, device: torch.device) -> str | None:
+    layers: Any = getattr(decoder_of(module), "layers", [None])
+    weight, kind = next(module.parameters()), module.config.model_type
+    if any(type(layer).__name__ not in LAYERS for layer in layers) or module.config.hidden_act != "silu":
+        return f"models of the kind {kind} have no fused training pass, which computes these products"
+    if not forward_mode_of(module).packed:
+        return "the sequences of this model are not computed packed"
+    if device.type == "cuda" and weight.dtype is not torch.bfloat16:
+        return f"on CUDA these products have bfloat16 results, and this model is {weight.dtype}: set model.dtype"
+    if device.type == "cuda" and cuda.runs_here(weight) and torch.cuda.get_device_capability(device) < OLDEST:
+        least = ".".join(map(str, OLDEST))
+        return f"matrix units multiply fp8 from compute capability {least} on, and {device} has less"
+    if not can_train(weight):
+        return f"{device} has no fused training pass for {weight.dtype} (a CPU needs float32 and a C++ compiler)"
+    if not all(can_attend(layer.self_attn.head_dim, weight) for layer in layers):
+        return "the size of its heads is not one of the fused training pass"
+    if any(LayerWeights.of(layer) is None for layer in layers):
+        return "its adapters are of another kind than plain LoRA"
+    return None

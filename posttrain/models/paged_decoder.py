@@ -22,10 +22,9 @@ from posttrain.kernels.decode import BLOCK, LayerCache, StepTokens, attention, l
 from posttrain.kernels.scores import ScoreChanges
 from posttrain.kernels.whole_step import DecodeRows
 from posttrain.models.adapter_files import load_module
+from posttrain.models.attention import LATENT_HEADS, keep_latents, paged_step
 from posttrain.models.forward import accepted_arguments, decoder_of, logits_of
-from posttrain.models.latent import LATENT_HEADS, keep_latents
 from posttrain.models.paged_modules import watch_experts, watch_norms
-from posttrain.models.paged_step import paged_step
 from posttrain.models.recurrent import answer_recurrence, recur_in_step
 from posttrain.models.routing import RoutePass, routed
 

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from posttrain.kernels import cuda
-from posttrain.models.paged_step import active_step
+from posttrain.models.attention import active_step
 from posttrain.models.routing import outnumber_best_groups, routers_of, watch_routers
 
 _FUSED_ROUTERS = ("DeepseekV2TopkRouter", "DeepseekV3TopkRouter", "Glm4MoeTopkRouter")

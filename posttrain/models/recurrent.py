@@ -24,7 +24,7 @@ from posttrain.kernels.decode import StepTokens
 from posttrain.kernels.packed_attention import PackedLayout, active_layout
 from posttrain.kernels.segments import SegmentPlan, segment_plan
 from posttrain.kernels.sequence_parallel import sequence_group
-from posttrain.models.paged_step import active_step
+from posttrain.models.attention import active_step
 
 Held = dict[tuple[str, int], torch.Tensor]
 """States of a layer's sequences by kind and number, as transformers names them."""

@@ -117,7 +117,7 @@ def check_routes(model: Any, setting: str) -> RouteShape:
     ):
         raise UserError(
             f"{setting}: the model ({model.config.model_type}) sends a token to {shape.top_k} experts, and its best "
-            "groups (topk_group) have fewer: the others get the weight 0, which a replay does not know. Remove the "
+            "groups (topk_group) have fewer: the others get the weight 0, which a replay cannot reproduce. Remove the "
             "setting"
         )
     return shape

@@ -1,7 +1,7 @@
-"""What names of TRL, OpenRLHF, Unsloth and transformers are here, for the answer to a user who typed one.
+"""What names of TRL, OpenRLHF, Unsloth and transformers are called here, for the error about an unknown key.
 
 Nothing is translated: their numbers count other things (`per_device_train_batch_size` counts responses of one device,
-`data.train_batch_size` prompts of all), and a run that silently read them otherwise would be worse than a question.
+`data.train_batch_size` prompts of all), and a run that silently read them otherwise would be worse than an error.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 (`meta_models.py`).
 
 Tensors there have shapes and types but no contents, so a pass over a 70B model costs a second and no memory. A dispatch
-mode follows every tensor that is alive; saved-tensor hooks tell which of them wait for the backward pass.
+mode follows every tensor that is alive; saved-tensor hooks find which of them wait for the backward pass.
 """
 
 from __future__ import annotations

@@ -26,8 +26,7 @@ from posttrain.machines.channel import SEND_S, Channel
 from posttrain.machines.cluster import Places
 from posttrain.machines.host import End
 from posttrain.machines.spawn import spawn
-from posttrain.rewards.messages import CHUNK, CHUNK_S, Payload
-from posttrain.rewards.types import Outcome, RewardError, RewardSpec, failure
+from posttrain.rewards.types import CHUNK, CHUNK_S, Outcome, Payload, RewardError, RewardSpec, failure
 
 # Seconds that importing the user's file may take.
 IMPORT_S = 120.0

@@ -21,8 +21,7 @@ from typing import Any
 from posttrain import cores, pulse
 from posttrain.machines.cluster import Machines, Places
 from posttrain.rewards.crew import Crew, Task, WorkerProcess
-from posttrain.rewards.messages import Payload
-from posttrain.rewards.types import Outcome, RewardError, RewardItem, RewardResult, RewardSpec
+from posttrain.rewards.types import Outcome, Payload, RewardError, RewardItem, RewardResult, RewardSpec
 from posttrain.texts import well_formed
 
 MOST = 8  # workers of a machine, unless `reward.num_workers` says otherwise
@@ -231,7 +230,7 @@ class RewardPool:
                     self._queue.clear()
         except RewardError as error:
             self._fail(error)
-        except BaseException as error:  # our own bug must not leave the caller waiting forever
+        except BaseException as error:  # a bug of ours must not make the caller wait forever
             self._fail(RewardError(f"the reward pool stopped: {type(error).__name__}: {error}"))
             raise
         finally:
@@ -258,7 +257,7 @@ class RewardPool:
 
 
 def _result(score: float, parts: dict[str, float | str], error: str | None) -> RewardResult:
-    # A program may raise half a character as its error, which could not be written to a file.
+    # The text of an error may hold a lone surrogate, which could not be written to a file.
     cleaned = {well_formed(name): part for name, part in parts.items()}
     cleaned |= {name: well_formed(part) for name, part in cleaned.items() if isinstance(part, str)}
     return RewardResult(score, cleaned, well_formed(error) if error else error)

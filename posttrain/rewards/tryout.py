@@ -68,23 +68,10 @@ def examine(
         usable = [(i, row) for i, row in enumerate(rows) if _match_source(row, spec, default_source, found)]
         if patience_s is not None and usable:
             usable = _affordable(pool, usable, default_source, patience_s, found)
-        asked: dict[Any, RewardItem] = {}
-        for place, (i, row) in enumerate(usable):
-            following = [usable[(place + step) % len(usable)][1] for step in range(1, len(usable))]
-            others = [truth for truth in (_tried_truth(one, spec) for one in following) if truth is not None]
-            trials = (
-                _code_trials(row) if _is_code(row, default_source) else _trials(row, _tried_truth(row, spec), others)
-            )
-            asked |= {(i, form): _item(row, text, default_source) for form, text in trials}
         if responses is None:
             responses = [row for row in rows if row.get("response") is not None]
         scored = [(i, row) for i, row in enumerate(responses) if _match_source(row, spec, default_source, None)]
-        sizes = Counter(row[GROUP] for _, row in scored if GROUP in row)
-        for i, row in scored:
-            item = _item(row, str(row["response"]), default_source)
-            if GROUP in row:
-                item.group, item.group_size = row[GROUP], sizes[row[GROUP]]
-            asked[i, "response"] = item
+        asked = _items_of_truths(usable, spec, default_source) | _items_of_responses(scored, default_source)
         pool.submit_many(list(asked.items()))
         results = pool.wait_all()
         found.seconds = [result.seconds for result in results.values() if result.seconds is not None]
@@ -111,6 +98,32 @@ def examine(
     for i, row in scored:
         _note_response(found, i, row, results[i, "response"])
     return found
+
+
+def _items_of_truths(
+    usable: Sequence[tuple[int, dict[str, Any]]], spec: RewardSpec, default_source: str | None
+) -> dict[Any, RewardItem]:
+    """(row, form) -> the ground truth in that form, or a wrong answer."""
+    asked: dict[Any, RewardItem] = {}
+    for place, (i, row) in enumerate(usable):
+        following = [usable[(place + step) % len(usable)][1] for step in range(1, len(usable))]
+        others = [truth for truth in (_tried_truth(one, spec) for one in following) if truth is not None]
+        trials = _code_trials(row) if _is_code(row, default_source) else _trials(row, _tried_truth(row, spec), others)
+        asked |= {(i, form): _item(row, text, default_source) for form, text in trials}
+    return asked
+
+
+def _items_of_responses(
+    scored: Sequence[tuple[int, dict[str, Any]]], default_source: str | None
+) -> dict[Any, RewardItem]:
+    """(number of the response, "response") -> the response, with its group."""
+    asked: dict[Any, RewardItem] = {}
+    sizes = Counter(row[GROUP] for _, row in scored if GROUP in row)
+    for i, row in scored:
+        asked[i, "response"] = item = _item(row, str(row["response"]), default_source)
+        if GROUP in row:
+            item.group, item.group_size = row[GROUP], sizes[row[GROUP]]
+    return asked
 
 
 def _ignore(line: str) -> None:

@@ -1,6 +1,6 @@
 """A reward worker, a process with the arguments FD PARENT (crew.py): imports the reward once, then scores.
 
-messages.py lists its messages. After each score it looks for damage to the state that all scores of a worker share, and
+types.py lists its messages. After each score it looks for damage to the state that all scores of a worker share, and
 compares it with the state after the reward was imported:
 
     replaced or removed builtins, functions of `os` and others, entries of `sys.modules`; file descriptors 0 to 2 closed
@@ -35,9 +35,8 @@ from posttrain.machines.channel import Channel
 from posttrain.machines.spawn import connection
 from posttrain.rewards import scorers
 from posttrain.rewards.loading import load_scores
-from posttrain.rewards.messages import CHUNK_S, Payload
 from posttrain.rewards.signatures import BatchFacts, describe_exception
-from posttrain.rewards.types import Outcome, RewardError, ScoreItems, failure
+from posttrain.rewards.types import CHUNK_S, Outcome, Payload, RewardError, ScoreItems, failure
 from posttrain.texts import utf8, well_formed
 
 # How much one sample may print before the rest is cut.

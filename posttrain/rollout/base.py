@@ -78,7 +78,7 @@ class Output:
     sampling_log_probs: Sequence[float] | None = None
     """Log-probs in the distribution that was sampled from, after penalties and filters; None where `log_probs` are."""
     written: Sequence[bool] | None = None
-    """Which tokens the policy wrote; the others are what it was told between its turns. None: it wrote all."""
+    """Which tokens the policy wrote; the others are observation tokens between its turns. None: it wrote all."""
     routes: np.ndarray | None = None
     """(tokens, layers, top_k): the experts of the first tokens of prompt and response in a mixture, where they are
     recorded. The last token that was sampled has none: it was never computed."""
@@ -130,7 +130,7 @@ class RolloutEngine(ABC):
 
     updates_in_flight: bool = False
     """Whether `load_weights` may come between two steps while responses are under way: these continue, and their
-    `versions` tell the tokens of the old weights from those of the new."""
+    `versions` say which tokens are of the old weights, and which of the new."""
 
     rounding: torch.dtype | None = None
     """The type that its log-probs are rounded as, where that is not the model's own."""

@@ -3,9 +3,9 @@ and `actor_rollout_ref.rollout.engine_kwargs`, arguments of an engine's own as a
 
     engine_kwargs: {vllm: {max_model_len: 4096, block_size: 32}}
 
-Those of the engine that generates reach it; null is "not given". Which names an engine of another package knows only
-that package can say: they are read from its source where it is installed. What posttrain itself decides is refused,
-with the setting that decides it.
+Those of the engine that generates reach it; null is "not given". The names that an engine of
+another package accepts are read from that package's source, if it is installed. What posttrain itself decides is
+rejected, with the setting that decides it.
 """
 
 from __future__ import annotations

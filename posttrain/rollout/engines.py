@@ -30,7 +30,7 @@ from posttrain.rollout.base import RolloutEngine, Sampling
 from posttrain.rollout.generate import generate
 from posttrain.rollout.hf import MODES, HFEngine
 from posttrain.rollout.native.build import build_native, can_run_native, use_fp8
-from posttrain.rollout.server.build import connect_servers
+from posttrain.rollout.server.engine import connect_servers
 from posttrain.rollout.sglang.build import build_sglang
 from posttrain.rollout.vllm.build import build_vllm
 
@@ -38,7 +38,7 @@ from posttrain.rollout.vllm.build import build_vllm
 @dataclass(frozen=True)
 class Order:
     """What an engine is made from. It decodes on `device`, where the weights are while it works (None: where they are
-    now), rows of at most `longest` tokens (None: nobody knows yet)."""
+    now), rows of at most `longest` tokens (None: not known yet)."""
 
     config: RolloutConfig
     module: torch.nn.Module
@@ -85,7 +85,7 @@ def can_take_adapters(name: str, ranks: int = 1) -> bool:
 
 
 def check_engine_name(name: str) -> None:
-    """Refuses a name that nobody has registered; a user's module, which may do it, has been imported."""
+    """Reject an unregistered name; a user's module, which may register one, has been imported before."""
     if name not in ENGINES:
         raise UserError(
             f"actor_rollout_ref.rollout.name={name}: there is no such rollout engine; known: {', '.join(ENGINES)}. One "

@@ -192,7 +192,7 @@ def check_installed(engine: str) -> None:
 
 
 def check_arguments(engine: OutsideEngine, config: RolloutConfig, known: Iterable[str]) -> None:
-    """What a user gives it besides; a command has been told before anything was loaded."""
+    """Reject engine arguments of the user that the engine cannot take, before anything is loaded."""
     given = engine.given(config.engine_kwargs)
     for what, do in (*engine.faults(given), *engine.unknown(given, known)):
         raise UserError(f"{what} {do}")
@@ -237,8 +237,8 @@ def is_trained(module: torch.nn.Module) -> bool:
 
 
 def make_room(module: torch.nn.Module, base: Any, place: torch.device) -> None:
-    """A model that nobody trains leaves the GPU: once the engine has its weights it only proves them. Whoever makes
-    the engine takes it back where the engine does not serve."""
+    """Move a model that is not trained off the GPU: once the engine has its weights, the model only proves them. If the
+    engine cannot be used, the caller moves it back."""
     if place.type == "cuda" and not is_trained(module) and not getattr(base, "is_quantized", False):
         module.to("cpu")
         gc.collect()

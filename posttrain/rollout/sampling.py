@@ -140,7 +140,7 @@ def _sample_cuda(logits_NV: torch.Tensor, source_B, temperature_B, greedy_B, see
 def sample_unread(
     logits_NV: torch.Tensor, source_B, temperature_B, greedy_B, seed_B, place_B
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `sample_plain` gives, left on the device: nobody waits until it is computed."""
+    """What `sample_plain` gives, left on the device: the call does not wait for the result."""
     from posttrain.kernels.cuda.sampling import sample_rows
 
     arrays = (source_B, temperature_B, greedy_B.astype(np.int32), seed_B.view(np.int64), place_B)

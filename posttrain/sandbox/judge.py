@@ -108,7 +108,7 @@ def _run(link: Link, test: dict[str, Any], replaced: set[str], free: Any) -> dic
     linecache.cache[_FILE] = (len(code), None, code.splitlines(keepends=True), _FILE)
     given = dict(space)
     link.offer(space, given, free)
-    # Not with this file's own future: the tests' annotations are objects, unless they name what nobody defines.
+    # Not with this file's own future: the tests' annotations are objects, unless they name something undefined.
     flags = __future__.annotations.compiler_flag if names_only_in_annotations(tree) - space.keys() else 0
     call_allowing_exit(exec, compile(tree, _FILE, "exec", flags, dont_inherit=True), space)
     defined = {name: value for name, value in space.items() if name not in given or given[name] is not value}

@@ -12,7 +12,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Generator
 from typing import Any
 
-from posttrain.sandbox import tables
+from posttrain.sandbox import table_reader, tables
 from posttrain.sandbox.objects import (
     OPERATIONS,
     Tasks,
@@ -367,7 +367,7 @@ class Peer:
         if tag == "constant":
             return _CONSTANTS[content]
         if tag == "table":
-            return tables.read(content, self.read)
+            return table_reader.read(content, self.read)
         raise ValueError(f"unknown tag {tag!r}")
 
     def _read_theirs(self, reference: dict[str, Any]) -> Any:

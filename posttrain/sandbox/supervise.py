@@ -1,4 +1,4 @@
-"""A program's process as the first process of its job sees it: forks it, exchanges messages with it, and ends it."""
+"""How the first process of a job runs a program: forks its process, exchanges messages with it, and ends it."""
 
 from __future__ import annotations
 

@@ -20,14 +20,8 @@ from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
-from posttrain.sandbox.tables import (
-    Snapshot,
-    UnsupportedTable,
-    assign_table,
-    empty_table,
-    is_changeable,
-    write,
-)
+from posttrain.sandbox.table_reader import empty_table
+from posttrain.sandbox.tables import Snapshot, UnsupportedTable, assign_table, is_changeable, write
 
 _BIG = 10**1000  # json rejects integers with more digits than Python prints
 _DTYPE = re.compile(r"[<>|=]?[biufcUS]\d*")

@@ -197,7 +197,7 @@ def resume(world: World) -> None:
     for name, weight in whole.weights.items():
         if not torch.equal(weight, continued.weights[name]):
             raise CheckFailed(
-                f"a step after the checkpoint is not bitwise that of the run that went on: {name} differs"
+                f"a step after the checkpoint is not bitwise that of the uninterrupted run: {name} differs"
             )
     restore_rng(manager.load_rng(path))
     if not torch.equal(torch.rand(4), drawn):

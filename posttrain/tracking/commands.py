@@ -146,7 +146,7 @@ def _series(name: str, lines: list[dict[str, Any]], metric: str) -> tuple[list[f
     found = [(line["step"], line[metric]) for line in lines if isinstance(line.get(metric), float | int)]
     if not found:
         have = sorted({key for line in lines for key in line if key != "step"})
-        # `reward` of the step line is `reward_mean`: names that go on from the given word are nearest.
+        # `reward` of the step line is `reward_mean`: names that begin with the given word are nearest.
         near = [key for key in have if key.startswith(metric)][:3] or difflib.get_close_matches(metric, have, n=1)
         hint = f"Did you mean {' or '.join(f'`{key}`' for key in near)}? " if near else ""
         raise NothingToShow(f"{name} has no metric `{metric}`. {hint}It has: {', '.join(have) or 'none yet'}.")

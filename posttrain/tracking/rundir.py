@@ -72,10 +72,10 @@ class RunDirectory:
         self.crash = self.path / "crash"
         self.incidents = self.path / "incidents"
         self.restarts = 0  # how often the run was started again by this process, from what it had saved
-        self.machines: int | None = None  # that are left, where it goes on with fewer than it began with
-        self.replaced = 0  # how many of its workers were replaced alone, while the others went on
+        self.machines: int | None = None  # that are left, if it continues with fewer than it began with
+        self.replaced = 0  # how many of its workers were replaced alone, while the others continued
         # Counts a worker that is to be replaced alone after so many steps, and writes its page; raises where none may
-        # be any more. Not by the step in the status, which is seconds old while a run goes on.
+        # be any more. Not by the step in the status, which is seconds old while a run continues.
         self.note_replacement: Callable[[Any, int], None] | None = None
         self.snapshots: Path | None = None  # where it saves between checkpoints, in memory
         self._note = on_note

@@ -77,7 +77,7 @@ def write_validation(folder: str | os.PathLike[str], step: int, tables: Sequence
 
 
 def used_fields(names: Iterable[str]) -> list[str]:
-    """Those of a batch that its samples are made of."""
+    """The columns of a batch that its samples are made of."""
     spellings = (name for found in (*_FLOAT_LISTS.values(), *_TEXTS.values()) for name in found)
     used = {*spellings, *_NUMBERS.values(), *_OTHERS}
     return [name for name in names if name in used]

@@ -104,7 +104,7 @@ def main(args: Sequence[str]) -> int:
 
 def cli(entry: Callable[[Sequence[str]], int]) -> int:
     """An entry with errors meant for users printed as they are."""
-    return exit_status(lambda: entry(sys.argv[1:]), if_interrupted="interrupted; the same command goes on")
+    return exit_status(lambda: entry(sys.argv[1:]), if_interrupted="interrupted; the same command continues")
 
 
 if __name__ == "__main__":

@@ -109,7 +109,7 @@ def _rows_batch(prompts: list[list[int]], responses: list[list[int]], pad: int) 
 
 
 def plan_actor_updates(group: WorkerGroup, batch: DataProto) -> Calls:
-    """The optimizer steps of a batch, planned for every rank by whoever calls the group."""
+    """The optimizer steps of a batch, planned for every rank by the caller of the group."""
     config: PPOConfig = group.config
     actor, longest = config.actor_rollout_ref.actor, config.data.max_response_length
     objective = actor_objective(actor, config.algorithm.rollout_correction, longest)

@@ -102,7 +102,7 @@ class Conversations:
 
     def encode(self, messages: Any, response: str) -> list[int]:
         """Ids of one conversation; a template writes its special tokens itself, so none are added to its output."""
-        if not self.own.chat_template:  # neither has one: the prompt is plain text, and the response goes on from it
+        if not self.own.chat_template:  # neither has one: the prompt is plain text, and the response continues it
             return self.own(str(messages[-1]["content"]) + response)["input_ids"]
 
         def render(said: Any) -> str:

@@ -178,7 +178,7 @@ class EngineWorker:
 
     @register(to_all)
     def load(self, folder: Path) -> None:
-        """Go on from what `save` wrote."""
+        """Resume from what `save` wrote."""
         self.engine.load(folder)
 
 

@@ -271,7 +271,7 @@ class SharedMemory(MappedMemory):
             self.opened = {one: memory for one, memory in self.opened.items() if one == serial - 1}  # it has two
             file = os.open(f"/proc/{process}/fd/{number}", os.O_RDONLY)
             try:
-                # Private and writable, for torch's sake: nobody writes, and if so, not into the sender's memory.
+                # Writable, as torch requires, but private: a write would not reach the sender's memory.
                 mapped = mmap.mmap(file, size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
             finally:
                 os.close(file)

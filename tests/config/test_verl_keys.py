@@ -14,7 +14,7 @@ from posttrain.config.trees import PPO, SFT
 from posttrain.config.values import split_hint
 from posttrain.other_systems.verl.answers import PPO_RULES, all_answers, apply_answers
 from posttrain.other_systems.verl.rule import HONOURED, KINDS, NOT_NEEDED, NOT_SUPPORTED, TRANSLATED, Rule
-from posttrain.other_systems.verl.supervised import GENERATION, SUPERVISED_RULES
+from posttrain.other_systems.verl.run import GENERATION, SUPERVISED_RULES
 from posttrain.other_systems.verl.translations import TRANSLATIONS
 
 ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"

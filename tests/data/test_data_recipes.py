@@ -18,10 +18,10 @@ import pytest
 from posttrain import cli
 from posttrain.config.trainer import DataConfig
 from posttrain.data.dataset import PromptDataset
-from posttrain.data.recipes.command import RECIPES
+from posttrain.data.recipes import RECIPES
 from posttrain.data.recipes.recipe import prepare
 from posttrain.data.recipes.tasks import _turns, last_boxed
-from posttrain.data.rows import DataError, how_to_make, load_rows, recipes
+from posttrain.data.rows import DataError, how_to_make, load_rows
 from posttrain.rewards.scorers import code, score_by_source
 from posttrain.sandbox import Sandbox
 from tests.machine import warm
@@ -259,12 +259,22 @@ def test_every_recipe_has_a_script_and_every_script_a_recipe():
 
 @pytest.mark.parametrize("name", [name for name in RECIPES if name != "gsm8k"])
 def test_the_hints_about_missing_files_name_the_recipe(name, tmp_path):
-    assert recipes() == tuple(RECIPES)
     wanted = tmp_path / name / "test.parquet"
     command = f"`posttrain data {name} --out {wanted.parent}`"
     assert command in how_to_make(str(wanted))
     with pytest.raises(DataError, match=re.escape(command)):
         load_rows(wanted)
+
+
+def test_recipes_are_loaded_for_a_hint_and_not_before():
+    code = """
+import sys
+from posttrain.data.rows import how_to_make
+before = [name for name in sys.modules if name.startswith("posttrain.data.recipes.")]
+print(before, "posttrain data hotpotqa" in how_to_make("data/hotpotqa/train.parquet"), "torch" in sys.modules)
+"""
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout == "[] True False\n"
 
 
 def test_the_command_lists_every_recipe_with_its_sentence(capsys):

@@ -5,9 +5,14 @@ from __future__ import annotations
 import pytest
 
 from posttrain.models.embedded import byte_tokenizer
-from posttrain.texts import texts_of
+from posttrain.texts import common_start, texts_of
 
 ROWS = [[72, 101, 300, 108], [], [301, 33], [72, 32, 46]]
+
+
+def test_the_common_start_ends_where_two_sequences_differ_or_one_ends():
+    assert common_start([1, 2, 3], (1, 2, 4)) == 2 == common_start("abc", "ab")
+    assert common_start([], [1]) == 0 == common_start([2, 1], [1, 2]) and common_start("ab", "ab") == 2
 
 
 @pytest.mark.parametrize("clean", [False, True])

@@ -12,9 +12,7 @@ import pytest
 
 from posttrain.algorithms import registry
 from posttrain.config import choices
-from posttrain.data import rows
-from posttrain.data.recipes.command import RECIPES
-from posttrain.data.recipes.recipe import Recipe
+from posttrain.data.recipes import RECIPES, Recipe
 from posttrain.rewards.scorers import SCORERS
 from posttrain.rollout.base import RolloutEngine, WrappedEngine
 from posttrain.rollout.engines import ENGINES
@@ -66,15 +64,14 @@ def test_a_scorer_that_has_a_file_is_found_by_a_data_source():
     assert not forgotten, f'decorate `score` of {forgotten} with @register_scorer("DATA_SOURCE")'
 
 
-def test_a_recipe_that_has_a_file_is_in_the_table_and_known_to_the_hints():
+def test_a_recipe_that_has_a_file_is_registered():
     made = {
         value.name
         for name in modules("data/recipes")
         for value in vars(importlib.import_module(name)).values()
         if isinstance(value, Recipe)
     }
-    assert made <= set(RECIPES), f"move {made - set(RECIPES)} to posttrain/data/recipes/tasks.py"
-    assert set(RECIPES) == set(rows.recipes())  # which reads the names from the source
+    assert made == set(RECIPES), f"declare {made ^ set(RECIPES)} with register_recipe"
 
 
 def subclasses(kind: type) -> set[type]:

@@ -126,5 +126,5 @@ def test_a_dry_run_of_a_training_command_reports_and_writes_nothing(desk, capsys
     args = [program, *desk.lay(), "trainer.dry_run=true"]
     assert main(args) == 0
     shown = capsys.readouterr().out
-    assert "Nothing was found that speaks against this run." in shown and "steps per epoch" in shown
+    assert "No problem was found." in shown and "steps per epoch" in shown
     assert not (desk.folder / "outputs").exists()

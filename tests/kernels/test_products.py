@@ -9,7 +9,7 @@ from posttrain.trainer.run import process
 
 CODE = """
 import torch
-from posttrain.kernels.onednn import fix_product_library
+from posttrain.kernels.ordered import fix_product_library
 
 fix_product_library()
 x = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))

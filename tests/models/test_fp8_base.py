@@ -17,8 +17,8 @@ from posttrain.kernels.fp8 import Fp8Weight
 from posttrain.kernels.packed_attention import PackedLayout, packed_rows
 from posttrain.models import fused_layer
 from posttrain.models.forward import hidden_states
-from posttrain.models.fp8_base import Fp8Base
 from posttrain.models.fused_layer import fuse_layers, join_weights
+from posttrain.models.layer_weights import Fp8Base
 from posttrain.models.loading import fuse_and_prove
 from posttrain.models.lora import add_adapters, base_only
 from tests.engine.engine_tools import gradient, objective, ragged_batch
@@ -256,7 +256,7 @@ def test_models_without_the_fused_pass_are_rejected_when_the_engine_is_made(kind
 
 
 def test_a_sharded_model_is_rejected():
-    from posttrain.models.fp8_base import check_fp8_base
+    from posttrain.models.layer_weights import check_fp8_base
 
     with pytest.raises(UserError, match="sharded over ranks"):
         check_fp8_base(proved(), torch.device("cpu"), sharded=True)

@@ -28,7 +28,7 @@ from posttrain.models.adapter_files import adapter_parameters, adapter_settings,
 from posttrain.models.adapter_targets import AdapterError, find_targets
 from posttrain.models.expert_adapters import AdaptedExperts, is_wrapper, plain_experts
 from posttrain.models.forward import ForwardMode
-from posttrain.models.fp8_base import check_fp8_base
+from posttrain.models.layer_weights import check_fp8_base
 from posttrain.models.lora import add_adapters, base_only, merged_state, save_merged, with_adapters
 from posttrain.planning.counting import ModelBytes
 from posttrain.planning.meta_models import META

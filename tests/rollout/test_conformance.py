@@ -20,7 +20,7 @@ from posttrain.rollout.base import Request, Sampling, WrappedEngine
 from posttrain.rollout.generate import advance, generate, to_batch
 from posttrain.rollout.hf import HFEngine
 from posttrain.rollout.native.build import build_native
-from posttrain.rollout.server.build import connect_servers, describe
+from posttrain.rollout.server.engine import connect_servers, describe
 from posttrain.rollout.sglang.build import build_sglang
 from posttrain.rollout.vllm.build import build_vllm
 from tests.conftest import TINY

@@ -19,8 +19,7 @@ from posttrain.rollout.base import Request, Sampling
 from posttrain.rollout.engines import build_engine
 from posttrain.rollout.generate import generate
 from posttrain.rollout.native.build import build_native
-from posttrain.rollout.server.build import connect_servers, describe
-from posttrain.rollout.server.link import Link, ServerError
+from posttrain.rollout.server.engine import Link, ServerError, connect_servers, describe
 from posttrain.rollout.server.wire import read_bucket, write_bucket
 from posttrain.rollout.weight_buckets import SyncError, split_into_buckets
 from tests.conftest import TINY

@@ -28,8 +28,7 @@ from posttrain.rollout.engines import build_engine
 from posttrain.rollout.generate import generate
 from posttrain.rollout.native.build import build_native
 from posttrain.rollout.server import ranks
-from posttrain.rollout.server.build import connect_servers, describe
-from posttrain.rollout.server.link import ServerError
+from posttrain.rollout.server.engine import ServerError, connect_servers, describe
 from posttrain.rollout.server.ranks import Follower, MirroredEngine, RankError, Reply, make_call
 from posttrain.rollout.server.wire import read_bucket
 from tests.conftest import TINY

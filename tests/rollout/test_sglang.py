@@ -102,7 +102,7 @@ def test_it_draws_the_tokens_that_native_draws(sglang, model):
 
 def test_rows_of_one_batch_are_drawn_each_from_its_own_logits_also_where_these_are_cut_from_wider_ones():
     wide = torch.randn(3, 40, generator=torch.Generator().manual_seed(0))
-    told = [inside.told(Sampling(1, greedy=True), 0, 0), inside.told(Sampling(1, top_k=1), 0, 0)]
+    told = [inside.sampler_params(Sampling(1, greedy=True), 0, 0), inside.sampler_params(Sampling(1, top_k=1), 0, 0)]
     rows = [SimpleNamespace(sampling_params=SimpleNamespace(custom_params=one), output_ids=[], origin_input_ids=[1])
             for one in (*told, told[0])]  # fmt: skip
     tokens, log_probs, drawn = inside.draw(wide[:, :33], rows)
@@ -326,6 +326,6 @@ def test_a_longer_row_than_it_was_made_for_is_refused(sglang):
 
 
 def test_what_travels_with_a_request_is_what_sglangs_messages_can_hold():
-    told = inside.told(Sampling(max_tokens=3, stop_token_ids=(4,)), 2**63, 2)
+    told = inside.sampler_params(Sampling(max_tokens=3, stop_token_ids=(4,)), 2**63, 2)
     assert {type(value) for value in told["sampling"].values()} <= {int, float, bool} and told["seed"] == 2**63
     assert np.array([told["seed"]], dtype=np.uint64)[0] == 2**63

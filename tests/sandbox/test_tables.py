@@ -11,7 +11,7 @@ import numpy
 import pytest
 from forgeries import PATCH
 
-from posttrain.sandbox import tables, wire
+from posttrain.sandbox import table_reader, tables, wire
 
 pandas = pytest.importorskip("pandas")
 
@@ -247,7 +247,7 @@ def test_forged_table_is_a_failure_and_stops_the_tests(roomy):
 @pytest.mark.parametrize("forged", FORGED)
 def test_forged_table_is_not_rebuilt(forged):
     with pytest.raises((ValueError, TypeError, OverflowError)):
-        tables.read(json.loads(json.dumps(eval(forged))), wire.decode)
+        table_reader.read(json.loads(json.dumps(eval(forged))), wire.decode)
 
 
 def test_table_larger_than_a_message_is_a_failure(roomy):
@@ -279,7 +279,7 @@ def sent(value):
         return tables.write(one, write)
 
     def read(data):
-        return wire.decode(data, lambda tag, content: tables.read(content, read))
+        return wire.decode(data, lambda tag, content: table_reader.read(content, read))
 
     return read(json.loads(json.dumps(write(value))))
 

@@ -3,82 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import socket
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-import torch
 
 pytest.importorskip("aiohttp")
-from posttrain.commands.generation.loop import Requests
-from posttrain.config.root import PPOConfig
 from posttrain.conversations import program_process, programs
-from posttrain.conversations.opening import open_conversations
 from posttrain.conversations.program_process import Program
-from posttrain.conversations.settings import AgentSettings
 from posttrain.errors import UserError
-from posttrain.rollout.base import Sampling
+from tests.serving.program_runs import TWO_TURNS, conversations
 from tests.serving.scripted_server import END, ScriptedEngine
-from tests.tools.call_templates import tokenizer_of
-
-HEADER = """
-import json, os, sys, time, urllib.request
-task = json.loads(os.environ["POSTTRAIN_TASK"])
-
-def post(path, body, base=os.environ["OPENAI_BASE_URL"], **headers):
-    headers["Authorization"] = "Bearer " + os.environ["OPENAI_API_KEY"]
-    data = body if isinstance(body, bytes) else json.dumps(body).encode()
-    return json.load(urllib.request.urlopen(urllib.request.Request(base + path, data, headers)))
-
-def ask(messages, **more):
-    body = {"model": "gpt-9", "messages": messages, **more}
-    return post("/chat/completions", body)["choices"][0]["message"]
-
-def give(reward):
-    open(os.environ["POSTTRAIN_REWARD_FILE"], "w").write(json.dumps(reward))
-"""
-TWO_TURNS = """
-messages = task["messages"]
-messages += [ask(messages), {"role": "user", "content": "again"}]
-messages += [ask(messages)]
-give(float(messages[-1]["content"] == "2"))
-"""
-
-
-def script(text: str, seed: int) -> str:
-    return f"{text.count('<|im_start|>assistant')}{END}"
-
-
-@contextmanager
-def conversations(
-    folder, code: str, count: int = 1, header: str = HEADER, device="cpu", kind=ScriptedEngine, **settings
-):
-    """The whole conversations of a program: (responses, records, engine, what the user was told)."""
-    file, said = folder / "agent.py", []
-    file.write_text(header + code)
-    config, tokenizer = PPOConfig(), tokenizer_of("Qwen2.5")
-    settings = {"program": f"{sys.executable} {file}", "timeout_s": 30.0, **settings}
-    config.actor_rollout_ref.rollout.agent = settings
-    config.data.max_prompt_length, config.data.max_response_length = 200, 300
-    engine = kind(tokenizer, script)
-    sampling = Sampling(max_tokens=300, stop_token_ids=(tokenizer.convert_tokens_to_ids(END),))
-    with open_conversations(config, tokenizer, torch.device(device), said.append) as loop:
-        assert loop is not None
-        requests = Requests(engine, sampling, loop)
-        prompt = [{"role": "user", "content": "hello"}]
-        ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
-        for number in range(count):
-            row = {"raw_prompt": prompt, "data_source": "d", "ground_truth": "2", "extra_info": {}, "index": number}
-            requests.submit((number, 0), list(ids), number, row)
-        whole = []
-        while requests.has_work():
-            whole += requests.advance()
-        yield sorted(whole, key=lambda one: one.id), [loop.records[n, 0] for n in range(count)], engine, said
 
 
 def test_the_turns_of_a_program_are_one_row_of_the_very_tokens_that_were_sampled(tmp_path):
@@ -440,126 +378,3 @@ ask(messages)  # a row that is there may continue
 """
     with conversations(tmp_path, code, max_rows=most) as (_, (record,), _, _):
         assert len(record.rows) == rows and record.score == float(most is not None) and record.error is None
-
-
-RUN_HEADER = """
-import json, os, sys, time, urllib.error, urllib.request
-run = os.environ["POSTTRAIN_RUN_URL"]
-
-def post(url, body):
-    headers = {"Authorization": "Bearer " + os.environ["POSTTRAIN_API_KEY"]}
-    return json.load(urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers)))
-
-def claim():
-    while (found := post(run + "/s/next", {}))["id"] is None:
-        time.sleep(0.02)
-    return found
-
-def play(found, reward):
-    # One address for all samples: the request names its own as the model.
-    body = {"model": found["id"], "messages": found["task"]["messages"]}
-    post(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body)
-    post(run + "/s/" + found["id"] + "/reward", {"reward": reward})
-"""
-
-
-def test_a_program_of_the_run_is_started_once_and_plays_all_samples(tmp_path):
-    starts = tmp_path / "starts"
-    code = f"""
-open({str(starts)!r}, "a").write("x")
-while True:
-    found = claim()
-    play(found, found["task"]["index"])
-"""
-    with conversations(tmp_path, code, count=4, header=RUN_HEADER, program_per="run") as (_, records, _, _):
-        assert [record.score for record in records] == [0.0, 1.0, 2.0, 3.0]
-        assert all(sum(row.mask) == 2 for record in records for row in record.rows)
-    assert starts.read_text() == "x"
-
-
-def test_http_processes_share_the_samples_and_forward_what_comes_to_the_address_of_the_run(tmp_path):
-    """Every sample is played once by its own address, and once by the run's; half of them are another process's."""
-    seen = tmp_path / "seen"
-    code = f"""
-def error_of(url, body):
-    try:
-        return post(url, body)
-    except urllib.error.HTTPError as error:
-        return error.code
-
-while True:
-    found = claim()
-    base = found["base_url"].removesuffix("/v1")
-    assert error_of(run + "/s/nosuch/reward", {{"reward": 1}}) == 404
-    first = {{"messages": found["task"]["messages"], "stream": True}}
-    headers = {{"Authorization": "Bearer " + os.environ["POSTTRAIN_API_KEY"]}}
-    where = f"{{run}}/s/{{found['id']}}/v1/chat/completions?by=path"
-    asked = urllib.request.Request(where, json.dumps(first).encode(), headers)
-    streamed = urllib.request.urlopen(asked).read().decode()
-    headers["Authorization"] += "x"
-    try:
-        urllib.request.urlopen(urllib.request.Request(where, json.dumps(first).encode(), headers))
-    except urllib.error.HTTPError as error:
-        assert error.code == 401
-    open({str(seen)!r}, "a").write(json.dumps([base.removesuffix("/s/" + found["id"]), run, streamed[-14:]]) + "\\n")
-    play(found, found["task"]["index"])
-"""
-    settings = {"header": RUN_HEADER, "program_per": "run", "http_processes": 2}
-    with conversations(tmp_path, code, count=4, **settings) as (_, records, _, _):
-        assert [record.score for record in records] == [0.0, 1.0, 2.0, 3.0]
-        assert all(record.facts["requests"] == 2 for record in records)
-    rows = [json.loads(line) for line in seen.read_text().splitlines()]
-    assert (
-        sorted(url == run for url, run, _ in rows) == [False, False, True, True] and len({row[0] for row in rows}) == 2
-    )
-    assert {end for _, _, end in rows} == {"data: [DONE]\n\n"}
-
-
-@pytest.mark.parametrize(
-    ("cores", "settings", "count"),
-    [(2, {"program": "x"}, 1), (16, {"program": "x"}, 4), (16, {"program": "outside"}, 1),
-     (2, {"program": "outside", "http_processes": 3}, 3)],
-)  # fmt: skip
-def test_the_number_of_http_processes_follows_the_cores(cores, settings, count, monkeypatch):
-    monkeypatch.setattr("posttrain.cores.usable", lambda: cores)
-    assert AgentSettings(**settings).count_http_processes() == count
-
-
-def test_http_processes_listen_at_ports_one_after_another(tmp_path, monkeypatch):
-    listen, asked = programs.listen, []
-    monkeypatch.setattr(programs, "listen", lambda host, port: (asked.append(port), listen(host, 0))[1])
-    for port, count in ((7001, 3), (0, 2)):
-        with conversations(tmp_path, TWO_TURNS, port=port, http_processes=count) as (_, (record,), _, _):
-            assert record.score == 1.0
-    assert asked == [7001, 7002, 7003, 0, 0]
-
-
-def test_a_program_of_the_run_that_ends_costs_the_samples_it_had_and_is_started_again(tmp_path):
-    code = "for number in range(2):\n    play(claim(), 1.0)\nclaim()\nraise ValueError('two are enough')\n"
-    with conversations(tmp_path, code, count=4, header=RUN_HEADER, program_per="run") as (_, records, _, _):
-        scores, errors = [record.score for record in records], [record.error for record in records]
-        # The third is lost with the program. The fourth is played by the program's second start.
-        assert scores.count(1.0) == 3 and sum("two are enough" in (error or "") for error in errors) == 1
-
-
-def test_a_program_of_the_run_has_no_more_memory_than_it_may(tmp_path):
-    code = "found = claim(); x = bytearray(3 * 2**30); play(found, 1.0)"
-    settings = {"header": RUN_HEADER, "program_per": "run", "memory_gb": 1.0}
-    with conversations(tmp_path, code, **settings) as (_, (record,), _, _):
-        assert "MemoryError" in record.error
-
-
-@pytest.mark.parametrize(
-    ("code", "why"),
-    [("raise ValueError('no such model')", "no such model"), ("time.sleep(600)", "asked for no sample")],
-)
-def test_a_program_of_the_run_that_cannot_play_fails_the_samples_instead_of_the_wait(tmp_path, code, why):
-    settings = {"header": RUN_HEADER, "program_per": "run", "timeout_s": 2.0}
-    with conversations(tmp_path, code, count=2, **settings) as (_, records, _, _):
-        assert all(why in record.error for record in records)
-
-
-def test_a_program_may_say_that_a_sample_failed(tmp_path):
-    code = "post(run + '/s/' + claim()['id'] + '/end', {'error': 'the browser is gone'})\ntime.sleep(600)\n"
-    with conversations(tmp_path, code, header=RUN_HEADER, program_per="run") as (_, (record,), _, _):
-        assert "the browser is gone" in record.error

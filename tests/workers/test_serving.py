@@ -132,7 +132,7 @@ def test_the_first_machine_starts_a_head_with_its_settings_and_says_what_to_type
     settings = {"num_cpus": 3, "include_dashboard": True, "resources": {"a": 1}, "namespace": "mine"}
     cluster = RayCluster(2, settings, machines=3, tell=told.append)
     cluster.start()
-    assert cluster.is_head and cluster.words() == "at 10.0.0.7:6379"
+    assert cluster.words() == "at 10.0.0.7:6379"
     wanted = ["--num-cpus=3", '--resources={"a": 1}', "--include-dashboard=true"]
     assert started == [["--head", "--node-ip-address=10.0.0.7", "--port=6379", *wanted]]
     assert connected[0]["namespace"] == "mine" and "num_cpus" not in connected[0]

@@ -1,33 +1,18 @@
-"""A recipe says where a data set is, and how to convert its rows; `prepare` writes the files, from a folder or the hub.
-
-A recipe is a `Recipe` in `tasks.py`.
-"""
+"""`prepare` writes the files of a recipe: rows come from a folder or the hub, and the recipe converts them."""
 
 from __future__ import annotations
 
 import csv
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from posttrain.data.recipes import Converted, Recipe, SkippedRow, Split
 from posttrain.data.recipes.arithmetic import write_files
 from posttrain.data.rows import DataError, RowTable, load_rows, table_of_rows
-
-Row = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class SkippedRow:
-    """A row that cannot be used, and why; the command counts such rows."""
-
-    reason: str
-
-
-# None: a row of another split.
-Converted = Row | SkippedRow | None
 
 
 class SourceRow(NamedTuple):
@@ -54,42 +39,6 @@ class SourceRow(NamedTuple):
             f"The {names[0]} of {self.where} is missing: the columns are {self.columns}, "
             f"this row has {', '.join(self.table.rows[self.number]) or 'none'}."
         )
-
-
-@dataclass(frozen=True)
-class Split:
-    """One file to write, and where its rows come from."""
-
-    name: str
-    # Usual file names of a local copy, as patterns; `NAME.jsonl` and similar names are tried too.
-    files: tuple[str, ...] = ()
-    # The split's name on the hub, if different.
-    hub: str = ""
-    # Whether a folder may lack it.
-    optional: bool = False
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """A data set. `rows` converts each row in turn; its number and split, and the data set's name, are added to it."""
-
-    name: str
-    sentence: str
-    splits: tuple[Split, ...]
-    # The columns of a copy, for messages.
-    columns: str
-    rows: Callable[[Sequence[SourceRow]], Iterator[Converted]]
-    hub_id: str
-    hub_config: str = "default"
-    # A split's file in the hub's repository; by default the hub's own parquet conversion is fetched.
-    hub_file: str | None = None
-    # What rows say in `data_source`; the recipe's name if empty.
-    data_source: str = ""
-
-    @property
-    def folder(self) -> Path:
-        """The default output folder."""
-        return Path.home() / "data" / self.name
 
 
 def _convert(recipe: Recipe, table: RowTable, split: str) -> Iterator[Converted]:

@@ -26,7 +26,8 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from posttrain.data.recipes.recipe import Converted, Recipe, SkippedRow, SourceRow, Split
+from posttrain.data.recipes import Converted, Recipe, SkippedRow, Split, register_recipe
+from posttrain.data.recipes.recipe import SourceRow
 from posttrain.data.rows import DataError
 
 NUMBER_INSTRUCTION = "Think step by step and end with a line `#### N`, where N is the answer as a number."
@@ -54,15 +55,17 @@ def _final_number(answer: str, where: str) -> str:
     return number
 
 
-GSM8K = Recipe(
-    name="gsm8k",
-    sentence="grade-school word problems, with solutions (also for SFT); scored by number",
-    splits=(Split("train"), Split("test")),
-    columns="question and answer",
-    rows=gsm8k_rows,
-    hub_id="openai/gsm8k",
-    hub_config="main",
-    hub_file="main/{split}-00000-of-00001.parquet",
+GSM8K = register_recipe(
+    Recipe(
+        name="gsm8k",
+        sentence="grade-school word problems, with solutions (also for SFT); scored by number",
+        splits=(Split("train"), Split("test")),
+        columns="question and answer",
+        rows=gsm8k_rows,
+        hub_id="openai/gsm8k",
+        hub_config="main",
+        hub_file="main/{split}-00000-of-00001.parquet",
+    )
 )
 
 
@@ -98,21 +101,25 @@ def last_boxed(text: str) -> str | None:
     return None
 
 
-MATH = Recipe(
-    name="math",
-    sentence="competition mathematics (MATH: 7,500 and 5,000 problems); scored by the boxed answer",
-    splits=(Split("train"), Split("test")),
-    columns=MATH_COLUMNS,
-    rows=math_rows,
-    hub_id="DigitalLearningGmbH/MATH-lighteval",
+MATH = register_recipe(
+    Recipe(
+        name="math",
+        sentence="competition mathematics (MATH: 7,500 and 5,000 problems); scored by the boxed answer",
+        splits=(Split("train"), Split("test")),
+        columns=MATH_COLUMNS,
+        rows=math_rows,
+        hub_id="DigitalLearningGmbH/MATH-lighteval",
+    )
 )
-MATH500 = Recipe(
-    name="math500",
-    sentence="500 problems of MATH's test set, for evaluation; scored by the boxed answer",
-    splits=(Split("test", files=("math500.jsonl",)),),
-    columns=MATH_COLUMNS,
-    rows=math_rows,
-    hub_id="HuggingFaceH4/MATH-500",
+MATH500 = register_recipe(
+    Recipe(
+        name="math500",
+        sentence="500 problems of MATH's test set, for evaluation; scored by the boxed answer",
+        splits=(Split("test", files=("math500.jsonl",)),),
+        columns=MATH_COLUMNS,
+        rows=math_rows,
+        hub_id="HuggingFaceH4/MATH-500",
+    )
 )
 
 
@@ -159,29 +166,33 @@ def _pairs(value: Any, second: str) -> list[tuple[Any, Any]]:
     return [(pair[0], pair[1]) for pair in value] if isinstance(value, list) else []
 
 
-NQ_OPEN = Recipe(
-    name="nq_open",
-    sentence="questions people asked a search engine, without passages; any listed answer counts",
-    splits=(
-        Split("train", files=("NQ-open.train.jsonl*",), optional=True),
-        Split("validation", files=("NQ-open.dev.jsonl*", "NQ-open.efficientqa.dev*.jsonl*")),
-    ),
-    columns="question and answer (a list)",
-    rows=nq_open_rows,
-    hub_id="google-research-datasets/nq_open",
-    hub_config="nq_open",
+NQ_OPEN = register_recipe(
+    Recipe(
+        name="nq_open",
+        sentence="questions people asked a search engine, without passages; any listed answer counts",
+        splits=(
+            Split("train", files=("NQ-open.train.jsonl*",), optional=True),
+            Split("validation", files=("NQ-open.dev.jsonl*", "NQ-open.efficientqa.dev*.jsonl*")),
+        ),
+        columns="question and answer (a list)",
+        rows=nq_open_rows,
+        hub_id="google-research-datasets/nq_open",
+        hub_config="nq_open",
+    )
 )
-HOTPOTQA = Recipe(
-    name="hotpotqa",
-    sentence="questions over two of ten passages that stand in the prompt; scored by the answer's words",
-    splits=(
-        Split("train", files=("hotpot_train*.json*",), optional=True),
-        Split("validation", files=("hotpot_dev_distractor*.json*", "hotpot_distractor*.json*")),
-    ),
-    columns="question, answer, context and supporting_facts",
-    rows=hotpotqa_rows,
-    hub_id="hotpotqa/hotpot_qa",
-    hub_config="distractor",
+HOTPOTQA = register_recipe(
+    Recipe(
+        name="hotpotqa",
+        sentence="questions over two of ten passages that stand in the prompt; scored by the answer's words",
+        splits=(
+            Split("train", files=("hotpot_train*.json*",), optional=True),
+            Split("validation", files=("hotpot_dev_distractor*.json*", "hotpot_distractor*.json*")),
+        ),
+        columns="question, answer, context and supporting_facts",
+        rows=hotpotqa_rows,
+        hub_id="hotpotqa/hotpot_qa",
+        hub_config="distractor",
+    )
 )
 
 
@@ -198,13 +209,15 @@ def banking77_rows(rows: Sequence[SourceRow]) -> Iterator[Converted]:
         }
 
 
-BANKING77 = Recipe(
-    name="banking77",
-    sentence="customers' messages to be sorted into 77 labels; scored by the label",
-    splits=(Split("train"), Split("test")),
-    columns="text and category (or label_text)",
-    rows=banking77_rows,
-    hub_id="mteb/banking77",
+BANKING77 = register_recipe(
+    Recipe(
+        name="banking77",
+        sentence="customers' messages to be sorted into 77 labels; scored by the label",
+        splits=(Split("train"), Split("test")),
+        columns="text and category (or label_text)",
+        rows=banking77_rows,
+        hub_id="mteb/banking77",
+    )
 )
 
 
@@ -249,23 +262,29 @@ def _fence(program: str) -> str:
 
 
 _MBPP_FILES = ("sanitized-mbpp.json", "mbpp.jsonl")
-MBPP = Recipe(
-    name="mbpp",
-    sentence="short Python tasks with tests (sanitized MBPP), divided by task number; scored in the sandbox",
-    splits=tuple(Split(name, files=_MBPP_FILES, optional=True) for name in ("train", "validation", "test", "prompt")),
-    columns="task_id, prompt (or text), code, test_list",
-    rows=mbpp_rows,
-    hub_id="google-research-datasets/mbpp",
-    hub_config="sanitized",
+MBPP = register_recipe(
+    Recipe(
+        name="mbpp",
+        sentence="short Python tasks with tests (sanitized MBPP), divided by task number; scored in the sandbox",
+        splits=tuple(
+            Split(name, files=_MBPP_FILES, optional=True) for name in ("train", "validation", "test", "prompt")
+        ),
+        columns="task_id, prompt (or text), code, test_list",
+        rows=mbpp_rows,
+        hub_id="google-research-datasets/mbpp",
+        hub_config="sanitized",
+    )
 )
-HUMANEVAL = Recipe(
-    name="humaneval",
-    sentence="164 Python functions to complete, for evaluation; scored in the sandbox",
-    splits=(Split("test", files=("HumanEval.jsonl.gz", "HumanEval.jsonl")),),
-    columns="task_id, prompt, entry_point, canonical_solution, test",
-    rows=humaneval_rows,
-    hub_id="openai/openai_humaneval",
-    hub_config="openai_humaneval",
+HUMANEVAL = register_recipe(
+    Recipe(
+        name="humaneval",
+        sentence="164 Python functions to complete, for evaluation; scored in the sandbox",
+        splits=(Split("test", files=("HumanEval.jsonl.gz", "HumanEval.jsonl")),),
+        columns="task_id, prompt, entry_point, canonical_solution, test",
+        rows=humaneval_rows,
+        hub_id="openai/openai_humaneval",
+        hub_config="openai_humaneval",
+    )
 )
 
 
@@ -318,20 +337,24 @@ _PAIR_SPLITS = (
     Split("train", files=("*train.jsonl.gz", "*train.jsonl"), optional=True),
     Split("test", files=("*test.jsonl.gz", "*test.jsonl"), optional=True),
 )
-HH_RLHF = Recipe(
-    name="hh_rlhf",
-    sentence="conversations with a preferred and a rejected answer: pairs for a reward model",
-    splits=_PAIR_SPLITS,
-    columns=PAIR_COLUMNS,
-    rows=pair_rows,
-    hub_id="Anthropic/hh-rlhf",
+HH_RLHF = register_recipe(
+    Recipe(
+        name="hh_rlhf",
+        sentence="conversations with a preferred and a rejected answer: pairs for a reward model",
+        splits=_PAIR_SPLITS,
+        columns=PAIR_COLUMNS,
+        rows=pair_rows,
+        hub_id="Anthropic/hh-rlhf",
+    )
 )
-HH_RLHF_SFT = Recipe(
-    name="hh_rlhf_sft",
-    sentence="the preferred conversations of hh_rlhf as messages: multi-turn rows for SFT",
-    splits=_PAIR_SPLITS,
-    columns=PAIR_COLUMNS,
-    rows=conversation_rows,
-    hub_id="Anthropic/hh-rlhf",
-    data_source="hh_rlhf",
+HH_RLHF_SFT = register_recipe(
+    Recipe(
+        name="hh_rlhf_sft",
+        sentence="the preferred conversations of hh_rlhf as messages: multi-turn rows for SFT",
+        splits=_PAIR_SPLITS,
+        columns=PAIR_COLUMNS,
+        rows=conversation_rows,
+        hub_id="Anthropic/hh-rlhf",
+        data_source="hh_rlhf",
+    )
 )

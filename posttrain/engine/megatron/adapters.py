@@ -24,7 +24,7 @@ from posttrain.models.forward import without_adapters
 
 NAME = "adapters"
 TABLES = ("embedding.word_embeddings.weight", "output_layer.weight")
-"""Matrices that are read row by row, or by a head of our own: no adapter would be heard there."""
+"""Matrices that are read row by row, or by a head of our own: an adapter would have no effect there."""
 
 
 def scalings_of(module: torch.nn.Module) -> dict[str, float]:

@@ -21,7 +21,7 @@ from posttrain.engine.facts import facts_of
 from posttrain.engine.heads import Head, head_of
 from posttrain.engine.megatron.adapters import adapt, adapter_matches, adapters_off, check_adapters, scalings_of
 from posttrain.engine.megatron.groups import ParallelSizes, check_sizes, join_groups
-from posttrain.engine.megatron.model import build, check_model, stage_chunks, stage_layers
+from posttrain.engine.megatron.model import build, check_model, head_size, is_latent, stage_chunks, stage_layers
 from posttrain.engine.megatron.optimizer import EMBEDDING, TIED_COPY, MegatronOptimizer
 from posttrain.engine.megatron.package import PACKAGE, MegatronError, version
 from posttrain.engine.megatron.stage import MegatronStage
@@ -73,26 +73,7 @@ class MegatronEngine(ComposedEngine):
         decoder: Any = decoder_of(module)
         angles, padding = decoder.rotary_emb.inv_freq.detach().clone(), decoder.embed_tokens.padding_idx
         self.module = self._take_part(module, facts.dtype)
-        trained = {name: weight for name, weight in self.module.named_parameters() if weight.requires_grad}
-        self.optimizer: MegatronOptimizer | None = None
-        if settings.optim is None:
-            self.module.requires_grad_(False)
-        else:
-            if not trained:
-                raise MegatronError(
-                    f"{sizes.key}.pipeline_parallel_size={sizes.pipeline}: stage {self.groups.stage} has no adapters, "
-                    "so that nothing would be trained there; adapt all layers, or set pipeline_parallel_size=1"
-                )
-            cut = {name for match in self.matches if match.kind in CUT for name in match.ours}
-            self.optimizer = MegatronOptimizer(
-                trained,
-                settings.optim,
-                self.groups,
-                cut=cut,
-                shares=self._shared_gradients(),
-                saved=self._saved_names(),
-                tied=self._tied,
-            )
+        self.optimizer = self._make_optimizer(settings, sizes)
         stage = MegatronStage(
             self.module,
             self.config,
@@ -104,6 +85,8 @@ class MegatronEngine(ComposedEngine):
             device=settings.device,
             padding=padding,
             recompute=settings.gradient_checkpointing and settings.optim is not None,
+            # Latent attention rotates a part of its heads itself, and Megatron-Core does where heads turn in part only.
+            rotates=not is_latent(self.config) and 2 * len(angles) == head_size(self.config),
         )
         self.runner = PassRunner(stage, self.head, facts, settings, self.optimizer)
         self.state = PartState(
@@ -116,6 +99,27 @@ class MegatronEngine(ComposedEngine):
             groups=self.groups,
         )
         self.offload()
+
+    def _make_optimizer(self, settings: EngineSettings, sizes: ParallelSizes) -> MegatronOptimizer | None:
+        """The optimizer of this stage's weights; None, and frozen weights, for a model that is not trained."""
+        if settings.optim is None:
+            self.module.requires_grad_(False)
+            return None
+        trained = {name: weight for name, weight in self.module.named_parameters() if weight.requires_grad}
+        if not trained:
+            raise MegatronError(
+                f"{sizes.key}.pipeline_parallel_size={sizes.pipeline}: stage {self.groups.stage} has no adapters, "
+                "so that nothing would be trained there; adapt all layers, or set pipeline_parallel_size=1"
+            )
+        return MegatronOptimizer(
+            trained,
+            settings.optim,
+            self.groups,
+            cut={name for match in self.matches if match.kind in CUT for name in match.ours},
+            shares=self._shared_gradients(),
+            saved=self._saved_names(),
+            tied=self._tied,
+        )
 
     @classmethod
     def create(

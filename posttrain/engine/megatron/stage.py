@@ -21,7 +21,6 @@ from torch.utils.checkpoint import checkpoint
 
 from posttrain.engine.heads import Head
 from posttrain.engine.megatron.groups import RankGroups
-from posttrain.engine.megatron.model import head_size, is_latent
 from posttrain.engine.megatron.package import buffers_on
 from posttrain.engine.packing import Rows, with_a_prediction
 from posttrain.engine.pipeline import Pipeline
@@ -68,15 +67,15 @@ class MegatronStage(Stage):
         device: torch.device,
         padding: int | None,
         recompute: bool,
+        rotates: bool,
     ) -> None:
-        """`angles_D` is what each position turns the pairs of a head by; `chunks` are the parts of this rank's layers
-        that a pass goes through one at a time; `padding` is the token whose embedding learns
-        nothing where it is read, as in Hugging Face's models."""
+        """`angles_D` is what each position turns the pairs of a head by: `rotates` lets `PackedAttention` do that;
+        `chunks` are the parts of this rank's layers that a pass goes through one at a time; `padding` is the token
+        whose embedding learns nothing where it is read, as in Hugging Face's models."""
         self.module, self.config, self.groups, self.pipeline, self.head = module, config, groups, pipeline, head
         self.angles_D, self.device = angles_D.to(device, torch.float32), device
         self.chunks, self.padding, self.recompute = chunks, padding, recompute
-        # Latent attention rotates a part of its heads itself, and so does Megatron-Core where heads turn in part only.
-        self.rotates = not is_latent(config) and 2 * len(angles_D) == head_size(config)
+        self.rotates = rotates
 
     @contextmanager
     def computing(self, rows: Rows) -> Iterator[None]:

@@ -1,8 +1,8 @@
-"""Decoding that runs ahead of the host: which row is at which place of the buffers, and results that are on their way.
+"""Decoding that runs ahead of the host: the place of each row in the buffers, and results that are still being copied.
 
-A round is a number of steps that the device takes without the host. While it computes one, the host reads the results
-of the round before, finishes rows and admits new ones: otherwise the device would wait 5 to 15 ms after each 50 ms of a
-0.5B model. Rows that ended in that round stay at their places, idle, until the host knows it.
+A round is a number of decode steps that the device makes without the host. While it computes one, the host reads the
+results of the round before, finishes rows and admits new ones: otherwise the device would wait 5 to 15 ms after each
+50 ms of a 0.5B model. Rows that ended in that round stay at their places, idle, until the host has read it.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class RowPlaces:
 
 
 class PendingResults:
-    """The results of a round, on their way to the host: copies are queued after it, and the next round after them."""
+    """The results of a round, being copied to the host: copies are queued after it, and the next round after them."""
 
     def __init__(
         self, numbers: np.ndarray, results: Sequence[torch.Tensor], begun: torch.cuda.Event | None, steps: int
@@ -80,7 +80,7 @@ class PendingResults:
         return [tensor.numpy() for tensor in self.results]
 
     def give(self, rows: DecodeRows) -> None:
-        """Write the results into the arrays of these rows; a row that was not in the round made nothing."""
+        """Write the results into the arrays of these rows; a row that was not in the round has none."""
         place = places_of(rows.numbers, self.numbers)
         there = place >= 0
         made, ended, last, tokens, log_probs = (array[place] for array in self.wait())
@@ -102,7 +102,7 @@ def _copy_to_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def record_event(device: torch.device) -> torch.cuda.Event | None:
-    """An event behind all that the device was given so far."""
+    """An event after all work that the device has been given so far."""
     if device.type != "cuda":
         return None
     event = torch.cuda.Event(enable_timing=True)

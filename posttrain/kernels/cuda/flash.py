@@ -109,7 +109,7 @@ def _join_parts(OUT, LOGSUM, OVER, OVER_LOGSUM, PLACES, tokens, parts, H: tl.con
     most = tl.maximum(mine, other)
     both = most + tl.log(tl.exp(mine - most) + tl.exp(other - most))
     # The sum is replaced in place. Without the barrier one warp could store it before another has read the old one,
-    # which weighed some heads wrongly, differently in every process.
+    # which gave some heads wrong weights, different ones in every process.
     tl.debug_barrier()
     tl.store(LOGSUM + h * tokens + place, both, mask=h < H)
     at = h[:, None] * D + d[None, :]

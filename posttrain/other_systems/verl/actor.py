@@ -96,6 +96,42 @@ def optimizer_rules(optim: str) -> tuple[Rule, ...]:
         not_supported(f"{optim}.optimizer", "the optimizer is AdamW", "remove it", off=("adamw", "adam")),
         not_supported(f"{optim}.optimizer_impl", "the optimizer is torch's AdamW", "remove it", off=("torch.optim",)),
         not_needed(f"{optim}.muon_*", "settings of the optimizer Muon; the optimizer is AdamW"),
+        *_schedule_rules(optim),
+        not_supported(f"{optim}.weight_decay_incr_style", "weight decay is constant", "remove it", off=("constant",)),
+        not_supported(f"{optim}.zero_indexed_step", "warm-up counts its first update as 1", "set it to False"),
+        not_needed(f"{optim}.use_checkpoint_opt_param_scheduler", "a resumed run continues its schedule where it was"),
+        not_needed(f"{optim}.use_layer_wise_distributed_optimizer", "FSDP shards the optimizer state"),
+        not_supported(
+            f"{optim}.{{exp_avg_dtype,exp_avg_sq_dtype,main_grads_dtype,main_params_dtype}}",
+            "weights, gradients and moments of the optimizer are float32",
+            "remove it",
+            off=_FLOAT32,
+        ),
+        not_needed(
+            f"{optim}.{{use_precision_aware_optimizer,override_optimizer_config.use_precision_aware_optimizer,"
+            "override_optimizer_config.decoupled_weight_decay,master_weights,store_param_remainders}",
+            "always so: weights and moments of AdamW are float32, and its weight decay is decoupled",
+        ),
+        translated(
+            f"{optim}.override_optimizer_config.optimizer_cpu_offload",
+            "cpu_optimizer",
+            "`fsdp_config.optimizer_offload`",
+        ),
+        not_needed(
+            f"{optim}.override_optimizer_config.{{optimizer_offload_fraction,offload_fraction,"
+            "overlap_cpu_optimizer_d2h_h2d}",
+            "details of how Megatron moves an optimizer to the host; optimizer_cpu_offload says whether it does",
+        ),
+        not_supported(
+            f"{optim}.{{override_optimizer_config,override_optimizer_config.*}}",
+            "the optimizer's settings are lr, betas, eps and weight_decay",
+            "set optim.betas, optim.eps or optim.weight_decay",
+        ),
+    )
+
+
+def _schedule_rules(optim: str) -> tuple[Rule, ...]:
+    return (
         translated(f"{optim}.{{min_lr,lr_min}}", "floor", "`optim.min_lr_ratio`: this divided by `optim.lr`"),
         not_supported(
             f"{optim}.lr_decay_steps",
@@ -126,36 +162,6 @@ def optimizer_rules(optim: str) -> tuple[Rule, ...]:
             "the end of the schedule is a share of lr",
             "set optim.min_lr_ratio",
             idle="constant",
-        ),
-        not_supported(f"{optim}.weight_decay_incr_style", "weight decay is constant", "remove it", off=("constant",)),
-        not_supported(f"{optim}.zero_indexed_step", "warm-up counts its first update as 1", "set it to False"),
-        not_needed(f"{optim}.use_checkpoint_opt_param_scheduler", "a resumed run continues its schedule where it was"),
-        not_needed(f"{optim}.use_layer_wise_distributed_optimizer", "FSDP shards the optimizer state"),
-        not_supported(
-            f"{optim}.{{exp_avg_dtype,exp_avg_sq_dtype,main_grads_dtype,main_params_dtype}}",
-            "weights, gradients and moments of the optimizer are float32",
-            "remove it",
-            off=_FLOAT32,
-        ),
-        not_needed(
-            f"{optim}.{{use_precision_aware_optimizer,override_optimizer_config.use_precision_aware_optimizer,"
-            "override_optimizer_config.decoupled_weight_decay,master_weights,store_param_remainders}",
-            "always so: weights and moments of AdamW are float32, and its weight decay is decoupled",
-        ),
-        translated(
-            f"{optim}.override_optimizer_config.optimizer_cpu_offload",
-            "cpu_optimizer",
-            "`fsdp_config.optimizer_offload`",
-        ),
-        not_needed(
-            f"{optim}.override_optimizer_config.{{optimizer_offload_fraction,offload_fraction,"
-            "overlap_cpu_optimizer_d2h_h2d}",
-            "details of how Megatron moves an optimizer to the host; optimizer_cpu_offload says whether it does",
-        ),
-        not_supported(
-            f"{optim}.{{override_optimizer_config,override_optimizer_config.*}}",
-            "the optimizer's settings are lr, betas, eps and weight_decay",
-            "set optim.betas, optim.eps or optim.weight_decay",
         ),
     )
 

@@ -30,8 +30,7 @@ from posttrain.other_systems.verl.rule import (
     plain,
     refuse,
 )
-from posttrain.other_systems.verl.run import RUN_RULES
-from posttrain.other_systems.verl.supervised import GENERATION, SUPERVISED_RULES
+from posttrain.other_systems.verl.run import GENERATION, RUN_RULES, SUPERVISED_RULES
 from posttrain.other_systems.verl.translations import CONDITIONS, TRANSLATIONS
 
 PPO_RULES: tuple[Rule, ...] = (*ACTOR_RULES, *ROLLOUT_RULES, *ALGORITHM_RULES, *RUN_RULES)
@@ -124,7 +123,7 @@ def apply_answers(merged: Merged) -> dict[str, tuple[str, str]]:
     for key, entry in merged.elsewhere.items():
         rule: Rule = entry.answer
         if rule.how:
-            # A translation may refuse the value; the answer to the key is then what it said.
+            # A translation may reject the value; its problem is then the answer to the key.
             before = len(merged.problems)
             TRANSLATIONS[rule.how](merged, key, entry)
             new = merged.problems[before:]

@@ -23,7 +23,7 @@ _MODULES = {
     "main_generation_server": "generation",
     "main_eval": "evaluation",
 }
-# Stands for a reference that the script does not answer.
+# Stands for a reference that the script does not define.
 FROM_OUTSIDE = "from_outside"
 _PROCESSES = re.compile(r"^--n(?:proc)?[_-]per[_-]node(?:=(\S+))?$")
 _MACHINES = re.compile(r"^--nnodes(?:=(\S+))?$")
@@ -42,7 +42,7 @@ class Call:
     line: CommandLine
     # torchrun's options, as settings.
     launched: dict[str, str] = field(default_factory=dict)
-    # References that the script itself does not answer: `$WORLD_SIZE`, `$(date)`.
+    # References that the script itself does not define: `$WORLD_SIZE`, `$(date)`.
     outside: list[str] = field(default_factory=list)
 
     def is_open(self, setting: str) -> bool:
@@ -58,7 +58,7 @@ class Call:
         )
 
     def without_outside(self, setting: str) -> str:
-        """The setting with a word in place of each reference that the script does not answer."""
+        """The setting with a word in place of each reference that the script does not define."""
         for text in self.outside:
             setting = setting.replace(text, FROM_OUTSIDE)
         return setting

@@ -2,7 +2,7 @@
 
 The KV cache of ended turns is kept for the turns that continue them, and evicted where room is needed. A turn keeps
 only the blocks that it has filled. Its continuation takes these over as they are, and computes only what is new:
-nothing is copied but a half-full last block that somebody else needs too.
+nothing is copied but a half-full last block that another request needs too.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from posttrain.rollout.base import Request
 from posttrain.rollout.native.pool import Pool, blocks_for, blocks_up_to, tokens_in
 from posttrain.rollout.native.prompts import NewRow, Piece, Progress, Prompt
 from posttrain.rollout.native.states import NO_STATE
+from posttrain.texts import common_start
 
 # Tokens that a row is granted at a time where not all rows have room for their whole budgets. A decoder that runs ahead
 # learns of an extension up to two rounds (32 tokens) late, and the row stands still meanwhile: grants are longer there.
@@ -40,8 +41,7 @@ class KeptTurn:
             return most if self.state == NO_STATE or most == len(self.ids) else 0
         if self.state != NO_STATE:
             return 0
-        pairs = zip(self.ids, ids, strict=False)
-        return next(place for place, (mine, other) in enumerate(pairs) if mine != other)
+        return common_start(self.ids, ids)
 
 
 class KeptTurns:
@@ -328,7 +328,7 @@ class Queue:
 
     # -- ends -----------------------------------------------------------------------------------------------------
     def _retire(self, prompt: Prompt) -> None:
-        """Nobody waits for this prompt any more. Rows that run have holds of their own on its blocks."""
+        """No request waits for this prompt any more. Running rows have holds of their own on its blocks."""
         del self.prompts[prompt.key]
         if prompt in self.opened:
             self.opened.remove(prompt)

@@ -16,12 +16,12 @@ from posttrain.kernels.cuda import MOST_STEPS, STEPS_UNSEEN
 from posttrain.kernels.fp8 import OLDEST
 from posttrain.kernels.quantized import FP8
 from posttrain.kernels.tensor_parallel import Team
+from posttrain.models.attention import latent_layers
 from posttrain.models.decodable import KNOWN, can_decode_fast, check_exact
 from posttrain.models.decoder import FastDecoder
 from posttrain.models.expert_adapters import adapted_weights
 from posttrain.models.feed_forward import MIXTURES
 from posttrain.models.forward import forward_mode_of
-from posttrain.models.latent import latent_layers
 from posttrain.models.lora import has_adapters
 from posttrain.models.paged_decoder import PagedDecoder
 from posttrain.models.recurrent import attending_layers, recurrent_layers, state_bytes
@@ -68,12 +68,9 @@ def build_native(
     weight = next(module.parameters())
     device = device or weight.device
     share = share and team is None
-    limit = cache_limit(config, device.type, device_memory(device))
     routes = _recorded_routes(module, config)
-    size = 1 if team is None else team.size
     if team is not None:
         check_can_cut(module, fast, team.size)
-        limit = team.smallest(limit)  # machines may differ, but who is let in when may not
     if exact:
         check_exact(module, device)
     if recurs := bool(recurrent_layers(module)):
@@ -85,33 +82,50 @@ def build_native(
         decoder = FastDecoder(module, share=share, team=team, device=device, exact=exact)
     else:
         decoder = PagedDecoder(module, captures=captured)
-    per_token = bytes_per_token(module, size, latents=True) + (0 if routes is None else routes.bytes_per_token)
-    per_state = state_bytes(module)
-    limit, slots = split_cache(limit, per_token, per_state, 2 * config.max_num_seqs, longest)
-    states = StatePool(device, limit=slots, bytes_per_slot=per_state)
-    pool = Pool(weight.dtype, device, limit_bytes=limit, bytes_per_token=per_token, routes=routes, states=states)
     together = MOST_STEPS if captured else max(1, min(MOST, TOGETHER // sum(p.numel() for p in module.parameters())))
     if team is not None:
         together = 1
     engine = NativeEngine(
         decoder,
-        pool,
+        _build_pool(module, config, device, team=team, routes=routes, longest=longest),
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=step_limit(config, device.type),
         tokens_per_step=together,
         tokens_unseen=STEPS_UNSEEN if captured else None,
         decode=decode,
         shares_weights=share or not fast,
-        ranks=size,
+        ranks=1 if team is None else team.size,
         speculation=_speculation(module, config, captured=captured),
     )
     engine.takes_adapters = engine.shares_weights and has_adapters(module)
-    cut = f", cut over {size} workers" if size > 1 else ""
+    cut = f", cut over {engine.ranks} workers" if engine.ranks > 1 else ""
     cut += ", exact" if exact else ""
     cut += "" if routes is None else ", routes recorded"
     cut += "" if config.speculation is None else ", speculation"
     name = f"native ({'fused decoder' if fast else 'general decoder'}, {_kernels(weight.dtype, device)}{cut})"
     return (engine, use_fp8(engine, name)) if fp8 else (engine, name)
+
+
+def _build_pool(
+    module: torch.nn.Module,
+    config: RolloutConfig,
+    device: torch.device,
+    *,
+    team: Team | None,
+    routes: RouteShape | None,
+    longest: int | None,
+) -> Pool:
+    """The KV cache, and the slots for recurrent states, within the limit that the settings give."""
+    limit = cache_limit(config, device.type, device_memory(device))
+    if team is not None:
+        limit = team.smallest(limit)  # machines may differ, but all ranks must admit the same requests
+    per_token = bytes_per_token(module, 1 if team is None else team.size, latents=True)
+    per_token += 0 if routes is None else routes.bytes_per_token
+    per_state = state_bytes(module)
+    limit, slots = split_cache(limit, per_token, per_state, 2 * config.max_num_seqs, longest)
+    states = StatePool(device, limit=slots, bytes_per_slot=per_state)
+    kind = next(module.parameters()).dtype
+    return Pool(kind, device, limit_bytes=limit, bytes_per_token=per_token, routes=routes, states=states)
 
 
 def _speculation(module: torch.nn.Module, config: RolloutConfig, *, captured: bool) -> Speculation | None:

@@ -63,7 +63,7 @@ class Pool:
     `n` blocks are free, and lets go of blocks that are only kept.
 
     `states` are the slots of recurrent layers. With `routes` it holds the experts of every cached token beside its keys
-    and values: whoever shares, keeps or copies a token's block has its routes, too.
+    and values, so they are shared, kept and copied with a token's block.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class Pool:
         return self.busy + blocks <= self.limit and self.states.fits(states)
 
     def check(self, prompt: int, response: int) -> None:
-        """Refuse what could never be let in."""
+        """Reject a request that could never be admitted."""
         needed = blocks_for(prompt) + blocks_for(response)
         if needed > self.limit:
             raise UserError(
@@ -154,7 +154,7 @@ class Pool:
             self.held[block] += 1
 
     def give_back(self, blocks: Sequence[int]) -> None:
-        """End a hold; a block that nobody holds or keeps is free."""
+        """End a hold; a block that is neither held nor kept is free."""
         for block in reversed(blocks):
             self.held[block] -= 1
             self.busy -= not self.held[block]

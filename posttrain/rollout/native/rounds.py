@@ -64,7 +64,7 @@ class Rounds:
     ) -> None:
         self.decoder, self.pool, self.slots, self.ended = decoder, pool, slots, ended
         self.tokens_per_step, self.tokens_unseen = tokens_per_step, tokens_unseen
-        self.first: list[FirstTokens] = []  # of rows that the decoder does not know yet
+        self.first: list[FirstTokens] = []  # of rows that the decoder has not started yet
         self.due = 0.0  # when the next round is to be begun, so that the device does not wait
 
     def collect(self) -> Ended:

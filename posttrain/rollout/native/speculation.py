@@ -25,6 +25,7 @@ from posttrain.rollout.native.drafts import Drafts
 from posttrain.rollout.native.next_tokens import draw
 from posttrain.rollout.native.rounds import Drafted, Rounds
 from posttrain.rollout.native.slots import Slots
+from posttrain.texts import common_start
 
 WIDEST = 16  # tokens of a row in one pass
 MOST_ROWS = 32  # drafts are made on the host, row by row
@@ -97,7 +98,7 @@ class Speculation:
             tokens, before = tokens[-LOOK:], self.hits
             while tokens:
                 draft = index.draft(text, WIDEST - 1)
-                same = _common(draft, tokens)
+                same = common_start(draft, tokens)
                 if same < len(tokens):  # otherwise the draft may go on being right
                     self._note(same, missed=same < len(draft) or not draft)
                 index.extend(text, tokens[: same + 1])
@@ -149,7 +150,7 @@ class Speculation:
         counted = zip(drafted.tokens, drafted.passes.tolist(), drafted.tried.tolist(), strict=True)
         for slot, start, (draft, passes, tried) in zip(rows.tolist(), before.tolist(), counted, strict=True):
             sampled = slots.tokens[slot, start : slots.count[slot]].tolist()
-            same = _common(draft, sampled)
+            same = common_start(draft, sampled)
             self._note(same, missed=same < min(len(draft), len(sampled)) or not draft)
             self._count(tried, min(same, tried), len(sampled), max(passes, 1))
 
@@ -181,7 +182,7 @@ class Speculation:
         histories: dict[tuple[int, ...], int] = {}
         for slot, draft, start in zip(rows.tolist(), drafts, starts, strict=False):
             sampled = tokens_T[start : start + len(draft) + 1].tolist()
-            same = _common(draft, sampled)
+            same = common_start(draft, sampled)
             kept = self._place(slots, slot, sampled[: same + 1], log_probs_T[start:], drawn_T, start, stopped_by_text)
             key = (int(slots.history[slot]), int(ids_T[start]), *sampled[: kept - 1])
             slots.history[slot] = histories.setdefault(key, int(slots.next_history[0]) + len(histories))
@@ -214,11 +215,3 @@ def speculation_metrics(counts: Mapping[str, float]) -> dict[str, float]:
         "rollout/speculation_accepted": counts.get("accepted", 0) / max(drafted, 1),
         "rollout/speculation_tokens": counts.get("verified", 0) / passes if passes else 1.0,
     }
-
-
-def _common(draft: list[int], tokens: list[int]) -> int:
-    """How many tokens the two have in common at the start."""
-    for place, (drafted, token) in enumerate(zip(draft, tokens, strict=False)):
-        if drafted != token:
-            return place
-    return min(len(draft), len(tokens))

@@ -2,7 +2,6 @@
 
 wire.py      requests, outputs and weights as bodies of HTTP: JSON, and plain bytes for weights; nothing is unpickled
 host.py      the far side (`posttrain serve MODEL --accept-weights`): an engine that does what a run asks for
-link.py      the near side's connection to one server, and what a failed one is called
-engine.py    the near side (`actor_rollout_ref.rollout.name=server`): a rollout engine over one or several servers
-build.py     connects, and compares the servers' model with the trainer's
+engine.py    the near side (`actor_rollout_ref.rollout.name=server`): connects, compares the servers' model with the
+             trainer's, and is a rollout engine over one or several servers
 """

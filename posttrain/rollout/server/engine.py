@@ -2,18 +2,120 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+import http.client
+import json
+import os
+import socket
+import time
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from typing import Any
+from urllib.parse import urlsplit
 
 import torch
 
+from posttrain.config.rollout import RolloutConfig
+from posttrain.errors import UserError
+from posttrain.models.forward import without_adapters
+from posttrain.models.lora import has_adapters
 from posttrain.models.proof import beyond_rounding
 from posttrain.rollout.base import Output, Request, RolloutEngine, Stage
-from posttrain.rollout.server.link import Link, ServerError
-from posttrain.rollout.server.wire import VERSION, read_output, write_bucket, write_request
+from posttrain.rollout.outside import Weights, weights_of
+from posttrain.rollout.server.wire import (
+    ROOT,
+    SESSION,
+    VERSION,
+    Shapes,
+    read_output,
+    shapes_of,
+    tied_names,
+    write_bucket,
+    write_request,
+)
+from posttrain.rollout.vllm.adapters import base_and_adapters
 from posttrain.rollout.weight_buckets import split_into_buckets
+
+KEY_VARIABLE = "POSTTRAIN_API_KEY"
+IDLE_S = 15.0  # servers and proxies close connections that are idle for long; ours is opened anew before that
+START = "posttrain serve MODEL --accept-weights"
+
+
+class ServerError(UserError):
+    """A rollout server cannot be used; says which, and what to do."""
+
+
+class Link:
+    """`call(name, body)` to one server, one at a time. `timeout_s` is how long it may give no sign of life; while it
+    computes it gives one every few seconds."""
+
+    def __init__(self, url: str, key: str, timeout_s: float) -> None:
+        self.url, self.key, self.timeout_s = url.rstrip("/"), key, timeout_s
+        self.session = ""
+        self._connection: http.client.HTTPConnection | None = None
+        self._used = 0.0
+
+    def call(self, name: str, body: Any = None, **headers: str) -> Any:
+        """The result; ServerError where there is none. Bytes are sent as they are, anything else as JSON."""
+        sent = body if isinstance(body, bytes) else json.dumps(body or {}).encode()
+        try:
+            status, text = self._exchange(f"{ROOT}/{name}", sent, {SESSION: self.session, **headers})
+        except (OSError, http.client.HTTPException) as error:
+            self.close()
+            raise self._lost(name, error) from None
+        try:
+            answer = json.loads(text)
+        except ValueError:
+            answer = {}
+        if status == 200 and "result" in answer:
+            return answer["result"]
+        self.close()
+        raise ServerError(
+            self._words(name, status, str(answer.get("error", "")) or text[:200].decode(errors="replace"))
+        )
+
+    def _exchange(self, path: str, body: bytes, headers: dict[str, str]) -> tuple[int, bytes]:
+        if self._connection is not None and time.monotonic() - self._used > IDLE_S:
+            self.close()
+        if self._connection is None:
+            parts = urlsplit(self.url)
+            kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+            self._connection = kind(parts.netloc, timeout=self.timeout_s)
+        headers = {"Authorization": f"Bearer {self.key}", "Content-Type": "application/octet-stream", **headers}
+        self._connection.request("POST", urlsplit(self.url).path + path, body, headers)
+        with self._connection.getresponse() as response:
+            text = response.read()
+        self._used = time.monotonic()
+        return response.status, text
+
+    def _lost(self, name: str, error: Exception) -> ServerError:
+        reason = f"no sign of life for {self.timeout_s:g} s" if isinstance(error, TimeoutError) else str(error)
+        reason = reason or type(error).__name__
+        if not self.session:
+            return ServerError(
+                f"No rollout server answers at {self.url}: {reason}.\n"
+                f"  to do:  start `{START}` there first, or correct actor_rollout_ref.rollout.server.url"
+            )
+        return ServerError(
+            f"The rollout server {self.url} was lost during `{name}`: {reason}.\n"
+            f"  to do:  look at its output, start it again (`{START}`), and repeat this command: the run continues "
+            "from its newest checkpoint"
+        )
+
+    def _words(self, name: str, status: int, said: str) -> str:
+        at = f"The rollout server {self.url}"
+        if status == 401:
+            return f"{at} rejects the key.\n  to do:  set {KEY_VARIABLE} to the key that it was started with"
+        if status == 404:
+            return f"{at} is not one for runs.\n  to do:  start it as `{START}`, and give its address without a path"
+        if status == 410:
+            return f"{at} belongs to another run now: {said}.\n  to do:  give each run servers of its own"
+        return f"{at} failed in `{name}`" + (f" (status {status})" if status != 200 else "") + f": {said}"
+
+    def close(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
 
 
 class RemoteEngine:
@@ -164,3 +266,84 @@ class ServerEngine(RolloutEngine):
         for server in self.servers:
             server.link.close()
         self._threads.shutdown()
+
+
+URL = "actor_rollout_ref.rollout.server.url"
+
+
+def connect_servers(
+    module: torch.nn.Module,
+    config: RolloutConfig,
+    *,
+    decode: Callable[[list[int]], str] | None,
+    longest: int | None = None,
+) -> tuple[ServerEngine, str]:
+    """Connect to all servers and load the model's weights; returns (engine, its name). The servers must have the same
+    model, and accept sequences of `longest` tokens."""
+    if not config.server.url:
+        raise ServerError(f"actor_rollout_ref.rollout.name=server needs the addresses of servers: set {URL}")
+    key = os.environ.get(KEY_VARIABLE, "")
+    links = [Link(url, key, config.server.timeout_s) for url in config.server.url]
+    descriptions = [link.call("open", {"run": f"{socket.gethostname()}, process {os.getpid()}"}) for link in links]
+    for link, one in zip(links, descriptions, strict=True):
+        link.session = one["session"]
+    takes_adapters = has_adapters(module) and all(one["takes_adapters"] for one in descriptions)
+    weights = dict(base_and_adapters(module) if takes_adapters else weights_of(module))
+    base_weights = {name: weight for name, weight in weights.items() if ".lora_" not in name}
+    for link, one in zip(links, descriptions, strict=True):
+        if problem := _first_difference(shapes_of(base_weights.items()), one["weights"]):
+            raise ServerError(
+                f"The rollout server {link.url} has another model ({one['model']}): {problem}.\n"
+                "  to do:  start it with the model and the dtype of this run, or correct "
+                f"{URL}"
+            )
+        if longest is not None and one["longest"] < longest:
+            raise ServerError(
+                f"The rollout server {link.url} takes sequences of {one['longest']} tokens, and those of this run may "
+                f"have {longest}.\n  to do:  start it with --max-model-len {longest}, or shorten the data's lengths"
+            )
+    engine = ServerEngine(
+        links,
+        dtype=next(without_adapters(module).parameters()).dtype,
+        decode=decode,
+        takes_adapters=takes_adapters,
+        tied=_tied_on_both_sides(base_weights, [set(one["tied"]) for one in descriptions]),
+    )
+    engine.load_weights(weights.items(), 0)
+    at = ", ".join(f"{link.url}: {one['engine']}" for link, one in zip(links, descriptions, strict=True))
+    return engine, f"server ({at}; {'adapters' if takes_adapters else 'weights'} pushed at every sync)"
+
+
+def _tied_on_both_sides(base_weights: Mapping[str, torch.Tensor], theirs: list[set[str]]) -> set[str]:
+    """Names that need not be sent. A weight that is tied only in the servers would be loaded twice, into one place."""
+    ours, tied = set(tied_names(base_weights.items())), theirs[0]
+    if any(one != tied for one in theirs) or tied - ours:
+        raise ServerError(
+            f"rollout servers tie {', '.join(sorted(set().union(*theirs)))} to another weight, and in this model it is "
+            "untied (an adapter on the head does that).\n  to do:  leave the head out of model.target_modules"
+        )
+    return tied
+
+
+def _first_difference(ours: Shapes, theirs: Shapes) -> str | None:
+    """The first difference between two models; None if there is none."""
+    for name, (dtype, shape) in ours.items():
+        if name not in theirs:
+            return f"it has no weight {name}"
+        if theirs[name][1] != shape:
+            return f"{name} has the shape {theirs[name][1]} there and {shape} here"
+        if theirs[name][0] != dtype:
+            return f"{name} is {theirs[name][0]} there and {dtype} here (--dtype {dtype})"
+    return next((f"it has a weight {name}, and this model none" for name in theirs if name not in ours), None)
+
+
+def describe(module: torch.nn.Module, *, model: str, longest: int) -> dict[str, Any]:
+    """For the server, before its engine is created: the values that `connect_servers` compares."""
+    weights: Weights = base_and_adapters(module) if has_adapters(module) else module.state_dict().items()
+    base_weights = {name: weight for name, weight in weights if ".lora_" not in name}
+    return {
+        "model": model,
+        "longest": longest,
+        "weights": shapes_of(base_weights.items()),
+        "tied": tied_names(base_weights.items()),
+    }

@@ -1,4 +1,4 @@
-"""An engine of SGLang from a model: which arguments SGLang gets, and who decides each of them."""
+"""An engine of SGLang from a model: which arguments SGLang gets, and which setting decides each of them."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def build_sglang(
     # A row ends where its request says it, and nowhere else.
     with model.starting(SGLANG, eos_token_id=None) as folder:
         given = arguments(config, base, place, longest)
-        keep = place.type == "cuda" and not is_trained(module)  # nobody else has the weights while it sleeps
+        keep = place.type == "cuda" and not is_trained(module)  # there is no other copy of the weights while it sleeps
         link = Link(given | {"model_path": folder, "dtype": model.dtype, "enable_weights_cpu_backup": keep})
     engine = SGLangEngine(
         link,

@@ -1,9 +1,9 @@
 """The `sglang` engine: SGLang's scheduler, cache and kernels in a process beside this one, with weights that a sync
 copies into it.
 
-SGLang makes tokens ahead and tells each; a step takes one of every row. Tokens that nobody has taken when a row ends
-or is aborted were never made. Rows are drawn by posttrain's own sampler in SGLang's process (`inside.py`), from their
-seeds and places alone, so that a row may be taken out and go on later, with other weights, where it was.
+SGLang generates ahead and reports every token; a step takes one of every row. Tokens that no step has taken when a row
+ends or is aborted are discarded. Rows are sampled by posttrain's own sampler in SGLang's process (`inside.py`), from
+their seeds and positions alone, so that a row may be taken out and continue later, with other weights, where it was.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 
 from posttrain.rollout.base import Output, Request, Row, Sampling, Stage
 from posttrain.rollout.outside import CopyEngine, Weights
-from posttrain.rollout.sglang.inside import DRAWN, DROP, TAKE, told
+from posttrain.rollout.sglang.inside import DRAWN, DROP, TAKE, sampler_params
 from posttrain.rollout.sglang.link import Link
 
 TAGS: dict[Stage, str] = {"weights": "weights", "cache": "kv_cache"}
@@ -34,7 +34,7 @@ class _Row(Row):
     news: deque[tuple[int, float, float]] = field(default_factory=deque)
     """Tokens that SGLang has made and no step has taken."""
     reason: str | None = None
-    """Why SGLang has ended it, after its news."""
+    """Why SGLang has ended it; None while it may generate more than `news`."""
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -42,14 +42,14 @@ class _Row(Row):
         return {
             "max_new_tokens": sampling.max_tokens - len(self.tokens),
             "stop_token_ids": [*sampling.stop_token_ids],
-            "custom_params": told(sampling, seed, len(self.tokens)),
+            "custom_params": sampler_params(sampling, seed, len(self.tokens)),
         }
 
-    def hear(self, told: dict[str, Any]) -> None:
-        """What SGLang tells of it."""
-        more = told["meta_info"]
+    def receive(self, chunk: dict[str, Any]) -> None:
+        """Add the tokens that SGLang reports."""
+        more = chunk["meta_info"]
         log_probs = [one[0] for one in more["output_token_logprobs"]]
-        self.news.extend(zip(told["output_ids"], log_probs, more[DRAWN], strict=True))
+        self.news.extend(zip(chunk["output_ids"], log_probs, more[DRAWN], strict=True))
         if more["finish_reason"] is not None:
             self.reason = more["finish_reason"]["type"]
 
@@ -106,20 +106,20 @@ class SGLangEngine(CopyEngine):
             self.rows[row.name] = row
         if not self.rows:
             return []
-        self.link.run(self._told(new))
+        self.link.run(self._wait_for_tokens(new))
         ended = [(row, reason) for row in [*self.rows.values()] if (reason := self._advanced(row)) is not None]
         self._take_out([row for row, _ in ended])
         return [row.output(reason) for row, reason in ended]
 
-    async def _told(self, new: Sequence[_Row]) -> None:
-        """Every row has news, and the new ones are SGLang's."""
+    async def _wait_for_tokens(self, new: Sequence[_Row]) -> None:
+        """Submit the new rows, and wait until every row has a token that no step has taken."""
         self.readers |= {row.name: asyncio.ensure_future(self._read(row)) for row in new}
         self.lacking = {row.name for row in self.rows.values() if not row.news and row.reason is None}
-        self.all_told = asyncio.Event()
+        self.all_received = asyncio.Event()
         if self.lacking:
-            await self.all_told.wait()
+            await self.all_received.wait()
         for row in self.rows.values():
-            if not row.news:  # it has ended without a token: SGLang could not
+            if not row.news:  # it has ended without a token: SGLang failed
                 await self.readers[row.name]
                 raise RuntimeError(f"SGLang ended request {row.request.id} with {row.reason!r}")
 
@@ -129,17 +129,17 @@ class SGLangEngine(CopyEngine):
             stream = await self.link.engine.async_generate(
                 input_ids=ids, sampling_params=row.settings, rid=row.name, return_logprob=True, stream=True
             )
-            async for told in stream:
-                row.hear(told)
-                self._heard(row)
+            async for chunk in stream:
+                row.receive(chunk)
+                self._note_received(row)
         finally:
             row.reason = row.reason or "error"
-            self._heard(row)
+            self._note_received(row)
 
-    def _heard(self, row: _Row) -> None:
+    def _note_received(self, row: _Row) -> None:
         self.lacking.discard(row.name)
         if not self.lacking:
-            self.all_told.set()
+            self.all_received.set()
 
     def _advanced(self, row: _Row) -> str | None:
         """Take the next token of a row; why it ends with it, if it does."""
@@ -157,7 +157,7 @@ class SGLangEngine(CopyEngine):
     # -- weights and memory ---------------------------------------------------------------------------------------
     def _scored(self, token_ids: Sequence[Sequence[int]], temperature: float) -> list[torch.Tensor]:
         rows = [[*row] for row in token_ids if len(row) > 1]
-        asked = told(_NOTHING, 0, 0) | {"scale": float(temperature)}
+        asked = sampler_params(_NOTHING, 0, 0) | {"scale": float(temperature)}
         ask = {"sampling_params": {"max_new_tokens": 1, "custom_params": asked}, "logprob_start_len": 0}
         found = iter(
             self.link.do(self.link.engine.generate, input_ids=rows, return_logprob=True, **ask) if rows else ()
@@ -165,7 +165,7 @@ class SGLangEngine(CopyEngine):
         return [torch.tensor(_scores(next(found)) if len(row) > 1 else []) for row in token_ids]
 
     def load_weights(self, weights: Weights, version: int) -> None:
-        """Rows that run are taken out, and go on from their last token."""
+        """Running rows are taken out, and continue from their last token."""
         self.check_awake("weights")
         under_way = [*self.rows.values()]
         self._take_out(under_way)
@@ -191,7 +191,7 @@ class SGLangEngine(CopyEngine):
             raise RuntimeError(f"SGLang does not take the weights: {said}")
 
     def _forget(self) -> None:
-        """What the cache holds of older weights. Rows that were aborted may still be in it, and are waited for."""
+        """Drop what the cache holds of older weights. Aborted rows may still be in it, so wait for them."""
         flush = self.link.engine.tokenizer_manager.flush_cache
         if not any(self.link.run(flush(timeout_s=seconds)).success for seconds in (None, PATIENCE)):
             raise RuntimeError("SGLang does not forget what it has computed with older weights")
@@ -214,13 +214,13 @@ class SGLangEngine(CopyEngine):
             self.link.do(self.link.engine.collective_rpc, TAKE)
 
     def close(self) -> None:
-        """Its memory is free."""
+        """Free its memory."""
         self.link.close()
 
 
 def _handed(weights: Weights) -> Iterator[list[tuple[str, torch.Tensor]]]:
-    """Some of them at a time. On a GPU SGLang reads them where they are; on a CPU what it is given moves into shared
-    memory, and copies are."""
+    """Some of the weights at a time. On a GPU SGLang reads them in place; on a CPU it gets copies, since its arguments
+    are moved into shared memory."""
     some, size = [], 0
     for name, weight in weights:
         some.append((name, weight.detach() if weight.is_cuda else weight.detach().clone()))

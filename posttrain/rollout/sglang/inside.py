@@ -24,12 +24,12 @@ DRAWN = "drawn"
 DROP, TAKE = "posttrain_drop_cache", "posttrain_take_cache"
 """Calls that SGLang's scheduler answers for posttrain."""
 _SCALE = [1.0]
-_TOLD = ("temperature", "greedy", "top_p", "top_k", "min_p", "repetition_penalty")
+_SENT = ("temperature", "greedy", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
-def told(sampling: Sampling, seed: int, place: int) -> dict[str, Any]:
-    """How a row is to be sampled, as it travels beside its request; `place` is that of its next token."""
-    return {"seed": seed, "place": place, "sampling": {name: getattr(sampling, name) for name in _TOLD}}
+def sampler_params(sampling: Sampling, seed: int, place: int) -> dict[str, Any]:
+    """How a row is to be sampled, as it is sent with its request; `place` is that of its next token."""
+    return {"seed": seed, "place": place, "sampling": {name: getattr(sampling, name) for name in _SENT}}
 
 
 def draw(logits_BV: torch.Tensor, rows: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

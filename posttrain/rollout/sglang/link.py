@@ -21,7 +21,7 @@ from typing import Any
 
 from posttrain.rollout.sglang.inside import run_scheduler
 
-PATIENCE = 1.0  # seconds after which somebody looks whether SGLang's processes are still there
+PATIENCE = 1.0  # seconds between two checks that SGLang's processes are still alive
 
 
 class Link:

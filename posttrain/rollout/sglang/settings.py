@@ -19,7 +19,7 @@ SGLANG = OutsideEngine(
     tried=("0.5.23",),
     length="context_length",
     # Weights come from the trainer, requests and answers are token ids, tokens are drawn by posttrain's own sampler,
-    # which must have seen a row's last token, and each is told when it is made.
+    # which must have seen a row's last token, and each is reported when it is made.
     fixed={
         "load_format": "dummy",
         "skip_tokenizer_init": True,

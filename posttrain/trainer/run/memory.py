@@ -68,7 +68,7 @@ def stage_of(error: BaseException) -> str | None:
 
 
 def explain_out_of_memory(config: Any, error: BaseException) -> str:
-    """The stage, who takes the most there by the plan, and the settings that lower it."""
+    """The stage, its largest consumers of memory by the plan, and the settings that lower it."""
     stage = stage_of(error)
     lines = [f"Out of memory{f' in the stage {stage}' if stage else ''}: {first_line(error)}"]
     try:

@@ -31,7 +31,7 @@ from posttrain.controller.incidents import append_log, printed_lines, without_ma
 from posttrain.controller.pool import ROLLOUT, LocalWorkers, RolePool, Workers
 from posttrain.errors import UserError
 from posttrain.external import KEY, import_external
-from posttrain.kernels.onednn import fix_product_library
+from posttrain.kernels.ordered import fix_product_library
 from posttrain.machines.cluster import Machines
 from posttrain.tracking.console import ignore_hangup
 from posttrain.tracking.progress import say, waiting
@@ -68,7 +68,7 @@ def open_run_directory(config: Any, say: Say, *, stem: str | None = None) -> tup
 
 
 def _newest_run(folder: Path, stem: str) -> int:
-    # The largest number of a run that made it to its first step: one that failed before left nothing to go on from,
+    # The largest number of a run that made it to its first step: one that failed before has nothing to resume,
     # and must not stand between an unfinished run and the command that continues it.
     begun = (path.parent.name for path in folder.glob(f"{stem}-*/config.yaml"))
     found = [re.fullmatch(rf"{re.escape(stem)}-(\d+)", name) for name in begun]

@@ -31,7 +31,7 @@ class RunResult:
     validation: list[tuple[int, dict[str, float]]] = field(default_factory=list)
     stopped_by: int | None = None
     restarts: int = 0  # how often its workers were started again
-    replaced: int = 0  # rollout workers that were replaced while the others went on
+    replaced: int = 0  # rollout workers that were replaced while the others continued
 
     def __str__(self) -> str:
         return f"{self.status} at step {self.steps}{self._reached()}: {self.path}"

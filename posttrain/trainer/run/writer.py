@@ -173,7 +173,7 @@ class RunWriter:
             self.checkpoints.wait()
 
     def _wait_for_writers(self) -> None:
-        # Ranks write in the background and report through files: of one that is gone, nothing would be heard.
+        # Ranks write in the background and report through files, so the end of a rank must be noticed here.
         looked = time.monotonic()
         while self.checkpoints.is_writing or self.snapshots.is_writing:
             time.sleep(0.02)
@@ -196,8 +196,8 @@ class RunWriter:
                 say(f"{self.run.path / STATUS_FILE} could not be written: {error}.")
 
     def _end_saves(self, reason: BaseException | None) -> None:
-        """Let a save that is under way come to its end, whatever ended the run: its copy is whole. But whoever leaves
-        at once does not wait, and a worker that died writes no more."""
+        """Finish a save that has begun, whatever ended the run, since its copy is complete. Ctrl-C does not wait for
+        it, and a worker that died cannot write."""
         self.snapshots.end(abandon=True)
         if isinstance(reason, KeyboardInterrupt | WorkerDied):
             if self.checkpoints.abandon():
@@ -233,7 +233,7 @@ class RunWriter:
     def measured(self, name: str) -> Iterator[None]:
         """Around the start of a call that goes on beside other stages: what it takes of its workers' memory counts for
         this stage, in which it is waited for."""
-        # Workers hear of the bounds between their calls. Begun outside, the call would be over when its stage begins.
+        # Workers get the bounds between their calls. Begun outside, the call would be over when its stage begins.
         self.peaks.begin()
         try:
             yield

@@ -23,6 +23,7 @@ from posttrain.models.scorer import without_trailing_padding
 from posttrain.protocol import DataProto
 from posttrain.rollout.base import Output
 from posttrain.rollout.generate import to_batch
+from posttrain.texts import common_start
 from posttrain.workers.supervised import PairGroup, PairWorker, SFTGroup, SFTWorker, SupervisedGroup, pair_losses
 
 Metrics = dict[str, float]
@@ -174,7 +175,7 @@ def pair_batch(pairs: Sequence[Pair], pad_token_id: int) -> DataProto:
     prompts, answers = [], []
     for pair in pairs:
         rows = [without_trailing_padding(ids, pad_token_id) for ids in (pair.chosen, pair.rejected)]
-        shared = max(1, _common(*rows))  # where they have nothing in common, a prompt is a row's own first token
+        shared = max(1, common_start(*rows))  # where they have nothing in common, a prompt is a row's own first token
         prompts += [row[:shared] for row in rows]
         answers += [[*row[shared:], pad_token_id] for row in rows]
     outputs = [Output(number, ids, [0.0] * len(ids), "stop") for number, ids in enumerate(answers)]
@@ -182,12 +183,6 @@ def pair_batch(pairs: Sequence[Pair], pad_token_id: int) -> DataProto:
     margins = torch.tensor([pair.margin for pair in pairs for _ in range(2)])
     weights = torch.full((2 * len(pairs),), 1.0 / len(pairs), dtype=torch.float64)
     return batch.union(DataProto.from_dict(tensors={"margins": margins, "pair_weights": weights}))
-
-
-def _common(left: list[int], right: list[int]) -> int:
-    """Tokens that both begin with."""
-    most = min(len(left), len(right))
-    return next((at for at in range(most) if left[at] != right[at]), most)
 
 
 def embedded_pairs(folder: Path) -> dict[str, Path]:

@@ -53,7 +53,7 @@ class ActorObjective:
         self.seen = TokenStats()
 
     def prepare(self, mini: DataProto) -> DataProto:
-        """The mini-batch with its token weights; what the loss wants to know of the whole of it is asked here.
+        """The mini-batch with its token weights; the loss computes here what it needs from the whole mini-batch.
 
         What the loss's `prepare` gives per row goes with the rows into their micro-batches, the rest to all of them.
         """

@@ -8,13 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from posttrain.data.recipes import tasks
+from posttrain.data.recipes import RECIPES, Recipe
 from posttrain.data.recipes.arithmetic import arithmetic_rows, write_files
-from posttrain.data.recipes.recipe import Recipe, prepare
+from posttrain.data.recipes.recipe import prepare
 from posttrain.data.rows import DataError, RowTable, load_rows
 from posttrain.spelling import OptionParser
-
-RECIPES = {recipe.name: recipe for recipe in vars(tasks).values() if isinstance(recipe, Recipe)}
 
 
 def convert(
