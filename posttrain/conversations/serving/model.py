@@ -122,11 +122,12 @@ class ServedModel:
         if not request.template_options:
             return self.template
         key = json.dumps(request.template_options, sort_keys=True)
-        if key not in self._templates:
+        template = self._templates.get(key)
+        if template is None:
             if len(self._templates) >= _MOST_TEMPLATES:  # clients choose the values
                 self._templates.clear()
-            self._templates[key] = self.template.with_options(request.template_options)
-        return self._templates[key]
+            template = self._templates[key] = self.template.with_options(request.template_options)
+        return template
 
     def _shown(self, message: Message) -> Message:
         """The message in the form that the chat template takes."""
@@ -141,7 +142,7 @@ class ServedModel:
 
     def _ids(self, prompt: str | list[int]) -> list[int]:
         if isinstance(prompt, str):
-            return list(self.template.tokenizer(prompt, verbose=False)["input_ids"])
+            return self.template.untrusted.encode(prompt, special=True)
         if strange := [one for one in prompt if not 0 <= one < self.vocabulary]:
             raise self._no_token(strange[0])
         return list(prompt)
