@@ -93,6 +93,15 @@ class Conversation:
         spoken = [branch for branch in self.branches if any(branch.mask)]
         return sorted(spoken, key=lambda branch: branch.turn_ends[-1][0]) or [self.main]
 
+    @property
+    def stopped_by(self) -> str:
+        """The limit that kept the context in which the conversation ended from a further turn; empty if there was
+        none."""
+        last = self.rows[-1]
+        # Without its thinking that context is another branch, which has no turn where the limit came first.
+        own = [one for one in self.branches if one is last or (one.is_stripped and one.parent == last.number)]
+        return next((one.stopped_by for one in own if one.stopped_by and (one is last or not any(one.mask))), "")
+
     def parent_row(self, branch: Branch) -> tuple[int | None, int]:
         """(number, shared tokens) of the nearest branch above this one that is a row."""
         rows = {row.number for row in self.rows}
@@ -130,9 +139,15 @@ class Conversation:
         if rest:
             branch.add_observation(rest)
         if fork == len(parent.ids):  # it goes on where its parent stands, so that the parent's turns are its own
-            branch.turns, branch.finish_reason = parent.turns, parent.finish_reason
-            branch.last_request, branch.cached_ids = parent.last_request, parent.cached_ids
+            branch.continue_from(parent)
         self.branches.append(branch)
+        return branch
+
+    def strip_branch(self, ids: Sequence[int], limits: Limits, parent: Branch) -> Branch:
+        """A further row that continues the parent's context as these tokens, which lack the thinking of its turns."""
+        branch = self.open_branch(ids, limits, parent)
+        branch.continue_from(parent)
+        branch.is_stripped = True
         return branch
 
     def branch_behind(self, ids: Sequence[int], limits: Limits, busy: Collection[int | None] = ()) -> Branch:

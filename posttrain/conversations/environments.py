@@ -145,7 +145,7 @@ class Episode(Protocol):
 
 
 async def _converse(chat: Chat, episode: Episode, max_turns: int | None) -> None:
-    """Turn after turn, until the episode is over, or no room or turn is left. The last turn is judged, too."""
+    """Turn after turn, until the episode is over, or a limit allows no further turn. The last turn is judged, too."""
     messages = list(chat.messages)
     while not chat.over:
         text = await chat.say(stop=chat.call_format.stop if chat.tools else ())
@@ -159,6 +159,7 @@ async def _converse(chat: Chat, episode: Episode, max_turns: int | None) -> None
             chat.end("turns")
             return
         messages += await chat.answer(calls, episode.answer_own) if calls else _tell(chat, observation)
+    chat.note_limit()
 
 
 class StepEpisode:

@@ -29,6 +29,7 @@ from posttrain.conversations.serving.requests import (
 )
 from posttrain.conversations.serving.turns import TurnReader, TurnStream, decode
 from posttrain.conversations.templates import MessageTemplate, NoTemplate
+from posttrain.conversations.thinking import EarlierThinking
 from posttrain.rollout.base import Output, Sampling
 
 _COLDEST = 1e-5
@@ -86,10 +87,13 @@ class ServedModel:
         vocabulary: int,
         no_tools: str | None = None,
         any_name: bool = False,
+        thinking: EarlierThinking | None = None,
     ) -> None:
         self.name, self.template, self.format, self.sampling = name, template, call_format, sampling
         self.max_model_len, self.vocabulary, self.no_tools = max_model_len, vocabulary, no_tools
         self.any_name, self.created = any_name, int(time.time())
+        self.thinking = thinking
+        """Drops the thinking of earlier turns; None where it stays in the history."""
         # What clients must not set: the server itself calls the template with these.
         call = inspect.signature(template.tokenizer.apply_chat_template).parameters
         self._settled = {"messages", "opens", "self", *call} - {"documents"}
