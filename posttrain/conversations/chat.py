@@ -42,6 +42,8 @@ class ChatFull(Exception):
 
 NO_TURN = {
     "length": "the response has no room for a further turn (data.max_response_length)",
+    "tool_time": "the tools of the conversation have taken all the time that they may (multi_turn.max_tool_seconds)",
+    "tool_cost": "the tool calls of the conversation have cost all that they may (multi_turn.max_tool_cost)",
     "rows": "the sample has as many rows as it may (agent.max_rows), and a further turn would begin another one",
 }
 """Limits that allow no further turn, by the finish reasons of responses that end by them."""
@@ -162,7 +164,7 @@ class Chat:
     def room(self) -> int:
         """Tokens that the model's next turn may have; data.max_response_length is for all turns and observations of a
         row."""
-        if self._blocked:
+        if self._blocked or self._conversation.spent(self.limits):
             return 0
         left = self.limits.response - self._branch.length
         # A message takes a token at least: thousands of answers are not rendered only to find that they do not fit.
@@ -269,7 +271,7 @@ class Chat:
 
     def note_limit(self) -> None:
         """The agent ends because the chat is `over`: its limit becomes the response's finish reason."""
-        self._branch.stopped_by = self._blocked or "length"
+        self._branch.stopped_by = self._blocked or self._conversation.spent(self.limits) or "length"
 
     async def say(self, *, max_tokens: int | None = None, stop: Sequence[str] = ()) -> str:
         """The model's next turn as text; ChatFull where there is no room for one. `max_tokens` and `stop` end it
@@ -356,6 +358,7 @@ class Chat:
             raise ChatError("chat.call: the run has no tools (rollout.multi_turn.enable=True, rollout.tools=[...])")
         (answer,) = await self._ask([call])
         self._conversation.add_call(call, answer)
+        self._conversation.add_spent([answer])
         return answer
 
     def tool_calls(self) -> list[ToolCall | Unreadable]:
@@ -382,8 +385,11 @@ class Chat:
         wanted = [call for call in calls[:most] if isinstance(call, ToolCall)]
         mine = [await own(call) if own else None for call in wanted]
         left = [call for call, answer in zip(wanted, mine, strict=True) if answer is None]
-        others = iter(await self._ask(left) if left or not wanted else [])
-        answers = iter([answer or next(others) for answer in mine])
+        others = await self._ask(left) if left or not wanted else []
+        for together in (*([one] for one in mine if one), others):  # an agent's own are called one after the other
+            self._conversation.add_spent(together)
+        rest = iter(others)
+        answers = iter([answer or next(rest) for answer in mine])
         told, ids = list[dict[str, Any]](), self.call_format.ids_of(calls, self._calls_before)
         for number, call in enumerate(calls):
             name = call.name[:_LONGEST_NAME] if isinstance(call, ToolCall) else None

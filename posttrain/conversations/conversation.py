@@ -35,11 +35,13 @@ class TooManyRows(ChatError):
 @dataclass(frozen=True)
 class Limits:
     """The most tokens of a prompt, and of a response with all its observations; both hold for each row. `rows` is the
-    most of a sample; None is no limit."""
+    most of a sample; `tool_seconds` and `tool_cost` are what its tools may take in all. None is no limit."""
 
     prompt: int
     response: int
     rows: int | None = None
+    tool_seconds: float | None = None
+    tool_cost: float | None = None
 
 
 @dataclass
@@ -63,6 +65,10 @@ class Conversation:
     """For saved samples: turn, name, arguments, answer and error of each tool call, and metrics that the tool gave."""
     call_seconds: list[float] = field(default_factory=list)
     """How long each of `calls` took. Apart from them, as it differs between two runs that are otherwise the same."""
+    tool_seconds: float = 0.0
+    """How long it has waited for tools."""
+    tool_cost: float = 0.0
+    """What its calls cost, by their answers."""
     facts: dict[str, Any] = field(default_factory=dict)
     """What an agent passes to reward functions."""
     turn_rewards: list[tuple[int, float]] = field(default_factory=list)
@@ -207,7 +213,19 @@ class Conversation:
                 "error": answer.error,
             }
             | ({"metrics": answer.metrics} if answer.metrics else {})
+            | ({"cost": answer.cost} if answer.cost else {})
         )
+
+    def add_spent(self, answers: Sequence[ToolAnswer]) -> None:
+        """Counts what calls took that ran side by side."""
+        self.tool_seconds += max((one.seconds for one in answers), default=0.0)
+        self.tool_cost += sum(one.cost for one in answers)
+
+    def spent(self, limits: Limits) -> str:
+        """The limit on tools that is reached, as a finish reason; empty if none is."""
+        if limits.tool_seconds is not None and self.tool_seconds >= limits.tool_seconds:
+            return "tool_time"
+        return "tool_cost" if limits.tool_cost is not None and self.tool_cost >= limits.tool_cost else ""
 
     def adopt(self, other: Conversation) -> None:
         """Takes over what the agent's process made of this conversation."""

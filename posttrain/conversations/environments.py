@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import inspect
 import reprlib
+import time
 import types
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from functools import partial
@@ -339,14 +340,15 @@ class MethodEpisode:
             arguments = convert_arguments(call.name, schema["function"]["parameters"], call.arguments)
         except ArgumentError as error:
             return failure("arguments", str(error))
+        start = time.perf_counter()
         try:
             given = answer_of(await self._call(getattr(self._environment, call.name), **arguments))
-            answer = read_answer(call.name, given, 0.0)
+            answer = read_answer(call.name, given, time.perf_counter() - start)
         except ToolFault as error:
-            return failure("said", str(error))
+            return failure("said", str(error), seconds=time.perf_counter() - start)
         except Exception as error:  # how these environments tell the model that a call makes no sense
-            words = describe_error(error)
-            return failure("raised", f"The tool {call.name} failed: {words.rstrip('.')}.", words)
+            words, text = describe_error(error), f"The tool {call.name} failed: "
+            return failure("raised", f"{text}{words.rstrip('.')}.", words, seconds=time.perf_counter() - start)
         finally:
             self._read_state()
         settings = self._chat.settings

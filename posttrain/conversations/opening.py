@@ -61,7 +61,8 @@ def open_conversations(
             say(note)
         limit = f"up to {turns.max_assistant_turns}" if turns.max_assistant_turns else "any number of"
         say(f"Tools: {', '.join(one['function']['name'] for one in shown)}; a response has {limit} turns.")
-    limits = Limits(data.max_prompt_length, data.max_response_length, agents.max_rows)
+    spent = turns.max_tool_seconds, turns.max_tool_cost
+    limits = Limits(data.max_prompt_length, data.max_response_length, agents.max_rows, *spent)
     # Rounds wait for the slowest tool. Asynchronous runs do not: their event log makes them repeatable instead.
     continuous = continues_responses(config.trainer)
     in_rounds = (device.type == "cpu" or config.trainer.deterministic) and not continuous

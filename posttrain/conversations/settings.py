@@ -17,6 +17,7 @@ TURNS_KEY, AGENT_KEY = "actor_rollout_ref.rollout.multi_turn", "actor_rollout_re
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 SIDES = ("left", "middle", "right")
 THINKING = ("keep", "strip")
+_LIMITS = ("max_tool_seconds", "max_tool_cost")
 _FORMATS = sorted(file.name for file in (Path(__file__).parent / "formats").glob("*.py"))
 # Checking settings must not import torch, so the formats of tool calls are read from the source that registers them.
 FORMATS = tuple(
@@ -59,6 +60,12 @@ class TurnSettings:
     """The part of a longer result that is kept: its beginning (`left`), both ends (`middle`) or its end (`right`)."""
     tool_timeout_s: float = setting(30.0, range=at_least(0.001))
     """Seconds that a call may take; a call that takes longer is answered with an error."""
+    max_tool_seconds: float | None = setting(None, range=POSITIVE)
+    """Seconds that the tools of one conversation may take in all (calls of one turn that run side by side count once);
+    beyond it there is no further turn. null is no limit."""
+    max_tool_cost: float | None = setting(None, range=POSITIVE)
+    """The most that the calls of one conversation may cost, in the unit of the costs that its tools give (`cost` of an
+    answer); beyond it there is no further turn. null is no limit."""
     format: str = setting("auto", choices=("auto", *FORMATS))
     """How the model writes calls; `auto` finds the format that reads what the chat template writes."""
     thinking_in_history: str = setting("keep", choices=THINKING)
@@ -163,12 +170,15 @@ def _check_turns(checked: Checked) -> Iterator[Finding]:
     if settings.enable and not (settings.tools or files or agent):
         what = f"`{TURNS_KEY}.enable=True`, but there is no tool that the model could call."
         yield checked.problem(what, "name some: actor_rollout_ref.rollout.tools=[calculator]", TURNS_KEY)
-    of_agents = ("max_assistant_turns", "thinking_in_history")
+    of_agents = ("max_assistant_turns", "thinking_in_history", *_LIMITS)
     always = ("enable", *(of_agents if agent else ()))
     without_effect = [name for name in checked.config.actor_rollout_ref.rollout.multi_turn if name not in always]
     if without_effect and not settings.enable:
         why = f"{TURNS_KEY}.enable is False, so that no tool is called"
         yield f"{TURNS_KEY}: {_idle(without_effect)}: {why}."
+    limits = [name for name in checked.config.actor_rollout_ref.rollout.multi_turn if name in _LIMITS]
+    if limits and (given.get("program") or str(given.get("path")).startswith(VERIFIERS)):
+        yield f"{TURNS_KEY}: {_idle(limits)}: a program calls its own tools."
 
 
 def _check_agent(checked: Checked) -> Iterator[Finding]:
