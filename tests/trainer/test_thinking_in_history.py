@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections import defaultdict
 from pathlib import Path
@@ -172,8 +171,6 @@ def test_two_ranks_train_the_rows_of_one(model_with, sums, tmp_path):
     shown = ("uid", "sample", "branch", "parent", "prompt_ids", "response_ids", "response_mask", "advantages")
     order = lambda rows: sorted(([row[name] for name in shown] for row in rows), key=lambda row: str(row[:3]))  # noqa: E731
     assert order(samples(two)) == order(samples(one)) and any(row["branch"] for row in samples(one))
-    losses = [metrics_of(result.path)[0]["actor/policy_loss"] for result in (one, two)]
-    assert losses[1] == pytest.approx(losses[0], abs=1e-5)
-    assert json.dumps(sorted(row["length"] for row in samples(two))) == json.dumps(
-        sorted(row["length"] for row in samples(one))
-    )
+    for name in ("actor/loss", "actor/grad_norm"):
+        mine, theirs = (next(line[name] for line in metrics_of(result.path) if name in line) for result in (one, two))
+        assert theirs == pytest.approx(mine, rel=1e-4, abs=1e-6)
