@@ -29,8 +29,10 @@ class Branch:
     """Turns of the model in this context, with those that it copied from its parent."""
     own_prompt: bool = False
     """Whether its prompt is another than the one of the data."""
-    full: bool = False
-    """Whether an agent wanted a further turn, for which there was no room."""
+    stopped_by: str = ""
+    """The limit that kept an agent from a further turn, as a finish reason; empty if there was none."""
+    is_stripped: bool = False
+    """Whether it continues its parent without the thinking of earlier turns (`thinking.py`)."""
     finish_reason: str = "stop"
     """Of the model's last turn."""
     turn_ends: list[tuple[int, int]] = field(default_factory=list)
@@ -87,6 +89,11 @@ class Branch:
         """Appends tokens that the model reads. No policy sampled them here, so they have no log-prob and no version."""
         zeros = np.zeros(len(ids), np.float32)
         self._append(ids, zeros, zeros, [False] * len(ids))
+
+    def continue_from(self, parent: Branch) -> None:
+        """Takes over the parent's turns, and the KV cache of its last one."""
+        self.turns, self.finish_reason = parent.turns, parent.finish_reason
+        self.last_request, self.cached_ids = parent.last_request, parent.cached_ids
 
     def drop_turn(self) -> None:
         """Takes back the turn that was sampled last, with which the branch ends."""

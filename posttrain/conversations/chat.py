@@ -23,10 +23,11 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.conversations.branch import Branch
-from posttrain.conversations.conversation import ChatError, Conversation, Limits
+from posttrain.conversations.conversation import ChatError, Conversation, Limits, TooManyRows
 from posttrain.conversations.formats.base import FORMATS, CallFormat, Unreadable, open_thinking
 from posttrain.conversations.settings import TurnSettings
 from posttrain.conversations.templates import MessageTemplate
+from posttrain.conversations.thinking import EarlierThinking, Span
 from posttrain.conversations.tools.base import ToolAnswer, ToolCall, describe_error
 from posttrain.rollout.base import Output
 from posttrain.texts import texts_of, well_formed
@@ -36,7 +37,16 @@ _LONGEST_NAME = 80  # a model may invent a tool's name, and the template shows i
 
 
 class ChatFull(Exception):
-    """The response has no room for a further turn. An agent that does not catch it ends its conversation."""
+    """There may be no further turn. An agent that does not catch it ends its conversation."""
+
+
+NO_TURN = {
+    "length": "the response has no room for a further turn (data.max_response_length)",
+    "tool_time": "the tools of the conversation have taken all the time that they may (multi_turn.max_tool_seconds)",
+    "tool_cost": "the tool calls of the conversation have cost all that they may (multi_turn.max_tool_cost)",
+    "rows": "the sample has as many rows as it may (agent.max_rows), and a further turn would begin another one",
+}
+"""Limits that allow no further turn, by the finish reasons of responses that end by them."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +86,8 @@ class Setup:
     limits: Limits
     settings: TurnSettings
     schemas: Sequence[dict[str, Any]] = ()
+    thinking: EarlierThinking | None = None
+    """Drops the thinking of earlier turns; None where it stays in the history."""
 
 
 class Chat:
@@ -102,6 +114,9 @@ class Chat:
         self._ids: list[int] = []
         self._observation: list[int] | None = None
         self._answered = 0  # tool calls of earlier turns in this context
+        self._thoughtful: list[Span] = []  # turns of this context whose thinking was not dropped
+        self._last_token: int | None = None  # of the model's last turn, where no token of it is left
+        self._blocked = ""  # the limit that allows this context no further turn
         self._generating = False
         self._opening_ids: Sequence[int] = ()
         # Shared by all branches: the engine is asked for one turn of a conversation at a time.
@@ -149,6 +164,8 @@ class Chat:
     def room(self) -> int:
         """Tokens that the model's next turn may have; data.max_response_length is for all turns and observations of a
         row."""
+        if self._blocked or self._conversation.spent(self.limits):
+            return 0
         left = self.limits.response - self._branch.length
         # A message takes a token at least: thousands of answers are not rendered only to find that they do not fit.
         return 0 if left <= len(self._messages) else max(0, left - len(self._observation_ids()))
@@ -187,6 +204,8 @@ class Chat:
             chat._branch = self._conversation.open_branch(self.ids, self.limits, self._branch)
             chat._messages, chat._ids = list(self._messages), list(self._ids)
             chat.last, chat._opening_ids, chat._answered = self.last, self._opening_ids, self._answered
+            chat._thoughtful, chat._last_token = list(self._thoughtful), self._last_token
+            chat._blocked = self._blocked
         else:
             chat._begin(messages, tools, self._branch)
         return chat
@@ -198,6 +217,7 @@ class Chat:
             raise ChatError("chat.compact: the model's turn is still under way")
         self._begin(messages, tools, self._branch)
         self._messages, self._ids, self._observation, self.last, self._answered = [], [], None, None, 0
+        self._thoughtful, self._last_token, self._blocked = [], None, ""
 
     def _begin(self, messages: Sequence[Any], tools: Any, parent: Branch) -> None:
         self._branch = self._conversation.open_branch(self._template.prompt(messages, tools), self.limits, parent)
@@ -215,8 +235,27 @@ class Chat:
             )
         if self._ids:
             raise ChatError("chat.tell: messages come before token ids")
+        self._drop_thinking(role)
         self._messages.append({"role": role, "content": text} | ({"name": name} if name else {}))
         self._observation = None
+
+    def _drop_thinking(self, role: str) -> None:
+        """Continues without the thinking of earlier turns, where the template drops it before such a message: in a
+        further row, because what was sampled with it is trained with it."""
+        thinking = self._setup.thinking
+        if thinking is None or not self._thoughtful or not thinking.drops_before(role):
+            return
+        ids, turns = self._branch.ids, self._thoughtful
+        self._thoughtful = []
+        if (kept := thinking.drop(ids, turns)) == ids:
+            return
+        try:
+            self._branch = self._conversation.strip_branch(kept, self.limits, self._branch)
+            self._last_token = ids[-1]
+        except TooManyRows:
+            self._blocked = "rows"
+        except ChatError:  # too long even so
+            self._blocked = "length"
 
     def tell_ids(self, ids: Sequence[int]) -> None:
         """Token ids that the model reads before its next turn, as they are: behind messages they begin that turn."""
@@ -230,6 +269,10 @@ class Chat:
             raise ChatError(f"{where}: token id {strange[0]} is not in the vocabulary of {size} tokens")
         return made
 
+    def note_limit(self) -> None:
+        """The agent ends because the chat is `over`: its limit becomes the response's finish reason."""
+        self._branch.stopped_by = self._blocked or self._conversation.spent(self.limits) or "length"
+
     async def say(self, *, max_tokens: int | None = None, stop: Sequence[str] = ()) -> str:
         """The model's next turn as text; ChatFull where there is no room for one. `max_tokens` and `stop` end it
         earlier."""
@@ -239,8 +282,8 @@ class Chat:
         """The model's next turn as tokens; otherwise as `say`."""
         room = self.room
         if room < 1:
-            self._branch.full = True
-            raise ChatFull("the response has no room for a further turn (data.max_response_length)")
+            self.note_limit()
+            raise ChatFull(NO_TURN[self._branch.stopped_by])
         most, texts = min(room, _most(max_tokens) or room), _texts(stop)
         observation = self._observation_ids()
         branch = self._branch
@@ -315,6 +358,7 @@ class Chat:
             raise ChatError("chat.call: the run has no tools (rollout.multi_turn.enable=True, rollout.tools=[...])")
         (answer,) = await self._ask([call])
         self._conversation.add_call(call, answer)
+        self._conversation.add_spent([answer])
         return answer
 
     def tool_calls(self) -> list[ToolCall | Unreadable]:
@@ -341,8 +385,11 @@ class Chat:
         wanted = [call for call in calls[:most] if isinstance(call, ToolCall)]
         mine = [await own(call) if own else None for call in wanted]
         left = [call for call, answer in zip(wanted, mine, strict=True) if answer is None]
-        others = iter(await self._ask(left) if left or not wanted else [])
-        answers = iter([answer or next(others) for answer in mine])
+        others = await self._ask(left) if left or not wanted else []
+        for together in (*([one] for one in mine if one), others):  # an agent's own are called one after the other
+            self._conversation.add_spent(together)
+        rest = iter(others)
+        answers = iter([answer or next(rest) for answer in mine])
         told, ids = list[dict[str, Any]](), self.call_format.ids_of(calls, self._calls_before)
         for number, call in enumerate(calls):
             name = call.name[:_LONGEST_NAME] if isinstance(call, ToolCall) else None
@@ -360,7 +407,10 @@ class Chat:
 
     def end(self, finish_reason: str) -> None:
         """Sets the response's finish reason to another than that of the model's last turn."""
-        self._branch.finish_reason = finish_reason
+        branch = self._branch
+        if branch.is_stripped and not any(branch.mask) and branch.parent is not None:
+            branch = self._conversation.branches[branch.parent]  # which has the last turn
+        branch.finish_reason = finish_reason
 
     async def _generate(self, wanted: Generate) -> Output:
         if self._generating:
@@ -369,13 +419,18 @@ class Chat:
         async with self._turn:
             output: Output = await self._ask(wanted)
         self.last, self._generating = output, False
+        if wanted.kept:
+            start = len(wanted.prompt_ids)
+            self._thoughtful.append((start, start + len(output.token_ids)))
+            self._last_token = None
         self._opening_ids = wanted.prompt_ids[-_OPENING:]
         return output
 
     def _observation_ids(self) -> list[int]:
         """What was told since the model's last turn, as tokens."""
         if self._observation is None:
-            last, before = self._branch.ids[-1], self._calls_before
+            last, before = self._last_token, self._calls_before
+            last = self._branch.ids[-1] if last is None else last
             shown = self._template.ids(self._messages, last, before) if self._messages else []
             self._observation = [*shown, *self._ids]
         return self._observation

@@ -35,11 +35,13 @@ class TooManyRows(ChatError):
 @dataclass(frozen=True)
 class Limits:
     """The most tokens of a prompt, and of a response with all its observations; both hold for each row. `rows` is the
-    most of a sample; None is no limit."""
+    most of a sample; `tool_seconds` and `tool_cost` are what its tools may take in all. None is no limit."""
 
     prompt: int
     response: int
     rows: int | None = None
+    tool_seconds: float | None = None
+    tool_cost: float | None = None
 
 
 @dataclass
@@ -63,6 +65,10 @@ class Conversation:
     """For saved samples: turn, name, arguments, answer and error of each tool call, and metrics that the tool gave."""
     call_seconds: list[float] = field(default_factory=list)
     """How long each of `calls` took. Apart from them, as it differs between two runs that are otherwise the same."""
+    tool_seconds: float = 0.0
+    """How long it has waited for tools."""
+    tool_cost: float = 0.0
+    """What its calls cost, by their answers."""
     facts: dict[str, Any] = field(default_factory=dict)
     """What an agent passes to reward functions."""
     turn_rewards: list[tuple[int, float]] = field(default_factory=list)
@@ -92,6 +98,15 @@ class Conversation:
         Where the model never spoke, the first branch alone."""
         spoken = [branch for branch in self.branches if any(branch.mask)]
         return sorted(spoken, key=lambda branch: branch.turn_ends[-1][0]) or [self.main]
+
+    @property
+    def stopped_by(self) -> str:
+        """The limit that kept the context in which the conversation ended from a further turn; empty if there was
+        none."""
+        last = self.rows[-1]
+        # Without its thinking that context is another branch, which has no turn where the limit came first.
+        own = [one for one in self.branches if one is last or (one.is_stripped and one.parent == last.number)]
+        return next((one.stopped_by for one in own if one.stopped_by and (one is last or not any(one.mask))), "")
 
     def parent_row(self, branch: Branch) -> tuple[int | None, int]:
         """(number, shared tokens) of the nearest branch above this one that is a row."""
@@ -130,9 +145,15 @@ class Conversation:
         if rest:
             branch.add_observation(rest)
         if fork == len(parent.ids):  # it goes on where its parent stands, so that the parent's turns are its own
-            branch.turns, branch.finish_reason = parent.turns, parent.finish_reason
-            branch.last_request, branch.cached_ids = parent.last_request, parent.cached_ids
+            branch.continue_from(parent)
         self.branches.append(branch)
+        return branch
+
+    def strip_branch(self, ids: Sequence[int], limits: Limits, parent: Branch) -> Branch:
+        """A further row that continues the parent's context as these tokens, which lack the thinking of its turns."""
+        branch = self.open_branch(ids, limits, parent)
+        branch.continue_from(parent)
+        branch.is_stripped = True
         return branch
 
     def branch_behind(self, ids: Sequence[int], limits: Limits, busy: Collection[int | None] = ()) -> Branch:
@@ -192,7 +213,19 @@ class Conversation:
                 "error": answer.error,
             }
             | ({"metrics": answer.metrics} if answer.metrics else {})
+            | ({"cost": answer.cost} if answer.cost else {})
         )
+
+    def add_spent(self, answers: Sequence[ToolAnswer]) -> None:
+        """Counts what calls took that ran side by side."""
+        self.tool_seconds += max((one.seconds for one in answers), default=0.0)
+        self.tool_cost += sum(one.cost for one in answers)
+
+    def spent(self, limits: Limits) -> str:
+        """The limit on tools that is reached, as a finish reason; empty if none is."""
+        if limits.tool_seconds is not None and self.tool_seconds >= limits.tool_seconds:
+            return "tool_time"
+        return "tool_cost" if limits.tool_cost is not None and self.tool_cost >= limits.tool_cost else ""
 
     def adopt(self, other: Conversation) -> None:
         """Takes over what the agent's process made of this conversation."""

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import inspect
 import reprlib
+import time
 import types
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from functools import partial
@@ -145,7 +146,7 @@ class Episode(Protocol):
 
 
 async def _converse(chat: Chat, episode: Episode, max_turns: int | None) -> None:
-    """Turn after turn, until the episode is over, or no room or turn is left. The last turn is judged, too."""
+    """Turn after turn, until the episode is over, or a limit allows no further turn. The last turn is judged, too."""
     messages = list(chat.messages)
     while not chat.over:
         text = await chat.say(stop=chat.call_format.stop if chat.tools else ())
@@ -159,6 +160,7 @@ async def _converse(chat: Chat, episode: Episode, max_turns: int | None) -> None
             chat.end("turns")
             return
         messages += await chat.answer(calls, episode.answer_own) if calls else _tell(chat, observation)
+    chat.note_limit()
 
 
 class StepEpisode:
@@ -338,14 +340,15 @@ class MethodEpisode:
             arguments = convert_arguments(call.name, schema["function"]["parameters"], call.arguments)
         except ArgumentError as error:
             return failure("arguments", str(error))
+        start = time.perf_counter()
         try:
             given = answer_of(await self._call(getattr(self._environment, call.name), **arguments))
-            answer = read_answer(call.name, given, 0.0)
+            answer = read_answer(call.name, given, time.perf_counter() - start)
         except ToolFault as error:
-            return failure("said", str(error))
+            return failure("said", str(error), seconds=time.perf_counter() - start)
         except Exception as error:  # how these environments tell the model that a call makes no sense
-            words = describe_error(error)
-            return failure("raised", f"The tool {call.name} failed: {words.rstrip('.')}.", words)
+            words, text = describe_error(error), f"The tool {call.name} failed: "
+            return failure("raised", f"{text}{words.rstrip('.')}.", words, seconds=time.perf_counter() - start)
         finally:
             self._read_state()
         settings = self._chat.settings

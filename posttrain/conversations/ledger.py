@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from posttrain.conversations.serving.model import Prompt, ServedModel
 from posttrain.conversations.serving.requests import Answer, Choice, Message, ModelRequest, count_calls
 from posttrain.conversations.templates import NoTemplate
+from posttrain.conversations.thinking import Span
 
 MessageKey = tuple[str, str, str]
 """Role, text, and calls as JSON."""
@@ -32,6 +33,8 @@ class SampledTurn:
     call_ids: list[str]
     ids: list[int]
     choice: Choice
+    thoughtful: list[Span]
+    """This turn, and those before it in `ids`, whose thinking was not dropped."""
     following: list[SampledTurn] = field(default_factory=list)
     taken: bool = False
     """Whether a later request continues it."""
@@ -45,6 +48,8 @@ class _Place:
     parent: SampledTurn | None
     beside: list[SampledTurn]
     read: list[MessageKey]
+    thoughtful: list[Span] = field(default_factory=list)
+    """Turns in the prompt whose thinking was not dropped."""
     made: list[SampledTurn] = field(default_factory=list)
 
 
@@ -72,7 +77,8 @@ class Ledger:
             if ids is not None:
                 turn.taken = True
                 self.continued += 1
-                return self._note(Prompt([*turn.ids, *ids], _Place(turn, turn.following, keys[end:])))
+                before, thoughtful = self._history(turn, rest)
+                return self._note(Prompt([*before, *ids], _Place(turn, turn.following, keys[end:], thoughtful)))
         self.opened += 1
         known = {root.read[0] for root in roots if root.read}
         self.changed += bool(keys and keys[0] in known and any(one["role"] == "assistant" for one in request.messages))
@@ -81,6 +87,13 @@ class Ledger:
     def _note(self, prompt: Prompt) -> Prompt:
         self._places.append(prompt.before)
         return prompt
+
+    def _history(self, turn: SampledTurn, messages: Sequence[Message]) -> tuple[list[int], list[Span]]:
+        """All tokens up to a turn's end before these messages, and the turns in them whose thinking is there."""
+        thinking = self.model.thinking
+        if thinking is None or not any(thinking.drops_before(one["role"]) for one in messages):
+            return turn.ids, turn.thoughtful
+        return thinking.drop(turn.ids, turn.thoughtful), []
 
     def _behind(
         self, turn: SampledTurn, messages: Sequence[Message], request: ModelRequest, end: int
@@ -120,9 +133,8 @@ class Ledger:
         if place is None:
             return
         ids = [*prompt.ids, *choice.output.token_ids]
-        turn = SampledTurn(
-            place.parent, place.read, message_key(choice.turn.message()), list(choice.turn.call_ids), ids, choice
-        )
+        written, thoughtful = message_key(choice.turn.message()), [*place.thoughtful, (len(prompt.ids), len(ids))]
+        turn = SampledTurn(place.parent, place.read, written, list(choice.turn.call_ids), ids, choice, thoughtful)
         place.beside.append(turn)
         place.made.append(turn)
         self._turns[id(choice)] = turn

@@ -64,6 +64,11 @@ class ConversationLoop:
         """Whether agents of the user lead conversations: they may give rewards, fail, and replace prompts."""
         return self.agents.settings.enable
 
+    @property
+    def changes_prompts(self) -> bool:
+        """Whether rows of a sample may have other prompts than the data's."""
+        return self.has_agents or self.setup.thinking is not None
+
     def close(self) -> None:
         """Ends agents, then tools. Nothing may call them afterwards; closing again does nothing."""
         self.runner.close()
@@ -246,7 +251,7 @@ class ConversationLoop:
         if not last.length and ended.error is None:
             conversation.error = "it ended before the model had said anything"
         self.records[key] = conversation
-        reason = "error" if conversation.error else "length" if last.full else last.finish_reason
+        reason = "error" if conversation.error else conversation.stopped_by or last.finish_reason
         if not last.length:  # a response has a token at least: one that was not sampled, so it is not trained
             last.add_observation([self.tokenizer.eos_token_id or 0])
         return last.output(key, reason)

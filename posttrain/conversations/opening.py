@@ -26,6 +26,7 @@ from posttrain.conversations.serving.model import ServedModel
 from posttrain.conversations.settings import AGENT_KEY as KEY
 from posttrain.conversations.settings import BUILT_IN, AgentSettings, agent_settings, turn_settings
 from posttrain.conversations.templates import MessageTemplate
+from posttrain.conversations.thinking import EarlierThinking
 from posttrain.conversations.tools.registry import make_tools_of
 from posttrain.conversations.tools.runner import ToolRunner
 from posttrain.errors import UserError
@@ -60,20 +61,26 @@ def open_conversations(
             say(note)
         limit = f"up to {turns.max_assistant_turns}" if turns.max_assistant_turns else "any number of"
         say(f"Tools: {', '.join(one['function']['name'] for one in shown)}; a response has {limit} turns.")
-    limits = Limits(data.max_prompt_length, data.max_response_length, agents.max_rows)
+    spent = turns.max_tool_seconds, turns.max_tool_cost
+    limits = Limits(data.max_prompt_length, data.max_response_length, agents.max_rows, *spent)
     # Rounds wait for the slowest tool. Asynchronous runs do not: their event log makes them repeatable instead.
     continuous = continues_responses(config.trainer)
     in_rounds = (device.type == "cpu" or config.trainer.deterministic) and not continuous
     answers = {"max_chars": turns.max_tool_response_length, "side": turns.tool_response_truncate_side}
+    thinking = EarlierThinking.of(template) if turns.thinking_in_history == "strip" else None
+    if thinking is not None:
+        thinking.check(only_tools=not agents.enable)
     with ExitStack() as opened:
         if agents.program:
-            call_format = _open_programs(opened, context, agents, template, turns.format, limits, say, named.path)
+            call_format = _open_programs(
+                opened, context, agents, template, turns.format, limits, say, named.path, thinking
+            )
         elif by_row.interactions and agents.default == "tool_agent":
             say(f"Interactions: {', '.join(by_row.interactions.names)}; they answer the model's turns.")
         elif agents.enable:
             say(f"Agent: {agents.default or 'by the rows (agent_name)'}; it leads each conversation.")
         turns = replace(turns, format=call_format)  # `auto` is known now
-        setup, processes = Setup(template, limits, turns, schemas), None
+        setup, processes = Setup(template, limits, turns, schemas, thinking), None
         if agents.enable and not agents.program and hasattr(os, "fork"):
             # Forked before tools and agents have threads. Programs are processes anyway.
             processes = AgentProcesses(by_row, setup, timeout_s=agents.timeout_s, most=agents.processes)
@@ -94,6 +101,7 @@ def _open_programs(
     limits: Limits,
     say: Callable[[str], None],
     name: str | None,
+    thinking: EarlierThinking | None,
 ) -> str:
     """Opens the server through which programs lead conversations; gives the format of their tool calls. `name` is that
     of an environment that the program plays."""
@@ -111,6 +119,7 @@ def _open_programs(
         vocabulary=len(tokenizer),
         no_tools=no_tools,
         any_name=True,
+        thinking=thinking,
     )
     context["programs"] = programs = opened.enter_context(Programs(agents, model, say))
     per = "one for the run" if agents.program_per == "run" else "one per conversation"

@@ -16,6 +16,8 @@ from posttrain.settings import ONE_OR_MORE, POSITIVE, at_least, setting
 TURNS_KEY, AGENT_KEY = "actor_rollout_ref.rollout.multi_turn", "actor_rollout_ref.rollout.agent"
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 SIDES = ("left", "middle", "right")
+THINKING = ("keep", "strip")
+_LIMITS = ("max_tool_seconds", "max_tool_cost")
 _FORMATS = sorted(file.name for file in (Path(__file__).parent / "formats").glob("*.py"))
 # Checking settings must not import torch, so the formats of tool calls are read from the source that registers them.
 FORMATS = tuple(
@@ -23,6 +25,7 @@ FORMATS = tuple(
 )
 EXTERNAL_PROGRAM = "outside"
 """The value of `agent.program` if programs are started outside of the run."""
+STRIPS = "thinking_in_history"
 VERIFIERS = "verifiers:"
 """The prefix of `agent.path` for an environment of the package verifiers."""
 PROGRAM = "program"
@@ -57,8 +60,17 @@ class TurnSettings:
     """The part of a longer result that is kept: its beginning (`left`), both ends (`middle`) or its end (`right`)."""
     tool_timeout_s: float = setting(30.0, range=at_least(0.001))
     """Seconds that a call may take; a call that takes longer is answered with an error."""
+    max_tool_seconds: float | None = setting(None, range=POSITIVE)
+    """Seconds that the tools of one conversation may take in all (calls of one turn that run side by side count once);
+    beyond it there is no further turn. null is no limit."""
+    max_tool_cost: float | None = setting(None, range=POSITIVE)
+    """The most that the calls of one conversation may cost, in the unit of the costs that its tools give (`cost` of an
+    answer); beyond it there is no further turn. null is no limit."""
     format: str = setting("auto", choices=("auto", *FORMATS))
     """How the model writes calls; `auto` finds the format that reads what the chat template writes."""
+    thinking_in_history: str = setting("keep", choices=THINKING)
+    """Whether later turns see what the model thought in earlier ones (`keep`), or what the chat template leaves of it
+    (`strip`); each context without it is a further row of the sample."""
 
 
 @dataclass(frozen=True)
@@ -158,11 +170,15 @@ def _check_turns(checked: Checked) -> Iterator[Finding]:
     if settings.enable and not (settings.tools or files or agent):
         what = f"`{TURNS_KEY}.enable=True`, but there is no tool that the model could call."
         yield checked.problem(what, "name some: actor_rollout_ref.rollout.tools=[calculator]", TURNS_KEY)
-    always = ("enable", *(("max_assistant_turns",) if agent else ()))
+    of_agents = ("max_assistant_turns", "thinking_in_history", *_LIMITS)
+    always = ("enable", *(of_agents if agent else ()))
     without_effect = [name for name in checked.config.actor_rollout_ref.rollout.multi_turn if name not in always]
     if without_effect and not settings.enable:
         why = f"{TURNS_KEY}.enable is False, so that no tool is called"
         yield f"{TURNS_KEY}: {_idle(without_effect)}: {why}."
+    limits = [name for name in checked.config.actor_rollout_ref.rollout.multi_turn if name in _LIMITS]
+    if limits and (given.get("program") or str(given.get("path")).startswith(VERIFIERS)):
+        yield f"{TURNS_KEY}: {_idle(limits)}: a program calls its own tools."
 
 
 def _check_agent(checked: Checked) -> Iterator[Finding]:
@@ -199,6 +215,8 @@ def _check_agent(checked: Checked) -> Iterator[Finding]:
     if settings.program and "config" in given:
         yield f"{AGENT_KEY}.config has no effect: a program has its arguments in {AGENT_KEY}.program."
     without_effect = [name for name in given if name in ("config", "timeout_s", "processes", "max_rows")]
+    if "max_rows" in without_effect and checked.config.actor_rollout_ref.rollout.multi_turn.get(STRIPS) == "strip":
+        without_effect.remove("max_rows")  # each context without its thinking is a row
     if "on_all_machines" in given and not checked.config.actor_rollout_ref.rollout.multi_turn.get("enable"):
         without_effect.append("on_all_machines")
     if without_effect and not settings.enable:

@@ -170,11 +170,12 @@ class MessageTemplate:
             mark = f"{_PLACEHOLDER}{len(answered) - 1}"  # stands in the last call
             before += self.calls.earlier(calls_before)
         key, tools = f"{len(before)} {turn}", self.calls.tools if self.calls else None
-        if key not in self._ends:
+        alone = self._ends.get(key)
+        if alone is None:
             if len(self._ends) > 1000:  # a model may write any name into a call
                 self._ends.clear()
-            self._ends[key] = self.render([*before, turn], opens=False, tools=tools).partition(mark)[2]
-        alone, text = self._ends[key], self.render([*before, turn, *shown], opens=True, tools=tools)
+            alone = self._ends[key] = self.render([*before, turn], opens=False, tools=tools).partition(mark)[2]
+        text = self.render([*before, turn, *shown], opens=True, tools=tools)
         text = text[text.index(mark) + len(mark) :]
         if self.calls and has_results:
             alone, text = self._behind_calls(alone, text, self.calls.format)

@@ -47,12 +47,13 @@ class UntrustedText:
         text = render([self._defused(message, template_added) for message in messages])
         return self._encode_defused(text, frozenset(template_added | self.special.keys()))
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, special: bool = False) -> list[int]:
+        """Its tokens; with `special` as a prompt of its own, behind the token that begins one."""
         backend = getattr(self.tokenizer, "backend_tokenizer", None)
         # The tokenizer's own call does the same through layers for batches and padding, in twice the time.
         if backend is not None and backend.truncation is None and backend.padding is None:
-            return backend.encode(text, add_special_tokens=False).ids
-        return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+            return backend.encode(text, add_special_tokens=special).ids
+        return list(self.tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
 
     def _spells_control(self, text: str) -> bool:
         if any(one in text for one in self._all):

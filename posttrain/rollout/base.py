@@ -73,7 +73,8 @@ class Output:
     id: Any  # hashable, of the caller's choice
     token_ids: list[int]
     log_probs: Sequence[float] | np.ndarray
-    finish_reason: str  # "stop", "length" or "abort"; "turns" where no further turn was allowed
+    # "stop", "length" or "abort"; "turns", "rows", "tool_time" or "tool_cost" where no further turn was allowed
+    finish_reason: str
     versions: list[tuple[int, int]] = field(default_factory=list)
     sampling_log_probs: Sequence[float] | None = None
     """Log-probs in the distribution that was sampled from, after penalties and filters; None where `log_probs` are."""

@@ -261,6 +261,9 @@ def _length_metrics(fields: Fields, lengths: np.ndarray, right: np.ndarray, limi
     return metrics
 
 
+_TOOL_LIMITS = {"tools/time_limit": "tool_time", "tools/cost_limit": "tool_cost"}
+
+
 def _turn_metrics(fields: Fields) -> dict[str, float]:
     turns, calls = fields.objects("num_turns"), fields.objects("tool_calls")
     if turns is None or calls is None:
@@ -270,7 +273,9 @@ def _turn_metrics(fields: Fields) -> dict[str, float]:
     metrics = {
         **_mean_max_min("num_turns", np.asarray(turns, np.float64)),
         "num_turns/limit": mean(float(reason == "turns") for reason in reasons),
+        **{name: mean(float(reason == ended) for reason in reasons) for name, ended in _TOOL_LIMITS.items()},
         "tools/calls": len(all_calls) / len(calls),
+        "tools/cost": mean(sum(call.get("cost", 0.0) for call in row) for row in calls),
         "tools/seconds": mean(sum(row) for row in seconds),
     }
     if all_calls:

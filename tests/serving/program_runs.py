@@ -44,16 +44,27 @@ def script(text: str, seed: int) -> str:
 
 @contextmanager
 def conversations(
-    folder, code: str, count: int = 1, header: str = HEADER, device="cpu", kind=ScriptedEngine, **settings
+    folder,
+    code: str,
+    count: int = 1,
+    header: str = HEADER,
+    device="cpu",
+    kind=ScriptedEngine,
+    says=script,
+    template="",
+    turns=None,
+    **settings,
 ):
     """The whole conversations of a program: (responses, records, engine, what the user was told)."""
     file, said = folder / "agent.py", []
     file.write_text(header + code)
     config, tokenizer = PPOConfig(), tokenizer_of("Qwen2.5")
+    tokenizer.chat_template = template or tokenizer.chat_template
+    config.actor_rollout_ref.rollout.multi_turn = turns or {}
     settings = {"program": f"{sys.executable} {file}", "timeout_s": 30.0, **settings}
     config.actor_rollout_ref.rollout.agent = settings
     config.data.max_prompt_length, config.data.max_response_length = 200, 300
-    engine = kind(tokenizer, script)
+    engine = kind(tokenizer, says)
     sampling = Sampling(max_tokens=300, stop_token_ids=(tokenizer.convert_tokens_to_ids(END),))
     with open_conversations(config, tokenizer, torch.device(device), said.append) as loop:
         assert loop is not None

@@ -10,6 +10,7 @@ pytest.importorskip("aiohttp")
 from posttrain.conversations.ledger import Ledger
 from posttrain.conversations.serving import openai_chat
 from posttrain.conversations.serving.turns import TurnStream
+from posttrain.conversations.thinking import EarlierThinking
 from posttrain.rollout.base import Output
 from tests.serving.scripted_server import END, TOOL, served
 from tests.tools.call_templates import tokenizer_of
@@ -171,3 +172,27 @@ def test_results_are_counted_behind_the_calls_of_earlier_turns():
     for number in (0, 1):
         assert f'{{"tool_call_id": "{number}", "results": {{"0": "result {number}"}}' in text
     assert talk.counts() == (2, 1, 0)
+
+
+def test_stripped_thinking_leaves_the_tokens_of_words_and_calls_as_they_were_sampled():
+    """Qwen3's template keeps thinking while tools answer, and drops it once the user speaks."""
+    talk = Talk(template=(Path(__file__).parents[1] / "tools/real_templates/Qwen-Qwen3-0.6B.jinja").read_text())
+    talk.model.thinking = EarlierThinking.of(talk.model.template)
+    messages = [ASK]
+    _, (said,) = talk.ask(messages, CALLS)
+    sampled = talk.ids
+    messages += [said, result()]
+    kept, (said,) = talk.ask(messages, "<think>\nso\n</think>\n\nIt is 3.")
+    assert any(kept[at : at + len(sampled)] == sampled for at in range(len(kept))), "with its thinking"
+    messages += [said, {"role": "user", "content": "sure?"}]
+    prompt, (said,) = talk.ask(messages, "<think>yes</think>Yes.")
+    text = talk.model.template.tokenizer.decode(prompt)
+    call = CALLS.partition("</think>\n")[2]
+    assert "<think>" not in text and call in text, "a call with the spaces that the model wrote"
+    assert text.endswith(
+        "<|im_start|>assistant\nIt is 3.<|im_end|>\n<|im_start|>user\nsure?<|im_end|>\n<|im_start|>assistant\n"
+    )
+    prompt, _ = talk.ask([*messages, said, {"role": "user", "content": "more"}], "ok")
+    text = talk.model.template.tokenizer.decode(prompt)
+    assert "<think>" not in text and "assistant\nYes.<|im_end|>" in text and call in text
+    assert talk.counts() == (3, 1, 0) and not talk.ledger.unused()

@@ -32,6 +32,29 @@ def test_the_turns_of_a_program_are_one_row_of_the_very_tokens_that_were_sampled
             assert record.facts["requests"] == 2 and record.facts["changed"] == 0
 
 
+def test_with_stripped_thinking_a_turn_is_a_row_behind_the_words_of_those_before(tmp_path):
+    code = """
+messages = task["messages"]
+for number in range(3):
+    messages += [ask(messages), {"role": "user", "content": "again"}]
+give(float(len(messages)))
+"""
+    template = (Path(__file__).parents[1] / "tools/real_templates/Qwen-Qwen3-0.6B.jinja").read_text()
+
+    def says(text: str, seed: int) -> str:
+        return f"<think>\nhm\n</think>\n\n{text.count('<|im_start|>assistant')}{END}"
+
+    how = {"says": says, "template": template, "turns": {"thinking_in_history": "strip"}}
+    with conversations(tmp_path, code, **how) as (_, (record,), engine, _):
+        assert (record.score, record.error, record.turns, record.facts["changed"]) == (7.0, None, 3, 0)
+        assert [record.parent_row(row)[0] for row in record.rows] == [None, 0, 1]
+        one = len(engine.tokenizer(says("", 0), add_special_tokens=False)["input_ids"])
+        assert [sum(row.mask) for row in record.rows] == [one] * 3, "each token is trained once"
+        for row, request in zip(record.rows, engine.seen, strict=True):
+            assert row.ids == [*request.prompt_ids, *row.ids[-one:]] and row.mask[-one:] == [True] * one
+            assert "<think>" not in engine.tokenizer.decode(list(request.prompt_ids))
+
+
 def test_sub_agents_and_compaction_are_rows_of_one_sample(tmp_path):
     code = """
 messages = task["messages"]

@@ -2,14 +2,17 @@
 
 import asyncio
 import json
+import threading
 
 import pytest
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
+from posttrain.conversations.serving import app
 from posttrain.conversations.serving.turns import decode
-from tests.serving.scripted_server import CALL, END, TOOL, with_server
+from posttrain.conversations.untrusted_text import UntrustedText
+from tests.serving.scripted_server import CALL, END, TOOL, events, with_server
 from tests.tools.call_templates import tokenizer_of
 
 ASK = [{"role": "user", "content": "1+2?"}]
@@ -299,6 +302,76 @@ def test_a_client_that_goes_away_aborts_its_request(stream):
         return len(client.engine.aborted), client.engine.has_work()
 
     assert with_server(lambda text, seed: f"x{END}", work) == (1, False)
+
+
+def test_a_long_prompt_is_tokenized_while_others_are_answered(monkeypatch):
+    tokenize, answered = UntrustedText.encode, threading.Event()
+
+    def slow(self, text, **how):
+        if len(text) > app.LONG_PROMPT and not answered.wait(10):
+            raise AssertionError("no other request was answered meanwhile")
+        return tokenize(self, text, **how)
+
+    monkeypatch.setattr(app, "LONG_PROMPT", 1000)
+    monkeypatch.setattr(UntrustedText, "encode", slow)
+    long = "many words " * 100
+    bodies = {
+        CHAT: {"messages": [{"role": "user", "content": long}]},
+        TEXT: {"prompt": long},
+        "/tokenize": {"prompt": long},
+        "/v1/messages/count_tokens": {"model": "m", "messages": [{"role": "user", "content": long}]},
+    }
+
+    async def work(client):
+        asked = [asyncio.create_task(client.post(path, body)) for path, body in bodies.items()]
+        stream = asyncio.create_task(client.post(CHAT, bodies[CHAT] | {"stream": True}))
+        short = await client.post(CHAT, {"messages": ASK})
+        assert not any(one.done() for one in (*asked, stream))
+        answered.set()
+        return short[0], [(await one)[0] for one in asked], (await stream)[1][-1]
+
+    assert with_server(lambda text, seed: f"x{END}", work) == (200, [200] * 4, "[DONE]")
+
+
+def test_a_prompt_that_is_too_long_is_an_error_also_where_it_is_tokenized_in_a_thread(monkeypatch):
+    monkeypatch.setattr(app, "LONG_PROMPT", 100)
+    for stream in (False, True):
+        status, answer, _ = answer_of(
+            "x", CHAT, {"messages": [{"role": "user", "content": "w" * 3000}], "stream": stream}
+        )
+        assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
+
+
+def test_a_streamed_retry_is_kept_open_while_it_waits_for_the_first_request(monkeypatch):
+    monkeypatch.setattr(app, "KEEP_ALIVE_S", 0.02)
+
+    async def work(client):
+        client.engine.hold = True
+        body = {"messages": ASK, "stream": True}
+        first = asyncio.create_task(client.post(CHAT, body))
+        while not client.engine.seen:
+            await asyncio.sleep(0.01)
+        async with client.http.post(
+            CHAT, data=json.dumps(body).encode(), headers={"x-stainless-retry-count": "1"}
+        ) as again:
+            waiting = await again.content.readline()
+            client.engine.hold = False
+            text = await again.text()
+        (_, sampled), got = await first, events(text)
+        return waiting, sampled[0]["id"] == got[0]["id"], got[-1], len(client.engine.seen)
+
+    assert with_server(lambda text, seed: f"x{END}", work) == (b": waiting\n", True, "[DONE]", 1)
+
+
+@pytest.mark.parametrize(
+    ("path", "more"),
+    [(CHAT, {"logit_bias": {"5": 1.0}}), (TEXT, {"prompt": "a", "echo": True}), (TEXT, {"prompt": "a", "suffix": "b"})],
+)
+def test_a_field_that_is_not_implemented_is_named_plainly(path, more):
+    status, answer, seen = answer_of(f"x{END}", path, ({"messages": ASK} if path == CHAT else {}) | more)
+    name = list(more)[-1]
+    assert (status, answer["error"]["param"], seen) == (400, name, [])
+    assert answer["error"]["message"] == f"`{name}` is not supported by this server; leave it out."
 
 
 def test_a_retry_joins_the_request_that_is_under_way_or_gets_its_answer_again():

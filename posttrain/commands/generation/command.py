@@ -223,7 +223,11 @@ def generate_file(
     return 0
 
 
-_ENDS = {"length": " [cut off by --max-tokens]", "turns": " [no further turn is allowed]"}
+_ENDS = {
+    "length": " [cut off by --max-tokens]",
+    **dict.fromkeys(("turns", "rows"), " [no further turn is allowed]"),
+    **dict.fromkeys(("tool_time", "tool_cost"), " [its tools have used up their limit]"),
+}
 
 
 def _format_response(answers: Answers, number: int, tokenizer: Any) -> str:

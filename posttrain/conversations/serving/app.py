@@ -13,10 +13,11 @@ import json
 import logging
 import re
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from aiohttp import web
 
@@ -30,7 +31,11 @@ from posttrain.texts import utf8
 LONGEST_BODY = 64 * 2**20
 _BEARER = re.compile(r"\ABearer ", re.IGNORECASE)
 KEEP_ALIVE_S = 15.0
+LONG_PROMPT = 100_000
+"""Characters of a prompt from which on it is tokenized in a thread: 60 MB take a minute, in which no other request
+would be answered."""
 _LOG = logging.getLogger(__name__)
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True)
@@ -39,6 +44,8 @@ class Channel:
 
     sampler: Sampler
     ledger: LedgerProtocol | None = None
+    reading: asyncio.Lock | None = None
+    """Held while the ledger matches a request, which for a long prompt happens in a thread."""
 
 
 class Channels(Protocol):
@@ -105,6 +112,7 @@ async def _other_routes(request: web.Request, handler: Any) -> web.StreamRespons
 class _Handlers:
     def __init__(self, model: ServedModel, channels: Channels) -> None:
         self.model, self.channels = model, channels
+        self._long_prompts = ThreadPoolExecutor(1, "long prompts")  # one after the other: each takes much memory
 
     def guarded(self, work: Callable[[web.Request], Awaitable[web.StreamResponse]], api: ModuleType) -> Any:
         """The handler of a route: checks the key, and writes errors in the API's form."""
@@ -166,13 +174,29 @@ class _Handlers:
     async def tokenize(self, request: web.Request) -> web.Response:
         wanted, opens = token_ids.read_tokenize(await _body(request))
         self.model.check(wanted)
-        ids = self.model.prompts(wanted)[0].ids if wanted.prompts else self.model.render(wanted, opens=opens)
+
+        def tokenize() -> list[int]:
+            return self.model.prompts(wanted)[0].ids if wanted.prompts else self.model.render(wanted, opens=opens)
+
+        ids = await self._read(wanted, tokenize)
         return web.json_response({"count": len(ids), "max_model_len": self.model.max_model_len, "tokens": ids})
 
     async def count_tokens(self, request: web.Request) -> web.Response:
         wanted = anthropic.read(await _body(request), counts=True)
         self.model.check(wanted)
-        return web.json_response({"input_tokens": len(self.model.prompts(wanted)[0].ids)})
+        (prompt,) = await self._read(wanted, lambda: self.model.prompts(wanted))
+        return web.json_response({"input_tokens": len(prompt.ids)})
+
+    async def _read(self, wanted: ModelRequest, work: Callable[[], Made]) -> Made:
+        """What `work` makes of a request's prompt; of a long one in a thread."""
+        if wanted.length < LONG_PROMPT:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self._long_prompts, work)
+
+    async def _begin(self, wanted: ModelRequest, channel: Channel) -> Pending:
+        """The checked request. One that a ledger must match waits for those before it in its session."""
+        async with channel.reading or nullcontext():
+            return await self._read(wanted, lambda: self.model.begin(wanted, channel.ledger))
 
     # -- answers --------------------------------------------------------------------------------------------------
     def answering(self, api: ModuleType) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
@@ -185,7 +209,7 @@ class _Handlers:
                 return await self._stream(request, api, wanted, session, channel, key)
 
             async def make() -> Answer:
-                return await self.model.finish(self.model.begin(wanted, channel.ledger), channel.sampler)
+                return await self.model.finish(await self._begin(wanted, channel), channel.sampler)
 
             return web.json_response(api.write(wanted, await self.channels.once(session, key, make)))
 
@@ -200,20 +224,26 @@ class _Handlers:
         channel: Channel,
         key: Any,
     ) -> web.StreamResponse:
-        """The answer as server-sent events. What is wrong with the request was found before the first of them."""
+        """The answer as server-sent events. What is wrong with the request is found before the first of them, unless
+        that takes long, or a retry waits for the request that it repeats: then comments keep the connection open."""
         pieces = asyncio.Queue[Delta]()
         begun: asyncio.Future[Pending] = asyncio.get_running_loop().create_future()
 
         async def make() -> Answer:
-            pending = self.model.begin(wanted, channel.ledger)
+            pending = await self._begin(wanted, channel)
             begun.set_result(pending)
             return await self.model.finish(pending, channel.sampler, pieces.put_nowait)
 
         making = asyncio.ensure_future(self.channels.once(session, key, make))
         try:
-            await asyncio.wait([making, begun], return_when=asyncio.FIRST_COMPLETED)
+            response = await _keep_alive(request, [making, begun])
             if not begun.done():  # it failed, or another request had asked for the same
-                answer = await making
+                try:
+                    answer = await making
+                except ApiError as error:
+                    if response is None:
+                        raise
+                    return await _end_stream(response, api, error)
                 pieces = asyncio.Queue()
                 for choice in answer.choices:
                     output = choice.output
@@ -221,8 +251,7 @@ class _Handlers:
                     pieces.put_nowait(Delta(choice.index, choice.turn.text, choice.turn.thinking, ids, logged, choice))
             else:
                 answer = begun.result().answer
-            response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-store"})
-            await response.prepare(request)
+            response = response or await _open_stream(request)
             stream = api.Stream(wanted, answer)
             await _write(response, stream.start())
             while not (making.done() and pieces.empty()):
@@ -230,10 +259,10 @@ class _Handlers:
             try:
                 await _write(response, stream.end(await making))
             except ApiError as error:
-                await _write(response, [api.error(error)])
+                return await _end_stream(response, api, error)
             except Exception as error:  # the status is sent already: the error is an event
                 _LOG.exception("a stream failed")
-                await _write(response, [api.error(ApiError(f"The server failed: {error}", status=500))])
+                return await _end_stream(response, api, ApiError(f"The server failed: {error}", status=500))
             await response.write_eof()
             return response
         finally:
@@ -253,6 +282,28 @@ class _Handlers:
                 piece.cancel()
                 with suppress(asyncio.CancelledError):
                     await piece
+
+
+async def _open_stream(request: web.Request) -> web.StreamResponse:
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-store"})
+    await response.prepare(request)
+    return response
+
+
+async def _end_stream(response: web.StreamResponse, api: ModuleType, error: ApiError) -> web.StreamResponse:
+    """The status is sent already: the error is an event."""
+    await _write(response, [api.error(error)])
+    await response.write_eof()
+    return response
+
+
+async def _keep_alive(request: web.Request, wanted: list[asyncio.Future[Any]]) -> web.StreamResponse | None:
+    """Waits for one of these; the stream, if comments had to keep it open meanwhile."""
+    response = None
+    while not (await asyncio.wait(wanted, timeout=KEEP_ALIVE_S, return_when=asyncio.FIRST_COMPLETED))[0]:
+        response = response or await _open_stream(request)
+        await response.write(b": waiting\n\n")
+    return response
 
 
 async def _body(request: web.Request) -> Any:

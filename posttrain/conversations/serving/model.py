@@ -29,6 +29,7 @@ from posttrain.conversations.serving.requests import (
 )
 from posttrain.conversations.serving.turns import TurnReader, TurnStream, decode
 from posttrain.conversations.templates import MessageTemplate, NoTemplate
+from posttrain.conversations.thinking import EarlierThinking
 from posttrain.rollout.base import Output, Sampling
 
 _COLDEST = 1e-5
@@ -86,10 +87,13 @@ class ServedModel:
         vocabulary: int,
         no_tools: str | None = None,
         any_name: bool = False,
+        thinking: EarlierThinking | None = None,
     ) -> None:
         self.name, self.template, self.format, self.sampling = name, template, call_format, sampling
         self.max_model_len, self.vocabulary, self.no_tools = max_model_len, vocabulary, no_tools
         self.any_name, self.created = any_name, int(time.time())
+        self.thinking = thinking
+        """Drops the thinking of earlier turns; None where it stays in the history."""
         # What clients must not set: the server itself calls the template with these.
         call = inspect.signature(template.tokenizer.apply_chat_template).parameters
         self._settled = {"messages", "opens", "self", *call} - {"documents"}
@@ -122,11 +126,12 @@ class ServedModel:
         if not request.template_options:
             return self.template
         key = json.dumps(request.template_options, sort_keys=True)
-        if key not in self._templates:
+        template = self._templates.get(key)
+        if template is None:
             if len(self._templates) >= _MOST_TEMPLATES:  # clients choose the values
                 self._templates.clear()
-            self._templates[key] = self.template.with_options(request.template_options)
-        return self._templates[key]
+            template = self._templates[key] = self.template.with_options(request.template_options)
+        return template
 
     def _shown(self, message: Message) -> Message:
         """The message in the form that the chat template takes."""
@@ -141,7 +146,7 @@ class ServedModel:
 
     def _ids(self, prompt: str | list[int]) -> list[int]:
         if isinstance(prompt, str):
-            return list(self.template.tokenizer(prompt, verbose=False)["input_ids"])
+            return self.template.untrusted.encode(prompt, special=True)
         if strange := [one for one in prompt if not 0 <= one < self.vocabulary]:
             raise self._no_token(strange[0])
         return list(prompt)

@@ -66,6 +66,12 @@ class ModelRequest:
     return_token_ids: bool = False
     template_options: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def length(self) -> int:
+        """About how many characters its prompt has: what tokenizing it takes grows with them."""
+        texts = [one for one in self.prompts if isinstance(one, str)]
+        return sum(map(len, texts)) + sum(len(one.get("content") or "") for one in self.messages)
+
     def overrides(self) -> dict[str, Any]:
         """The sampling settings that the client gave."""
         names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
@@ -202,13 +208,17 @@ class Fields:
         """A field of which these values alone are implemented."""
         value = self.left.pop(name, None)
         if value is not None and value not in values:
+            if all(one is False or one in ({}, "") for one in values):  # they only switch the field off
+                raise self._unsupported(name)
             allowed = ", ".join(map(repr, values)) or "its absence"
             raise self.error(name, f"{str(value)[:80]!r} is not supported here; supported: {allowed}")
 
     def finish(self) -> None:
         if self.left:
-            name = next(iter(self.left))
-            raise self.error(name, "is not supported by this server; leave it out", code="unsupported_parameter")
+            raise self._unsupported(next(iter(self.left)))
+
+    def _unsupported(self, name: str) -> ApiError:
+        return self.error(name, "is not supported by this server; leave it out", code="unsupported_parameter")
 
     def error(self, name: str, why: str, code: str | None = None) -> ApiError:
         return ApiError(f"`{self.where}{name}` {why}.", param=f"{self.where}{name}", code=code)

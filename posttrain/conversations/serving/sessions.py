@@ -84,6 +84,7 @@ class Session:
     turns: Turns
     ledger: Ledger
     retries: Retries = field(default_factory=lambda: Retries(aborts=False))
+    reading: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def sample(
         self, prompt: Prompt, sampling: Sampling, seed: int | None, on_progress: Callable[[Output], None] | None
@@ -197,7 +198,7 @@ class Sessions:
         for name in sorted(names - self._told):
             self._told.add(name)
             self.link.post(["note", f"programs set `{name}`; the run's own settings decide how it samples."])
-        return Channel(found, found.ledger)
+        return Channel(found, found.ledger, found.reading)
 
     async def once(self, session: str | None, key: tuple[bool, Any], make: Callable[[], Awaitable[Answer]]) -> Answer:
         found = self._session(session)

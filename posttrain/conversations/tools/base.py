@@ -37,6 +37,8 @@ class ToolAnswer:
     """Of this call alone."""
     metrics: dict[str, float] = field(default_factory=dict)
     seconds: float = 0.0
+    cost: float = 0.0
+    """What the call cost, in any unit: it counts for max_tool_cost. Never negative."""
 
 
 class ToolFault(Exception):

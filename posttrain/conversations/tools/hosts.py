@@ -295,7 +295,9 @@ def read_answer(name: str, said: Any, seconds: float) -> ToolAnswer:
         error = said.error if said.error is None or said.error.startswith("said:") else f"said: {said.error}"
         metrics = {str(name): float(value) for name, value in said.metrics.items()}
         took = _finite("time", said.seconds or seconds)
-        return ToolAnswer(str(said.text), error, _finite("reward", said.reward), metrics, took)
+        if (cost := _finite("cost", said.cost)) < 0:
+            raise ValueError(f"its cost is {cost}")
+        return ToolAnswer(str(said.text), error, _finite("reward", said.reward), metrics, took, cost)
     if isinstance(said, str):
         return ToolAnswer(said, seconds=seconds)
     words = f"it gave a {type(said).__name__}, no text"

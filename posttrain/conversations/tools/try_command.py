@@ -38,7 +38,8 @@ def main(args: Sequence[str]) -> int:
     call = ToolCall(tool.name, _arguments(tool, call_text))
     answer = _answer(tool, call, _object(options.given, "--given"), options)
     print(_conversation(tool, call, answer, options.model))
-    print(f"\n{answer.seconds:.3g} s" + (f", reward {answer.reward:g}" if answer.reward else ""))
+    given = "".join(f", {name} {one:g}" for name, one in (("reward", answer.reward), ("cost", answer.cost)) if one)
+    print(f"\n{answer.seconds:.3g} s{given}")
     if answer.metrics:
         print(f"metrics: {answer.metrics}")
     if answer.error is not None:

@@ -59,7 +59,7 @@ class VerlTool(Tool):
         parameters = json.dumps(arguments) if self._as_text else arguments
         said = await self._inner.execute(self._instances[conversation], parameters)
         response, reward, metrics = said if isinstance(said, tuple) else (said, 0.0, {})
-        return ToolAnswer(text_of(response), reward=float(reward or 0.0), metrics=numbers_of(metrics))
+        return _answer(response, float(reward or 0.0), metrics)
 
     async def reward(self, conversation: Hashable) -> float:
         if not self._rewards or conversation not in self._instances:
@@ -191,6 +191,12 @@ def text_of(response: Any) -> str:
     return text.lstrip("\n")
 
 
+def _answer(response: Any, reward: float, metrics: Any) -> ToolAnswer:
+    """What a tool of verl's kind gave. It has no place for a cost but a metric of this name."""
+    numbers = numbers_of(metrics)
+    return ToolAnswer(text_of(response), reward=reward, metrics=numbers, cost=numbers.get("cost", 0.0))
+
+
 def numbers_of(metrics: Any) -> dict[str, float]:
     items = metrics.items() if isinstance(metrics, Mapping) else ()
     return {str(k): float(v) for k, v in items if isinstance(v, int | float) and math.isfinite(v)}
@@ -209,7 +215,7 @@ class VerlFunctionTool(Tool):
 
     async def call(self, conversation: Hashable, arguments: dict[str, Any]) -> ToolAnswer:
         response, reward, metrics = self._read_result(await self._inner.call(arguments))
-        return ToolAnswer(text_of(response), reward=float(reward), metrics=numbers_of(metrics))
+        return _answer(response, float(reward), metrics)
 
 
 def read_function_tools(path: str) -> list[Tool]:

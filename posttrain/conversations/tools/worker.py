@@ -70,7 +70,7 @@ async def _answer(tool: Tool, method: str, conversation: Hashable, given: Any) -
             opened, method = True, "call"
         said = await invoke(tool, method, conversation, given)
         if isinstance(said, ToolAnswer):  # of this class alone: the trainer may not know a tool's own
-            return "gave", ToolAnswer(said.text, said.error, said.reward, said.metrics, said.seconds)
+            return "gave", ToolAnswer(said.text, said.error, said.reward, said.metrics, said.seconds, said.cost)
         if method == "call" and not isinstance(said, str):
             return "raised", f"it gave a {type(said).__name__}, no text"
         return "gave", said

@@ -32,7 +32,7 @@ class GroupError(UserError):
 
 class FirstBatchChecks:
     """Checks a process's first batch that the present weights sampled: whole groups, agreement of rollout and trainer,
-    and a trial of the largest batch. `one_prompt` is off where agents make prompts of their own.
+    and a trial of the largest batch. `one_prompt` is off where conversations make prompts of their own.
 
     `rollout_is_exact`: on the run's first batch the rollout's log-probs equalled the trainer's, so that they can serve
     as the old ones. It is saved with checkpoints: a resumed run must not decide anew.
@@ -105,8 +105,8 @@ def fresh_groups(batch: DataProto, version: int) -> np.ndarray:
 
 
 def check_groups(batch: DataProto, n: int, *, one_prompt: bool = True, step: int = 0) -> None:
-    """Every uid must name exactly `n` samples, all with the same prompt unless agents make their own; otherwise a group
-    was split or mixed."""
+    """Every uid must name exactly `n` samples, all with the same prompt unless conversations make their own; otherwise
+    a group was split or mixed."""
     prompts, sample_B = batch.batch["prompts"], sample_of_rows(batch)
     for rows in groups_of(batch.non_tensor_batch["uid"]):
         uid = batch.non_tensor_batch["uid"][rows[0]]

@@ -282,7 +282,7 @@ class TrainerParts(WorkerClasses):
             n = config.actor_rollout_ref.rollout.val_kwargs.n
             self.validator = Validator(config.data, n, self.tokenizer, val_dataset, self.experience, self.recorder)
         self.first_batch = FirstBatchChecks(
-            config, self.sizes, self.actor_rollout_wg, self.device, one_prompt=not (turns and turns.has_agents)
+            config, self.sizes, self.actor_rollout_wg, self.device, one_prompt=not (turns and turns.changes_prompts)
         )
         self.checkpoints = Checkpoints(
             self.recorder,
