@@ -51,7 +51,7 @@ def main(args: Sequence[str]) -> int:
 def _tool_of_server(tools: Mapping[str, Tool], name: str | None) -> Tool:
     if name is None and len(tools) == 1:
         return next(iter(tools.values()))
-    if name not in tools:
+    if name is None or name not in tools:
         what = "has several tools" if name is None else f"has no tool {name}"
         raise UserError(f"the server {what}.\n  to do:  choose one: --tool {' | '.join(tools)}")
     return tools[name]
