@@ -1,8 +1,16 @@
-"""An OpenEnv server with the same game: uvicorn examples.environments.openenv_server:app --port 8000"""
+"""An OpenEnv server with the game of number_board.py.
+
+uvicorn --app-dir examples/environments openenv_server:app --port 8000
+python examples/environments/openenv_server.py PORT             the same, until the process that started it ends
+"""
 
 from __future__ import annotations
 
+import os
 import random
+import sys
+import threading
+import time
 
 from openenv.core import Action, Environment, Observation, create_app  # pip install "posttrain[openenv]"
 from openenv.core.env_server import State
@@ -40,3 +48,17 @@ class NumberGame(Environment):
 
 
 app = create_app(NumberGame, Guess, Told, env_name="number", max_concurrent_envs=1024)
+
+
+def stop_with_parent() -> None:
+    parent = os.getppid()
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    import uvicorn
+
+    threading.Thread(target=stop_with_parent, daemon=True).start()
+    uvicorn.run(app, port=int(sys.argv[1]), log_level="warning")

@@ -21,14 +21,17 @@ itself, by a base URL. So it is a program that is started once for the run (`pro
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import importlib.util
 import inspect
 import json
 import shlex
 import sys
+import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -152,10 +155,14 @@ def _is_async(kind: Any, method: str) -> bool:
 
 OPENENV = "openenv:"
 _WAIT_S = 5.0
+_NO_LIMIT = 1e6
+_START_S = 30.0
+"""How long a run waits for a server that is just being started: importing openenv takes several seconds."""
 
 
-def check_server(name: str) -> str:
-    """The address of a server that answers; UserError if the package or the server is missing."""
+def check_server(name: str, config: Mapping[str, Any], say: Callable[[str], None]) -> str:
+    """The address of a server that answers and has the fields of `config`; UserError otherwise, or without the
+    package."""
     url = name.removeprefix(OPENENV).rstrip("/")
     if importlib.util.find_spec("openenv") is None:
         raise UserError(
@@ -163,21 +170,53 @@ def check_server(name: str) -> str:
         )
     if not url.startswith(("http://", "https://")):
         raise UserError(f"the environment {name} has no address.\n  to do:  {OPENENV}http://HOST:PORT")
+    read_schema.cache_clear()  # another server may have this address since the last run
     try:
-        read_schema(url)
+        schema = _wait_for_schema(url, say)
     except (OSError, ValueError) as error:
         reason = getattr(error, "reason", None) or error
         raise UserError(
             f"no OpenEnv server answers at {url}: {reason}.\n"
             "  to do:  start it, for example: uvicorn my_env:app --port 8000"
         ) from None
+    for part in ("action", "observation"):
+        setting, known = f"{part}_field", _fields(schema, part)
+        if (field := config.get(setting)) is not None and field not in known:
+            near = closest(str(field), known)
+            raise UserError(
+                f"{KEY}.config.{setting}={field}: the {part} of {url} has no such field."
+                f"{f' Did you mean {near}?' if near else ''} It has: {', '.join(known)}."
+            )
     return url
 
 
+def _wait_for_schema(url: str, say: Callable[[str], None]) -> dict[str, Any]:
+    deadline, has_said = time.monotonic() + _START_S, False
+    while True:
+        try:
+            return read_schema(url)
+        except urllib.error.URLError as error:
+            if not isinstance(error.reason, ConnectionRefusedError) or time.monotonic() > deadline:
+                raise
+        if not has_said:
+            say(f"Waiting up to {_START_S:g} seconds for an OpenEnv server at {url}")
+            has_said = True
+        time.sleep(0.2)
+
+
+@functools.lru_cache  # forked worker processes inherit it, so that a thousand sessions do not ask a thousand times
 def read_schema(url: str) -> dict[str, Any]:
-    """The JSON schemas of the server's action and observation."""
+    """The JSON schemas of the server's action and observation; ValueError if it gives something else."""
     with urllib.request.urlopen(f"{url}/schema", timeout=_WAIT_S) as answer:
-        return json.load(answer)
+        schema = json.load(answer)
+    if not (isinstance(schema, dict) and isinstance(schema.get("action"), dict)):
+        raise ValueError(f"{url}/schema does not describe an action")
+    return schema
+
+
+def _fields(schema: Mapping[str, Any], part: str) -> dict[str, Any]:
+    properties = (schema.get(part) or {}).get("properties") or {}
+    return {name: one for name, one in properties.items() if name != "metadata"}
 
 
 class OpenEnv:
@@ -193,11 +232,15 @@ class OpenEnv:
     async def reset(self, row: dict[str, Any], seed: int) -> str | None:
         from openenv.core import GenericEnvClient  # pyright: ignore
 
-        properties = read_schema(self.url).get("action", {}).get("properties", {})
-        self._fields = {name: one for name, one in properties.items() if name != "metadata"}
-        self._client = GenericEnvClient(base_url=self.url)
+        self._fields = _fields(await asyncio.to_thread(read_schema, self.url), "action")
+        # `agent.timeout_s` limits an agent's time; the client's own limits are shorter than a thousand sessions take to
+        # open at once.
+        self._client = GenericEnvClient(base_url=self.url, connect_timeout_s=_NO_LIMIT, message_timeout_s=_NO_LIMIT)
         await self._client.__aenter__()
-        result = await self._client.reset(seed=seed)
+        try:
+            result = await self._client.reset(seed=seed)
+        except RuntimeError as error:
+            raise self._server_error("reset", error) from None
         return self._show(result.observation) or None  # without one the row's prompt stays
 
     async def step(self, action: str) -> tuple[str, float, bool]:
@@ -205,10 +248,18 @@ class OpenEnv:
             result = await self._client.step(self._read(action))
         except (RuntimeError, ValueError) as error:
             if isinstance(error, RuntimeError) and "VALIDATION_ERROR" not in str(error):
-                raise
+                raise self._server_error("step", error) from None
             fields = ", ".join(f"{name} ({one.get('type', 'any')})" for name, one in self._fields.items())
             return f"This is no action. It has: {fields}.", 0.0, False
         return self._show(result.observation), float(result.reward or 0.0), bool(result.done)
+
+    def _server_error(self, method: str, error: RuntimeError) -> ChatError:
+        if "CAPACITY_REACHED" in str(error):
+            return ChatError(  # what to do comes first: summaries of a step show the beginning
+                "max_concurrent_envs of the OpenEnv server's create_app is below data.train_batch_size times rollout.n"
+                f": {error}"
+            )
+        return ChatError(f"{method} failed in the OpenEnv server at {self.url}, which may have logged more: {error}")
 
     async def close(self) -> None:
         if self._client is not None:

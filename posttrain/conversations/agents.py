@@ -117,7 +117,8 @@ class Agents:
                 "  to do:  set rollout.multi_turn.enable=True and name them: rollout.tools=[...]"
             )
         if name.startswith(OPENENV):
-            return self._agent(OpenEnv, name, {"url": check_server(name), **config})
+            say = self.context.get("say", lambda text: None)
+            return self._agent(OpenEnv, name, {"url": check_server(name, config, say), **config})
         if is_place(name):
             return self._agent(_find(name), name, config)
         known = [*self.listed, *AGENTS, *BUILT_IN]

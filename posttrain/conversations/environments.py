@@ -22,6 +22,7 @@ If the run has tools, their calls are answered first: `step` is given the turns 
 from __future__ import annotations
 
 import inspect
+import math
 import reprlib
 import time
 import types
@@ -203,7 +204,7 @@ class StepEpisode:
 
 
 _OBSERVATION = "a text, a message, a list of messages or a list of token ids"
-_STEP = f"(observation, reward, done), or with a dict of facts behind these; an observation is {_OBSERVATION}"
+_STEP = f"(observation, finite reward, done), or with a dict of facts behind these; an observation is {_OBSERVATION}"
 
 
 def _parts_of_step(made: Any) -> tuple[Any, float, bool, Mapping[str, Any]]:
@@ -215,7 +216,9 @@ def _parts_of_step(made: Any) -> tuple[Any, float, bool, Mapping[str, Any]]:
     (facts,) = rest or [{}]
     if not (done or _is_observation(observation)):
         raise TypeError
-    return observation, float(reward), bool(done), dict(facts)
+    if not math.isfinite(reward := float(reward)):
+        raise ValueError
+    return observation, reward, bool(done), dict(facts)
 
 
 def _is_observation(value: Any) -> bool:

@@ -45,7 +45,7 @@ def open_conversations(
     if not (agents.enable or turns.enable):
         yield None
         return
-    context: dict[str, Any] = {"config": config, "tokenizer": tokenizer}
+    context: dict[str, Any] = {"config": config, "tokenizer": tokenizer, "say": say}
     by_row = Agents(agents, turns, context)
     tools = make_tools_of(turns) if turns.enable else {}
     for tool in tools.values():

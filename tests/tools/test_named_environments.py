@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
-import threading
-from http.server import BaseHTTPRequestHandler, HTTPServer
+import re
+import socket
+import sys
 
 import pytest
 
+from posttrain.conversations import adapters
 from posttrain.conversations.agents import Agents
+from posttrain.conversations.conversation import ChatError
 from posttrain.conversations.environments import play
 from posttrain.conversations.settings import AgentSettings, TurnSettings
+from posttrain.conversations.tools import try_command
 from posttrain.conversations.tools.base import ToolCall
 from posttrain.conversations.tools.registry import make_tools
 from posttrain.conversations.tools.runner import ToolRunner
@@ -19,74 +23,11 @@ from posttrain.data.rows import load_rows
 from posttrain.errors import UserError
 from posttrain.rewards.scorers import score_by_source
 from tests.tools.fake_mcp import SESSION
-
-GYM = """
-class Config:
-    def __init__(self, size=500, seed=None, top=3): ...
-
-
-class Sums:
-    def __init__(self, size=500, seed=None, top=3):
-        self.size, self.seed, self.top = size, seed, top
-
-    def __getitem__(self, number):
-        a = (self.seed + number) % self.top
-        return {"question": f"{a} + 1 = ?", "answer": str(a + 1)}
-
-    def score_answer(self, answer, entry):
-        return 1.0 if answer == entry["answer"] else 0.1 if answer else 0.0
-
-
-DATASETS = {"sums": (Sums, Config)}
-
-
-class Curriculum:
-    attributes = {"top": None}
-    top = 3
-
-    def increment_attr_level(self, name):
-        self.top += 10
-
-    def generate_configuration(self):
-        made = Config()
-        made.size, made.seed, made.top = 500, None, self.top
-        return made
-
-
-def create_curriculum(name):
-    return Curriculum()
-"""
-
-
-@pytest.fixture
-def packages(tmp_path, monkeypatch):
-    """Writes modules into a folder that this process and those that it starts import from."""
-    folder = tmp_path / "packages"
-    monkeypatch.syspath_prepend(str(folder))
-    monkeypatch.setenv("PYTHONPATH", str(folder), prepend=":")
-
-    def write(files: dict[str, str]) -> None:
-        for name, text in files.items():
-            path = folder / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            for parent in path.parents:
-                if parent != folder and folder in parent.parents and not (parent / "__init__.py").exists():
-                    (parent / "__init__.py").write_text("")
-            path.write_text(text)
-
-    return write
+from tests.tools.fake_packages import GYM, OPENENV
 
 
 def test_rows_of_reasoning_gym_come_with_what_their_task_needs_to_score_them(packages):
-    packages(
-        {
-            "reasoning_gym/factory.py": GYM,
-            "reasoning_gym/utils.py": "import re\n\n\ndef extract_answer(text):\n"
-            "    found = re.findall('<answer>(.*?)</answer>', text)\n    return found[-1] if found else None\n",
-            "reasoning_gym/__init__.py": "from reasoning_gym.factory import DATASETS\n\n\n"
-            "def create_dataset(name, **given):\n    return DATASETS[name][0](**given)\n",
-        }
-    )
+    packages(GYM)
     table = load_rows("reasoning_gym:sums?size=5&top=7")
     assert len(table) == 5 and table.rows[3]["prompt"].startswith("3 + 1 = ?\n\nWrite your final answer between")
     row = table.rows[3]
@@ -169,44 +110,56 @@ def test_tools_of_an_mcp_server_are_listed_and_called_in_both_versions_of_the_pa
         assert wrong.text == f"{server} nothing" and (wrong.error or "").startswith("said:")
     with pytest.raises(UserError, match="the MCP server broken cannot be reached: ConnectionError: nobody is there"):
         make_tools(["mcp:broken"], {})
+    for command, words in (("mcp: ", "name no MCP server"), ("mcp:python 'server.py", "No closing quotation")):
+        with pytest.raises(UserError, match=words):
+            make_tools([command], {})
 
 
-OPENENV = """
-class Result:
-    def __init__(self, observation, reward, done):
-        self.observation, self.reward, self.done = observation, reward, done
+def test_what_an_mcp_server_wrote_before_it_ended_is_in_the_error_without_secrets(packages, tmp_path):
+    stdio = """
+import contextlib
+import subprocess
+import sys
 
 
-class GenericEnvClient:
-    def __init__(self, base_url):
-        self.base_url = base_url
-
-    async def __aenter__(self):
-        return self
-
-    async def __aexit__(self, *_):
-        self.base_url = "closed"
-
-    async def reset(self, seed):
-        self.seed = seed
-        return Result({"text": f"seed {seed}", "metadata": {}}, None, False)
-
-    async def step(self, action):
-        if action["n"] < 0:
-            raise RuntimeError("Invalid message (code: VALIDATION_ERROR)")
-        return Result({"text": "more"}, 0.5, action["n"] == self.seed)
+@contextlib.asynccontextmanager
+async def stdio_client(server, errlog):
+    subprocess.run([server.command, *server.args], stderr=errlog, env=server.env)
+    yield "broken", None
 """
+    client = MCP.replace(
+        "self.command, self.args = command, args", "self.command, self.args, self.env = command, args, env"
+    )
+    packages({"mcp/client/stdio.py": stdio, "mcp/__init__.py": 'SCHEMA = "s"\n' + client})
+    (tmp_path / "server.py").write_text("import os\nraise RuntimeError('no account ' + os.environ['ACCOUNT_KEY'])\n")
+    entry = {"command": sys.executable, "args": [str(tmp_path / "server.py")], "env": {"ACCOUNT_KEY": "s3cr3t"}}
+    (tmp_path / "servers.json").write_text(json.dumps({"mcpServers": {"accounts": entry}}))
+    with pytest.raises(UserError) as error:
+        make_tools([], {}, mcp_path=str(tmp_path / "servers.json"))
+    assert "accounts cannot be reached: ConnectionError: nobody is there" in str(error.value)
+    assert "\n  it wrote:  RuntimeError: no account ***\n" in str(error.value) and "s3cr3t" not in str(error.value)
 
 
-class Schema(BaseHTTPRequestHandler):
-    def do_GET(self):
-        body = json.dumps({"action": {"properties": {"n": {"type": "integer"}, "metadata": {}}}}).encode()
-        self.send_response(200)
-        self.end_headers()
-        self.wfile.write(body)
+def test_a_tool_of_an_mcp_server_is_tried_outside_a_run(packages, capsys):
+    stdio = "import contextlib\n\n\n@contextlib.asynccontextmanager\nasync def stdio_client(server, **_):\n"
+    stdio += "    yield 'boxes', None\n"
+    two = MCP.replace('{"tools": [tool]}', '{"tools": [tool, type("U", (tool,), {"name": "when"})][:COUNT]}')
+    names = "SCHEMA, ERROR = 'input_schema', 'is_error'\n"
+    packages({"mcp/client/stdio.py": stdio, "mcp/__init__.py": f"COUNT = 1\n{names}{two}"})
+    assert try_command.main(["mcp:python server.py", '{"thing": "hat"}']) == 0
+    assert "<tool_response>\nboxes hat\n</tool_response>" in capsys.readouterr().out
+    packages({"mcp/__init__.py": f"COUNT = 2\n{names}{two}"})
+    with pytest.raises(UserError, match=r"several tools.*\n.*--tool where \| when"):
+        try_command.main(["mcp:python server.py", '{"thing": "hat"}'])
+    assert try_command.main(["mcp:python server.py", '{"thing": "hat"}', "--tool", "when"]) == 0
+    assert '"name": "when"' in capsys.readouterr().out
 
-    def log_message(self, *_):
-        pass
+
+@pytest.fixture
+def free_port():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return taken.getsockname()[1]
 
 
 class FakeChat:
@@ -229,24 +182,74 @@ class FakeChat:
         self.told.append(text)
 
 
-def test_an_openenv_server_is_played_over_its_address_and_wrong_actions_are_told(packages):
-    packages({"openenv/core.py": OPENENV})
-    server = HTTPServer(("127.0.0.1", 0), Schema)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    name = f"openenv:http://127.0.0.1:{server.server_port}"
-    try:
-        agent = Agents(AgentSettings(path=name), TurnSettings(), {}).agent(name)
-        chat = FakeChat("3", "what?", "-1", "7")
-        assert asyncio.run(agent.lead(chat, {})) == 1.0
-    finally:
-        server.shutdown()
-        server.server_close()
+def test_an_openenv_server_is_played_over_its_address_and_wrong_actions_are_told(packages, serve_schema):
+    packages(OPENENV)
+    name, handler = serve_schema()
+    agent = Agents(AgentSettings(path=name), TurnSettings(), {}).agent(name)
+    chat = FakeChat("3", "what?", "-1", "7")
+    assert asyncio.run(agent.lead(chat, {})) == 1.0
     wrong = "This is no action. It has: n (integer)."
     assert chat.told == ["seed 7", "more", wrong, wrong]
-    with pytest.raises(UserError, match="no OpenEnv server answers at"):
-        Agents(AgentSettings(path=name), TurnSettings(), {})
-    with pytest.raises(UserError, match="has no address"):
-        Agents(AgentSettings(path="openenv:here"), TurnSettings(), {})
+    assert handler.asked == 1, "a thousand conversations do not ask a thousand times what an action is"
+
+
+def test_a_session_that_the_openenv_server_has_no_room_for_says_how_many_it_must_allow(packages, serve_schema):
+    packages(OPENENV)
+    name, _ = serve_schema()
+    chat = FakeChat("3")
+    chat.seed = 13
+    with pytest.raises(
+        ChatError, match=r"max_concurrent_envs .* below data.train_batch_size times rollout.n: .*8 of 8 sessions active"
+    ):
+        asyncio.run(Agents(AgentSettings(path=name), TurnSettings(), {}).agent(name).lead(chat, {}))
+
+
+def test_an_error_of_the_openenv_server_says_where_it_was(packages, serve_schema):
+    packages(OPENENV)
+    name, _ = serve_schema()
+    with pytest.raises(ChatError, match=r"step failed in the OpenEnv server at http://.*: Server error: 'board'"):
+        asyncio.run(Agents(AgentSettings(path=name), TurnSettings(), {}).agent(name).lead(FakeChat("99"), {}))
+
+
+def test_an_openenv_server_that_is_being_started_is_waited_for(packages, serve_schema, free_port):
+    packages(OPENENV)
+    said = []
+
+    def say(text):
+        said.append(text)
+        serve_schema(port=free_port)
+
+    name = f"openenv:http://127.0.0.1:{free_port}"
+    Agents(AgentSettings(path=name), TurnSettings(), {"say": say})
+    assert said == [f"Waiting up to 30 seconds for an OpenEnv server at http://127.0.0.1:{free_port}"]
+
+
+def test_an_openenv_server_that_is_down_elsewhere_or_another_is_an_error(
+    packages, serve_schema, free_port, monkeypatch
+):
+    packages(OPENENV)
+    monkeypatch.setattr(adapters, "_START_S", 0.0)
+    other, _ = serve_schema({"detail": "Not Found"})
+    for name, words in (
+        (f"openenv:http://127.0.0.1:{free_port}", "no OpenEnv server answers at .*refused"),
+        (other, "no OpenEnv server answers at .*/schema does not describe an action"),
+        ("openenv:here", "has no address"),
+    ):
+        with pytest.raises(UserError, match=words):
+            Agents(AgentSettings(path=name), TurnSettings(), {})
+
+
+def test_a_field_that_the_openenv_server_does_not_have_is_an_error_with_those_that_it_has(packages, serve_schema):
+    packages(OPENENV)
+    name, _ = serve_schema()
+    Agents(AgentSettings(path=name, config={"action_field": "n", "observation_field": "text"}), TurnSettings(), {})
+    for key, field, words in (
+        ("action_field", "m", "the action of http.* has no such field.* It has: n."),
+        ("observation_field", "texts", "observation of http.* has no such field. Did you mean text?"),
+    ):
+        with pytest.raises(UserError) as error:
+            Agents(AgentSettings(path=name, config={key: field}), TurnSettings(), {})
+        assert re.search(words, str(error.value)) and f"agent.config.{key}={field}" in str(error.value)
 
 
 class Board:

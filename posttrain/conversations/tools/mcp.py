@@ -19,13 +19,14 @@ from collections.abc import Hashable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from posttrain.conversations.tools.base import Tool, ToolFault
 from posttrain.errors import UserError
 
 PREFIX = "mcp:"
 _START_S = 60.0
+_HOW = "  to do:  give the command that starts it (mcp:python server.py), or its address (mcp:http://HOST:PORT/mcp)"
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,13 @@ def parse_server(name: str) -> McpServer:
     server = name.removeprefix(PREFIX).strip()
     if server.startswith(("http://", "https://")):
         return McpServer(server, url=server)
-    return McpServer(server, command=tuple(shlex.split(server)))
+    try:
+        command = tuple(shlex.split(server))
+    except ValueError as error:
+        raise UserError(f"the command of the MCP server {server} cannot be split into words: {error}.") from None
+    if not command:
+        raise UserError(f"the tools {name} name no MCP server.\n{_HOW}")
+    return McpServer(server, command=command)
 
 
 def read_servers(path: str) -> list[McpServer]:
@@ -122,17 +129,25 @@ def read_mcp_tools(server: McpServer, chosen: Sequence[str] | None = None) -> li
         )
         listed = json.loads(made.stdout.splitlines()[-1])
     except subprocess.TimeoutExpired:
-        raise UserError(f"the MCP server {server} did not list its tools within {_START_S:g} seconds.") from None
-    except (IndexError, ValueError):
-        last = (made.stderr.strip().splitlines() or ["it gave no answer"])[-1].strip(" |+-")
         raise UserError(
-            f"the MCP server {server} cannot be reached: {last}.\n"
-            "  to do:  give the command that starts it (mcp:python server.py), or its address (mcp:http://HOST:PORT/mcp)"
+            f"the MCP server {server} did not list its tools within {_START_S:g} seconds.\n"
+            "  to do:  check that it speaks MCP: by its standard input and output, or at this address"
         ) from None
+    except (IndexError, ValueError):
+        *own, reason = _lines(made.stderr, server.secrets) or ["it gave no answer"]
+        wrote = f"\n  it wrote:  {own[-1]}" if own else ""
+        raise UserError(f"the MCP server {server} cannot be reached: {reason}.{wrote}\n{_HOW}") from None
     if not listed:
         raise UserError(f"the MCP server {server} has no tools.")
     found = {one[0]: McpTool(server, *one) for one in listed}
     return list(found.values()) if chosen is None else [tool for name, tool in found.items() if name in chosen]
+
+
+def _lines(text: str, secrets: Sequence[str]) -> list[str]:
+    """What the listing process and the server that it started wrote, without secrets."""
+    for secret in secrets:
+        text = text.replace(secret, "***")
+    return [line for one in text.splitlines() if (line := one.strip(" |+-"))]
 
 
 class _Session:
@@ -157,9 +172,11 @@ class _Session:
     @classmethod
     async def _hold(cls, server: McpServer, opened: asyncio.Future[_Session]) -> None:
         try:
-            async with AsyncExitStack() as stack:
-                opened.set_result(cls(await open_session(server, stack)))
-                await asyncio.Event().wait()
+            # A forked worker's stderr is no file, and a server wants one.
+            with open(os.devnull, "w") as devnull:
+                async with AsyncExitStack() as stack:
+                    opened.set_result(cls(await open_session(server, stack, devnull)))
+                    await asyncio.Event().wait()
         except BaseException as error:
             cls.drop(server)
             if not opened.done():
@@ -167,8 +184,9 @@ class _Session:
                 opened.set_exception(RuntimeError(f"the MCP server cannot be reached: {words}"))
 
 
-async def open_session(server: McpServer, stack: AsyncExitStack) -> Any:
-    """An initialised client session, which lives as long as `stack`."""
+async def open_session(server: McpServer, stack: AsyncExitStack, errlog: TextIO) -> Any:
+    """An initialised client session, which lives as long as `stack`. A server that is started for it writes its errors
+    to `errlog`."""
     from mcp import ClientSession, StdioServerParameters  # pyright: ignore
 
     if server.url:
@@ -179,8 +197,7 @@ async def open_session(server: McpServer, stack: AsyncExitStack) -> Any:
         command, *arguments = server.command
         env = {**os.environ, **dict(server.env)}
         parameters = StdioServerParameters(command=command, args=arguments, env=env)
-        # A forked worker's stderr is no file, and a server wants one.
-        read, write = await stack.enter_async_context(stdio_client(parameters, errlog=stack.enter_context(_devnull())))
+        read, write = await stack.enter_async_context(stdio_client(parameters, errlog=errlog))
     session = await stack.enter_async_context(ClientSession(read, write))
     await session.initialize()
     return session
@@ -195,10 +212,6 @@ async def _connect(server: McpServer, stack: AsyncExitStack) -> Any:
         return streamable_http.streamable_http_client(server.url)
     client = await stack.enter_async_context(streamable_http.create_mcp_http_client(headers=dict(server.headers)))
     return streamable_http.streamable_http_client(server.url, http_client=client)
-
-
-def _devnull() -> Any:
-    return open(os.devnull, "w")
 
 
 def _either(thing: Any, new: str, old: str) -> Any:
@@ -218,7 +231,7 @@ def _first_cause(error: BaseException) -> str:
 
 async def _list(server: McpServer) -> list[tuple[str, str, dict[str, Any]]]:
     async with AsyncExitStack() as stack:
-        session = await open_session(server, stack)
+        session = await open_session(server, stack, sys.stderr)
         tools = (await session.list_tools()).tools
         return [(one.name, one.description or "", _either(one, "input_schema", "inputSchema")) for one in tools]
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from posttrain.config.values import parse_yaml
 from posttrain.conversations.settings import SIDES, TurnSettings
 from posttrain.conversations.tools.base import Tool, ToolAnswer, ToolCall
 from posttrain.conversations.tools.lookup import called_name
+from posttrain.conversations.tools.mcp import PREFIX as MCP_PREFIX
 from posttrain.conversations.tools.registry import make_tools
 from posttrain.conversations.tools.runner import ToolRunner
 from posttrain.errors import UserError
@@ -26,9 +27,10 @@ def main(args: Sequence[str]) -> int:
     """Try a tool; 1 if its answer is an error."""
     options = _parser().parse_intermixed_args(list(args))
     call_text, settings = _sorted_words(options.words)
-    called = options.name if options.config else called_name(options.name)
+    is_server = options.name.startswith(MCP_PREFIX)
+    called = options.name if options.config or is_server else called_name(options.name)
     tools = make_tools([options.name], {called: settings} if settings else {}, config_path=options.config)
-    tool = tools[called]
+    tool = _tool_of_server(tools, options.tool) if is_server else tools[called]
     print(f"{tool.name}\n{tool.note}".rstrip(), end="\n\n")
     print(f"schema:\n{json.dumps(tool.schema, indent=2, ensure_ascii=False)}\n")
     if call_text is None:
@@ -47,9 +49,21 @@ def main(args: Sequence[str]) -> int:
     return int(answer.error is not None)
 
 
+def _tool_of_server(tools: Mapping[str, Tool], name: str | None) -> Tool:
+    if name is None and len(tools) == 1:
+        return next(iter(tools.values()))
+    if name is None or name not in tools:
+        what = "has several tools" if name is None else f"has no tool {name}"
+        raise UserError(f"the server {what}.\n  to do:  choose one: --tool {' | '.join(tools)}")
+    return tools[name]
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = OptionParser(prog="posttrain tool try", usage=USAGE, description="One call of a tool.")
-    parser.add_argument("name", metavar="NAME", help="calculator, python, search, FILE.py:FUNCTION or module.function")
+    parser.add_argument(
+        "name", metavar="NAME", help="calculator, python, search, FILE.py:FUNCTION, module.function or mcp:COMMAND"
+    )
+    parser.add_argument("--tool", help="which tool of an MCP server, if it has several")
     parser.add_argument(
         "words",
         nargs="*",
