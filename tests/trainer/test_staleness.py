@@ -280,7 +280,7 @@ def test_a_synchronous_run_does_not_train_what_waits_in_an_asynchronous_checkpoi
     assert [line["step"] for line in trained] == [1, 2, 3, 4, 5, 6] and trained[4]["mismatch/logp_max"] < 1e-5
 
 
-OVER = {f"{R}oversample": 0.5, "trainer__total_training_steps": 8, f"{R}agent": "uneven"}
+OVER = {f"{R}oversample": 0.5, "trainer__total_training_steps": 8, f"{R}agent": "uneven", f"{R}agent__processes": 2}
 
 
 @pytest.fixture
