@@ -25,7 +25,6 @@ MOVED = {
     "posttrain.other_systems.verl.algorithm": "posttrain.other_systems.verl.rollout",
     "posttrain.other_systems.verl.written": "posttrain.other_systems.verl.rule",
     "posttrain.other_systems.verl_script.report": "posttrain.other_systems.verl_script.command",
-    "posttrain.rewards.remote": "posttrain.rewards.user_functions",
     "posttrain.rollout.agents": "posttrain.conversations",
     "posttrain.rollout.agents.registry": "posttrain.conversations.agents",
     "posttrain.rollout.proof": "posttrain.rollout.engines",

@@ -117,13 +117,20 @@ LONG = (
     *("test_single_controller.py", "test_ranks.py"),
 )
 """With these a divided suite begins: few tests, or so long that nothing would be left to do beside their end."""
+TAKES_S = {
+    **{"trainer": 0.8, "seeds": 0.7},  # whole runs
+    **dict.fromkeys(("commands", "doctor", "rewards", "rollout", "serving"), 0.3),
+    **dict.fromkeys(("bench", "engine", "models", "sft", "view", "workers"), 0.2),
+}
+"""Seconds of the processor that a test of these folders took in the mean; those of others take 0.05."""
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests marked `gpu` are skipped where there is none; `gpu(interpreter=True)` also run in Triton's interpreter. The
     processes of a divided suite take files in the order of what there is to do in them."""
     if hasattr(config, "workerinput"):
-        sizes = Counter(item.path for item in items)
+        counts = Counter(item.path for item in items)
+        sizes = {path: count * TAKES_S.get(path.parent.name, 0.05) for path, count in counts.items()}
         items.sort(key=lambda item: (item.path.name not in LONG, -sizes[item.path], item.path))
     marked = [(item, marker) for item in items if (marker := item.get_closest_marker("gpu"))]
     if not marked:

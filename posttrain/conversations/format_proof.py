@@ -6,14 +6,17 @@ seen. So a run starts only with a format that reads what its chat template write
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from posttrain.conversations.formats.base import AUTO, FORMATS, CallFormat, without_thinking
 from posttrain.conversations.settings import TURNS_KEY as KEY
 from posttrain.conversations.templates import CallMessages, MessageTemplate, NoTemplate
 from posttrain.conversations.tools.arguments import ArgumentError, convert_arguments
 from posttrain.conversations.tools.base import ToolCall
+from posttrain.conversations.untrusted_text import Message
 from posttrain.errors import UserError
 
 FALLBACK = "hermes"
@@ -60,11 +63,11 @@ class Proof:
 
 def prove_formats(template: MessageTemplate) -> Proof:
     """Tries every format on a chat template."""
-    proof, refusals = Proof(), list[str]()
+    proof, refusals, turns = Proof(), list[str](), _Turns(template)
     for name, form in FORMATS.items():
         for messages in _messages_of(form):
             try:
-                turn = _write_turn(template, messages)
+                turn = turns.write(messages)
             except NoTemplate as error:
                 refusals.append(str(error))
                 continue
@@ -144,14 +147,36 @@ def _messages_of(form: CallFormat) -> list[CallMessages]:
     return [CallMessages(form, content, as_text, tools=[_SCHEMA]) for content in contents for as_text in as_texts]
 
 
-def _write_turn(template: MessageTemplate, messages: CallMessages) -> str:
-    """The model's turn with the call, as the template writes it. NoTemplate if it rejects the message."""
-    text = template.render([_QUESTION, messages.message([(_CALL.name, _ARGUMENTS)])], opens=False, tools=[_SCHEMA])
-    prompt = template.render([_QUESTION], opens=True, tools=[_SCHEMA])
-    for beginning in (prompt, without_thinking(prompt), without_thinking(prompt).rstrip()):
-        if text.startswith(beginning):
-            return text[len(beginning) :]
-    return text.rpartition(str(_QUESTION["content"]))[2]
+class _Turns:
+    """The model's turns with the call, as the template writes them. Most formats have the same messages, which are
+    rendered once: a run with tools waited for 270 renderings."""
+
+    def __init__(self, template: MessageTemplate) -> None:
+        self.template, self._written = template, dict[str, str | NoTemplate]()
+
+    def write(self, messages: CallMessages) -> str:
+        """NoTemplate if the template rejects the message."""
+        message = messages.message([(_CALL.name, _ARGUMENTS)])
+        if (key := json.dumps(message)) not in self._written:
+            try:
+                self._written[key] = self._render(message)
+            except NoTemplate as error:
+                self._written[key] = error
+        if isinstance(written := self._written[key], NoTemplate):
+            raise written
+        return written
+
+    def _render(self, message: Message) -> str:
+        text = self.template.render([_QUESTION, message], opens=False, tools=[_SCHEMA])
+        for beginning in self._beginnings:
+            if text.startswith(beginning):
+                return text[len(beginning) :]
+        return text.rpartition(str(_QUESTION["content"]))[2]
+
+    @cached_property
+    def _beginnings(self) -> tuple[str, str, str]:
+        prompt = self.template.render([_QUESTION], opens=True, tools=[_SCHEMA])
+        return prompt, without_thinking(prompt), without_thinking(prompt).rstrip()
 
 
 def _shown_format(template: MessageTemplate) -> str | None:

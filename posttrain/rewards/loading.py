@@ -134,7 +134,7 @@ def _load_combined(spec: RewardSpec) -> tuple[ScoreItems, RewardSpec]:
 
 
 def _load_remote(spec: RewardSpec) -> tuple[ScoreItems, RewardSpec]:
-    from posttrain.rewards.user_functions import Remote
+    from posttrain.rewards.remote import Remote
 
     try:
         remote = Remote(spec.path, total_s=spec.timeout_s, **spec.kwargs)

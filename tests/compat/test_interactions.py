@@ -76,6 +76,7 @@ def train(model, folder, data, reward, **more):
         f"{R}multi_turn__enable": True,
         f"{R}multi_turn__interaction_config_path": "interactions.yaml",
         f"{R}agent__default_agent_loop": "tool_agent",
+        f"{R}agent__processes": 2,
         "data__max_prompt_length": 64,
         "data__max_response_length": 400,
         "trainer__total_training_steps": 2,

@@ -59,6 +59,7 @@ def folder(tmp_path, monkeypatch):
 AGENT = {
     f"{R}name": "scripted",
     f"{R}agent__default_agent_loop": "my_tool_agent",
+    f"{R}agent__processes": 2,
     "actor_rollout_ref__model__external_lib": "mine.py",
     f"{R}multi_turn__enable": True,
     f"{R}tools": ["calculator"],

@@ -15,7 +15,6 @@ OFFERED = {  # what users' files may import from them
     "posttrain.other_systems.verl.algorithm": ("ALGORITHM", "ALGORITHM_RULES", "DATA", "REWARDS"),
     "posttrain.other_systems.verl.written": ("ON", "given", "is_empty", "number", "refuse"),
     "posttrain.other_systems.verl_script.report": ("ASSUMED", "Report", "TREES", "as_text", "examine"),
-    "posttrain.rewards.remote": ("Patience", "Refused", "Remote"),
     "posttrain.rollout.proof": ("why_wrong",),
     "posttrain.rollout.settings": ("sampling_for", "sampling_words"),
     "posttrain.trainer.config.algorithm": ("AlgorithmConfig",),

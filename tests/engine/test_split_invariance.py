@@ -51,10 +51,11 @@ def textbook(tiny_model):
     return expected
 
 
-@pytest.mark.parametrize("dtype", LIMITS, ids=["float32", "float64"])
-@pytest.mark.parametrize("mode", AGGREGATION_MODES)
+@pytest.mark.parametrize(
+    ("mode", "dtype"), [*((mode, torch.float64) for mode in AGGREGATION_MODES), ("token-mean", torch.float32)], ids=str
+)
 @pytest.mark.parametrize("alike", [False, True], ids=["different", "alike"])
-def test_gradient_is_the_textbooks_and_the_same_in_every_layout(engines, textbook, dtype, mode, alike):
+def test_gradient_is_the_textbooks_and_the_same_in_every_layout(engines, textbook, mode, dtype, alike):
     batch = ragged_batch(dtype=dtype, prompts=5, alike=alike)
     whole_loss = objective(loss_agg_mode=mode)
     whole = gradient(engines(dtype, {"share_prompts": False}), batch, whole_loss)

@@ -115,7 +115,7 @@ def test_a_server_that_goes_away_is_a_recorded_failure_and_one_that_never_was_st
         url = f"http://127.0.0.1:{free.getsockname()[1]}/score"
     with pytest.raises(RewardError, match=r"does not answer: no connection(.|\n)*set in: custom(.|\n)*start it"):
         resolve_reward(CustomRewardConfig(path=url, reward_kwargs={"attempts": 1}))
-    from posttrain.rewards.user_functions import Remote
+    from posttrain.rewards.remote import Remote
 
     ((score, _, error),) = Remote(url, attempts=2, pause_s=0.01)([("", "x", "", None, 1, None)])
     assert score == 0.0 and "no connection" in error and "tried 2 times" in error

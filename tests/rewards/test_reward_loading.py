@@ -261,8 +261,9 @@ def test_a_script_that_trains_at_its_top_level_is_not_run_again_by_its_workers(t
     assert done.stdout == "top\n[0.0, 3.0, 6.0, 9.0]\n", done.stderr
 
 
-def test_rewards_and_their_workers_start_without_torch():
-    code = "import sys, posttrain.rewards.worker, posttrain.rewards.pool, posttrain.rewards.tryout; "
+def test_rewards_and_their_workers_start_without_torch_and_workers_without_http():
+    code = "import sys, posttrain.rewards.worker; bad = {'http.client', 'ssl'} & {*sys.modules}; assert not bad, bad; "
+    code += "import posttrain.rewards.pool, posttrain.rewards.tryout; "
     code += "bad = {'torch', 'transformers', 'hydra', 'sympy', 'pyarrow'} & set(sys.modules); assert not bad, bad"
     subprocess.run([sys.executable, "-c", code], check=True)
 

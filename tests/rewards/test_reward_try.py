@@ -14,6 +14,12 @@ from posttrain.rewards.try_report import timing
 from posttrain.rewards.tryout import examine
 
 
+@pytest.fixture(autouse=True)
+def _one_worker(monkeypatch):
+    """Where a test asks for no number: one on each core would only take longer to start than to score these rows."""
+    monkeypatch.setattr("posttrain.rewards.pool.MOST", 1)
+
+
 def rows(source, truths):
     return [{"data_source": source, "ground_truth": truth} for truth in truths]
 

@@ -5,6 +5,7 @@ the same calls in the same order (`test_conformance_teams.py` starts them).
 """
 
 import os
+from functools import cache
 from types import SimpleNamespace
 
 import pytest
@@ -37,8 +38,16 @@ def make_hf(folder, tokenizer, **settings):
     return HFEngine(module, pad_token_id=tokenizer.pad_token_id, decode=decode, **settings)
 
 
-def make_native(folder, tokenizer, **settings):
+@cache
+def loaded_once(folder):
+    """The model and its weights: loading one with recurrent states computes some sequences by transformers."""
     module = load_causal_lm(ModelConfig(path=str(folder)), dtype=torch.float32, device=torch.device("cpu"))
+    return module, {name: weight.clone() for name, weight in module.state_dict().items()}
+
+
+def make_native(folder, tokenizer, **settings):
+    module, weights = loaded_once(folder)
+    module.load_state_dict(weights)  # an engine before may have loaded others
     decode = lambda ids: tokenizer.decode(ids)  # noqa: E731
     return build_native(module, RolloutConfig(kv_cache_gb=0.1, **settings), decode=decode)[0]
 

@@ -189,14 +189,15 @@ def cases():
     for seed in range(6):
         rng = random.Random(seed)
         blocks = rng.choice([6, 8, 12, 10_000])
-        yield MAIN[seed % 3], seed, blocks, rng.choice([4, 5, 9]), rng.choice([8, 32]), rng.choice([2, 1024])
+        yield MAIN[seed % 3], seed, blocks, rng.choice([3, 4, 6]), rng.choice([8, 32]), rng.choice([2, 1024])
 
 
 @pytest.mark.parametrize(("kind", "seed", "blocks", "slots", "segment", "rows"), list(cases()))
 def test_a_tight_cache_changes_no_token(kind, seed, blocks, slots, segment, rows):
-    tight = native(kind, slots=slots, blocks=blocks, segment=segment, max_num_seqs=rows)
-    wanted = converse(native(kind, blocks=10_000), seed, SAMPLINGS[seed % 2], in_rounds=seed % 2 == 0)
-    found = converse(tight, seed, SAMPLINGS[seed % 2], in_rounds=seed % 2 == 0)
+    tight, given = native(kind, slots=slots, blocks=blocks, segment=segment, max_num_seqs=rows), SAMPLINGS[seed % 2]
+    # Eight conversations, two thirds of those of models without states: here a step takes milliseconds.
+    wanted = converse(native(kind, blocks=10_000), seed, given, in_rounds=seed % 2 == 0, groups=2)
+    found = converse(tight, seed, given, in_rounds=seed % 2 == 0, groups=2)
     assert found.keys() == wanted.keys() and max(turn for _, _, turn in wanted) >= 1
     for id, output in wanted.items():
         assert found[id].token_ids == output.token_ids, id

@@ -55,10 +55,10 @@ class Talk:
         return self.turn < self.turns and self.left > 0 and output.finish_reason == "stop"
 
 
-def converse(engine, seed: int, sampling: dict, *, in_rounds: bool) -> dict[tuple, Output]:
+def converse(engine, seed: int, sampling: dict, *, in_rounds: bool, groups: int = GROUPS) -> dict[tuple, Output]:
     """All turns of several conversations, each group with one prompt."""
     rng, talks = random.Random(seed), {}
-    for group in range(GROUPS):
+    for group in range(groups):
         prompt = [rng.randrange(1, 90) for _ in range(rng.choice([5, 20, 33, 64, 70]))]
         talks |= {(group, sample): Talk((group, sample), prompt, rng, sampling) for sample in range(SAMPLES)}
     outputs, ready = {}, list(talks.values())

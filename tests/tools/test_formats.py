@@ -41,6 +41,20 @@ def test_a_template_proves_its_own_format_and_no_other(family):
         choose_format(MessageTemplate(tokenizer_of(family)), wrong)
 
 
+def test_equal_messages_of_many_formats_are_rendered_once(monkeypatch):
+    """Each run with tools begins with this proof."""
+    rendered, render = [], MessageTemplate.render
+
+    def noted(self, messages, **more):
+        rendered.append((repr(messages), repr(more)))
+        return render(self, messages, **more)
+
+    monkeypatch.setattr(MessageTemplate, "render", noted)
+    prove_formats(MessageTemplate(tokenizer_of("hermes")))
+    of_turns = [one for one in rendered if "'opens': False" in one[1] and "probe_tool" in one[0]]
+    assert len(set(of_turns)) == len(of_turns) < len(FORMATS)
+
+
 @pytest.mark.parametrize("answers", [1, 2])
 @pytest.mark.parametrize("family", TEMPLATES)
 def test_tokens_behind_a_turn_are_those_of_the_whole_conversation(family, answers):

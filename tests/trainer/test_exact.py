@@ -209,7 +209,8 @@ def test_a_run_of_several_turns_is_exact(tiny_model, sums, tmp_path, monkeypatch
             chat.tell(f"more {number}")
         return float(len(str(row)) % 2)
 
-    more = {"actor_rollout_ref__rollout__agent": "three", "data__max_response_length": 120}
+    more = {"actor_rollout_ref__rollout__agent": "three", "actor_rollout_ref__rollout__agent__processes": 2}
+    more["data__max_response_length"] = 120
     try:
         steps = metrics_of(run(tiny_model, sums, tmp_path, **EXACT, **more).path)
     finally:
