@@ -111,10 +111,10 @@ def test_with_exact_no_bit_differs_whether_drafts_are_right_or_wrong(settings, m
 
 def test_one_accepted_token_too_many_is_noticed(monkeypatch):
     plain = generate(engine(), PROMPTS, SPECIAL, list(range(5)))
-    made, right, common = taught(SPECIAL), PromptIndex.draft, speculation._common
+    made, right, common = taught(SPECIAL), PromptIndex.draft, speculation.common_start
     monkeypatch.setattr(PromptIndex, "draft", lambda *given: _with_wrong_third(right(*given)))
     monkeypatch.setattr(
-        speculation, "_common", lambda draft, tokens: min(common(draft, tokens) + 1, len(draft), len(tokens))
+        speculation, "common_start", lambda draft, tokens: min(common(draft, tokens) + 1, len(draft), len(tokens))
     )
     assert [output.token_ids for output in made.generate()] != [output.token_ids for output in plain]
 

@@ -50,7 +50,7 @@ def test_equal_messages_of_many_formats_are_rendered_once(monkeypatch):
         return render(self, messages, **more)
 
     monkeypatch.setattr(MessageTemplate, "render", noted)
-    prove_formats(MessageTemplate(tokenizer_of("hermes")))
+    prove_formats(MessageTemplate(tokenizer_of("Qwen2.5")))
     of_turns = [one for one in rendered if "'opens': False" in one[1] and "probe_tool" in one[0]]
     assert len(set(of_turns)) == len(of_turns) < len(FORMATS)
 

@@ -128,7 +128,7 @@ class NoStep:
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        ({"step": ["next", 1.0]}, r"Shapes.step returned \['next', 1.0\]; expected \(observation, reward, done\)"),
+        ({"step": ["next", 1.0]}, r"Shapes.step returned \['next', 1.0\]; expected \(observation, finite reward, done\)"),
         ({"step": [5, 1.0, False]}, r"Shapes.step returned \[5, 1.0, False\]; .* an observation is a text, a message"),
         ({"step": ["next", "one", False]}, r"Shapes.step returned \['next', 'one', False\]; expected"),
         ({"step": ["next", 1.0, False, {}, 2]}, r"Shapes.step returned .*; expected"),
@@ -137,7 +137,7 @@ class NoStep:
         ({"reset": [1, "two"]}, r"Shapes.reset returned \[1, 'two'\]; expected"),
         ({"reset": {"role": "user"}}, r"Shapes.reset returned \{'role': 'user'\}; expected"),
         ({"step": [{"board": "x"}, 1.0, False]}, r"Shapes.step returned \[\{'board': 'x'\}, 1.0, False\]; expected"),
-        ({"step": ["next", float("nan"), False]}, "a reward is finite, not nan"),
+        ({"step": ["next", float("nan"), False]}, r"Shapes.step returned \['next', nan, False\]; .*finite reward"),
         ({"step": [[10**6], 1.0, False]}, "token id 1000000 is not in the vocabulary"),
     ],
 )

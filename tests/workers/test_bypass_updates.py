@@ -31,6 +31,9 @@ class Policy:
     def log_probs(self, data: DataProto, **_: Any) -> dict[str, torch.Tensor]:
         return {"log_probs": self.now(data)}
 
+    def take_save_wait(self) -> float:
+        return 0.0
+
     def update(self, data: DataProto, loss: Any, **_: Any) -> dict[str, float]:
         leaf = self.now(data).requires_grad_()
         for start in range(0, len(data), self.size):
