@@ -92,6 +92,7 @@ _ACTOR = "actor_rollout_ref.actor"
 TORCHRUN = "torchrun"
 COLOCATED_WORKERS = "actor_rollout_ref.rollout.colocated_workers"
 ENGINE_SIZE = "actor_rollout_ref.rollout.tensor_model_parallel_size"
+ENGINE_STAGES = "actor_rollout_ref.rollout.pipeline_model_parallel_size"
 SHARD_SIZES = (f"{_ACTOR}.fsdp_config.fsdp_size", "critic.fsdp_config.fsdp_size")
 SEQUENCE_SIZES = (f"{_ACTOR}.ulysses_sequence_parallel_size", "critic.ulysses_sequence_parallel_size")
 _REF = "actor_rollout_ref.ref"
@@ -232,7 +233,9 @@ def divisors_of_fewer_workers(config: Any) -> dict[str, int]:
     sizes = divisors_of_workers(config) | megatron_divisors(config)
     if rollout is None or rollout.n_workers or rollout.colocated_workers:
         return sizes
-    return sizes | {ENGINE_SIZE: max(1, rollout.tensor_model_parallel_size)}
+    stages = rollout.pipeline_model_parallel_size
+    key = ENGINE_SIZE if stages == 1 else f"{ENGINE_SIZE} x {ENGINE_STAGES}"
+    return sizes | {key: max(1, rollout.engine_size)}
 
 
 def machines_for(config: Any, most: int) -> int | None:
