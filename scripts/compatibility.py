@@ -2,9 +2,10 @@
 """Runs a conformance suite and notes what passed in docs/compatibility.json, from which docs/compatibility.md is made.
 
     python scripts/compatibility.py rollout ENGINE      the suite of rollout engines: hf, native, vllm, sglang,
-                                                        native-by-two, vllm-by-two (two ranks hold one engine), and
-                                                        server, "server over vllm", "server of two, native", "server
-                                                        of two, vllm" (the server's engine, held by two processes),
+                                                        native-by-two, vllm-by-two (two ranks hold one engine),
+                                                        vllm-two-stages (each has some of the layers), and server,
+                                                        "server over vllm", "server of two, native", "server of two,
+                                                        vllm" (the server's engine, held by two processes),
                                                         "native of qwen3-next" and others (recurrent layers)
     python scripts/compatibility.py train ENGINE        the suite of train engines: megatron, fsdp2
     python scripts/compatibility.py selftest REPORT     a selftest.json, of this machine or of another one
@@ -46,6 +47,7 @@ TWO = "two ranks hold one engine"
 ROLLOUT = {
     **{name: (name, ALONE, "one process") for name in ("hf", "native", "vllm", "sglang")},
     **{f"{name}-by-two": (name, BY_TWO, TWO) for name in ("native", "vllm")},
+    "vllm-two-stages": ("vllm", BY_TWO, f"{TWO} in two stages"),
     "server": ("native", ALONE, "behind a server"),
     "server over vllm": ("vllm", ALONE, "behind a server"),
     **{

@@ -26,7 +26,7 @@ USED = (
     "trainer.device",
 )
 FOR_A_RUN = (
-    f"{_ROLLOUT}.tensor_model_parallel_size",
+    *(f"{_ROLLOUT}.{cut}_model_parallel_size" for cut in ("tensor", "pipeline")),
     *(f"{_MODEL}.{name}" for name in ("lora_rank", "lora_alpha", "target_modules")),
 )
 """What only a server for a run takes: processes that hold its engine together, and what an engine that is sent LoRA
@@ -62,7 +62,8 @@ def read(args: Sequence[str], api_key: str | None = "") -> tuple[argparse.Namesp
     used = (*USED, *FOR_A_RUN) if options.accept_weights else USED
     settings = read_settings(options, overrides, settings_folder(model), used=used)
     if not options.accept_weights:  # a checkpoint's run may have had more
-        settings.config.actor_rollout_ref.rollout.tensor_model_parallel_size = 1
+        rollout = settings.config.actor_rollout_ref.rollout
+        rollout.tensor_model_parallel_size = rollout.pipeline_model_parallel_size = 1
     return options, model, settings
 
 

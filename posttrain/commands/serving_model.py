@@ -168,7 +168,7 @@ def serve(name: str, settings: Settings, options: argparse.Namespace, api_key: s
     if (own := part_of_this_process()) is not None:
         part, connection = own
         follow(connection, lambda: build(load(name, settings, options, part), settings, part))
-    if rollout.tensor_model_parallel_size > 1:
+    if rollout.engine_size > 1:
         assert api_key is not None
         return _serve_by_ranks(name, settings, options, api_key, args)
     with explain_out_of_memory(rollout, settings.config.data.max_response_length):
@@ -189,7 +189,7 @@ def _serve_by_ranks(
 ) -> int:
     """The same with an engine that this process, rank 0, holds together with others."""
     rollout, lost = settings.config.actor_rollout_ref.rollout, Losses()
-    size = rollout.tensor_model_parallel_size
+    size = rollout.engine_size
     device = Part(0, size).device(pick_device(settings.config.trainer.device))
     plan_cache(settings, find_model(name, settings, say).config, device, rollout.max_num_seqs, say, size)
     part = Part(0, size, free_address(), {key: getattr(rollout, key) for key in PLANNED})

@@ -335,7 +335,6 @@ def check_fewer_machines(checked: Checked) -> Iterator[Finding]:
     if least is None:
         return
     workers, name = least * trainer.n_gpus_per_node, f"`{key}={least}`"
-    engine = "actor_rollout_ref.actor.strategy" if hasattr(checked.config, "actor_rollout_ref") else "fsdp.strategy"
     if least > trainer.nnodes:
         what = f"{name} is more than trainer.nnodes={trainer.nnodes}."
         yield checked.problem(
@@ -344,9 +343,6 @@ def check_fewer_machines(checked: Checked) -> Iterator[Finding]:
     if trainer.max_restarts == 0:
         what = f"{name} continues after a lost machine, but trainer.max_restarts=0 ends the run."
         yield checked.problem(what, "remove one of them", key, "trainer.max_restarts")
-    if lookup(checked.config, engine) == "megatron":
-        what = f"{name} with {engine}=megatron: its checkpoints have not been tried on other numbers of ranks."
-        yield checked.problem(what, f"set {engine}=fsdp2, or remove {key}", key, engine)
     sizes = divisors_of_fewer_workers(checked.config)
     if hasattr(checked.config, "actor_rollout_ref") and lookup(checked.config, COLOCATED_WORKERS) > workers:
         sizes[COLOCATED_WORKERS] = lookup(checked.config, COLOCATED_WORKERS)

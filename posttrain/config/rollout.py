@@ -120,6 +120,9 @@ class RolloutConfig(Section):
     tensor_model_parallel_size: int = setting(1, range=ONE_OR_MORE)
     """Neighbouring workers that hold one rollout engine, each a part of the model's heads and feed-forward columns and
     its cache (`native`, `vllm`)."""
+    pipeline_model_parallel_size: int = setting(1, range=ONE_OR_MORE)
+    """Stages of a rollout engine, each of which holds some of the layers (`vllm`). An engine then has
+    `tensor_model_parallel_size` workers for each stage."""
     gpu_memory_utilization: float | None = setting(
         None,
         range=POSITIVE_SHARE,
@@ -136,6 +139,11 @@ class RolloutConfig(Section):
     docs/own_agent.md."""
     server: ServerConfig = field(default_factory=ServerConfig)
     val_kwargs: ValSamplingConfig = field(default_factory=ValSamplingConfig)
+
+    @property
+    def engine_size(self) -> int:
+        """Workers that hold one engine."""
+        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size
 
 
 FACTOR = Range(lambda value: 0 < value <= LARGEST_SCORE, f"above 0 and at most {LARGEST_SCORE:g}")

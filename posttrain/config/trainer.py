@@ -5,6 +5,7 @@ Also where a run runs: its workers, keys that count them, and the GPUs of this m
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -91,6 +92,7 @@ _ACTOR = "actor_rollout_ref.actor"
 TORCHRUN = "torchrun"
 COLOCATED_WORKERS = "actor_rollout_ref.rollout.colocated_workers"
 ENGINE_SIZE = "actor_rollout_ref.rollout.tensor_model_parallel_size"
+ENGINE_STAGES = "actor_rollout_ref.rollout.pipeline_model_parallel_size"
 SHARD_SIZES = (f"{_ACTOR}.fsdp_config.fsdp_size", "critic.fsdp_config.fsdp_size")
 SEQUENCE_SIZES = (f"{_ACTOR}.ulysses_sequence_parallel_size", "critic.ulysses_sequence_parallel_size")
 _REF = "actor_rollout_ref.ref"
@@ -208,13 +210,32 @@ def divisors_of_own_workers(config: Any) -> list[tuple[str, int, str]]:
     return found
 
 
+def megatron_divisors(config: Any) -> dict[str, int]:
+    """By what they are, the sizes of Megatron's ranks that must divide the number of workers that train."""
+    place = _ACTOR if hasattr(config, "actor_rollout_ref") else "fsdp"
+    section = attrgetter(place)(config)
+    if section.strategy != "megatron":
+        return {}
+
+    def product(*names: str) -> tuple[str, int]:
+        given = [section.megatron_config.get(f"{name}_parallel_size") for name in names]
+        sizes = [size if isinstance(size, int) and size > 0 else 1 for size in given]  # others are rejected anyway
+        return f"{place}.megatron_config: {' x '.join(names)}", math.prod(sizes)
+
+    found = (product("tensor", "pipeline", "context"), product("pipeline", "expert"))
+    return {words: size for words, size in found if size > 1}
+
+
 def divisors_of_fewer_workers(config: Any) -> dict[str, int]:
     """By key, the sizes that must divide the number of workers that train, however many machines are left: that of
     rollout engines too, where all of these workers generate."""
     rollout = config.actor_rollout_ref.rollout if hasattr(config, "actor_rollout_ref") else None
+    sizes = divisors_of_workers(config) | megatron_divisors(config)
     if rollout is None or rollout.n_workers or rollout.colocated_workers:
-        return divisors_of_workers(config)
-    return divisors_of_workers(config) | {ENGINE_SIZE: max(1, rollout.tensor_model_parallel_size)}
+        return sizes
+    stages = rollout.pipeline_model_parallel_size
+    key = ENGINE_SIZE if stages == 1 else f"{ENGINE_SIZE} x {ENGINE_STAGES}"
+    return sizes | {key: max(1, rollout.engine_size)}
 
 
 def machines_for(config: Any, most: int) -> int | None:

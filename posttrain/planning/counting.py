@@ -289,6 +289,16 @@ def layer_count(model: Any) -> int:
     return model.config.get_text_config().num_hidden_layers
 
 
+def largest_stage(model: Any, stages: int) -> float:
+    """The share of the weights that the largest of so many stages holds. The first has the embedding, the last the
+    head; where these are one weight, each has it."""
+    ends = [part for part in (model.get_input_embeddings(), model.get_output_embeddings()) if part is not None]
+    sizes = [part.weight.numel() for part in ends]
+    whole = sum(weight.numel() for weight in model.parameters())
+    layers = whole - sum({id(part.weight): size for part, size in zip(ends, sizes, strict=True)}.values())
+    return (layers * math.ceil(layer_count(model) / stages) / layer_count(model) + max(sizes, default=0)) / whole
+
+
 def prefill_peak(model: Any, prompts: int, length: int) -> int:
     """Most bytes alive while prompts are computed, their cache included."""
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model

@@ -74,7 +74,7 @@ class Shape:
         copies = max(1, workers // together)
         mini = min(config.actor_rollout_ref.actor.ppo_mini_batch_size, data.train_batch_size)
         batch_rows = math.ceil(data.train_batch_size * rollout.n / copies)
-        engines = max(1, generating_workers_of(config) // rollout.tensor_model_parallel_size)
+        engines = max(1, generating_workers_of(config) // rollout.engine_size)
         wave = min(rollout.max_num_seqs, math.ceil(data.train_batch_size * rollout.n / engines))
         longest = data.max_prompt_length + data.max_response_length
         mini_rows = math.ceil(mini * rollout.n / copies)
@@ -175,8 +175,7 @@ class RLPlanner(Planner):
         _plan_loading(plan, held, max(0, joined))
         _separate_devices(plan, own)
         if run.shape.generating:
-            size = config.actor_rollout_ref.rollout.tensor_model_parallel_size
-            plan.stages["generate"]["rollout weights"] += math.ceil(whole.weights / size)
+            plan.stages["generate"]["rollout weights"] += run.engine_part(whole)
         add_workspaces(plan)
         return plan
 
@@ -256,7 +255,7 @@ class _Run:
         rollout, shape, device = self.rollout, self.shape, self.device
         serving = rollout.name != "hf"
         copies = (serving or shape.workers > 1) and not shape.generating
-        copy = math.ceil(actor.weights / rollout.tensor_model_parallel_size) if copies else 0
+        copy = self.engine_part(actor) if copies else 0
         per_token = self.count("actor", counting.cache_bytes_per_token)
         cache = shape.wave * shape.longest * per_token
         if serving:  # the engine takes its share of the device at once, working memory included
@@ -266,13 +265,19 @@ class _Run:
                 return {"rollout weights": copy, "KV cache": cache, "temporary tensors": self._step_peak()}
             if rollout.gpu_memory_utilization is not None:
                 # Workers that only generate have none but their part of these.
-                held = copy or math.ceil(actor.weights / rollout.tensor_model_parallel_size)
+                held = copy or self.engine_part(actor)
                 cache = max(0, int(rollout.gpu_memory_utilization * device.bytes) - held)
             return {"rollout weights": copy, "KV cache": cache, "temporary tensors": 0}
         prefill = self.count("actor", counting.prefill_peak, shape.prefill, shape.prompt)
         decode = self.count("actor", counting.decode_peak, shape.wave, shape.longest, self._sampling())
         # In the prefill most of the cache is not there yet.
         return {"rollout weights": copy, "KV cache": cache, "temporary tensors": max(prefill - cache, decode)}
+
+    def engine_part(self, actor: ModelBytes) -> int:
+        """Bytes of an engine's weights that a worker holds; with several stages, one of the largest."""
+        tensor, stages = self.rollout.tensor_model_parallel_size, self.rollout.pipeline_model_parallel_size
+        share = self.count("actor", counting.largest_stage, stages) if stages > 1 else 1.0
+        return math.ceil(actor.weights * share / tensor)
 
     def _generate_native(self, actor: ModelBytes) -> Parts:
         rollout, shape, device = self.rollout, self.shape, self.device

@@ -21,6 +21,8 @@ from posttrain.config.choices import ROLLOUT_ENGINES
 from posttrain.config.resolved import Problem, Resolved
 from posttrain.config.trainer import (
     COLOCATED_WORKERS,
+    ENGINE_SIZE,
+    ENGINE_STAGES,
     ROLLOUT_WORKERS,
     continues_responses,
     generating_workers_of,
@@ -31,7 +33,7 @@ from posttrain.rollout.sglang.settings import SGLANG
 from posttrain.rollout.vllm.settings import VLLM
 
 OUTSIDE: dict[str, OutsideEngine] = {engine.name: engine for engine in (VLLM, SGLANG)}
-_NAME, SIZE = f"{ROLLOUT}.name", f"{ROLLOUT}.tensor_model_parallel_size"
+_NAME, SIZE = f"{ROLLOUT}.name", ENGINE_SIZE
 ELSEWHERE = ("trtllm", "dynamo")
 """Engines that verl has, too."""
 
@@ -47,6 +49,7 @@ def check(checked: Checked) -> Iterator[Finding]:
     if hasattr(checked.config, "actor_rollout_ref"):  # supervised training has no rollout
         yield from _check_native_settings(checked)
         yield from _check_server_settings(checked)
+        yield from _check_stages(checked)
         yield from _check_engine_kwargs(checked)
 
 
@@ -91,6 +94,17 @@ def _check_server_settings(checked: Checked) -> Iterator[Finding]:
     if (workers := generating_workers_of(checked.config)) > 1:
         what = f"`{_NAME}=server`: one worker speaks with all servers, and here {workers} would."
         yield checked.problem(what, f"set {COLOCATED_WORKERS}=1 (all workers train nevertheless)", _NAME)
+
+
+def _check_stages(checked: Checked) -> Iterator[Finding]:
+    """Engines that cannot be cut by their layers; one of the user's own may be."""
+    rollout, able = checked.config.actor_rollout_ref.rollout, [name for name in OUTSIDE if OUTSIDE[name].by_stages]
+    stages, name = rollout.pipeline_model_parallel_size, rollout.name
+    if stages > 1 and name in ROLLOUT_ENGINES and name not in able:
+        what = f"`{ENGINE_STAGES}={stages}`: an engine `{name}` cannot be cut into stages by its layers."
+        by_matrices = f"{ENGINE_SIZE} cuts its matrices, or " if name == "native" else ""
+        do = f"set {ENGINE_STAGES}=1 ({by_matrices}{_NAME}={', '.join(able)} has stages)"
+        yield checked.problem(what, do, ENGINE_STAGES, _NAME)
 
 
 def _check_engine_kwargs(checked: Checked) -> Iterator[Finding]:
@@ -168,10 +182,14 @@ def check_on_any_machine(resolved: Resolved) -> Iterator[Problem]:
     training = ("trainer.n_gpus_per_node", "trainer.nnodes")
     keys = next(((key,) for key in (ROLLOUT_WORKERS, COLOCATED_WORKERS) if resolved.value(key)), training)
     counts = [resolved.value(key) for key in keys]
-    if size > 0 and math.prod(counts) % size:
+    stages = resolved.value(ENGINE_STAGES)
+    if size > 0 and stages > 0 and math.prod(counts) % (size * stages):
         product = f"{' x '.join(map(str, counts))} = {math.prod(counts)}" if len(counts) > 1 else str(counts[0])
-        what = f"`{parallel}={size}` does not divide the {product} worker(s)."
-        yield Problem(what, where, f"set a divisor of {' x '.join(keys)}")
+        what = f"`{parallel}={size}`"
+        if stages > 1:
+            what, where = f"{what} x `{ENGINE_STAGES}={stages}`", resolved.where(ENGINE_STAGES)
+        do = f"set a divisor of {' x '.join(keys)}"
+        yield Problem(f"{what} does not divide the {product} worker(s).", where, do)
     elif size > 1 and name in ("hf", "server"):
         what = f"`{parallel}={size}`: an engine `{name}` cannot be held by several workers; each has one of its own."
         yield Problem(what, where, f"set {parallel}=1, or {_NAME}=native")

@@ -17,6 +17,7 @@ import torch
 
 from posttrain.config.model import ModelConfig
 from posttrain.config.rollout import RolloutConfig
+from posttrain.config.trainer import ENGINE_STAGES
 from posttrain.errors import UserError
 from posttrain.kernels.tensor_parallel import Team
 from posttrain.models.decoder import FastDecoder
@@ -61,18 +62,28 @@ ENGINES: Registry[Maker] = Registry("rollout engine")
 
 
 _BY_TEAMS: set[str] = set()  # engines that several workers can hold together
+_BY_STAGES: set[str] = set()  # ... and these can hold some of its layers each
 # Engines that can compute LoRA adapters beside a base of their own, and whether several workers can together.
 _WITH_ADAPTERS: dict[str, bool] = {}
 
 
 def register_engine(
-    name: str, *, by_teams: bool = False, with_adapters: bool = False, adapters_by_teams: bool = False
+    name: str,
+    *,
+    by_teams: bool = False,
+    by_stages: bool = False,
+    with_adapters: bool = False,
+    adapters_by_teams: bool = False,
 ) -> Callable[[Maker], Maker]:
     """Makes an engine known under a name; one that is taken already is an error. `by_teams`: several workers can hold
-    one together, and then its maker gets an order with a `team`. `with_adapters`: where the policy has LoRA adapters,
-    the order's module has them too, and the engine may set `takes_adapters`; `adapters_by_teams`: with a team, too."""
+    one together, and then its maker gets an order with a `team`; `by_stages`: some of its layers each, as
+    `config.pipeline_model_parallel_size` says, with the ranks of the first stage first. `with_adapters`: where the
+    policy has LoRA adapters, the order's module has them too, and the engine may set `takes_adapters`;
+    `adapters_by_teams`: with a team, too."""
     if by_teams:
         _BY_TEAMS.add(name)
+    if by_stages:
+        _BY_STAGES.add(name)
     if with_adapters or adapters_by_teams:
         _WITH_ADAPTERS[name] = adapters_by_teams
     return ENGINES.register(name)
@@ -108,6 +119,11 @@ def build_engine(
     are moved, or a folder, which is loaded onto `device`. `longest` is the most tokens of a row. With a `team` it is in
     host memory: the engine copies this rank's part of it, and the rest is gone then. `exact` is for `native` alone."""
     check_engine_name(config.name)
+    if (stages := config.pipeline_model_parallel_size) > 1 and config.name not in _BY_STAGES:
+        raise UserError(
+            f"{ENGINE_STAGES}={stages}: the engine {config.name} cannot be cut into stages by its layers; set it to 1, "
+            "or actor_rollout_ref.rollout.name=vllm"
+        )
     if team is not None and config.name not in _BY_TEAMS:
         raise UserError(
             f"{KEY}={team.size}: the engine {config.name} cannot be held by several workers; set it to 1, or "
@@ -184,7 +200,7 @@ def make_hf(order: Order) -> Made | str:
     return problem
 
 
-@register_engine("vllm", by_teams=True, with_adapters=True, adapters_by_teams=True)
+@register_engine("vllm", by_teams=True, by_stages=True, with_adapters=True, adapters_by_teams=True)
 def make_vllm(order: Order) -> Made | str:
     """vLLM, where it is installed."""
     return _made_outside(order, partial(build_vllm, team=order.team))

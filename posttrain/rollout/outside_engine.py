@@ -41,6 +41,8 @@ class OutsideEngine:
     """... and where it may lie, as patterns within the package. In a folder of groups every class is one of it."""
     by_teams: bool = False
     """Whether several workers can hold one engine together."""
+    by_stages: bool = False
+    """Whether these can hold some of its layers each."""
     on_cpu: Mapping[str, Any] = field(default_factory=dict)
     """Arguments that are so on a CPU."""
     gone: Mapping[str, str] = field(default_factory=dict)

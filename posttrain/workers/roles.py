@@ -99,7 +99,7 @@ def rollout_model(config: PPOConfig, device: torch.device) -> torch.nn.Module:
 
 def engine_ranks(config: PPOConfig) -> int:
     """Neighbouring workers that hold one rollout engine together."""
-    return config.actor_rollout_ref.rollout.tensor_model_parallel_size
+    return config.actor_rollout_ref.rollout.engine_size
 
 
 def check_vocabulary(size: int, tokens: int, path: str | None) -> None:

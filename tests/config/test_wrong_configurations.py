@@ -223,6 +223,10 @@ def test_a_warm_up_over_all_steps_is_noted(load):
         (["data.train_files=[a.json,b.json]", "data.train_weights=[1]"], "1 weights for 2"),
         (["data.train_files=$NOT_SET_ANYWHERE/x.parquet"], "NOT_SET_ANYWHERE"),
         (["trainer.project_name=${no.such_key}"], "cannot be resolved"),
+        (
+            [f"{ROLLOUT}.pipeline_model_parallel_size=2", "trainer.n_gpus_per_node=2"],
+            "an engine `native` cannot be cut into stages by its layers",
+        ),
     ],
 )
 def test_a_mistake_is_answered_with(problems, args, part):

@@ -77,5 +77,8 @@ def test_a_suite_is_run_for_one_engine_and_what_failed_or_was_skipped_did_not_pa
     assert ran[-1][:2] == ("tests/rollout/test_conformance.py", "server over vllm")
     cell = script.run_suite("rollout", "vllm-by-two")  # the counts of the ranks: the test around them is one
     assert (cell["layout"], cell["passed"], ran[-1][2]) == ("two ranks hold one engine", "13 of 15", "vllm-by-two")
+    cell = script.run_suite("rollout", "vllm-two-stages")
+    assert (cell["engine"], cell["layout"]) == ("vllm", "two ranks hold one engine in two stages")
+    assert ran[-1][::2] == ("tests/rollout/test_conformance_teams.py", "vllm-two-stages")
     cell = script.run_suite("train", "fsdp2")
     assert (cell["suite"], cell["passed"], ran[-1][0]) == ("train conformance", "3 of 6", "tests/engine/test_ranks.py")

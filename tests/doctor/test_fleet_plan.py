@@ -320,6 +320,7 @@ def test_a_batch_ahead_is_proposed_if_it_is_asked_for(capsys, small):
             ["No layout fits", "given sizes"],
         ),
         (["rollout.name=sglang", "rollout.tensor_model_parallel_size=2"], ["No layout fits", "devices is not built"]),
+        (["rollout.name=vllm", "rollout.pipeline_model_parallel_size=2"], ["No layout fits", "compare layouts with"]),
     ],
 )
 def test_given_sizes_and_workers_stay(capsys, small, given, proposed):

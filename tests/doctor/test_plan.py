@@ -248,6 +248,16 @@ def test_workers_that_hold_one_engine_have_half_of_its_weights_and_cache_and_all
     assert four.largest(CACHE) == pytest.approx(2 * cache, rel=0.05)  # two heads of keys: each is on two workers
 
 
+def test_stages_of_an_engine_hold_their_layers_and_the_first_or_last_an_end_of_the_model(planned):
+    vllm = {"actor_rollout_ref__rollout__name": "vllm", "trainer__n_gpus_per_node": 4}
+    stages = "actor_rollout_ref__rollout__pipeline_model_parallel_size"
+    whole = planned(**vllm).stages["generate"]["rollout weights"]
+    two = planned(**vllm, **{stages: 2}).stages["generate"]["rollout weights"]
+    assert whole / 2 < two < whole
+    cut = planned(**vllm, **{stages: 2, "actor_rollout_ref__rollout__tensor_model_parallel_size": 2})
+    assert cut.stages["generate"]["rollout weights"] == pytest.approx(two / 2, abs=1)
+
+
 def test_workers_that_only_generate_have_the_cache_and_those_that_train_the_rest(planned):
     together, apart = planned(), planned(actor_rollout_ref__rollout__n_workers=2)
     generate, update = apart.stages["generate"], apart.stages["update"]

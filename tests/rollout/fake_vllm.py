@@ -23,7 +23,7 @@ from posttrain.rollout.vllm.settings import VLLM
 ENDED = object()  # what ending torch's process group gives
 ARGUMENTS = (
     *("model", "dtype", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "kv_cache_memory_bytes"),
-    *("tensor_parallel_size", "distributed_executor_backend"),
+    *("tensor_parallel_size", "pipeline_parallel_size", "distributed_executor_backend"),
     *("enable_lora", "max_lora_rank", "max_loras"),
     *("gpu_memory_utilization", "enable_sleep_mode", "block_size", "mm_processor_cache_gb", "compilation_config"),
     *VLLM.fixed,
@@ -62,6 +62,40 @@ class BaseLayerWithLoRA:
         """New versions have it."""
 
 
+class UniProcExecutor:
+    """What one rank of several answers for itself."""
+
+    def __init__(self) -> None:
+        self.configs: list[Any] = []
+
+    def get_kv_cache_specs(self) -> list[Any]:
+        return [{"layer 0": "own"}]
+
+    def determine_available_memory(self) -> list[int]:
+        return [100]
+
+    def initialize_from_config(self, kv_cache_configs: list[Any]) -> None:
+        self.configs = kv_cache_configs
+
+    def sample_tokens(self, grammar_output: Any, non_block: bool = False) -> Any:
+        return "own tokens"
+
+
+class ExecutorWithExternalLauncher(UniProcExecutor):
+    def determine_available_memory(self) -> list[int]:
+        raise AssertionError("it would ask the ranks of other engines, too")
+
+
+class Stages:
+    """The group of one rank of each stage; this rank is in the middle one."""
+
+    world_size = 3
+    is_first_rank = False
+
+    def broadcast_object(self, made: Any, src: int) -> Any:
+        return "the last stage's tokens" if src == 2 else made
+
+
 EngineArgs = make_dataclass("EngineArgs", [(name, Any, None) for name in ARGUMENTS])
 
 
@@ -74,6 +108,9 @@ class Model(torch.nn.Module):
         self.hf: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32).eval()
 
     supports_lora = True
+
+    def make_empty_intermediate_tensors(self, batch_size: int, dtype: torch.dtype, device: str) -> torch.Tensor:
+        return torch.zeros(batch_size, 4, dtype=dtype, device=device)
 
     def load_weights(self, weights: Any) -> None:
         own = self.hf.state_dict()
@@ -104,13 +141,16 @@ class LLMEngine:
         self.model = Model(args.model)
         self.read: Any = None  # the decoder with the adapters that were read last
         runner = SimpleNamespace(get_model=lambda: self.model, kv_caches=[torch.zeros(64)])
+        runner.model, runner.intermediate_tensors, runner.max_num_tokens = self.model, None, 8
+        runner.model_config, runner.device = SimpleNamespace(dtype=torch.float32), "cpu"
         self.model_executor = SimpleNamespace(driver_worker=SimpleNamespace(model_runner=runner))
         self.vllm_config = SimpleNamespace(
             device_config=SimpleNamespace(device="cpu"), model_config=SimpleNamespace(max_model_len=args.max_model_len)
         )
         self.closed = False
         self.ended_process_group = False
-        self.engine_core = SimpleNamespace(shutdown=self._shutdown)
+        core = SimpleNamespace(step=self.step, batch_queue=[], step_fn=None)  # as with several stages
+        self.engine_core = SimpleNamespace(shutdown=self._shutdown, engine_core=core)
         LLMEngine.made.append(self)
 
     def _shutdown(self) -> None:
@@ -210,7 +250,8 @@ def _sampled(logits: torch.Tensor, row: _Running) -> tuple[int, float]:
 def install(monkeypatch: Any) -> type[LLMEngine]:
     """`import vllm` gives this one until the test ends, and what an engine sets in the environment ends with it."""
     LLMEngine.made = []
-    for name in ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_ALLOW_LONG_MAX_MODEL_LEN", *VARIABLES):
+    own = ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_ALLOW_LONG_MAX_MODEL_LEN", "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION")
+    for name in (*own, *VARIABLES):
         monkeypatch.setenv(name, "")  # only what it has set does it take back
         monkeypatch.delenv(name)
     parts = {
@@ -228,8 +269,11 @@ def install(monkeypatch: Any) -> type[LLMEngine]:
         "vllm.inputs": {},
         "vllm.inputs.engine": {"tokens_input": lambda ids: {"prompt_token_ids": ids}},
         "vllm.distributed": {},
-        "vllm.distributed.parallel_state": {"destroy_distributed_environment": lambda: ENDED},
-        "vllm.v1.executor.uniproc_executor": {"ExecutorWithExternalLauncher": object},
+        "vllm.distributed.parallel_state": {
+            "destroy_distributed_environment": lambda: ENDED,
+            "get_pp_group": Stages,
+        },
+        "vllm.v1.executor.uniproc_executor": {"ExecutorWithExternalLauncher": ExecutorWithExternalLauncher},
         "vllm.sampling_params": {"RequestOutputKind": SimpleNamespace(DELTA="delta", FINAL_ONLY="final")},
     }
     for name, members in parts.items():

@@ -72,7 +72,7 @@ TEAM = "CONFORMANCE_TEAM"
 """In the environment of a process that is one rank of a team: rank, ranks and address."""
 
 
-def make_team(name):
+def make_team(name, **cut):
     build = {"native": build_native, "vllm": build_vllm}[name]
     longest = {"longest": 96} if name == "vllm" else {}
 
@@ -80,7 +80,7 @@ def make_team(name):
         cpu = torch.device("cpu")
         module = load_causal_lm(ModelConfig(path=str(folder)), dtype=torch.float32, device=cpu).requires_grad_(False)
         decode = lambda ids: tokenizer.decode(ids)  # noqa: E731
-        config = RolloutConfig(name=name, kv_cache_gb=0.1, **settings)
+        config = RolloutConfig(name=name, kv_cache_gb=0.1, **cut, **settings)
         return build(module, config, decode=decode, device=cpu, team=team_of(2, cpu), **longest)[0]
 
     return make
@@ -133,6 +133,11 @@ def make_served_by_two(name, folder, tokenizer, kept, python):
     return one
 
 
+TEAMS = {
+    "native-by-two": make_team("native"),
+    "vllm-by-two": make_team("vllm", tensor_model_parallel_size=2),
+    "vllm-two-stages": make_team("vllm", pipeline_model_parallel_size=2),
+}
 # Models with recurrent states, by the kind in tiny.py.
 RECURRENT = {"native of qwen3-next": "qwen3-next", "native of qwen3.5": "qwen3.5", "native of mamba2": "mamba2"}
 FAKES = {"vllm over a fake": fake_vllm, "sglang over a fake": fake_sglang}
@@ -147,8 +152,7 @@ ENGINES = {
     "server over vllm": make_server(make_vllm),
     "native, wrapped": make_wrapped,
     **dict.fromkeys(RECURRENT, make_native),
-    "native-by-two": make_team("native"),
-    "vllm-by-two": make_team("vllm"),
+    **TEAMS,
 }
 SERVED = {"server of two, native": "native", "server of two, vllm": "vllm"}
 """Engines that the command serves, held by two processes."""
@@ -163,7 +167,7 @@ def engines():
 
 @pytest.fixture(scope="module", params=engines())
 def engine_name(request):
-    if request.param.endswith("-by-two") and TEAM not in os.environ:
+    if request.param in TEAMS and TEAM not in os.environ:
         pytest.skip("one rank of several: test_conformance_teams.py starts them")
     return request.param
 
@@ -188,7 +192,7 @@ def tokenizer(folder):
 @pytest.fixture(scope="module")
 def ranks(engine_name, folder):
     """Joined after the model was written: transformers writes on the first of several ranks only."""
-    if not engine_name.endswith("-by-two"):
+    if engine_name not in TEAMS:
         yield
         return
     rank, count, address = os.environ[TEAM].split()

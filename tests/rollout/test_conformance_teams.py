@@ -13,11 +13,12 @@ import pytest
 
 from tests.rollout import test_conformance as suite
 
-VLLM = pytest.param("vllm-by-two", marks=pytest.mark.skipif(find_spec("vllm") is None, reason="vllm is not installed"))
+NO_VLLM = pytest.mark.skipif(find_spec("vllm") is None, reason="vllm is not installed")
+VLLM = [pytest.param(name, marks=NO_VLLM) for name in ("vllm-by-two", "vllm-two-stages")]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", ["native-by-two", VLLM])
+@pytest.mark.parametrize("engine", ["native-by-two", *VLLM])
 def test_two_workers_that_hold_one_engine_pass_the_suite(engine, tmp_path, forked):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -213,6 +213,8 @@ def test_only_a_server_for_a_run_has_an_engine_of_several_processes(tiny_model):
         main([str(tiny_model), f"{SIZE}=2"])
     with pytest.raises(UserError, match="the engine hf cannot be held by several workers; set it to 1"):
         build_engine(RolloutConfig(name="hf", tensor_model_parallel_size=2), load(tiny_model), None, team=Two())
+    with pytest.raises(UserError, match=r"pipeline_model_parallel_size=2: the engine native cannot be cut into stages"):
+        build_engine(RolloutConfig(pipeline_model_parallel_size=2), load(tiny_model), None, team=Two())
     _, _, settings = read([str(tiny_model), "--accept-weights", f"{SIZE}=2"], KEY)
     assert settings.config.actor_rollout_ref.rollout.tensor_model_parallel_size == 2
 

@@ -91,6 +91,11 @@ def test_an_engine_may_be_held_by_as_many_workers_as_divide_all(fake):
     assert resolved.value(f"{ROLLOUT}.tensor_model_parallel_size") == 2
     with pytest.raises(ConfigError, match=r"tensor_model_parallel_size=2` does not divide the 1 x 1 = 1 worker"):
         load_config(together, environment=True)
+    stages = f"{ROLLOUT}.pipeline_model_parallel_size=2"
+    with pytest.raises(ConfigError, match=r"=2` x `[a-z_.]*pipeline_model_parallel_size=2` does not divide the 2 x"):
+        load_config([*together, stages, "trainer.n_gpus_per_node=2"], environment=True)
+    resolved = load_config([*together, stages, "trainer.n_gpus_per_node=4"])
+    assert resolved.config.actor_rollout_ref.rollout.engine_size == 4
 
 
 class Pair(Team):
@@ -122,6 +127,27 @@ def test_workers_that_hold_one_engine_tell_vllm_their_rank_and_a_name_of_this_ru
     (one, alone), whole = held[2]
     assert whole.tensor_parallel_size is None and "held by" not in alone and one.ranks == 1
     assert args.kv_cache_memory_bytes == whole.kv_cache_memory_bytes // 2
+
+
+def test_ranks_of_several_stages_plan_all_caches_and_go_on_with_what_the_last_stage_made(fake, model, monkeypatch):
+    monkeypatch.setattr("posttrain.rollout.vllm.inside.of_all", lambda team, own: [own, [f"rank 1: {own[0]}"]])
+    config = RolloutConfig(name="vllm", pipeline_model_parallel_size=2)
+    made = build.build_vllm(model, config, decode=None, longest=64, team=Pair())
+    assert not isinstance(made, str) and "held by 2 workers, in 2 stages" in made[1]
+    args, core = fake.made[-1].args, fake.made[-1].engine_core.engine_core
+    assert (args.tensor_parallel_size, args.pipeline_parallel_size) == (1, 2)
+    assert core.batch_queue is None and core.step_fn == core.step  # a step gives the tokens of the batch it began
+    runner = fake.made[-1].model_executor.driver_worker.model_runner
+    assert runner.intermediate_tensors.shape == (8, 4)  # for what the stage before sends
+    executor = args.distributed_executor_backend()
+    assert executor.supports_pp
+    assert executor.get_kv_cache_specs() == [{"layer 0": "own"}, "rank 1: {'layer 0': 'own'}"]
+    assert executor.determine_available_memory() == [100, "rank 1: 100"]
+    executor.initialize_from_config(["mine", "theirs"])
+    assert executor.configs == ["mine"]
+    assert executor.sample_tokens(None) == "the last stage's tokens"
+    built(model)
+    assert fake.made[-1].engine_core.engine_core.batch_queue == []  # one stage is left as vLLM made it
 
 
 @pytest.mark.parametrize("trains", [True, False])
@@ -265,7 +291,7 @@ def test_arguments_of_the_users_own_reach_vllm_and_null_is_not_given(fake, model
         ({"dtype": "half"}, r"vllm.dtype` cannot be set: `actor_rollout_ref.model.dtype` decides it"),
         (
             {"pipeline_parallel_size": 2},
-            r"vllm.pipeline_parallel_size` cannot be set: `actor_rollout_ref.rollout.tensor_model_parallel_size` d",
+            r"vllm.pipeline_parallel_size` cannot be set: `actor_rollout_ref.rollout.pipeline_model_parallel_size` d",
         ),
         ({"load_format": "auto"}, r"load_format=auto` cannot be used: posttrain's engine is built on dummy"),
     ],

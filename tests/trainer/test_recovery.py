@@ -12,7 +12,7 @@ from runs import metrics_of, run
 
 from posttrain.config import load_config
 from posttrain.config.resolved import ConfigError
-from posttrain.config.trainer import ENGINE_SIZE, machines_for
+from posttrain.config.trainer import ENGINE_SIZE, ENGINE_STAGES, machines_for
 from posttrain.controller.incidents import Incident, NoRoom, WorkerDied, death_of
 from posttrain.controller.pool import LocalWorkers
 from posttrain.errors import UserError
@@ -302,6 +302,12 @@ def test_as_many_machines_are_used_as_the_sizes_of_the_layout_divide():
     assert left(3, "trainer.min_nnodes=2", f"{ENGINE_SIZE}=4") == 2
     apart = "actor_rollout_ref.rollout.n_workers=4"  # then their number does not change
     assert left(3, "trainer.min_nnodes=1", f"{ENGINE_SIZE}=4", apart) == 3
+    stages = ["actor_rollout_ref.rollout.name=vllm", f"{ENGINE_SIZE}=2", f"{ENGINE_STAGES}=2"]
+    assert left(3, "trainer.min_nnodes=2", *stages) == 2
+    by_megatron = [f"{ACTOR}.strategy=megatron", f"{ACTOR}.megatron_config.pipeline_parallel_size=2"]
+    assert left(3, "trainer.min_nnodes=1", *by_megatron) == 3
+    assert left(3, "trainer.min_nnodes=2", *by_megatron, f"{ACTOR}.megatron_config.tensor_parallel_size=2") == 2
+    assert left(3, "trainer.min_nnodes=2", *by_megatron, f"{ACTOR}.megatron_config.expert_parallel_size=2") == 2
 
 
 @pytest.mark.parametrize(
@@ -311,7 +317,10 @@ def test_as_many_machines_are_used_as_the_sizes_of_the_layout_divide():
         (["trainer.min_nnodes=1", "trainer.max_restarts=0"], "trainer.max_restarts=0 ends the run"),
         (["trainer.min_nnodes=1", f"{ACTOR}.fsdp_config.fsdp_size=4"], "leaves 2 worker"),
         (["trainer.min_nnodes=1", f"{ENGINE_SIZE}=4"], "leaves 2 worker"),
-        (["trainer.min_nnodes=1", f"{ACTOR}.strategy=megatron"], "numbers of ranks"),
+        (
+            ["trainer.min_nnodes=1", f"{ACTOR}.strategy=megatron", f"{ACTOR}.megatron_config.tensor_parallel_size=4"],
+            r"leaves 2 worker\(s\), too few for actor_rollout_ref.actor.megatron_config: tensor x pipeline x context=4",
+        ),
         (["trainer.min_nnodes=1", "actor_rollout_ref.rollout.colocated_workers=4"], "leaves 2 worker"),
     ],
 )

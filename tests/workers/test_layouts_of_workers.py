@@ -43,6 +43,7 @@ pytestmark = pytest.mark.slow
 APART = [(1, 1), (2, 1), (1, 2)]
 FLOAT64 = {**SIX, "actor_rollout_ref.model.dtype": "float64", f"{ACTOR}.use_kl_loss": True, "trainer.test_freq": 3}
 HALF = {**FLOAT64, "trainer.total_training_steps": 3}
+LAST = {"trainer.export_hf": "last"}
 
 
 @pytest.fixture(scope="module")
@@ -458,3 +459,15 @@ def test_six_steps_by_megatron_are_three_and_three_to_the_bit(runs):
     ended = runs.free("megatron in two", 2, {**FLOAT64, **cut})
     assert metrics_of(ended.path) == metrics_of(straight.path) and len(metrics_of(ended.path)) == 6
     assert furthest(weights_of(ended.path), weights_of(straight.path)) == 0.0
+
+
+@pytest.mark.parametrize("cut, before, after", [("tensor", 4, 2), ("pipeline", 4, 2), (None, 2, 1)])
+def test_a_run_by_megatron_goes_on_on_half_of_its_ranks(runs, cut, before, after):
+    """As after the loss of a machine (trainer.min_nnodes): the sizes stay, and copies of the model are fewer."""
+    by = by_megatron(cut) if cut else {f"{ACTOR}.strategy": "megatron"}
+    straight = runs.free("megatron on one", 1, {**FLOAT64, **LAST, f"{ACTOR}.strategy": "megatron"})
+    runs.free(f"megatron halved {cut}", before, {**HALF, **by})
+    ended = runs.free(f"megatron halved {cut}", after, {**FLOAT64, **LAST, **by})
+    assert len(metrics_of(ended.path)) == 6
+    check_same_metrics(straight, ended)
+    assert furthest(exported(straight.path), exported(ended.path)) < 1e-9

@@ -25,7 +25,7 @@ pytest.importorskip("vllm")
 pytestmark = pytest.mark.slow
 
 ROLLOUT = "actor_rollout_ref.rollout"
-SIZE = f"{ROLLOUT}.tensor_model_parallel_size"
+SIZE, STAGES = f"{ROLLOUT}.tensor_model_parallel_size", f"{ROLLOUT}.pipeline_model_parallel_size"
 ENGINE = {f"{ROLLOUT}.name": "vllm", f"{ROLLOUT}.kv_cache_gb": 0.05, f"{ROLLOUT}.max_num_seqs": 16}
 STEPS = 3
 SHARED = Path("/dev/shm")
@@ -67,11 +67,12 @@ def alone(wide, sums, tmp_path_factory) -> list[dict[str, float]]:
     return run(wide, sums, tmp_path_factory.mktemp("alone"), trainer__n_gpus_per_node=2)[1]
 
 
+@pytest.mark.parametrize("cut", [SIZE, STAGES])
 @pytest.mark.parametrize("layout", ["colocated", "disaggregated"])
-def test_two_workers_that_hold_one_engine_train_as_two_with_one_each(wide, sums, tmp_path, alone, layout):
+def test_two_workers_that_hold_one_engine_train_as_two_with_one_each(wide, sums, tmp_path, alone, layout, cut):
     sizes = {"trainer__n_gpus_per_node": 2} if layout == "colocated" else {f"{ROLLOUT}.n_workers": 2}
-    said, metrics = run(wide, sums, tmp_path, **{SIZE: 2, **sizes})
-    assert "held by 2 workers" in said
+    said, metrics = run(wide, sums, tmp_path, **{cut: 2, **sizes})
+    assert "held by 2 workers" in said and ("in 2 stages" in said) == (cut == STAGES)
     assert [line["step"] for line in metrics] == list(range(1, STEPS + 1))
     assert max(line["sync/probe_max"] for line in metrics) < 1e-3  # weights arrive, the tied head's copy among them
     for mine, theirs in zip(alone, metrics, strict=True):
@@ -79,12 +80,13 @@ def test_two_workers_that_hold_one_engine_train_as_two_with_one_each(wide, sums,
             assert theirs[name] == pytest.approx(mine[name], rel=1e-3), name
 
 
-@pytest.mark.parametrize("layout", ["alone", "colocated", "disaggregated"])
+@pytest.mark.parametrize("layout", ["alone", "colocated", "disaggregated", "stages"])
 def test_adapters_that_are_handed_over_alone_train_as_adapters_folded_into_the_base(wide, sums, tmp_path, layout):
     sizes: dict[str, object] = {
         "alone": {},
         "colocated": {"trainer__n_gpus_per_node": 2, SIZE: 2},
         "disaggregated": {f"{ROLLOUT}.n_workers": 2, SIZE: 2},
+        "stages": {"trainer__n_gpus_per_node": 2, STAGES: 2},
     }[layout]
     lora = {"actor_rollout_ref__model__lora_rank": 4, **sizes}
     said, metrics = run(wide, sums, tmp_path / "beside", **lora)
@@ -99,8 +101,9 @@ def test_adapters_that_are_handed_over_alone_train_as_adapters_folded_into_the_b
             assert theirs[name] == pytest.approx(mine[name], rel=1e-3), name
 
 
-def test_a_worker_that_dies_ends_the_run_with_its_name_and_leaves_no_process_and_no_memory(wide, sums, tmp_path):
-    words = command(wide, sums, tmp_path, **{SIZE: 2, "trainer__n_gpus_per_node": 2, "trainer__max_restarts": 0})
+@pytest.mark.parametrize("cut", [SIZE, STAGES])
+def test_a_worker_that_dies_ends_the_run_with_its_name_and_leaves_no_process_and_no_memory(wide, sums, tmp_path, cut):
+    words = command(wide, sums, tmp_path, **{cut: 2, "trainer__n_gpus_per_node": 2, "trainer__max_restarts": 0})
     words = [word for word in words if "total_training_steps" not in word] + ["trainer.total_training_steps=2000"]
     before = set(SHARED.glob("*"))
     program = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)

@@ -358,7 +358,9 @@ def plan_cache(
     config.actor_rollout_ref.model = model
     config.actor_rollout_ref.rollout.n, config.data.train_batch_size = settings.n, prompts
     config.trainer.n_gpus_per_node, config.trainer.nnodes = ranks, 1  # a checkpoint's run may have had more
-    config.actor_rollout_ref.rollout.tensor_model_parallel_size = ranks
+    if config.actor_rollout_ref.rollout.engine_size != ranks:
+        config.actor_rollout_ref.rollout.tensor_model_parallel_size = ranks
+        config.actor_rollout_ref.rollout.pipeline_model_parallel_size = 1
     config.actor_rollout_ref.rollout.n_workers = config.actor_rollout_ref.rollout.colocated_workers = 0
     try:
         free = Device("cuda", free_bytes(device), "what is free of the GPU", is_hopper(device))

@@ -36,12 +36,6 @@ ENGINE: tuple[Rule, ...] = (
         "experts are split as the other matrices are, over the workers that hold an engine",
     ),
     not_supported(
-        f"{_ROLLOUT}.pipeline_model_parallel_size",
-        "an engine is split over workers by its matrices, not by its layers",
-        "set actor_rollout_ref.rollout.tensor_model_parallel_size",
-        off=("1",),
-    ),
-    not_supported(
         f"{_ROLLOUT}.dtype",
         "the rollout decodes with the trainer's own weights",
         "set actor_rollout_ref.model.dtype",

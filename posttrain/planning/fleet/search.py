@@ -15,7 +15,7 @@ from typing import Any
 
 from posttrain.config import PPOConfig
 from posttrain.config.schema import assign, lookup
-from posttrain.config.trainer import COLOCATED_WORKERS, ROLLOUT_WORKERS
+from posttrain.config.trainer import COLOCATED_WORKERS, ENGINE_STAGES, ROLLOUT_WORKERS
 from posttrain.engine.megatron.groups import ParallelSizes, check_sizes
 from posttrain.engine.megatron.model import check_model
 from posttrain.engine.megatron.package import MegatronError
@@ -163,6 +163,9 @@ class Search:
 
     def _engines(self, gpus: int) -> Iterator[tuple[str, int]]:
         rollout = self.config.actor_rollout_ref.rollout
+        if rollout.pipeline_model_parallel_size > 1:
+            self._note("rollout in stages", f"their steps have no price here: compare layouts with {ENGINE_STAGES}=1")
+            return
         names = [rollout.name] if self._fixed(ENGINE) else ["native", "vllm"]
         sizes = [rollout.tensor_model_parallel_size] if self._fixed(TENSOR) else TEAMS
         for name in names:

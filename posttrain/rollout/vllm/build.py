@@ -35,7 +35,7 @@ from posttrain.rollout.vllm.adapters import (
     why_folded,
 )
 from posttrain.rollout.vllm.engine import VLLMEngine
-from posttrain.rollout.vllm.inside import executor_over
+from posttrain.rollout.vllm.inside import executor_over, prepare_stages
 from posttrain.rollout.vllm.settings import ADAPTERS, VLLM
 
 VARIABLES = {
@@ -62,6 +62,9 @@ def build_vllm(
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # its model and its memory are reached from here
     for name, value in VARIABLES.items():
         os.environ.setdefault(name, value)
+    if (stages := config.pipeline_model_parallel_size) > 1:
+        # What the last stage made is known to the others by the names of requests, of which each would make its own.
+        os.environ["VLLM_DISABLE_REQUEST_ID_RANDOMIZATION"] = "1"
     from vllm import EngineArgs, LLMEngine, ModelRegistry  # pyright: ignore
 
     check_arguments(VLLM, config, [one.name for one in dataclasses.fields(EngineArgs)])
@@ -81,6 +84,8 @@ def build_vllm(
             rank = next(rank for rank in RANKS if rank >= largest_rank(module))
             given |= {"enable_lora": True, "max_lora_rank": rank, "max_loras": 1}
         llm = LLMEngine.from_engine_args(EngineArgs(model=folder, dtype=model.dtype, **given))
+    if stages > 1:
+        prepare_stages(llm)
     weights = base_and_adapters if beside else weights_of
     engine = VLLMEngine(
         llm,
@@ -93,6 +98,7 @@ def build_vllm(
     )
     engine.load_weights(weights(module), 0)
     held = [f"held by {team.size} workers"] if team else []
+    held += [f"in {stages} stages"] if stages > 1 else []
     copied = "adapters" if beside else "weights"
     return engine, engine_words(VLLM, *held, f"{copied} copied at every sync") + adapters_note
 
@@ -140,5 +146,9 @@ def arguments(
     else:
         settings["gpu_memory_utilization"] = config.gpu_memory_utilization or SHARE
     if team is not None:
-        settings |= {"tensor_parallel_size": team.size, "distributed_executor_backend": executor_over(team, device)}
+        settings |= {
+            "tensor_parallel_size": team.size // config.pipeline_model_parallel_size,
+            "pipeline_parallel_size": config.pipeline_model_parallel_size,
+            "distributed_executor_backend": executor_over(team, device),
+        }
     return given | settings | {**VLLM.fixed} | ({"enable_sleep_mode": True} if on_cuda else {**VLLM.on_cpu})

@@ -34,6 +34,8 @@ def executor_over(team: Team, device: torch.device) -> Any:
     name = team.first(int.from_bytes(os.urandom(6), "little"))
 
     class TeamExecutor(ExecutorWithExternalLauncher):
+        supports_pp = True
+
         def _distributed_args(self) -> tuple[str, int, int]:
             # torch's process group exists already, so no file of this name is made. Ranks are those of all workers:
             # vLLM cuts them into teams of neighbours, as we do.
@@ -43,7 +45,55 @@ def executor_over(team: Team, device: torch.device) -> Any:
             super()._init_executor()
             remove_shared_names(team, f"posttrain-{name:x}")
 
+        # The ranks have different layers where an engine has several stages. Each plans the caches of all, so that all
+        # have as many blocks: otherwise they would schedule differently.
+        def get_kv_cache_specs(self) -> list[Any]:
+            return [specs for (specs,) in of_all(team, super().get_kv_cache_specs())]
+
+        def determine_available_memory(self) -> list[int]:
+            own = super(ExecutorWithExternalLauncher, self).determine_available_memory()
+            return [free for (free,) in of_all(team, own)]
+
+        def initialize_from_config(self, kv_cache_configs: list[Any]) -> None:
+            super().initialize_from_config([kv_cache_configs[team.rank]])
+
+        def sample_tokens(self, grammar_output: Any, non_block: bool = False) -> Any:
+            return from_last_stage(super().sample_tokens(grammar_output, non_block))
+
     return TeamExecutor
+
+
+def of_all(team: Team, own: Any) -> list[Any]:
+    """What each rank of a team gives."""
+    found: list[Any] = [None] * team.size
+    dist.all_gather_object(found, own, group=team.group)
+    return found
+
+
+def from_last_stage(made: Any) -> Any:
+    """What a step has made. Only the last stage computes logits; it sends tokens and log-probs to the stages before it,
+    whose schedulers go on with them. (vLLM's own way sends all logits, and has no log-probs of prompts.)"""
+    from vllm.distributed.parallel_state import get_pp_group  # pyright: ignore
+
+    stages = get_pp_group()
+    return stages.broadcast_object(made, src=stages.world_size - 1) if stages.world_size > 1 else made
+
+
+def prepare_stages(llm: Any) -> None:
+    """Make a step of several stages one step of the engine: it schedules a batch, and returns what the last stage made
+    of it. vLLM would begin one batch for each stage first, and give their tokens in later steps, when other weights may
+    have come. In one process without asynchronous scheduling that is no faster, either."""
+    from vllm.distributed.parallel_state import get_pp_group  # pyright: ignore
+
+    core = llm.engine_core.engine_core
+    core.batch_queue, core.step_fn = None, core.step
+    runner = llm.model_executor.driver_worker.model_runner
+    # vLLM makes the buffer for what a stage receives when it tries a pass, which it does not do on a CPU where the size
+    # of the cache is given: the first step would end with an assertion.
+    if getattr(runner, "intermediate_tensors", ...) is None and not get_pp_group().is_first_rank:
+        runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
+            batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
+        )
 
 
 def remove_shared_names(team: Team, prefix: str, folder: Path = Path("/dev/shm")) -> None:

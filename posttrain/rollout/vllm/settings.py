@@ -20,6 +20,7 @@ VLLM = OutsideEngine(
     tried=("0.24", "0.32"),
     length="max_model_len",
     by_teams=True,
+    by_stages=True,
     # Weights come from the trainer, requests are token ids with seeds of their own, a step has ended when it gives its
     # tokens.
     fixed={
@@ -45,7 +46,8 @@ VLLM = OutsideEngine(
         "seed": "trainer.seed",
         **{name: f"{ROLLOUT}.{name}" for name in ("max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization")},
         **dict.fromkeys(("kv_cache_memory_bytes", "num_gpu_blocks_override"), f"{ROLLOUT}.kv_cache_gb"),
-        **dict.fromkeys(("tensor_parallel_size", "pipeline_parallel_size"), f"{ROLLOUT}.tensor_model_parallel_size"),
+        "tensor_parallel_size": f"{ROLLOUT}.tensor_model_parallel_size",
+        "pipeline_parallel_size": f"{ROLLOUT}.pipeline_model_parallel_size",
         "data_parallel_size": f"{ROLLOUT}.n_workers",
     },
     # It runs in the worker's process, sleeps on GPUs, and makes one token after the other, whose log-probs are those of

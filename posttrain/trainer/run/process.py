@@ -282,7 +282,7 @@ def _pools_of(config: Any) -> Iterator[RolePool]:
     """By the settings of the run."""
     for role, count in own_workers_of(config).items():
         # Workers that hold one engine together know each other; other rollout workers are worlds of one rank.
-        team = config.actor_rollout_ref.rollout.tensor_model_parallel_size if role == ROLLOUT else 1
+        team = config.actor_rollout_ref.rollout.engine_size if role == ROLLOUT else 1
         yield RolePool(role, count, ROLES[role].key, together=team > 1 or (ROLES[role].shards and count > 1), team=team)
 
 
