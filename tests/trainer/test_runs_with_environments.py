@@ -128,7 +128,10 @@ class NoStep:
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        ({"step": ["next", 1.0]}, r"Shapes.step returned \['next', 1.0\]; expected \(observation, finite reward, done\)"),
+        (
+            {"step": ["next", 1.0]},
+            r"Shapes.step returned \['next', 1.0\]; expected \(observation, finite reward, done\)",
+        ),
         ({"step": [5, 1.0, False]}, r"Shapes.step returned \[5, 1.0, False\]; .* an observation is a text, a message"),
         ({"step": ["next", "one", False]}, r"Shapes.step returned \['next', 'one', False\]; expected"),
         ({"step": ["next", 1.0, False, {}, 2]}, r"Shapes.step returned .*; expected"),
