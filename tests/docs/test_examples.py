@@ -198,6 +198,7 @@ def test_the_small_form_says_which_engine_stands_for_the_printed_one(tmp_path):
         assert "SMOKE=1: rollout.name=native generates, also where the script names vllm or sglang\n" in told + "\n"
 
 
+@pytest.mark.slow
 def test_the_table_says_what_a_small_run_stands_for(tmp_path):
     script = EXAMPLES / "grpo_trainer" / "run_deepseek671b_math_megatron_80gb.sh"
     sentence = check_examples.stands_for(script)

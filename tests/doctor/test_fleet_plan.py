@@ -77,6 +77,7 @@ def test_costs_of_models_are_their_published_sizes():
     assert costs_of("0.5b").active == costs_of("0.5b").matrices  # the table is the head, and counts once
 
 
+@pytest.mark.slow
 def test_recurrent_states_take_their_place_in_the_cache_and_are_read_and_written_in_every_step(tmp_path):
     """Three layers with the gated delta rule and one with attention; numbers by hand."""
     shape = {"model_type": "qwen3_next", "hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 8,

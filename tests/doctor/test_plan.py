@@ -435,7 +435,7 @@ def test_what_the_run_refuses_is_refused_in_its_words(folder, capsys, given, sai
     assert said in " ".join(shown.err.split()) and "It fits" not in shown.out
 
 
-@pytest.mark.parametrize("gpu", [["--gpu_gb=80"], []])
+@pytest.mark.parametrize("gpu", [["--gpu_gb=80"], pytest.param([], marks=pytest.mark.slow)])
 def test_a_mixture_that_native_cannot_split_has_a_plan_and_the_engine_that_can(gpu, tmp_path, capsys):
     """As the command of a large mixture that names no engine: its config.json is enough to say so."""
     shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 261}

@@ -82,7 +82,9 @@ def test_the_right_pass_is_packed(families, kind, dtype, tmp_path):
     assert all(packs(families, kind, dtype, tmp_path))
 
 
-@pytest.mark.parametrize("dtype", SEEDS, ids=str)
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(one, marks=[pytest.mark.slow] * (one is torch.bfloat16)) for one in SEEDS], ids=str
+)
 @pytest.mark.parametrize("wrong", WRONG)
 def test_a_wrong_pass_is_not_packed(families, wrong, dtype, tmp_path, monkeypatch):
     kind, plant = WRONG[wrong]

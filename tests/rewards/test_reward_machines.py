@@ -118,6 +118,7 @@ def test_a_task_that_had_its_second_try_is_not_blamed_for_a_machine_that_is_lost
     assert [found[number].score for number in range(3)] == [1.0] * 3
 
 
+@pytest.mark.slow
 def test_a_machine_that_stands_still_fails_no_score_and_is_left_out(tmp_path, others, monkeypatch):
     """Its host is stopped and stays connected, so that Ray reports nothing."""
     hosts, machines = others
@@ -149,6 +150,7 @@ def test_a_machine_that_does_not_answer_has_printed_nothing_and_the_others_are_a
     assert list(machines.printed()) == [("10.0.0.2", []), ("10.0.0.3", ["its lines"])]
 
 
+@pytest.mark.slow
 def test_a_stopped_worker_of_another_machine_fails_no_score(tmp_path, others):
     hosts, machines = others
     (tmp_path / "own.py").write_text(FILE)
@@ -192,6 +194,7 @@ def test_a_machine_on_which_something_else_hangs_when_it_is_made_computes_reward
             hang.set()
 
 
+@pytest.mark.slow
 def test_a_machine_that_can_start_no_process_any_more_is_left_out(pool, others, monkeypatch):
     """It would always seem to be the idlest one, and get all work."""
     hosts, machines = others

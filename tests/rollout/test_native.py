@@ -504,7 +504,9 @@ def test_a_mixture_is_not_cut_over_several_workers():
         check_can_cut(tiny("qwen3-moe"), True, 2)
 
 
-@pytest.mark.parametrize("kind", ["gemma2", "gpt-oss", "deepseek-v2", "deepseek-v3"])
+@pytest.mark.parametrize(
+    "kind", ["gemma2", "gpt-oss", "deepseek-v2", pytest.param("deepseek-v3", marks=pytest.mark.slow)]
+)
 def test_the_general_decoder_preempts_rows_and_follows_weights_that_change_in_place(kind):
     module = tiny(kind)
     per_token = bytes_per_token(module, 1, True)

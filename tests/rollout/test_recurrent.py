@@ -192,7 +192,10 @@ def cases():
         yield MAIN[seed % 3], seed, blocks, rng.choice([3, 4, 6]), rng.choice([8, 32]), rng.choice([2, 1024])
 
 
-@pytest.mark.parametrize(("kind", "seed", "blocks", "slots", "segment", "rows"), list(cases()))
+@pytest.mark.parametrize(
+    ("kind", "seed", "blocks", "slots", "segment", "rows"),
+    [pytest.param(*case, marks=[pytest.mark.slow] * (case[1] >= 3)) for case in cases()],
+)
 def test_a_tight_cache_changes_no_token(kind, seed, blocks, slots, segment, rows):
     tight, given = native(kind, slots=slots, blocks=blocks, segment=segment, max_num_seqs=rows), SAMPLINGS[seed % 2]
     # Eight conversations, two thirds of those of models without states: here a step takes milliseconds.

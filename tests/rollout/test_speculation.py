@@ -85,7 +85,16 @@ def assert_same(found, wanted, *, bitwise=True):
 
 
 @pytest.mark.parametrize("samplings", [SAMPLINGS, SPECIAL])
-@pytest.mark.parametrize("kind", ["qwen2", "gemma3", "qwen3-moe", "gpt-oss", "deepseek-v3"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "qwen2",
+        "gemma3",
+        "qwen3-moe",
+        pytest.param("gpt-oss", marks=pytest.mark.slow),
+        pytest.param("deepseek-v3", marks=pytest.mark.slow),
+    ],
+)
 def test_tokens_are_those_of_plain_decoding(kind, samplings):
     plain = generate(engine(kind), PROMPTS, samplings, list(range(5)))
     made = taught(samplings, kind=kind)

@@ -86,7 +86,10 @@ def cases() -> Iterator[tuple]:
         yield seed, blocks, rng.choice([8, 32, 128]), rows, budget, SAMPLINGS[seed % 2], rng.random() < 0.5
 
 
-@pytest.mark.parametrize(("seed", "blocks", "segment", "rows", "budget", "sampling", "in_rounds"), list(cases()))
+@pytest.mark.parametrize(
+    ("seed", "blocks", "segment", "rows", "budget", "sampling", "in_rounds"),
+    [pytest.param(*case, marks=[pytest.mark.slow] * (case[0] >= 5)) for case in cases()],
+)
 def test_a_tight_cache_changes_no_token(module, seed, blocks, segment, rows, budget, sampling, in_rounds):
     tight = native(module, blocks, segment, max_num_seqs=rows, max_num_batched_tokens=budget)
     wanted = converse(native(module, 10_000), seed, sampling, in_rounds=in_rounds)

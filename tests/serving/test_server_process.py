@@ -200,6 +200,7 @@ def test_a_process_that_cannot_work_is_not_started_for_ever(capfd):
     assert "no such model" in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_collections_in_the_engines_process_skip_what_was_imported():
     gc.unfreeze()  # as it is without these tests
     try:

@@ -52,13 +52,13 @@ def samples(result) -> list[dict]:
 @pytest.mark.parametrize(
     ("limit", "calls", "turns", "reason"),
     [
-        ({"max_tool_seconds": 3.0}, 1, 2, "tool_time"),
+        pytest.param({"max_tool_seconds": 3.0}, 1, 2, "tool_time", marks=pytest.mark.slow),
         ({"max_tool_seconds": 3.0}, 2, 2, "tool_time"),  # calls of a turn run side by side
         ({"max_tool_cost": 0.5}, 1, 2, "tool_cost"),
-        ({"max_tool_cost": 0.6}, 1, 3, "tool_cost"),
-        ({"max_tool_cost": 0.5}, 2, 1, "tool_cost"),
+        pytest.param({"max_tool_cost": 0.6}, 1, 3, "tool_cost", marks=pytest.mark.slow),
+        pytest.param({"max_tool_cost": 0.5}, 2, 1, "tool_cost", marks=pytest.mark.slow),
         ({"max_tool_cost": 1.1, "max_tool_seconds": 5.9}, 1, 4, "tool_time"),
-        ({"max_tool_cost": 1.1, "max_tool_seconds": 9.0}, 1, 4, "stop"),
+        pytest.param({"max_tool_cost": 1.1, "max_tool_seconds": 9.0}, 1, 4, "stop", marks=pytest.mark.slow),
     ],
 )
 def test_a_conversation_ends_when_its_tools_have_taken_as_much_as_they_may(

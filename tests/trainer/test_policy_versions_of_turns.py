@@ -107,6 +107,7 @@ def test_spans_of_policy_versions_are_of_the_tokens_that_the_model_wrote(tiny_mo
         versions_are(step - 1, samples(result.path, step))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_step_off_the_age_of_a_batch_is_that_of_what_was_sampled(tiny_model, sums, tmp_path, monkeypatch, kind):
     scripted.use(script)

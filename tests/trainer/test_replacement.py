@@ -231,7 +231,16 @@ def disturbed(tiny_model, sums, tmp_path, monkeypatch):
     return start
 
 
-@pytest.mark.parametrize("name, call", [("submit", 2), ("advance", 3), ("take_bucket", 3), ("rollout_scores", 2)])
+@pytest.mark.parametrize(
+    "name, call",
+    [
+        ("advance", 3),
+        *(
+            pytest.param(*at, marks=pytest.mark.slow)
+            for at in (("submit", 2), ("take_bucket", 3), ("rollout_scores", 2))
+        ),
+    ],
+)
 def test_a_rollout_worker_lost_in_any_stage_is_replaced_alone_and_no_bit_changes(disturbed, capsys, name, call):
     straight, _ = disturbed("straight", lambda *_: False)
 

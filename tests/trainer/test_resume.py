@@ -28,7 +28,7 @@ CASES = {
     },
     "lora": {"actor_rollout_ref__model__lora_rank": 4},
 }
-SLOW = ("grpo", "gae with KL in the reward", "codapo, saved before a step that repeats prompts")
+SLOW = ("grpo", "lora", "gae with KL in the reward", "codapo, saved before a step that repeats prompts")
 KILLED = """
     import os, signal, sys
     sys.path.insert(0, {folder!r})

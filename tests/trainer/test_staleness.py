@@ -221,6 +221,7 @@ def test_a_lower_bound_drops_what_is_too_old_and_asks_its_prompts_again(beside):
     assert max(line["rollout/age_max"] for line in last) <= 1
 
 
+@pytest.mark.slow
 def test_a_replay_of_conversations_is_bitwise_however_long_their_tools_take(beside):
     """Turns join between other decode steps in every run, and in a replay between the same ones."""
 
@@ -244,6 +245,7 @@ def test_a_replay_of_conversations_is_bitwise_however_long_their_tools_take(besi
         AGENTS.clear()
 
 
+@pytest.mark.slow
 def test_a_replay_whose_agents_end_sooner_than_recorded_ends_with_an_error(beside, tmp_path):
     """The engine waits for a second turn that never comes, while other conversations are open."""
 
@@ -298,6 +300,7 @@ def uneven():
     AGENTS.clear()
 
 
+@pytest.mark.slow
 def test_with_oversampling_the_first_whole_groups_are_trained_and_a_replay_takes_the_same(beside, uneven):
     """Half a batch more is under way: groups overtake each other, by another timing others do."""
     first = beside("first", 19, **OVER)
@@ -335,6 +338,7 @@ def stopped(beside, uneven, made_once, tmp_path):
     return [line["take"] for line in events if line["step"] <= 4 and "take" in line]
 
 
+@pytest.mark.slow
 def test_groups_that_wait_in_a_checkpoint_are_trained_once_with_oversampling(beside, stopped):
     before = [uid for take in stopped for uid in take]
     again = beside("run", 23, trainer__save_freq=4, **OVER)

@@ -77,6 +77,7 @@ def spoken(tiny_model, sums, tmp_path_factory, forked) -> dict[str, dict[str, st
     return found
 
 
+@pytest.mark.slow
 def test_json_is_one_object_per_step_on_stdout_and_nothing_else(spoken):
     lines = [json.loads(line) for line in spoken["json"]["out"].splitlines()]
     stored = [json.loads(line) for line in spoken["json"]["metrics"].splitlines()]
