@@ -6,7 +6,7 @@ Also where a run runs: its workers, keys that count them, and the GPUs of this m
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
@@ -210,17 +210,20 @@ def divisors_of_own_workers(config: Any) -> list[tuple[str, int, str]]:
     return found
 
 
-def megatron_divisors(config: Any) -> dict[str, int]:
-    """By what they are, the sizes of Megatron's ranks that must divide the number of workers that train."""
+def divisors_of_ranks(config: Any) -> dict[str, int]:
+    """By what they are, the sizes in the train engine's own settings (`megatron_config`) that must divide the number of
+    workers that train."""
     place = _ACTOR if hasattr(config, "actor_rollout_ref") else "fsdp"
     section = attrgetter(place)(config)
-    if section.strategy != "megatron":
+    own = f"{section.strategy}_config"
+    given = getattr(section, own, None)
+    if not isinstance(given, Mapping):
         return {}
 
     def product(*names: str) -> tuple[str, int]:
-        given = [section.megatron_config.get(f"{name}_parallel_size") for name in names]
-        sizes = [size if isinstance(size, int) and size > 0 else 1 for size in given]  # others are rejected anyway
-        return f"{place}.megatron_config: {' x '.join(names)}", math.prod(sizes)
+        sizes = [given.get(f"{name}_parallel_size") for name in names]
+        sizes = [size if isinstance(size, int) and size > 0 else 1 for size in sizes]  # others are rejected anyway
+        return f"{place}.{own}: {' x '.join(names)}", math.prod(sizes)
 
     found = (product("tensor", "pipeline", "context"), product("pipeline", "expert"))
     return {words: size for words, size in found if size > 1}
@@ -230,7 +233,7 @@ def divisors_of_fewer_workers(config: Any) -> dict[str, int]:
     """By key, the sizes that must divide the number of workers that train, however many machines are left: that of
     rollout engines too, where all of these workers generate."""
     rollout = config.actor_rollout_ref.rollout if hasattr(config, "actor_rollout_ref") else None
-    sizes = divisors_of_workers(config) | megatron_divisors(config)
+    sizes = divisors_of_workers(config) | divisors_of_ranks(config)
     if rollout is None or rollout.n_workers or rollout.colocated_workers:
         return sizes
     stages = rollout.pipeline_model_parallel_size

@@ -148,7 +148,7 @@ def test_a_tool_of_an_mcp_server_is_tried_outside_a_run(packages, capsys):
     packages({"mcp/client/stdio.py": stdio, "mcp/__init__.py": f"COUNT = 1\n{names}{two}"})
     assert try_command.main(["mcp:python server.py", '{"thing": "hat"}']) == 0
     assert "<tool_response>\nboxes hat\n</tool_response>" in capsys.readouterr().out
-    packages({"mcp/__init__.py": f"COUNT = 2\n{names}{two}"})
+    packages({"mcp/__init__.py": f"COUNT = 2  # of another length: Python compares size and second\n{names}{two}"})
     with pytest.raises(UserError, match=r"several tools.*\n.*--tool where \| when"):
         try_command.main(["mcp:python server.py", '{"thing": "hat"}'])
     assert try_command.main(["mcp:python server.py", '{"thing": "hat"}', "--tool", "when"]) == 0
