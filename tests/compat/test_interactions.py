@@ -29,14 +29,14 @@ class Counting(BaseInteraction):
     '''Says how often the model has spoken; over after `most` turns.'''
 
     async def start_interaction(self, instance_id=None, word="again", **kwargs):
-        self.word = word
+        self.words = {**getattr(self, "words", {}), instance_id: word}  # one object leads many conversations
         return await super().start_interaction(instance_id)
 
     async def generate_response(self, instance_id, messages, **kwargs):
         roles = [one["role"] for one in messages]
         turns = roles.count("assistant")
         assert roles[-1] == "assistant" and kwargs["name"] == self.name
-        return turns >= self.config["most"], f"{self.word} {turns}", turns / 4, {"roles": " ".join(roles)}
+        return turns >= self.config["most"], f"{self.words[instance_id]} {turns}", turns / 4, {"roles": " ".join(roles)}
 
     async def finalize_interaction(self, instance_id, **kwargs):
         with Path(self.config["log"]).open("a") as log:
